@@ -1,0 +1,1 @@
+"""The shipped configurations, one YAML per model; installed as `hybrid_backend.configs`."""

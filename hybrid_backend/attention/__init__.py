@@ -1,0 +1,1 @@
+"""The maths: partial attention and merge, selection, prefill, quality."""

@@ -1,0 +1,92 @@
+"""Partial attention over a list of pages, and the exact merge of partials."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Partial(NamedTuple):
+    """Attention over a subset of the keys. ``out`` fp32 ``[..., head_dim]``, ``lse`` fp32 ``[...]``, natural log.
+
+    The partial over no key is out 0, lse -inf.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+class PageList(NamedTuple):
+    """Pages to attend. ``ids``: ``[rows, 1 | kv_heads, k]`` int64, -1 for padding, padding last, tail page last of the
+    pages; ``valid``: same shape, tokens of each page (0 for padding)."""
+
+    ids: Tensor
+    valid: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens attended, summed over rows; the mean over the lists of a row."""
+        return int(self.valid.sum()) // max(1, self.ids.shape[1])
+
+
+def paged_partial(q: Tensor, blocks: Tensor, pages: PageList, kv_heads: int, scale: float) -> Partial:
+    """Attention of one query token per row over its listed pages.
+
+    Args:
+        q: ``[rows, heads, head_dim]``.
+        blocks: ``[pages * kv_heads * 2, page_size, head_dim]`` (`HostPool.blocks`, `SlotPool.blocks`).
+        pages: the lists; ids index the pages behind ``blocks``.
+        kv_heads: KV heads of a page.
+        scale: multiplies the logits.
+
+    Returns:
+        Partial of shape ``[rows, heads, head_dim]``.
+    """
+    rows, heads, dim = q.shape
+    page_size = blocks.shape[1]
+    grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
+    counts = pages.valid.sum(-1)  # [rows, lists]
+    if rows == 1 and pages.ids.shape[1] == 1:
+        tokens = int(counts)
+        used = -(-tokens // page_size) if tokens else 0
+        if not used:
+            return empty_partial(q)
+        ids, mask = pages.ids[:, :, :used], None
+    else:
+        tokens = pages.ids.shape[2] * page_size
+        if not tokens:
+            return empty_partial(q)
+        ids = pages.ids.clamp(min=0)
+        written = torch.arange(page_size) < pages.valid[..., None]  # [rows, lists, k, page_size]
+        mask = torch.zeros(written.shape, dtype=q.dtype).masked_fill_(~written, float("-inf")).flatten(2)
+        mask = mask[:, :, None].expand(-1, kv_heads, grouped.shape[2], -1)
+    heads_of = torch.arange(kv_heads)[None, :, None]
+    index = (ids * kv_heads + heads_of).flatten() * 2  # [rows, kv_heads, k]
+    gathered = blocks.index_select(0, torch.cat([index, index + 1]))
+    k, v = gathered.view(2, rows, kv_heads, -1, dim).narrow(3, 0, tokens)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        grouped, k, v, 0.0, False, attn_mask=mask, scale=scale
+    )
+    out = out.reshape(rows, heads, dim).float()
+    if mask is not None:  # the kernel gives out 0, lse 0 to a fully masked row
+        none = (counts == 0).expand(-1, kv_heads)[..., None]
+        lse = lse.masked_fill(none, float("-inf"))
+    return Partial(out, lse.reshape(rows, heads))
+
+
+def empty_partial(q: Tensor) -> Partial:
+    """The partial over no key, for queries ``[rows, heads, head_dim]``."""
+    return Partial(torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32))
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the union of two disjoint sets of keys (FlashAttention-2, section 2.2).
+
+    An empty side changes nothing; two empty sides give the empty partial, without NaN.
+    """
+    lse = torch.logaddexp(a.lse, b.lse)
+    base = lse.masked_fill(lse == float("-inf"), 0.0)
+    out = a.out * (a.lse - base).exp()[..., None] + b.out * (b.lse - base).exp()[..., None]
+    return Partial(out, lse)

@@ -1,0 +1,1 @@
+"""Engine adapters: thin, one folder per engine."""

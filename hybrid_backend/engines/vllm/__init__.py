@@ -1,0 +1,6 @@
+"""vLLM 0.32: platform, worker, attention backend, lookahead hooks."""
+
+VLLM_VERSION = "0.32"
+BACKEND = "CUSTOM"
+CPU_WORKER = "hybrid_backend.engines.vllm.worker.HybridCPUWorker"
+ADDITIONAL_CONFIG_KEY = "hybrid"

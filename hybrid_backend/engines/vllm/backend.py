@@ -1,0 +1,183 @@
+"""vLLM's attention backend contract, carried out by the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from hybrid_backend.errors import EngineError
+from hybrid_backend.runtime import HybridRuntime
+from hybrid_backend.step import Batch, Step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from hybrid_backend.engines.vllm.lookahead import QueryPredictor
+    from hybrid_backend.engines.vllm.session import Session
+
+
+@dataclass
+class HybridMetadata:
+    """What vLLM carries from the builder to the layers."""
+
+    step: Step
+    num_actual_tokens: int
+    causal: bool = True
+
+
+class HybridBackend(AttentionBackend):
+    """Selected by ``--attention-backend CUSTOM``."""
+
+    # One call per layer stores the new tokens and attends.
+    forward_includes_kv_cache_update: bool = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[HybridImpl]:
+        return HybridImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[HybridMetadataBuilder]:
+        return HybridMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []  # any
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+
+class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
+    """Turns a vLLM batch into a step of the runtime, once per KV cache group."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.session: Session | None = None  # set by the worker when the KV memory is there
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> HybridMetadata:
+        m = common_attn_metadata
+        if self.session is None:
+            raise EngineError("the hybrid backend's builder was used before its worker set it up")
+        query_start = m.query_start_loc_cpu.tolist()
+        if m.is_prefilling is None:
+            raise EngineError("vLLM did not say which rows are prefilling (CommonAttentionMetadata.is_prefilling)")
+        batch = Batch(
+            request_ids=self.session.request_ids(m),
+            query_start=query_start,
+            seq_lens=m.seq_lens.tolist(),
+            decode=[
+                not prefilling and end - start == 1
+                for prefilling, start, end in zip(
+                    m.is_prefilling.tolist(), query_start[:-1], query_start[1:], strict=False
+                )
+            ],
+            page_table=m.block_table_tensor,
+            slot_mapping=m.slot_mapping[: query_start[-1]],
+        )
+        return HybridMetadata(self.session.step_for(self.layer_names, batch), m.num_actual_tokens)
+
+
+class HybridImpl(AttentionImpl):
+    """One attention layer. ``bind`` connects it to the runtime when the KV memory is there."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        refused = {
+            "ALiBi": alibi_slopes is not None,
+            "attention with logit soft-capping": bool(logits_soft_cap),
+            f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
+            "layers that share another layer's KV cache": kv_sharing_target_layer_name is not None,
+            "attention sinks": sinks is not None,
+        }
+        for what, is_asked in refused.items():
+            if is_asked:
+                raise EngineError(f"the hybrid backend does not support {what}; leave out --attention-backend CUSTOM")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.layer_index = -1
+        self.runtime: HybridRuntime | None = None
+        self.predictor: QueryPredictor | None = None
+
+    def bind(self, runtime: HybridRuntime, layer_index: int) -> None:
+        self.runtime = runtime
+        self.layer_index = layer_index
+
+    def lookahead(self, metadata: HybridMetadata, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> None:
+        """The input of an earlier layer is known (`lookahead.hook_for`)."""
+        runtime, step = self.runtime, metadata.step
+        if runtime is None or self.predictor is None or not runtime.wants_lookahead(self.layer_index, step):
+            return
+        rows = step.decode
+        assert rows is not None
+        x = rows.gather(hidden)
+        if residual is not None:
+            x = x + rows.gather(residual)
+        runtime.lookahead(self.layer_index, step, self.predictor(rows.gather(positions), x))
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: HybridMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """``query``, ``output``: ``[tokens, heads, head_dim]``; ``key``, ``value``: ``[tokens, kv_heads, head_dim]``."""
+        if attn_metadata is None or self.runtime is None:
+            return output.zero_()  # profiling
+        step = attn_metadata.step
+        self.runtime.append(self.layer_index, step, key, value)
+        self.runtime.attend(self.layer_index, step, query, output)
+        return output

@@ -1,0 +1,96 @@
+"""What the backend does not support is refused at start, in one line, before anything is allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import psutil
+import vllm
+
+from hybrid_backend.config import HybridConfig, format_size
+from hybrid_backend.engines.vllm import VLLM_VERSION
+from hybrid_backend.engines.vllm.lookahead import family_of
+from hybrid_backend.errors import ConfigError, EngineError
+from hybrid_backend.methods import resolve_method
+from hybrid_backend.workers import resolve_kernel
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cls: str) -> None:
+    """Raise EngineError or ConfigError for the first thing that cannot work."""
+    if not vllm.__version__.startswith(VLLM_VERSION):
+        raise EngineError(f"vLLM {vllm.__version__} is not supported; install vLLM {VLLM_VERSION}")
+    resolve_method(config.method)
+    resolve_kernel(config.workers.kernel)
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls != worker_cls:
+        raise EngineError(
+            f"the hybrid backend needs its own worker: add --worker-cls {worker_cls} (or use `hybrid serve MODEL`)"
+        )
+    for unsupported, fix in _unsupported(vllm_config, config):
+        raise EngineError(f"the hybrid backend does not support {unsupported}; {fix}")
+    page, block = config.page_size, vllm_config.cache_config.block_size
+    if page != block:
+        raise ConfigError(
+            f"page_size: {page} is unlike the engine's block size {block}; "
+            f"start the engine with --block-size {page} or set page_size: {block}"
+        )
+    config.validate_for(vllm_config.model_config.get_total_num_hidden_layers())
+    _check_host_pool(vllm_config, config)
+
+
+def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[str, str]]:
+    """Pairs of what was asked for and the way out."""
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    text = model.hf_text_config
+    layer_types = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    local_only = window is not None and (
+        all(kind == "sliding_attention" for kind in layer_types) if layer_types
+        else model.get_sliding_window() is not None
+    )
+    stock = "leave out --attention-backend CUSTOM for this model"
+    found = [
+        (model.use_mla, "MLA models", stock),
+        (model.is_hybrid or model.is_attention_free, "models with state-space or linear-attention layers", stock),
+        (model.is_encoder_decoder or model.runner_type != "generate", "models that do not generate text", stock),
+        (local_only, f"models whose layers all slide over {window} tokens", stock),
+        (bool(getattr(text, "attn_logit_softcapping", None)), "attention with logit soft-capping", stock),
+        (cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+         f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype})", "use --kv-cache-dtype auto"),
+        (vllm_config.speculative_config is not None, "speculative decoding", "leave out --speculative-config"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --pipeline-parallel-size 1"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism",
+         "use --decode-context-parallel-size 1"),
+        (vllm_config.kv_transfer_config is not None, "KV connectors", "leave out --kv-transfer-config"),
+        (vllm_config.lora_config is not None and config.lookahead.enabled, "LoRA together with the lookahead",
+         "set lookahead: {enabled: false} or leave out --enable-lora"),
+        (config.lookahead.enabled and config.method != "dense" and family_of(model.hf_config, config) is None,
+         f"the lookahead for model type {model.hf_config.model_type!r}",
+         "set lookahead: {enabled: false} in the configuration"),
+    ]
+    return [(what, fix) for unsupported, what, fix in found if unsupported]
+
+
+def _check_host_pool(vllm_config: VllmConfig, config: HybridConfig) -> None:
+    size = vllm_config.cache_config.kv_cache_memory_bytes
+    available = psutil.virtual_memory().available
+    if size is not None and size > available:
+        raise ConfigError(
+            f"host_pool.size: {format_size(size)} is more than the {available / 2**30:.1f} GiB of memory available; "
+            "choose a smaller size"
+        )
+    if config.host_pool.size_bytes is None:
+        return
+    page_bytes = config.page_size * 2 * vllm_config.model_config.get_head_size() * (
+        vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
+    ) * vllm_config.model_config.dtype.itemsize * vllm_config.model_config.get_total_num_hidden_layers()
+    longest = vllm_config.model_config.max_model_len
+    needed = page_bytes * -(-longest // config.page_size)
+    if config.host_pool.size_bytes < needed:
+        raise ConfigError(
+            f"host_pool.size: {format_size(config.host_pool.size_bytes)} holds less than one sequence of "
+            f"--max-model-len {longest} ({needed / 2**20:.0f} MiB); choose a larger size or a shorter --max-model-len"
+        )

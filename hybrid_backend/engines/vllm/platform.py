@@ -1,0 +1,46 @@
+"""vLLM's CPU platform, with two differences that show only when ``--attention-backend CUSTOM`` is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from hybrid_backend.engines.vllm import CPU_WORKER
+from hybrid_backend.engines.vllm.checks import check_engine_config
+from hybrid_backend.engines.vllm.settings import attach_config, chosen
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+
+class HybridCpuPlatform(CpuPlatform):
+    """The stock platform ignores the backend that the user names (platforms/cpu.py, get_attn_backend_cls)."""
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        if selected_backend == AttentionBackendEnum.CUSTOM:
+            return str(selected_backend.get_path())
+        return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        if not chosen(vllm_config):
+            super().check_and_update_config(vllm_config)
+            return
+        config = attach_config(vllm_config)
+        cache = vllm_config.cache_config
+        if not cache.user_specified_block_size:
+            cache.block_size = config.page_size
+            cache.user_specified_block_size = True
+        if config.host_pool.size_bytes is not None:
+            cache.kv_cache_memory_bytes = config.host_pool.size_bytes
+        super().check_and_update_config(vllm_config)
+        check_engine_config(vllm_config, config, CPU_WORKER)

@@ -1,0 +1,118 @@
+"""One worker's connection between vLLM and the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.vllm.backend import HybridImpl
+from hybrid_backend.engines.vllm.lookahead import QueryPredictor, family_of, hook_for
+from hybrid_backend.errors import EngineError
+from hybrid_backend.runtime import HybridRuntime
+from hybrid_backend.step import Batch, ModelSpec, Step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+
+def attention_layers(model: nn.Module) -> list[tuple[str, Attention, nn.Module]]:
+    """``(layer name, attention, decoder layer)`` of every decoder layer, in order."""
+    modules = dict(model.named_modules())
+    found = []
+    for path, module in modules.items():
+        if isinstance(module, Attention) and isinstance(module.impl, HybridImpl):
+            decoder = path.rsplit(".", 2)[0]  # decoder layer . self_attn . attn
+            found.append((module.layer_name, module, modules[decoder]))
+    return found
+
+
+def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridConfig) -> None:
+    """Predict every full-attention layer's query at the input of the layer before it. Call before compilation."""
+    if not config.lookahead.enabled or config.method == "dense":
+        return
+    family = family_of(vllm_config.model_config.hf_config, config)
+    if family is None:
+        raise EngineError(f"no lookahead for model type {vllm_config.model_config.hf_config.model_type!r}")
+    layers = attention_layers(model)
+    for (_, _, earlier), (index, (name, attention, decoder)) in zip(layers, list(enumerate(layers))[1:], strict=False):
+        if attention.sliding_window is not None or index in config.exact_layers:
+            continue
+        attention.impl.predictor = QueryPredictor(decoder, family)
+        earlier.register_forward_pre_hook(hook_for(name), with_kwargs=True)
+
+
+class Session:
+    """Built when the KV memory exists; owns the runtime, knows which request each row of a batch belongs to."""
+
+    def __init__(self, runner: Any, vllm_config: VllmConfig, config: HybridConfig, device: torch.device) -> None:
+        self._runner = runner
+        layers = attention_layers(runner.get_model())
+        full = next((a for _, a, _ in layers if a.sliding_window is None), None)
+        if full is None:
+            raise EngineError("the model has no layer with full attention: nothing to offload")
+        shapes = {(a.num_heads, a.num_kv_heads, a.head_size, a.impl.scale) for _, a, _ in layers}
+        if len(shapes) != 1:
+            raise EngineError(f"layers of different shape are not supported: {sorted(shapes)}")
+        model = ModelSpec(
+            num_layers=len(layers),
+            num_heads=full.num_heads,
+            num_kv_heads=full.num_kv_heads,
+            head_dim=full.head_size,
+            scale=full.impl.scale,
+            dtype=full.kv_cache_torch_dtype,
+            windows=tuple(a.sliding_window for _, a, _ in layers),
+        )
+        self.runtime = HybridRuntime(
+            config,
+            model,
+            [as_pages(a.kv_cache) for _, a, _ in layers],
+            vllm_config.scheduler_config.max_num_seqs,
+            device,
+        )
+        self._full_layers = {name for name, a, _ in layers if a.sliding_window is None}
+        for index, (_, attention, _) in enumerate(layers):
+            attention.impl.bind(self.runtime, index)
+        for groups in runner.attn_groups:
+            for group in groups:
+                for builder in group.metadata_builders:
+                    builder.session = self
+        self._step: Step | None = None
+
+    def request_ids(self, metadata: CommonAttentionMetadata) -> list[str]:
+        """Request of each row. vLLM's V1 runner keeps them on its input batch, the V2 runner in its request table."""
+        batch = getattr(self._runner, "input_batch", None)
+        if batch is not None:
+            return list(batch.req_ids[: metadata.num_reqs])
+        if metadata.req_idx is None:
+            raise EngineError("vLLM's model runner did not say which request each row belongs to")
+        table = self._runner.req_states.index_to_req_id
+        return [table[int(index)] for index in metadata.req_idx]
+
+    def step_for(self, layer_names: Sequence[str], batch: Batch) -> Step:
+        """The runtime's step for one KV cache group: the full-attention group's is the one that methods plan."""
+        if self._full_layers.isdisjoint(layer_names):
+            page_size = self._page_size(layer_names[0])
+            return self.runtime.begin_local_step(batch, page_size)
+        self._step = self.runtime.begin_step(batch)
+        return self._step
+
+    def end_step(self) -> None:
+        if self._step is not None:
+            self.runtime.end_step(self._step)
+            self._step = None
+
+    def _page_size(self, layer_name: str) -> int:
+        context = self._runner.compilation_config.static_forward_context
+        return int(context[layer_name].kv_cache.shape[2])
+
+
+def as_pages(kv_cache: Tensor) -> Tensor:
+    """vLLM's view of a layer, ``[pages, kv_heads, page_size, 2 * head_dim]``, in our layout (the bytes are ours)."""
+    pages, heads, page_size, width = kv_cache.shape
+    return kv_cache.view(pages, heads, 2, page_size, width // 2)

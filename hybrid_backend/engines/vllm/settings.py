@@ -1,0 +1,44 @@
+"""Where vLLM carries our configuration: ``additional_config["hybrid"]``, which is part of its compile-cache key."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from hybrid_backend.config import HybridConfig, config_from_mapping, resolve_config
+from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND
+from hybrid_backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def chosen(vllm_config: VllmConfig) -> bool:
+    """Whether the user asked for our backend."""
+    backend = vllm_config.attention_config.backend
+    return backend is not None and backend.name == BACKEND
+
+
+def attach_config(vllm_config: VllmConfig) -> HybridConfig:
+    """Resolve the configuration once, in the process that reads the user's flags, and store it for all others.
+
+    Sources, best first: ``--additional-config '{"hybrid": PATH or MAPPING}'``, ``HYBRID_CONFIG``, the model's name.
+    """
+    given: Any = vllm_config.additional_config
+    if not isinstance(given, dict):
+        raise ConfigError("--additional-config: expected a JSON object, as the hybrid backend stores its settings there")
+    model = vllm_config.model_config.served_model_name or vllm_config.model_config.model
+    name = model[0] if isinstance(model, list) else model
+    explicit = given.get(ADDITIONAL_CONFIG_KEY)
+    config, _ = resolve_config(str(name), explicit, os.environ)
+    vllm_config.additional_config = {**given, ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")}
+    return config
+
+
+def attached_config(vllm_config: VllmConfig) -> HybridConfig:
+    """The configuration that `attach_config` stored."""
+    stored = vllm_config.additional_config
+    mapping = stored.get(ADDITIONAL_CONFIG_KEY) if isinstance(stored, dict) else None
+    if not isinstance(mapping, dict):
+        return attach_config(vllm_config)
+    return config_from_mapping(mapping, "additional_config")

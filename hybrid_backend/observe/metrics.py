@@ -1,0 +1,95 @@
+"""Prometheus metrics of one rank, published on the engine's /metrics.
+
+The engine's worker and its API server are different processes. prometheus_client joins them through a directory
+(``PROMETHEUS_MULTIPROC_DIR``), which `hybrid serve` creates and removes; without that variable the metrics stay in the
+worker's own registry.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from hybrid_backend.observe.stats import LayerStats, Stats
+
+
+class _LayerMetric(NamedTuple):
+    name: str
+    help: str
+    value: Callable[[LayerStats], float]
+
+
+_COUNTERS = (
+    _LayerMetric("hybrid_selected_tokens", "Tokens attended by decoding rows", lambda s: s.selected_tokens),
+    _LayerMetric("hybrid_cpu_tokens", "Tokens attended by the CPU workers", lambda s: s.cpu_tokens),
+    _LayerMetric("hybrid_recalled_pages", "Pages recalled into slots", lambda s: s.recalled_pages),
+    _LayerMetric("hybrid_wait_seconds", "Seconds that the device tier waited for CPU partials", lambda s: s.wait_seconds),
+    _LayerMetric("hybrid_lead_seconds", "Seconds by which CPU partials started before they were needed", lambda s: s.lead_seconds),
+)
+_GAUGES = (
+    _LayerMetric(
+        "hybrid_resident_hit_ratio", "Share of selected pages that were resident, since start",
+        lambda s: s.resident_hits / s.resident_lookups if s.resident_lookups else 1.0,
+    ),
+    _LayerMetric(
+        "hybrid_predicted_query_cosine", "Cosine of predicted and true query, mean of the samples",
+        lambda s: s.cosine_sum / s.cosine_samples if s.cosine_samples else float("nan"),
+    ),
+    _LayerMetric(
+        "hybrid_attention_mass_recall", "Attention mass on the selected pages, mean of the samples",
+        lambda s: s.mass_sum / s.mass_samples if s.mass_samples else float("nan"),
+    ),
+)
+_POOL_GAUGES: Mapping[str, str] = {
+    "hybrid_regions_in_use": "Slot regions owned by running requests",
+    "hybrid_slots_in_use": "Slots that hold a page, summed over layers",
+    "hybrid_recalls_in_flight": "Recall copies not yet visible",
+    "hybrid_host_pool_pages": "Pages of the host pool",
+    "hybrid_digest_bytes": "Bytes of digests",
+    "hybrid_slot_bytes": "Bytes of slots in the device tier",
+}
+
+
+class Publisher:
+    """Copies the runtime's counters into Prometheus at most every ``interval`` seconds."""
+
+    def __init__(self, stats: Stats, gauges: Callable[[], Mapping[str, float]], rank: int,
+                 registry: CollectorRegistry, interval: float = 0.5) -> None:
+        self._stats = stats
+        self._gauges = gauges
+        self._interval = interval
+        self._last = float("-inf")
+        labels = ["rank", "layer"]
+        self._counters = [Counter(m.name, m.help, labels, registry=registry) for m in _COUNTERS]
+        self._layer_gauges = [
+            Gauge(m.name, m.help, labels, registry=registry, multiprocess_mode="mostrecent") for m in _GAUGES
+        ]
+        self._pool_gauges = {
+            name: Gauge(name, text, ["rank"], registry=registry, multiprocess_mode="mostrecent")
+            for name, text in _POOL_GAUGES.items()
+        }
+        self._rank = str(rank)
+        self._published = [[0.0] * len(_COUNTERS) for _ in stats.layers]
+
+    def publish(self, force: bool = False) -> None:
+        """Call after each step; ``force`` when the engine goes idle, so that the last state is seen."""
+        now = time.monotonic()
+        if not force and now - self._last < self._interval:
+            return
+        self._last = now
+        for layer, entry in enumerate(self._stats.layers):
+            before = self._published[layer]
+            for i, metric in enumerate(_COUNTERS):
+                value = metric.value(entry)
+                if value != before[i]:
+                    self._counters[i].labels(self._rank, str(layer)).inc(value - before[i])
+                    before[i] = value
+            for gauge, metric in zip(self._layer_gauges, _GAUGES, strict=True):
+                value = metric.value(entry)
+                if value == value:  # not NaN: nothing sampled yet
+                    gauge.labels(self._rank, str(layer)).set(value)
+        for name, value in self._gauges().items():
+            self._pool_gauges[name].labels(self._rank).set(value)

@@ -1,0 +1,179 @@
+"""HybridRuntime: the step lifecycle that engines drive. Knows no engine; engines know nothing below it.
+
+Data path:  engine -> `append` -> host pool, digests, slots.
+Query path: engine -> `lookahead` / `attend` -> method -> kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.attention.prefill import dense_prefill, windowed
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.methods import resolve_method
+from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step import Batch, ModelSpec, Step, make_step
+from hybrid_backend.tiers import Tiers
+from hybrid_backend.tiers.host_pool import HostPool
+from hybrid_backend.workers import WorkerPool
+
+
+class HybridRuntime:
+    """One rank's hybrid attention: the tiers, the workers and the method, over the engine's KV memory.
+
+    Per engine step: `release` for requests that are gone, `begin_step`, then for every layer `lookahead` (of the next
+    layer), `append`, `attend`; `end_step`. Local (sliding-window) layers only `append` and `attend`, with their own
+    step if the engine gives them another page table.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        model: ModelSpec,
+        kv_layers: Sequence[Tensor],
+        max_requests: int,
+        device: torch.device,
+    ) -> None:
+        """``kv_layers``: per layer ``[pages, kv_heads, 2, page_size, head_dim]`` host memory of the engine."""
+        config.validate_for(model.num_layers)
+        host = HostPool(kv_layers)
+        full = next((layer for layer in range(model.num_layers) if model.window(layer) is None), None)
+        if full is None:
+            raise ConfigError("every layer has a sliding window: nothing to offload; use the engine's own backend")
+        page_size = host.layers[full].shape[3]
+        if page_size != config.page_size:
+            raise ConfigError(
+                f"page_size: {config.page_size} is unlike the engine's block size {page_size}; "
+                f"set page_size: {page_size} or start the engine with --block-size {config.page_size}"
+            )
+        method = resolve_method(config.method)
+        self.config = config
+        self.model = model
+        self.stats = Stats.of(model.num_layers)
+        layout = method.layout(config, model, device)
+        self.tiers = Tiers.build(layout, config, model, host, max_requests, device)
+        self.workers = WorkerPool(config.workers)
+        self.method = method(config, model, self.tiers, self.workers, self.stats)
+        self._steps = 0
+        self._open: Step | None = None
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that ended, were aborted or were preempted. Unknown ids are ignored."""
+        for request_id in request_ids:
+            self.method.release(request_id)
+
+    def begin_step(self, batch: Batch) -> Step:
+        """Start a step over the layers with full attention. A step left open by a failed forward is dropped."""
+        self._drop_open()
+        step = make_step(self._steps, batch, self.config.page_size)
+        self.method.begin_step(step)
+        self._steps += 1
+        self._open = step
+        self.stats.steps += 1
+        self.stats.decode_tokens += step.decode.count if step.decode else 0
+        return step
+
+    def begin_local_step(self, batch: Batch, page_size: int) -> Step:
+        """Start the same step for local layers, which have a page table (and perhaps a page size) of their own."""
+        return make_step(self._steps, batch, page_size)
+
+    def end_step(self, step: Step) -> None:
+        """All layers of the step have run."""
+        if self._open is step:
+            self._open = None
+            self.method.end_step(step)
+
+    # --- data path ------------------------------------------------------------------------------------------------
+
+    def append(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
+        """Store the step's new tokens. ``k``, ``v``: ``[tokens, kv_heads, head_dim]``."""
+        tokens = step.num_tokens
+        kv = torch.stack([k[:tokens], v[:tokens]], 2)
+        self.tiers.host.write(layer, step.write_pages, step.write_offsets, kv)
+        if self.model.window(layer) is not None:
+            return
+        digests = self.tiers.digests
+        has_digests = digests is not None and layer in digests.layers
+        if digests is not None and has_digests:
+            for row in step.prefill:
+                first = (row.seq_len - (row.end - row.start)) // self.config.page_size
+                pages = row.pages[first:]
+                tokens_in = torch.full((len(pages),), self.config.page_size)
+                tokens_in[-1] = row.seq_len - (len(row.pages) - 1) * self.config.page_size
+                digests.rebuild(layer, pages, tokens_in)
+        if step.decode is not None:
+            new = step.decode.gather(kv)
+            if digests is not None and has_digests:
+                pages, offsets = step.decode.gather(step.write_pages), step.decode.gather(step.write_offsets)
+                digests.append(layer, pages, offsets, new[:, :, 0])
+            self.method.append(layer, step, new)
+
+    # --- query path -----------------------------------------------------------------------------------------------
+
+    def wants_lookahead(self, layer: int, step: Step) -> bool:
+        """Whether `lookahead` should be called for ``layer`` in this step."""
+        return step.decode is not None and self._open is step and self.method.wants_lookahead(layer, step)
+
+    def lookahead(self, layer: int, step: Step, predicted_q: Tensor) -> None:
+        """The predicted query of ``layer`` is known: ``[decode rows, heads, head_dim]``. Returns at once."""
+        self.method.lookahead(layer, step, predicted_q)
+
+    def attend(self, layer: int, step: Step, q: Tensor, out: Tensor) -> None:
+        """Attention of all rows of the step. ``q``, ``out``: ``[tokens, heads, head_dim]``."""
+        window = self.model.window(layer)
+        blocks = self.tiers.host.blocks(layer)
+        heads, scale = self.model.num_kv_heads, self.model.scale
+        for row in step.prefill:
+            chunk = q[row.start : row.end]
+            if window is None:
+                result = dense_prefill(chunk, blocks, row.pages, row.seq_len, heads, scale)
+            else:
+                result = windowed(chunk, blocks, row.pages, row.seq_len, heads, scale, window)
+            out[row.start : row.end] = result
+        rows = step.decode
+        if rows is None:
+            return
+        if window is None:
+            result = self.method.attend(layer, step, rows.gather(q))
+        else:
+            mine = rows.gather(q)
+            result = torch.cat(
+                [
+                    windowed(mine[r : r + 1], blocks, rows.page_table[r], int(rows.seq_lens[r]), heads, scale, window)
+                    for r in range(rows.count)
+                ]
+            )
+        if rows.whole_batch:
+            out[: rows.count] = result
+        else:
+            out.index_copy_(0, rows.tokens, result.to(out.dtype))
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def gauges(self) -> dict[str, float]:
+        """What is in use now, by metric name."""
+        return {
+            "hybrid_regions_in_use": self.tiers.slots.regions_in_use,
+            "hybrid_slots_in_use": self.tiers.residency.resident_pages,
+            "hybrid_recalls_in_flight": self.tiers.transfers.in_flight,
+            "hybrid_host_pool_pages": self.tiers.host.layers[0].shape[0],
+            "hybrid_digest_bytes": self.tiers.digests.nbytes if self.tiers.digests else 0,
+            "hybrid_slot_bytes": self.tiers.slots.nbytes,
+        }
+
+    def close(self) -> None:
+        """Stop all threads."""
+        self._drop_open()
+        self.workers.close()
+        self.tiers.close()
+
+    def _drop_open(self) -> None:
+        if self._open is not None:
+            self.method.abandon(self._open)
+            self._open = None

@@ -1,0 +1,134 @@
+"""What an engine tells the runtime: the model's shape once, and one batch per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shapes of the model as this rank sees it (heads are local to the tensor-parallel rank).
+
+    ``windows[layer]`` is the sliding window in tokens of a local layer, None for a layer with full attention.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    dtype: torch.dtype
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page: K and V of one layer, all local KV heads."""
+        return self.num_kv_heads * 2 * page_size * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One engine step. Row r owns the query tokens ``query_start[r]:query_start[r + 1]``.
+
+    ``decode[r]`` is true for a row that generates: one query token, the whole prompt already computed.
+    ``page_table``: ``[rows, columns]`` int32 host page ids, in the order of the sequence.
+    ``seq_lens`` counts the tokens of the sequence including this step's.
+    ``slot_mapping``: ``[tokens]``, where each query token's K and V go: page id * page_size + offset.
+    """
+
+    request_ids: list[str]
+    query_start: list[int]
+    seq_lens: list[int]
+    decode: list[bool]
+    page_table: Tensor
+    slot_mapping: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """Query tokens ``start:end`` of the batch: the last ``end - start`` of ``seq_len`` tokens."""
+
+    request_id: str
+    start: int
+    end: int
+    seq_len: int
+    pages: Tensor  # [ceil(seq_len / page_size)] int64
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The decoding rows of a step, all tensors on the host. R rows, P columns."""
+
+    request_ids: list[str]
+    tokens: Tensor  # [R] int64: index of the row's query token in the batch
+    seq_lens: Tensor  # [R] int64
+    num_pages: Tensor  # [R] int64
+    page_table: Tensor  # [R, P] int64, columns beyond num_pages are 0
+    whole_batch: bool  # tokens == arange(len(batch)): no gather needed
+
+    @property
+    def count(self) -> int:
+        return len(self.request_ids)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Rows of ``x`` (first dimension: the batch's tokens) that belong to decoding sequences."""
+        return x[: self.count] if self.whole_batch else x.index_select(0, self.tokens.to(x.device))
+
+
+@dataclass
+class Step:
+    """One step as the runtime sees it. ``plan`` is the method's own state for the step."""
+
+    number: int
+    num_tokens: int
+    decode: DecodeRows | None
+    prefill: list[PrefillRow]
+    write_pages: Tensor  # [tokens] int64: where the batch's K and V go
+    write_offsets: Tensor
+    plan: Any = None
+
+
+def make_step(number: int, batch: Batch, page_size: int) -> Step:
+    """Split a batch into its decoding rows and its prefilling rows."""
+    decoding = [r for r, is_decode in enumerate(batch.decode) if is_decode]
+    prefill = []
+    for r, is_decode in enumerate(batch.decode):
+        start, end = batch.query_start[r], batch.query_start[r + 1]
+        if is_decode or start == end:
+            continue
+        pages = -(-batch.seq_lens[r] // page_size)
+        prefill.append(PrefillRow(batch.request_ids[r], start, end, batch.seq_lens[r], batch.page_table[r, :pages].long()))
+    slots = batch.slot_mapping.long()
+    return Step(
+        number=number,
+        num_tokens=batch.query_start[-1],
+        decode=_decode_rows(batch, decoding, page_size),
+        prefill=prefill,
+        write_pages=slots // page_size,
+        write_offsets=slots % page_size,
+    )
+
+
+def _decode_rows(batch: Batch, rows: list[int], page_size: int) -> DecodeRows | None:
+    if not rows:
+        return None
+    seq_lens = torch.tensor([batch.seq_lens[r] for r in rows])
+    num_pages = (seq_lens + page_size - 1) // page_size
+    columns = int(num_pages.max())
+    table = batch.page_table[: len(rows), :columns] if rows == list(range(len(rows))) else batch.page_table[rows, :columns]
+    beyond = torch.arange(columns)[None] >= num_pages[:, None]
+    tokens = [batch.query_start[r] for r in rows]
+    return DecodeRows(
+        request_ids=[batch.request_ids[r] for r in rows],
+        tokens=torch.tensor(tokens),
+        seq_lens=seq_lens,
+        num_pages=num_pages,
+        page_table=table.long().masked_fill(beyond, 0),
+        whole_batch=tokens == list(range(batch.query_start[-1])),
+    )

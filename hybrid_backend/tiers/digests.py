@@ -1,0 +1,51 @@
+"""Digests of all host pages: channel-wise max and min of K (Quest, arXiv 2406.10774, section 3.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.tiers.host_pool import HostPool
+
+
+class Digests:
+    """One digest per (layer, page, KV head), indexed by host page id, so that a prefix-cache hit finds it ready.
+
+    ``layers[l]``: ``[pages, kv_heads, 2, head_dim]``; ``[..., 0, :]`` is the max, ``[..., 1, :]`` the min.
+    Invariant: the digest of a page covers exactly the tokens written to it so far. A token at offset 0 makes a page
+    new, whatever the page held before.
+    """
+
+    def __init__(self, host: HostPool, layers: list[int]) -> None:
+        self._host = host
+        self.layers: dict[int, Tensor] = {}
+        for layer in layers:
+            pages, heads, _, _, dim = host.layers[layer].shape
+            self.layers[layer] = host.layers[layer].new_zeros(pages, heads, 2, dim)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers.values())
+
+    def append(self, layer: int, pages: Tensor, offsets: Tensor, keys: Tensor) -> None:
+        """Fold one new key per page into its digest. ``keys``: ``[tokens, kv_heads, head_dim]``, pages distinct."""
+        store = self.layers[layer]
+        old = store[pages]
+        fresh = (offsets == 0)[:, None, None]
+        new = torch.stack(
+            [
+                torch.where(fresh, keys, torch.maximum(old[:, :, 0], keys)),
+                torch.where(fresh, keys, torch.minimum(old[:, :, 1], keys)),
+            ],
+            2,
+        )
+        store[pages] = new
+
+    def rebuild(self, layer: int, pages: Tensor, tokens: Tensor) -> None:
+        """Recompute digests from the host pool. ``pages``: ``[n]``; ``tokens``: ``[n]`` valid tokens of each page."""
+        keys = self._host.layers[layer][pages, :, 0]  # [n, heads, page_size, dim]
+        written = (torch.arange(keys.shape[2])[None] < tokens[:, None])[:, None, :, None]
+        inf = float("inf")
+        high = keys.masked_fill(~written, -inf).amax(2)
+        low = keys.masked_fill(~written, inf).amin(2)
+        self.layers[layer][pages] = torch.stack([high, low], 2)

@@ -1,0 +1,75 @@
+"""Recall: host-to-device copies that run beside the step and become visible from the next step on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.errors import DeadlineError
+from hybrid_backend.tiers.host_pool import HostPool
+from hybrid_backend.tiers.slots import SlotPool
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Copy ``host_pages`` into ``slots`` (global ids) of one region's layer, then call ``commit``."""
+
+    layer: int
+    region: int
+    generation: int
+    host_pages: Tensor
+    slots: Tensor
+    commit: Callable[[], None]
+
+
+class Transfers:
+    """One copy thread. A copy whose region was released meanwhile is neither made nor committed."""
+
+    def __init__(self, host: HostPool, slots: SlotPool, deadline: float) -> None:
+        self._host = host
+        self._slots = slots
+        self._deadline = deadline
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hybrid-recall") if slots.separate else None
+        self._in_flight: list[tuple[Recall, Future[None] | None]] = []
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def copy(self, recall: Recall) -> None:
+        """Make the copy now, in the calling thread (used to fill a cold region)."""
+        if recall.generation != self._slots.generation[recall.region] or not self._slots.separate:
+            return
+        with torch.inference_mode():
+            source = self._host.layers[recall.layer][recall.host_pages]
+            target = self._slots.layers[recall.layer]
+            target[recall.slots.to(target.device)] = source.to(target.device)
+
+    def submit(self, recall: Recall) -> None:
+        """Start a copy; `finish` makes it visible."""
+        future = self._thread.submit(self.copy, recall) if self._thread else None
+        self._in_flight.append((recall, future))
+
+    def finish(self) -> int:
+        """Wait for all copies, commit those whose request still owns its region; returns the pages committed."""
+        started, self._in_flight = self._in_flight, []
+        futures = [future for _, future in started if future is not None]
+        late = wait(futures, timeout=self._deadline).not_done
+        if late:
+            raise DeadlineError(f"{len(late)} recall copies did not end within {self._deadline} s")
+        pages = 0
+        for recall, future in started:
+            if future is not None:
+                future.result()
+            if recall.generation == self._slots.generation[recall.region]:
+                recall.commit()
+                pages += len(recall.slots)
+        return pages
+
+    def close(self) -> None:
+        if self._thread:
+            self._thread.shutdown(wait=True, cancel_futures=True)

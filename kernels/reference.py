@@ -1,0 +1,73 @@
+"""Plain-torch oracles, in the dtype that the caller asks for (fp64 in the tests).
+
+Written for reading, not for speed: loops over rows and heads, no batching tricks, so that a fast kernel and its
+oracle cannot share a mistake. Page layout everywhere: ``[pages, kv_heads, 2, page_size, head_dim]``, K before V.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def paged_attention(
+    q: Tensor, pool: Tensor, pages: Tensor, valid: Tensor, scale: float, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Attention of each row's single query over the tokens of its listed pages.
+
+    Args:
+        q: ``[rows, heads, head_dim]``.
+        pool: ``[pages, kv_heads, 2, page_size, head_dim]``.
+        pages: ``[rows, 1 | kv_heads, k]`` page ids, -1 for padding; one list per row, or one per KV head.
+        valid: same shape, tokens to attend at the start of each page (0 for padding).
+        scale: multiplies the logits.
+
+    Returns:
+        ``(out [rows, heads, head_dim], lse [rows, heads])``, natural log. An empty list gives 0 and -inf.
+    """
+    rows, heads, dim = q.shape
+    kv_heads = pool.shape[1]
+    group = heads // kv_heads
+    out = torch.zeros(rows, heads, dim, dtype=dtype)
+    lse = torch.full((rows, heads), float("-inf"), dtype=dtype)
+    for r in range(rows):
+        for h in range(heads):
+            kv_head = h // group
+            line = kv_head if pages.shape[1] > 1 else 0
+            listed = [(int(p), int(n)) for p, n in zip(pages[r, line], valid[r, line], strict=True) if p >= 0 and n > 0]
+            if not listed:
+                continue
+            k = torch.cat([pool[p, kv_head, 0, :n] for p, n in listed]).to(dtype)
+            v = torch.cat([pool[p, kv_head, 1, :n] for p, n in listed]).to(dtype)
+            logits = (k @ q[r, h].to(dtype)) * scale
+            lse[r, h] = logits.logsumexp(0)
+            out[r, h] = logits.softmax(0) @ v
+    return out, lse
+
+
+def digest(page: Tensor, tokens: int) -> Tensor:
+    """Digest of one page's first ``tokens`` keys (Quest, section 3.2): channel-wise max, then min.
+
+    Args:
+        page: ``[kv_heads, 2, page_size, head_dim]``.
+
+    Returns:
+        ``[kv_heads, 2, head_dim]``.
+    """
+    keys = page[:, 0, :tokens]
+    return torch.stack([keys.amax(1), keys.amin(1)], 1)
+
+
+def digest_scores(q: Tensor, digests: Tensor) -> Tensor:
+    """Quest's upper bound of each query head's largest logit in each page: ``sum_d max(q*min, q*max)``.
+
+    Args:
+        q: ``[heads, head_dim]``.
+        digests: ``[pages, kv_heads, 2, head_dim]``.
+
+    Returns:
+        ``[heads, pages]``, not scaled.
+    """
+    heads, kv_heads = q.shape[0], digests.shape[1]
+    d = digests.repeat_interleave(heads // kv_heads, 1)
+    return torch.maximum(q[None] * d[:, :, 0], q[None] * d[:, :, 1]).sum(-1).T

@@ -1,0 +1,177 @@
+"""A small engine for runtime tests: real page tables, real K/V, an fp64 answer for every query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.config import HybridConfig, config_from_mapping
+from hybrid_backend.runtime import HybridRuntime
+from hybrid_backend.step import Batch, ModelSpec, Step
+
+PAGE = 16
+
+
+def config(**keys: object) -> HybridConfig:
+    """A scout configuration with small pages; ``keys`` override."""
+    base: dict[str, object] = {
+        "page_size": PAGE,
+        "budget_tokens": 4 * PAGE,
+        "sinks": 1,
+        "recent": 1,
+        "workers": {"threads": 2, "deadline_seconds": 20},
+    }
+    return config_from_mapping({**base, **keys}, "test")
+
+
+def spec(layers: int = 3, windows: tuple[int | None, ...] = (), dtype: torch.dtype = torch.float32) -> ModelSpec:
+    return ModelSpec(layers, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, dtype=dtype, windows=windows)
+
+
+@dataclass
+class Sequence:
+    """One request: its pages and, per layer, all K and V that it ever wrote (``[tokens, kv_heads, 2, dim]``)."""
+
+    name: str
+    prompt: int
+    pages: list[int]
+    kv: list[list[Tensor]]
+    tokens: int = 0  # computed so far
+
+
+@dataclass
+class Engine:
+    """Hands out pages, builds batches, drives the runtime through whole steps and checks every output."""
+
+    cfg: HybridConfig
+    model: ModelSpec
+    num_pages: int = 256
+    max_requests: int = 8
+    seed: int = 0
+    sequences: dict[str, Sequence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = torch.Generator().manual_seed(self.seed)
+        m = self.model
+        shape = (self.num_pages, m.num_kv_heads, 2, self.cfg.page_size, m.head_dim)
+        # Garbage, not zeros: nothing may rely on fresh memory.
+        self.kv = [torch.randn(shape, generator=self.rng).to(m.dtype) for _ in range(m.num_layers)]
+        self.runtime = HybridRuntime(self.cfg, m, self.kv, self.max_requests, torch.device("cpu"))
+        self.free = list(range(self.num_pages - 1, 0, -1))
+        self.refs = [0] * self.num_pages
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, prompt: int, shared_with: str | None = None) -> Sequence:
+        """A new request; ``shared_with`` donates its whole pages as a cached prefix (never all of the prompt)."""
+        sequence = Sequence(name, prompt, [], [[] for _ in range(self.model.num_layers)])
+        if shared_with is not None:
+            donor = self.sequences[shared_with]
+            whole = min(donor.tokens, prompt - 1) // self.cfg.page_size
+            sequence.pages = donor.pages[:whole]
+            sequence.tokens = whole * self.cfg.page_size
+            for layer in range(self.model.num_layers):
+                sequence.kv[layer] = donor.kv[layer][: sequence.tokens]
+            for page in sequence.pages:
+                self.refs[page] += 1
+        self.sequences[name] = sequence
+        return sequence
+
+    def drop(self, name: str) -> None:
+        """Finish, abort or preempt: the runtime is told, the pages go back."""
+        self.runtime.release([name])
+        for page in self.sequences.pop(name).pages:
+            self.refs[page] -= 1
+            if self.refs[page] == 0:
+                self.free.append(page)
+
+    def preempt(self, name: str) -> None:
+        """The engine takes everything away and will compute the request again from its first token."""
+        prompt = self.sequences[name].tokens
+        self.drop(name)
+        self.add(name, max(prompt, 1))
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def step(self, work: dict[str, int], lookahead_noise: float = 0.0, tolerance: float | None = 1e-4) -> dict[str, Tensor]:
+        """Run ``{request: query tokens}`` through all layers.
+
+        Returns the outputs of the last layer per request. With a ``tolerance``, every layer's output is checked
+        against dense attention in fp64. The predicted query is the true one plus ``lookahead_noise``.
+        """
+        m, page_size = self.model, self.cfg.page_size
+        query_start, slots = [0], []
+        for name, count in work.items():
+            s = self.sequences[name]
+            while len(s.pages) * page_size < s.tokens + count:
+                page = self.free.pop()
+                self.refs[page] = 1
+                s.pages.append(page)
+            for t in range(s.tokens, s.tokens + count):
+                slots.append(s.pages[t // page_size] * page_size + t % page_size)
+            query_start.append(query_start[-1] + count)
+        width = max(len(self.sequences[name].pages) for name in work) + 1
+        table = torch.zeros(len(work), width, dtype=torch.int32)
+        decode, seq_lens = [], []
+        for r, (name, count) in enumerate(work.items()):
+            s = self.sequences[name]
+            table[r, : len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
+            decode.append(count == 1 and s.tokens >= s.prompt)
+            seq_lens.append(s.tokens + count)
+        step = self.runtime.begin_step(
+            Batch(list(work), query_start, seq_lens, decode, table, torch.tensor(slots))
+        )
+        total = query_start[-1]
+        queries = torch.randn(m.num_layers, total, m.num_heads, m.head_dim, generator=self.rng).to(m.dtype)
+        outs = {}
+        for layer in range(m.num_layers):
+            if layer + 1 < m.num_layers:
+                self._look_ahead(layer + 1, step, queries, lookahead_noise)
+            kv = torch.randn(total, m.num_kv_heads, 2, m.head_dim, generator=self.rng).to(m.dtype)
+            self.runtime.append(layer, step, kv[:, :, 0], kv[:, :, 1])
+            out = torch.full_like(queries[layer], float("nan"))
+            self.runtime.attend(layer, step, queries[layer], out)
+            for r, name in enumerate(work):
+                start, end = query_start[r], query_start[r + 1]
+                self.sequences[name].kv[layer] = self.sequences[name].kv[layer] + list(kv[start:end])
+                outs[name] = out[start:end]
+                assert not out[start:end].isnan().any(), f"{name}: layer {layer} left output unwritten"
+                if tolerance is not None:
+                    expected = self.dense(name, layer, queries[layer, start:end])
+                    error = (out[start:end].double() - expected).abs().max()
+                    assert error < tolerance, f"{name}: layer {layer} is off by {error}"
+        self.runtime.end_step(step)
+        for name, count in work.items():
+            self.sequences[name].tokens += count
+        return outs
+
+    def _look_ahead(self, layer: int, step: Step, queries: Tensor, noise: float) -> None:
+        if self.runtime.wants_lookahead(layer, step) and step.decode is not None:
+            real = step.decode.gather(queries[layer])
+            jitter = torch.randn(real.shape, generator=self.rng) * noise
+            self.runtime.lookahead(layer, step, real + jitter.to(real.dtype))
+
+    def dense(self, name: str, layer: int, q: Tensor) -> Tensor:
+        """fp64 causal attention of the last ``len(q)`` tokens over everything that the request wrote."""
+        m = self.model
+        kv = torch.stack(self.sequences[name].kv[layer]).double()
+        k, v = (kv[:, :, i].repeat_interleave(m.num_heads // m.num_kv_heads, 1) for i in (0, 1))
+        logits = torch.einsum("qhd,thd->hqt", q.double(), k) * m.scale
+        position = torch.arange(len(kv) - len(q), len(kv))[:, None]
+        key = torch.arange(len(kv))[None]
+        seen = key <= position
+        window = m.window(layer)
+        if window is not None:
+            seen &= key > position - window
+        weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hqt,thd->qhd", weights, v)
+
+    def prefill(self, name: str, chunk: int = 10**6) -> None:
+        s = self.sequences[name]
+        while s.tokens < s.prompt:
+            self.step({name: min(chunk, s.prompt - s.tokens)})
+
+    def close(self) -> None:
+        self.runtime.close()
