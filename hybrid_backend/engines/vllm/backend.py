@@ -25,7 +25,7 @@ from hybrid_backend.step import Batch, Step
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from hybrid_backend.engines.vllm.lookahead import QueryPredictor
+    from hybrid_backend.attention.lookahead import QueryPredictor
     from hybrid_backend.engines.vllm.session import Session
 
 

