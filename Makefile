@@ -31,7 +31,8 @@ PY    := $(VENV)/bin/python
 TORCH := 2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-# --no-compile: Python compiles what it imports, which is a small part of it all.
+# --no-compile: only a part is ever imported; Python compiles that at the first use, and keeps it.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 INSTALL := $(PIP) install --quiet --no-compile
 LOCKED := $(INSTALL) --no-deps --require-hashes
@@ -77,13 +78,13 @@ else
 endif
 	@touch $@
 
-# After the engine: its lock file holds everything that torch needs, so that pip finds nothing else to fetch.
+# --no-deps: the engine's lock file holds everything that torch needs.
 $(TORCH_STAMP): $(ENGINE_STAMP)
 ifeq ($(DEVICE),cpu)
 	@echo "==> installing torch $(TORCH)"
-	$(INSTALL) torch==$(TORCH) || { \
-	  echo "==> not at hand there, so from PyTorch's own index"; \
-	  $(INSTALL) --index-url $(TORCH_INDEX) torch==$(TORCH); }
+	@$(INSTALL) --no-deps torch==$(TORCH) || { \
+	  echo "==> pip's own index does not have it, so from PyTorch's: $(TORCH_INDEX)"; \
+	  $(INSTALL) --no-deps --index-url $(TORCH_INDEX) torch==$(TORCH); }
 endif
 	@touch $@
 
@@ -106,7 +107,7 @@ model: install ## Fetch the demo model (into HYBRID_CACHE)
 
 serve: install $(if $(filter $(DEMO),$(MODEL)),model) ## Serve MODEL on PORT with the OpenAI API
 	@echo "==> serving $(MODEL) on port $(PORT)"
-	@exec $(VENV)/bin/hybrid serve "$(MODEL)" --engine $(ENGINE) --port $(PORT) $(if $(CONFIG),--config "$(CONFIG)") $(if $(ARGS),-- $(ARGS))
+	@exec $(VENV)/bin/hybrid serve "$(MODEL)" --engine $(ENGINE) $(if $(CONFIG),--config "$(CONFIG)") -- --port $(PORT) $(ARGS)
 
 # -- develop -------------------------------------------------------------------------------------------------
 

@@ -248,7 +248,7 @@ class SelectionConfig(_Section):
     covers 0.919 of the attention mass, per head 0.918)."""
     digest: Annotated[Literal["minmax"], _choice("minmax")] = "minmax"
     """Page summary: channel-wise min and max of K. Source: Quest."""
-    aggregate: Annotated[Literal["sum", "max", "mean"], _choice("sum", "max", "mean")] = "sum"
+    aggregate: Annotated[Literal["sum", "max"], _choice("sum", "max")] = "sum"
     """How the scores of the query heads of one group combine; granularity layer then always sums over the KV
     heads. Source: measured (SmolLM2-135M, page 32, budget 1024: the raw sum covers 0.921)."""
 

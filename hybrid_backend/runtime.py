@@ -118,7 +118,8 @@ class HybridRuntime:
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
         """Whether `lookahead` should be called for ``layer`` in this step."""
-        return step.decode is not None and self._open is step and self.method.wants_lookahead(layer, step)
+        is_full = self.model.window(layer) is None
+        return is_full and step.decode is not None and self._open is step and self.method.wants_lookahead(layer, step)
 
     def lookahead(self, layer: int, step: Step, predicted_q: Tensor) -> None:
         """The predicted query of ``layer`` is known: ``[decode rows, heads, head_dim]``. Returns at once."""

@@ -110,7 +110,7 @@ BAD = [
     ("model: {family: qwen}", ["model.family", "'qwen'", "auto, llama, qwen2", "did you mean qwen"]),
     ("selection: {granularity: head}", ["selection.granularity", "'head'", "layer, kv_head", "did you mean"]),
     ("selection: {digest: mean}", ["selection.digest", "'mean'", "minmax"]),
-    ("selection: {aggregate: 1}", ["selection.aggregate", "1", "sum, max, mean"]),
+    ("selection: {aggregate: 1}", ["selection.aggregate", "1", "sum, max"]),
     ("lookahead: {enabled: 1}", ["lookahead.enabled", "1", "true or false"]),
     ("lookahead: {partial_query: reel}", ["lookahead.partial_query", "'reel'", "did you mean real?"]),
     ("recall: {threshold: 0}", ["recall.threshold", "0", "a number > 0 and <= 1"]),

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 
+# Rows of unlike length are attended one by one where padding them to the longest would cost more than this factor.
+_MAX_PADDING = 1.25
+
+
 class Partial(NamedTuple):
     """Attention over a subset of the keys. ``out`` fp32 ``[..., head_dim]``, ``lse`` fp32 ``[...]``, natural log.
 
@@ -46,8 +50,14 @@ def paged_partial(q: Tensor, blocks: Tensor, pages: PageList, kv_heads: int, sca
     """
     rows, heads, dim = q.shape
     page_size = blocks.shape[1]
-    grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
     counts = pages.valid.sum(-1)  # [rows, lists]
+    if rows > 1 and pages.valid.numel() * page_size > _MAX_PADDING * int(counts.sum()):
+        each = [
+            paged_partial(q[r : r + 1], blocks, PageList(pages.ids[r : r + 1], pages.valid[r : r + 1]), kv_heads, scale)
+            for r in range(rows)
+        ]
+        return Partial(torch.cat([p.out for p in each]), torch.cat([p.lse for p in each]))
+    grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
     if rows == 1 and pages.ids.shape[1] == 1:
         tokens = int(counts)
         used = -(-tokens // page_size) if tokens else 0

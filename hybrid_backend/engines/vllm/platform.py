@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+import psutil
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -42,5 +44,8 @@ class HybridCpuPlatform(CpuPlatform):
             cache.user_specified_block_size = True
         if config.host_pool.size_bytes is not None:
             cache.kv_cache_memory_bytes = config.host_pool.size_bytes
+        elif cache.kv_cache_memory_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            # vLLM's own default asks for 92 % of the machine's memory and does not start if anything else runs there.
+            cache.kv_cache_memory_bytes = psutil.virtual_memory().available // 2
         super().check_and_update_config(vllm_config)
         check_engine_config(vllm_config, config, CPU_WORKER)

@@ -101,28 +101,8 @@ class Engine:
         Returns the outputs of the last layer per request. With a ``tolerance``, every layer's output is checked
         against dense attention in fp64. The predicted query is the true one plus ``lookahead_noise``.
         """
-        m, page_size = self.model, self.cfg.page_size
-        query_start, slots = [0], []
-        for name, count in work.items():
-            s = self.sequences[name]
-            while len(s.pages) * page_size < s.tokens + count:
-                page = self.free.pop()
-                self.refs[page] = 1
-                s.pages.append(page)
-            for t in range(s.tokens, s.tokens + count):
-                slots.append(s.pages[t // page_size] * page_size + t % page_size)
-            query_start.append(query_start[-1] + count)
-        width = max(len(self.sequences[name].pages) for name in work) + 1
-        table = torch.zeros(len(work), width, dtype=torch.int32)
-        decode, seq_lens = [], []
-        for r, (name, count) in enumerate(work.items()):
-            s = self.sequences[name]
-            table[r, : len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
-            decode.append(count == 1 and s.tokens >= s.prompt)
-            seq_lens.append(s.tokens + count)
-        step = self.runtime.begin_step(
-            Batch(list(work), query_start, seq_lens, decode, table, torch.tensor(slots))
-        )
+        m = self.model
+        step, query_start = self._begin(work)
         total = query_start[-1]
         queries = torch.randn(m.num_layers, total, m.num_heads, m.head_dim, generator=self.rng).to(m.dtype)
         outs = {}
@@ -146,6 +126,36 @@ class Engine:
         for name, count in work.items():
             self.sequences[name].tokens += count
         return outs
+
+    def begin_and_die(self, name: str) -> None:
+        """Start a decode step of one request and fail after the first lookahead; the engine retries it later."""
+        step, _ = self._begin({name: 1})
+        m = self.model
+        if self.runtime.wants_lookahead(0, step):
+            self.runtime.lookahead(0, step, torch.randn(1, m.num_heads, m.head_dim, generator=self.rng).to(m.dtype))
+
+    def _begin(self, work: dict[str, int]) -> tuple[Step, list[int]]:
+        page_size = self.cfg.page_size
+        query_start, slots = [0], []
+        for name, count in work.items():
+            s = self.sequences[name]
+            while len(s.pages) * page_size < s.tokens + count:
+                page = self.free.pop()
+                self.refs[page] = 1
+                s.pages.append(page)
+            for t in range(s.tokens, s.tokens + count):
+                slots.append(s.pages[t // page_size] * page_size + t % page_size)
+            query_start.append(query_start[-1] + count)
+        width = max(len(self.sequences[name].pages) for name in work) + 1
+        table = torch.zeros(len(work), width, dtype=torch.int32)
+        decode, seq_lens = [], []
+        for r, (name, count) in enumerate(work.items()):
+            s = self.sequences[name]
+            table[r, : len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
+            decode.append(count == 1 and s.tokens >= s.prompt)
+            seq_lens.append(s.tokens + count)
+        batch = Batch(list(work), query_start, seq_lens, decode, table, torch.tensor(slots))
+        return self.runtime.begin_step(batch), query_start
 
     def _look_ahead(self, layer: int, step: Step, queries: Tensor, noise: float) -> None:
         if self.runtime.wants_lookahead(layer, step) and step.decode is not None:

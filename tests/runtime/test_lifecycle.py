@@ -1,0 +1,173 @@
+"""DESIGN.md section 3's rules over random request lives: append, attend, recall, abort, preempt, prefix reuse, finish."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hybrid_backend.kernels import reference
+from tests.runtime.harness import PAGE, Engine, config, spec
+
+MAX_REQUESTS = 5
+
+
+class Life(RuleBasedStateMachine):
+    """An engine that does everything an engine may do; after each step every invariant holds.
+
+    ``sparse: never`` with fewer slots than pages is the sharpest check: residency, CPU partials, evictions and merges
+    all happen, and every output must still be dense attention.
+    """
+
+    @initialize(
+        sparse=st.sampled_from(["never", "auto", "always"]),
+        tiers=st.sampled_from(["separate", "unified"]),
+        granularity=st.sampled_from(["layer", "kv_head"]),
+        query=st.sampled_from(["predicted", "real"]),
+        seed=st.integers(0, 2**16),
+    )
+    def start(self, sparse: str, tiers: str, granularity: str, query: str, seed: int) -> None:
+        cfg = config(
+            sparse=sparse,
+            tiers=tiers,
+            selection={"granularity": granularity},
+            lookahead={"partial_query": query},
+            recall={"intervals": 2},
+            exact_layers=[1],
+            slots_per_request=5,
+            metrics={"sample_interval": 7},
+        )
+        self.engine = Engine(cfg, spec(layers=4, windows=(None, None, 24, None)), max_requests=MAX_REQUESTS, seed=seed)
+        self.count = 0
+
+    def exact(self, names: list[str]) -> bool:
+        """Whether the design promises dense attention for these requests in this step."""
+        cfg = self.engine.cfg
+        longest = max(-(-(self.engine.sequences[n].tokens + 1) // PAGE) for n in names)
+        slots = self.engine.runtime.tiers.slots.size
+        fits = longest <= (slots if cfg.sparse == "auto" else min(slots, cfg.budget_pages))
+        return cfg.sparse == "never" or fits
+
+    def ready(self) -> list[str]:
+        return [n for n, s in self.engine.sequences.items() if s.tokens >= s.prompt]
+
+    def tolerance(self, names: list[str]) -> float | None:
+        return 1e-4 if self.exact(names) else None
+
+    @precondition(lambda self: len(self.engine.sequences) < MAX_REQUESTS)
+    @rule(prompt=st.integers(1, 9 * PAGE))
+    def arrive(self, prompt: int) -> None:
+        self.count += 1
+        self.engine.add(f"r{self.count}", prompt)
+
+    @precondition(lambda self: self.ready() and len(self.engine.sequences) < MAX_REQUESTS)
+    @rule(data=st.data(), more=st.integers(1, 3 * PAGE))
+    def arrive_with_cached_prefix(self, data: st.DataObject, more: int) -> None:
+        donor = data.draw(st.sampled_from(self.ready()))
+        self.count += 1
+        self.engine.add(f"r{self.count}", self.engine.sequences[donor].tokens + more, shared_with=donor)
+
+    @precondition(lambda self: any(s.tokens < s.prompt for s in self.engine.sequences.values()))
+    @rule(data=st.data(), chunk=st.integers(1, 4 * PAGE))
+    def mixed_step(self, data: st.DataObject, chunk: int) -> None:
+        """A prompt chunk beside decoding rows, in any order of rows."""
+        waiting = [n for n, s in self.engine.sequences.items() if s.tokens < s.prompt]
+        name = data.draw(st.sampled_from(waiting))
+        s = self.engine.sequences[name]
+        work = {name: min(chunk, s.prompt - s.tokens), **dict.fromkeys(self.ready(), 1)}
+        order = data.draw(st.permutations(list(work)))
+        self.engine.step({n: work[n] for n in order}, lookahead_noise=0.3, tolerance=self.tolerance([*self.ready()] or [name]))
+
+    @precondition(lambda self: self.ready())
+    @rule(data=st.data(), steps=st.integers(1, 12))
+    def decode(self, data: st.DataObject, steps: int) -> None:
+        names = data.draw(st.lists(st.sampled_from(self.ready()), min_size=1, unique=True))
+        for _ in range(steps):
+            if max(self.engine.sequences[n].tokens for n in names) > 16 * PAGE:
+                break
+            self.engine.step(dict.fromkeys(names, 1), lookahead_noise=0.3, tolerance=self.tolerance(names))
+
+    @precondition(lambda self: self.engine.sequences)
+    @rule(data=st.data())
+    def finish_or_abort(self, data: st.DataObject) -> None:
+        self.engine.drop(data.draw(st.sampled_from(sorted(self.engine.sequences))))
+
+    @precondition(lambda self: self.engine.sequences)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.engine.preempt(data.draw(st.sampled_from(sorted(self.engine.sequences))))
+
+    @precondition(lambda self: self.ready())
+    @rule(data=st.data())
+    def fail_half_way(self, data: st.DataObject) -> None:
+        """A forward that dies between lookahead and attend leaves nothing behind."""
+        name = data.draw(st.sampled_from(self.ready()))
+        self.engine.begin_and_die(name)
+
+    @invariant()
+    def digests_cover_exactly_what_was_written(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        digests = self.engine.runtime.tiers.digests
+        assert digests is not None
+        for s in self.engine.sequences.values():
+            for layer, store in digests.layers.items():
+                for j in range(-(-s.tokens // PAGE)):
+                    tokens = min(PAGE, s.tokens - j * PAGE)
+                    expected = reference.digest(self.engine.kv[layer][s.pages[j]], tokens)
+                    assert torch.equal(store[s.pages[j]], expected), f"{s.name}: layer {layer}, page {j}"
+
+    @invariant()
+    def host_pages_hold_what_was_written(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for s in self.engine.sequences.values():
+            for layer in range(self.engine.model.num_layers):
+                for t in range(0, s.tokens, 7):
+                    page = self.engine.kv[layer][s.pages[t // PAGE]]
+                    assert torch.equal(page[:, :, t % PAGE], s.kv[layer][t]), f"{s.name}: layer {layer}, token {t}"
+
+    @invariant()
+    def slots_belong_to_running_requests_and_equal_their_host_pages(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        tiers = self.engine.runtime.tiers
+        owned = {name: tiers.slots.region(name) for name in self.engine.sequences}
+        regions = [r for r in owned.values() if r is not None]
+        assert len(regions) == len(set(regions)) == tiers.slots.regions_in_use
+        for region in set(range(MAX_REQUESTS)) - set(regions):
+            assert (tiers.residency.page_of[:, region] == -1).all(), "a free region still holds pages"
+        for name, region in owned.items():
+            if region is None:
+                continue
+            s = self.engine.sequences[name]
+            last = (s.tokens - 1) // PAGE
+            for layer in tiers.residency.layers:
+                held = tiers.residency.held(layer, torch.tensor([region]))[0]
+                pages = held[held >= 0].tolist()
+                assert len(pages) == len(set(pages)), "a page in two slots of one region"
+                if not bool(tiers.residency.is_warm(layer, torch.tensor([region]))[0]):
+                    continue
+                assert last in pages, "the tail page is always resident"
+                if tiers.slots.separate:
+                    for slot, page in enumerate(held.tolist()):
+                        if page >= 0:
+                            tokens = min(PAGE, s.tokens - page * PAGE)
+                            copy = tiers.slots.layers[layer][region * tiers.slots.size + slot]
+                            assert torch.equal(copy[:, :, :tokens], self.engine.kv[layer][s.pages[page]][:, :, :tokens])
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            for name in list(self.engine.sequences):
+                self.engine.drop(name)
+            tiers = self.engine.runtime.tiers
+            assert tiers.slots.regions_in_use == 0 and tiers.residency.resident_pages == 0
+            self.engine.close()
+
+
+# No shrinking: it takes minutes here; the printed blob reproduces a failure.
+Life.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
+TestEveryLifeKeepsTheRules = Life.TestCase
