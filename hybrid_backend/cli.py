@@ -17,8 +17,12 @@ from hybrid_backend import __version__
 from hybrid_backend.config import resolve_config
 from hybrid_backend.errors import ConfigError, EngineError, HybridError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Hybrid GPU-CPU attention with KV-cache offload for stock vLLM and SGLang.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Hybrid GPU-CPU attention with KV-cache offload for stock vLLM and SGLang.",
+)
 models = typer.Typer(no_args_is_help=True, help="Models that can be fetched without a model hub.")
 app.add_typer(models, name="model")
 _ENGINES = ("vllm",)
@@ -61,7 +65,9 @@ def serve(
         directory = resolve_model(model)
         Console(stderr=True).print(
             f"hybrid {__version__}: serving {escape(model)} on vLLM, method {settings.method}, "
-            f"configuration {escape(source)}", soft_wrap=True, highlight=False,
+            f"configuration {escape(source)}",
+            soft_wrap=True,
+            highlight=False,
         )
         additional = json.dumps({"hybrid": settings.model_dump(mode="json")})
         arguments = vllm_server.engine_arguments(directory, model, additional, settings.page_size, context.args)

@@ -288,9 +288,9 @@ class WorkersConfig(_Section):
     """CPU attention kernel; auto takes the fastest one that is installed. Source: default."""
     threads: Annotated[int | Literal["auto"], _auto_or(_integer(1))] = "auto"
     """Worker threads; auto is one per CPU in workers.cpus. Source: default."""
-    cpus: Annotated[
-        tuple[int, ...] | Literal["auto"], _auto_or(_list_of(_integer(0), unique=True, empty=False))
-    ] = "auto"
+    cpus: Annotated[tuple[int, ...] | Literal["auto"], _auto_or(_list_of(_integer(0), unique=True, empty=False))] = (
+        "auto"
+    )
     """CPU numbers the workers may run on; auto takes those that the engine's threads leave.
     Source: default."""
     per_sequence_groups: Annotated[bool, _BOOL] = True

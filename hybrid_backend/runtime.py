@@ -61,7 +61,7 @@ class HybridRuntime:
         self._steps = 0
         self._open: Step | None = None
 
-    # --- the step -------------------------------------------------------------------------------------------------
+    # --- the step ---
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget requests that ended, were aborted or were preempted. Unknown ids are ignored."""
@@ -89,7 +89,7 @@ class HybridRuntime:
             self._open = None
             self.method.end_step(step)
 
-    # --- data path ------------------------------------------------------------------------------------------------
+    # --- data path ---
 
     def append(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
         """Store the step's new tokens. ``k``, ``v``: ``[tokens, kv_heads, head_dim]``."""
@@ -114,7 +114,7 @@ class HybridRuntime:
                 digests.append(layer, pages, offsets, new[:, :, 0])
             self.method.append(layer, step, new)
 
-    # --- query path -----------------------------------------------------------------------------------------------
+    # --- query path ---
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
         """Whether `lookahead` should be called for ``layer`` in this step."""
@@ -146,7 +146,15 @@ class HybridRuntime:
             mine = rows.gather(q)
             result = torch.cat(
                 [
-                    windowed(mine[r : r + 1], blocks, rows.page_table[r], int(rows.seq_lens[r]), heads, scale, window)
+                    windowed(
+                        mine[r : r + 1],
+                        blocks,
+                        rows.page_table[r],
+                        int(rows.seq_lens[r]),
+                        heads,
+                        scale,
+                        window,
+                    )
                     for r in range(rows.count)
                 ]
             )
@@ -155,7 +163,7 @@ class HybridRuntime:
         else:
             out.index_copy_(0, rows.tokens, result.to(out.dtype))
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- the end ---
 
     def gauges(self) -> dict[str, float]:
         """What is in use now, by metric name."""

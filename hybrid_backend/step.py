@@ -103,7 +103,9 @@ def make_step(number: int, batch: Batch, page_size: int) -> Step:
         if is_decode or start == end:
             continue
         pages = -(-batch.seq_lens[r] // page_size)
-        prefill.append(PrefillRow(batch.request_ids[r], start, end, batch.seq_lens[r], batch.page_table[r, :pages].long()))
+        prefill.append(
+            PrefillRow(batch.request_ids[r], start, end, batch.seq_lens[r], batch.page_table[r, :pages].long())
+        )
     slots = batch.slot_mapping.long()
     return Step(
         number=number,
@@ -121,7 +123,9 @@ def _decode_rows(batch: Batch, rows: list[int], page_size: int) -> DecodeRows | 
     seq_lens = torch.tensor([batch.seq_lens[r] for r in rows])
     num_pages = (seq_lens + page_size - 1) // page_size
     columns = int(num_pages.max())
-    table = batch.page_table[: len(rows), :columns] if rows == list(range(len(rows))) else batch.page_table[rows, :columns]
+    table = (
+        batch.page_table[: len(rows), :columns] if rows == list(range(len(rows))) else batch.page_table[rows, :columns]
+    )
     beyond = torch.arange(columns)[None] >= num_pages[:, None]
     tokens = [batch.query_start[r] for r in rows]
     return DecodeRows(

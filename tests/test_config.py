@@ -224,9 +224,7 @@ def test_a_configuration_cannot_change_and_can_be_a_dictionary_key():
         config.page_size = 64
     with pytest.raises(ValidationError):
         config.recall.threshold = 0.5
-    assert {config: 1}[
-        config_from_mapping({"exact_layers": [0, 1], "workers": {"cpus": [0, 2]}}, "other")
-    ] == 1
+    assert {config: 1}[config_from_mapping({"exact_layers": [0, 1], "workers": {"cpus": [0, 2]}}, "other")] == 1
 
 
 def test_the_smallest_legal_budget_and_slots_are_accepted():
@@ -319,9 +317,7 @@ def test_to_yaml_loads_back_to_the_same_configuration(path, tmp_path):
 
 
 def test_to_yaml_writes_sizes_with_their_unit_and_every_key():
-    text = config_from_mapping(
-        {"host_pool": {"size": "8GiB"}, "recall": {"intervals": [1, 2]}}, "t"
-    ).to_yaml()
+    text = config_from_mapping({"host_pool": {"size": "8GiB"}, "recall": {"intervals": [1, 2]}}, "t").to_yaml()
     assert "8GiB" in text and "[1, 2]" in text
     for key, _ in iter_keys():
         assert re.search(rf"\b{key.rpartition('.')[2]}:", text), key
@@ -413,9 +409,7 @@ def test_a_wrong_value_in_an_override_is_refused_like_one_in_a_file():
 
 
 @given(
-    st.dictionaries(
-        st.sampled_from(["sinks", "recent", "metrics.sample_interval"]), st.integers(1, 20), max_size=3
-    ),
+    st.dictionaries(st.sampled_from(["sinks", "recent", "metrics.sample_interval"]), st.integers(1, 20), max_size=3),
     st.integers(min_value=100, max_value=10_000),
     st.booleans(),
 )
@@ -498,15 +492,11 @@ def test_explicit_wins_over_the_environment_over_the_name_over_the_default(tmp_p
         config, source = resolve_config(model, None, unset)
         assert config.exact_layers == (0, 1, 2) and "smollm2-135m.yaml" in source and model in source
     config, source = resolve_config("acme/unheard-of", None, {})
-    assert (
-        config.exact_layers == (0, 1) and "default.yaml (no shipped file matches acme/unheard-of)" in source
-    )
+    assert config.exact_layers == (0, 1) and "default.yaml (no shipped file matches acme/unheard-of)" in source
 
 
 def test_a_bad_configuration_is_refused_with_where_it_came_from(tmp_path):
-    assert "x.yaml (HYBRID_CONFIG): no such file" in refusal(
-        resolve_config, "m", None, {"HYBRID_CONFIG": "x.yaml"}
-    )
+    assert "x.yaml (HYBRID_CONFIG): no such file" in refusal(resolve_config, "m", None, {"HYBRID_CONFIG": "x.yaml"})
     inline = refusal(resolve_config, "m", None, {"HYBRID_CONFIG": '{"sinks": 1, "sinks": 2}'})
     assert inline.startswith("HYBRID_CONFIG (inline): line 1") and "written twice" in inline
     assert "the path is empty" in refusal(resolve_config, "m", "", {})

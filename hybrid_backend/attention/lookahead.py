@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -43,8 +44,8 @@ class QueryPredictor:
                 f"({'lacks ' + ', '.join(absent) if absent else 'its attention has ' + ', '.join(surplus)}); "
                 "name the right family or set lookahead: {enabled: false}"
             )
-        self._norm = layer.input_layernorm
-        self._attention = attention
+        self._norm: Any = layer.input_layernorm
+        self._attention: Any = attention
 
     def __call__(self, positions: Tensor, x: Tensor) -> Tensor:
         """``positions``: ``[rows]``; ``x``: ``[rows, hidden]``, the residual stream. Returns ``[rows, heads, head_dim]``."""
@@ -55,4 +56,5 @@ class QueryPredictor:
         if hasattr(attention, "q_norm"):
             q = attention.q_norm(q)
         q, _ = attention.rotary_emb(positions, q.reshape(len(x), -1), k.contiguous())
-        return q.view(len(x), -1, attention.head_dim)
+        predicted: Tensor = q.view(len(x), -1, attention.head_dim)
+        return predicted

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 # Rows of unlike length are attended one by one where padding them to the longest would cost more than this factor.
 _MAX_PADDING = 1.25
 
@@ -88,7 +87,9 @@ def paged_partial(q: Tensor, blocks: Tensor, pages: PageList, kv_heads: int, sca
 
 def empty_partial(q: Tensor) -> Partial:
     """The partial over no key, for queries ``[rows, heads, head_dim]``."""
-    return Partial(torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32))
+    return Partial(
+        torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+    )
 
 
 def merge(a: Partial, b: Partial) -> Partial:

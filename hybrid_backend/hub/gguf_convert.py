@@ -234,9 +234,7 @@ def build_tokenizer(metadata: Metadata, tokens: list[str], types: list[int]) -> 
     model = metadata.require("tokenizer.ggml.model")
     flavour = metadata.get("tokenizer.ggml.pre", "gpt-2")
     if model != "gpt2" or flavour not in ("smollm", "gpt-2"):
-        raise ModelError(
-            f"the GGUF's tokenizer is {model}/{flavour}; only gpt2/smollm and gpt2/gpt-2 are known"
-        )
+        raise ModelError(f"the GGUF's tokenizer is {model}/{flavour}; only gpt2/smollm and gpt2/gpt-2 are known")
     if metadata.get("tokenizer.ggml.add_bos_token", False):
         raise ModelError("the GGUF's tokenizer adds a BOS token, which the converter does not support")
     merges = [tuple(merge.split(" ")) for merge in metadata.require("tokenizer.ggml.merges")]
@@ -244,9 +242,7 @@ def build_tokenizer(metadata: Metadata, tokens: list[str], types: list[int]) -> 
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = (
-        pre_tokenizers.Sequence([digits, byte_level]) if flavour == "smollm" else byte_level
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level]) if flavour == "smollm" else byte_level
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, types, strict=False):
         if kind in (_CONTROL, _USER_DEFINED):

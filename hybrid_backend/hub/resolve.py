@@ -13,9 +13,7 @@ from hybrid_backend.hub.fetch import fetch
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve_model(
-    model: str, cache_dir: str | os.PathLike[str] | None = None, *, offline: bool = False
-) -> str:
+def resolve_model(model: str, cache_dir: str | os.PathLike[str] | None = None, *, offline: bool = False) -> str:
     """What to hand to the engine for `model`.
 
     A name of the catalog becomes its local directory (fetched if missing); a directory with a config.json and

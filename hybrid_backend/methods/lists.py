@@ -20,7 +20,9 @@ def valid_tokens(rows: DecodeRows, selected: Tensor, page_size: int) -> Tensor:
     return torch.where(is_tail, tail, page_size).masked_fill_(selected < 0, 0)
 
 
-def page_list(rows: DecodeRows, selected: Tensor, table: Tensor, page_size: int, keep: Tensor | None = None) -> PageList:
+def page_list(
+    rows: DecodeRows, selected: Tensor, table: Tensor, page_size: int, keep: Tensor | None = None
+) -> PageList:
     """Look the selected logical pages up in ``table`` (``[rows, columns]``: host pages or slots).
 
     ``keep``, same shape as ``selected``, restricts the list to some of them and moves those to the front.

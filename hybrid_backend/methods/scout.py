@@ -60,7 +60,7 @@ class Scout(Method):
         separate = config.tiers == "separate" or (config.tiers == "auto" and device.type != "cpu")
         return TierLayout(slots_per_request=slots, digests=True, separate=separate)
 
-    # --- the step -------------------------------------------------------------------------------------------------
+    # --- the step ---
 
     def begin_step(self, step: Step) -> None:
         self.tiers.transfers.finish()
@@ -143,7 +143,7 @@ class Scout(Method):
                 if entry.ticket is not None:
                     entry.ticket.abandon()
 
-    # --- placement ------------------------------------------------------------------------------------------------
+    # --- placement ---
 
     def _region(self, rows: DecodeRows, r: int) -> int:
         """The row's region. A new one is filled at once if the whole request fits; else layer by layer, by importance."""
@@ -191,6 +191,7 @@ class Scout(Method):
             if not len(wanted):
                 continue
             scores = entry.scores[r, wanted]
+            residency.clear(layer, region, local)
 
             def commit(region: int = region, local: Tensor = local, pages: Tensor = wanted, s: Tensor = scores) -> None:
                 residency.put(layer, region, local, pages, s)
@@ -207,7 +208,7 @@ class Scout(Method):
             )
             self.stats.layers[layer].recalled_pages += len(wanted)
 
-    # --- selection ------------------------------------------------------------------------------------------------
+    # --- selection ---
 
     def _plan_layer(self, layer: int, rows: DecodeRows, plan: _Plan, q: Tensor) -> _LayerPlan:
         """Select the layer's pages with query ``q`` and split them by residency."""
@@ -251,7 +252,7 @@ class Scout(Method):
         scores = page_scores(q, self.tiers.digests.layers[layer], rows.page_table, self.config.selection)
         return force_pages(scores, rows.num_pages, self.config.sinks, self.config.recent)
 
-    # --- attention ------------------------------------------------------------------------------------------------
+    # --- attention ---
 
     def _device_partial(self, layer: int, q: Tensor, pages: PageList) -> Partial:
         blocks = self.tiers.slots.blocks(layer) if self.tiers.slots.separate else self.tiers.host.blocks(layer)
@@ -273,7 +274,7 @@ class Scout(Method):
         entry.lead_seconds += needed - ticket.span()[0]
         return partial
 
-    # --- observation ----------------------------------------------------------------------------------------------
+    # --- observation ---
 
     def _count(self, layer: int, device: PageList, missing: PageList | None) -> None:
         on_cpu = missing.tokens if missing is not None else 0

@@ -26,20 +26,31 @@ _COUNTERS = (
     _LayerMetric("hybrid_selected_tokens", "Tokens attended by decoding rows", lambda s: s.selected_tokens),
     _LayerMetric("hybrid_cpu_tokens", "Tokens attended by the CPU workers", lambda s: s.cpu_tokens),
     _LayerMetric("hybrid_recalled_pages", "Pages recalled into slots", lambda s: s.recalled_pages),
-    _LayerMetric("hybrid_wait_seconds", "Seconds that the device tier waited for CPU partials", lambda s: s.wait_seconds),
-    _LayerMetric("hybrid_lead_seconds", "Seconds by which CPU partials started before they were needed", lambda s: s.lead_seconds),
+    _LayerMetric(
+        "hybrid_wait_seconds",
+        "Seconds that the device tier waited for CPU partials",
+        lambda s: s.wait_seconds,
+    ),
+    _LayerMetric(
+        "hybrid_lead_seconds",
+        "Seconds by which CPU partials started before they were needed",
+        lambda s: s.lead_seconds,
+    ),
 )
 _GAUGES = (
     _LayerMetric(
-        "hybrid_resident_hit_ratio", "Share of selected pages that were resident, since start",
+        "hybrid_resident_hit_ratio",
+        "Share of selected pages that were resident, since start",
         lambda s: s.resident_hits / s.resident_lookups if s.resident_lookups else 1.0,
     ),
     _LayerMetric(
-        "hybrid_predicted_query_cosine", "Cosine of predicted and true query, mean of the samples",
+        "hybrid_predicted_query_cosine",
+        "Cosine of predicted and true query, mean of the samples",
         lambda s: s.cosine_sum / s.cosine_samples if s.cosine_samples else float("nan"),
     ),
     _LayerMetric(
-        "hybrid_attention_mass_recall", "Attention mass on the selected pages, mean of the samples",
+        "hybrid_attention_mass_recall",
+        "Attention mass on the selected pages, mean of the samples",
         lambda s: s.mass_sum / s.mass_samples if s.mass_samples else float("nan"),
     ),
 )
@@ -56,8 +67,14 @@ _POOL_GAUGES: Mapping[str, str] = {
 class Publisher:
     """Copies the runtime's counters into Prometheus at most every ``interval`` seconds."""
 
-    def __init__(self, stats: Stats, gauges: Callable[[], Mapping[str, float]], rank: int,
-                 registry: CollectorRegistry, interval: float = 0.5) -> None:
+    def __init__(
+        self,
+        stats: Stats,
+        gauges: Callable[[], Mapping[str, float]],
+        rank: int,
+        registry: CollectorRegistry,
+        interval: float = 0.5,
+    ) -> None:
         self._stats = stats
         self._gauges = gauges
         self._interval = interval

@@ -35,11 +35,20 @@ class Tiers:
     transfers: Transfers
 
     @classmethod
-    def build(cls, layout: TierLayout, config: HybridConfig, model: ModelSpec, host: HostPool, max_requests: int,
-              device: torch.device) -> Tiers:
+    def build(
+        cls,
+        layout: TierLayout,
+        config: HybridConfig,
+        model: ModelSpec,
+        host: HostPool,
+        max_requests: int,
+        device: torch.device,
+    ) -> Tiers:
         layers = [layer for layer in range(model.num_layers) if model.window(layer) is None]
         exact = set(config.exact_layers)
-        slots = SlotPool(model, config.page_size, max_requests, layout.slots_per_request, layers, layout.separate, device)
+        slots = SlotPool(
+            model, config.page_size, max_requests, layout.slots_per_request, layers, layout.separate, device
+        )
         return cls(
             host=host,
             digests=Digests(host, [x for x in layers if x not in exact]) if layout.digests else None,

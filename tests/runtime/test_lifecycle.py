@@ -1,4 +1,4 @@
-"""DESIGN.md section 3's rules over random request lives: append, attend, recall, abort, preempt, prefix reuse, finish."""
+"""The tiers' rules over random request lives: append, attend, recall, abort, preempt, prefix reuse, finish."""
 
 from __future__ import annotations
 
@@ -77,7 +77,11 @@ class Life(RuleBasedStateMachine):
         s = self.engine.sequences[name]
         work = {name: min(chunk, s.prompt - s.tokens), **dict.fromkeys(self.ready(), 1)}
         order = data.draw(st.permutations(list(work)))
-        self.engine.step({n: work[n] for n in order}, lookahead_noise=0.3, tolerance=self.tolerance([*self.ready()] or [name]))
+        self.engine.step(
+            {n: work[n] for n in order},
+            lookahead_noise=0.3,
+            tolerance=self.tolerance([*self.ready()] or [name]),
+        )
 
     @precondition(lambda self: self.ready())
     @rule(data=st.data(), steps=st.integers(1, 12))

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import psutil
 import vllm
 
+from hybrid_backend.attention.lookahead import family_of
 from hybrid_backend.config import HybridConfig, format_size
 from hybrid_backend.engines.vllm import VLLM_VERSION
-from hybrid_backend.attention.lookahead import family_of
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.workers import resolve_kernel
@@ -48,28 +48,54 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
     layer_types = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
     local_only = window is not None and (
-        all(kind == "sliding_attention" for kind in layer_types) if layer_types
+        all(kind == "sliding_attention" for kind in layer_types)
+        if layer_types
         else model.get_sliding_window() is not None
     )
     stock = "leave out --attention-backend CUSTOM for this model"
     found = [
         (model.use_mla, "MLA models", stock),
-        (model.is_hybrid or model.is_attention_free, "models with state-space or linear-attention layers", stock),
-        (model.is_encoder_decoder or model.runner_type != "generate", "models that do not generate text", stock),
+        (
+            model.is_hybrid or model.is_attention_free,
+            "models with state-space or linear-attention layers",
+            stock,
+        ),
+        (
+            model.is_encoder_decoder or model.runner_type != "generate",
+            "models that do not generate text",
+            stock,
+        ),
         (local_only, f"models whose layers all slide over {window} tokens", stock),
         (bool(getattr(text, "attn_logit_softcapping", None)), "attention with logit soft-capping", stock),
-        (cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
-         f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype})", "use --kv-cache-dtype auto"),
-        (vllm_config.speculative_config is not None, "speculative decoding", "leave out --speculative-config"),
+        (
+            cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+            f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype})",
+            "use --kv-cache-dtype auto",
+        ),
+        (
+            vllm_config.speculative_config is not None,
+            "speculative decoding",
+            "leave out --speculative-config",
+        ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --pipeline-parallel-size 1"),
-        (parallel.decode_context_parallel_size > 1, "decode context parallelism",
-         "use --decode-context-parallel-size 1"),
+        (
+            parallel.decode_context_parallel_size > 1,
+            "decode context parallelism",
+            "use --decode-context-parallel-size 1",
+        ),
         (vllm_config.kv_transfer_config is not None, "KV connectors", "leave out --kv-transfer-config"),
-        (vllm_config.lora_config is not None and config.lookahead.enabled, "LoRA together with the lookahead",
-         "set lookahead: {enabled: false} or leave out --enable-lora"),
-        (config.lookahead.enabled and config.method != "dense" and family_of(model.hf_config.model_type, config.model.family) is None,
-         f"the lookahead for model type {model.hf_config.model_type!r}",
-         "set lookahead: {enabled: false} in the configuration"),
+        (
+            vllm_config.lora_config is not None and config.lookahead.enabled,
+            "LoRA together with the lookahead",
+            "set lookahead: {enabled: false} or leave out --enable-lora",
+        ),
+        (
+            config.lookahead.enabled
+            and config.method != "dense"
+            and family_of(model.hf_config.model_type, config.model.family) is None,
+            f"the lookahead for model type {model.hf_config.model_type!r}",
+            "set lookahead: {enabled: false} in the configuration",
+        ),
     ]
     return [(what, fix) for unsupported, what, fix in found if unsupported]
 
@@ -84,9 +110,14 @@ def _check_host_pool(vllm_config: VllmConfig, config: HybridConfig) -> None:
         )
     if config.host_pool.size_bytes is None:
         return
-    page_bytes = config.page_size * 2 * vllm_config.model_config.get_head_size() * (
-        vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
-    ) * vllm_config.model_config.dtype.itemsize * vllm_config.model_config.get_total_num_hidden_layers()
+    page_bytes = (
+        config.page_size
+        * 2
+        * vllm_config.model_config.get_head_size()
+        * (vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config))
+        * vllm_config.model_config.dtype.itemsize
+        * vllm_config.model_config.get_total_num_hidden_layers()
+    )
     longest = vllm_config.model_config.max_model_len
     needed = page_bytes * -(-longest // config.page_size)
     if config.host_pool.size_bytes < needed:

@@ -35,7 +35,11 @@ def _lookahead_fake(
 
 
 direct_register_custom_op(
-    "lookahead", _lookahead, mutates_args=["token"], fake_impl=_lookahead_fake, target_lib=_LIBRARY,
+    "lookahead",
+    _lookahead,
+    mutates_args=["token"],
+    fake_impl=_lookahead_fake,
+    target_lib=_LIBRARY,
     dispatch_key="CompositeExplicitAutograd",
 )
 

@@ -56,7 +56,7 @@ def check_port(extra: Sequence[str]) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise EngineError(
-                f"--port: {port} cannot be used ({error.strerror.lower()}); choose another one with --port"
+                f"--port: {port} cannot be used ({(error.strerror or str(error)).lower()}); choose another one with --port"
             ) from error
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 
+from hybrid_backend.attention.lookahead import QueryPredictor, family_of
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.backend import HybridImpl
-from hybrid_backend.attention.lookahead import QueryPredictor, family_of
 from hybrid_backend.engines.vllm.hooks import hook_for
 from hybrid_backend.errors import EngineError
 from hybrid_backend.runtime import HybridRuntime

@@ -26,7 +26,9 @@ def attach_config(vllm_config: VllmConfig) -> HybridConfig:
     """
     given: Any = vllm_config.additional_config
     if not isinstance(given, dict):
-        raise ConfigError("--additional-config: expected a JSON object, as the hybrid backend stores its settings there")
+        raise ConfigError(
+            "--additional-config: expected a JSON object, as the hybrid backend stores its settings there"
+        )
     model = vllm_config.model_config.served_model_name or vllm_config.model_config.model
     name = model[0] if isinstance(model, list) else model
     explicit = given.get(ADDITIONAL_CONFIG_KEY)
