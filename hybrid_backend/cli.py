@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from hybrid_backend import __version__
 from hybrid_backend.config import resolve_config
@@ -34,7 +34,8 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except HybridError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
+        message = Text.assemble(("error:", "bold red"), " ", " ".join(str(error).split()))
+        Console(stderr=True, soft_wrap=True, highlight=False).print(message)
         raise typer.Exit(1) from None
 
 
@@ -51,23 +52,25 @@ def serve(
         if engine not in _ENGINES:
             raise ConfigError(f"--engine: got {engine!r}, expected one of {', '.join(_ENGINES)}")
         settings, source = resolve_config(model, config, os.environ, overrides or ())
+        # Imports are late and checks come cheapest first, so that a mistake is told at once.
+        from hybrid_backend.engines.vllm import serve as vllm_server
+
+        vllm_server.check_installation()
+        vllm_server.check_port(context.args)
         from hybrid_backend.methods import resolve_method
         from hybrid_backend.workers import resolve_kernel
 
         resolve_method(settings.method)
         resolve_kernel(settings.workers.kernel)
-        from hybrid_backend.engines.vllm import serve as vllm_server
-
-        vllm_server.check_installation()
-        vllm_server.check_port(context.args)
         from hybrid_backend.hub import resolve_model
 
         directory = resolve_model(model)
         Console(stderr=True).print(
-            f"hybrid {__version__}: serving {escape(model)} on vLLM, method {settings.method}, "
-            f"configuration {escape(source)}",
+            f"hybrid {__version__}: serving {model} on vLLM, method {settings.method}, configuration {source}",
             soft_wrap=True,
             highlight=False,
+            markup=False,
+            emoji=False,
         )
         additional = json.dumps({"hybrid": settings.model_dump(mode="json")})
         arguments = vllm_server.engine_arguments(directory, model, additional, settings.page_size, context.args)

@@ -60,7 +60,8 @@ SHIPPED_FOR = {
             "mistralai/Mistral-7B-Instruct-v0.3",
         ],
     ),
-    "glm-4-9b.yaml": (40, ["THUDM/glm-4-9b-chat-hf", "zai-org/glm-4-9b-chat-1m-hf", "zai-org/GLM-4-9B-0414"]),
+    "glm-4-9b.yaml": (40, ["zai-org/GLM-4-9B-0414", "THUDM/GLM-4-9B-0414"]),
+    "glm-4-9b-hf.yaml": (40, ["THUDM/glm-4-9b-chat-hf", "zai-org/glm-4-9b-chat-1m-hf"]),
     "default.yaml": (
         64,
         [

@@ -18,7 +18,7 @@ def mass_recall(
         pages: ``[n]`` host pages of the sequence.
         selected: ``[1 | kv_heads, k]`` logical pages, -1 for padding.
     """
-    heads, dim = q.shape
+    dim = q.shape[1]
     page_size = blocks.shape[1]
     k, _ = gather_tokens(blocks, pages, kv_heads, 0, seq_len)
     logits = torch.matmul(q.float().view(kv_heads, -1, dim), k[0].float().transpose(1, 2)) * scale

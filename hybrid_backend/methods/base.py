@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class Method(ABC):
     The runtime calls, per step: `begin_step`; then per layer with full attention `lookahead` (if `wants_lookahead`),
     `append`, `attend`; then `end_step`. Only decoding rows reach `attend`; prompts are dense and the runtime's.
     """
+
+    uses_lookahead: ClassVar[bool] = False
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
         self.config = config
@@ -44,7 +47,7 @@ class Method(ABC):
         """Before layer ``layer - 1`` runs. ``predicted_q``: ``[decode rows, heads, head_dim]`` of ``layer``."""
 
     def append(self, layer: int, step: Step, kv: Tensor) -> None:
-        """New tokens of the decoding rows, already in the host pool. ``kv``: ``[decode rows, kv_heads, 2, head_dim]``."""
+        """The decoding rows' new tokens, now in the host pool. ``kv``: ``[decode rows, kv_heads, 2, head_dim]``."""
 
     @abstractmethod
     def attend(self, layer: int, step: Step, q: Tensor) -> Tensor:

@@ -54,6 +54,8 @@ class _Plan:
 class Scout(Method):
     """The flagship: resident pages on the device, the important rest on the CPU, one layer ahead."""
 
+    uses_lookahead = True
+
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         slots = config.automatic_slots if config.slots_per_request == "auto" else config.slots_per_request
@@ -146,7 +148,7 @@ class Scout(Method):
     # --- placement ---
 
     def _region(self, rows: DecodeRows, r: int) -> int:
-        """The row's region. A new one is filled at once if the whole request fits; else layer by layer, by importance."""
+        """The row's region. A new one is filled at once if the request fits; else layer by layer, by importance."""
         slots, residency = self.tiers.slots, self.tiers.residency
         pages = int(rows.num_pages[r])
         region = slots.region(rows.request_ids[r])
@@ -271,7 +273,7 @@ class Scout(Method):
         partial = ticket.wait(self.config.workers.deadline_seconds)
         entry = self.stats.layers[layer]
         entry.wait_seconds += time.perf_counter() - needed
-        entry.lead_seconds += needed - ticket.span()[0]
+        entry.lead_seconds += max(0.0, needed - ticket.span()[0])
         return partial
 
     # --- observation ---

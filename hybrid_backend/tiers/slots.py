@@ -63,7 +63,7 @@ class SlotPool:
         """The request's region. The engine never runs more requests than there are regions."""
         if not self._free:
             raise EngineError(
-                f"no free slot region for request {request_id}: {self.regions_in_use} running requests hold all of them; "
+                f"no free slot region for request {request_id}: {self.regions_in_use} running requests hold all; "
                 "the engine runs more requests than max_num_seqs"
             )
         region = self._free.pop()

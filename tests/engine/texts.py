@@ -27,3 +27,10 @@ def _ids() -> list[int]:
 def english(tokens: int, start: int = 0) -> str:
     """Prose of about ``tokens`` tokens, from token ``start`` of the text."""
     return str(tokenizer().decode(_ids()[start : start + tokens]))
+
+
+def tokens_of_prose(count: int, start: int = 0) -> list[int]:
+    """``count`` token ids of the prose, from token ``start``; wraps around at the end."""
+    ids = _ids()
+    first = start % (len(ids) - count)
+    return ids[first : first + count]

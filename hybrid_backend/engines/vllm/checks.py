@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import vllm
+from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
 from hybrid_backend.attention.lookahead import family_of
 from hybrid_backend.config import HybridConfig, format_size
@@ -91,7 +92,7 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
         ),
         (
             config.lookahead.enabled
-            and config.method != "dense"
+            and resolve_method(config.method).uses_lookahead
             and family_of(model.hf_config.model_type, config.model.family) is None,
             f"the lookahead for model type {model.hf_config.model_type!r}",
             "set lookahead: {enabled: false} in the configuration",
@@ -100,28 +101,43 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
     return [(what, fix) for unsupported, what, fix in found if unsupported]
 
 
+def available_memory() -> int:
+    """Bytes that can still be used; a container's limit counts."""
+    available = int(psutil.virtual_memory().available)
+    limit = get_cgroup_memory_limit()
+    return available if limit is None else min(available, int(limit))
+
+
 def _check_host_pool(vllm_config: VllmConfig, config: HybridConfig) -> None:
-    size = vllm_config.cache_config.kv_cache_memory_bytes
-    available = psutil.virtual_memory().available
-    if size is not None and size > available:
+    size, wanted = vllm_config.cache_config.kv_cache_memory_bytes, config.host_pool.size_bytes
+    if wanted is not None and size != wanted:
         raise ConfigError(
-            f"host_pool.size: {format_size(size)} is more than the {available / 2**30:.1f} GiB of memory available; "
+            f"host_pool.size: {format_size(wanted)} is overruled by VLLM_CPU_KVCACHE_SPACE; unset one of the two"
+        )
+    available = available_memory()
+    ranks, name = 1, "--kv-cache-memory-bytes"  # which may be our own choice for this rank, see platform.py
+    if wanted is not None:
+        ranks, name = vllm_config.parallel_config.local_world_size, "host_pool.size"
+    if size is not None and size * ranks > available:
+        on = f" on each of {ranks} ranks" if ranks > 1 else ""
+        raise ConfigError(
+            f"{name}: {format_size(size)}{on} is more than the {available / 2**30:.1f} GiB of memory available; "
             "choose a smaller size"
         )
-    if config.host_pool.size_bytes is None:
-        return
-    page_bytes = (
-        config.page_size
-        * 2
-        * vllm_config.model_config.get_head_size()
-        * (vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config))
-        * vllm_config.model_config.dtype.itemsize
-        * vllm_config.model_config.get_total_num_hidden_layers()
-    )
-    longest = vllm_config.model_config.max_model_len
-    needed = page_bytes * -(-longest // config.page_size)
-    if config.host_pool.size_bytes < needed:
+    needed, longest = _smallest_pool(vllm_config), vllm_config.model_config.max_model_len
+    if wanted is not None and wanted < needed:
         raise ConfigError(
-            f"host_pool.size: {format_size(config.host_pool.size_bytes)} holds less than one sequence of "
-            f"--max-model-len {longest} ({needed / 2**20:.0f} MiB); choose a larger size or a shorter --max-model-len"
+            f"host_pool.size: {format_size(wanted)} holds less than one sequence of --max-model-len {longest} "
+            f"({-(-needed // 2**20)} MiB); choose a larger size or a shorter --max-model-len"
         )
+
+
+def _smallest_pool(vllm_config: VllmConfig) -> int:
+    """Bytes of the longest sequence in the layers with full attention; the engine adds up the other ones itself."""
+    model, page = vllm_config.model_config, vllm_config.cache_config.block_size
+    kinds = getattr(model.hf_text_config, "layer_types", None) if model.get_sliding_window() is not None else None
+    layers = model.get_total_num_hidden_layers()
+    if kinds:
+        layers = sum(kind != "sliding_attention" for kind in kinds)
+    per_token = 2 * model.get_head_size() * model.get_num_kv_heads(vllm_config.parallel_config) * model.dtype.itemsize
+    return int(-(-model.max_model_len // page) * page * per_token * layers)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import psutil
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.engines.vllm import CPU_WORKER
-from hybrid_backend.engines.vllm.checks import check_engine_config
+from hybrid_backend.engines.vllm.checks import available_memory, check_engine_config
 from hybrid_backend.engines.vllm.settings import attach_config, chosen
 
 if TYPE_CHECKING:
@@ -46,6 +45,6 @@ class HybridCpuPlatform(CpuPlatform):
             cache.kv_cache_memory_bytes = config.host_pool.size_bytes
         elif cache.kv_cache_memory_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             # vLLM's own default asks for 92 % of the machine's memory and does not start if anything else runs there.
-            cache.kv_cache_memory_bytes = psutil.virtual_memory().available // 2
+            cache.kv_cache_memory_bytes = available_memory() // 2 // vllm_config.parallel_config.local_world_size
         super().check_and_update_config(vllm_config)
         check_engine_config(vllm_config, config, CPU_WORKER)

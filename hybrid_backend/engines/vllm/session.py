@@ -14,6 +14,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.backend import HybridImpl
 from hybrid_backend.engines.vllm.hooks import hook_for
 from hybrid_backend.errors import EngineError
+from hybrid_backend.methods import resolve_method
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Batch, ModelSpec, Step
 
@@ -35,7 +36,7 @@ def attention_layers(model: nn.Module) -> list[tuple[str, Attention, nn.Module]]
 
 def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridConfig) -> None:
     """Predict every full-attention layer's query at the input of the layer before it. Call before compilation."""
-    if not config.lookahead.enabled or config.method == "dense":
+    if not config.lookahead.enabled or not resolve_method(config.method).uses_lookahead:
         return
     family = family_of(vllm_config.model_config.hf_config.model_type, config.model.family)
     if family is None:

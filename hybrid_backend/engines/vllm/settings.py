@@ -32,7 +32,10 @@ def attach_config(vllm_config: VllmConfig) -> HybridConfig:
     model = vllm_config.model_config.served_model_name or vllm_config.model_config.model
     name = model[0] if isinstance(model, list) else model
     explicit = given.get(ADDITIONAL_CONFIG_KEY)
-    config, _ = resolve_config(str(name), explicit, os.environ)
+    if explicit is None or isinstance(explicit, str):
+        config, _ = resolve_config(str(name), explicit, os.environ)
+    else:
+        config = config_from_mapping(explicit, f"--additional-config: {ADDITIONAL_CONFIG_KEY}")
     vllm_config.additional_config = {**given, ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")}
     return config
 

@@ -1,0 +1,120 @@
+"""How near a sparse method stays to dense attention: KL of next-token distributions, agreement, key lookup."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.engine.server import Server
+from tests.engine.texts import PROSE, tokenizer
+
+TOP = 200  # log-probabilities asked for per position; the rest of the vocabulary is one bucket
+FIDELITY_FLAGS = ("--logits-processors", "bench.teacher:Forced", "--max-logprobs", str(TOP))
+
+_ANIMALS = [
+    "lion",
+    "tiger",
+    "bear",
+    "wolf",
+    "eagle",
+    "horse",
+    "camel",
+    "goat",
+    "sheep",
+    "donkey",
+    "whale",
+    "raven",
+    "sparrow",
+    "dove",
+    "snake",
+    "lizard",
+    "frog",
+    "spider",
+    "beetle",
+    "cricket",
+    "monkey",
+    "otter",
+    "badger",
+    "falcon",
+]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Over all positions of one text: mean KL(dense || sparse) in nats, share of equal most likely tokens."""
+
+    kl: float
+    agreement: float
+    positions: int
+
+
+def follow(server: Server, prompt: Sequence[int], text: Sequence[int]) -> list[dict[int, float]]:
+    """Log-probabilities of the next token at each position of ``text`` after ``prompt``, by token id."""
+    answer = server.client().completions.create(
+        model=server.model,
+        prompt=list(prompt),
+        max_tokens=len(text),
+        temperature=0,
+        logprobs=TOP,
+        extra_body={
+            "vllm_xargs": {"forced": list(text)},
+            "return_tokens_as_token_ids": True,
+            "ignore_eos": True,
+        },
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None
+    assert [int(t.removeprefix("token_id:")) for t in logprobs.tokens or []] == list(text), "the text was not followed"
+    return [
+        {int(token.removeprefix("token_id:")): value for token, value in position.items()}
+        for position in logprobs.top_logprobs
+    ]
+
+
+def compare(dense: Sequence[dict[int, float]], sparse: Sequence[dict[int, float]]) -> Comparison:
+    """Position 0 is left out: it comes from the prompt's last token, which is dense on both sides."""
+    kls = [_kl(p, q) for p, q in zip(dense[1:], sparse[1:], strict=True)]
+    same = [max(p, key=p.__getitem__) == max(q, key=q.__getitem__) for p, q in zip(dense[1:], sparse[1:], strict=True)]
+    return Comparison(sum(kls) / len(kls), sum(same) / len(same), len(kls))
+
+
+def _kl(p: dict[int, float], q: dict[int, float]) -> float:
+    """KL over the tokens that both report; everything else is one bucket, which can only lower the value a little."""
+    shared = p.keys() & q.keys()
+    kl = sum(math.exp(p[t]) * (p[t] - q[t]) for t in shared)
+    rest_p, rest_q = (max(1e-12, 1 - sum(math.exp(x[t]) for t in shared)) for x in (p, q))
+    return kl + rest_p * math.log(rest_p / rest_q)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A fact hidden in prose and the question for it."""
+
+    prompt: str
+    answer: str
+
+
+def lookups(haystacks: int, codes: int, tokens: int, seed: int = 0) -> list[Lookup]:
+    """Needle-style key lookups: ``codes`` facts in each of ``haystacks`` texts of about ``tokens`` tokens.
+
+    The questions of one haystack share it as a prefix, so an engine with prefix caching computes it once.
+    """
+    rng = random.Random(seed)
+    sentences = [s.strip() + "." for s in PROSE.replace("\n", " ").split(".") if s.strip()]
+    found = []
+    for _ in range(haystacks):
+        first = rng.randrange(len(sentences) - 400)
+        body: list[str] = []
+        length = 0
+        while length < tokens - 40 * codes:
+            body.append(sentences[first + len(body)])
+            length += len(tokenizer()(body[-1]).input_ids)
+        facts = {animal: str(rng.randrange(1000, 9999)) for animal in rng.sample(_ANIMALS, codes)}
+        for animal, number in facts.items():
+            place = rng.randrange(len(body) // 20, len(body) * 19 // 20)
+            body.insert(place, f"The code of the {animal} is {number}.")
+        text = " ".join(body) + " Remember the codes that were given above."
+        found += [Lookup(f"{text} The code of the {animal} is", number) for animal, number in facts.items()]
+    return found

@@ -1,0 +1,143 @@
+"""What users of the engine expect keeps working, compiled, as `make serve` starts it."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.engine.server import Server, hybrid_server
+from tests.engine.texts import english
+
+pytestmark = pytest.mark.engine
+GREEDY = 16
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--dtype", "float32", "--max-num-seqs", "32", "--max-model-len", "4096"]
+    with hybrid_server(
+        tmp_path_factory.mktemp("serving"),
+        {"host_pool.size": "512MiB", "tiers": "separate", "slots_per_request": 40},
+        flags,
+    ) as running:
+        yield running
+
+
+def test_a_chat_completion_streams(server: Server) -> None:
+    stream = server.client().chat.completions.create(
+        model=server.model,
+        messages=[{"role": "user", "content": "What is the capital of France? Answer in one sentence."}],
+        temperature=0,
+        max_tokens=24,
+        stream=True,
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert len(pieces) > 3, "the answer came in one piece"
+    assert "Paris" in "".join(pieces)
+
+
+def test_several_samples_share_their_prompt_and_differ(server: Server) -> None:
+    answer = server.client().completions.create(
+        model=server.model, prompt=english(300), n=4, temperature=1.0, max_tokens=GREEDY, seed=7
+    )
+    assert len({choice.text for choice in answer.choices}) == 4
+
+
+def test_logprobs_are_those_of_a_distribution(server: Server) -> None:
+    answer = server.client().completions.create(
+        model=server.model, prompt=english(100), max_tokens=8, temperature=0, logprobs=5
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None and logprobs.token_logprobs is not None
+    for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert chosen is not None and chosen <= 0 and chosen >= max(top.values()) - 1e-3
+
+
+def test_the_lookahead_runs_inside_the_compiled_model(server: Server) -> None:
+    server.complete(english(2500), 96)
+    assert server.total("hybrid_cpu_tokens_total") > 0
+    assert server.total("hybrid_lead_seconds_total") > 0, "no CPU partial started ahead"
+
+
+def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(server: Server) -> None:
+    """Survivors answer as if alone; afterwards no region, slot or recall is in use."""
+    rng = random.Random(1)
+    prompts = [english(rng.choice([8, 40, 150, 400]), start=rng.randrange(20000)) for _ in range(12)]
+    expected = {prompt: server.complete(prompt, GREEDY) for prompt in prompts}
+
+    def survivor(prompt: str) -> tuple[str, str]:
+        return prompt, server.complete(prompt, GREEDY)
+
+    def aborted(delay: float) -> None:
+        """The client goes away in the middle of a long answer, as a closed browser tab does."""
+        body = {
+            "model": server.model,
+            "prompt": english(1600, start=int(delay * 4000)),
+            "max_tokens": 400,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with httpx.Client(timeout=300) as client, client.stream("POST", f"{server.url}/v1/completions", json=body) as r:
+            r.raise_for_status()
+            until = time.monotonic() + delay
+            for _ in r.iter_lines():
+                if time.monotonic() > until:
+                    return
+
+    jobs: list[tuple[str, object]] = [("survive", rng.choice(prompts)) for _ in range(120)]
+    jobs += [("abort", rng.uniform(0, 3)) for _ in range(80)]
+    rng.shuffle(jobs)
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        futures = [pool.submit(survivor if kind == "survive" else aborted, argument) for kind, argument in jobs]  # type: ignore[arg-type]
+        answers = [future.result(timeout=600) for future in futures]
+    wrong = [a for a in answers if a is not None and expected[a[0]] != a[1]]
+    assert not wrong, (
+        f"{len(wrong)} survivors answered differently, first: {wrong[0]!r}, alone: {expected[wrong[0][0]]!r}"
+    )
+    deadline = time.monotonic() + 60
+    while server.total("vllm:num_requests_running") + server.total("vllm:num_requests_waiting") > 0:
+        assert time.monotonic() < deadline, "aborted requests still run"
+        time.sleep(0.5)
+    server.complete("One more.", 2)
+    time.sleep(1)
+    for gauge in ("hybrid_regions_in_use", "hybrid_slots_in_use", "hybrid_recalls_in_flight"):
+        assert server.total(gauge) == 0, gauge
+
+
+def test_the_log_has_no_error(server: Server) -> None:
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_metrics_carry_every_promised_name(server: Server) -> None:
+    promised = {
+        "hybrid_selected_tokens_total", "hybrid_cpu_tokens_total", "hybrid_resident_hit_ratio",
+        "hybrid_recalled_pages_total", "hybrid_wait_seconds_total", "hybrid_predicted_query_cosine",
+        "hybrid_attention_mass_recall", "hybrid_slots_in_use", "hybrid_regions_in_use", "hybrid_host_pool_pages",
+    }  # fmt: skip
+    assert promised <= server.metrics().keys()
+
+
+def test_a_stopped_server_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    import psutil
+
+    with hybrid_server(
+        tmp_path, {"host_pool.size": "256MiB"}, ["--max-model-len", "2048", "--enforce-eager"]
+    ) as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        metrics = list(Path(tempfile.gettempdir()).glob("hybrid-*"))
+        assert children and metrics
+    assert server.process.returncode == 0
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not [folder for folder in metrics if folder.exists() and not _owned_by_another(folder)]
+
+
+def _owned_by_another(folder: Path) -> bool:
+    """Another server under test may run beside this one: its metrics are still being written."""
+    return any(time.time() - file.stat().st_mtime < 5 for file in folder.iterdir())
