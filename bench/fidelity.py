@@ -13,32 +13,10 @@ from tests.engine.texts import PROSE, tokenizer
 TOP = 200  # log-probabilities asked for per position; the rest of the vocabulary is one bucket
 FIDELITY_FLAGS = ("--logits-processors", "bench.teacher:Forced", "--max-logprobs", str(TOP))
 
-_ANIMALS = [
-    "lion",
-    "tiger",
-    "bear",
-    "wolf",
-    "eagle",
-    "horse",
-    "camel",
-    "goat",
-    "sheep",
-    "donkey",
-    "whale",
-    "raven",
-    "sparrow",
-    "dove",
-    "snake",
-    "lizard",
-    "frog",
-    "spider",
-    "beetle",
-    "cricket",
-    "monkey",
-    "otter",
-    "badger",
-    "falcon",
-]
+_ANIMALS = (
+    "lion", "tiger", "bear", "wolf", "eagle", "horse", "camel", "goat", "sheep", "donkey", "whale", "raven",
+    "sparrow", "dove", "snake", "lizard", "frog", "spider", "beetle", "cricket", "monkey", "otter", "badger", "falcon",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

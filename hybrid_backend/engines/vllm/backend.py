@@ -176,7 +176,7 @@ class HybridImpl(AttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """``query``, ``output``: ``[tokens, heads, head_dim]``; ``key``, ``value``: ``[tokens, kv_heads, head_dim]``."""
+        """``query``, ``output``: ``[tokens, heads, dim]``; ``key``, ``value``: ``[tokens, kv_heads, dim]``."""
         if attn_metadata is None or self.runtime is None:
             return output.zero_()  # profiling
         step = attn_metadata.step
