@@ -31,6 +31,8 @@ ISA_COMMON = ["-O3", "-ffp-contract=fast", "-Wno-psabi", "-Wno-maybe-uninitializ
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 ISA_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"]}
+# What the library shows: nothing of C++, so that it cannot clash with another copy of the standard library.
+EXPORTS = "{ global: hb_*; local: *; };\n"
 CORE = ["dispatch", "attend_job", "digest", "pool", "decode", "api"]
 
 NO_COMPILER = (
@@ -56,6 +58,10 @@ def compiler() -> list[str]:
     raise BuildError(NO_COMPILER)
 
 
+def sources() -> list[Path]:
+    return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+
+
 def isas() -> list[str]:
     x86 = platform.machine() in ("x86_64", "AMD64")
     return ["generic", *ISA_FLAGS] if x86 else ["generic"]
@@ -71,7 +77,9 @@ def build(target: Path, objects: Path, extra: list[str] | None = None) -> list[s
     target.parent.mkdir(parents=True, exist_ok=True)
     # Linked aside and moved: a process that has the old library mapped keeps it whole.
     fresh = objects / (target.name + ".new")
-    flags = ["-shared", "-pthread", "-static-libstdc++", "-static-libgcc", f"-Wl,--version-script={SOURCES / 'exports.map'}"]
+    exports = objects / "exports.map"
+    exports.write_text(EXPORTS)
+    flags = ["-shared", "-pthread", "-static-libstdc++", "-static-libgcc", f"-Wl,--version-script={exports}"]
     _run([*compiler(), *flags, *(extra or []), "-o", str(fresh), *map(str, compiled)])
     shutil.move(str(fresh), str(target))
     return made

@@ -54,7 +54,7 @@ static void to_fp16(const float* from, uint16_t* to, int n) {
 }  // namespace
 
 #define VECTOR_TYPES_DEFINED
-#include "vector.inl"
+#include "vector.h"
 
 extern "C" const Isa hb_isa_avx2 = {"avx2",         vector_attend,  vector_dots, vector_prepare_weights,
                                     vector_convert, vector_widen};
