@@ -6,6 +6,7 @@ a message; the library then simply has fewer kernels. Standard library only: set
     python kernels/cpu/build.py                      # beside the sources, for an editable installation
     python kernels/cpu/build.py --sanitize address,undefined --run
     python kernels/cpu/build.py --sanitize thread --run
+    python kernels/cpu/build.py --sanitize address,undefined --emulate-tiles --run
 """
 
 from __future__ import annotations
@@ -121,9 +122,9 @@ def compile_all(objects: Path, extra: list[str]) -> tuple[list[str], list[Path]]
     return made, files
 
 
-def build_driver(target: Path, objects: Path, sanitizers: str) -> None:
-    """The C++ test driver, with everything linked in and instrumented."""
-    extra = [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g1", "-O1"]
+def build_driver(target: Path, objects: Path, sanitizers: str, tiles: bool) -> None:
+    """The C++ test driver, with everything linked in and instrumented; ``tiles``: AMX emulated in software."""
+    extra = [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g1", "-O1", *(["-DHB_EMULATE_TILES"] if tiles else [])]
     if "undefined" in sanitizers:
         extra.append("-fno-sanitize-recover=undefined")
     _, files = compile_all(objects, extra)
@@ -141,13 +142,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build the native CPU kernels.")
     parser.add_argument("--out", type=Path, default=HERE / LIBRARY)
     parser.add_argument("--sanitize", help="build the C++ test driver instead, e.g. address,undefined or thread")
+    parser.add_argument("--emulate-tiles", action="store_true", help="test the AMX code on a CPU that has AVX-512 only")
     parser.add_argument("--run", action="store_true", help="run the driver")
     options = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as scratch:
             if options.sanitize:
                 driver = Path(scratch) / "driver"
-                build_driver(driver, Path(scratch), options.sanitize)
+                build_driver(driver, Path(scratch), options.sanitize, options.emulate_tiles)
                 if options.run:
                     sys.exit(subprocess.run([str(driver)]).returncode)
                 return

@@ -14,6 +14,9 @@
 #include "exp2_avx512.h"
 #include "isa.h"
 #include "prefetch.h"
+#ifdef HB_EMULATE_TILES
+#include "../tests/tiles.h"
+#endif
 
 #define INLINE inline __attribute__((always_inline))
 
