@@ -121,6 +121,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "hb_isa_runs": (C.c_int, [C.c_int]),
     "hb_isa_best": (C.c_int, []),
     "hb_partial": (C.c_int, [_P(PartialArgs), C.c_int]),
+    "hb_read": (C.c_uint64, [C.c_void_p, C.c_int64]),
     "hb_digest_append": (
         C.c_int,
         [_P(Model), _P(DigestStore), C.c_int64, C.c_int32, C.c_void_p, C.c_void_p, C.c_void_p, C.c_int64, C.c_int64],

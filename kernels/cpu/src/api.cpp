@@ -76,6 +76,17 @@ HB_API int hb_partial(const hb_partial_args* args, int isa) {
   });
 }
 
+HB_API uint64_t hb_read(const void* from, int64_t n) {
+  typedef uint64_t Vector __attribute__((vector_size(16), aligned(16), may_alias));
+  const Vector* at = (const Vector*)from;
+  Vector sums[8] = {};
+  for (int64_t i = 0; i + 8 <= n / 16; i += 8)
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++) sums[k] |= at[i + k];
+  for (int k = 1; k < 8; k++) sums[0] |= sums[k];
+  return sums[0][0] | sums[0][1];
+}
+
 // --- digests ---------------------------------------------------------------------------------------------------
 
 HB_API int hb_digest_append(const hb_model* model, const hb_digests* digests, int64_t pages_total, int32_t tokens,

@@ -57,6 +57,9 @@ int hb_isa_best(void);
 
 int hb_partial(const hb_partial_args* args, int isa);
 
+// Reads n bytes in order and does nothing with them: the roofline that benchmarks compare with.
+uint64_t hb_read(const void* from, int64_t n);
+
 // --- digests ---------------------------------------------------------------------------------------------------
 
 // Folds one key per token into its page's digest; offset 0 resets it. keys: [tokens, kv_heads, head_dim].

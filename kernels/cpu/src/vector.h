@@ -33,7 +33,7 @@ typedef int32_t vi __attribute__((vector_size(LANE_BYTES), may_alias));
 typedef float vf_any __attribute__((vector_size(LANE_BYTES), aligned(1), may_alias));
 typedef int32_t vi_any __attribute__((vector_size(LANE_BYTES), aligned(1), may_alias));
 
-INLINE vf splat(float x) { return vf{} + x; }
+INLINE vf splat(float x) { return x - vf{}; }  // minus zero is exact and folds away; plus zero would not
 // NaN in `a` gives `b`: a masked or overflowed logit never poisons a sum.
 INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
 
