@@ -1,0 +1,162 @@
+"""Builds the native CPU kernels: one shared library with a plain C ABI, no torch and no Python in it.
+
+Every instruction set is a translation unit with flags of its own. One that the compiler cannot build is left out with
+a message; the library then simply has fewer kernels. Standard library only: setup.py loads this file by path.
+
+    python kernels/cpu/build.py                      # beside the sources, for an editable installation
+    python kernels/cpu/build.py --sanitize address,undefined --run
+    python kernels/cpu/build.py --sanitize thread --run
+    python kernels/cpu/build.py --sanitize address,undefined --emulate-tiles --run
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE / "src"
+LIBRARY = "libhybrid_cpu.so"
+
+COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread"]
+# -ffp-contract=fast: a * b + c is one FMA where the ISA has it. The warnings are gcc's own intrinsics headers.
+ISA_COMMON = ["-O3", "-ffp-contract=fast", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+_AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+ISA_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"]}
+# What the library shows: nothing of C++, so that it cannot clash with another copy of the standard library.
+EXPORTS = "{ global: hb_*; local: *; };\n"
+CORE = ["dispatch", "attend_job", "digest", "pool", "decode", "api"]
+
+NO_COMPILER = (
+    "no C++ compiler found: install one (Debian, Ubuntu: apt-get install build-essential; or clang) or name it in CXX, "
+    "then install this package again; until then attention on the CPU runs in torch, several times slower"
+)
+
+
+class BuildError(Exception):
+    """The library cannot be built; the message is one line for the user."""
+
+
+def compiler() -> list[str]:
+    """The C++ compiler's command line.
+
+    Raises:
+        BuildError: there is none.
+    """
+    wanted = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["c++"], ["g++"], ["clang++"]]
+    for command in wanted:
+        if command and shutil.which(command[0]):
+            return command
+    raise BuildError(NO_COMPILER)
+
+
+def sources() -> list[Path]:
+    return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+
+
+def isas() -> list[str]:
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    return ["generic", *ISA_FLAGS] if x86 else ["generic"]
+
+
+def build(target: Path, objects: Path, extra: list[str] | None = None) -> list[str]:
+    """Compile and link ``target``. Returns the instruction sets in it.
+
+    Raises:
+        BuildError: no compiler, or the portable part does not compile.
+    """
+    made, compiled = compile_all(objects, extra or [])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Linked aside and moved: a process that has the old library mapped keeps it whole.
+    fresh = objects / (target.name + ".new")
+    exports = objects / "exports.map"
+    exports.write_text(EXPORTS)
+    flags = ["-shared", "-pthread", "-static-libstdc++", "-static-libgcc", f"-Wl,--version-script={exports}"]
+    _run([*compiler(), *flags, *(extra or []), "-o", str(fresh), *map(str, compiled)])
+    shutil.move(str(fresh), str(target))
+    return made
+
+
+def compile_all(objects: Path, extra: list[str]) -> tuple[list[str], list[Path]]:
+    """Object files of everything that this compiler can build: ``(instruction sets, files)``."""
+    cxx = compiler()
+    objects.mkdir(parents=True, exist_ok=True)
+
+    def compile_unit(name: str, flags: list[str]) -> tuple[Path, str | None]:
+        out = objects / f"{name}.o"
+        command = [*cxx, *COMMON, *flags, *extra, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(out)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        return out, None if result.returncode == 0 else result.stderr
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+        jobs = {isa: threads.submit(compile_unit, f"isa_{isa}", ISA_COMMON + ISA_FLAGS.get(isa, [])) for isa in isas()}
+        core = [threads.submit(compile_unit, unit, ["-O3"]) for unit in CORE if unit != "dispatch"]
+        made, files = [], []
+        for isa, job in jobs.items():
+            out, error = job.result()
+            if error is None:
+                made.append(isa)
+                files.append(out)
+            elif isa == "generic":
+                raise BuildError(f"the portable CPU kernel does not compile with {shlex.join(cxx)}:\n{error}")
+            else:
+                why = next((line for line in error.splitlines() if "error" in line), error.strip())
+                print(f"kernels/cpu: no {isa} kernels, this compiler cannot build them: {why}", file=sys.stderr)
+        # The dispatcher must know what there is.
+        have = [f"-DHB_HAVE_{isa.upper()}" for isa in made]
+        core.append(threads.submit(compile_unit, "dispatch", ["-O2", *have]))
+        for job in core:
+            out, error = job.result()
+            if error is not None:
+                raise BuildError(f"the CPU kernels do not compile with {shlex.join(cxx)}:\n{error}")
+            files.append(out)
+    return made, files
+
+
+def build_driver(target: Path, objects: Path, sanitizers: str, tiles: bool) -> None:
+    """The C++ test driver, with everything linked in and instrumented; ``tiles``: AMX emulated in software."""
+    extra = [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g1", "-O1", *(["-DHB_EMULATE_TILES"] if tiles else [])]
+    if "undefined" in sanitizers:
+        extra.append("-fno-sanitize-recover=undefined")
+    _, files = compile_all(objects, extra)
+    source = HERE / "tests" / "driver.cpp"
+    _run([*compiler(), *COMMON, *extra, f"-I{SOURCES}", str(source), *map(str, files), "-o", str(target)])
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise BuildError(f"{shlex.join(command[:1])} failed: {result.stderr.strip()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build the native CPU kernels.")
+    parser.add_argument("--out", type=Path, default=HERE / LIBRARY)
+    parser.add_argument("--sanitize", help="build the C++ test driver instead, e.g. address,undefined or thread")
+    parser.add_argument("--emulate-tiles", action="store_true", help="test the AMX code on a CPU that has AVX-512 only")
+    parser.add_argument("--run", action="store_true", help="run the driver")
+    options = parser.parse_args()
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            if options.sanitize:
+                driver = Path(scratch) / "driver"
+                build_driver(driver, Path(scratch), options.sanitize, options.emulate_tiles)
+                if options.run:
+                    sys.exit(subprocess.run([str(driver)]).returncode)
+                return
+            print("built", options.out.name, "with", ", ".join(build(options.out, Path(scratch))))
+    except BuildError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""A whole decode layer in one native call: write K/V, update digests, score, select, attend, write the output."""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.errors import WorkerError
+from hybrid_backend.kernels.cpu import library as lib
+from hybrid_backend.kernels.cpu.partial import Pool
+
+
+@lru_cache(maxsize=1)
+def openmp_entry() -> int | None:
+    """Address of ``GOMP_parallel`` in the OpenMP runtime that torch uses, None if it uses another kind of threads.
+
+    Working in the engine's own threads means that no second set of threads competes with them for its cores. GNU's
+    runtime has this function, and LLVM's and Intel's have it for compatibility.
+    """
+    candidates: list[str | None] = [None]  # preloaded, or linked into the program: this one wins for torch too
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    with open("/proc/self/maps") as maps:
+        loaded = {line.split()[-1] for line in maps if "omp" in line and line.split()[-1].startswith("/")}
+    names = ("libgomp", "libiomp5", "libomp")
+    mine = [path for path in sorted(loaded) if Path(path).name.startswith(names)]
+    mine.sort(key=lambda path: torch_libraries not in Path(path).parents)
+    for name in candidates + list(mine):
+        try:
+            function = C.CDLL(name).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        return C.cast(function, C.c_void_p).value
+    return None
+
+
+class Decoder:
+    """The layers of one model over their KV memory; `begin` once per step, `layer` once per layer.
+
+    Only one thread may use it at a time.
+
+    Args:
+        layers: per layer ``[pages, kv_heads, 2, page_size, head_dim]``; None for a layer that is not ours.
+        digests: by layer ``[pages, kv_heads, 2, head_dim]``; a layer without them is exact, all its rows are dense.
+        heads: query heads.
+        scale: of the softmax; positive.
+        team: who works: ``"caller"`` alone, ``"openmp"`` (the engine's threads, see `openmp_entry`) or a `Pool`, whose
+            threads then help the caller.
+        threads: of the OpenMP team, default ``torch.get_num_threads()``.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Tensor | None],
+        digests: Mapping[int, Tensor],
+        heads: int,
+        scale: float,
+        *,
+        team: str | Pool = "openmp",
+        threads: int | None = None,
+        isa: str | None = None,
+    ) -> None:
+        first = next((layer for layer in layers if layer is not None), None)
+        if first is None:
+            raise ValueError("a decoder needs a layer")
+        self._native = lib.native()
+        self._alive = (list(layers), dict(digests))
+        _, kv_heads, _, page_size, dim = first.shape
+        self.dtype = first.dtype
+        self.shape = (heads, dim)
+        self._kv_shape = (kv_heads, dim)
+        model = lib.model_of(first.dtype, kv_heads, heads, dim, page_size, scale)
+        self._handle = self._native.hb_decode_new(C.byref(model), len(layers), lib.isa_index(isa))
+        if not self._handle:
+            raise WorkerError(f"native CPU decoder: {lib.failure()}")
+        for index, layer in enumerate(layers):
+            if layer is None:
+                continue
+            if layer.dtype != first.dtype or layer.shape[1:] != first.shape[1:]:
+                raise ValueError(f"layer {index} is unlike layer 0: {tuple(layer.shape)} {layer.dtype}")
+            cache = lib.cache_of(layer)
+            store = lib.digests_of(digests[index]) if index in digests else lib.DigestStore()
+            if index in digests and digests[index].dtype != layer.dtype:
+                raise ValueError(f"digests of layer {index} must be {layer.dtype}, not {digests[index].dtype}")
+            lib.check(self._native.hb_decode_set_layer(self._handle, index, C.byref(cache), C.byref(store)))
+        self._args = lib.LayerArgs()
+        self._args_ref = C.byref(self._args)
+        self._strides: tuple[int, ...] = ()
+        self._rows = 0
+        self._pool: Pool | None = None
+        self._gomp: int | None = None
+        self._threads = 1
+        if isinstance(team, Pool):
+            self._pool, self._threads = team, team.threads + 1
+        elif team == "openmp":
+            self._gomp = openmp_entry()
+            self._threads = (threads or torch.get_num_threads()) if self._gomp else 1
+        elif team != "caller":
+            raise ValueError(f"team must be 'caller', 'openmp' or a Pool, not {team!r}")
+
+    def begin(
+        self,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        budgets: Tensor,
+        *,
+        sinks: int = 1,
+        recent: int = 1,
+        tokens: Tensor | None = None,
+        per_head: bool = False,
+        aggregate: str = "sum",
+    ) -> None:
+        """Start a step; everything is copied.
+
+        Args:
+            page_table: ``[rows, columns]`` int32 or int64 page ids; columns beyond a sequence are not read.
+            seq_lens: ``[rows]`` tokens, with the one of this step.
+            budgets: ``[rows]`` pages to attend; negative, or at least the row's pages: all of them.
+            sinks, recent: first and last pages, always selected; the tail page always is.
+            tokens: ``[rows]`` each row's position in q, k, v and out; None: 0, 1, 2...
+            per_head, aggregate: as in `digests.scores`.
+        """
+        seq_lens, budgets = seq_lens.long().contiguous(), budgets.long().contiguous()
+        if page_table.dtype not in (torch.int32, torch.int64):
+            page_table = page_table.long()
+        if page_table.stride(1) != 1:
+            page_table = page_table.contiguous()
+        rows, columns = page_table.shape
+        if rows != len(seq_lens) or rows != len(budgets):
+            raise ValueError(f"{rows} rows of pages, {len(seq_lens)} lengths, {len(budgets)} budgets")
+        page_size = self._alive[0][next(i for i, x in enumerate(self._alive[0]) if x is not None)].shape[3]
+        if rows and int(seq_lens.max()) > columns * page_size:
+            raise ValueError(f"a sequence of {int(seq_lens.max())} tokens has more pages than the table's {columns} columns")
+        if tokens is not None:
+            tokens = tokens.long().contiguous()
+        step = lib.StepArgs(
+            rows, sinks, recent, per_head, aggregate == "max",
+            tokens.data_ptr() if tokens is not None else None,
+            seq_lens.data_ptr(), budgets.data_ptr(),
+            page_table.data_ptr(), page_table.stride(0), page_table.dtype == torch.int64,
+        )  # fmt: skip
+        lib.check(self._native.hb_decode_begin(self._handle, C.byref(step)))
+        self._rows = rows
+
+    def layer(
+        self,
+        index: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        out: Tensor,
+        *,
+        score_q: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> None:
+        """Decode one layer for the rows of `begin`.
+
+        Args:
+            q: ``[tokens, heads, head_dim]``; k, v: ``[tokens, kv_heads, head_dim]``, or None if the pages (and digests)
+                hold them already. All in the cache's dtype, ``[heads, head_dim]`` contiguous, any token stride.
+            out: ``[tokens, heads, head_dim]``, the cache's dtype; written at the rows' tokens only.
+            score_q: the query that selects pages, like q; None: q.
+            lse: fp32 ``[rows, heads]``, contiguous, also written if given.
+
+        Raises:
+            WorkerError: a page id that the layer lacks.
+        """
+        strides = (q.stride(), out.stride(), k.stride() if k is not None else None, v.stride() if v is not None else None,
+                   score_q.stride() if score_q is not None else None)  # fmt: skip
+        args = self._args
+        if strides != self._strides:
+            self._check(q, k, v, out, score_q)
+            self._strides = strides
+        args.q = q.data_ptr()
+        args.k = k.data_ptr() if k is not None else None
+        args.v = v.data_ptr() if v is not None else None
+        args.score_q = score_q.data_ptr() if score_q is not None else None
+        args.out = out.data_ptr()
+        args.lse = lse.data_ptr() if lse is not None else None
+        handle = self._pool.handle if self._pool is not None else None
+        code = self._native.hb_decode_layer(self._handle, index, self._args_ref, handle, self._gomp, self._threads)
+        if code:
+            lib.check(code)
+
+    def _check(self, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, score_q: Tensor | None) -> None:
+        """Once for every new set of strides."""
+        size = q.element_size()
+        args = self._args
+        named = {"q": q, "k": k, "v": v, "out": out, "score_q": score_q}
+        for name, x in named.items():
+            if x is None:
+                continue
+            shape = self._kv_shape if name in ("k", "v") else self.shape
+            if tuple(x.shape[1:]) != shape or x.dtype != self.dtype or x.stride()[1:] != (shape[1], 1):
+                raise ValueError(
+                    f"{name} must be {self.dtype} [tokens, {shape[0]}, {shape[1]}] with contiguous heads, not "
+                    f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}"
+                )
+            setattr(args, f"{name}_row_stride", x.stride(0) * size)
+
+    @property
+    def counts(self) -> Tensor:
+        """Pages selected per row (and list) in the last layer: ``[rows]`` int32."""
+        if not self._rows:
+            return torch.empty(0, dtype=torch.int32)
+        address = self._native.hb_decode_counts(self._handle)
+        return torch.frombuffer((C.c_int32 * self._rows).from_address(address), dtype=torch.int32).clone()
+
+    def selected(self, row: int, list_: int = 0) -> Tensor:
+        """Logical pages that the last layer selected for a row (and KV head, with ``per_head``), ascending."""
+        pages = C.c_void_p()
+        count = self._native.hb_decode_selected(self._handle, row, list_, C.byref(pages))
+        if not count or not pages.value:
+            return torch.empty(0, dtype=torch.int32)
+        return torch.frombuffer((C.c_int32 * count).from_address(pages.value), dtype=torch.int32).clone()
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._native.hb_decode_free(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()

@@ -1,0 +1,96 @@
+"""Page digests on the CPU: append, rebuild, score, select. Same numbers as `hybrid_backend.attention.selection`."""
+
+from __future__ import annotations
+
+import ctypes as C
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.kernels.cpu import library as lib
+
+
+def append(digests: Tensor, pages: Tensor, offsets: Tensor, keys: Tensor) -> None:
+    """Fold one key per listed page into its digest; a key at offset 0 starts it anew.
+
+    Args:
+        digests: ``[pages, kv_heads, 2 (max, min), head_dim]``.
+        pages, offsets: ``[tokens]`` int64.
+        keys: ``[tokens, kv_heads, head_dim]`` in the digests' dtype.
+    """
+    model, store = _model(digests), lib.digests_of(digests)
+    pages, offsets = pages.long().contiguous(), offsets.long().contiguous()
+    if keys.dtype != digests.dtype or keys.stride(2) != 1:
+        keys = keys.to(digests.dtype).contiguous()
+    size = keys.element_size()
+    lib.check(
+        lib.native().hb_digest_append(
+            C.byref(model), C.byref(store), digests.shape[0], len(pages), pages.data_ptr(), offsets.data_ptr(),
+            keys.data_ptr(), keys.stride(0) * size, keys.stride(1) * size,
+        )
+    )  # fmt: skip
+
+
+def rebuild(digests: Tensor, layer: Tensor, pages: Tensor, tokens: Tensor) -> None:
+    """Recompute the digests of ``pages`` (``[n]`` int64) from their first ``tokens`` (``[n]``, at least 1) keys.
+
+    ``layer``: ``[pages, kv_heads, 2, page_size, head_dim]``.
+    """
+    model, store, cache = _model(digests, layer.shape[3]), lib.digests_of(digests), lib.cache_of(layer)
+    pages, tokens = pages.long().contiguous(), tokens.long().contiguous()
+    lib.check(
+        lib.native().hb_digest_rebuild(
+            C.byref(model), C.byref(store), C.byref(cache), len(pages), pages.data_ptr(), tokens.data_ptr()
+        )
+    )
+
+
+def scores(
+    q: Tensor, digests: Tensor, page_table: Tensor, *, per_head: bool = False, aggregate: str = "sum", isa: str | None = None
+) -> Tensor:
+    """Quest's upper bounds of the logits, not scaled, aggregated over query heads.
+
+    Args:
+        q: ``[rows, heads, head_dim]``.
+        digests: ``[pages, kv_heads, 2, head_dim]``.
+        page_table: ``[rows, columns]`` page ids.
+        per_head: one list per KV head instead of one per row.
+        aggregate: ``sum`` or ``max`` over the heads of a group.
+
+    Returns:
+        ``[rows, 1 | kv_heads, columns]`` fp32.
+    """
+    rows, heads, dim = q.shape
+    if aggregate not in ("sum", "max"):
+        raise ValueError(f"aggregate must be sum or max, not {aggregate!r}")
+    q = q.to(digests.dtype)
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    kv_heads = digests.shape[1]
+    model = lib.model_of(digests.dtype, kv_heads, heads, dim, 16, 1.0)
+    store, table = lib.digests_of(digests), page_table.long().contiguous()
+    out = torch.empty(rows, kv_heads if per_head else 1, table.shape[1], dtype=torch.float32)
+    size = q.element_size()
+    lib.check(
+        lib.native().hb_scores(
+            C.byref(model), C.byref(store), digests.shape[0], q.data_ptr(), q.stride(0) * size, q.stride(1) * size,
+            rows, table.shape[1], table.data_ptr(), table.stride(0), per_head, aggregate == "max", out.data_ptr(),
+            lib.isa_index(isa),
+        )
+    )  # fmt: skip
+    return out
+
+
+def select(scores: Tensor, budget: int, sinks: int, recent: int) -> Tensor:
+    """The ``budget`` best of ``scores`` (``[columns]`` fp32) as ascending int32 columns.
+
+    The first ``sinks`` and the last ``recent`` are always among them; so are at least as many as those.
+    """
+    scores = scores.float().contiguous()
+    out = torch.empty(len(scores), dtype=torch.int32)
+    count = lib.native().hb_select(scores.data_ptr(), len(scores), budget, sinks, recent, out.data_ptr())
+    return out[: lib.check(count)]
+
+
+def _model(digests: Tensor, page_size: int = 16) -> lib.Model:
+    return lib.model_of(digests.dtype, digests.shape[1], digests.shape[1], digests.shape[3], page_size, 1.0)

@@ -1,0 +1,252 @@
+"""The C ABI of ``libhybrid_cpu.so`` (src/api.h), loaded with ctypes: structures, prototypes, errors."""
+
+from __future__ import annotations
+
+import ctypes as C
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.errors import WorkerError
+
+LIBRARY = Path(__file__).with_name("libhybrid_cpu.so")
+
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+OK, TIMEOUT, ERROR = 0, 1, -1
+
+_INT_P = C.POINTER(C.c_int)
+
+
+class Cache(C.Structure):
+    """K and V of one layer; strides in bytes."""
+
+    _fields_ = [
+        ("base", C.c_void_p),
+        ("pages", C.c_int64),
+        ("page_stride", C.c_int64),
+        ("head_stride", C.c_int64),
+        ("value_offset", C.c_int64),
+        ("token_stride", C.c_int64),
+    ]
+
+
+class DigestStore(C.Structure):
+    """Digests of one layer; strides in bytes."""
+
+    _fields_ = [("base", C.c_void_p), ("page_stride", C.c_int64), ("head_stride", C.c_int64)]
+
+
+class Model(C.Structure):
+    """Shapes of the model, heads local to this rank."""
+
+    _fields_ = [
+        ("type", C.c_int32),
+        ("kv_heads", C.c_int32),
+        ("group", C.c_int32),
+        ("head_dim", C.c_int32),
+        ("page_size", C.c_int32),
+        ("scale", C.c_float),
+    ]
+
+
+class PartialArgs(C.Structure):
+    """One partial attention of many rows."""
+
+    _fields_ = [
+        ("model", Model),
+        ("cache", Cache),
+        ("q", C.c_void_p),
+        ("q_row_stride", C.c_int64),
+        ("q_head_stride", C.c_int64),
+        ("rows", C.c_int32),
+        ("lists", C.c_int32),
+        ("capacity", C.c_int32),
+        ("ids", C.c_void_p),
+        ("valid", C.c_void_p),
+        ("out", C.c_void_p),
+        ("out_type", C.c_int32),
+        ("out_row_stride", C.c_int64),
+        ("out_head_stride", C.c_int64),
+        ("lse", C.c_void_p),
+        ("region", C.c_void_p),
+        ("generation", C.c_void_p),
+        ("current", C.c_void_p),
+    ]
+
+
+class StepArgs(C.Structure):
+    """What is the same for all layers of a decode step."""
+
+    _fields_ = [
+        ("rows", C.c_int32),
+        ("sinks", C.c_int32),
+        ("recent", C.c_int32),
+        ("per_head", C.c_int32),
+        ("aggregate", C.c_int32),
+        ("tokens", C.c_void_p),
+        ("seq_lens", C.c_void_p),
+        ("budgets", C.c_void_p),
+        ("table", C.c_void_p),
+        ("table_stride", C.c_int64),
+        ("table_is_64", C.c_int32),
+    ]
+
+
+class LayerArgs(C.Structure):
+    """Pointers of one decode layer; strides in bytes."""
+
+    _fields_ = [
+        ("q", C.c_void_p),
+        ("k", C.c_void_p),
+        ("v", C.c_void_p),
+        ("score_q", C.c_void_p),
+        ("out", C.c_void_p),
+        ("lse", C.c_void_p),
+        ("q_row_stride", C.c_int64),
+        ("k_row_stride", C.c_int64),
+        ("v_row_stride", C.c_int64),
+        ("score_q_row_stride", C.c_int64),
+        ("out_row_stride", C.c_int64),
+    ]
+
+
+_P = C.POINTER
+_PROTOTYPES: dict[str, tuple[object, list[object]]] = {
+    "hb_last_error": (C.c_char_p, []),
+    "hb_isa_count": (C.c_int, []),
+    "hb_isa_name": (C.c_char_p, [C.c_int]),
+    "hb_isa_runs": (C.c_int, [C.c_int]),
+    "hb_isa_best": (C.c_int, []),
+    "hb_partial": (C.c_int, [_P(PartialArgs), C.c_int]),
+    "hb_read": (C.c_uint64, [C.c_void_p, C.c_int64]),
+    "hb_digest_append": (
+        C.c_int,
+        [_P(Model), _P(DigestStore), C.c_int64, C.c_int32, C.c_void_p, C.c_void_p, C.c_void_p, C.c_int64, C.c_int64],
+    ),
+    "hb_digest_rebuild": (
+        C.c_int,
+        [_P(Model), _P(DigestStore), _P(Cache), C.c_int32, C.c_void_p, C.c_void_p],
+    ),
+    "hb_scores": (
+        C.c_int,
+        [_P(Model), _P(DigestStore), C.c_int64, C.c_void_p, C.c_int64, C.c_int64, C.c_int32, C.c_int32, C.c_void_p]
+        + [C.c_int64, C.c_int32, C.c_int32, C.c_void_p, C.c_int],
+    ),
+    "hb_select": (C.c_int, [C.c_void_p, C.c_int32, C.c_int32, C.c_int32, C.c_int32, C.c_void_p]),
+    "hb_pool_new": (C.c_void_p, [C.c_int, _INT_P, C.c_int]),
+    "hb_pool_free": (None, [C.c_void_p]),
+    "hb_pool_pause": (None, [C.c_void_p, C.c_int]),
+    "hb_submit": (C.c_void_p, [C.c_void_p, _P(PartialArgs)]),
+    "hb_wait": (C.c_int, [C.c_void_p, C.c_double, C.c_int]),
+    "hb_cancel": (None, [C.c_void_p]),
+    "hb_ticket_idle": (C.c_int, [C.c_void_p]),
+    "hb_ticket_span": (None, [C.c_void_p, _P(C.c_double), _P(C.c_double)]),
+    "hb_ticket_free": (None, [C.c_void_p]),
+    "hb_decode_new": (C.c_void_p, [_P(Model), C.c_int, C.c_int]),
+    "hb_decode_free": (None, [C.c_void_p]),
+    "hb_decode_set_layer": (C.c_int, [C.c_void_p, C.c_int, _P(Cache), _P(DigestStore)]),
+    "hb_decode_begin": (C.c_int, [C.c_void_p, _P(StepArgs)]),
+    "hb_decode_layer": (C.c_int, [C.c_void_p, C.c_int, _P(LayerArgs), C.c_void_p, C.c_void_p, C.c_int]),
+    "hb_decode_counts": (C.c_void_p, [C.c_void_p]),
+    "hb_decode_selected": (C.c_int, [C.c_void_p, C.c_int, C.c_int, _P(C.c_void_p)]),
+}
+
+
+@lru_cache(maxsize=1)
+def native() -> C.CDLL:
+    """The library, loaded once.
+
+    Raises:
+        WorkerError: it was not built, or this machine cannot load it; the message says what to install.
+    """
+    if not sys.platform.startswith("linux"):
+        raise WorkerError("the native CPU kernels run on Linux only; set workers.kernel: torch")
+    if not LIBRARY.exists():
+        raise WorkerError(
+            "the native CPU kernels were not built, because no C++ compiler was at hand: install one (Debian, Ubuntu: "
+            "apt-get install build-essential) and install hybrid-backend again, or set workers.kernel: torch"
+        )
+    try:
+        library = C.CDLL(str(LIBRARY))
+        for name, (result, arguments) in _PROTOTYPES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise WorkerError(
+            f"the native CPU kernels do not load ({error}): install hybrid-backend again on this machine, "
+            "or set workers.kernel: torch"
+        ) from error
+    return library
+
+
+def failure() -> str:
+    """Why the last call of this thread failed."""
+    return str(native().hb_last_error().decode())
+
+
+def check(result: int) -> int:
+    """Pass a result on, or raise what went wrong.
+
+    Raises:
+        WorkerError: the library refused its arguments.
+    """
+    if result < 0:
+        raise WorkerError(f"native CPU kernel: {failure()}")
+    return result
+
+
+def isa_index(name: str | None) -> int:
+    """Index of an instruction set; None is the best one that runs here.
+
+    Raises:
+        ValueError: this machine or this build lacks it.
+    """
+    library = native()
+    if name is None:
+        return int(library.hb_isa_best())
+    for index in range(library.hb_isa_count()):
+        if library.hb_isa_name(index).decode() == name and library.hb_isa_runs(index):
+            return index
+    raise ValueError(f"no {name!r} kernels here; this machine runs {', '.join(isas())}")
+
+
+def isas() -> list[str]:
+    """Instruction sets that were built and run here, best first."""
+    library = native()
+    count = library.hb_isa_count()
+    return [library.hb_isa_name(i).decode() for i in range(count) if library.hb_isa_runs(i)]
+
+
+def cache_of(layer: Tensor) -> Cache:
+    """``layer``: ``[pages, kv_heads, 2, page_size, head_dim]``, any strides but for a contiguous last dimension."""
+    if layer.dim() != 5 or layer.shape[2] != 2 or layer.stride(4) != 1:
+        raise ValueError(
+            f"K and V of a layer must be [pages, kv_heads, 2, page_size, head_dim] with contiguous rows, not "
+            f"{tuple(layer.shape)} with strides {layer.stride()}"
+        )
+    size = layer.element_size()
+    page, head, part, token, _ = (stride * size for stride in layer.stride())
+    return Cache(layer.data_ptr(), layer.shape[0], page, head, part, token)
+
+
+def digests_of(digests: Tensor) -> DigestStore:
+    """``digests``: ``[pages, kv_heads, 2, head_dim]``, the last two dimensions contiguous."""
+    if digests.dim() != 4 or digests.shape[2] != 2 or digests.stride()[2:] != (digests.shape[3], 1):
+        raise ValueError(
+            f"digests must be [pages, kv_heads, 2, head_dim] with contiguous [2, head_dim], not "
+            f"{tuple(digests.shape)} with strides {digests.stride()}"
+        )
+    size = digests.element_size()
+    return DigestStore(digests.data_ptr(), digests.stride(0) * size, digests.stride(1) * size)
+
+
+def model_of(dtype: torch.dtype, kv_heads: int, heads: int, head_dim: int, page_size: int, scale: float) -> Model:
+    """The shapes, checked as far as the library does not."""
+    if dtype not in DTYPES:
+        raise ValueError(f"K and V must be bfloat16, float16 or float32, not {dtype}")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not divide among {kv_heads} KV heads")
+    return Model(DTYPES[dtype], kv_heads, heads // kv_heads, head_dim, page_size, scale)

@@ -1,0 +1,203 @@
+// The exported functions: C++ exceptions stop here and become an error code and a message.
+#include "api.h"
+
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "decode.h"
+#include "digest.h"
+#include "dispatch.h"
+#include "pool.h"
+
+#define HB_API extern "C" __attribute__((visibility("default")))
+
+struct hb_pool : hb::Pool {
+  using hb::Pool::Pool;
+};
+struct hb_ticket {
+  hb_pool* pool;
+  std::unique_ptr<hb::PartialTask> task;
+};
+struct hb_decode : hb::DecodeLayer {
+  using hb::DecodeLayer::DecodeLayer;
+};
+
+namespace {
+
+thread_local std::string last_error;
+
+template <class Body>
+int guarded(const Body& body) {
+  try {
+    body();
+    return HB_OK;
+  } catch (const std::bad_alloc&) {
+    last_error = "out of memory";
+  } catch (const std::exception& failure) {
+    last_error = failure.what();
+  }
+  return HB_ERROR;
+}
+
+void require(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+hb::Kernels kernels_of(const hb_model& model, int isa) {
+  require(hb::isa_runs(isa), "this instruction set is not available on this CPU");
+  Shape shape{};
+  shape.type = model.type;
+  shape.head_dim = model.head_dim;
+  shape.group = model.group;
+  return hb::kernels_for(isa, shape);
+}
+
+void check_page(int64_t page, int64_t pages_total) {
+  if (page < 0 || page >= pages_total)
+    throw std::out_of_range("page id " + std::to_string(page) + " is beyond the " + std::to_string(pages_total) +
+                            " pages");
+}
+
+}  // namespace
+
+HB_API const char* hb_last_error(void) { return last_error.c_str(); }
+HB_API int hb_isa_count(void) { return hb::isa_count(); }
+HB_API const char* hb_isa_name(int isa) { return isa >= 0 && isa < hb::isa_count() ? hb::isa_at(isa).name : ""; }
+HB_API int hb_isa_runs(int isa) { return hb::isa_runs(isa); }
+HB_API int hb_isa_best(void) { return hb::best_isa(); }
+
+HB_API int hb_partial(const hb_partial_args* args, int isa) {
+  return guarded([&] {
+    static thread_local hb::AttendJob job;
+    hb::prepare_partial(job, *args, isa, 1);
+    job.run(0);
+  });
+}
+
+HB_API uint64_t hb_read(const void* from, int64_t n) {
+  typedef uint64_t Vector __attribute__((vector_size(16), aligned(16), may_alias));
+  const Vector* at = (const Vector*)from;
+  Vector sums[8] = {};
+  for (int64_t i = 0; i + 8 <= n / 16; i += 8)
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++) sums[k] |= at[i + k];
+  for (int k = 1; k < 8; k++) sums[0] |= sums[k];
+  return sums[0][0] | sums[0][1];
+}
+
+// --- digests ---------------------------------------------------------------------------------------------------
+
+HB_API int hb_digest_append(const hb_model* model, const hb_digests* digests, int64_t pages_total, int32_t tokens,
+                            const int64_t* pages, const int64_t* offsets, const char* keys, int64_t key_token_stride,
+                            int64_t key_head_stride) {
+  return guarded([&] {
+    for (int t = 0; t < tokens; t++) check_page(pages[t], pages_total);
+    for (int t = 0; t < tokens; t++)
+      hb::append_to_digest(*model, *digests, pages[t], offsets[t] == 0, keys + t * key_token_stride, key_head_stride);
+  });
+}
+
+HB_API int hb_digest_rebuild(const hb_model* model, const hb_digests* digests, const hb_cache* cache, int32_t n,
+                             const int64_t* pages, const int64_t* tokens) {
+  return guarded([&] {
+    for (int i = 0; i < n; i++) {
+      check_page(pages[i], cache->pages);
+      require(tokens[i] >= 1 && tokens[i] <= model->page_size, "a page to digest has 1 to page_size tokens");
+    }
+    for (int i = 0; i < n; i++)
+      for (int64_t t = 0; t < tokens[i]; t++)
+        hb::append_to_digest(*model, *digests, pages[i], t == 0,
+                             cache->base + pages[i] * cache->page_stride + t * cache->token_stride, cache->head_stride);
+  });
+}
+
+HB_API int hb_scores(const hb_model* model, const hb_digests* digests, int64_t pages_total, const char* q,
+                     int64_t q_row_stride, int64_t q_head_stride, int32_t rows, int32_t columns, const int64_t* table,
+                     int64_t table_stride, int32_t per_head, int32_t aggregate, float* out, int isa) {
+  return guarded([&] {
+    const hb::Kernels kernels = kernels_of(*model, isa);
+    static thread_local hb::Scorer scorer;
+    const int lists = per_head ? model->kv_heads : 1;
+    for (int r = 0; r < rows; r++) {
+      const int64_t* ids = table + r * table_stride;
+      for (int c = 0; c < columns; c++) check_page(ids[c], pages_total);
+      scorer.prepare(*model, *digests, kernels, per_head, aggregate == 1, q + r * q_row_stride, q_head_stride);
+      scorer.score([ids](int column) { return ids[column]; }, 0, columns, out + (int64_t)r * lists * columns, columns);
+    }
+  });
+}
+
+HB_API int hb_select(const float* scores, int32_t columns, int32_t budget, int32_t sinks, int32_t recent, int32_t* out) {
+  int count = 0;
+  const int rc = guarded([&] { count = hb::select_best(scores, columns, budget, sinks, recent, out); });
+  return rc == HB_OK ? count : rc;
+}
+
+// --- asynchronous jobs -----------------------------------------------------------------------------------------
+
+HB_API hb_pool* hb_pool_new(int threads, const int* cpus, int isa) {
+  hb_pool* pool = nullptr;
+  guarded([&] {
+    require(threads >= 1 && threads <= hb::kMaxLanes, "a pool has 1 to 64 threads");
+    require(hb::isa_runs(isa), "this instruction set is not available on this CPU");
+    pool = new hb_pool(threads, cpus, isa);
+  });
+  return pool;
+}
+HB_API void hb_pool_free(hb_pool* pool) { delete pool; }
+HB_API void hb_pool_pause(hb_pool* pool, int paused) { pool->pause(paused != 0); }
+
+HB_API hb_ticket* hb_submit(hb_pool* pool, const hb_partial_args* args) {
+  hb_ticket* ticket = nullptr;
+  guarded([&] {
+    auto made = std::make_unique<hb_ticket>();
+    made->pool = pool;
+    made->task = pool->take_spare();
+    made->task->reset(*args, pool->isa(), pool->threads());
+    pool->push(*made->task);
+    ticket = made.release();
+  });
+  return ticket;
+}
+
+HB_API int hb_wait(hb_ticket* ticket, double seconds, int help) {
+  const int rc = ticket->task->wait(seconds, help != 0);
+  if (rc == HB_ERROR) last_error = ticket->task->error();
+  return rc;
+}
+HB_API void hb_cancel(hb_ticket* ticket) { ticket->task->cancel(); }
+HB_API int hb_ticket_idle(hb_ticket* ticket) { return ticket->pool->is_idle(*ticket->task); }
+HB_API void hb_ticket_span(hb_ticket* ticket, double* started, double* ended) {
+  *started = ticket->task->started();
+  *ended = ticket->task->ended();
+}
+HB_API void hb_ticket_free(hb_ticket* ticket) {
+  ticket->pool->retire(*ticket->task);
+  ticket->pool->give_spare(std::move(ticket->task));
+  delete ticket;
+}
+
+// --- decode ----------------------------------------------------------------------------------------------------
+
+HB_API hb_decode* hb_decode_new(const hb_model* model, int layers, int isa) {
+  hb_decode* decode = nullptr;
+  guarded([&] { decode = new hb_decode(*model, layers, isa); });
+  return decode;
+}
+HB_API void hb_decode_free(hb_decode* decode) { delete decode; }
+HB_API int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cache, const hb_digests* digests) {
+  return guarded([&] { decode->set_layer(layer, *cache, digests && digests->base ? digests : nullptr); });
+}
+HB_API int hb_decode_begin(hb_decode* decode, const hb_step* step) {
+  return guarded([&] { decode->begin(*step); });
+}
+HB_API int hb_decode_layer(hb_decode* decode, int layer, const hb_layer* args, hb_pool* pool, void* gomp_parallel,
+                           int threads) {
+  return guarded([&] { decode->run(layer, *args, pool, gomp_parallel, threads); });
+}
+HB_API const int32_t* hb_decode_counts(hb_decode* decode) { return decode->counts(); }
+HB_API int hb_decode_selected(hb_decode* decode, int row, int list, const int32_t** pages) {
+  return decode->selected(row, list, pages);
+}

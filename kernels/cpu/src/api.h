@@ -1,0 +1,139 @@
+// The C ABI of the CPU kernels. No C++ type, no Python.h, no torch: one library serves every torch and Python.
+//
+// All strides are in bytes. Element types: 0 bf16, 1 fp16, 2 fp32. Functions that return int: 0 is success, negative an
+// error, told by hb_last_error() in the same thread.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { HB_OK = 0, HB_TIMEOUT = 1, HB_ERROR = -1 };
+
+// K and V of one layer: [pages, kv_heads, 2 (K|V), page_size, head_dim] or any other strides.
+typedef struct hb_cache {
+  char* base;
+  int64_t pages;
+  int64_t page_stride, head_stride, value_offset, token_stride;
+} hb_cache;
+
+// Digests of one layer: [pages, kv_heads, 2 (max|min), head_dim]; the last two dimensions are contiguous.
+typedef struct hb_digests {
+  char* base;
+  int64_t page_stride, head_stride;
+} hb_digests;
+
+typedef struct hb_model {
+  int32_t type;  // of q, K, V and digests
+  int32_t kv_heads, group, head_dim, page_size;
+  float scale;
+} hb_model;
+
+// Partial attention of one query per row. ids, valid: [rows, lists, capacity] int64, lists 1 or kv_heads; an entry with
+// id < 0 or valid <= 0 is skipped. out: [rows, kv_heads * group, head_dim]; lse: fp32 [rows, kv_heads * group].
+typedef struct hb_partial_args {
+  hb_model model;
+  hb_cache cache;
+  const char* q;
+  int64_t q_row_stride, q_head_stride;
+  int32_t rows, lists, capacity;
+  const int64_t *ids, *valid;
+  char* out;
+  int32_t out_type;
+  int64_t out_row_stride, out_head_stride;
+  float* lse;
+  // Optional: row r is dropped (empty partial) unless current[region[r]] == generation[r].
+  const int64_t *region, *generation, *current;
+} hb_partial_args;
+
+const char* hb_last_error(void);
+
+// Instruction sets, best first; those that the compiler could not build are absent.
+int hb_isa_count(void);
+const char* hb_isa_name(int isa);
+int hb_isa_runs(int isa);  // 1 if this CPU has it
+int hb_isa_best(void);
+
+int hb_partial(const hb_partial_args* args, int isa);
+
+// Reads n bytes in order and does nothing with them: the roofline that benchmarks compare with.
+uint64_t hb_read(const void* from, int64_t n);
+
+// --- digests ---------------------------------------------------------------------------------------------------
+
+// Folds one key per token into its page's digest; offset 0 resets it. keys: [tokens, kv_heads, head_dim].
+int hb_digest_append(const hb_model* model, const hb_digests* digests, int64_t pages_total, int32_t tokens,
+                     const int64_t* pages, const int64_t* offsets, const char* keys, int64_t key_token_stride,
+                     int64_t key_head_stride);
+// Recomputes the digests of n pages from their first tokens[i] keys.
+int hb_digest_rebuild(const hb_model* model, const hb_digests* digests, const hb_cache* cache, int32_t n,
+                      const int64_t* pages, const int64_t* tokens);
+// Quest scores, not scaled. per_head: 0 one list per row, 1 one per KV head. aggregate: 0 sum, 1 max over the group.
+// table: [rows, >= columns] int64, row stride in elements; out: [rows, lists, columns] fp32.
+int hb_scores(const hb_model* model, const hb_digests* digests, int64_t pages_total, const char* q, int64_t q_row_stride,
+              int64_t q_head_stride, int32_t rows, int32_t columns, const int64_t* table, int64_t table_stride,
+              int32_t per_head, int32_t aggregate, float* out, int isa);
+// The best `budget` of `columns` scores, ascending; first `sinks` and last `recent` always among them. Returns how many.
+int hb_select(const float* scores, int32_t columns, int32_t budget, int32_t sinks, int32_t recent, int32_t* out);
+
+// --- asynchronous jobs -----------------------------------------------------------------------------------------
+
+typedef struct hb_pool hb_pool;
+typedef struct hb_ticket hb_ticket;
+
+// cpus: one per thread, or null for no pinning.
+hb_pool* hb_pool_new(int threads, const int* cpus, int isa);
+void hb_pool_free(hb_pool* pool);
+void hb_pool_pause(hb_pool* pool, int paused);  // paused workers take no new job
+
+// Returns at once; what args points to must live until hb_ticket_idle() says so.
+hb_ticket* hb_submit(hb_pool* pool, const hb_partial_args* args);
+// HB_TIMEOUT after `seconds`. help != 0: the calling thread works too.
+int hb_wait(hb_ticket* ticket, double seconds, int help);
+void hb_cancel(hb_ticket* ticket);      // what has not begun is dropped
+int hb_ticket_idle(hb_ticket* ticket);  // 1 if no thread will touch its memory any more
+void hb_ticket_span(hb_ticket* ticket, double* started, double* ended);  // CLOCK_MONOTONIC, seconds
+void hb_ticket_free(hb_ticket* ticket);  // waits for threads inside
+
+// --- one decode layer in one call ------------------------------------------------------------------------------
+
+typedef struct hb_decode hb_decode;
+
+typedef struct hb_step {
+  int32_t rows;
+  int32_t sinks, recent;        // pages always selected; the tail page always is
+  int32_t per_head, aggregate;  // as in hb_scores
+  const int64_t* tokens;        // [rows] row of q, k, v and out, or null for 0, 1, 2...
+  const int64_t* seq_lens;      // [rows] tokens, with this step's
+  const int64_t* budgets;       // [rows] pages to attend; negative or >= the row's pages: all of them
+  const void* table;            // [rows, columns] page ids
+  int64_t table_stride;         // elements
+  int32_t table_is_64;          // int64, else int32
+} hb_step;
+
+typedef struct hb_layer {
+  const char *q, *k, *v;  // [tokens, heads, head_dim], [tokens, kv_heads, head_dim]; k null: nothing to write
+  const char* score_q;    // the query that selects, null for q
+  char* out;              // [tokens, heads, head_dim] in the model's type
+  float* lse;             // [rows, heads] or null
+  int64_t q_row_stride, k_row_stride, v_row_stride, score_q_row_stride, out_row_stride;  // heads are contiguous
+} hb_layer;
+
+hb_decode* hb_decode_new(const hb_model* model, int layers, int isa);
+void hb_decode_free(hb_decode* decode);
+// digests null (or base null): the layer is exact, all its rows are dense.
+int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cache, const hb_digests* digests);
+// Copies everything.
+int hb_decode_begin(hb_decode* decode, const hb_step* step);
+// threads: 1 the caller alone; else the caller and `pool`, or, where pool is null, an OpenMP team of that many threads
+// made with `gomp_parallel`, the address of the engine's own GOMP_parallel.
+int hb_decode_layer(hb_decode* decode, int layer, const hb_layer* args, hb_pool* pool, void* gomp_parallel, int threads);
+// Of the last layer: pages selected per row (per list), [rows].
+const int32_t* hb_decode_counts(hb_decode* decode);
+// Selected logical pages of a row's list, ascending; returns how many.
+int hb_decode_selected(hb_decode* decode, int row, int list, const int32_t** pages);
+
+#ifdef __cplusplus
+}
+#endif

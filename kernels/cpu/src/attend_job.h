@@ -1,0 +1,108 @@
+// Partial attention of many (row, KV head) items, cut into chunks that threads claim, merged by log-sum-exp.
+#pragma once
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "api.h"
+#include "dispatch.h"
+#include "memory.h"
+
+namespace hb {
+
+constexpr int kMaxLanes = 64;
+
+// A page of a list: id, and how many of its tokens count.
+struct ListedPage {
+  int64_t id;
+  int32_t tokens;
+};
+
+// The lists of all rows. Row r has one list for all KV heads, or one per KV head.
+class PageLists {
+ public:
+  void reset(int rows, int kv_heads, int capacity);
+  void set_row(int row, int lists) { per_head_[row] = lists > 1; }
+  int of(int row, int head) const { return row * kv_heads_ + (per_head_[row] ? head : 0); }
+  ListedPage* pages(int list) { return pages_.data() + (size_t)list * capacity_; }
+  int32_t& count(int list) { return counts_[list]; }
+
+ private:
+  int kv_heads_ = 0, capacity_ = 0;
+  std::vector<ListedPage> pages_;
+  std::vector<int32_t> counts_;
+  std::vector<char> per_head_;
+};
+
+class AttendJob {
+ public:
+  // What to attend. Throws std::invalid_argument for a shape that no kernel has.
+  void configure(const hb_model& model, const hb_cache& cache, int isa);
+
+  struct Io {
+    int rows;
+    const int64_t* tokens;  // row of q and out per row, or null
+    const char* q;
+    int64_t q_row_stride, q_head_stride;
+    char* out;
+    int out_type;
+    int64_t out_row_stride, out_head_stride;
+    float* lse;  // [rows, heads] or null
+    const int64_t *region, *generation, *current;
+  };
+  Io io{};
+  PageLists lists;
+
+  // Cuts the work into chunks for up to `lanes` threads. Throws std::out_of_range for a page that the cache lacks.
+  void plan(int lanes);
+  // Computes chunks until none is left to claim; `lane` says where to begin. Many threads may be inside.
+  void run(int lane, const std::atomic<bool>* cancelled = nullptr);
+  bool finished() const { return done_.load(std::memory_order_acquire) == chunk_count_; }
+  int chunks() const { return chunk_count_; }
+
+ private:
+  struct Chunk {
+    int64_t begin, end;  // units: pages of all items, one after the other
+    int first_item;
+  };
+  struct alignas(64) Cursor {
+    std::atomic<int> next;
+    int end;
+  };
+
+  void build_prefetch_order();
+  void cut(int lanes);
+  void run_chunk(int chunk);
+  void finish_split_item(int item);
+  void write_item(int item, const float* out, const float* lse);
+  void write_empty(int item);
+  // The owner of the generations may free a region while a job of it runs.
+  bool is_stale(int row) const {
+    return io.current && __atomic_load_n(&io.current[io.region[row]], __ATOMIC_RELAXED) != io.generation[row];
+  }
+  int list_of(int item) const { return lists.of(item / model_.kv_heads, item % model_.kv_heads); }
+  size_t item_floats() const { return (size_t)model_.group * model_.head_dim; }
+  bool writes_directly() const { return io.out_type == FP32 && io.out_head_stride == 4 * model_.head_dim && io.lse; }
+  float* direct_out(int item) const;
+  float* direct_lse(int item) const { return io.lse + (size_t)item * model_.group; }
+
+  hb_model model_{};
+  hb_cache cache_{};
+  int isa_ = -1;
+  Shape shape_{};
+  Kernels kernels_{};
+  std::vector<int32_t> prefetch_order_;
+
+  int items_ = 0, chunk_count_ = 0, lanes_ = 1;
+  std::vector<int64_t> item_begin_;
+  std::vector<Chunk> chunks_;
+  std::vector<PageRef> refs_;
+  std::vector<Segment> segments_;          // slot i + chunk: the segments of a chunk are contiguous
+  std::vector<float> part_out_, part_lse_; // two per chunk: its first and its last item may be split
+  std::vector<float> item_out_, item_lse_; // whole items that need a conversion
+  AtomicArray parts_left_;
+  Cursor cursors_[kMaxLanes];
+  std::atomic<int> done_{0};
+};
+
+}  // namespace hb

@@ -1,0 +1,225 @@
+#include "decode.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace hb {
+namespace {
+
+constexpr int64_t kScoreBytes = 64 * 1024;  // digests that one scoring task reads
+
+using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+}  // namespace
+
+DecodeLayer::DecodeLayer(const hb_model& model, int layers, int isa) : model_(model), isa_(isa), layers_(layers) {
+  const int64_t row = (int64_t)model.head_dim * element_size(model.type);
+  job_.configure(model, {nullptr, 0, 0, 0, row * model.page_size, row}, isa);  // throws for an impossible shape
+  Shape shape{};
+  shape.type = model.type;
+  shape.head_dim = model.head_dim;
+  shape.group = model.group;
+  kernels_ = kernels_for(isa, shape);
+  scorers_.resize(kMaxLanes);
+}
+
+void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests* digests) {
+  if (layer < 0 || layer >= (int)layers_.size()) throw std::out_of_range("no such layer");
+  layers_[layer].cache = cache;
+  layers_[layer].digests = digests ? *digests : hb_digests{};
+}
+
+void DecodeLayer::begin(const hb_step& step) {
+  if (step.rows < 0) throw std::invalid_argument("a step cannot have a negative number of rows");
+  rows_ = step.rows;
+  sinks_ = std::max(step.sinks, 0);
+  recent_ = std::max(step.recent, 1);  // the growing page is always attended
+  per_head_ = step.per_head;
+  maximum_ = step.aggregate == 1;
+  tokens_.clear();
+  if (step.tokens) tokens_.assign(step.tokens, step.tokens + rows_);
+  seq_lens_.assign(step.seq_lens, step.seq_lens + rows_);
+  budgets_.resize(rows_);
+  num_pages_.resize(rows_);
+  counts_.assign(rows_, 0);
+  columns_ = 0;
+  for (int r = 0; r < rows_; r++) {
+    if (seq_lens_[r] < 1) throw std::invalid_argument("a decoding row has at least its own token");
+    num_pages_[r] = (int32_t)((seq_lens_[r] + model_.page_size - 1) / model_.page_size);
+    columns_ = std::max(columns_, num_pages_[r]);
+    budgets_[r] = (int32_t)std::min<int64_t>(step.budgets[r], INT32_MAX);
+    if (budgets_[r] >= 0) budgets_[r] = std::max(budgets_[r], sinks_ + recent_);
+  }
+  table_.resize((size_t)rows_ * columns_);
+  lowest_page_ = highest_page_ = 0;
+  for (int r = 0; r < rows_; r++)
+    for (int c = 0; c < num_pages_[r]; c++) {
+      const size_t at = (size_t)r * step.table_stride + c;
+      table_[(size_t)r * columns_ + c] =
+          step.table_is_64 ? ((const int64_t*)step.table)[at] : ((const int32_t*)step.table)[at];
+      lowest_page_ = std::min(lowest_page_, page_id(r, c));
+      highest_page_ = std::max(highest_page_, page_id(r, c));
+    }
+  grown(scores_, (size_t)rows_ * model_.kv_heads * columns_);
+  grown(selected_, (size_t)rows_ * model_.kv_heads * columns_);
+}
+
+void DecodeLayer::run(int layer, const hb_layer& args, Pool* pool, void* gomp_parallel, int threads) {
+  if (layer < 0 || layer >= (int)layers_.size()) throw std::out_of_range("no such layer");
+  layer_ = &layers_[layer];
+  args_ = args;
+  if (!layer_->cache.base) throw std::invalid_argument("the layer has no cache: call hb_decode_set_layer first");
+  if (!rows_) return;
+  if (lowest_page_ < 0 || highest_page_ >= layer_->cache.pages)
+    throw std::out_of_range("the page table holds ids from " + std::to_string(lowest_page_) + " to " +
+                            std::to_string(highest_page_) + ", but the cache of layer " + std::to_string(layer) + " has " +
+                            std::to_string(layer_->cache.pages) + " pages");
+  lanes_ = std::min(std::max(threads, 1), kMaxLanes);
+  job_.configure(model_, layer_->cache, isa_);
+  job_.lists.reset(rows_, model_.kv_heads, columns_);
+  make_tasks(lanes_);
+  if (lanes_ == 1 || (!pool && !gomp_parallel)) {
+    work(0);
+  } else if (pool) {
+    pool->push(*this);
+    work(0);
+    Backoff backoff;
+    while (!failed_ && !job_.finished()) backoff.pause();
+    pool->retire(*this);
+  } else {
+    auto member = [](void* self) { ((DecodeLayer*)self)->work(0); };
+    ((GompParallel)gomp_parallel)(member, this, (unsigned)lanes_, 0);
+  }
+  if (failed_) throw std::runtime_error(error_);
+}
+
+void DecodeLayer::make_tasks(int lanes) {
+  tasks_.clear();
+  row_left_.reset(rows_);
+  for (int r = 0; r < rows_; r++) {
+    int parts = 1;
+    if (row_is_sparse(r)) {
+      const int64_t bytes = (int64_t)num_pages_[r] * model_.kv_heads * 2 * model_.head_dim * element_size(model_.type);
+      if (lanes > 1) parts = (int)std::min<int64_t>(std::max<int64_t>(1, bytes / kScoreBytes), 4 * lanes);
+    }
+    for (int p = 0; p < parts; p++) {
+      // Ranges of whole tiles.
+      auto edge = [&](int i) { return i == parts ? num_pages_[r] : num_pages_[r] * i / parts / kScoreTile * kScoreTile; };
+      tasks_.push_back({r, p == 0, edge(p), edge(p + 1)});
+    }
+    row_left_[r].store(parts, std::memory_order_relaxed);
+  }
+  next_task_ = 0;
+  tasks_done_ = 0;
+  lane_ = 0;
+  failed_ = false;
+  planned_.store(false, std::memory_order_release);
+}
+
+// Pool workers and the caller number their lanes independently, so each entrance takes a number of its own.
+void DecodeLayer::work(int) {
+  const int lane = lane_.fetch_add(1, std::memory_order_relaxed);
+  const int count = (int)tasks_.size();
+  for (int t; (t = next_task_.fetch_add(1, std::memory_order_relaxed)) < count;) {
+    try {
+      run_task(tasks_[t], lane);
+      if (tasks_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) plan_attention();
+    } catch (const std::exception& failure) {
+      fail(failure.what());
+    }
+  }
+  Backoff backoff;
+  while (!planned_.load(std::memory_order_acquire)) {
+    if (failed_.load(std::memory_order_acquire)) return;
+    backoff.pause();
+  }
+  job_.run(lane);
+}
+
+void DecodeLayer::fail(const char* what) {
+  std::lock_guard<std::mutex> lock(error_mutex_);
+  error_ = what;
+  failed_.store(true, std::memory_order_release);
+}
+
+void DecodeLayer::run_task(const RowTask& task, int lane) {
+  if (task.first && args_.k) write_token(task.row);
+  const int r = task.row;
+  if (row_is_sparse(r)) {
+    Scorer& scorer = scorers_[lane % kMaxLanes];
+    const bool other = args_.score_q != nullptr;
+    const char* q = other ? args_.score_q + token_row(r) * args_.score_q_row_stride
+                          : args_.q + token_row(r) * args_.q_row_stride;
+    const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
+    scorer.prepare(model_, layer_->digests, kernels_, per_head_, maximum_, q, head_stride);
+    // The tail page is selected whatever its score, and its digest may be in the writing right now.
+    const int end = std::min(task.end, num_pages_[r] - 1);
+    const int64_t* ids = &table_[(size_t)r * columns_];
+    scorer.score([ids](int column) { return ids[column]; }, task.begin, end,
+                 &scores_[(size_t)r * model_.kv_heads * columns_], columns_);
+  }
+  if (row_left_[r].fetch_sub(1, std::memory_order_acq_rel) == 1) select_row(r);
+}
+
+void DecodeLayer::write_token(int r) {
+  const hb_cache& cache = layer_->cache;
+  const int64_t position = seq_lens_[r] - 1, offset = position % model_.page_size;
+  const int64_t page = page_id(r, (int)(position / model_.page_size));
+  const int64_t row = (int64_t)model_.head_dim * element_size(model_.type);
+  const char* k = args_.k + token_row(r) * args_.k_row_stride;
+  const char* v = args_.v + token_row(r) * args_.v_row_stride;
+  char* to = cache.base + page * cache.page_stride + offset * cache.token_stride;
+  for (int h = 0; h < model_.kv_heads; h++, to += cache.head_stride) {
+    std::memcpy(to, k + h * row, row);
+    std::memcpy(to + cache.value_offset, v + h * row, row);
+  }
+  if (layer_->sparse()) append_to_digest(model_, layer_->digests, page, offset == 0, k, row);
+}
+
+void DecodeLayer::select_row(int r) {
+  const int pages = num_pages_[r];
+  int32_t* chosen = &selected_[(size_t)r * model_.kv_heads * columns_];
+  if (!row_is_sparse(r)) {
+    for (int c = 0; c < pages; c++) chosen[c] = c;
+    job_.lists.set_row(r, 1);
+    list_row(r, 0, chosen, pages);
+    counts_[r] = pages;
+    return;
+  }
+  const int lists = per_head_ ? model_.kv_heads : 1;
+  job_.lists.set_row(r, lists);
+  for (int l = 0; l < lists; l++, chosen += columns_) {
+    const float* scores = &scores_[((size_t)r * model_.kv_heads + l) * columns_];
+    counts_[r] = select_best(scores, pages, budgets_[r], sinks_, recent_, chosen);
+    list_row(r, l, chosen, counts_[r]);
+  }
+}
+
+void DecodeLayer::list_row(int r, int list, const int32_t* pages, int count) {
+  const int index = job_.lists.of(r, list);
+  ListedPage* to = job_.lists.pages(index);
+  for (int i = 0; i < count; i++) to[i] = {page_id(r, pages[i]), model_.page_size};
+  // Ascending pages: only the last one can be the tail.
+  if (count && pages[count - 1] == num_pages_[r] - 1)
+    to[count - 1].tokens = (int32_t)(seq_lens_[r] - (int64_t)(num_pages_[r] - 1) * model_.page_size);
+  job_.lists.count(index) = count;
+}
+
+void DecodeLayer::plan_attention() {
+  const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
+  job_.io = {rows_,     tokens_.empty() ? nullptr : tokens_.data(),
+             args_.q,   args_.q_row_stride,   head_stride,
+             args_.out, model_.type,          args_.out_row_stride, head_stride,
+             args_.lse, nullptr,              nullptr,              nullptr};
+  job_.plan(lanes_);
+  planned_.store(true, std::memory_order_release);
+}
+
+int DecodeLayer::selected(int row, int list, const int32_t** pages) const {
+  if (row < 0 || row >= rows_ || list < 0 || list >= model_.kv_heads) return 0;
+  *pages = &selected_[((size_t)row * model_.kv_heads + list) * columns_];
+  return counts_[row];
+}
+
+}  // namespace hb

@@ -1,0 +1,89 @@
+// One decode layer of a batch in one call: write K and V, update digests, score, select, attend, write the output.
+//
+// Threads share it in two phases. Phase one's tasks belong to rows (write, and a range of pages to score); who ends a
+// row's last one selects its pages; who ends the last one of all plans phase two, the attention chunks. Nothing waits
+// for a thread that has not claimed a task, so a worker that wakes late, or never, delays nobody.
+#pragma once
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "attend_job.h"
+#include "digest.h"
+#include "memory.h"
+#include "pool.h"
+
+namespace hb {
+
+class DecodeLayer : public Task {
+ public:
+  DecodeLayer(const hb_model& model, int layers, int isa);
+
+  void set_layer(int layer, const hb_cache& cache, const hb_digests* digests);
+  void begin(const hb_step& step);
+  // Throws std::invalid_argument and std::out_of_range.
+  void run(int layer, const hb_layer& args, Pool* pool, void* gomp_parallel, int threads);
+
+  void work(int lane) override;
+
+  const int32_t* counts() const { return counts_.data(); }
+  int selected(int row, int list, const int32_t** pages) const;
+
+ private:
+  struct Layer {
+    hb_cache cache{};
+    hb_digests digests{};
+    bool sparse() const { return digests.base != nullptr; }
+  };
+  struct RowTask {
+    int row;
+    bool first;      // also writes the row's new token
+    int begin, end;  // pages to score
+  };
+
+  void make_tasks(int lanes);
+  void run_task(const RowTask& task, int lane);
+  void write_token(int row);
+  void select_row(int row);
+  void list_row(int row, int list, const int32_t* pages, int count);
+  void plan_attention();
+  void fail(const char* what);
+
+  int64_t token_row(int row) const { return tokens_.empty() ? row : tokens_[row]; }
+  int64_t page_id(int row, int column) const {
+    return table_[(size_t)row * columns_ + column];
+  }
+  bool row_is_sparse(int row) const {
+    return layer_->sparse() && budgets_[row] >= 0 && budgets_[row] < num_pages_[row];
+  }
+
+  hb_model model_;
+  int isa_;
+  Kernels kernels_;
+  std::vector<Layer> layers_;
+
+  // The step.
+  int rows_ = 0, columns_ = 0, sinks_ = 0, recent_ = 0;
+  int64_t lowest_page_ = 0, highest_page_ = 0;
+  bool per_head_ = false, maximum_ = false;
+  std::vector<int64_t> tokens_, seq_lens_, table_;
+  std::vector<int32_t> budgets_, num_pages_;
+
+  // The layer.
+  const Layer* layer_ = nullptr;
+  hb_layer args_{};
+  AttendJob job_;
+  std::vector<RowTask> tasks_;
+  AtomicArray row_left_;
+  std::vector<float> scores_;       // [rows, lists, columns]
+  std::vector<int32_t> selected_;   // [rows, kv_heads, columns]
+  std::vector<int32_t> counts_;
+  std::vector<Scorer> scorers_;     // per lane
+  int lanes_ = 1;
+  std::atomic<int> next_task_{0}, tasks_done_{0}, lane_{0};
+  std::atomic<bool> planned_{false}, failed_{false};
+  std::mutex error_mutex_;
+  std::string error_;
+};
+
+}  // namespace hb

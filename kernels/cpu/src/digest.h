@@ -1,0 +1,54 @@
+// Page digests (channel-wise max and min of K), Quest scores and top-k.
+#pragma once
+#include <vector>
+
+#include "api.h"
+#include "dispatch.h"
+
+namespace hb {
+
+// Folds one row of `n` elements into a max row and a min row; `reset` forgets what they held.
+void fold_key(int type, const char* key, char* high, char* low, int n, bool reset);
+
+// Folds a token's keys (all KV heads) into the digest of its page.
+void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t page, bool reset, const char* keys,
+                      int64_t key_head_stride);
+
+// Scores of one query over pages: prepared once, then for ranges of pages, from any thread.
+class Scorer {
+ public:
+  // per_head: one score per page and KV head, else one per page. maximum: over the group's heads, else their sum.
+  void prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, bool per_head, bool maximum,
+               const char* q, int64_t q_head_stride);
+
+  // out[list * list_stride + column] for columns begin..end; `page_of(column)` gives the page id.
+  template <class PageOf>
+  void score(const PageOf& page_of, int begin, int end, float* out, int64_t list_stride) {
+    for (int c = begin; c < end; c += kScoreTile) {
+      const char *rows[kScoreTile], *upcoming[kScoreTile];
+      for (int i = 0; i < kScoreTile; i++) {
+        const int column = c + i < end ? c + i : end - 1;
+        const int ahead = column + ahead_ < end ? column + ahead_ : end - 1;
+        rows[i] = digests_.base + page_of(column) * digests_.page_stride;
+        upcoming[i] = digests_.base + page_of(ahead) * digests_.page_stride;
+      }
+      score_tile(rows, upcoming, c, end - c < kScoreTile ? end - c : kScoreTile, out, list_stride);
+    }
+  }
+
+ private:
+  void score_tile(const char* const* rows, const char* const* upcoming, int column, int count, float* out,
+                  int64_t list_stride);
+
+  hb_model model_{};
+  hb_digests digests_{};
+  const Isa* isa_ = nullptr;
+  bool per_head_ = false, maximum_ = false;
+  int ahead_ = kScoreTile;  // columns
+  std::vector<float> weights_, scratch_;
+};
+
+// Indices of the `budget` best scores, ascending, with the first `sinks` and the last `recent` forced in.
+int select_best(const float* scores, int n, int budget, int sinks, int recent, int32_t* out);
+
+}  // namespace hb

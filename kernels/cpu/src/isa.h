@@ -1,0 +1,62 @@
+// What each instruction set implements, and the plain structs it works on.
+//
+// Every isa_*.cpp is compiled with flags of its own. None of them may use a std header: an inline std function
+// compiled there could be the copy that the linker keeps, and then crash on an older CPU.
+#pragma once
+#include <stdint.h>
+
+enum ElementType { BF16 = 0, FP16 = 1, FP32 = 2 };
+
+constexpr int kMaxHeadDim = 256;
+constexpr int kMaxGroup = 16;
+constexpr int kMaxPageSize = 128;
+constexpr int kScoreTile = 4;  // pages scored together
+
+inline int element_size(int type) { return type == FP32 ? 4 : 2; }
+
+// One KV head of one page: K rows first, V rows `value_offset` bytes later.
+struct PageRef {
+  const char* keys;
+  int32_t tokens;  // valid tokens at the start of the page, 1..page_size
+};
+
+// What all segments of a call share.
+struct Shape {
+  int type;                // ElementType of q, K and V
+  int head_dim;            // multiple of 16
+  int group;               // query heads per KV head
+  int page_size;           // multiple of 16
+  float scale;             // > 0
+  int64_t token_stride;    // bytes between two tokens' K (or V) rows
+  int64_t value_offset;    // bytes from a page's first K row to its first V row
+  const int32_t* prefetch_order;  // byte offsets from `keys` of a page's cache lines, see prefetch.h
+  int prefetch_distance;          // pages ahead
+};
+
+// One (sequence, KV head), or a part of its pages.
+struct Segment {
+  const void* q;            // [group, head_dim]
+  int64_t q_head_stride;    // bytes
+  int first, count;         // its pages in the call's page array
+  float* out;               // [group, head_dim] fp32, contiguous
+  float* lse;               // [group] natural log
+};
+
+typedef void (*AttendFn)(const Shape*, const Segment*, int segments, const PageRef* pages, int page_count);
+
+// Dot products of `kScoreTile` rows with one weight vector, laid out by `prepare_weights`.
+typedef void (*DotsFn)(int type, const char* const* rows, const char* const* upcoming, const float* weights, int n,
+                       float* out);
+
+struct Isa {
+  const char* name;
+  AttendFn (*attend)(const Shape*);  // null for a shape that this ISA leaves to the next one
+  DotsFn dots;
+  // Reorders n fp32 weights in place for `dots`; n is a multiple of 32. `scratch` holds n floats.
+  void (*prepare_weights)(int type, float* weights, int n, float* scratch);
+  void (*convert)(int type, const float* from, void* to, int n);  // fp32 -> type, round to nearest even
+  void (*widen)(int type, const void* from, float* to, int n);    // type -> fp32
+};
+
+#define HB_HIDDEN __attribute__((visibility("hidden")))
+extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx;

@@ -1,0 +1,60 @@
+// AVX2, FMA and F16C.
+#include <immintrin.h>
+#define LANE_BYTES 32
+#define ACCUMULATORS 8
+#define REGISTERS 16
+
+#include "isa.h"
+namespace {
+typedef float vf __attribute__((vector_size(32), may_alias));
+struct Two {
+  vf a, b;
+};
+
+#define HAVE_LOADS
+static inline __attribute__((always_inline)) vf load_half8(const char* p) {
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+static inline __attribute__((always_inline)) Two load_pair_of(int type, const char* p) {
+  if (type == BF16) {
+    const __m256i x = _mm256_loadu_si256((const __m256i*)p);
+    return {(vf)_mm256_slli_epi32(x, 16), (vf)_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000))};
+  }
+  if (type == FP16) return {load_half8(p), load_half8(p + 16)};
+  return {(vf)_mm256_loadu_ps((const float*)p), (vf)_mm256_loadu_ps((const float*)(p + 32))};
+}
+static inline __attribute__((always_inline)) Two load_half_pair_of(int, const char*) { return {vf{}, vf{}}; }
+
+#define HAVE_REDUCE
+// Eight vectors of eight lanes -> one vector of their sums.
+static inline __attribute__((always_inline)) __m256 sums_of(const __m256* a) {
+  const __m256 x0 = _mm256_hadd_ps(a[0], a[1]), x1 = _mm256_hadd_ps(a[2], a[3]);
+  const __m256 x2 = _mm256_hadd_ps(a[4], a[5]), x3 = _mm256_hadd_ps(a[6], a[7]);
+  const __m256 y0 = _mm256_hadd_ps(x0, x1), y1 = _mm256_hadd_ps(x2, x3);
+  return _mm256_add_ps(_mm256_permute2f128_ps(y0, y1, 0x20), _mm256_permute2f128_ps(y0, y1, 0x31));
+}
+template <int HEADS, int TOKENS>
+static inline __attribute__((always_inline)) void reduce(vf (&acc)[HEADS][TOKENS], float* s, int s_stride) {
+  __m256 flat[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) flat[i] = i / TOKENS < HEADS ? (__m256)acc[i / TOKENS][i % TOKENS] : _mm256_setzero_ps();
+  alignas(32) float sums[8];
+  _mm256_store_ps(sums, sums_of(flat));
+#pragma GCC unroll 4
+  for (int g = 0; g < HEADS; g++) __builtin_memcpy(&s[g * s_stride], &sums[g * TOKENS], TOKENS * sizeof(float));
+}
+
+#define HAVE_FP16_CONVERSION
+static void to_fp16(const float* from, uint16_t* to, int n) {
+  int i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+  for (; i < n; i++) to[i] = _cvtss_sh(from[i], _MM_FROUND_TO_NEAREST_INT);
+}
+}  // namespace
+
+#define VECTOR_TYPES_DEFINED
+#include "vector.h"
+
+extern "C" const Isa hb_isa_avx2 = {"avx2",         vector_attend,  vector_dots, vector_prepare_weights,
+                                    vector_convert, vector_widen};

@@ -1,0 +1,85 @@
+// AVX-512 F, BW, DQ and VL, and F16C.
+#include <immintrin.h>
+#define LANE_BYTES 64
+#define ACCUMULATORS 16
+#define REGISTERS 32
+
+#include "exp2_avx512.h"
+#include "isa.h"
+namespace {
+typedef float vf __attribute__((vector_size(64), may_alias));
+struct Two {
+  vf a, b;
+};
+
+#define HAVE_LOADS
+static inline __attribute__((always_inline)) Two widen_bf16(__m512i x) {
+  return {(vf)_mm512_slli_epi32(x, 16), (vf)_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000))};
+}
+static inline __attribute__((always_inline)) vf load_half16(const char* p) {
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+static inline __attribute__((always_inline)) Two load_pair_of(int type, const char* p) {
+  if (type == BF16) return widen_bf16(_mm512_loadu_si512(p));
+  if (type == FP16) return {load_half16(p), load_half16(p + 32)};
+  return {(vf)_mm512_loadu_ps(p), (vf)_mm512_loadu_ps(p + 64)};
+}
+static inline __attribute__((always_inline)) Two load_half_pair_of(int type, const char* p) {
+  if (type == BF16) return widen_bf16(_mm512_maskz_loadu_epi32(0x00ff, p));
+  if (type == FP16) return {load_half16(p), vf{}};
+  return {(vf)_mm512_loadu_ps(p), vf{}};
+}
+
+#define HAVE_EXP2
+static inline __attribute__((always_inline)) vf exp2_of(vf x) { return (vf)exp2_avx512((__m512)x); }
+
+#define HAVE_REDUCE
+// Sixteen vectors of sixteen lanes -> one vector of their sums, by a transposing tree of additions.
+static inline __attribute__((always_inline)) __m512 sums_of(__m512* a) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
+    a[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  }
+  const __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xdd));
+  const __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(a[2], a[3], 0x88), _mm512_shuffle_f32x4(a[2], a[3], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(y, z, 0x88), _mm512_shuffle_f32x4(y, z, 0xdd));
+}
+template <int HEADS, int TOKENS>
+static inline __attribute__((always_inline)) void reduce(vf (&acc)[HEADS][TOKENS], float* s, int s_stride) {
+  __m512 flat[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++)
+    flat[i] = i / TOKENS < HEADS ? (__m512)acc[i / TOKENS][i % TOKENS] : _mm512_setzero_ps();
+  const __m512 sums = sums_of(flat);
+  if constexpr (TOKENS == 16) {
+    _mm512_storeu_ps(s, sums);
+  } else if constexpr (TOKENS == 8) {
+    _mm256_storeu_ps(s, _mm512_castps512_ps256(sums));
+    _mm256_storeu_ps(s + s_stride, _mm512_extractf32x8_ps(sums, 1));
+  } else {
+    _mm_storeu_ps(s, _mm512_castps512_ps128(sums));
+    _mm_storeu_ps(s + s_stride, _mm512_extractf32x4_ps(sums, 1));
+    _mm_storeu_ps(s + 2 * s_stride, _mm512_extractf32x4_ps(sums, 2));
+    if constexpr (HEADS == 4) _mm_storeu_ps(s + 3 * s_stride, _mm512_extractf32x4_ps(sums, 3));
+  }
+}
+
+#define HAVE_FP16_CONVERSION
+static void to_fp16(const float* from, uint16_t* to, int n) {
+  for (int i = 0; i < n; i += 16) {
+    const __mmask16 live = n - i >= 16 ? 0xffff : (1 << (n - i)) - 1;
+    const __m256i x = _mm512_cvtps_ph(_mm512_maskz_loadu_ps(live, from + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm256_mask_storeu_epi16(to + i, live, x);
+  }
+}
+}  // namespace
+
+#define VECTOR_TYPES_DEFINED
+#include "vector.h"
+
+extern "C" const Isa hb_isa_avx512 = {"avx512",       vector_attend,  vector_dots, vector_prepare_weights,
+                                      vector_convert, vector_widen};

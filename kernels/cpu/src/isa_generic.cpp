@@ -1,0 +1,8 @@
+// 16-byte vectors: SSE2, NEON, or whatever the compiler makes of them.
+#define LANE_BYTES 16
+#define ACCUMULATORS 8
+#define REGISTERS 16
+#include "vector.h"
+
+extern "C" const Isa hb_isa_generic = {"generic",   vector_attend,  vector_dots, vector_prepare_weights,
+                                       vector_convert, vector_widen};

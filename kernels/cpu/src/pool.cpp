@@ -1,0 +1,201 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+namespace hb {
+namespace {
+
+double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+void pin_to(int cpu) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // a CPU that is gone: run unpinned
+}
+
+}  // namespace
+
+void Backoff::pause() {
+  if (++spins_ > 2000) {
+    sched_yield();
+    return;
+  }
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// --- the pool --------------------------------------------------------------------------------------------------
+
+Pool::Pool(int threads, const int* cpus, int isa) : isa_(isa) {
+  for (int i = 0; i < threads; i++) threads_.emplace_back([this, i, cpu = cpus ? cpus[i] : -1] { loop(i, cpu); });
+}
+
+Pool::~Pool() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Pool::push(Task& task) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  queue_.push_back(&task);
+  if (sleeping_) wake_.notify_all();
+}
+
+void Pool::unlist(Task& task) {
+  const auto at = std::find(queue_.begin(), queue_.end(), &task);
+  if (at != queue_.end()) queue_.erase(at);
+}
+
+void Pool::retire(Task& task) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  unlist(task);
+  while (task.inside_) left_.wait(lock);
+}
+
+bool Pool::is_idle(Task& task) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !task.inside_ && std::find(queue_.begin(), queue_.end(), &task) == queue_.end();
+}
+
+void Pool::pause(bool paused) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  paused_ = paused;
+  wake_.notify_all();
+}
+
+std::unique_ptr<PartialTask> Pool::take_spare() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (spares_.empty()) return std::make_unique<PartialTask>();
+  std::unique_ptr<PartialTask> task = std::move(spares_.back());
+  spares_.pop_back();
+  return task;
+}
+
+void Pool::give_spare(std::unique_ptr<PartialTask> task) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (spares_.size() < 64) spares_.push_back(std::move(task));
+}
+
+void Pool::loop(int lane, int cpu) {
+  if (cpu >= 0) pin_to(cpu);
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    while (!stop_ && (paused_ || queue_.empty())) {
+      sleeping_++;
+      wake_.wait(lock);
+      sleeping_--;
+    }
+    if (stop_) return;
+    Task& task = *queue_.front();
+    task.inside_++;
+    lock.unlock();
+    task.work(lane);
+    lock.lock();
+    unlist(task);  // nothing left to claim: nobody else needs to look
+    if (--task.inside_ == 0) left_.notify_all();
+  }
+}
+
+// --- partials --------------------------------------------------------------------------------------------------
+
+void prepare_partial(AttendJob& job, const hb_partial_args& args, int isa, int lanes) {
+  const hb_model& model = args.model;
+  job.configure(model, args.cache, isa);
+  if (args.lists != 1 && args.lists != model.kv_heads) throw std::invalid_argument("lists must be 1 or kv_heads");
+  job.io = {args.rows,          nullptr,          args.q,      args.q_row_stride,   args.q_head_stride,
+            args.out,           args.out_type,    args.out_row_stride, args.out_head_stride, args.lse,
+            args.region,        args.generation,  args.current};
+  job.lists.reset(args.rows, model.kv_heads, args.capacity);
+  for (int r = 0; r < args.rows; r++) {
+    job.lists.set_row(r, args.lists);
+    for (int l = 0; l < args.lists; l++) {
+      const int64_t* ids = args.ids + ((int64_t)r * args.lists + l) * args.capacity;
+      const int64_t* valid = args.valid + ((int64_t)r * args.lists + l) * args.capacity;
+      const int list = job.lists.of(r, l);
+      ListedPage* to = job.lists.pages(list);
+      int count = 0;
+      for (int k = 0; k < args.capacity; k++) {
+        if (ids[k] < 0 || valid[k] <= 0) continue;
+        if (ids[k] >= args.cache.pages)
+          throw std::out_of_range("page id " + std::to_string(ids[k]) + " of row " + std::to_string(r) +
+                                  " is beyond the cache's " + std::to_string(args.cache.pages) + " pages");
+        to[count++] = {ids[k], (int32_t)std::min<int64_t>(valid[k], model.page_size)};
+      }
+      job.lists.count(list) = count;
+    }
+  }
+  job.plan(lanes);
+}
+
+void PartialTask::reset(const hb_partial_args& args, int isa, int lanes) {
+  args_ = args;
+  isa_ = isa;
+  lanes_ = lanes;
+  error_.clear();
+  cancelled_ = false;
+  finished_ = false;
+  started_ = ended_ = 0;
+  state_ = NEW;
+}
+
+void PartialTask::work(int lane) {
+  int state = NEW;
+  if (state_.compare_exchange_strong(state, PLANNING)) {
+    started_ = now();
+    try {
+      prepare_partial(job_, args_, isa_, lanes_);
+      state_.store(PLANNED, std::memory_order_release);
+    } catch (const std::exception& failure) {
+      error_ = failure.what();
+      state_.store(FAILED, std::memory_order_release);
+      finish();
+    }
+  }
+  Backoff backoff;
+  while ((state = state_.load(std::memory_order_acquire)) == PLANNING) backoff.pause();
+  if (state == FAILED) return;
+  job_.run(lane, &cancelled_);
+  if (job_.finished()) finish();
+}
+
+void PartialTask::finish() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_.load(std::memory_order_relaxed)) return;
+  ended_ = now();
+  finished_.store(true, std::memory_order_release);
+  done_.notify_all();
+}
+
+int PartialTask::wait(double seconds, bool help) {
+  const double until = now() + seconds;
+  if (help && !ended_state()) work(0);
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (double left; !finished_.load(std::memory_order_acquire);) {
+    if ((left = until - now()) <= 0) return HB_TIMEOUT;
+    // The system clock may jump, so no wait is longer than a second and the deadline is checked by the steady one.
+    done_.wait_until(lock, std::chrono::system_clock::now() + std::chrono::duration<double>(std::min(left, 1.0)));
+  }
+  return error_.empty() ? HB_OK : HB_ERROR;
+}
+
+void PartialTask::cancel() { cancelled_ = true; }
+
+}  // namespace hb

@@ -1,0 +1,280 @@
+// A test of the native code alone, for sanitizers: every ISA against a plain double loop, the pool under 8 submitting
+// threads with aborts and frees, decode layers on several kinds of team. Exit status 0: all well.
+//
+//   driver [rounds]
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "api.h"
+
+namespace {
+
+std::atomic<int> failures{0};
+
+#define EXPECT(condition, ...)                            \
+  do {                                                    \
+    if (!(condition)) {                                   \
+      failures++;                                         \
+      std::fprintf(stderr, "FAILED %s: ", #condition);    \
+      std::fprintf(stderr, __VA_ARGS__);                  \
+      std::fprintf(stderr, "\n");                         \
+    }                                                     \
+  } while (0)
+
+using Rng = std::mt19937;
+
+float to_float(uint16_t bits) {
+  const uint32_t u = (uint32_t)bits << 16;
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+uint16_t to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+std::vector<uint16_t> random_bf16(size_t n, Rng& rng) {
+  std::normal_distribution<float> normal;
+  std::vector<uint16_t> v(n);
+  for (uint16_t& x : v) x = to_bf16(normal(rng));
+  return v;
+}
+
+// A cache [pages, kv_heads, 2, page_size, head_dim] and one job on it, bf16.
+struct Job {
+  hb_partial_args args{};
+  std::vector<uint16_t> cache, q;
+  std::vector<int64_t> ids, valid;
+  std::vector<float> out, lse, expected_out, expected_lse;
+
+  Job(Rng& rng, int dim, int group, int page_size, int kv_heads, int rows, int lists, int capacity) {
+    const int pages = 24;
+    cache = random_bf16((size_t)pages * kv_heads * 2 * page_size * dim, rng);
+    q = random_bf16((size_t)rows * kv_heads * group * dim, rng);
+    ids.resize((size_t)rows * lists * capacity);
+    valid.resize(ids.size());
+    for (int list = 0; list < rows * lists; list++) {
+      const int length = (int)(rng() % (capacity + 1));
+      for (int k = 0; k < capacity; k++) {
+        ids[(size_t)list * capacity + k] = k < length ? (int)(rng() % pages) : -1;
+        valid[(size_t)list * capacity + k] = k < length ? (k == length - 1 ? 1 + rng() % page_size : page_size) : 0;
+      }
+    }
+    out.assign(q.size(), NAN);
+    lse.assign((size_t)rows * kv_heads * group, NAN);
+    args.model = {0, kv_heads, group, dim, page_size, 1.f / std::sqrt((float)dim)};
+    const int64_t part = (int64_t)page_size * dim * 2;
+    args.cache = {(char*)cache.data(), pages, kv_heads * 2 * part, 2 * part, part, dim * 2};
+    args.q = (const char*)q.data();
+    args.q_head_stride = dim * 2;
+    args.q_row_stride = (int64_t)kv_heads * group * dim * 2;
+    args.rows = rows;
+    args.lists = lists;
+    args.capacity = capacity;
+    args.ids = ids.data();
+    args.valid = valid.data();
+    args.out = (char*)out.data();
+    args.out_type = 2;
+    args.out_head_stride = dim * 4;
+    args.out_row_stride = (int64_t)kv_heads * group * dim * 4;
+    args.lse = lse.data();
+    reference();
+  }
+
+  void reference() {
+    const hb_model& m = args.model;
+    expected_out.assign(out.size(), 0);
+    expected_lse.assign(lse.size(), -INFINITY);
+    for (int r = 0; r < args.rows; r++)
+      for (int head = 0; head < m.kv_heads * m.group; head++) {
+        const int kv_head = head / m.group, list = r * args.lists + (args.lists > 1 ? kv_head : 0);
+        const size_t item = (size_t)r * m.kv_heads * m.group + head;
+        double sum = 0, maximum = -INFINITY;
+        std::vector<double> acc(m.head_dim);
+        for (int k = 0; k < args.capacity; k++)
+          for (int t = 0; t < valid[(size_t)list * args.capacity + k]; t++) {
+            const int64_t page = ids[(size_t)list * args.capacity + k];
+            const uint16_t* key = cache.data() + (page * args.cache.page_stride + kv_head * args.cache.head_stride +
+                                                  t * args.cache.token_stride) / 2;
+            const uint16_t* value = key + args.cache.value_offset / 2;
+            double logit = 0;
+            for (int d = 0; d < m.head_dim; d++)
+              logit += (double)to_float(q[item * m.head_dim + d]) * to_float(key[d]);
+            logit *= m.scale;
+            const double top = std::max(maximum, logit), shrink = std::exp(maximum - top), weight = std::exp(logit - top);
+            sum = sum * shrink + weight;
+            for (int d = 0; d < m.head_dim; d++) acc[d] = acc[d] * shrink + weight * to_float(value[d]);
+            maximum = top;
+          }
+        if (sum == 0) continue;
+        expected_lse[item] = (float)(maximum + std::log(sum));
+        for (int d = 0; d < m.head_dim; d++) expected_out[item * m.head_dim + d] = (float)(acc[d] / sum);
+      }
+  }
+
+  bool right() const {
+    for (size_t i = 0; i < lse.size(); i++)
+      if (!(lse[i] == expected_lse[i] || std::fabs(lse[i] - expected_lse[i]) < 1e-3)) return false;
+    double error = 0, size = 1e-9;
+    for (size_t i = 0; i < out.size(); i++) {
+      if (std::isnan(out[i])) return false;
+      error += (out[i] - expected_out[i]) * (out[i] - expected_out[i]);
+      size += expected_out[i] * expected_out[i];
+    }
+    return std::sqrt(error / size) < 1e-2;
+  }
+};
+
+int pick(Rng& rng, std::initializer_list<int> from) { return *(from.begin() + rng() % from.size()); }
+
+Job random_job(Rng& rng) {
+  const int kv_heads = pick(rng, {1, 2, 3});
+  return Job(rng, pick(rng, {16, 64, 80, 96, 128, 256}), 1 + rng() % 16, pick(rng, {16, 32, 64, 128}), kv_heads,
+             1 + rng() % 4, pick(rng, {1, kv_heads}), 1 + rng() % 20);
+}
+
+void test_kernels(int rounds) {
+  Rng rng(1);
+  for (int round = 0; round < rounds; round++) {
+    Job job = random_job(rng);
+    for (int isa = 0; isa < hb_isa_count(); isa++) {
+      if (!hb_isa_runs(isa)) continue;
+      std::fill(job.out.begin(), job.out.end(), NAN);
+      EXPECT(hb_partial(&job.args, isa) == HB_OK, "%s", hb_last_error());
+      EXPECT(job.right(), "%s dim %d group %d page %d", hb_isa_name(isa), job.args.model.head_dim,
+             job.args.model.group, job.args.model.page_size);
+    }
+  }
+}
+
+// Every submitter owns its jobs; some are cancelled, some freed before they are done, some helped.
+void test_pool(int rounds) {
+  hb_pool* pool = hb_pool_new(3, nullptr, hb_isa_best());
+  std::vector<std::thread> submitters;
+  for (int me = 0; me < 8; me++)
+    submitters.emplace_back([=] {
+      Rng rng(100 + me);
+      std::vector<std::unique_ptr<Job>> jobs;
+      for (int i = 0; i < 4; i++) jobs.push_back(std::make_unique<Job>(random_job(rng)));
+      std::vector<int64_t> current{0, 1}, regions(8, 1), generations(8, 1);
+      for (int round = 0; round < rounds; round++) {
+        Job& job = *jobs[rng() % jobs.size()];
+        std::fill(job.out.begin(), job.out.end(), NAN);
+        job.args.region = regions.data();
+        job.args.generation = generations.data();
+        job.args.current = current.data();
+        hb_ticket* ticket = hb_submit(pool, &job.args);
+        EXPECT(ticket, "%s", hb_last_error());
+        switch (rng() % 5) {
+          case 0:
+            hb_cancel(ticket);
+            break;
+          case 1:  // the owner frees the region while the job runs
+            __atomic_store_n(&current[1], 2, __ATOMIC_RELAXED);
+            EXPECT(hb_wait(ticket, 60, 0) == HB_OK, "stale job");
+            __atomic_store_n(&current[1], 1, __ATOMIC_RELAXED);
+            break;
+          case 2:
+            while (hb_wait(ticket, 0.0001, 0) == HB_TIMEOUT) {
+            }
+            break;
+          default:
+            EXPECT(hb_wait(ticket, 60, rng() % 2) == HB_OK, "%s", hb_last_error());
+            EXPECT(job.right(), "pool");
+        }
+        hb_ticket_free(ticket);
+      }
+    });
+  for (std::thread& submitter : submitters) submitter.join();
+
+  Rng rng(7);
+  Job bad(rng, 64, 2, 32, 2, 2, 1, 4);
+  bad.ids[0] = 1000;
+  bad.valid[0] = 1;
+  hb_ticket* ticket = hb_submit(pool, &bad.args);
+  EXPECT(hb_wait(ticket, 60, 0) == HB_ERROR && std::strstr(hb_last_error(), "page id 1000"), "%s", hb_last_error());
+  hb_ticket_free(ticket);
+  hb_pool_free(pool);
+}
+
+// Like an OpenMP runtime's entry, with plain threads.
+void fake_gomp_parallel(void (*body)(void*), void* data, unsigned threads, unsigned) {
+  std::vector<std::thread> team;
+  for (unsigned i = 1; i < threads; i++) team.emplace_back(body, data);
+  body(data);
+  for (std::thread& thread : team) thread.join();
+}
+
+// Several steps of a batch on one team; the outputs of all teams must agree.
+std::vector<uint16_t> decode(int rounds, hb_pool* pool, void* gomp, int threads) {
+  Rng rng(3);
+  const int kv_heads = 3, group = 3, dim = 64, page_size = 32, rows = 4, columns = 300, pages = rows * columns;
+  std::vector<uint16_t> cache = random_bf16((size_t)pages * kv_heads * 2 * page_size * dim, rng);
+  std::vector<uint16_t> digests = random_bf16((size_t)pages * kv_heads * 2 * dim, rng);
+  const hb_model model{0, kv_heads, group, dim, page_size, 0.125f};
+  const int64_t part = page_size * dim * 2;
+  const hb_cache layout{(char*)cache.data(), pages, kv_heads * 2 * part, 2 * part, part, dim * 2};
+  const hb_digests store{(char*)digests.data(), kv_heads * 2 * dim * 2, 2 * dim * 2};
+  hb_decode* decoder = hb_decode_new(&model, 2, hb_isa_best());
+  EXPECT(decoder, "%s", hb_last_error());
+  hb_decode_set_layer(decoder, 0, &layout, &store);
+  hb_decode_set_layer(decoder, 1, &layout, nullptr);
+  std::vector<int32_t> table(pages);
+  for (int i = 0; i < pages; i++) table[i] = i;
+  std::shuffle(table.begin(), table.end(), rng);
+  std::vector<int64_t> lens{9000, 1, 4000, 33}, budgets{40, 10, -1, 10};
+  std::vector<uint16_t> all;
+  for (int round = 0; round < rounds; round++) {
+    hb_step step{rows, 1, 2, round % 2, round % 3 == 0, nullptr, lens.data(), budgets.data(), table.data(), columns, 0};
+    EXPECT(hb_decode_begin(decoder, &step) == HB_OK, "%s", hb_last_error());
+    const std::vector<uint16_t> q = random_bf16((size_t)rows * kv_heads * group * dim, rng);
+    const std::vector<uint16_t> kv = random_bf16((size_t)rows * kv_heads * dim, rng);
+    std::vector<uint16_t> out(q.size());
+    hb_layer layer{(const char*)q.data(), (const char*)kv.data(), (const char*)kv.data(), nullptr, (char*)out.data(),
+                   nullptr, kv_heads * group * dim * 2, kv_heads * dim * 2, kv_heads * dim * 2, 0,
+                   kv_heads * group * dim * 2};
+    for (int index = 0; index < 2; index++) {
+      EXPECT(hb_decode_layer(decoder, index, &layer, pool, gomp, threads) == HB_OK, "%s", hb_last_error());
+      all.insert(all.end(), out.begin(), out.end());
+    }
+    EXPECT(hb_decode_layer(decoder, 2, &layer, pool, gomp, threads) == HB_ERROR, "layer 2 does not exist");
+    for (int64_t& length : lens) length++;
+  }
+  hb_decode_free(decoder);
+  return all;
+}
+
+void test_decode(int rounds) {
+  const std::vector<uint16_t> alone = decode(rounds, nullptr, nullptr, 1);
+  hb_pool* pool = hb_pool_new(2, nullptr, hb_isa_best());
+  const std::vector<uint16_t> pooled = decode(rounds, pool, nullptr, 3);
+  hb_pool_free(pool);
+  const std::vector<uint16_t> team = decode(rounds, nullptr, (void*)fake_gomp_parallel, 4);
+  double pool_error = 0, team_error = 0, size = 0;
+  for (size_t i = 0; i < alone.size(); i++) {
+    pool_error += std::pow(to_float(alone[i]) - to_float(pooled[i]), 2);
+    team_error += std::pow(to_float(alone[i]) - to_float(team[i]), 2);
+    size += std::pow(to_float(alone[i]), 2);
+  }
+  EXPECT(pool_error < 1e-4 * size && team_error < 1e-4 * size, "teams disagree: %g %g of %g", pool_error, team_error, size);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 40;
+  test_kernels(rounds);
+  test_pool(rounds);
+  test_decode(rounds);
+  std::printf("%s, %d failures\n", hb_isa_name(hb_isa_best()), failures.load());
+  return failures ? 1 : 0;
+}

@@ -1,0 +1,202 @@
+"""One decode layer in one call: cache, digests, selection and output against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_backend.attention import selection
+from hybrid_backend.config import SelectionConfig
+from hybrid_backend.errors import WorkerError
+from hybrid_backend.kernels import cpu, reference
+from hybrid_backend.kernels.cpu import digests as native
+from tests.kernels import cases
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
+
+# Output in the model's dtype: half a unit in the last place of it.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with cpu.Pool(2) as made:
+        yield made
+
+
+class Case:
+    """Sequences whose next token is to be decoded; `tokens` of them are in the cache."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, kv_heads: int, group: int, dim: int, page_size: int, rows: int,
+                 columns: int = 12) -> None:
+        self.rng = torch.Generator().manual_seed(seed)
+        pages = rows * columns + 1
+        self.layer = torch.randn(pages, kv_heads, 2, page_size, dim, generator=self.rng).to(dtype)
+        self.digests = torch.full((pages, kv_heads, 2, dim), 7.0, dtype=dtype)
+        self.table = torch.randperm(pages, generator=self.rng)[: rows * columns].view(rows, columns)
+        self.seq_lens = torch.randint(1, columns * page_size + 1, (rows,), generator=self.rng)
+        self.seq_lens[0] = columns * page_size
+        if rows > 1:
+            self.seq_lens[1] = page_size * (columns // 2) + 1  # a new page
+        self.num_pages = -(-self.seq_lens // page_size)
+        self.page_size, self.scale = page_size, dim**-0.5
+        for row in range(rows):
+            held = int(self.seq_lens[row]) - 1
+            if held:
+                full = -(-held // page_size)
+                tokens = torch.full((full,), page_size)
+                tokens[-1] = held - (full - 1) * page_size
+                native.rebuild(self.digests, self.layer, self.table[row, :full], tokens)
+        # Beyond the written tokens: NaN.
+        for row in range(rows):
+            last, offset = divmod(int(self.seq_lens[row]) - 1, page_size)
+            self.layer[self.table[row, last], :, :, offset:] = float("nan")
+        self.tokens = torch.randperm(rows + 2, generator=self.rng)[:rows]
+        heads = kv_heads * group
+        fused = torch.randn(rows + 2, (heads + 2 * kv_heads) * dim, generator=self.rng).to(dtype)
+        self.q, self.k, self.v = (
+            part.view(rows + 2, -1, dim) for part in fused.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+        )
+        self.out = torch.full((rows + 2, heads, dim), 5.0, dtype=dtype)
+        self.lse = torch.empty(rows, heads)
+
+    def written(self) -> torch.Tensor:
+        layer = self.layer.clone()
+        for row, token in enumerate(self.tokens.tolist()):
+            last, offset = divmod(int(self.seq_lens[row]) - 1, self.page_size)
+            layer[self.table[row, last], :, 0, offset] = self.k[token]
+            layer[self.table[row, last], :, 1, offset] = self.v[token]
+        return layer
+
+    def check(self, decoder: cpu.Decoder, budgets: torch.Tensor, how: SelectionConfig, sinks: int, recent: int,
+              score_q: torch.Tensor | None = None) -> None:
+        expected_layer = self.written()
+        per_head = how.granularity == "kv_head"
+        decoder.begin(
+            self.table, self.seq_lens, budgets, sinks=sinks, recent=recent, tokens=self.tokens, per_head=per_head,
+            aggregate=how.aggregate,
+        )  # fmt: skip
+        decoder.layer(0, self.q, self.k, self.v, self.out, score_q=score_q, lse=self.lse)
+        assert torch.equal(self.layer.nan_to_num(9), expected_layer.nan_to_num(9))
+        for row in range(len(self.tokens)):
+            last, offset = divmod(int(self.seq_lens[row]) - 1, self.page_size)
+            page = self.table[row, last]
+            assert torch.equal(self.digests[page], reference.digest(self.layer[page], offset + 1))
+        selected = self._check_selection(decoder, budgets, how, sinks, recent, score_q)
+        tail = (self.seq_lens - (self.num_pages - 1) * self.page_size)[:, None, None]
+        valid = torch.where(selected == (self.num_pages - 1)[:, None, None], tail, self.page_size)
+        valid = valid.masked_fill(selected < 0, 0)
+        ids = self.table[:, None].expand(-1, selected.shape[1], -1).gather(2, selected.clamp(min=0))
+        ids = ids.masked_fill(selected < 0, -1)
+        out, lse = reference.paged_attention(self.q[self.tokens], self.layer, ids, valid, self.scale)
+        assert cases.relative_error(self.out[self.tokens], out) <= TOLERANCE[self.out.dtype]
+        assert torch.allclose(self.lse.double(), lse, atol=1e-3)
+        others = torch.ones(len(self.out), dtype=torch.bool)
+        others[self.tokens] = False
+        assert (self.out[others] == 5).all()
+
+    def _check_selection(self, decoder, budgets, how, sinks, recent, score_q) -> torch.Tensor:
+        """The decoder's selection, after comparing it by value with torch's. ``[rows, lists, columns]``, padded."""
+        q = self.q if score_q is None else score_q
+        scores = selection.page_scores(q[self.tokens], self.digests, self.table, how)
+        forced = selection.force_pages(scores.nan_to_num(0), self.num_pages, sinks, recent)
+        lists = scores.shape[1]
+        chosen = torch.full((len(self.tokens), lists, self.table.shape[1]), -1)
+        for row in range(len(self.tokens)):
+            pages, budget = int(self.num_pages[row]), int(budgets[row])
+            dense = budget < 0 or budget >= pages
+            for line in range(lists):
+                mine = decoder.selected(row, 0 if dense else line).long()
+                assert len(mine) == int(decoder.counts[row])
+                assert pages - 1 in mine.tolist()
+                if dense:
+                    assert mine.tolist() == list(range(pages))
+                else:
+                    count = max(budget, min(pages, sinks + recent))
+                    best = forced[row, line].topk(count).values.sort().values
+                    assert torch.allclose(forced[row, line, mine].sort().values, best, atol=1e-2)
+                chosen[row, line, : len(mine)] = mine
+        return chosen
+
+
+@pytest.mark.parametrize("team", ["caller", "openmp", "pool"])
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_matches_the_references(team, pool, data):
+    dtype = data.draw(st.sampled_from(list(TOLERANCE)))
+    kv_heads, group, dim = data.draw(
+        st.sampled_from([(3, 3, 64), (2, 4, 128), (8, 2, 128), (1, 8, 64), (2, 1, 80), (1, 16, 96)])
+    )
+    case = Case(
+        data.draw(st.integers(0, 2**31)), dtype, kv_heads, group, dim, data.draw(st.sampled_from([16, 32])),
+        data.draw(st.integers(1, 6)),
+    )  # fmt: skip
+    how = SelectionConfig(
+        granularity=data.draw(st.sampled_from(["layer", "kv_head"])), aggregate=data.draw(st.sampled_from(["sum", "max"]))
+    )
+    budgets = torch.tensor([data.draw(st.sampled_from([-1, 5, 8, 1000])) for _ in case.tokens])
+    score_q = torch.randn(case.q.shape, generator=case.rng).to(dtype) if data.draw(st.booleans()) else None
+    decoder = cpu.Decoder(
+        [case.layer], {0: case.digests}, kv_heads * group, case.scale, team=pool if team == "pool" else team, threads=2
+    )
+    case.check(decoder, budgets, how, sinks=1, recent=data.draw(st.integers(1, 3)), score_q=score_q)
+
+
+def test_long_sequence_on_several_threads(pool):
+    """Enough digests and pages for every split: scoring ranges, attention chunks, merges."""
+    for seed in range(2):
+        case = Case(seed, torch.bfloat16, 8, 2, 128, 16, rows=2, columns=160)
+        decoder = cpu.Decoder([case.layer], {0: case.digests}, 16, case.scale, team=pool)
+        how = SelectionConfig(granularity="layer" if seed % 2 else "kv_head")
+        case.check(decoder, torch.tensor([60, -1]), how, sinks=1, recent=2)
+
+
+def test_layer_without_digests_is_exact(pool):
+    case = Case(0, torch.bfloat16, 3, 3, 64, 32, rows=3)
+    decoder = cpu.Decoder([case.layer], {}, 9, case.scale, team=pool)
+    decoder.begin(case.table.int(), case.seq_lens, torch.tensor([4, 4, 4]), tokens=case.tokens)
+    decoder.layer(0, case.q, case.k, case.v, case.out)
+    assert torch.equal(decoder.counts.long(), case.num_pages)
+    assert (case.digests == 7).any()
+
+
+def test_steps_of_a_growing_sequence(pool):
+    """Token after token through two layers, with nothing but what the decoder itself wrote."""
+    layers = [torch.full((10, 2, 2, 16, 64), float("nan")).bfloat16() for _ in range(2)]
+    digests = {1: torch.full((10, 2, 2, 64), float("nan")).bfloat16()}
+    decoder = cpu.Decoder(layers, digests, 4, 0.125, team=pool)
+    table = torch.randperm(10)[None]
+    torch.manual_seed(0)
+    history = []
+    for length in range(1, 100):
+        decoder.begin(table, torch.tensor([length]), torch.tensor([-1]))
+        kv = torch.randn(2, 2, 1, 2, 64).bfloat16()
+        q = torch.randn(1, 4, 64).bfloat16()
+        history.append(kv)
+        for index in range(2):
+            out = torch.empty_like(q)
+            decoder.layer(index, q, kv[index, 0], kv[index, 1], out)
+            k, v = (torch.cat([h[index, part] for h in history]).double().repeat_interleave(2, 1) for part in (0, 1))
+            weights = (torch.einsum("qhd,thd->hqt", q.double(), k) * 0.125).softmax(-1)
+            assert cases.relative_error(out, torch.einsum("hqt,thd->qhd", weights, v)) < 1e-2
+    for page in range(7):
+        tokens = 16 if page < 6 else 3
+        held = table[0, page]
+        assert torch.equal(digests[1][held], reference.digest(layers[1][held], tokens))
+
+
+def test_refusals():
+    case = Case(0, torch.bfloat16, 2, 2, 64, 16, rows=2, columns=4)
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, 4, case.scale, team="caller")
+    with pytest.raises(ValueError, match="more pages than the table's 1 columns"):
+        decoder.begin(case.table[:, :1], case.seq_lens, torch.tensor([-1, -1]))
+    decoder.begin(case.table + 100, case.seq_lens, torch.tensor([-1, -1]), tokens=case.tokens)
+    with pytest.raises(WorkerError, match="but the cache of layer 0 has 9 pages"):
+        decoder.layer(0, case.q, case.k, case.v, case.out)
+    decoder.begin(case.table, case.seq_lens, torch.tensor([-1, -1]), tokens=case.tokens)
+    with pytest.raises(ValueError, match="k must be"):
+        decoder.layer(0, case.q, case.k.float(), case.v, case.out)
+    with pytest.raises(ValueError, match="team must be"):
+        cpu.Decoder([case.layer], {}, 4, 0.1, team="everyone")
