@@ -256,8 +256,9 @@ class SelectionConfig(_Section):
 class LookaheadConfig(_Section):
     """Working one layer ahead with a predicted query."""
 
-    enabled: Annotated[bool, _BOOL] = True
-    """Predict the query of layer l+1 at the input of layer l and start the CPU one layer early.
+    enabled: Annotated[bool | Literal["auto"], _auto_or(_BOOL)] = "auto"
+    """Predict the query of layer l+1 at the input of layer l and start the CPU one layer early; auto is true
+    where the tiers are separate: with unified tiers nobody waits, and the true query selects.
     Source: ScoutAttention (layer-ahead CPU pre-computation)."""
     partial_query: Annotated[Literal["predicted", "real"], _choice("predicted", "real")] = "predicted"
     """Query of the CPU's partial: the predicted one overlaps with the device, the real one is exact but known

@@ -1,7 +1,7 @@
 """HybridRuntime: the step lifecycle that engines drive. Knows no engine; engines know nothing below it.
 
-Data path:  engine -> `append` -> host pool, digests, slots.
-Query path: engine -> `lookahead` / `attend` -> method -> kernels.
+Data path:  engine -> `forward` -> host pool, digests, slots.
+Query path: engine -> `lookahead`, `forward` -> method -> kernels.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import Batch, ModelSpec, Step, make_step
+from hybrid_backend.step import Batch, DecodeRows, ModelSpec, Step, make_step
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
-from hybrid_backend.workers import WorkerPool
+from hybrid_backend.workers import make_pool
 
 
 class HybridRuntime:
     """One rank's hybrid attention: the tiers, the workers and the method, over the engine's KV memory.
 
     Per engine step: `release` for requests that are gone, `begin_step`, then for every layer `lookahead` (of the next
-    layer), `append`, `attend`; `end_step`. Local (sliding-window) layers only `append` and `attend`, with their own
-    step if the engine gives them another page table.
+    layer) and `forward`; `end_step`. Local (sliding-window) layers have no lookahead, and their own step if the engine
+    gives them another page table.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HybridRuntime:
         self.stats = Stats.of(model.num_layers)
         layout = method.layout(config, model, device)
         self.tiers = Tiers.build(layout, config, model, host, max_requests, device)
-        self.workers = WorkerPool(config.workers)
+        self.workers = make_pool(config.workers)
         self.method = method(config, model, self.tiers, self.workers, self.stats)
         self._steps = 0
         self._open: Step | None = None
@@ -91,8 +91,23 @@ class HybridRuntime:
 
     # --- data path ---
 
-    def append(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
-        """Store the step's new tokens. ``k``, ``v``: ``[tokens, kv_heads, head_dim]``."""
+    def forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """One layer: store the step's new tokens, then attend.
+
+        ``q``, ``out``: ``[tokens, heads, head_dim]``; ``k``, ``v``: ``[tokens, kv_heads, head_dim]``.
+        """
+        in_place = self.method.in_place if self.model.window(layer) is None else None
+        if step.prefill or in_place is None:
+            self._append(layer, step, k, v)
+        self._attend_prompts(layer, step, q, out)
+        if step.decode is None:
+            return
+        if in_place is not None:
+            in_place.decode(layer, step, q, k, v, out)
+        else:
+            self._attend_decoding(layer, step, step.decode, q, out)
+
+    def _append(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
         tokens = step.num_tokens
         kv = torch.stack([k[:tokens], v[:tokens]], 2)
         self.tiers.host.write(layer, step.write_pages, step.write_offsets, kv)
@@ -107,7 +122,7 @@ class HybridRuntime:
                 tokens_in = torch.full((len(pages),), self.config.page_size)
                 tokens_in[-1] = row.seq_len - (len(row.pages) - 1) * self.config.page_size
                 digests.rebuild(layer, pages, tokens_in)
-        if step.decode is not None:
+        if step.decode is not None and self.method.in_place is None:
             new = step.decode.gather(kv)
             if digests is not None and has_digests:
                 pages, offsets = step.decode.gather(step.write_pages), step.decode.gather(step.write_offsets)
@@ -125,8 +140,8 @@ class HybridRuntime:
         """The predicted query of ``layer`` is known: ``[decode rows, heads, head_dim]``. Returns at once."""
         self.method.lookahead(layer, step, predicted_q)
 
-    def attend(self, layer: int, step: Step, q: Tensor, out: Tensor) -> None:
-        """Attention of all rows of the step. ``q``, ``out``: ``[tokens, heads, head_dim]``."""
+    def _attend_prompts(self, layer: int, step: Step, q: Tensor, out: Tensor) -> None:
+        """Dense attention of all prompt chunks over the host pool."""
         window = self.model.window(layer)
         blocks = self.tiers.host.blocks(layer)
         heads, scale = self.model.num_kv_heads, self.model.scale
@@ -137,13 +152,15 @@ class HybridRuntime:
             else:
                 result = windowed(chunk, blocks, row.pages, row.seq_len, heads, scale, window)
             out[row.start : row.end] = result
-        rows = step.decode
-        if rows is None:
-            return
+
+    def _attend_decoding(self, layer: int, step: Step, rows: DecodeRows, q: Tensor, out: Tensor) -> None:
+        window = self.model.window(layer)
         if window is None:
             result = self.method.attend(layer, step, rows.gather(q))
         else:
             mine = rows.gather(q)
+            blocks = self.tiers.host.blocks(layer)
+            heads, scale = self.model.num_kv_heads, self.model.scale
             result = torch.cat(
                 [
                     windowed(
@@ -179,6 +196,7 @@ class HybridRuntime:
     def close(self) -> None:
         """Stop all threads."""
         self._drop_open()
+        self.method.close()
         self.workers.close()
         self.tiers.close()
 

@@ -34,25 +34,24 @@ class PageList(NamedTuple):
         return int(self.valid.sum()) // max(1, self.ids.shape[1])
 
 
-def paged_partial(q: Tensor, blocks: Tensor, pages: PageList, kv_heads: int, scale: float) -> Partial:
+def paged_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Partial:
     """Attention of one query token per row over its listed pages.
 
     Args:
         q: ``[rows, heads, head_dim]``.
-        blocks: ``[pages * kv_heads * 2, page_size, head_dim]`` (`HostPool.blocks`, `SlotPool.blocks`).
-        pages: the lists; ids index the pages behind ``blocks``.
-        kv_heads: KV heads of a page.
+        layer: ``[pages, kv_heads, 2, page_size, head_dim]``, contiguous (`HostPool.layers`, `SlotPool.layers`).
+        pages: the lists; ids index ``layer``.
         scale: multiplies the logits.
 
     Returns:
         Partial of shape ``[rows, heads, head_dim]``.
     """
     rows, heads, dim = q.shape
-    page_size = blocks.shape[1]
+    _, kv_heads, _, page_size, _ = layer.shape
     counts = pages.valid.sum(-1)  # [rows, lists]
     if rows > 1 and pages.valid.numel() * page_size > _MAX_PADDING * int(counts.sum()):
         each = [
-            paged_partial(q[r : r + 1], blocks, PageList(pages.ids[r : r + 1], pages.valid[r : r + 1]), kv_heads, scale)
+            paged_partial(q[r : r + 1], layer, PageList(pages.ids[r : r + 1], pages.valid[r : r + 1]), scale)
             for r in range(rows)
         ]
         return Partial(torch.cat([p.out for p in each]), torch.cat([p.lse for p in each]))
@@ -73,7 +72,7 @@ def paged_partial(q: Tensor, blocks: Tensor, pages: PageList, kv_heads: int, sca
         mask = mask[:, :, None].expand(-1, kv_heads, grouped.shape[2], -1)
     heads_of = torch.arange(kv_heads)[None, :, None]
     index = (ids * kv_heads + heads_of).flatten() * 2  # [rows, kv_heads, k]
-    gathered = blocks.index_select(0, torch.cat([index, index + 1]))
+    gathered = layer.flatten(0, 2).index_select(0, torch.cat([index, index + 1]))
     k, v = gathered.view(2, rows, kv_heads, -1, dim).narrow(3, 0, tokens)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         grouped, k, v, 0.0, False, attn_mask=mask, scale=scale

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.methods.in_place import InPlace
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import ModelSpec, Step
 from hybrid_backend.tiers import TierLayout, Tiers
@@ -19,10 +19,11 @@ class Method(ABC):
     """Says what is resident, what is selected, who computes it, what is copied and when.
 
     The runtime calls, per step: `begin_step`; then per layer with full attention `lookahead` (if `wants_lookahead`),
-    `append`, `attend`; then `end_step`. Only decoding rows reach `attend`; prompts are dense and the runtime's.
+    `append` and `attend`, or `in_place` instead of the two; then `end_step`. Only decoding rows reach a method: prompts
+    are dense and the runtime's.
     """
 
-    uses_lookahead: ClassVar[bool] = False
+    in_place: InPlace | None = None  # set by a method that decodes over host pages in one native call per layer
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
         self.config = config
@@ -30,6 +31,11 @@ class Method(ABC):
         self.tiers = tiers
         self.workers = workers
         self.stats = stats
+
+    @classmethod
+    def looks_ahead(cls, config: HybridConfig, device: torch.device) -> bool:
+        """Whether the method wants predicted queries on this device tier."""
+        return False
 
     @classmethod
     @abstractmethod
@@ -52,6 +58,11 @@ class Method(ABC):
     @abstractmethod
     def attend(self, layer: int, step: Step, q: Tensor) -> Tensor:
         """Attention of the decoding rows. ``q``: ``[rows, heads, head_dim]``; returns the same shape, fp32."""
+
+    def close(self) -> None:
+        """Give native memory back."""
+        if self.in_place is not None:
+            self.in_place.close()
 
     def end_step(self, step: Step) -> None:
         """After the last layer."""

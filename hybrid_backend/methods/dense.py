@@ -9,9 +9,12 @@ from hybrid_backend.attention.partial import paged_partial
 from hybrid_backend.attention.selection import all_pages
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.methods.base import Method
+from hybrid_backend.methods.in_place import InPlace
 from hybrid_backend.methods.lists import page_list
+from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import ModelSpec, Step
-from hybrid_backend.tiers import TierLayout
+from hybrid_backend.tiers import TierLayout, Tiers
+from hybrid_backend.workers import WorkerPool, kernel_name
 
 
 class Dense(Method):
@@ -21,11 +24,19 @@ class Dense(Method):
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         return TierLayout(slots_per_request=0, digests=False, separate=False)
 
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
+        super().__init__(config, model, tiers, workers, stats)
+        native = kernel_name(config.workers.kernel) == "native"
+        if native and InPlace.supports(model, config.page_size, tiers.host.layers[0].device):
+            self.in_place = InPlace(config, model, tiers, stats, {})
+
     def begin_step(self, step: Step) -> None:
-        if step.decode:
+        if step.decode and self.in_place is not None:
+            self.in_place.begin_step(step, torch.zeros(step.decode.count, dtype=torch.bool))
+        elif step.decode:
             selected = all_pages(step.decode.num_pages)
             step.plan = page_list(step.decode, selected, step.decode.page_table, self.config.page_size)
 
     def attend(self, layer: int, step: Step, q: Tensor) -> Tensor:
         self.stats.attended(layer, selected=step.plan.tokens, on_cpu=0)
-        return paged_partial(q, self.tiers.host.blocks(layer), step.plan, self.model.num_kv_heads, self.model.scale).out
+        return paged_partial(q, self.tiers.host.layers[layer], step.plan, self.model.scale).out

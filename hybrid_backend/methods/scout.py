@@ -14,16 +14,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.partial import PageList, Partial, merge, paged_partial
+from hybrid_backend.attention.partial import PageList, Partial, merge
 from hybrid_backend.attention.quality import mass_recall, query_cosine
 from hybrid_backend.attention.selection import all_pages, force_pages, page_scores, select_pages
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.methods.base import Method
+from hybrid_backend.methods.in_place import InPlace
 from hybrid_backend.methods.lists import page_list
+from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import DecodeRows, ModelSpec, Step
-from hybrid_backend.tiers import TierLayout
+from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.transfers import Recall
-from hybrid_backend.workers import Ticket
+from hybrid_backend.workers import Owners, Ticket, WorkerPool, kernel_name, resolve_kernel
 
 
 @dataclass
@@ -35,6 +37,7 @@ class _LayerPlan:
     device: PageList
     missing: PageList
     missing_pages: Tensor  # [R, P] bool: selected and not resident
+    owners: Owners
     query: Tensor | None  # the predicted query, None if the real one was used
     ticket: Ticket | None
 
@@ -45,6 +48,7 @@ class _Plan:
 
     regions: Tensor  # [R] slot region of each row
     sparse: Tensor  # [R] bool: under the budget this step
+    owners: Owners  # of the CPU jobs
     fits: bool  # every row is wholly resident and dense
     everything: PageList  # all host pages of each row
     sampled: bool
@@ -54,13 +58,28 @@ class _Plan:
 class Scout(Method):
     """The flagship: resident pages on the device, the important rest on the CPU, one layer ahead."""
 
-    uses_lookahead = True
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
+        super().__init__(config, model, tiers, workers, stats)
+        self._partial = resolve_kernel(config.workers.kernel)
+        if not tiers.slots.size:
+            assert tiers.digests is not None
+            self.in_place = InPlace(config, model, tiers, stats, tiers.digests.layers)
+
+    @classmethod
+    def looks_ahead(cls, config: HybridConfig, device: torch.device) -> bool:
+        if config.lookahead.enabled == "auto":
+            return _is_separate(config, device)
+        return config.lookahead.enabled
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        slots = config.automatic_slots if config.slots_per_request == "auto" else config.slots_per_request
-        separate = config.tiers == "separate" or (config.tiers == "auto" and device.type != "cpu")
-        return TierLayout(slots_per_request=slots, digests=True, separate=separate)
+        """With unified tiers and nobody to run ahead for, all selected pages are attended in place: no slots."""
+        separate = _is_separate(config, device)
+        alone = not separate and not cls.looks_ahead(config, device)
+        if alone and kernel_name(config.workers.kernel) == "native":
+            if InPlace.supports(model, config.page_size, device):
+                return TierLayout(slots_per_request=0, digests=True, separate=False)
+        return TierLayout(slots_per_request=_slots(config), digests=True, separate=separate)
 
     # --- the step ---
 
@@ -71,17 +90,21 @@ class Scout(Method):
         if step.decode is None:
             return
         rows = step.decode
-        regions = torch.tensor([self._region(rows, r) for r in range(rows.count)])
-        slots = self.tiers.slots.size
+        slots = _slots(self.config)
         if self.config.sparse == "never":
             sparse = torch.zeros(rows.count, dtype=torch.bool)
         else:
             limit = slots if self.config.sparse == "auto" else min(slots, self.config.budget_pages)
             sparse = rows.num_pages > limit
+        if self.in_place is not None:
+            self.in_place.begin_step(step, sparse)
+            return
+        regions = torch.tensor([self._region(rows, r) for r in range(rows.count)])
         interval = self.config.metrics.sample_interval
         step.plan = _Plan(
             regions=regions,
             sparse=sparse,
+            owners=Owners(regions, self.tiers.slots.generation[regions], self.tiers.slots.generation),
             fits=not bool(sparse.any()) and bool((rows.num_pages <= slots).all()),
             everything=page_list(rows, all_pages(rows.num_pages), rows.page_table, self.config.page_size),
             sampled=interval > 0 and step.number % interval == 0,
@@ -89,7 +112,7 @@ class Scout(Method):
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
         plan: _Plan | None = step.plan
-        if plan is None or layer in self.config.exact_layers or not self.config.lookahead.enabled:
+        if plan is None or self.in_place is not None or layer in self.config.exact_layers:
             return False
         return bool(plan.sparse.any()) or plan.sampled
 
@@ -173,7 +196,7 @@ class Scout(Method):
         local = torch.arange(len(pages))
         target = region * slots.size + local
         host_pages = rows.page_table[r, pages]
-        self.tiers.transfers.copy(Recall(layer, region, slots.generation[region], host_pages, target, lambda: None))
+        self.tiers.transfers.copy(Recall(layer, region, int(slots.generation[region]), host_pages, target, lambda: None))
         residency.put(layer, region, local, pages, scores)
 
     def _recall_due(self, layer: int, step_number: int) -> bool:
@@ -202,7 +225,7 @@ class Scout(Method):
                 Recall(
                     layer=layer,
                     region=region,
-                    generation=slots.generation[region],
+                    generation=int(slots.generation[region]),
                     host_pages=rows.page_table[r, wanted],
                     slots=region * slots.size + local,
                     commit=commit,
@@ -245,6 +268,7 @@ class Scout(Method):
             device=page_list(rows, selected, table, self.config.page_size, resident),
             missing=page_list(rows, selected, rows.page_table, self.config.page_size, missing),
             missing_pages=chosen[:, :columns],
+            owners=plan.owners,
             query=None,
             ticket=None,
         )
@@ -257,15 +281,14 @@ class Scout(Method):
     # --- attention ---
 
     def _device_partial(self, layer: int, q: Tensor, pages: PageList) -> Partial:
-        blocks = self.tiers.slots.blocks(layer) if self.tiers.slots.separate else self.tiers.host.blocks(layer)
-        return paged_partial(q, blocks, pages, self.model.num_kv_heads, self.model.scale)
+        tier = self.tiers.slots if self.tiers.slots.separate else self.tiers.host
+        return self._partial(q, tier.layers[layer], pages, self.model.scale)
 
     def _submit(self, layer: int, entry: _LayerPlan, q: Tensor) -> Ticket | None:
         if not entry.missing.ids.shape[2]:
             return None
-        blocks = self.tiers.host.blocks(layer)
         return self.workers.submit(
-            q, blocks, entry.missing, self.model.num_kv_heads, self.model.scale, f"layer {layer}"
+            q, self.tiers.host.layers[layer], entry.missing, self.model.scale, f"layer {layer}", entry.owners
         )
 
     def _wait(self, layer: int, ticket: Ticket) -> Partial:
@@ -298,3 +321,12 @@ class Scout(Method):
                 self.model.scale,
             )
             stats.mass_samples += 1
+
+
+def _slots(config: HybridConfig) -> int:
+    """Pages that a request may keep on the device tier; a longer one is under pressure."""
+    return config.automatic_slots if config.slots_per_request == "auto" else config.slots_per_request
+
+
+def _is_separate(config: HybridConfig, device: torch.device) -> bool:
+    return config.tiers == "separate" or (config.tiers == "auto" and device.type != "cpu")

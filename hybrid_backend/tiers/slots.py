@@ -31,7 +31,7 @@ class SlotPool:
         device: torch.device,
     ) -> None:
         self.size = size
-        self.generation = [0] * regions
+        self.generation = torch.zeros(regions, dtype=torch.int64)
         self._free = list(range(regions - 1, -1, -1))
         self._region_of: dict[str, int] = {}
         shape = (regions * size, model.num_kv_heads, 2, page_size, model.head_dim)

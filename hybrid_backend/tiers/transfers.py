@@ -42,7 +42,7 @@ class Transfers:
 
     def copy(self, recall: Recall) -> None:
         """Make the copy now, in the calling thread (used to fill a cold region)."""
-        if recall.generation != self._slots.generation[recall.region] or not self._slots.separate:
+        if recall.generation != int(self._slots.generation[recall.region]) or not self._slots.separate:
             return
         with torch.inference_mode():
             source = self._host.layers[recall.layer][recall.host_pages]
@@ -65,7 +65,7 @@ class Transfers:
         for recall, future in started:
             if future is not None:
                 future.result()
-            if recall.generation == self._slots.generation[recall.region]:
+            if recall.generation == int(self._slots.generation[recall.region]):
                 recall.commit()
                 pages += len(recall.slots)
         return pages

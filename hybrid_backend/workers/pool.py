@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,64 @@ from torch import Tensor
 from hybrid_backend.attention.partial import PageList, Partial
 from hybrid_backend.config import WorkersConfig
 from hybrid_backend.errors import DeadlineError, WorkerError
-from hybrid_backend.workers.registry import PartialKernel, resolve_kernel
+from hybrid_backend.kernels import cpu
+from hybrid_backend.workers.registry import PartialKernel, kernel_name, resolve_kernel
+
+
+class Owners(NamedTuple):
+    """Whose jobs they are: row r is dropped once ``current[regions[r]] != generations[r]``. All int64."""
+
+    regions: Tensor  # [rows]
+    generations: Tensor  # [rows]
+    current: Tensor  # [regions]
+
+
+class Ticket(Protocol):
+    """A submitted set of jobs."""
+
+    def wait(self, deadline: float) -> Partial:
+        """The partial ``[rows, heads, head_dim]``.
+
+        Raises:
+            DeadlineError: the workers did not answer within ``deadline`` seconds; names the job.
+            WorkerError: a worker failed; says why.
+        """
+
+    def span(self) -> tuple[float, float]:
+        """When the first job started and the last one ended (`time.perf_counter`); all must have ended."""
+
+    def abandon(self) -> None:
+        """Forget the jobs: those not begun are dropped, a running one ends into memory that nobody reads."""
+
+
+class WorkerPool(ABC):
+    """Threads, pinned away from the engine's compute cores, that run one partial-attention kernel.
+
+    A job owns its output, so a job of a request that is gone can never write into another request's result.
+    """
+
+    cpus: list[int]
+    threads: int
+
+    @abstractmethod
+    def submit(
+        self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
+    ) -> Ticket:
+        """Start the jobs of one layer and return at once. ``q`` ``[rows, heads, head_dim]`` must not change."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the threads."""
+
+
+def make_pool(config: WorkersConfig) -> WorkerPool:
+    """The pool that fits the configured kernel: C++ threads for the native one, Python threads for others."""
+    cpus = spare_cpus() if config.cpus == "auto" else list(config.cpus)
+    threads = len(cpus) if config.threads == "auto" else config.threads
+    if kernel_name(config.kernel) == "native":
+        resolve_kernel("native")  # refuses with a reason where it does not run
+        return NativePool(threads, cpus)
+    return TorchPool(threads, cpus, resolve_kernel(config.kernel), config.per_sequence_groups)
 
 
 def spare_cpus() -> list[int]:
@@ -29,28 +87,89 @@ def spare_cpus() -> list[int]:
     return sorted(allowed - pinned or allowed)
 
 
-@dataclass(frozen=True)
-class _Timed:
+class NativePool(WorkerPool):
+    """C++ threads; no Python and no interpreter lock while they work. Sequences are their own groups, with stealing."""
+
+    def __init__(self, threads: int, cpus: list[int]) -> None:
+        self.cpus = cpus
+        self.threads = threads
+        self._pool = cpu.Pool(threads, [cpus[i % len(cpus)] for i in range(threads)])
+
+    def submit(
+        self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
+    ) -> Ticket:
+        named = owners._asdict() if owners is not None else {}
+        return _NativeTicket(self._pool.submit(q, layer, pages.ids, pages.valid, scale, what=what, **named))
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class _NativeTicket:
+    def __init__(self, ticket: cpu.NativeTicket) -> None:
+        self._ticket = ticket
+
+    def wait(self, deadline: float) -> Partial:
+        return Partial(*self._ticket.wait(deadline))
+
+    def span(self) -> tuple[float, float]:
+        return self._ticket.span()
+
+    def abandon(self) -> None:
+        self._ticket.abandon()
+
+
+class _Timed(NamedTuple):
     partial: Partial
     started: float
     ended: float
 
 
-class Ticket:
-    """A submitted set of jobs. ``wait`` returns their partial or raises what a worker raised."""
+class TorchPool(WorkerPool):
+    """Python threads around a kernel written with torch, whose operations release the interpreter lock.
 
+    With ``per_sequence_groups`` each sequence is a job of its own (ScoutAttention section 3.3 gives each sequence its
+    own group of threads); otherwise the whole batch is one job.
+    """
+
+    def __init__(self, threads: int, cpus: list[int], kernel: PartialKernel, per_sequence_groups: bool = True) -> None:
+        self.cpus = cpus
+        self.threads = threads
+        self._kernel = kernel
+        self._per_sequence = per_sequence_groups
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="hybrid-worker", initializer=self._pin)
+
+    def submit(
+        self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
+    ) -> Ticket:
+        if self._per_sequence:
+            shares = [slice(r, r + 1) for r in range(len(q))]
+        else:
+            shares = [slice(0, len(q))]
+        return _TorchTicket([self._executor.submit(self._run, s, q, layer, pages, scale) for s in shares], what)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _pin(self) -> None:
+        os.sched_setaffinity(0, self.cpus)
+        # One OpenMP thread per worker: the pool is the parallelism. vLLM replaces torch.set_num_threads by a no-op, and
+        # the setting is this thread's own, so ask the C function.
+        torch._C.set_num_threads(1)
+
+    def _run(self, rows: slice, q: Tensor, layer: Tensor, pages: PageList, scale: float) -> _Timed:
+        with torch.inference_mode():
+            started = time.perf_counter()
+            partial = self._kernel(q[rows], layer, PageList(pages.ids[rows], pages.valid[rows]), scale)
+            return _Timed(partial, started, time.perf_counter())
+
+
+class _TorchTicket:
     def __init__(self, futures: list[Future[_Timed]], description: str) -> None:
         self._futures = futures
         self._description = description
-        self.submitted = time.perf_counter()
 
     def wait(self, deadline: float) -> Partial:
-        """The partial ``[rows, heads, head_dim]``.
-
-        Raises:
-            DeadlineError: the workers did not answer within ``deadline`` seconds; names the job.
-            WorkerError: a worker failed; its exception is the cause.
-        """
         late = wait(self._futures, timeout=deadline).not_done
         if late:
             self.abandon()
@@ -67,50 +186,9 @@ class Ticket:
         return Partial(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
 
     def span(self) -> tuple[float, float]:
-        """When the first job started and the last one ended (`time.perf_counter`); all must have ended."""
         timed = [future.result() for future in self._futures]
         return min(t.started for t in timed), max(t.ended for t in timed)
 
     def abandon(self) -> None:
-        """Forget the jobs: those not begun are dropped, a running one ends into memory that nobody reads."""
         for future in self._futures:
             future.cancel()
-
-
-class WorkerPool:
-    """Threads, pinned away from the engine's compute cores, that run one partial-attention kernel.
-
-    A job owns its output, so a job of a request that is gone can never write into another request's result.
-    With ``per_sequence_groups`` each sequence is a job of its own (ScoutAttention section 3.3 gives each sequence its
-    own group of threads); otherwise the whole batch is one job.
-    """
-
-    def __init__(self, config: WorkersConfig, kernel: PartialKernel | None = None) -> None:
-        self._kernel = kernel or resolve_kernel(config.kernel)
-        self._per_sequence = config.per_sequence_groups
-        self.cpus = spare_cpus() if config.cpus == "auto" else list(config.cpus)
-        self.threads = len(self.cpus) if config.threads == "auto" else config.threads
-        self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="hybrid-worker", initializer=self._pin)
-
-    def submit(self, q: Tensor, blocks: Tensor, pages: PageList, kv_heads: int, scale: float, what: str) -> Ticket:
-        """Start the jobs of one layer and return at once. ``q`` ``[rows, heads, head_dim]`` must not change."""
-        if self._per_sequence:
-            shares = [(q[r : r + 1], PageList(pages.ids[r : r + 1], pages.valid[r : r + 1])) for r in range(len(q))]
-        else:
-            shares = [(q, pages)]
-        return Ticket([self._executor.submit(self._run, s, blocks, p, kv_heads, scale) for s, p in shares], what)
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def _pin(self) -> None:
-        os.sched_setaffinity(0, self.cpus)
-        # One OpenMP thread per worker: the pool is the parallelism. vLLM replaces torch.set_num_threads by a no-op, and
-        # the setting is this thread's own, so ask the C function.
-        torch._C.set_num_threads(1)
-
-    def _run(self, q: Tensor, blocks: Tensor, pages: PageList, kv_heads: int, scale: float) -> _Timed:
-        with torch.inference_mode():
-            started = time.perf_counter()
-            partial = self._kernel(q, blocks, pages, kv_heads, scale)
-            return _Timed(partial, started, time.perf_counter())

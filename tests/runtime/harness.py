@@ -112,9 +112,9 @@ class Engine:
             if layer + 1 < m.num_layers:
                 self._look_ahead(layer + 1, step, queries, lookahead_noise)
             kv = torch.randn(total, m.num_kv_heads, 2, m.head_dim, generator=self.rng).to(m.dtype)
-            self.runtime.append(layer, step, kv[:, :, 0], kv[:, :, 1])
             out = torch.full_like(queries[layer], float("nan"))
-            self.runtime.attend(layer, step, queries[layer], out)
+            k, v = kv[:, :, 0].contiguous(), kv[:, :, 1].contiguous()
+            self.runtime.forward(layer, step, queries[layer], k, v, out)
             for r, name in enumerate(work):
                 start, end = query_start[r], query_start[r + 1]
                 self.sequences[name].kv[layer] = self.sequences[name].kv[layer] + list(kv[start:end])

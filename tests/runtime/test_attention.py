@@ -15,6 +15,8 @@ from hybrid_backend.config import SelectionConfig
 from hybrid_backend.kernels import reference
 from hybrid_backend.tiers.digests import Digests
 from hybrid_backend.tiers.host_pool import HostPool
+from hybrid_backend.workers import kernel_names, resolve_kernel
+from hybrid_backend.workers.registry import PartialKernel
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 INF = float("inf")
@@ -53,6 +55,7 @@ def page_lists(draw: st.DrawFn, rows: int, lists: int, pages: int, page_size: in
     page_size=st.sampled_from([16, 32]),
     rows=st.integers(1, 3),
     per_head=st.booleans(),
+    kernel=st.sampled_from([resolve_kernel(name) for name in kernel_names()]),
 )
 def test_partial_attention_equals_the_oracle_for_ragged_and_empty_lists(
     data: st.DataObject,
@@ -64,11 +67,13 @@ def test_partial_attention_equals_the_oracle_for_ragged_and_empty_lists(
     page_size: int,
     rows: int,
     per_head: bool,
+    kernel: PartialKernel,
 ) -> None:
+    """Every worker kernel of the registry."""
     pool = random_pool(seed, 8, kv_heads, page_size, dim, dtype)
     pages = data.draw(page_lists(rows, kv_heads if per_head else 1, 8, page_size))
     q = torch.randn(rows, kv_heads * group, dim, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
-    out, lse = paged_partial(q, pool.flatten(0, 2), pages, kv_heads, 0.3)
+    out, lse = kernel(q, pool, pages, 0.3)
     expected_out, expected_lse = reference.paged_attention(q, pool, pages.ids, pages.valid, 0.3)
     torch.testing.assert_close(out.double(), expected_out, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=1e-5)
@@ -82,7 +87,7 @@ def test_merging_two_partials_equals_attention_over_the_union(seed: int, split: 
     valid = torch.full_like(ids, 16)
     whole = reference.paged_attention(q, pool, ids, valid, 0.25)
     parts = [
-        paged_partial(q, pool.flatten(0, 2), PageList(ids[..., cut], valid[..., cut]), 2, 0.25)
+        paged_partial(q, pool, PageList(ids[..., cut], valid[..., cut]), 0.25)
         for cut in (slice(0, split), slice(split, 6))
     ]
     merged = merge(*parts)

@@ -24,15 +24,17 @@ class Life(RuleBasedStateMachine):
         sparse=st.sampled_from(["never", "auto", "always"]),
         tiers=st.sampled_from(["separate", "unified"]),
         granularity=st.sampled_from(["layer", "kv_head"]),
-        query=st.sampled_from(["predicted", "real"]),
+        query=st.sampled_from(["predicted", "real", "none"]),
+        kernel=st.sampled_from(["native", "torch"]),
         seed=st.integers(0, 2**16),
     )
-    def start(self, sparse: str, tiers: str, granularity: str, query: str, seed: int) -> None:
+    def start(self, sparse: str, tiers: str, granularity: str, query: str, kernel: str, seed: int) -> None:
         cfg = config(
             sparse=sparse,
             tiers=tiers,
             selection={"granularity": granularity},
-            lookahead={"partial_query": query},
+            lookahead={"enabled": False} if query == "none" else {"enabled": True, "partial_query": query},
+            workers={"kernel": kernel, "threads": 2, "deadline_seconds": 20},
             recall={"intervals": 2},
             exact_layers=[1],
             slots_per_request=5,
@@ -45,7 +47,8 @@ class Life(RuleBasedStateMachine):
         """Whether the design promises dense attention for these requests in this step."""
         cfg = self.engine.cfg
         longest = max(-(-(self.engine.sequences[n].tokens + 1) // PAGE) for n in names)
-        slots = self.engine.runtime.tiers.slots.size
+        slots = cfg.slots_per_request
+        assert isinstance(slots, int)
         fits = longest <= (slots if cfg.sparse == "auto" else min(slots, cfg.budget_pages))
         return cfg.sparse == "never" or fits
 
@@ -137,6 +140,8 @@ class Life(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         tiers = self.engine.runtime.tiers
+        if not tiers.slots.size:
+            return  # decoded in place: nothing is resident
         owned = {name: tiers.slots.region(name) for name in self.engine.sequences}
         regions = [r for r in owned.values() if r is not None]
         assert len(regions) == len(set(regions)) == tiers.slots.regions_in_use

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 from hybrid_backend.attention.partial import PageList, Partial, empty_partial, paged_partial
 from hybrid_backend.kernels import reference
 from hybrid_backend.methods.scout import Scout
-from hybrid_backend.workers import WorkerPool
+from hybrid_backend.workers.pool import TorchPool
 from tests.runtime.harness import PAGE, Engine, config, spec
 
 LONG = 12 * PAGE
+CPUS = sorted(os.sched_getaffinity(0))
 
 
 def long_context(engine: Engine, name: str = "a") -> None:
@@ -61,21 +63,17 @@ def test_cpu_partials_start_a_layer_before_they_are_merged() -> None:
 def test_workers_run_at_the_same_time_as_the_caller() -> None:
     """A slow job does not hold up the submission; several jobs sleep side by side."""
 
-    def slow(q, blocks, pages, kv_heads, scale):  # type: ignore[no-untyped-def]
+    def slow(q, layer, pages, scale):  # type: ignore[no-untyped-def]
         time.sleep(0.3)
         return empty_partial(q)
 
-    pool = WorkerPool(dataclasses_config(threads=4), kernel=slow)
+    pool = TorchPool(4, CPUS, slow)
     started = time.perf_counter()
-    ticket = pool.submit(torch.zeros(4, 2, 8), torch.zeros(1), _lists(4), 2, 1.0, "test")
+    ticket = pool.submit(torch.zeros(4, 2, 8), torch.zeros(1), _lists(4), 1.0, "test")
     assert time.perf_counter() - started < 0.2, "a submission returns at once"
     ticket.wait(5)
     assert time.perf_counter() - started < 0.9, "four jobs of 0.3 s took more than one after another would half take"
     pool.close()
-
-
-def dataclasses_config(**workers: object):  # type: ignore[no-untyped-def]
-    return config(workers=workers).workers
 
 
 def _lists(rows: int) -> PageList:
@@ -102,7 +100,7 @@ def test_both_tier_modes_give_the_same_numbers(granularity: str, query: str) -> 
             config(
                 tiers=tiers,
                 selection={"granularity": granularity},
-                lookahead={"partial_query": query},
+                lookahead={"enabled": True, "partial_query": query},
                 recall={"intervals": 3},
             ),
             spec(layers=4),
@@ -233,30 +231,30 @@ def test_a_copy_in_flight_for_a_released_request_is_neither_made_nor_committed()
 def test_a_worker_that_fails_or_hangs_turns_into_an_error_that_names_the_layer() -> None:
     from hybrid_backend.errors import DeadlineError, WorkerError
 
-    def broken(q, blocks, pages, kv_heads, scale):  # type: ignore[no-untyped-def]
+    def broken(q, layer, pages, scale):  # type: ignore[no-untyped-def]
         raise ValueError("bad page")
 
-    def hanging(q, blocks, pages, kv_heads, scale):  # type: ignore[no-untyped-def]
+    def hanging(q, layer, pages, scale):  # type: ignore[no-untyped-def]
         time.sleep(1.5)
-        return paged_partial(q, blocks, pages, kv_heads, scale)
+        return paged_partial(q, layer, pages, scale)
 
     for kernel, error, text in ((broken, WorkerError, "layer 7.*bad page"), (hanging, DeadlineError, "layer 7")):
-        pool = WorkerPool(dataclasses_config(threads=1), kernel=kernel)
-        ticket = pool.submit(torch.zeros(1, 2, 8), torch.zeros(1), _lists(1), 2, 1.0, "layer 7")
+        pool = TorchPool(1, CPUS, kernel)
+        ticket = pool.submit(torch.zeros(1, 2, 8), torch.zeros(1), _lists(1), 1.0, "layer 7")
         with pytest.raises(error, match=text):
             ticket.wait(0.2)
         pool.close()
 
 
 def test_results_of_many_sequences_come_back_in_order() -> None:
-    def own_number(q, blocks, pages, kv_heads, scale):  # type: ignore[no-untyped-def]
+    def own_number(q, layer, pages, scale):  # type: ignore[no-untyped-def]
         time.sleep(0.002 * float(5 - q[0, 0, 0]))
         return Partial(q.clone(), q[..., 0].clone())
 
     for groups in (True, False):
-        pool = WorkerPool(dataclasses_config(threads=3, per_sequence_groups=groups), kernel=own_number)
+        pool = TorchPool(3, CPUS, own_number, groups)
         q = torch.arange(5.0)[:, None, None].expand(5, 2, 4).contiguous()
-        assert torch.equal(pool.submit(q, torch.zeros(1), _lists(5), 2, 1.0, "test").wait(5).out, q)
+        assert torch.equal(pool.submit(q, torch.zeros(1), _lists(5), 1.0, "test").wait(5).out, q)
         pool.close()
 
 

@@ -179,7 +179,5 @@ class HybridImpl(AttentionImpl):
         """``query``, ``output``: ``[tokens, heads, dim]``; ``key``, ``value``: ``[tokens, kv_heads, dim]``."""
         if attn_metadata is None or self.runtime is None:
             return output.zero_()  # profiling
-        step = attn_metadata.step
-        self.runtime.append(self.layer_index, step, key, value)
-        self.runtime.attend(self.layer_index, step, query, output)
+        self.runtime.forward(self.layer_index, attn_metadata.step, query, key, value, output)
         return output

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import psutil
+import torch
 import vllm
 from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
@@ -53,6 +54,8 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
         if layer_types
         else model.get_sliding_window() is not None
     )
+    device = torch.device(vllm_config.device_config.device_type)
+    looks_ahead = resolve_method(config.method).looks_ahead(config, device)
     stock = "leave out --attention-backend CUSTOM for this model"
     found = [
         (model.use_mla, "MLA models", stock),
@@ -86,14 +89,12 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
         ),
         (vllm_config.kv_transfer_config is not None, "KV connectors", "leave out --kv-transfer-config"),
         (
-            vllm_config.lora_config is not None and config.lookahead.enabled,
+            vllm_config.lora_config is not None and looks_ahead,
             "LoRA together with the lookahead",
             "set lookahead: {enabled: false} or leave out --enable-lora",
         ),
         (
-            config.lookahead.enabled
-            and resolve_method(config.method).uses_lookahead
-            and family_of(model.hf_config.model_type, config.model.family) is None,
+            looks_ahead and family_of(model.hf_config.model_type, config.model.family) is None,
             f"the lookahead for model type {model.hf_config.model_type!r}",
             "set lookahead: {enabled: false} in the configuration",
         ),

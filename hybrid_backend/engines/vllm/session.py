@@ -34,9 +34,11 @@ def attention_layers(model: nn.Module) -> list[tuple[str, Attention, nn.Module]]
     return found
 
 
-def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridConfig) -> None:
+def attach_lookahead(
+    model: nn.Module, vllm_config: VllmConfig, config: HybridConfig, device: torch.device
+) -> None:
     """Predict every full-attention layer's query at the input of the layer before it. Call before compilation."""
-    if not config.lookahead.enabled or not resolve_method(config.method).uses_lookahead:
+    if not resolve_method(config.method).looks_ahead(config, device):
         return
     family = family_of(vllm_config.model_config.hf_config.model_type, config.model.family)
     if family is None:

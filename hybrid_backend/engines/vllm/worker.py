@@ -27,7 +27,7 @@ class HybridCPUWorker(CPUWorker):
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
         self.hybrid_config = attached_config(self.vllm_config)
-        attach_lookahead(self.model_runner.get_model(), self.vllm_config, self.hybrid_config)
+        attach_lookahead(self.model_runner.get_model(), self.vllm_config, self.hybrid_config, self.device)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)

@@ -1,0 +1,109 @@
+"""Decoding where the device tier is the host itself: one native call per layer appends, selects and attends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.attention.quality import mass_recall
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.kernels import cpu
+from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step import DecodeRows, ModelSpec, Step
+from hybrid_backend.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class _Plan:
+    dense_tokens: int
+    selected_tokens: int
+    sampled: bool
+
+
+class InPlace:
+    """All decoding rows of a step over host pages in place; no slots, no copies, no waiting, the true query selects.
+
+    Layers without digests are exact. Written for `Decoder`, so that what ten torch operations per layer would cost is
+    paid once.
+    """
+
+    def __init__(
+        self, config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats, digests: Mapping[int, Tensor]
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._tiers = tiers
+        self._stats = stats
+        self._sparse_layers = set(digests)
+        layers = [
+            layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)
+        ]
+        self._decoder = cpu.Decoder(layers, digests, model.num_heads, model.scale)
+
+    @staticmethod
+    def supports(model: ModelSpec, page_size: int, device: torch.device) -> bool:
+        """Whether the native decoder can serve this model on this machine."""
+        return (
+            device.type == "cpu"
+            and cpu.available()
+            and model.head_dim % 16 == 0
+            and model.head_dim <= 256
+            and model.num_heads // model.num_kv_heads <= 16
+            and page_size % 16 == 0
+        )
+
+    def begin_step(self, step: Step, sparse: Tensor) -> None:
+        """``sparse``: ``[rows]`` bool, rows under the budget."""
+        rows = step.decode
+        assert rows is not None
+        config = self._config
+        budgets = torch.where(sparse, config.budget_pages, -1)
+        self._decoder.begin(
+            rows.page_table,
+            rows.seq_lens,
+            budgets,
+            sinks=config.sinks,
+            recent=config.recent,
+            tokens=None if rows.whole_batch else rows.tokens,
+            per_head=config.selection.granularity == "kv_head",
+            aggregate=config.selection.aggregate,
+        )
+        unattended = (rows.num_pages - config.budget_pages).clamp(min=0) * config.page_size
+        interval = config.metrics.sample_interval
+        dense = int(rows.seq_lens.sum())
+        step.plan = _Plan(
+            dense_tokens=dense,
+            selected_tokens=dense - int((unattended * sparse).sum()),
+            sampled=interval > 0 and step.number % interval == 0,
+        )
+
+    def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Append, select, attend. ``q``, ``out``: ``[tokens, heads, head_dim]``; only the rows' tokens are touched."""
+        plan: _Plan = step.plan
+        self._decoder.layer(layer, q, k, v, out)
+        is_sparse = layer in self._sparse_layers
+        self._stats.attended(layer, plan.selected_tokens if is_sparse else plan.dense_tokens, 0)
+        if plan.sampled and is_sparse and step.decode is not None:
+            self._sample(layer, step.decode, step.decode.gather(q))
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    def _sample(self, layer: int, rows: DecodeRows, q: Tensor) -> None:
+        stats = self._stats.layers[layer]
+        per_head = self._config.selection.granularity == "kv_head"
+        for r in range(rows.count):
+            lists = [self._decoder.selected(r, head).long() for head in range(self._model.num_kv_heads if per_head else 1)]
+            stats.mass_sum += mass_recall(
+                q[r],
+                self._tiers.host.blocks(layer),
+                rows.page_table[r, : int(rows.num_pages[r])],
+                int(rows.seq_lens[r]),
+                torch.stack(lists),
+                self._model.num_kv_heads,
+                self._model.scale,
+            )
+            stats.mass_samples += 1
