@@ -31,7 +31,7 @@ COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread"]
 ISA_COMMON = ["-O3", "-ffp-contract=fast", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-ISA_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"]}
+ISA_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "vnni": [*_AVX512, "-mavx512vnni"], "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"]}
 # What the library shows: nothing of C++, so that it cannot clash with another copy of the standard library.
 EXPORTS = "{ global: hb_*; local: *; };\n"
 CORE = ["dispatch", "attend_job", "digest", "pool", "decode", "api"]

@@ -47,6 +47,9 @@ class Decoder:
         layers: per layer ``[pages, kv_heads, 2, page_size, head_dim]``; None for a layer that is not ours.
         digests: by layer ``[pages, kv_heads, 2, head_dim]``; a layer without them is exact, all its rows are dense.
         heads: query heads.
+        quantized: by layer, the digests in bytes (`digests.quantized_like`); pages are then scored from them, except
+            with ``per_head`` or ``aggregate="max"``. Whole pages that this decoder did not fill itself must be brought
+            up to date with `digests.quantize`.
         scale: of the softmax; positive.
         team: who works: ``"caller"`` alone, ``"openmp"`` (the engine's threads, see `openmp_entry`) or a `Pool`, whose
             threads then help the caller.
@@ -60,6 +63,7 @@ class Decoder:
         heads: int,
         scale: float,
         *,
+        quantized: Mapping[int, Tensor] | None = None,
         team: str | Pool = "openmp",
         threads: int | None = None,
         isa: str | None = None,
@@ -68,7 +72,8 @@ class Decoder:
         if first is None:
             raise ValueError("a decoder needs a layer")
         self._native = lib.native()
-        self._alive = (list(layers), dict(digests))
+        quantized = quantized or {}
+        self._alive = (list(layers), dict(digests), dict(quantized))
         _, kv_heads, _, page_size, dim = first.shape
         self.dtype = first.dtype
         self.shape = (heads, dim)
@@ -86,7 +91,10 @@ class Decoder:
             store = lib.digests_of(digests[index]) if index in digests else lib.DigestStore()
             if index in digests and digests[index].dtype != layer.dtype:
                 raise ValueError(f"digests of layer {index} must be {layer.dtype}, not {digests[index].dtype}")
-            lib.check(self._native.hb_decode_set_layer(self._handle, index, C.byref(cache), C.byref(store)))
+            rows = lib.bytes_of(quantized[index], kv_heads, dim) if index in quantized else lib.ByteStore()
+            lib.check(
+                self._native.hb_decode_set_layer(self._handle, index, C.byref(cache), C.byref(store), C.byref(rows))
+            )
         self._args = lib.LayerArgs()
         self._args_ref = C.byref(self._args)
         self._strides: tuple[int, ...] = ()

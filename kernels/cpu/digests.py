@@ -81,6 +81,46 @@ def scores(
     return out
 
 
+def quantized_like(digests: Tensor) -> Tensor:
+    """Memory for the same digests in bytes: ``[pages, row]`` uint8, not yet up to date with them (`quantize`).
+
+    Scoring from bytes reads half as much as from bf16; each (page, KV head, max or min) has a scale of its own.
+    """
+    pages, kv_heads, _, dim = digests.shape
+    return torch.full((pages, lib.byte_row(kv_heads, dim)), 0, dtype=torch.uint8)
+
+
+def quantize(quantized: Tensor, digests: Tensor, pages: Tensor) -> None:
+    """Bring the rows of ``pages`` (``[n]`` int64) up to date. To be called after `rebuild`; `Decoder` does it itself
+    for pages that it fills. What is not finite in a digest counts as 0."""
+    model, store = _model(digests), lib.digests_of(digests)
+    rows = lib.bytes_of(quantized, digests.shape[1], digests.shape[3])
+    pages = pages.long().contiguous()
+    lib.check(
+        lib.native().hb_quantize(
+            C.byref(model), C.byref(store), C.byref(rows), digests.shape[0], len(pages), pages.data_ptr()
+        )
+    )
+
+
+def byte_scores(q: Tensor, quantized: Tensor, kv_heads: int, page_table: Tensor, *, isa: str | None = None) -> Tensor:
+    """`scores` per row, summed over all heads, from bytes: ``[rows, 1, columns]`` fp32, to about 1 %."""
+    rows, heads, dim = q.shape
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    model = lib.model_of(q.dtype, kv_heads, heads, dim, 16, 1.0)
+    store, table = lib.bytes_of(quantized, kv_heads, dim), page_table.long().contiguous()
+    out = torch.empty(rows, 1, table.shape[1], dtype=torch.float32)
+    size = q.element_size()
+    lib.check(
+        lib.native().hb_byte_scores(
+            C.byref(model), C.byref(store), quantized.shape[0], q.data_ptr(), q.stride(0) * size, q.stride(1) * size,
+            rows, table.shape[1], table.data_ptr(), table.stride(0), out.data_ptr(), lib.isa_index(isa),
+        )
+    )  # fmt: skip
+    return out
+
+
 def select(scores: Tensor, budget: int, sinks: int, recent: int) -> Tensor:
     """The ``budget`` best of ``scores`` (``[columns]`` fp32) as ascending int32 columns.
 

@@ -39,6 +39,12 @@ class DigestStore(C.Structure):
     _fields_ = [("base", C.c_void_p), ("page_stride", C.c_int64), ("head_stride", C.c_int64)]
 
 
+class ByteStore(C.Structure):
+    """Quantized digests of one layer; the stride in bytes."""
+
+    _fields_ = [("base", C.c_void_p), ("page_stride", C.c_int64)]
+
+
 class Model(C.Structure):
     """Shapes of the model, heads local to this rank."""
 
@@ -135,6 +141,15 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
         [_P(Model), _P(DigestStore), C.c_int64, C.c_void_p, C.c_int64, C.c_int64, C.c_int32, C.c_int32, C.c_void_p]
         + [C.c_int64, C.c_int32, C.c_int32, C.c_void_p, C.c_int],
     ),
+    "hb_quantize": (
+        C.c_int,
+        [_P(Model), _P(DigestStore), _P(ByteStore), C.c_int64, C.c_int32, C.c_void_p],
+    ),
+    "hb_byte_scores": (
+        C.c_int,
+        [_P(Model), _P(ByteStore), C.c_int64, C.c_void_p, C.c_int64, C.c_int64, C.c_int32, C.c_int32, C.c_void_p]
+        + [C.c_int64, C.c_void_p, C.c_int],
+    ),
     "hb_select": (C.c_int, [C.c_void_p, C.c_int32, C.c_int32, C.c_int32, C.c_int32, C.c_void_p]),
     "hb_pool_new": (C.c_void_p, [C.c_int, _INT_P, C.c_int]),
     "hb_pool_free": (None, [C.c_void_p]),
@@ -147,7 +162,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "hb_ticket_free": (None, [C.c_void_p]),
     "hb_decode_new": (C.c_void_p, [_P(Model), C.c_int, C.c_int]),
     "hb_decode_free": (None, [C.c_void_p]),
-    "hb_decode_set_layer": (C.c_int, [C.c_void_p, C.c_int, _P(Cache), _P(DigestStore)]),
+    "hb_decode_set_layer": (C.c_int, [C.c_void_p, C.c_int, _P(Cache), _P(DigestStore), _P(ByteStore)]),
     "hb_decode_begin": (C.c_int, [C.c_void_p, _P(StepArgs)]),
     "hb_decode_layer": (C.c_int, [C.c_void_p, C.c_int, _P(LayerArgs), C.c_void_p, C.c_void_p, C.c_int]),
     "hb_decode_counts": (C.c_void_p, [C.c_void_p]),
@@ -241,6 +256,20 @@ def digests_of(digests: Tensor) -> DigestStore:
         )
     size = digests.element_size()
     return DigestStore(digests.data_ptr(), digests.stride(0) * size, digests.stride(1) * size)
+
+
+def byte_row(kv_heads: int, head_dim: int) -> int:
+    """Bytes of a quantized page: values, scales, and padding to whole cache lines."""
+    return -(-(kv_heads * 2 * (head_dim + 4)) // 64) * 64
+
+
+def bytes_of(quantized: Tensor, kv_heads: int, head_dim: int) -> ByteStore:
+    """``quantized``: ``[pages, >= byte_row]`` uint8, made by `digests.quantized_like`."""
+    if quantized.dtype != torch.uint8 or quantized.dim() != 2 or quantized.stride(1) != 1 or quantized.stride(0) % 4:
+        raise ValueError(f"quantized digests must be uint8 [pages, bytes], not {quantized.dtype} {tuple(quantized.shape)}")
+    if quantized.shape[1] < byte_row(kv_heads, head_dim):
+        raise ValueError(f"a quantized digest takes {byte_row(kv_heads, head_dim)} bytes, not {quantized.shape[1]}")
+    return ByteStore(quantized.data_ptr(), quantized.stride(0))
 
 
 def model_of(dtype: torch.dtype, kv_heads: int, heads: int, head_dim: int, page_size: int, scale: float) -> Model:

@@ -153,6 +153,25 @@ def test_long_sequence_on_several_threads(pool):
         case.check(decoder, torch.tensor([60, -1]), how, sinks=1, recent=2)
 
 
+def test_selection_from_bytes(pool):
+    """Scored from bytes, the selection is worth as much as the exact one; a page that fills is brought up to date."""
+    case = Case(1, torch.bfloat16, 3, 3, 64, 16, rows=1, columns=100)  # this token fills the last page
+    quantized = native.quantized_like(case.digests)
+    native.quantize(quantized, case.digests, case.table[0, :-1])
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, 9, case.scale, quantized={0: quantized}, team=pool)
+    decoder.begin(case.table, case.seq_lens, torch.tensor([20]), tokens=case.tokens)
+    decoder.layer(0, case.q, case.k, case.v, case.out)
+    exact = native.scores(case.q[case.tokens], case.digests, case.table)[0, 0]
+    forced = exact.clone()
+    forced[[0, 99]] = float("inf")
+    mine, best = decoder.selected(0).long(), forced.topk(20).indices
+    assert len(mine) == 20 and mine[0] == 0 and mine[-1] == 99
+    assert exact[mine].sum() > 0.999 * exact[best].sum()
+    fresh = native.quantized_like(case.digests)
+    native.quantize(fresh, case.digests, case.table[0, -1:])
+    assert torch.equal(quantized[case.table[0, -1]], fresh[case.table[0, -1]])
+
+
 def test_layer_without_digests_is_exact(pool):
     case = Case(0, torch.bfloat16, 3, 3, 64, 32, rows=3)
     decoder = cpu.Decoder([case.layer], {}, 9, case.scale, team=pool)

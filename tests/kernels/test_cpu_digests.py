@@ -59,6 +59,41 @@ def test_scores(isa, data):
     assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-3 * group)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(3, 3, 64), (8, 2, 128), (1, 9, 80), (2, 1, 16), (5, 4, 96)])
+def test_byte_scores(isa, dtype, kv_heads, group, dim):
+    """Bytes give the scores to within their rounding."""
+    torch.manual_seed(0)
+    digests = torch.randn(40, kv_heads, 2, dim)
+    digests[:, :, 0] += 1
+    digests[:, :, 1] -= 1
+    digests[3, 0], digests[4] = 0, 1e-3
+    digests = digests.to(dtype)
+    quantized = native.quantized_like(digests)
+    native.quantize(quantized, digests, torch.arange(40))
+    q = torch.randn(2, kv_heads * group, dim).to(dtype)
+    table = torch.randint(0, 40, (2, 21))
+    mine = native.byte_scores(q, quantized, kv_heads, table, isa=isa)
+    expected = native.scores(q, digests, table)
+    assert mine.shape == expected.shape
+    assert (mine - expected).abs().max() < 0.02 * expected.abs().max()
+    assert torch.allclose(mine, native.byte_scores(q, quantized, kv_heads, table, isa="generic"), rtol=1e-4, atol=1e-3)
+
+
+def test_quantizing_odd_digests():
+    """Zeros, subnormals, infinities and NaN: finite bytes, a score that is finite."""
+    digests = torch.zeros(4, 1, 2, 32)
+    digests[1] = 1e-42
+    digests[2, 0, 0, :3] = torch.tensor([float("inf"), float("nan"), 2.0])
+    digests[3] = 3e38
+    quantized = native.quantized_like(digests)
+    native.quantize(quantized, digests, torch.arange(4))
+    scores = native.byte_scores(torch.ones(1, 1, 32), quantized, 1, torch.arange(4)[None])
+    assert scores[0, 0, :3].tolist() == pytest.approx([0, 0, 2], abs=1e-2)
+    assert (quantized[0, :64] == 128).all() and quantized[2, 2] == 255
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     columns=st.integers(1, 600),

@@ -129,6 +129,30 @@ HB_API int hb_scores(const hb_model* model, const hb_digests* digests, int64_t p
   });
 }
 
+HB_API int hb_quantize(const hb_model* model, const hb_digests* digests, const hb_bytes* bytes, int64_t pages_total,
+                       int32_t n, const int64_t* pages) {
+  return guarded([&] {
+    const hb::Kernels kernels = kernels_of(*model, hb::best_isa());
+    for (int i = 0; i < n; i++) check_page(pages[i], pages_total);
+    for (int i = 0; i < n; i++) hb::quantize_digest(*model, *digests, *bytes, *kernels.base, pages[i]);
+  });
+}
+
+HB_API int hb_byte_scores(const hb_model* model, const hb_bytes* bytes, int64_t pages_total, const char* q,
+                          int64_t q_row_stride, int64_t q_head_stride, int32_t rows, int32_t columns,
+                          const int64_t* table, int64_t table_stride, float* out, int isa) {
+  return guarded([&] {
+    const hb::Kernels kernels = kernels_of(*model, isa);
+    static thread_local hb::Scorer scorer;
+    for (int r = 0; r < rows; r++) {
+      const int64_t* ids = table + r * table_stride;
+      for (int c = 0; c < columns; c++) check_page(ids[c], pages_total);
+      scorer.prepare_bytes(*model, *bytes, kernels, hb::byte_dots_for(isa), q + r * q_row_stride, q_head_stride);
+      scorer.score([ids](int column) { return ids[column]; }, 0, columns, out + (int64_t)r * columns, columns);
+    }
+  });
+}
+
 HB_API int hb_select(const float* scores, int32_t columns, int32_t budget, int32_t sinks, int32_t recent, int32_t* out) {
   int count = 0;
   const int rc = guarded([&] { count = hb::select_best(scores, columns, budget, sinks, recent, out); });
@@ -187,8 +211,10 @@ HB_API hb_decode* hb_decode_new(const hb_model* model, int layers, int isa) {
   return decode;
 }
 HB_API void hb_decode_free(hb_decode* decode) { delete decode; }
-HB_API int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cache, const hb_digests* digests) {
-  return guarded([&] { decode->set_layer(layer, *cache, digests && digests->base ? digests : nullptr); });
+HB_API int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cache, const hb_digests* digests,
+                               const hb_bytes* bytes) {
+  return guarded(
+      [&] { decode->set_layer(layer, *cache, digests ? *digests : hb_digests{}, bytes ? *bytes : hb_bytes{}); });
 }
 HB_API int hb_decode_begin(hb_decode* decode, const hb_step* step) {
   return guarded([&] { decode->begin(*step); });

@@ -24,6 +24,13 @@ typedef struct hb_digests {
   int64_t page_stride, head_stride;
 } hb_digests;
 
+// The same digests in bytes, for scoring at half the traffic. A page's row: [kv_heads, 2, head_dim] bytes (value / scale
+// + 128, rounded), then [kv_heads, 2] fp32 scales. Rows start at multiples of 4 bytes.
+typedef struct hb_bytes {
+  uint8_t* base;
+  int64_t page_stride;
+} hb_bytes;
+
 typedef struct hb_model {
   int32_t type;  // of q, K, V and digests
   int32_t kv_heads, group, head_dim, page_size;
@@ -74,6 +81,13 @@ int hb_digest_rebuild(const hb_model* model, const hb_digests* digests, const hb
 int hb_scores(const hb_model* model, const hb_digests* digests, int64_t pages_total, const char* q, int64_t q_row_stride,
               int64_t q_head_stride, int32_t rows, int32_t columns, const int64_t* table, int64_t table_stride,
               int32_t per_head, int32_t aggregate, float* out, int isa);
+// Brings the rows of n pages up to date with their digests.
+int hb_quantize(const hb_model* model, const hb_digests* digests, const hb_bytes* bytes, int64_t pages_total, int32_t n,
+                const int64_t* pages);
+// hb_scores from bytes; one list per row, summed over all heads: [rows, columns].
+int hb_byte_scores(const hb_model* model, const hb_bytes* bytes, int64_t pages_total, const char* q,
+                   int64_t q_row_stride, int64_t q_head_stride, int32_t rows, int32_t columns, const int64_t* table,
+                   int64_t table_stride, float* out, int isa);
 // The best `budget` of `columns` scores, ascending; first `sinks` and last `recent` always among them. Returns how many.
 int hb_select(const float* scores, int32_t columns, int32_t budget, int32_t sinks, int32_t recent, int32_t* out);
 
@@ -122,8 +136,11 @@ typedef struct hb_layer {
 
 hb_decode* hb_decode_new(const hb_model* model, int layers, int isa);
 void hb_decode_free(hb_decode* decode);
-// digests null (or base null): the layer is exact, all its rows are dense.
-int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cache, const hb_digests* digests);
+// digests null (or base null): the layer is exact, all its rows are dense. bytes null (or base null): score the digests
+// themselves, as happens anyway per head and with maxima. Whole pages must be up to date in bytes; a page that a decode
+// step fills is brought up to date here.
+int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cache, const hb_digests* digests,
+                        const hb_bytes* bytes);
 // Copies everything.
 int hb_decode_begin(hb_decode* decode, const hb_step* step);
 // threads: 1 the caller alone; else the caller and `pool`, or, where pool is null, an OpenMP team of that many threads

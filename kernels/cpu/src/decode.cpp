@@ -21,13 +21,13 @@ DecodeLayer::DecodeLayer(const hb_model& model, int layers, int isa) : model_(mo
   shape.head_dim = model.head_dim;
   shape.group = model.group;
   kernels_ = kernels_for(isa, shape);
+  byte_dots_ = byte_dots_for(isa);
   scorers_.resize(kMaxLanes);
 }
 
-void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests* digests) {
+void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes) {
   if (layer < 0 || layer >= (int)layers_.size()) throw std::out_of_range("no such layer");
-  layers_[layer].cache = cache;
-  layers_[layer].digests = digests ? *digests : hb_digests{};
+  layers_[layer] = {cache, digests, bytes};
 }
 
 void DecodeLayer::begin(const hb_step& step) {
@@ -145,21 +145,25 @@ void DecodeLayer::fail(const char* what) {
 
 void DecodeLayer::run_task(const RowTask& task, int lane) {
   if (task.first && args_.k) write_token(task.row);
+  if (row_is_sparse(task.row)) score(task, lane);
+  if (row_left_[task.row].fetch_sub(1, std::memory_order_acq_rel) == 1) select_row(task.row);
+}
+
+void DecodeLayer::score(const RowTask& task, int lane) {
   const int r = task.row;
-  if (row_is_sparse(r)) {
-    Scorer& scorer = scorers_[lane % kMaxLanes];
-    const bool other = args_.score_q != nullptr;
-    const char* q = other ? args_.score_q + token_row(r) * args_.score_q_row_stride
-                          : args_.q + token_row(r) * args_.q_row_stride;
-    const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
+  Scorer& scorer = scorers_[lane % kMaxLanes];
+  const char* q = args_.score_q ? args_.score_q + token_row(r) * args_.score_q_row_stride
+                                : args_.q + token_row(r) * args_.q_row_stride;
+  const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
+  if (layer_->bytes.base && !per_head_ && !maximum_)
+    scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_dots_, q, head_stride);
+  else
     scorer.prepare(model_, layer_->digests, kernels_, per_head_, maximum_, q, head_stride);
-    // The tail page is selected whatever its score, and its digest may be in the writing right now.
-    const int end = std::min(task.end, num_pages_[r] - 1);
-    const int64_t* ids = &table_[(size_t)r * columns_];
-    scorer.score([ids](int column) { return ids[column]; }, task.begin, end,
-                 &scores_[(size_t)r * model_.kv_heads * columns_], columns_);
-  }
-  if (row_left_[r].fetch_sub(1, std::memory_order_acq_rel) == 1) select_row(r);
+  // The tail page is selected whatever its score, and its digest may be in the writing right now.
+  const int end = std::min(task.end, num_pages_[r] - 1);
+  const int64_t* ids = &table_[(size_t)r * columns_];
+  scorer.score([ids](int column) { return ids[column]; }, task.begin, end,
+               &scores_[(size_t)r * model_.kv_heads * columns_], columns_);
 }
 
 void DecodeLayer::write_token(int r) {
@@ -174,7 +178,11 @@ void DecodeLayer::write_token(int r) {
     std::memcpy(to, k + h * row, row);
     std::memcpy(to + cache.value_offset, v + h * row, row);
   }
-  if (layer_->sparse()) append_to_digest(model_, layer_->digests, page, offset == 0, k, row);
+  if (!layer_->sparse()) return;
+  append_to_digest(model_, layer_->digests, page, offset == 0, k, row);
+  // Only whole pages are ever scored, so bytes can wait until the page is one.
+  if (layer_->bytes.base && offset == model_.page_size - 1)
+    quantize_digest(model_, layer_->digests, layer_->bytes, *kernels_.base, page);
 }
 
 void DecodeLayer::select_row(int r) {

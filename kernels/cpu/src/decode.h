@@ -19,7 +19,7 @@ class DecodeLayer : public Task {
  public:
   DecodeLayer(const hb_model& model, int layers, int isa);
 
-  void set_layer(int layer, const hb_cache& cache, const hb_digests* digests);
+  void set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes);
   void begin(const hb_step& step);
   // Throws std::invalid_argument and std::out_of_range.
   void run(int layer, const hb_layer& args, Pool* pool, void* gomp_parallel, int threads);
@@ -33,6 +33,7 @@ class DecodeLayer : public Task {
   struct Layer {
     hb_cache cache{};
     hb_digests digests{};
+    hb_bytes bytes{};
     bool sparse() const { return digests.base != nullptr; }
   };
   struct RowTask {
@@ -44,6 +45,7 @@ class DecodeLayer : public Task {
   void make_tasks(int lanes);
   void run_task(const RowTask& task, int lane);
   void write_token(int row);
+  void score(const RowTask& task, int lane);
   void select_row(int row);
   void list_row(int row, int list, const int32_t* pages, int count);
   void plan_attention();
@@ -60,6 +62,7 @@ class DecodeLayer : public Task {
   hb_model model_;
   int isa_;
   Kernels kernels_;
+  ByteDotsFn byte_dots_;
   std::vector<Layer> layers_;
 
   // The step.

@@ -49,31 +49,109 @@ void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t 
   }
 }
 
+namespace {
+
+// Values -> bytes around 128; returns the scale. What is not finite counts as 0. In integer arithmetic where that lets
+// the compiler vectorize: it happens for every query.
+float quantize(const float* from, uint8_t* to, int n) {
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the rounded value in the lowest bits
+  int32_t values[kMaxHeadDim], largest_bits = 0;
+  for (int d = 0; d < n; d++) {
+    int32_t bits;
+    std::memcpy(&bits, &from[d], 4);
+    const int32_t magnitude = bits & 0x7fffffff;
+    const bool finite = magnitude < 0x7f800000;
+    values[d] = finite ? bits : 0;
+    largest_bits = std::max(largest_bits, finite ? magnitude : 0);
+  }
+  float largest;
+  std::memcpy(&largest, &largest_bits, 4);
+  const float scale = largest / 127.f, inverse = scale > 1e-37f ? 1.f / scale : 0.f;
+  for (int d = 0; d < n; d++) {
+    float x;
+    std::memcpy(&x, &values[d], 4);
+    x = x * inverse + kRound;
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    to[d] = (uint8_t)(bits + 128);
+  }
+  return scale;
+}
+
+}  // namespace
+
+void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_bytes& bytes, const Isa& isa,
+                     int64_t page) {
+  const int dim = model.head_dim;
+  uint8_t* row = bytes.base + page * bytes.page_stride;
+  float* scales = (float*)(row + (int64_t)model.kv_heads * 2 * dim);
+  float values[kMaxHeadDim];
+  for (int s = 0; s < 2 * model.kv_heads; s++) {
+    const char* from = digests.base + page * digests.page_stride + (s / 2) * digests.head_stride;
+    isa.widen(model.type, from + (int64_t)(s % 2) * dim * element_size(model.type), values, dim);
+    scales[s] = quantize(values, row + (int64_t)s * dim, dim);
+  }
+}
+
 // sum_d max(q*min, q*max) = relu(q).max + (-relu(-q)).min, so weights are the positive, then the negative part of q;
 // and a sum over heads commutes with the dot product, so summed scores need one weight vector for all of them.
-void Scorer::prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, bool per_head,
-                     bool maximum, const char* q, int64_t q_head_stride) {
+void Scorer::sum_weights(const hb_model& model, const Kernels& kernels, const char* q, int64_t q_head_stride) {
   model_ = model;
-  digests_ = digests;
   isa_ = kernels.base;
-  per_head_ = per_head;
-  maximum_ = maximum;
   const int dim = model.head_dim, heads = model.kv_heads * model.group;
-  const int width = 2 * dim, sets = maximum ? heads : model.kv_heads;
+  const int width = 2 * dim, sets = maximum_ ? heads : model.kv_heads;
   weights_.assign((size_t)sets * width, 0.f);
-  scratch_.resize(std::max<size_t>((size_t)sets * width, dim));
+  grown(scratch_, (size_t)sets * width);
   for (int head = 0; head < heads; head++) {
     isa_->widen(model.type, q + head * q_head_stride, scratch_.data(), dim);
-    float* w = &weights_[(size_t)(maximum ? head : head / model.group) * width];
+    float* w = &weights_[(size_t)(maximum_ ? head : head / model.group) * width];
     for (int d = 0; d < dim; d++) {
       w[d] += std::max(scratch_[d], 0.f);
       w[dim + d] += std::min(scratch_[d], 0.f);
     }
   }
-  isa_->prepare_weights(model.type, weights_.data(), sets * width, scratch_.data());
-  const int64_t row = (int64_t)model.kv_heads * width * element_size(model.type);
-  // About 16 KB ahead, in whole tiles.
-  ahead_ = (int)std::max<int64_t>(1, 16384 / (row * kScoreTile)) * kScoreTile;
+}
+
+// About 16 KB ahead, in whole tiles.
+static int columns_ahead(int64_t row_bytes) {
+  return (int)std::max<int64_t>(1, 16384 / (row_bytes * kScoreTile)) * kScoreTile;
+}
+
+void Scorer::prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, bool per_head,
+                     bool maximum, const char* q, int64_t q_head_stride) {
+  base_ = digests.base;
+  page_stride_ = digests.page_stride;
+  head_stride_ = digests.head_stride;
+  byte_dots_ = nullptr;
+  per_head_ = per_head;
+  maximum_ = maximum;
+  sum_weights(model, kernels, q, q_head_stride);
+  isa_->prepare_weights(model.type, weights_.data(), (int)weights_.size(), scratch_.data());
+  ahead_ = columns_ahead((int64_t)model.kv_heads * 2 * model.head_dim * element_size(model.type));
+}
+
+void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, ByteDotsFn byte_dots,
+                           const char* q, int64_t q_head_stride) {
+  base_ = (const char*)bytes.base;
+  page_stride_ = bytes.page_stride;
+  byte_dots_ = byte_dots;
+  per_head_ = maximum_ = false;
+  sum_weights(model, kernels, q, q_head_stride);
+  const int segments = 2 * model.kv_heads, dim = model.head_dim;
+  grown(byte_weights_, (size_t)segments * dim);
+  grown(bias_, segments);
+  grown(step_, segments);
+  uint8_t offset[kMaxHeadDim];
+  for (int s = 0; s < segments; s++) {
+    step_[s] = quantize(&weights_[(size_t)s * dim], offset, dim);
+    bias_[s] = 0;
+    for (int d = 0; d < dim; d++) {
+      const int weight = (int)offset[d] - 128;
+      byte_weights_[(size_t)s * dim + d] = (int8_t)weight;
+      bias_[s] += 128 * weight;
+    }
+  }
+  ahead_ = columns_ahead((int64_t)segments * dim);
 }
 
 void Scorer::score_tile(const char* const* rows, const char* const* upcoming, int column, int count, float* out,
@@ -81,7 +159,13 @@ void Scorer::score_tile(const char* const* rows, const char* const* upcoming, in
   const int width = 2 * model_.head_dim;
   const int64_t row = (int64_t)width * element_size(model_.type);
   float sums[kScoreTile];
-  const bool one_dot = !per_head_ && !maximum_ && digests_.head_stride == row;
+  if (byte_dots_) {
+    const ByteWeights weights{byte_weights_.data(), bias_.data(), step_.data(), 2 * model_.kv_heads, model_.head_dim};
+    byte_dots_(&weights, (const uint8_t* const*)rows, (const uint8_t* const*)upcoming, sums);
+    std::copy(sums, sums + count, out + column);
+    return;
+  }
+  const bool one_dot = !per_head_ && !maximum_ && head_stride_ == row;
   if (one_dot) {
     isa_->dots(model_.type, rows, upcoming, weights_.data(), model_.kv_heads * width, sums);
     std::copy(sums, sums + count, out + column);
@@ -91,8 +175,8 @@ void Scorer::score_tile(const char* const* rows, const char* const* upcoming, in
   for (int h = 0; h < model_.kv_heads; h++) {
     const char *at[kScoreTile], *ahead[kScoreTile];
     for (int i = 0; i < kScoreTile; i++) {
-      at[i] = rows[i] + h * digests_.head_stride;
-      ahead[i] = upcoming[i] + h * digests_.head_stride;
+      at[i] = rows[i] + h * head_stride_;
+      ahead[i] = upcoming[i] + h * head_stride_;
     }
     float best[kScoreTile] = {};
     const int sets = maximum_ ? model_.group : 1;

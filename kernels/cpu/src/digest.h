@@ -14,12 +14,20 @@ void fold_key(int type, const char* key, char* high, char* low, int n, bool rese
 void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t page, bool reset, const char* keys,
                       int64_t key_head_stride);
 
+// Brings a page's quantized row up to date with its digest.
+void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_bytes& bytes, const Isa& isa,
+                     int64_t page);
+
 // Scores of one query over pages: prepared once, then for ranges of pages, from any thread.
 class Scorer {
  public:
   // per_head: one score per page and KV head, else one per page. maximum: over the group's heads, else their sum.
   void prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, bool per_head, bool maximum,
                const char* q, int64_t q_head_stride);
+
+  // The same from bytes: one score per page, summed over all heads.
+  void prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, ByteDotsFn byte_dots,
+                     const char* q, int64_t q_head_stride);
 
   // out[list * list_stride + column] for columns begin..end; `page_of(column)` gives the page id.
   template <class PageOf>
@@ -29,8 +37,8 @@ class Scorer {
       for (int i = 0; i < kScoreTile; i++) {
         const int column = c + i < end ? c + i : end - 1;
         const int ahead = column + ahead_ < end ? column + ahead_ : end - 1;
-        rows[i] = digests_.base + page_of(column) * digests_.page_stride;
-        upcoming[i] = digests_.base + page_of(ahead) * digests_.page_stride;
+        rows[i] = base_ + page_of(column) * page_stride_;
+        upcoming[i] = base_ + page_of(ahead) * page_stride_;
       }
       score_tile(rows, upcoming, c, end - c < kScoreTile ? end - c : kScoreTile, out, list_stride);
     }
@@ -40,12 +48,19 @@ class Scorer {
   void score_tile(const char* const* rows, const char* const* upcoming, int column, int count, float* out,
                   int64_t list_stride);
 
+  void sum_weights(const hb_model& model, const Kernels& kernels, const char* q, int64_t q_head_stride);
+
   hb_model model_{};
-  hb_digests digests_{};
+  const char* base_ = nullptr;
+  int64_t page_stride_ = 0, head_stride_ = 0;
   const Isa* isa_ = nullptr;
+  ByteDotsFn byte_dots_ = nullptr;  // null: score the digests themselves
   bool per_head_ = false, maximum_ = false;
   int ahead_ = kScoreTile;  // columns
   std::vector<float> weights_, scratch_;
+  std::vector<int8_t> byte_weights_;
+  std::vector<int32_t> bias_;
+  std::vector<float> step_;
 };
 
 // Indices of the `budget` best scores, ascending, with the first `sinks` and the last `recent` forced in.

@@ -11,9 +11,9 @@ namespace {
 
 #if defined(__x86_64__)
 struct CpuFeatures {
-  bool avx2 = false, avx512 = false, amx = false;
+  bool avx2 = false, avx512 = false, vnni = false, amx = false;
   CpuFeatures() {
-    unsigned a, b, c, d, a7, b7, c7, d7;
+    unsigned a, b, c, d, a7, b7, c7, d7;  // registers of leaf 1 and of leaf 7
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 27))) return;  // no OSXSAVE
     if (!__get_cpuid_count(7, 0, &a7, &b7, &c7, &d7)) return;
     unsigned low, high;
@@ -23,6 +23,7 @@ struct CpuFeatures {
     avx2 = ymm && fma && f16c && (b7 & (1u << 5));
     const unsigned f_dq_bw_vl = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);
     avx512 = zmm && avx2 && (b7 & f_dq_bw_vl) == f_dq_bw_vl;
+    vnni = avx512 && (c7 & (1u << 11));
     const unsigned tile_and_bf16 = (1u << 24) | (1u << 22);
     amx = avx512 && tiles && (d7 & tile_and_bf16) == tile_and_bf16 && may_use_tiles();
 #ifdef HB_EMULATE_TILES
@@ -81,6 +82,15 @@ int best_isa() {
   for (int i = 0; i < table().count; i++)
     if (table().entries[i].runs) return i;
   return table().count - 1;
+}
+
+ByteDotsFn byte_dots_for(int isa) {
+#if defined(__x86_64__) && defined(HB_HAVE_AVX512) && defined(HB_HAVE_VNNI)
+  if (cpu().vnni && isa_at(isa).name != hb_isa_avx2.name && isa_at(isa).name != hb_isa_generic.name)
+    return hb_vnni_byte_dots;
+#endif
+  while (!isa_runs(isa) || !isa_at(isa).byte_dots) isa++;
+  return isa_at(isa).byte_dots;
 }
 
 Kernels kernels_for(int isa, const Shape& shape) {

@@ -48,6 +48,16 @@ typedef void (*AttendFn)(const Shape*, const Segment*, int segments, const PageR
 typedef void (*DotsFn)(int type, const char* const* rows, const char* const* upcoming, const float* weights, int n,
                        float* out);
 
+// Scores of rows of quantized digests. A row is `segments` segments of `width` bytes, then one fp32 scale per segment:
+//   out[r] = sum over segments s of scale[r][s] * step[s] * (bytes[r][s] . weights[s] - bias[s])
+struct ByteWeights {
+  const int8_t* weights;  // [segments, width]
+  const int32_t* bias;    // [segments]: 128 * sum of the segment's weights, because bytes are offset by 128
+  const float* step;      // [segments]
+  int segments, width;    // width: a multiple of 16
+};
+typedef void (*ByteDotsFn)(const ByteWeights*, const uint8_t* const* rows, const uint8_t* const* upcoming, float* out);
+
 struct Isa {
   const char* name;
   AttendFn (*attend)(const Shape*);  // null for a shape that this ISA leaves to the next one
@@ -56,7 +66,9 @@ struct Isa {
   void (*prepare_weights)(int type, float* weights, int n, float* scratch);
   void (*convert)(int type, const float* from, void* to, int n);  // fp32 -> type, round to nearest even
   void (*widen)(int type, const void* from, float* to, int n);    // type -> fp32
+  ByteDotsFn byte_dots;
 };
 
 #define HB_HIDDEN __attribute__((visibility("hidden")))
 extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx;
+extern "C" HB_HIDDEN const ByteDotsFn hb_vnni_byte_dots;  // for AVX-512 CPUs that have VNNI

@@ -341,6 +341,23 @@ void vector_prepare_weights(int type, float* weights, int n, float* scratch) {
   }
 }
 
+// Plain loops, which compilers turn into widening multiplications.
+void vector_byte_dots(const ByteWeights* w, const uint8_t* const* rows, const uint8_t* const* upcoming, float* out) {
+  for (int r = 0; r < kScoreTile; r++) {
+    const float* scales = (const float*)(rows[r] + w->segments * w->width);
+    float total = 0;
+    for (int s = 0; s < w->segments; s++) {
+      const uint8_t* bytes = rows[r] + s * w->width;
+      const int8_t* weights = w->weights + s * w->width;
+      for (int b = 0; b < w->width; b += 64) __builtin_prefetch(upcoming[r] + s * w->width + b, 0, 2);
+      int32_t sum = 0;
+      for (int i = 0; i < w->width; i++) sum += (int16_t)bytes[i] * (int16_t)weights[i];
+      total += scales[s] * w->step[s] * (float)(sum - w->bias[s]);
+    }
+    out[r] = total;
+  }
+}
+
 // --- conversions -----------------------------------------------------------------------------------------------
 
 #ifndef HAVE_FP16_CONVERSION
@@ -381,22 +398,23 @@ void vector_convert(int type, const float* from, void* to, int n) {
   }
 }
 
-template <int TYPE>
-void widen_row(const char* from, float* to, int n) {
-  for (int p = 0; p * PAIR < n; p++) {
-    const char* at = from + p * PAIR * kSize<TYPE>;
-    const bool whole = (p + 1) * PAIR <= n;
-    const Two x = whole ? load_pair_of(TYPE, at) : load_half_pair_of(TYPE, at);
-    const int count = whole ? PAIR : n - p * PAIR;
-    for (int i = 0; i < count; i++)
-      to[p * PAIR + i] = TYPE == BF16 ? (i % 2 ? x.b[i / 2] : x.a[i / 2]) : (i < LANES ? x.a[i] : x.b[i - LANES]);
-  }
-}
-
 void vector_widen(int type, const void* from, float* to, int n) {
-  if (type == BF16) widen_row<BF16>((const char*)from, to, n);
-  else if (type == FP16) widen_row<FP16>((const char*)from, to, n);
-  else memcpy(to, from, n * sizeof(float));
+  if (type == FP32) {
+    memcpy(to, from, n * sizeof(float));
+  } else if (type == BF16) {
+    for (int i = 0; i < n; i++) {
+      const uint32_t bits = (uint32_t)((const uint16_t*)from)[i] << 16;
+      memcpy(&to[i], &bits, 4);
+    }
+  } else {
+    for (int i = 0; i < n; i += PAIR) {
+      const char* at = (const char*)from + i * 2;
+      const bool whole = i + PAIR <= n;  // fp16 pairs load in order
+      const Two x = whole ? load_pair_of(FP16, at) : load_half_pair_of(FP16, at);
+      *(vf_any*)&to[i] = x.a;
+      if (whole) *(vf_any*)&to[i + LANES] = x.b;
+    }
+  }
 }
 
 }  // namespace

@@ -226,8 +226,13 @@ std::vector<uint16_t> decode(int rounds, hb_pool* pool, void* gomp, int threads)
   const hb_digests store{(char*)digests.data(), kv_heads * 2 * dim * 2, 2 * dim * 2};
   hb_decode* decoder = hb_decode_new(&model, 2, hb_isa_best());
   EXPECT(decoder, "%s", hb_last_error());
-  hb_decode_set_layer(decoder, 0, &layout, &store);
-  hb_decode_set_layer(decoder, 1, &layout, nullptr);
+  std::vector<uint8_t> quantized((size_t)pages * (kv_heads * 2 * dim + kv_heads * 8));
+  const hb_bytes bytes{quantized.data(), kv_heads * 2 * dim + kv_heads * 8};
+  std::vector<int64_t> every(pages);
+  for (int i = 0; i < pages; i++) every[i] = i;
+  EXPECT(hb_quantize(&model, &store, &bytes, pages, pages, every.data()) == HB_OK, "%s", hb_last_error());
+  hb_decode_set_layer(decoder, 0, &layout, &store, &bytes);
+  hb_decode_set_layer(decoder, 1, &layout, nullptr, nullptr);
   std::vector<int32_t> table(pages);
   for (int i = 0; i < pages; i++) table[i] = i;
   std::shuffle(table.begin(), table.end(), rng);
