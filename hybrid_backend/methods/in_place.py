@@ -38,9 +38,7 @@ class InPlace:
         self._tiers = tiers
         self._stats = stats
         self._sparse_layers = set(digests)
-        layers = [
-            layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)
-        ]
+        layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
         self._decoder = cpu.Decoder(layers, digests, model.num_heads, model.scale)
 
     @staticmethod
@@ -96,7 +94,9 @@ class InPlace:
         stats = self._stats.layers[layer]
         per_head = self._config.selection.granularity == "kv_head"
         for r in range(rows.count):
-            lists = [self._decoder.selected(r, head).long() for head in range(self._model.num_kv_heads if per_head else 1)]
+            lists = [
+                self._decoder.selected(r, head).long() for head in range(self._model.num_kv_heads if per_head else 1)
+            ]
             stats.mass_sum += mass_recall(
                 q[r],
                 self._tiers.host.blocks(layer),

@@ -76,9 +76,9 @@ class Scout(Method):
         """With unified tiers and nobody to run ahead for, all selected pages are attended in place: no slots."""
         separate = _is_separate(config, device)
         alone = not separate and not cls.looks_ahead(config, device)
-        if alone and kernel_name(config.workers.kernel) == "native":
-            if InPlace.supports(model, config.page_size, device):
-                return TierLayout(slots_per_request=0, digests=True, separate=False)
+        native = kernel_name(config.workers.kernel) == "native"
+        if alone and native and InPlace.supports(model, config.page_size, device):
+            return TierLayout(slots_per_request=0, digests=True, separate=False)
         return TierLayout(slots_per_request=_slots(config), digests=True, separate=separate)
 
     # --- the step ---
@@ -196,7 +196,9 @@ class Scout(Method):
         local = torch.arange(len(pages))
         target = region * slots.size + local
         host_pages = rows.page_table[r, pages]
-        self.tiers.transfers.copy(Recall(layer, region, int(slots.generation[region]), host_pages, target, lambda: None))
+        self.tiers.transfers.copy(
+            Recall(layer, region, int(slots.generation[region]), host_pages, target, lambda: None)
+        )
         residency.put(layer, region, local, pages, scores)
 
     def _recall_due(self, layer: int, step_number: int) -> bool:

@@ -142,10 +142,7 @@ class TorchPool(WorkerPool):
     def submit(
         self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
     ) -> Ticket:
-        if self._per_sequence:
-            shares = [slice(r, r + 1) for r in range(len(q))]
-        else:
-            shares = [slice(0, len(q))]
+        shares = [slice(r, r + 1) for r in range(len(q))] if self._per_sequence else [slice(0, len(q))]
         return _TorchTicket([self._executor.submit(self._run, s, q, layer, pages, scale) for s in shares], what)
 
     def close(self) -> None:

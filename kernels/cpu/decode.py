@@ -78,6 +78,7 @@ class Decoder:
         self.dtype = first.dtype
         self.shape = (heads, dim)
         self._kv_shape = (kv_heads, dim)
+        self._page_size = page_size
         model = lib.model_of(first.dtype, kv_heads, heads, dim, page_size, scale)
         self._handle = self._native.hb_decode_new(C.byref(model), len(layers), lib.isa_index(isa))
         if not self._handle:
@@ -97,7 +98,7 @@ class Decoder:
             )
         self._args = lib.LayerArgs()
         self._args_ref = C.byref(self._args)
-        self._strides: tuple[int, ...] = ()
+        self._strides: tuple[object, ...] = ()
         self._rows = 0
         self._pool: Pool | None = None
         self._gomp: int | None = None
@@ -140,9 +141,10 @@ class Decoder:
         rows, columns = page_table.shape
         if rows != len(seq_lens) or rows != len(budgets):
             raise ValueError(f"{rows} rows of pages, {len(seq_lens)} lengths, {len(budgets)} budgets")
-        page_size = self._alive[0][next(i for i, x in enumerate(self._alive[0]) if x is not None)].shape[3]
-        if rows and int(seq_lens.max()) > columns * page_size:
-            raise ValueError(f"a sequence of {int(seq_lens.max())} tokens has more pages than the table's {columns} columns")
+        if rows and int(seq_lens.max()) > columns * self._page_size:
+            raise ValueError(
+                f"a sequence of {int(seq_lens.max())} tokens has more pages than the table's {columns} columns"
+            )
         if tokens is not None:
             tokens = tokens.long().contiguous()
         step = lib.StepArgs(

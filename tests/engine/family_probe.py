@@ -81,6 +81,7 @@ _EXACT = {
     "page_size": PAGE,
     "budget_tokens": 4 * PAGE,
     "slots_per_request": 24,
+    "lookahead": {"enabled": True},
     "metrics": {"sample_interval": 1},  # every step: the lookahead runs although everything is resident
 }
 _SPARSE = _EXACT | {"slots_per_request": 4, "recall": {"intervals": 2}}
@@ -186,16 +187,16 @@ def watch_own_input(w: Any) -> dict[int, list[float]]:
     family = family_of(w.model_config.hf_config.model_type, "auto") or "unknown"
     errors: dict[int, list[float]] = {}
     predicted: dict[int, Tensor] = {}
-    attend = runtime.attend
+    forward = runtime.forward
 
     def note(layer: int, step: Any, query: Tensor) -> None:
         predicted[layer] = query.clone()
 
-    def compare(layer: int, step: Any, query: Tensor, out: Tensor) -> None:
+    def compare(layer: int, step: Any, query: Tensor, *others: Tensor) -> None:
         if step.decode is not None:
             real = step.decode.gather(query)
             errors.setdefault(layer, []).append(float((predicted.pop(layer) - real).abs().max()))
-        attend(layer, step, query, out)
+        forward(layer, step, query, *others)
 
     for name, attention, decoder in attention_layers(w.model_runner.get_model()):
         decoder._forward_pre_hooks.clear()
@@ -205,7 +206,7 @@ def watch_own_input(w: Any) -> dict[int, list[float]]:
     runtime.wants_lookahead = lambda layer, step: step.decode is not None
     runtime.method.lookahead = lambda *_: None
     runtime.lookahead = note
-    runtime.attend = compare
+    runtime.forward = compare
     return errors
 
 
@@ -222,8 +223,8 @@ def watch_order(w: Any) -> dict[int, list[str]]:
 
         return wrapper
 
-    for name in ("lookahead", "attend"):
-        setattr(runtime, name, watched(name, getattr(runtime, name)))
+    for name, method in (("lookahead", "lookahead"), ("attend", "forward")):
+        setattr(runtime, method, watched(name, getattr(runtime, method)))
     return events
 
 
@@ -239,6 +240,8 @@ def with_lookahead(model: Path) -> dict[str, Any]:
         generate(llm)
         found["errors"] = {layer: max(values) for layer, values in errors.items()}
         found["compared"] = {layer: len(values) for layer, values in errors.items()}
+    with engine(model, _EXACT | NO_LOOKAHEAD | {"tiers": "unified"}) as llm:
+        found["in_place"] = served(llm)
     return found
 
 

@@ -63,7 +63,7 @@ def test_prediction_from_a_layers_own_input_is_its_real_query(seen: Probe, famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tiers", ["separate", "unified"])
+@pytest.mark.parametrize("tiers", ["separate", "unified", "in_place"])
 def test_answers_equal_the_stock_backends_when_everything_is_resident(seen: Probe, family: str, tiers: str) -> None:
     found = seen(family)
     assert_same_answers(found[tiers], found["stock"])

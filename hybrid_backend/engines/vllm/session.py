@@ -34,9 +34,7 @@ def attention_layers(model: nn.Module) -> list[tuple[str, Attention, nn.Module]]
     return found
 
 
-def attach_lookahead(
-    model: nn.Module, vllm_config: VllmConfig, config: HybridConfig, device: torch.device
-) -> None:
+def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridConfig, device: torch.device) -> None:
     """Predict every full-attention layer's query at the input of the layer before it. Call before compilation."""
     if not resolve_method(config.method).looks_ahead(config, device):
         return
