@@ -34,7 +34,7 @@ _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mpre
 ISA_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "vnni": [*_AVX512, "-mavx512vnni"], "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"]}
 # What the library shows: nothing of C++, so that it cannot clash with another copy of the standard library.
 EXPORTS = "{ global: hb_*; local: *; };\n"
-CORE = ["dispatch", "attend_job", "digest", "pool", "decode", "api"]
+CORE = ["dispatch", "attend_job", "digest", "pool", "decode", "selfcheck", "api"]
 
 NO_COMPILER = (
     "no C++ compiler found: install one (Debian, Ubuntu: apt-get install build-essential; or clang) or name it in CXX, "
