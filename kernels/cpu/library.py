@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 import sys
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -239,6 +239,7 @@ def check(result: int) -> int:
     return result
 
 
+@cache
 def isa_index(name: str | None) -> int:
     """Index of an instruction set; None is the best one that runs here.
 

@@ -10,6 +10,7 @@
 #include "digest.h"
 #include "dispatch.h"
 #include "pool.h"
+#include "selfcheck.h"
 
 #define HB_API extern "C" __attribute__((visibility("default")))
 
@@ -66,7 +67,7 @@ HB_API const char* hb_last_error(void) { return last_error.c_str(); }
 HB_API int hb_isa_count(void) { return hb::isa_count(); }
 HB_API const char* hb_isa_name(int isa) { return isa >= 0 && isa < hb::isa_count() ? hb::isa_at(isa).name : ""; }
 HB_API int hb_isa_runs(int isa) { return hb::isa_runs(isa); }
-HB_API int hb_isa_best(void) { return hb::best_isa(); }
+HB_API int hb_isa_best(void) { return hb::best_checked_isa(); }
 
 HB_API int hb_partial(const hb_partial_args* args, int isa) {
   return guarded([&] {
@@ -77,14 +78,9 @@ HB_API int hb_partial(const hb_partial_args* args, int isa) {
 }
 
 HB_API uint64_t hb_read(const void* from, int64_t n) {
-  typedef uint64_t Vector __attribute__((vector_size(16), aligned(16), may_alias));
-  const Vector* at = (const Vector*)from;
-  Vector sums[8] = {};
-  for (int64_t i = 0; i + 8 <= n / 16; i += 8)
-#pragma GCC unroll 8
-    for (int k = 0; k < 8; k++) sums[k] |= at[i + k];
-  for (int k = 1; k < 8; k++) sums[0] |= sums[k];
-  return sums[0][0] | sums[0][1];
+  int isa = hb::best_isa();
+  while (!hb::isa_at(isa).read) isa++;
+  return hb::isa_at(isa).read(from, n);
 }
 
 // --- digests ---------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ int hb_isa_best(void);
 
 int hb_partial(const hb_partial_args* args, int isa);
 
-// Reads n bytes in order and does nothing with them: the roofline that benchmarks compare with.
+// Reads n bytes (from a multiple of 64) in order, with the widest loads: the roofline that benchmarks compare with.
 uint64_t hb_read(const void* from, int64_t n);
 
 // --- digests ---------------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ struct Isa {
   void (*convert)(int type, const float* from, void* to, int n);  // fp32 -> type, round to nearest even
   void (*widen)(int type, const void* from, float* to, int n);    // type -> fp32
   ByteDotsFn byte_dots;
+  uint64_t (*read)(const void* from, int64_t n);  // reads n bytes, for benchmarks
 };
 
 #define HB_HIDDEN __attribute__((visibility("hidden")))

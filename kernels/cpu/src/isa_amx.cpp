@@ -374,4 +374,4 @@ AttendFn amx_attend(const Shape* shape) {
 
 }  // namespace
 
-extern "C" const Isa hb_isa_amx = {"amx", amx_attend, nullptr, nullptr, nullptr, nullptr, nullptr};
+extern "C" const Isa hb_isa_amx = {"amx", amx_attend, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};

@@ -358,6 +358,18 @@ void vector_byte_dots(const ByteWeights* w, const uint8_t* const* rows, const ui
   }
 }
 
+uint64_t vector_read(const void* from, int64_t n) {
+  const vi* at = (const vi*)from;
+  vi seen[8] = {};
+  for (int64_t i = 0; i + 8 <= n / LANE_BYTES; i += 8)
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++) seen[k] |= at[i + k];
+  for (int k = 1; k < 8; k++) seen[0] |= seen[k];
+  uint64_t result = 0;
+  for (int i = 0; i < LANES; i++) result |= (uint32_t)seen[0][i];
+  return result;
+}
+
 // --- conversions -----------------------------------------------------------------------------------------------
 
 #ifndef HAVE_FP16_CONVERSION
