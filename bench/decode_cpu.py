@@ -1,6 +1,6 @@
 """Decode tokens/s of the whole vLLM CPU engine, hybrid against stock: same prompts, same threads, interleaved.
 
-    python -m bench.decode_cpu [--contexts 200,2000,7500] [--batches 1,4,8] [--rounds 5] [--tokens 48] [--set KEY=VALUE]
+    python -m bench.decode_cpu [--contexts 200,2000,7500] [--batches 1,4,8] [--rounds 5] [--set KEY=VALUE]
 
 Both servers run side by side and are asked in turn, so that a slow moment of the machine hits both. Prompts are computed
 once and then come from the prefix cache: what is timed is decoding. Prints medians, ratios and their spread, and writes
@@ -84,7 +84,8 @@ def main() -> None:
                     results.append({"context": context, "batch": batch, **rates, "ratios": ratios})
                     print(
                         f"context {context} batch {batch}: stock {statistics.median(rates['stock']):.1f} "
-                        f"hybrid {statistics.median(rates['hybrid']):.1f} tokens/s, ratio {statistics.median(ratios):.2f}",
+                        f"hybrid {statistics.median(rates['hybrid']):.1f} tokens/s, ratio "
+                        f"{statistics.median(ratios):.2f}",
                         flush=True,
                     )
     table = Table("context", "batch", "stock tok/s", "hybrid tok/s", "ratio", "ratio min..max")

@@ -179,8 +179,7 @@ class Decoder:
         Raises:
             WorkerError: a page id that the layer lacks.
         """
-        strides = (q.stride(), out.stride(), k.stride() if k is not None else None, v.stride() if v is not None else None,
-                   score_q.stride() if score_q is not None else None)  # fmt: skip
+        strides = (q.stride(), out.stride(), *(x.stride() if x is not None else None for x in (k, v, score_q)))
         args = self._args
         if strides != self._strides:
             self._check(q, k, v, out, score_q)
