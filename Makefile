@@ -149,3 +149,16 @@ lock: $(PYTHON_STAMP) ## Renew the lock files in requirements/ (needs the networ
 clean: ## Remove .venv and everything built (fetched models in .cache stay)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# -- measure -------------------------------------------------------------------------------------------------
+
+.PHONY: bench-cpu bench-decode-cpu bench-fidelity
+
+bench-cpu: test-install ## CPU kernels against the read roofline, torch and vLLM's operator
+	$(PY) -m bench.cpu_attention
+
+bench-decode-cpu: test-install model ## Decode tokens/s of the whole engine, hybrid against stock
+	$(PY) -m bench.decode_cpu
+
+bench-fidelity: test-install model ## KL, attention mass and key lookups of the sparse mode, by budget
+	$(PY) -m bench.fidelity_report
