@@ -38,7 +38,6 @@ class SlotPool:
         self.layers: dict[int, Tensor] = (
             {layer: torch.zeros(shape, dtype=model.dtype, device=device) for layer in layers} if separate else {}
         )
-        self._blocks = {layer: data.flatten(0, 2) for layer, data in self.layers.items()}
 
     @property
     def separate(self) -> bool:
@@ -51,10 +50,6 @@ class SlotPool:
     @property
     def regions_in_use(self) -> int:
         return len(self._region_of)
-
-    def blocks(self, layer: int) -> Tensor:
-        """``[slots * kv_heads * 2, page_size, head_dim]``, as `HostPool.blocks`."""
-        return self._blocks[layer]
 
     def region(self, request_id: str) -> int | None:
         return self._region_of.get(request_id)
