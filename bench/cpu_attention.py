@@ -176,7 +176,9 @@ class Bench:
                 if name == "roofline":
                     rates[name].append(self.read_rate())
                     continue
-                jobs = [(torch.randn(rows, heads, self.dim).bfloat16(), self.take(rows, k).clone()) for _ in range(inner)]
+                jobs = [
+                    (torch.randn(rows, heads, self.dim).bfloat16(), self.take(rows, k).clone()) for _ in range(inner)
+                ]
                 begun = self._clock()
                 for q, ids in jobs:
                     runs[name](q, ids)
@@ -195,7 +197,9 @@ def measure(threads: int, gigabytes: float, reps: int, cases: list[tuple[int, in
             results.append({"shape": shape, "threads": threads, "rows": rows, "tokens": tokens, "gbps": rates})
             shown = "  ".join(f"{name} {rate:5.1f}" for name, rate in rates.items())
             best = max(rate for name, rate in rates.items() if name.startswith("native"))
-            print(f"{shape:16} {threads} thr {rows:2}x{tokens:4}  {shown}  | {best / rates['roofline']:.0%}", flush=True)
+            print(
+                f"{shape:16} {threads} thr {rows:2}x{tokens:4}  {shown}  | {best / rates['roofline']:.0%}", flush=True
+            )
     return results
 
 

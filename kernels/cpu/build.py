@@ -31,7 +31,12 @@ COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread"]
 ISA_COMMON = ["-O3", "-ffp-contract=fast", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-ISA_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "vnni": [*_AVX512, "-mavx512vnni"], "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"]}
+ISA_FLAGS = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "vnni": [*_AVX512, "-mavx512vnni"],
+    "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
+}
 # What the library shows: nothing of C++, so that it cannot clash with another copy of the standard library.
 EXPORTS = "{ global: hb_*; local: *; };\n"
 CORE = ["dispatch", "attend_job", "digest", "pool", "decode", "selfcheck", "api"]
@@ -124,7 +129,13 @@ def compile_all(objects: Path, extra: list[str]) -> tuple[list[str], list[Path]]
 
 def build_driver(target: Path, objects: Path, sanitizers: str, tiles: bool) -> None:
     """The C++ test driver, with everything linked in and instrumented; ``tiles``: AMX emulated in software."""
-    extra = [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g1", "-O1", *(["-DHB_EMULATE_TILES"] if tiles else [])]
+    extra = [
+        f"-fsanitize={sanitizers}",
+        "-fno-omit-frame-pointer",
+        "-g1",
+        "-O1",
+        *(["-DHB_EMULATE_TILES"] if tiles else []),
+    ]
     if "undefined" in sanitizers:
         extra.append("-fno-sanitize-recover=undefined")
     _, files = compile_all(objects, extra)

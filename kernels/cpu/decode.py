@@ -77,6 +77,7 @@ class Decoder:
         _, kv_heads, _, page_size, dim = first.shape
         self.dtype = first.dtype
         self.shape = (heads, dim)
+        self._page_size = page_size
         self._kv_shape = (kv_heads, dim)
         model = lib.model_of(first.dtype, kv_heads, heads, dim, page_size, scale)
         self._handle = self._native.hb_decode_new(C.byref(model), len(layers), lib.isa_index(isa))
@@ -97,7 +98,7 @@ class Decoder:
             )
         self._args = lib.LayerArgs()
         self._args_ref = C.byref(self._args)
-        self._strides: tuple[int, ...] = ()
+        self._strides: object = None
         self._rows = 0
         self._pool: Pool | None = None
         self._gomp: int | None = None
@@ -140,9 +141,11 @@ class Decoder:
         rows, columns = page_table.shape
         if rows != len(seq_lens) or rows != len(budgets):
             raise ValueError(f"{rows} rows of pages, {len(seq_lens)} lengths, {len(budgets)} budgets")
-        page_size = self._alive[0][next(i for i, x in enumerate(self._alive[0]) if x is not None)].shape[3]
+        page_size = self._page_size
         if rows and int(seq_lens.max()) > columns * page_size:
-            raise ValueError(f"a sequence of {int(seq_lens.max())} tokens has more pages than the table's {columns} columns")
+            raise ValueError(
+                f"a sequence of {int(seq_lens.max())} tokens has more pages than the table's {columns} columns"
+            )
         if tokens is not None:
             tokens = tokens.long().contiguous()
         step = lib.StepArgs(
@@ -177,8 +180,13 @@ class Decoder:
         Raises:
             WorkerError: a page id that the layer lacks.
         """
-        strides = (q.stride(), out.stride(), k.stride() if k is not None else None, v.stride() if v is not None else None,
-                   score_q.stride() if score_q is not None else None)  # fmt: skip
+        strides: object = (
+            q.stride(),
+            out.stride(),
+            None if k is None else k.stride(),
+            None if v is None else v.stride(),
+            None if score_q is None else score_q.stride(),
+        )
         args = self._args
         if strides != self._strides:
             self._check(q, k, v, out, score_q)

@@ -46,7 +46,13 @@ def rebuild(digests: Tensor, layer: Tensor, pages: Tensor, tokens: Tensor) -> No
 
 
 def scores(
-    q: Tensor, digests: Tensor, page_table: Tensor, *, per_head: bool = False, aggregate: str = "sum", isa: str | None = None
+    q: Tensor,
+    digests: Tensor,
+    page_table: Tensor,
+    *,
+    per_head: bool = False,
+    aggregate: str = "sum",
+    isa: str | None = None,
 ) -> Tensor:
     """Quest's upper bounds of the logits, not scaled, aggregated over query heads.
 

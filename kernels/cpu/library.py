@@ -138,8 +138,22 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     ),
     "hb_scores": (
         C.c_int,
-        [_P(Model), _P(DigestStore), C.c_int64, C.c_void_p, C.c_int64, C.c_int64, C.c_int32, C.c_int32, C.c_void_p]
-        + [C.c_int64, C.c_int32, C.c_int32, C.c_void_p, C.c_int],
+        [
+            _P(Model),
+            _P(DigestStore),
+            C.c_int64,
+            C.c_void_p,
+            C.c_int64,
+            C.c_int64,
+            C.c_int32,
+            C.c_int32,
+            C.c_void_p,
+            C.c_int64,
+            C.c_int32,
+            C.c_int32,
+            C.c_void_p,
+            C.c_int,
+        ],
     ),
     "hb_quantize": (
         C.c_int,
@@ -147,8 +161,20 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     ),
     "hb_byte_scores": (
         C.c_int,
-        [_P(Model), _P(ByteStore), C.c_int64, C.c_void_p, C.c_int64, C.c_int64, C.c_int32, C.c_int32, C.c_void_p]
-        + [C.c_int64, C.c_void_p, C.c_int],
+        [
+            _P(Model),
+            _P(ByteStore),
+            C.c_int64,
+            C.c_void_p,
+            C.c_int64,
+            C.c_int64,
+            C.c_int32,
+            C.c_int32,
+            C.c_void_p,
+            C.c_int64,
+            C.c_void_p,
+            C.c_int,
+        ],
     ),
     "hb_select": (C.c_int, [C.c_void_p, C.c_int32, C.c_int32, C.c_int32, C.c_int32, C.c_void_p]),
     "hb_pool_new": (C.c_void_p, [C.c_int, _INT_P, C.c_int]),
@@ -267,7 +293,9 @@ def byte_row(kv_heads: int, head_dim: int) -> int:
 def bytes_of(quantized: Tensor, kv_heads: int, head_dim: int) -> ByteStore:
     """``quantized``: ``[pages, >= byte_row]`` uint8, made by `digests.quantized_like`."""
     if quantized.dtype != torch.uint8 or quantized.dim() != 2 or quantized.stride(1) != 1 or quantized.stride(0) % 4:
-        raise ValueError(f"quantized digests must be uint8 [pages, bytes], not {quantized.dtype} {tuple(quantized.shape)}")
+        raise ValueError(
+            f"quantized digests must be uint8 [pages, bytes], not {quantized.dtype} {tuple(quantized.shape)}"
+        )
     if quantized.shape[1] < byte_row(kv_heads, head_dim):
         raise ValueError(f"a quantized digest takes {byte_row(kv_heads, head_dim)} bytes, not {quantized.shape[1]}")
     return ByteStore(quantized.data_ptr(), quantized.stride(0))

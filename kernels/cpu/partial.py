@@ -81,7 +81,9 @@ def _listed(x: Tensor) -> Tensor:
 class NativeTicket:
     """A submitted partial. ``wait`` returns it, or raises what a worker raised."""
 
-    def __init__(self, pool: Pool, handle: int, result: tuple[Tensor, Tensor], alive: tuple[Tensor, ...], what: str) -> None:
+    def __init__(
+        self, pool: Pool, handle: int, result: tuple[Tensor, Tensor], alive: tuple[Tensor, ...], what: str
+    ) -> None:
         self._pool = pool
         self._handle: int | None = handle
         self._result = result

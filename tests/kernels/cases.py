@@ -16,7 +16,9 @@ def strided_layer(shape: tuple[int, ...], dtype: torch.dtype, pad: int, rng: tor
     return flat[pad:].view(*outer, dim + pad)[..., :dim]
 
 
-def page_lists(rows: int, lists: int, k: int, pages: int, page_size: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def page_lists(
+    rows: int, lists: int, k: int, pages: int, page_size: int, rng: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Lists of every length from 0 to ``k``, padding last, a ragged last page; ids distinct within a list."""
     ids = torch.stack([torch.randperm(pages, generator=rng)[:k] for _ in range(rows * lists)]).view(rows, lists, k)
     length = torch.randint(0, k + 1, (rows, lists, 1), generator=rng)

@@ -29,8 +29,17 @@ def pool():
 class Case:
     """Sequences whose next token is to be decoded; `tokens` of them are in the cache."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, kv_heads: int, group: int, dim: int, page_size: int, rows: int,
-                 columns: int = 12) -> None:
+    def __init__(
+        self,
+        seed: int,
+        dtype: torch.dtype,
+        kv_heads: int,
+        group: int,
+        dim: int,
+        page_size: int,
+        rows: int,
+        columns: int = 12,
+    ) -> None:
         self.rng = torch.Generator().manual_seed(seed)
         pages = rows * columns + 1
         self.layer = torch.randn(pages, kv_heads, 2, page_size, dim, generator=self.rng).to(dtype)
@@ -70,8 +79,15 @@ class Case:
             layer[self.table[row, last], :, 1, offset] = self.v[token]
         return layer
 
-    def check(self, decoder: cpu.Decoder, budgets: torch.Tensor, how: SelectionConfig, sinks: int, recent: int,
-              score_q: torch.Tensor | None = None) -> None:
+    def check(
+        self,
+        decoder: cpu.Decoder,
+        budgets: torch.Tensor,
+        how: SelectionConfig,
+        sinks: int,
+        recent: int,
+        score_q: torch.Tensor | None = None,
+    ) -> None:
         expected_layer = self.written()
         per_head = how.granularity == "kv_head"
         decoder.begin(
@@ -134,7 +150,8 @@ def test_matches_the_references(team, pool, data):
         data.draw(st.integers(1, 6)),
     )  # fmt: skip
     how = SelectionConfig(
-        granularity=data.draw(st.sampled_from(["layer", "kv_head"])), aggregate=data.draw(st.sampled_from(["sum", "max"]))
+        granularity=data.draw(st.sampled_from(["layer", "kv_head"])),
+        aggregate=data.draw(st.sampled_from(["sum", "max"])),
     )
     budgets = torch.tensor([data.draw(st.sampled_from([-1, 5, 8, 1000])) for _ in case.tokens])
     score_q = torch.randn(case.q.shape, generator=case.rng).to(dtype) if data.draw(st.booleans()) else None

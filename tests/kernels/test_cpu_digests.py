@@ -45,15 +45,14 @@ def test_scores(isa, data):
     dim, group = data.draw(st.sampled_from([16, 64, 80, 96, 128, 256])), data.draw(st.integers(1, 9))
     kv_heads, columns = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 37))
     how = SelectionConfig(
-        granularity=data.draw(st.sampled_from(["layer", "kv_head"])), aggregate=data.draw(st.sampled_from(["sum", "max"]))
+        granularity=data.draw(st.sampled_from(["layer", "kv_head"])),
+        aggregate=data.draw(st.sampled_from(["sum", "max"])),
     )
     rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     digests = torch.randn(50, kv_heads, 2, dim, generator=rng).to(dtype)
     q = torch.randn(2, kv_heads * group, dim, generator=rng).to(dtype)
     table = torch.randint(0, 50, (2, columns), generator=rng)
-    mine = native.scores(
-        q, digests, table, per_head=how.granularity == "kv_head", aggregate=how.aggregate, isa=isa
-    )
+    mine = native.scores(q, digests, table, per_head=how.granularity == "kv_head", aggregate=how.aggregate, isa=isa)
     expected = selection.page_scores(q, digests, table, how)
     assert mine.shape == expected.shape
     assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-3 * group)

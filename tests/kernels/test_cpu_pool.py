@@ -92,9 +92,9 @@ def test_stale_rows_are_dropped(pool):
     ids, valid = ids.abs(), valid.clamp(min=1)
     current = torch.tensor([5, 6, 7, 8])
     regions, generations = torch.tensor([3, 0, 1]), torch.tensor([8, 4, 6])
-    out, lse = pool.submit(
-        q, layer, ids, valid, scale, regions=regions, generations=generations, current=current
-    ).wait(20)
+    out, lse = pool.submit(q, layer, ids, valid, scale, regions=regions, generations=generations, current=current).wait(
+        20
+    )
     expected = cpu.partial(q, layer, ids, valid, scale)
     assert (out[1] == 0).all() and (lse[1] == float("-inf")).all()
     for row in (0, 2):
