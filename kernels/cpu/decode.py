@@ -77,6 +77,7 @@ class Decoder:
         _, kv_heads, _, page_size, dim = first.shape
         self.dtype = first.dtype
         self.shape = (heads, dim)
+        self._page_size = page_size
         self._kv_shape = (kv_heads, dim)
         self._page_size = page_size
         model = lib.model_of(first.dtype, kv_heads, heads, dim, page_size, scale)
@@ -98,7 +99,7 @@ class Decoder:
             )
         self._args = lib.LayerArgs()
         self._args_ref = C.byref(self._args)
-        self._strides: tuple[object, ...] = ()
+        self._strides: object = None
         self._rows = 0
         self._pool: Pool | None = None
         self._gomp: int | None = None
@@ -141,7 +142,8 @@ class Decoder:
         rows, columns = page_table.shape
         if rows != len(seq_lens) or rows != len(budgets):
             raise ValueError(f"{rows} rows of pages, {len(seq_lens)} lengths, {len(budgets)} budgets")
-        if rows and int(seq_lens.max()) > columns * self._page_size:
+        page_size = self._page_size
+        if rows and int(seq_lens.max()) > columns * page_size:
             raise ValueError(
                 f"a sequence of {int(seq_lens.max())} tokens has more pages than the table's {columns} columns"
             )
@@ -179,7 +181,13 @@ class Decoder:
         Raises:
             WorkerError: a page id that the layer lacks.
         """
-        strides = (q.stride(), out.stride(), *(x.stride() if x is not None else None for x in (k, v, score_q)))
+        strides: object = (
+            q.stride(),
+            out.stride(),
+            None if k is None else k.stride(),
+            None if v is None else v.stride(),
+            None if score_q is None else score_q.stride(),
+        )
         args = self._args
         if strides != self._strides:
             self._check(q, k, v, out, score_q)
