@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.fidelity import FIDELITY_FLAGS, compare, follow, lookups
+from hybrid_backend.config import find_config, load_config
 from hybrid_backend.hub import fetch
 from tests.engine.server import MODEL, Server, hybrid_server, stock_server
 from tests.engine.texts import tokens_of_prose
@@ -56,7 +57,10 @@ def main() -> None:
     base = {"tiers": "separate", "host_pool.size": "1GiB", "metrics.sample_interval": 8}
     lines: dict[str, dict[str, Any]] = {f"budget {b}": {"budget_tokens": int(b)} for b in arguments.budgets.split(",")}
     lines["budget 1024, no recall"] = {"budget_tokens": 1024, "recall.enabled": False}
-    lines["budget 1024, partial with the real query"] = {"budget_tokens": 1024, "lookahead.partial_query": "real"}
+    lines["budget 1024, partial with the predicted query"] = {
+        "budget_tokens": 1024,
+        "lookahead.partial_query": "predicted",
+    }
     lines["budget 1024, no lookahead, unified"] = {"budget_tokens": 1024, "tiers": "unified"}
     table = Table("", "KL (nats)", "same token", "mass recall", "cosine", "lookups kept", "CPU share")
     results: dict[str, dict[str, Any]] = {}
@@ -83,7 +87,7 @@ def line(server: Server, context: int, dense: list[list[dict[int, float]]], righ
     compared = [compare(a, b) for a, b in zip(dense, followed(server, context), strict=True)]
     mass = server.metrics("hybrid_attention_mass_recall").get("hybrid_attention_mass_recall", {})
     cosine = server.metrics("hybrid_predicted_query_cosine").get("hybrid_predicted_query_cosine", {})
-    exact = {"0", "1", "2"}
+    exact = {str(layer) for layer in load_config(find_config(MODEL)).exact_layers}
     sparse_mass = [value for layer, value in mass.items() if layer not in exact]
     kept = sum(a and b for a, b in zip(right, found(server, context), strict=True))
     return {
@@ -94,7 +98,7 @@ def line(server: Server, context: int, dense: list[list[dict[int, float]]], righ
         "cosine": sum(cosine.values()) / len(cosine) if cosine else float("nan"),
         "kept": kept,
         "asked": sum(right),
-        "cpu_share": long_decode(server, context, set(range(3, 30))),
+        "cpu_share": long_decode(server, context, set(range(30)) - set(load_config(find_config(MODEL)).exact_layers)),
     }
 
 

@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         [],
         ["recall.intervals", "a list of 2", "expected 30"],
     ),
-    "a page size unlike the engine's": (MODEL, [], ["--block-size", "64"], ["page_size: 32", "block size 64"]),
+    "a page size unlike the engine's": (MODEL, [], ["--block-size", "64"], ["page_size: 16", "block size 64"]),
     "a memory size that the environment overrules": (
         MODEL,
         ["--set=host_pool.size=1GiB"],
@@ -285,7 +285,7 @@ def busy_port() -> Iterator[int]:
 def test_hybrid_serve_refuses_a_page_size_unlike_the_engine_s(tmp_path: Path) -> None:
     port = str(free_port())
     answer = run_command(["hybrid", "serve", MODEL, "--", "--port", port, "--block-size", "64"], tmp_path)
-    answer.check_refusal("page_size: 32", "--block-size 32")
+    answer.check_refusal("page_size: 16", "--block-size 16")
 
 
 def test_hybrid_serve_refuses_a_busy_port(tmp_path: Path, busy_port: int) -> None:

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.engine
 
 LENGTHS = (5, 17, 64, 200, 333, 700, 1000, 1500, 2048, 3100, 4500, 6950)
 TOKENS = 24
-# fp32 KV of the demo model: 46,080 bytes per token. 480 MiB hold 10,922 tokens (341 pages of 32).
+# fp32 KV of the demo model: 46,080 bytes per token. 480 MiB hold 10,922 tokens (682 pages of 16).
 POOL = 480 * 2**20
-# Four prompts of 83 pages nearly fill the pool; their answers need 16 pages more: somebody must go.
+# Four prompts of 166 pages nearly fill the pool; their answers need 32 pages more: somebody must go.
 CROWD_LENGTH, CROWD_TOKENS = 2650, 128
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "4", "--max-num-batched-tokens", "1024", "--enforce-eager")
 
@@ -50,7 +50,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Answers:
 
 @pytest.fixture(scope="module", params=["separate", "unified"])
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    config = {"tiers": request.param, "slots_per_request": 256, "host_pool.size": POOL}
+    config = {"tiers": request.param, "slots_per_request": 512, "host_pool.size": POOL}
     with hybrid_server(tmp_path_factory.mktemp(request.param), config, FLAGS) as server:
         yield server
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from bench.fidelity import FIDELITY_FLAGS, Comparison, Lookup, compare, follow, lookups
-from tests.engine.server import Server, hybrid_server, stock_server
+from hybrid_backend.config import find_config, load_config
+from tests.engine.server import MODEL, Server, hybrid_server, stock_server
 from tests.engine.texts import tokens_of_prose
 
 pytestmark = pytest.mark.engine
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.engine
 CONTEXT, POSITIONS = 6900, 64
 STARTS = (0, 20000)
 SHORT = (40, 300, 700, 900)
-EXACT_LAYERS = {0, 1, 2}
+EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "4", "--enforce-eager", *FIDELITY_FLAGS)
 KEYS = {"tiers": "separate", "budget_tokens": 1024, "host_pool.size": "1GiB", "metrics.sample_interval": 8}
 
