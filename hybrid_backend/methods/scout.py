@@ -61,6 +61,7 @@ class Scout(Method):
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
         super().__init__(config, model, tiers, workers, stats)
         self._partial = resolve_kernel(config.workers.kernel)
+        self._ahead = config.lookahead.enabled is True or (config.lookahead.enabled == "auto" and tiers.slots.separate)
         if not tiers.slots.size:
             assert tiers.digests is not None
             self.in_place = InPlace(config, model, tiers, stats, tiers.digests.layers)
@@ -112,7 +113,7 @@ class Scout(Method):
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
         plan: _Plan | None = step.plan
-        if plan is None or self.in_place is not None or layer in self.config.exact_layers:
+        if not self._ahead or plan is None or layer in self.config.exact_layers:
             return False
         return bool(plan.sparse.any()) or plan.sampled
 

@@ -24,7 +24,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["--dtype", "float32", "--max-num-seqs", "32", "--max-model-len", "4096"]
     with hybrid_server(
         tmp_path_factory.mktemp("serving"),
-        {"host_pool.size": "512MiB", "tiers": "separate", "slots_per_request": 80},
+        {
+            "host_pool.size": "512MiB",
+            "tiers": "separate",
+            "slots_per_request": 80,
+            "lookahead.partial_query": "predicted",
+        },
         flags,
     ) as running:
         yield running

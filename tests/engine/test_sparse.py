@@ -108,7 +108,7 @@ def test_key_lookups_that_dense_gets_right_stay_right(sparse: Server, dense: Den
     assert kept >= asked - max(1, asked // 20)
 
 
-def test_the_cpu_workers_started_early_and_recall_kept_their_share_low(sparse: Server) -> None:
+def test_the_cpu_workers_did_their_part_and_recall_kept_it_small(sparse: Server) -> None:
     """256 decode steps at full context. The paper reports 8.2 % on average at its recall threshold of 12 %."""
     layers = set(range(30)) - EXACT_LAYERS
     before = {name: sparse.total(name, layers) for name in ("hybrid_cpu_tokens_total", "hybrid_selected_tokens_total")}
