@@ -466,7 +466,7 @@ def test_the_most_specific_pattern_wins(tmp_path, monkeypatch):
         "other": "qwen*",
     }.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"model": {"match": match}}))
-    monkeypatch.setattr("hybrid_backend.config.importlib.resources.files", lambda package: tmp_path)
+    monkeypatch.setattr("hybrid_backend.config.load.importlib.resources.files", lambda package: tmp_path)
     assert find_config("meta-llama/Llama-3.1-8B").stem == "narrow"
     assert find_config("meta-llama/Llama-3.2-1B").stem == "broad"
     assert find_config("Qwen/Qwen3-8B").stem == "other"

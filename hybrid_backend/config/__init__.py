@@ -1,0 +1,51 @@
+"""The YAML configuration: `schema` says what may be written, `rules` what a value may be, `load` reads it."""
+
+from hybrid_backend.config.load import (
+    DEFAULT_FILE,
+    ENV_CONFIG,
+    apply_overrides,
+    config_from_mapping,
+    find_config,
+    load_config,
+    load_mapping,
+    resolve_config,
+    shipped_configs,
+)
+from hybrid_backend.config.rules import Rule, format_size, parse_size
+from hybrid_backend.config.schema import (
+    HostPoolConfig,
+    HybridConfig,
+    LookaheadConfig,
+    MetricsConfig,
+    ModelMatch,
+    RecallConfig,
+    SelectionConfig,
+    WorkersConfig,
+    iter_keys,
+    rule_of,
+)
+
+__all__ = [
+    "DEFAULT_FILE",
+    "ENV_CONFIG",
+    "HostPoolConfig",
+    "HybridConfig",
+    "LookaheadConfig",
+    "MetricsConfig",
+    "ModelMatch",
+    "RecallConfig",
+    "Rule",
+    "SelectionConfig",
+    "WorkersConfig",
+    "apply_overrides",
+    "config_from_mapping",
+    "find_config",
+    "format_size",
+    "iter_keys",
+    "load_config",
+    "load_mapping",
+    "parse_size",
+    "resolve_config",
+    "rule_of",
+    "shipped_configs",
+]

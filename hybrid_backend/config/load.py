@@ -1,0 +1,230 @@
+"""From files, flags and the environment to a `HybridConfig`; every mistake is one line."""
+
+from __future__ import annotations
+
+import copy
+import importlib.resources
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from hybrid_backend.config.rules import (
+    did_you_mean,
+    fail,
+    one_line,
+    show,
+)
+from hybrid_backend.config.schema import HybridConfig, iter_keys, section_of
+
+ENV_CONFIG = "HYBRID_CONFIG"
+DEFAULT_FILE = "default.yaml"
+
+
+def _unknown_key(path: Sequence[str]) -> str:
+    """Why a dotted path is not a key, with the most likely meant one."""
+    model: type[BaseModel] = HybridConfig
+    for name in path[:-1]:
+        section = section_of(model.model_fields.get(name))
+        if section is None:
+            break
+        model = section
+    here, word = ".".join(path[:-1]), path[-1]
+    moved = [key for key, _ in iter_keys() if key.rpartition(".")[2] == word]
+    hint = f"did you mean {' or '.join(moved)}?" if moved else did_you_mean(word, list(model.model_fields))
+    if not hint:
+        hint = f"{here or 'the top level'} has the keys {', '.join(model.model_fields)}"
+    return f"{one_line('.'.join(path))}: unknown key {show(word)}; {hint}"
+
+
+def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
+    """Key path and one-line reason of one pydantic error."""
+    path = [str(part) for part in error["loc"]]
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        return key, _unknown_key(path)
+    if error["type"] == "hybrid":
+        at = error["ctx"]["at"]
+        key = key + at if path else at
+        return key, f"{key}: {error['msg']}"
+    if error["type"] in ("model_type", "model_attributes_type") and path:
+        section = section_of(HybridConfig.model_fields.get(path[0]))
+        keys = ", ".join(section.model_fields) if section else ""
+        return key, f"{key}: got {show(error['input'])}, expected a mapping with any of the keys {keys}"
+    return key, f"{key}: got {show(error['input'])}: {error['msg']}"
+
+
+def config_from_mapping(mapping: Mapping[str, object], source: str) -> HybridConfig:
+    """The configuration in a mapping; ConfigError names `source`, the key, the value and what is allowed."""
+    if not isinstance(mapping, Mapping):
+        fail(f"{source}: got {show(mapping)}, expected a mapping of keys to values")
+    _require_text_keys(mapping, source)
+    try:
+        plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
+        return HybridConfig.model_validate(plain)
+    except ValidationError as error:
+        reasons: dict[str, str] = {}
+        for item in error.errors(include_url=False):
+            key, reason = _explain(item)
+            reasons.setdefault(key, reason)
+    first, more = next(iter(reasons.values())), len(reasons) - 1
+    tail = f" (and {more} more problem{'s' if more > 1 else ''})" if more else ""
+    fail(f"{source}: {first}{tail}")
+
+
+def _require_text_keys(mapping: Mapping[Any, object], source: str, prefix: str = "") -> None:
+    for key, value in mapping.items():
+        if not isinstance(key, str):
+            fail(f"{source}: {prefix}{show(key)}: unknown key {show(key)}; write a name as the key")
+        if isinstance(value, Mapping) and not prefix:
+            _require_text_keys(value, source, f"{key}.")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with duplicate keys refused, and 1e-1 read as a number as in YAML 1.2 and JSON."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {show(key.value)} is written twice; keep one", problem_mark=key.start_mark
+                )
+            seen.add(str(key.value))
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _parse(text: str, source: str) -> Mapping[str, object]:
+    try:
+        data = yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
+        fail(f"{source}:{where} {error.problem or error.context}")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        fail(f"{source}: not valid YAML: {error}")
+    if data is None:
+        fail(f"{source}: is empty; write a key such as 'method: scout', or {{}} for defaults")
+    if not isinstance(data, Mapping):
+        got = show(data)
+        fail(f"{source}: got {got}, expected a mapping such as 'budget_tokens: 2048'")
+    return data
+
+
+def load_mapping(path: str | Path, source: str | None = None) -> Mapping[str, object]:
+    """The unchecked content of a YAML file, for `apply_overrides`."""
+    if not str(path).strip():
+        fail(f"{source or 'config'}: the path is empty; give the path of a YAML file")
+    file = Path(path).expanduser()
+    name = source or str(file)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        fail(f"{name}: no such file; check the path, or leave it out to use the model's")
+    except UnicodeDecodeError as error:
+        fail(f"{name}: not UTF-8 text (byte {error.start}); save the file as UTF-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        fail(f"{name}: cannot be read ({reason}); give a readable YAML file")
+    return _parse(text, name)
+
+
+def load_config(path: str | Path) -> HybridConfig:
+    """The configuration in a YAML file."""
+    return config_from_mapping(load_mapping(path), str(Path(path).expanduser()))
+
+
+def apply_overrides(mapping: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
+    """A copy of `mapping` with each `dotted.key=value` set, the value read as YAML; later ones win."""
+    result: dict[str, Any] = copy.deepcopy(dict(mapping))
+    known = {key for key, _ in iter_keys()} | set(HybridConfig.model_fields)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not key or not text.strip():
+            fail(f"--set {show(override)}: expected key=value, such as budget_tokens=1024")
+        if key not in known:
+            fail(f"--set {_unknown_key(key.split('.'))}")
+        section, _, name = key.rpartition(".")
+        target = result
+        if section:
+            target = dict(result[section]) if isinstance(result.get(section), Mapping) else {}
+            result[section] = target
+        target[name] = _override_value(text, key)
+    return result
+
+
+def _override_value(text: str, key: str) -> object:
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = getattr(error, "problem", None) or str(error)
+        fail(f"--set {key}: got {show(text)}, expected a YAML value ({reason})")
+
+
+def shipped_configs() -> tuple[Path, ...]:
+    """The YAML files that are installed with the package, sorted by name."""
+    try:
+        folder = Path(str(importlib.resources.files("hybrid_backend.configs")))
+    except ModuleNotFoundError:
+        folder = Path()
+    files = tuple(sorted(folder.glob("*.yaml"))) if folder != Path() else ()
+    if not any(file.name == DEFAULT_FILE for file in files):
+        fail(f"hybrid_backend.configs: {DEFAULT_FILE} is not installed; reinstall hybrid_backend")
+    return files
+
+
+def find_config(model_name: str) -> Path:
+    """The shipped file whose `model.match` fits the model best; default.yaml when none names it."""
+    files = shipped_configs()
+    best, best_score = next(file for file in files if file.name == DEFAULT_FILE), -1
+    for file in files:
+        score = load_config(file).model.specificity(model_name)
+        if score is not None and score > best_score:
+            best, best_score = file, score
+    return best
+
+
+def resolve_config(
+    model_name: str,
+    explicit: str | Path | Mapping[str, object] | None,
+    env: Mapping[str, str],
+    overrides: Sequence[str] = (),
+) -> tuple[HybridConfig, str]:
+    """The configuration to use and where it came from.
+
+    `explicit` wins over HYBRID_CONFIG, which wins over the shipped file for the model's name, which wins over
+    default.yaml. A text that starts with `{` is the YAML or JSON itself, any other text is a path. An empty
+    HYBRID_CONFIG counts as unset. `overrides` are applied last.
+    """
+    given = explicit if explicit is not None else (env.get(ENV_CONFIG, "").strip() or None)
+    origin = "explicit" if explicit is not None else ENV_CONFIG
+    mapping: Mapping[str, object]
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        source = f"{origin} (inline)"
+        mapping = _parse(given.replace("\t", " "), source)  # YAML, unlike JSON, has no tabs between tokens
+    elif isinstance(given, str | Path):
+        source = f"{given} ({origin})"
+        mapping = load_mapping(given, source)
+    elif given is not None:
+        source = f"{origin} (mapping)"
+        mapping = given
+    else:
+        path = find_config(model_name)
+        reason = f"{'matches' if path.name != DEFAULT_FILE else 'no shipped file matches'} {model_name}"
+        source = f"{path} ({reason})"
+        mapping = load_mapping(path, source)
+    if overrides:
+        if isinstance(mapping, Mapping):
+            mapping = apply_overrides(mapping, overrides)
+        source += " with --set"
+    return config_from_mapping(mapping, source), source

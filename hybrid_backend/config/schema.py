@@ -1,0 +1,287 @@
+"""The YAML configuration: what may be written, what it means and where every number comes from.
+
+A key is declared once, below: its type, its default, a `Rule` (the sentence a user reads when the value is
+wrong, and the function that enforces it) and a docstring that ends with the source of the number. The error
+messages and docs/configuration.md follow from that declaration.
+
+Papers: ScoutAttention is arXiv 2603.27138, Quest is arXiv 2406.10774, StreamingLLM is arXiv 2309.17453.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
+
+from hybrid_backend.config.rules import (
+    BOOL,
+    SIZE,
+    Rule,
+    auto_or,
+    check_patterns,
+    choice,
+    either,
+    fail,
+    format_size,
+    integer,
+    integer_of,
+    list_of,
+    named,
+    number,
+    refuse,
+    show,
+)
+
+
+def names_of(model_name: str) -> tuple[str, ...]:
+    """Lower-case names a model goes by: its id or path, the last part, and the id inside a hub cache path."""
+    full = model_name.strip().rstrip("/").lower()
+    names = [full, full.rpartition("/")[2]]
+    cached = re.search(r"(?:^|/)models--([^/]+)", full)
+    if cached:
+        names += [cached[1].replace("--", "/"), cached[1].rpartition("--")[2]]
+    return tuple(names)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelMatch(Section):
+    """Which models a file is for."""
+
+    match: Annotated[
+        str | tuple[str, ...], Rule("a name pattern such as *qwen3-8b*, or a list of them", check_patterns)
+    ] = "*"
+    """Shell pattern(s), compared without case to the Hugging Face id and to the directory name; the file with
+    the longest literal text in its matching pattern wins. Source: default (any model)."""
+    family: Annotated[
+        Literal["auto", "llama", "qwen2", "qwen3", "mistral", "gemma3", "glm4"],
+        choice("auto", "llama", "qwen2", "qwen3", "mistral", "gemma3", "glm4"),
+    ] = "auto"
+    """Layer structure used to predict the next layer's query; auto reads the model's own config.
+    Source: default."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.match,) if isinstance(self.match, str) else self.match
+
+    def specificity(self, model_name: str) -> int | None:
+        """Literal characters of the longest pattern that matches the model; None when none does."""
+        names = names_of(model_name)
+        scores = [
+            len(re.sub(r"\[[^]]*\]|[*?]", "", pattern))
+            for pattern in self.patterns
+            if any(fnmatch.fnmatchcase(name, pattern.lower()) for name in names)
+        ]
+        return max(scores, default=None)
+
+
+class SelectionConfig(Section):
+    """How pages are scored and chosen."""
+
+    granularity: Annotated[Literal["layer", "kv_head"], choice("layer", "kv_head")] = "layer"
+    """One selection per layer or one per KV head. Source: measured (SmolLM2-135M, page 32, budget 1024: layer
+    covers 0.919 of the attention mass, per head 0.918)."""
+    digest: Annotated[Literal["minmax"], choice("minmax")] = "minmax"
+    """Page summary: channel-wise min and max of K. Source: Quest."""
+    aggregate: Annotated[Literal["sum", "max"], choice("sum", "max")] = "sum"
+    """How the scores of the query heads of one group combine; granularity layer then always sums over the KV
+    heads. Source: measured (SmolLM2-135M, page 32, budget 1024: the raw sum covers 0.921)."""
+
+
+class LookaheadConfig(Section):
+    """Working one layer ahead with a predicted query."""
+
+    enabled: Annotated[bool | Literal["auto"], auto_or(BOOL)] = "auto"
+    """Predict the query of layer l+1 at the input of layer l and start the CPU one layer early; auto is true
+    where the tiers are separate: with unified tiers nobody waits, and the true query selects.
+    Source: ScoutAttention (layer-ahead CPU pre-computation)."""
+    partial_query: Annotated[Literal["predicted", "real"], choice("predicted", "real")] = "predicted"
+    """Query of the CPU's partial: the predicted one overlaps with the device, the real one is exact but known
+    later. Source: ScoutAttention (predicted; its stated source of loss)."""
+
+
+class RecallConfig(Section):
+    """Asynchronous copies of newly important pages to the device tier."""
+
+    enabled: Annotated[bool, BOOL] = True
+    """Recall pages at all; without it the resident pages of a request stay as prefill left them.
+    Source: ScoutAttention (asynchronous periodic recall)."""
+    threshold: Annotated[float, number(0, 1)] = 0.12
+    """Share of a layer's attended tokens computed on the CPU that the profiled intervals stay below.
+    Source: ScoutAttention (12 %; it reports 8.2 % on average)."""
+    intervals: Annotated[
+        int | tuple[int, ...],
+        either(integer(1), list_of(integer(1), empty=False)),
+    ] = 8
+    """Decode steps between recalls; a list holds one interval per layer of the model.
+    Source: default (measured on SmolLM2-135M: a selection 16 steps old covers 0.911, a fresh one 0.919)."""
+
+
+class WorkersConfig(Section):
+    """The CPU workers."""
+
+    kernel: Annotated[str, named(r"[a-z][a-z0-9_-]*", "auto, or a lowercase kernel name")] = "auto"
+    """CPU attention kernel; auto takes the fastest one that is installed. Source: default."""
+    threads: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
+    """Worker threads; auto is one per CPU in workers.cpus. Source: default."""
+    cpus: Annotated[tuple[int, ...] | Literal["auto"], auto_or(list_of(integer(0), unique=True, empty=False))] = "auto"
+    """CPU numbers the workers may run on; auto takes those that the engine's threads leave.
+    Source: default."""
+    per_sequence_groups: Annotated[bool, BOOL] = True
+    """Each sequence is a job of its own; otherwise the whole batch is one.
+    Source: ScoutAttention (a group of threads per sequence)."""
+    deadline_seconds: Annotated[float, number(0)] = 30.0
+    """Longest wait for a CPU partial before the step fails with an error instead of hanging.
+    Source: default."""
+
+
+class HostPoolConfig(Section):
+    """The host pool: all pages of all sequences, in DRAM."""
+
+    size: Annotated[int | Literal["auto"], auto_or(SIZE)] = "auto"
+    """Memory of the host pool on this rank; auto sizes it from the free DRAM and the digest budget.
+    Source: default."""
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes, or None for auto."""
+        return None if isinstance(self.size, str) else self.size
+
+
+class MetricsConfig(Section):
+    """What the backend reports about its own approximations."""
+
+    sample_interval: Annotated[int, integer(0)] = 64
+    """Decode steps between samples of predicted-query cosine and attention-mass recall; 0 turns them off.
+    Source: default."""
+
+
+class HybridConfig(Section):
+    """One model's configuration. Immutable; build it with the functions below to get readable errors."""
+
+    model: ModelMatch = ModelMatch()
+    method: Annotated[str, named(r"[a-z][a-z0-9_]*", "a lowercase method name such as scout")] = "scout"
+    """The published method that places, selects and computes. Source: default (ScoutAttention)."""
+    page_size: Annotated[int, integer_of(16, 32, 64, 128)] = 32
+    """Tokens of a page, which is the engine's KV block. Source: ScoutAttention (32); Quest uses 16."""
+    budget_tokens: Annotated[int, integer(16)] = 2048
+    """Tokens attended per sequence, layer and decode step; a multiple of page_size, and more pages than
+    sinks + recent. Source: ScoutAttention (evaluated at 1024 and 2048)."""
+    sinks: Annotated[int, integer(0)] = 1
+    """First pages of a sequence that are always attended.
+    Source: default (StreamingLLM keeps the first 4 tokens)."""
+    recent: Annotated[int, integer(1)] = 2
+    """Last pages that are always attended, the growing tail page among them.
+    Source: default (Quest: the last page is not up for selection)."""
+    sparse: Annotated[Literal["auto", "always", "never"], choice("auto", "always", "never")] = "auto"
+    """auto: exact while the whole context fits the slots; always: sparse beyond the budget; never: exact.
+    Source: default."""
+    tiers: Annotated[Literal["auto", "separate", "unified"], choice("auto", "separate", "unified")] = "auto"
+    """separate: the device tier holds copies in slots; unified: it reads the host pool itself; auto: unified
+    when the device tier is the CPU. Source: default."""
+    slots_per_request: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
+    """Pages of the device tier per running request, at least sinks + recent + 1; auto is budget + recent + 1
+    pages on the CPU. Source: default."""
+    exact_layers: Annotated[tuple[int, ...], list_of(integer(0), ordered=True, unique=True)] = ()
+    """Layers that always attend every token.
+    Source: default (none; Quest keeps the first two dense, and `hybrid profile` measures them per model)."""
+    selection: SelectionConfig = SelectionConfig()
+    lookahead: LookaheadConfig = LookaheadConfig()
+    recall: RecallConfig = RecallConfig()
+    workers: WorkersConfig = WorkersConfig()
+    host_pool: HostPoolConfig = HostPoolConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def _check_pages(self) -> HybridConfig:
+        page, budget, always = self.page_size, self.budget_tokens, self.sinks + self.recent
+        least = (always + 1) * page
+        if budget % page:
+            near = [n for n in (budget // page * page, (budget // page + 1) * page) if n >= least] or [least]
+            fix = f"write {' or '.join(map(str, near))}"
+            refuse("budget_tokens", budget, f"a multiple of page_size {page}", fix)
+        if budget < least:
+            expected = f"more than the sinks {self.sinks} + recent {self.recent} pages, always attended"
+            refuse("budget_tokens", budget, expected, f"write {least} or more at page_size {page}")
+        if isinstance(self.slots_per_request, int) and self.slots_per_request <= always:
+            expected = f"auto, or an integer >= sinks {self.sinks} + recent {self.recent} + 1"
+            refuse("slots_per_request", self.slots_per_request, expected, f"write {always + 1} or more")
+        return self
+
+    @property
+    def budget_pages(self) -> int:
+        return self.budget_tokens // self.page_size
+
+    @property
+    def automatic_slots(self) -> int:
+        """Slots per request that `auto` means on the CPU: the budget, a recent window, one page in flight."""
+        return self.budget_pages + self.recent + 1
+
+    def recall_interval(self, layer: int) -> int:
+        """Decode steps between two recalls of this layer."""
+        intervals = self.recall.intervals
+        if isinstance(intervals, int):
+            return intervals
+        if not 0 <= layer < len(intervals):
+            fail(
+                f"recall.intervals: got {len(intervals)} intervals, but layer {layer} was asked for; "
+                "write one interval per layer, or a single integer"
+            )
+        return intervals[layer]
+
+    def validate_for(self, num_layers: int, source: str = "config") -> None:
+        """Raise ConfigError unless the per-layer keys fit a model with `num_layers` layers."""
+        outside = [layer for layer in self.exact_layers if layer >= num_layers]
+        if outside:
+            fail(
+                f"{source}: exact_layers: got {show(outside[0])}, expected layers 0..{num_layers - 1} "
+                f"of a model with {num_layers} layers (remove {show(outside)})"
+            )
+        intervals = self.recall.intervals
+        if not isinstance(intervals, int) and len(intervals) != num_layers:
+            fail(
+                f"{source}: recall.intervals: got a list of {len(intervals)}, expected {num_layers}, "
+                "one per layer of the model (or write a single integer for all layers)"
+            )
+
+    def canonical_hash(self) -> str:
+        """16 hex digits that change exactly when the content does; part of the engine's compile-cache key."""
+        content = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def to_yaml(self) -> str:
+        """All keys, in the order of the documentation; `load_config` reads the same configuration back."""
+        data = self.model_dump(mode="json")
+        if isinstance(self.host_pool.size, int):
+            data["host_pool"]["size"] = format_size(self.host_pool.size)
+        return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True)
+
+
+def iter_keys(model: type[BaseModel] = HybridConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key that can be set, dotted, with its declaration."""
+    for name, field in model.model_fields.items():
+        section = section_of(field)
+        if section is None:
+            yield prefix + name, field
+        else:
+            yield from iter_keys(section, f"{prefix}{name}.")
+
+
+def rule_of(field: FieldInfo) -> Rule:
+    return next(item for item in field.metadata if isinstance(item, Rule))
+
+
+def section_of(field: FieldInfo | None) -> type[Section] | None:
+    kind = field.annotation if field else None
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
