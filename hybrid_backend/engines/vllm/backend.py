@@ -85,7 +85,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if device.type != "cpu":
-            raise EngineError(f"the hybrid backend of this version runs on vLLM's CPU engine only, not on {device.type}")
+            raise EngineError(f"the hybrid backend of this version runs on vLLM's CPU engine, not on {device.type}")
         self.session: Session | None = None  # set by the worker when the KV memory is there
 
     def build(
