@@ -164,7 +164,7 @@ class Scout(Method):
             self.tiers.residency.reset(region)
 
     def abandon(self, step: Step) -> None:
-        if step.plan is not None:
+        if isinstance(step.plan, _Plan):
             for entry in step.plan.layers.values():
                 if entry.ticket is not None:
                     entry.ticket.abandon()
