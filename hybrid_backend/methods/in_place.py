@@ -20,7 +20,7 @@ from hybrid_backend.tiers import Tiers
 class _Plan:
     dense_tokens: int
     selected_tokens: int
-    sampled: bool
+    sampled: list[int]  # rows whose attention-mass recall is measured in this step
 
 
 class InPlace:
@@ -72,10 +72,12 @@ class InPlace:
         unattended = (rows.num_pages - config.budget_pages).clamp(min=0) * config.page_size
         interval = config.metrics.sample_interval
         dense = int(rows.seq_lens.sum())
+        is_sampled = interval > 0 and step.number % interval == 0
+        selecting = sparse & (rows.num_pages > config.budget_pages)  # the decoder keeps no list for the others
         step.plan = _Plan(
             dense_tokens=dense,
             selected_tokens=dense - int((unattended * sparse).sum()),
-            sampled=interval > 0 and step.number % interval == 0,
+            sampled=selecting.nonzero().flatten().tolist() if is_sampled else [],
         )
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -85,15 +87,15 @@ class InPlace:
         is_sparse = layer in self._sparse_layers
         self._stats.attended(layer, plan.selected_tokens if is_sparse else plan.dense_tokens, 0)
         if plan.sampled and is_sparse and step.decode is not None:
-            self._sample(layer, step.decode, step.decode.gather(q))
+            self._sample(layer, step.decode, step.decode.gather(q), plan.sampled)
 
     def close(self) -> None:
         self._decoder.close()
 
-    def _sample(self, layer: int, rows: DecodeRows, q: Tensor) -> None:
+    def _sample(self, layer: int, rows: DecodeRows, q: Tensor, sampled: list[int]) -> None:
         stats = self._stats.layers[layer]
         per_head = self._config.selection.granularity == "kv_head"
-        for r in range(rows.count):
+        for r in sampled:
             lists = [
                 self._decoder.selected(r, head).long() for head in range(self._model.num_kv_heads if per_head else 1)
             ]
