@@ -177,6 +177,6 @@ class Life(RuleBasedStateMachine):
 
 # No shrinking: it takes minutes here; the printed blob reproduces a failure.
 Life.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=200, stateful_step_count=40, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 TestEveryLifeKeepsTheRules = Life.TestCase
