@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from hybrid_backend.config import HybridConfig
+from hybrid_backend.config import HybridConfig, find_config, load_config
 from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER
 from hybrid_backend.hub import fetch
 from tests.engine.server import MODEL, executable, free_port
@@ -261,7 +261,7 @@ def test_vllm_alone_accepts_the_backend_with_its_worker_and_finds_the_model_s_co
     assert answer.code == 0 and not answer.remains, answer.output
     assert answer.config is not None
     config = HybridConfig.model_validate({**answer.config, "exact_layers": tuple(answer.config["exact_layers"])})
-    assert config.method == "scout" and config.exact_layers == (0, 1, 2)
+    assert config == load_config(find_config("smollm2-135m-instruct"))
 
 
 def test_vllm_alone_reads_the_configuration_that_additional_config_names(answers: dict[str, Answer]) -> None:
