@@ -14,7 +14,8 @@ ENGINE ?= vllm
 MODEL  ?= $(DEMO)
 PORT   ?= 8000
 CONFIG ?=
-ARGS   ?=
+# Eager: one answer of the compiled model with native decoding in bf16 looked wrong and is not yet explained.
+ARGS   ?= --enforce-eager
 TESTS  ?= tests
 HYBRID_CACHE ?= $(CURDIR)/.cache/models
 export HYBRID_CACHE
