@@ -75,8 +75,6 @@ class HybridRuntime:
         self.method.begin_step(step)
         self._steps += 1
         self._open = step
-        self.stats.steps += 1
-        self.stats.decode_tokens += step.decode.count if step.decode else 0
         return step
 
     def begin_local_step(self, batch: Batch, page_size: int) -> Step:

@@ -27,8 +27,6 @@ class Stats:
     """All counters of one rank."""
 
     layers: list[LayerStats]
-    steps: int = 0
-    decode_tokens: int = 0
 
     @classmethod
     def of(cls, num_layers: int) -> Stats:
