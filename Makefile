@@ -14,9 +14,9 @@ ENGINE ?= vllm
 MODEL  ?= $(DEMO)
 PORT   ?= 8000
 CONFIG ?=
-# Eager: one answer of the compiled model with native decoding in bf16 looked wrong and is not yet explained.
-ARGS   ?= --enforce-eager
+ARGS   ?=
 TESTS  ?= tests
+MINUTES ?= 10
 HYBRID_CACHE ?= $(CURDIR)/.cache/models
 export HYBRID_CACHE
 # cpu or cuda: which build of the engine is installed. The CUDA tier is not in this version (`hybrid serve` refuses the
@@ -27,6 +27,7 @@ DEVICE ?= cpu
 
 DEMO  := smollm2-135m-instruct
 VENV  := .venv
+IPEX  := .venv-ipex
 PY    := $(VENV)/bin/python
 TORCH := 2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
@@ -45,7 +46,7 @@ TORCH_STAMP   := $(VENV)/.torch-$(DEVICE)-$(TORCH)
 PACKAGE_STAMP := $(VENV)/.package-$(DEVICE)-$(call checksum,pyproject.toml setup.py)
 TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt)
 
-.PHONY: help venv install model serve test test-install lint mypy format lock clean
+.PHONY: help venv install ipex model serve test test-install lint mypy format lock clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -100,6 +101,12 @@ $(TEST_STAMP): $(PACKAGE_STAMP)
 	$(LOCKED) -r requirements/test.txt
 	@touch $@
 
+ipex: ## Create .venv-ipex, where workers.kernel: ipex finds IPEX and the torch that it needs
+	"$(PYTHON)" -m venv $(IPEX)
+	$(IPEX)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile --no-deps \
+	  --extra-index-url $(TORCH_INDEX) -r requirements/ipex.txt
+	@echo "now: export HYBRID_IPEX_PYTHON=$(CURDIR)/$(IPEX)/bin/python"
+
 # -- run -----------------------------------------------------------------------------------------------------
 
 model: install ## Fetch the demo model (into HYBRID_CACHE)
@@ -146,19 +153,28 @@ lock: $(PYTHON_STAMP) ## Renew the lock files in requirements/ (needs the networ
 	  mv $(VENV)/$$name.new requirements/$$name.txt; \
 	done
 
-clean: ## Remove .venv and everything built (fetched models in .cache stay)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## Remove .venv, .venv-ipex and everything built (fetched models in .cache stay)
+	rm -rf $(VENV) $(IPEX) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # -- measure -------------------------------------------------------------------------------------------------
 
-.PHONY: bench-cpu bench-decode-cpu bench-fidelity
+.PHONY: bench-cpu soak bench-decode-cpu bench-fidelity
 
 bench-cpu: test-install ## CPU kernels against the read roofline, torch and vLLM's operator
 	$(PY) -m bench.cpu_attention
+
+soak: test-install ## Random jobs and aborts on the native worker pool (MINUTES=10)
+	$(PY) -m bench.soak --minutes $(MINUTES)
 
 bench-decode-cpu: test-install model ## Decode tokens/s of the whole engine, hybrid against stock
 	$(PY) -m bench.decode_cpu
 
 bench-fidelity: test-install model ## KL, attention mass and key lookups of the sparse mode, by budget
 	$(PY) -m bench.fidelity_report
+
+compare: test-install model ## All methods on the same prompts: fidelity, bytes, waits, tokens/s
+	$(PY) -m bench.compare
+
+bench-hgca: test-install model ## HGCA: perplexity by device share and beta, tokens kept per head
+	$(PY) -m bench.hgca

@@ -2,7 +2,7 @@
 
     python -m bench.decode_cpu [--contexts 200,2000,7500] [--batches 1,4,8] [--rounds 5] [--set KEY=VALUE]
 
-    python -m bench.decode_cpu [--contexts 200,2000,7500] [--batches 1,4,8] [--rounds 5]
+Prompts are computed
 once and then come from the prefix cache: what is timed is decoding. Prints medians, ratios and their spread, and writes
 bench/out/decode_cpu.json.
 """

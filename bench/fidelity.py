@@ -17,6 +17,11 @@ _ANIMALS = (
     "lion", "tiger", "bear", "wolf", "eagle", "horse", "camel", "goat", "sheep", "donkey", "whale", "raven",
     "sparrow", "dove", "snake", "lizard", "frog", "spider", "beetle", "cricket", "monkey", "otter", "badger", "falcon",
 )  # fmt: skip
+_WORDS = (
+    "copper", "silver", "marble", "cotton", "window", "garden", "pepper", "candle", "hammer", "bottle", "ribbon",
+    "basket", "mirror", "pillow", "ladder", "button", "carpet", "kettle", "pencil", "saddle", "anchor", "barrel",
+    "feather", "blanket",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,31 +73,51 @@ def _kl(p: dict[int, float], q: dict[int, float]) -> float:
 
 @dataclass(frozen=True)
 class Lookup:
-    """A fact hidden in prose and the question for it."""
+    """A fact hidden in prose, the question for it and its answer: all token ids.
 
-    prompt: str
-    answer: str
+    The question is not part of the prompt: it is forced token by token, so that the decoding backend and not the
+    (always dense) prefill has to find the fact.
+    """
+
+    prompt: list[int]
+    question: list[int]
+    answer: list[int]
 
 
-def lookups(haystacks: int, codes: int, tokens: int, seed: int = 0) -> list[Lookup]:
-    """Needle-style key lookups: ``codes`` facts in each of ``haystacks`` texts of about ``tokens`` tokens.
+def lookups(haystacks: int, facts: int, tokens: int, seed: int = 0) -> list[Lookup]:
+    """Needle-style key lookups: ``facts`` passwords in each of ``haystacks`` texts of about ``tokens`` tokens.
 
-    The questions of one haystack share it as a prefix, so an engine with prefix caching computes it once.
+    Each is stated twice in a row, which lifts what a model of 135 million parameters finds. The questions of one
+    haystack share it as a prefix, so an engine with prefix caching computes it once.
     """
     rng = random.Random(seed)
     sentences = [s.strip() + "." for s in PROSE.replace("\n", " ").split(".") if s.strip()]
     found = []
     for _ in range(haystacks):
-        first = rng.randrange(len(sentences) - 400)
+        first = rng.randrange(len(sentences) - 600)
         body: list[str] = []
         length = 0
-        while length < tokens - 40 * codes:
+        while length < tokens - 30 * facts:
             body.append(sentences[first + len(body)])
             length += len(tokenizer()(body[-1]).input_ids)
-        facts = {animal: str(rng.randrange(1000, 9999)) for animal in rng.sample(_ANIMALS, codes)}
-        for animal, number in facts.items():
+        passwords = dict(zip(rng.sample(_ANIMALS, facts), rng.sample(_WORDS, facts), strict=True))
+        for animal, word in passwords.items():
             place = rng.randrange(len(body) // 20, len(body) * 19 // 20)
-            body.insert(place, f"The code of the {animal} is {number}.")
-        text = " ".join(body) + " Remember the codes that were given above."
-        found += [Lookup(f"{text} The code of the {animal} is", number) for animal, number in facts.items()]
+            body.insert(place, f"Password of {animal}: {word}. Again, password of {animal}: {word}.")
+        prompt = list(tokenizer()(" ".join(body)).input_ids)
+        found += [
+            Lookup(
+                prompt,
+                list(tokenizer()(f" Password of {animal}:").input_ids),
+                list(tokenizer()(f" {word}").input_ids),
+            )
+            for animal, word in passwords.items()
+        ]
     return found
+
+
+def answers(server: Server, lookup: Lookup) -> bool:
+    """Whether the answer's tokens are the most likely ones after the question."""
+    text = lookup.question + lookup.answer
+    after = follow(server, lookup.prompt, text)[len(lookup.question) :]
+    return [max(p, key=p.__getitem__) for p in after] == lookup.answer

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.fidelity import FIDELITY_FLAGS, compare, follow, lookups
+from bench.fidelity import FIDELITY_FLAGS, answers, compare, follow, lookups
 from hybrid_backend.config import find_config, load_config
 from hybrid_backend.hub import fetch
 from tests.engine.server import MODEL, Server, hybrid_server, stock_server
@@ -33,7 +33,7 @@ def followed(server: Server, context: int) -> list[list[dict[int, float]]]:
 
 
 def found(server: Server, context: int) -> list[bool]:
-    return [q.answer in server.complete(q.prompt, 6) for q in lookups(haystacks=2, codes=10, tokens=context)]
+    return [answers(server, question) for question in lookups(haystacks=4, facts=10, tokens=context)]
 
 
 def long_decode(server: Server, context: int, sparse_layers: set[int]) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.prefill import dense_prefill, windowed
+from hybrid_backend.attention.prefill import windowed
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import resolve_method
@@ -51,6 +51,7 @@ class HybridRuntime:
                 f"set page_size: {page_size} or start the engine with --block-size {config.page_size}"
             )
         method = resolve_method(config.method)
+        method.check(config, device, model.num_layers, model.num_kv_heads)
         self.config = config
         self.model = model
         self.stats = Stats.of(model.num_layers)
@@ -97,7 +98,7 @@ class HybridRuntime:
         in_place = self.method.in_place if self.model.window(layer) is None else None
         if step.prefill or in_place is None:
             self._append(layer, step, k, v)
-        self._attend_prompts(layer, step, q, out)
+        self._attend_prompts(layer, step, q, k, v, out)
         if step.decode is None:
             return
         if in_place is not None:
@@ -120,12 +121,12 @@ class HybridRuntime:
                 tokens_in = torch.full((len(pages),), self.config.page_size)
                 tokens_in[-1] = row.seq_len - (len(row.pages) - 1) * self.config.page_size
                 digests.rebuild(layer, pages, tokens_in)
-        if step.decode is not None and self.method.in_place is None:
-            new = step.decode.gather(kv)
-            if digests is not None and has_digests:
-                pages, offsets = step.decode.gather(step.write_pages), step.decode.gather(step.write_offsets)
-                digests.append(layer, pages, offsets, new[:, :, 0])
-            self.method.append(layer, step, new)
+        if self.method.in_place is not None:
+            return  # it appends by itself
+        if digests is not None and has_digests and step.decode is not None:
+            pages, offsets = step.decode.gather(step.write_pages), step.decode.gather(step.write_offsets)
+            digests.append(layer, pages, offsets, step.decode.gather(kv)[:, :, 0])
+        self.method.append(layer, step, kv)
 
     # --- query path ---
 
@@ -138,18 +139,18 @@ class HybridRuntime:
         """The predicted query of ``layer`` is known: ``[decode rows, heads, head_dim]``. Returns at once."""
         self.method.lookahead(layer, step, predicted_q)
 
-    def _attend_prompts(self, layer: int, step: Step, q: Tensor, out: Tensor) -> None:
-        """Dense attention of all prompt chunks over the host pool."""
+    def _attend_prompts(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """All prompt chunks, each exactly."""
         window = self.model.window(layer)
-        blocks = self.tiers.host.blocks(layer)
         heads, scale = self.model.num_kv_heads, self.model.scale
         for row in step.prefill:
-            chunk = q[row.start : row.end]
+            mine = slice(row.start, row.end)
             if window is None:
-                result = dense_prefill(chunk, blocks, row.pages, row.seq_len, heads, scale)
+                out[mine] = self.method.prefill(layer, row, q[mine], k[mine], v[mine])
             else:
-                result = windowed(chunk, blocks, row.pages, row.seq_len, heads, scale, window)
-            out[row.start : row.end] = result
+                out[mine] = windowed(
+                    q[mine], self.tiers.host.blocks(layer), row.pages, row.seq_len, heads, scale, window
+                )
 
     def _attend_decoding(self, layer: int, step: Step, rows: DecodeRows, q: Tensor, out: Tensor) -> None:
         window = self.model.window(layer)
@@ -189,6 +190,9 @@ class HybridRuntime:
             "hybrid_host_pool_pages": self.tiers.host.layers[0].shape[0],
             "hybrid_digest_bytes": self.tiers.digests.nbytes if self.tiers.digests else 0,
             "hybrid_slot_bytes": self.tiers.slots.nbytes,
+            "hybrid_device_bytes": self.tiers.device_bytes + self.method.device_bytes,
+            "hybrid_context_cache_bytes": self.method.host_bytes,
+            "hybrid_copied_bytes": self.tiers.copied_bytes,
         }
 
     def close(self) -> None:

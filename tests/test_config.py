@@ -112,6 +112,12 @@ BAD = [
     ("selection: {granularity: head}", ["selection.granularity", "'head'", "layer, kv_head", "did you mean"]),
     ("selection: {digest: mean}", ["selection.digest", "'mean'", "minmax"]),
     ("selection: {aggregate: 1}", ["selection.aggregate", "1", "sum, max"]),
+    ("staging_tokens: 8", ["staging_tokens", "8", "an integer >= 16"]),
+    ("hgca: {beta: 0}", ["hgca.beta", "0", "a number > 0"]),
+    ("hgca: {alpha: 1.5}", ["hgca.alpha", "1.5", "a number > 0 and <= 1"]),
+    ("hgca: {aggregate: sum}", ["hgca.aggregate", "'sum'", "max, mean"]),
+    ("headinfer: {group_thresholds: []}", ["headinfer.group_thresholds", "[]", "non-empty"]),
+    ("headinfer: {resident_heads: ['3']}", ["headinfer.resident_heads[0]", "'3'", "layer:head such as 3:1"]),
     ("lookahead: {enabled: 1}", ["lookahead.enabled", "1", "true or false"]),
     ("lookahead: {partial_query: reel}", ["lookahead.partial_query", "'reel'", "did you mean real?"]),
     ("recall: {threshold: 0}", ["recall.threshold", "0", "a number > 0 and <= 1"]),
@@ -348,6 +354,16 @@ CHANGES = [
     "exact_layers=[0]",
     "selection.granularity=kv_head",
     "selection.aggregate=max",
+    "selection.digest=minmax",
+    "staging_tokens=64",
+    "hgca.window_tokens=64",
+    "hgca.beta=0.5",
+    "hgca.alpha=0.5",
+    "hgca.append_queries=8",
+    "hgca.aggregate=mean",
+    "headinfer.group_thresholds=[64]",
+    "headinfer.resident_heads=['1:1']",
+    "headinfer.streaming_heads=['1:1']",
     "lookahead.enabled=false",
     "lookahead.partial_query=real",
     "recall.enabled=false",
@@ -365,7 +381,7 @@ CHANGES = [
 
 def test_changing_any_key_changes_the_hash():
     changed = {change.partition("=")[0] for change in CHANGES}
-    assert changed == {key for key, _ in iter_keys()} - {"selection.digest"}  # the only key with one value
+    assert changed == {key for key, _ in iter_keys()}
     hashes = {config_from_mapping(apply_overrides({}, [change]), "t").canonical_hash() for change in CHANGES}
     assert len(hashes | {HybridConfig().canonical_hash()}) == len(CHANGES) + 1
 

@@ -4,7 +4,8 @@ A key is declared once, below: its type, its default, a `Rule` (the sentence a u
 wrong, and the function that enforces it) and a docstring that ends with the source of the number. The error
 messages and docs/configuration.md follow from that declaration.
 
-Papers: ScoutAttention is arXiv 2603.27138, Quest is arXiv 2406.10774, StreamingLLM is arXiv 2309.17453.
+Papers: ScoutAttention is arXiv 2603.27138, Quest is arXiv 2406.10774, StreamingLLM is arXiv 2309.17453,
+HGCA is arXiv 2507.03153, HeadInfer is arXiv 2502.12574, DuoAttention is arXiv 2410.10819.
 """
 
 from __future__ import annotations
@@ -92,8 +93,10 @@ class SelectionConfig(Section):
     granularity: Annotated[Literal["layer", "kv_head"], choice("layer", "kv_head")] = "layer"
     """One selection per layer or one per KV head. Source: measured (SmolLM2-135M, page 32, budget 1024: layer
     covers 0.919 of the attention mass, per head 0.918)."""
-    digest: Annotated[Literal["minmax"], choice("minmax")] = "minmax"
-    """Page summary: channel-wise min and max of K. Source: Quest."""
+    digest: Annotated[Literal["auto", "minmax", "minmax_int8"], choice("auto", "minmax", "minmax_int8")] = "auto"
+    """Page summary: channel-wise min and max of K, in the cache's type (Quest) or in bytes, which halves what a
+    selection reads; auto is bytes where the native kernels select in place (unified tiers, granularity layer,
+    aggregate sum). Source: measured (SmolLM2-135M, page 32: 97.40 % of the mass either way, docs/cpu-kernels.md)."""
     aggregate: Annotated[Literal["sum", "max"], choice("sum", "max")] = "sum"
     """How the scores of the query heads of one group combine; granularity layer then always sums over the KV
     heads. Source: measured (SmolLM2-135M, page 32, budget 1024: the raw sum covers 0.921)."""
@@ -159,6 +162,41 @@ class HostPoolConfig(Section):
         return None if isinstance(self.size, str) else self.size
 
 
+class HgcaConfig(Section):
+    """Keys of method hgca."""
+
+    window_tokens: Annotated[int, integer(16)] = 1024
+    """Most recent tokens that the device keeps and attends densely; rounded up to pages. Source: default (HGCA
+    keeps 5 to 75 % of the context on the device)."""
+    beta: Annotated[float, number(0)] = 1.0
+    """A token stays in a head's context cache if its weight is more than beta times the uniform weight of the tier
+    that it was in. Source: HGCA (1; evaluated from 0.25 to 1)."""
+    alpha: Annotated[float, number(0, 1)] = 0.1
+    """Share of the newest weights in their moving average, A = (1 - alpha) A + alpha A_new. Source: default."""
+    append_queries: Annotated[int, integer(1)] = 64
+    """Last queries of a prompt whose mean weights decide which of the tokens before the window are kept.
+    Source: default (HGCA takes all; the last ones bound the cost)."""
+    aggregate: Annotated[Literal["max", "mean"], choice("max", "mean")] = "max"
+    """How the weights of the query heads of one KV head combine. Source: default (HGCA's models have one each)."""
+
+
+class HeadInferConfig(Section):
+    """Keys of method headinfer."""
+
+    group_thresholds: Annotated[tuple[int, ...], list_of(integer(16), ordered=True, unique=True, empty=False)] = (
+        500_000,
+        1_000_000,
+        2_000_000,
+    )
+    """Contexts up to the first number of tokens stream all KV heads together, up to the next one in 2 groups, then 4,
+    then 8. Source: HeadInfer (500k, 1M, 2M, 4M tokens)."""
+    resident_heads: Annotated[tuple[str, ...], list_of(named(r"\d+:\d+", "layer:head such as 3:1"), unique=True)] = ()
+    """KV heads whose whole KV stays on the device as well. Source: default (none)."""
+    streaming_heads: Annotated[tuple[str, ...], list_of(named(r"\d+:\d+", "layer:head such as 3:1"), unique=True)] = ()
+    """KV heads that attend the sink and recent pages only; not exact. Source: default (none; DuoAttention finds them
+    by training)."""
+
+
 class MetricsConfig(Section):
     """What the backend reports about its own approximations."""
 
@@ -193,12 +231,18 @@ class HybridConfig(Section):
     slots_per_request: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
     """Pages of the device tier per running request, at least sinks + recent + 1; auto is budget + recent + 1
     pages on the CPU. Source: default."""
+    staging_tokens: Annotated[int | Literal["auto"], auto_or(integer(16))] = "auto"
+    """Tokens of all KV heads that each of the two staging buffers of separate tiers holds; what is longer passes
+    through in pieces. auto is 4096, for headinfer its first group threshold, and never more than the host pool.
+    Source: default."""
     exact_layers: Annotated[tuple[int, ...], list_of(integer(0), ordered=True, unique=True)] = ()
     """Layers that always attend every token.
     Source: default (none; Quest keeps the first two dense, and `hybrid profile` measures them per model)."""
     selection: SelectionConfig = SelectionConfig()
     lookahead: LookaheadConfig = LookaheadConfig()
     recall: RecallConfig = RecallConfig()
+    hgca: HgcaConfig = HgcaConfig()
+    headinfer: HeadInferConfig = HeadInferConfig()
     workers: WorkersConfig = WorkersConfig()
     host_pool: HostPoolConfig = HostPoolConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.methods.in_place import InPlace
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import ModelSpec, Step
+from hybrid_backend.step import ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import TierLayout, Tiers
-from hybrid_backend.workers import WorkerPool
+from hybrid_backend.workers import WorkerPool, kernel_name
 
 
 class Method(ABC):
     """Says what is resident, what is selected, who computes it, what is copied and when.
 
     The runtime calls, per step: `begin_step`; then per layer with full attention `lookahead` (if `wants_lookahead`),
-    `append` and `attend`, or `in_place` instead of the two; then `end_step`. Only decoding rows reach a method: prompts
-    are dense and the runtime's.
+    `append`, `prefill` for each prompt chunk and `attend` for all decoding rows, or `in_place` instead of the last;
+    then `end_step`.
     """
 
     in_place: InPlace | None = None  # set by a method that decodes over host pages in one native call per layer
@@ -32,6 +34,12 @@ class Method(ABC):
         self.workers = workers
         self.stats = stats
 
+    # --- before anything is allocated ---
+
+    @classmethod
+    def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
+        """Raise ConfigError for a combination of keys that this method cannot serve."""
+
     @classmethod
     def looks_ahead(cls, config: HybridConfig, device: torch.device) -> bool:
         """Whether the method wants predicted queries on this device tier."""
@@ -41,6 +49,8 @@ class Method(ABC):
     @abstractmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         """The tiers it needs."""
+
+    # --- the step ---
 
     def begin_step(self, step: Step) -> None:
         """Plan the step; everything that last step copied becomes visible here."""
@@ -53,22 +63,66 @@ class Method(ABC):
         """Before layer ``layer - 1`` runs. ``predicted_q``: ``[decode rows, heads, head_dim]`` of ``layer``."""
 
     def append(self, layer: int, step: Step, kv: Tensor) -> None:
-        """The decoding rows' new tokens, now in the host pool. ``kv``: ``[decode rows, kv_heads, 2, head_dim]``."""
+        """The step's new tokens, now in the host pool. ``kv``: ``[tokens, kv_heads, 2, head_dim]``."""
+
+    def prefill(self, layer: int, row: PrefillRow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Exact attention of a prompt chunk: ``[chunk, heads, head_dim]`` in, the same shape in fp32 out."""
+        return attend_chunk(q, k, v, self.prefix(layer, row.pages, row.seq_len - len(q)), self.model.scale)
 
     @abstractmethod
     def attend(self, layer: int, step: Step, q: Tensor) -> Tensor:
         """Attention of the decoding rows. ``q``: ``[rows, heads, head_dim]``; returns the same shape, fp32."""
 
-    def close(self) -> None:
-        """Give native memory back."""
-        if self.in_place is not None:
-            self.in_place.close()
-
     def end_step(self, step: Step) -> None:
         """After the last layer."""
+
+    # --- requests and the end ---
 
     def release(self, request_id: str) -> None:
         """The request ended, was aborted or was preempted: nothing of it may stay."""
 
     def abandon(self, step: Step) -> None:
         """The step failed half-way: drop what is in flight for it."""
+
+    def close(self) -> None:
+        """Give native memory back."""
+        if self.in_place is not None:
+            self.in_place.close()
+
+    # --- for methods ---
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that the method holds beside the tiers."""
+        return 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the method holds beside the host pool."""
+        return 0
+
+    def prefix(self, layer: int, pages: Tensor, tokens: int, groups: int = 1) -> Iterable[KVBlock]:
+        """The first ``tokens`` tokens of a sequence on the device tier: in place where that is the host, else streamed
+        through the staging buffers, ``groups`` groups of KV heads (or more) one after the other."""
+        if not tokens:
+            return []
+        heads = tuple(range(self.model.num_kv_heads))
+        if self.tiers.stream is None:
+            return [KVBlock(heads, *gather_tokens(self.tiers.host.blocks(layer), pages, len(heads), 0, tokens))]
+        return self.tiers.stream.blocks(layer, self.tiers.stream.pieces(0, heads, groups, pages, tokens))
+
+
+def is_separate(config: HybridConfig, device: torch.device) -> bool:
+    """Whether the device tier holds copies; a device tier that is the host itself needs none."""
+    return config.tiers == "separate" or (config.tiers == "auto" and device.type != "cpu")
+
+
+def decodes_in_place(config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
+    """Whether `InPlace` can serve this model on this device tier, given that it attends host pages itself."""
+    return kernel_name(config.workers.kernel) == "native" and InPlace.supports(model, config.page_size, device)
+
+
+def staging_tokens(config: HybridConfig, automatic: int = 4096) -> int:
+    """Tokens of a staging buffer, in whole pages."""
+    wanted = automatic if config.staging_tokens == "auto" else config.staging_tokens
+    return -(-wanted // config.page_size) * config.page_size

@@ -8,13 +8,13 @@ from torch import Tensor
 from hybrid_backend.attention.partial import paged_partial
 from hybrid_backend.attention.selection import all_pages
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.methods.base import Method
+from hybrid_backend.methods.base import Method, decodes_in_place
 from hybrid_backend.methods.in_place import InPlace
 from hybrid_backend.methods.lists import page_list
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import ModelSpec, Step
 from hybrid_backend.tiers import TierLayout, Tiers
-from hybrid_backend.workers import WorkerPool, kernel_name
+from hybrid_backend.workers import WorkerPool
 
 
 class Dense(Method):
@@ -22,13 +22,12 @@ class Dense(Method):
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        return TierLayout(slots_per_request=0, digests=False, separate=False)
+        return TierLayout(separate=False)
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
         super().__init__(config, model, tiers, workers, stats)
-        native = kernel_name(config.workers.kernel) == "native"
-        if native and InPlace.supports(model, config.page_size, tiers.host.layers[0].device):
-            self.in_place = InPlace(config, model, tiers, stats, {})
+        if decodes_in_place(config, model, tiers.device):
+            self.in_place = InPlace(config, model, tiers, stats)
 
     def begin_step(self, step: Step) -> None:
         if step.decode and self.in_place is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.quality import mass_recall
+from hybrid_backend.attention.quality import covered_tokens, mass_recall
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels import cpu
 from hybrid_backend.observe.stats import Stats
@@ -30,16 +29,15 @@ class InPlace:
     paid once.
     """
 
-    def __init__(
-        self, config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats, digests: Mapping[int, Tensor]
-    ) -> None:
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats) -> None:
         self._config = config
         self._model = model
         self._tiers = tiers
         self._stats = stats
+        digests, in_bytes = (tiers.digests.layers, tiers.digests.in_bytes) if tiers.digests else ({}, {})
         self._sparse_layers = set(digests)
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
-        self._decoder = cpu.Decoder(layers, digests, model.num_heads, model.scale)
+        self._decoder = cpu.Decoder(layers, digests, model.num_heads, model.scale, quantized=in_bytes)
 
     @staticmethod
     def supports(model: ModelSpec, page_size: int, device: torch.device) -> bool:
@@ -103,8 +101,7 @@ class InPlace:
                 q[r],
                 self._tiers.host.blocks(layer),
                 rows.page_table[r, : int(rows.num_pages[r])],
-                int(rows.seq_lens[r]),
-                torch.stack(lists),
+                covered_tokens(torch.stack(lists), int(rows.seq_lens[r]), self._config.page_size),
                 self._model.num_kv_heads,
                 self._model.scale,
             )

@@ -8,9 +8,14 @@ from types import MappingProxyType
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.base import Method
 from hybrid_backend.methods.dense import Dense
+from hybrid_backend.methods.headinfer import HeadInfer
+from hybrid_backend.methods.hgca import Hgca
+from hybrid_backend.methods.infinigen import InfiniGen
 from hybrid_backend.methods.scout import Scout
 
-_METHODS: Mapping[str, type[Method]] = MappingProxyType({"dense": Dense, "scout": Scout})
+_METHODS: Mapping[str, type[Method]] = MappingProxyType(
+    {"dense": Dense, "headinfer": HeadInfer, "hgca": Hgca, "infinigen": InfiniGen, "scout": Scout}
+)
 
 
 def method_names() -> list[str]:

@@ -61,6 +61,9 @@ _POOL_GAUGES: Mapping[str, str] = {
     "hybrid_host_pool_pages": "Pages of the host pool",
     "hybrid_digest_bytes": "Bytes of digests",
     "hybrid_slot_bytes": "Bytes of slots in the device tier",
+    "hybrid_device_bytes": "Bytes of the device tier: slots, staging, digests and what the method keeps there",
+    "hybrid_context_cache_bytes": "Bytes of host memory that the method keeps beside the host pool",
+    "hybrid_copied_bytes": "Bytes copied from the host pool to the device tier since start",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_backend.kernels.cpu import digests as native
 from hybrid_backend.tiers.host_pool import HostPool
 
 
@@ -14,18 +15,24 @@ class Digests:
     ``layers[l]``: ``[pages, kv_heads, 2, head_dim]``; ``[..., 0, :]`` is the max, ``[..., 1, :]`` the min.
     Invariant: the digest of a page covers exactly the tokens written to it so far. A token at offset 0 makes a page
     new, whatever the page held before.
+
+    ``in_bytes[l]``: the same digests in bytes (`kernels.native.quantize`), ``[pages, row]`` uint8, of whole pages
+    only, if asked for.
     """
 
-    def __init__(self, host: HostPool, layers: list[int]) -> None:
+    def __init__(self, host: HostPool, layers: list[int], in_bytes: bool = False) -> None:
         self._host = host
         self.layers: dict[int, Tensor] = {}
+        self.in_bytes: dict[int, Tensor] = {}
         for layer in layers:
             pages, heads, _, _, dim = host.layers[layer].shape
             self.layers[layer] = host.layers[layer].new_zeros(pages, heads, 2, dim)
+            if in_bytes:
+                self.in_bytes[layer] = native.quantized_like(self.layers[layer])
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers.values())
+        return sum(layer.nbytes for store in (self.layers, self.in_bytes) for layer in store.values())
 
     def append(self, layer: int, pages: Tensor, offsets: Tensor, keys: Tensor) -> None:
         """Fold one new key per page into its digest. ``keys``: ``[tokens, kv_heads, head_dim]``, pages distinct."""
@@ -49,3 +56,6 @@ class Digests:
         high = keys.masked_fill(~written, -inf).amax(2)
         low = keys.masked_fill(~written, inf).amin(2)
         self.layers[layer][pages] = torch.stack([high, low], 2)
+        if layer in self.in_bytes:
+            whole = pages[tokens == keys.shape[2]]
+            native.quantize(self.in_bytes[layer], self.layers[layer], whole)

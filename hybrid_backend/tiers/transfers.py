@@ -1,9 +1,10 @@
-"""Recall: host-to-device copies that run beside the step and become visible from the next step on."""
+"""Host-to-device copies of whole pages into slots, beside the step, and when they become visible."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,7 @@ class Transfers:
         self._deadline = deadline
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hybrid-recall") if slots.separate else None
         self._in_flight: list[tuple[Recall, Future[None] | None]] = []
+        self.copied_bytes = 0
 
     @property
     def in_flight(self) -> int:
@@ -48,23 +50,34 @@ class Transfers:
             source = self._host.layers[recall.layer][recall.host_pages]
             target = self._slots.layers[recall.layer]
             target[recall.slots.to(target.device)] = source.to(target.device)
+            self.copied_bytes += source.nbytes
 
     def submit(self, recall: Recall) -> None:
         """Start a copy; `finish` makes it visible."""
         future = self._thread.submit(self.copy, recall) if self._thread else None
         self._in_flight.append((recall, future))
 
-    def finish(self) -> int:
-        """Wait for all copies, commit those whose request still owns its region; returns the pages committed."""
-        started, self._in_flight = self._in_flight, []
-        futures = [future for _, future in started if future is not None]
-        late = wait(futures, timeout=self._deadline).not_done
-        if late:
-            raise DeadlineError(f"{len(late)} recall copies did not end within {self._deadline} s")
+    def finish(self, layer: int | None = None) -> int:
+        """Wait for all copies (of one layer), commit those whose request still owns its region.
+
+        Returns:
+            Pages committed.
+
+        Raises:
+            DeadlineError: a copy did not end in time.
+        """
+        started = [entry for entry in self._in_flight if layer in (None, entry[0].layer)]
+        self._in_flight = [entry for entry in self._in_flight if layer not in (None, entry[0].layer)]
         pages = 0
         for recall, future in started:
             if future is not None:
-                future.result()
+                try:
+                    future.result(self._deadline)
+                except Late:
+                    raise DeadlineError(
+                        f"the copy of {len(recall.slots)} pages of layer {recall.layer} did not end within "
+                        f"{self._deadline} s"
+                    ) from None
             if recall.generation == int(self._slots.generation[recall.region]):
                 recall.commit()
                 pages += len(recall.slots)

@@ -4,14 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from hybrid_backend.hub import fetch
-from tests.engine.server import MODEL, Server
+from tests.engine.server import MODEL, Server, stock_server
+from tests.engine.texts import english
 
 ROOT = Path(__file__).parents[2]
+# fp32 KV of the demo model: 46,080 bytes per token. 480 MiB hold 10,922 tokens (682 pages of 16).
+POOL = 480 * 2**20
+LENGTHS = (5, 17, 64, 200, 333, 700, 1000, 1500, 2048, 3100, 4500, 6950)
+TOKENS = 24
+# Four prompts of 166 pages nearly fill the pool; their answers need 32 pages more: somebody must go.
+CROWD_LENGTH, CROWD_TOKENS = 2650, 128
+
+
+@dataclass(frozen=True)
+class StockAnswers:
+    """Greedy fp32 answers of the engine without our plugin, one prompt at a time."""
+
+    alone: list[str]  # of `fp32_prompts`
+    crowd: list[str]  # of `fp32_crowd`
+
+
+def fp32_prompts() -> list[str]:
+    return [english(length, start=2500 * i) for i, length in enumerate(LENGTHS)]
+
+
+def fp32_crowd() -> list[str]:
+    return [english(CROWD_LENGTH, start=1000 + 5000 * i) for i in range(4)]
+
+
+@pytest.fixture(scope="session")
+def stock_fp32(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> StockAnswers:
+    flags = ["--dtype", "float32", "--max-num-seqs", "4", "--enforce-eager"]
+    flags += ["--kv-cache-memory-bytes", str(POOL), "--block-size", "32"]
+    with stock_server(tmp_path_factory.mktemp("stock-fp32"), model_dir, flags) as server:
+        options = {"extra_body": {"ignore_eos": True}}
+        return StockAnswers(
+            alone=[server.complete(prompt, TOKENS) for prompt in fp32_prompts()],
+            crowd=[server.complete(prompt, CROWD_TOKENS, **options) for prompt in fp32_crowd()],
+        )
 
 
 @pytest.fixture(scope="session")

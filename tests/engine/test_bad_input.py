@@ -132,6 +132,24 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         [],
         ["recall.intervals", "a list of 2", "expected 30"],
     ),
+    "fewer slots than the budget of a method that keeps it resident": (
+        MODEL,
+        ["--set=method=infinigen", "--set=slots_per_request=20"],
+        [],
+        ["slots_per_request: 20", "128 pages", "write auto, or 129"],
+    ),
+    "a head that the model lacks": (
+        MODEL,
+        ["--set=method=headinfer", "--set=headinfer.resident_heads=['3:1', '30:0']"],
+        [],
+        ["headinfer.resident_heads", "30:0", "layers 0..29"],
+    ),
+    "byte digests where nothing selects by them": (
+        MODEL,
+        ["--set=tiers=separate", "--set=selection.digest=minmax_int8"],
+        [],
+        ["selection.digest", "write auto or minmax"],
+    ),
     "a page size unlike the engine's": (MODEL, [], ["--block-size", "64"], ["page_size: 16", "block size 64"]),
     "a memory size that the environment overrules": (
         MODEL,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.engine.server import Server, hybrid_server
+from tests.engine.storm import abort_storm
 from tests.engine.texts import english
 
 pytestmark = pytest.mark.engine
@@ -73,47 +70,7 @@ def test_the_lookahead_runs_inside_the_compiled_model(server: Server) -> None:
 
 def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(server: Server) -> None:
     """Survivors answer as if alone; afterwards no region, slot or recall is in use."""
-    rng = random.Random(1)
-    prompts = [english(rng.choice([8, 40, 150, 400]), start=rng.randrange(20000)) for _ in range(12)]
-    expected = {prompt: server.complete(prompt, GREEDY) for prompt in prompts}
-
-    def survivor(prompt: str) -> tuple[str, str]:
-        return prompt, server.complete(prompt, GREEDY)
-
-    def aborted(delay: float) -> None:
-        """The client goes away in mid-answer. Three prompts only, so that aborted requests share pages."""
-        body = {
-            "model": server.model,
-            "prompt": english(1600, start=int(delay) * 5000),
-            "max_tokens": 400,
-            "stream": True,
-            "ignore_eos": True,
-        }
-        with httpx.Client(timeout=300) as client, client.stream("POST", f"{server.url}/v1/completions", json=body) as r:
-            r.raise_for_status()
-            until = time.monotonic() + delay
-            for _ in r.iter_lines():
-                if time.monotonic() > until:
-                    return
-
-    jobs: list[tuple[str, object]] = [("survive", rng.choice(prompts)) for _ in range(120)]
-    jobs += [("abort", rng.uniform(0, 3)) for _ in range(80)]
-    rng.shuffle(jobs)
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        futures = [pool.submit(survivor if kind == "survive" else aborted, argument) for kind, argument in jobs]  # type: ignore[arg-type]
-        answers = [future.result(timeout=600) for future in futures]
-    wrong = [a for a in answers if a is not None and expected[a[0]] != a[1]]
-    assert not wrong, (
-        f"{len(wrong)} survivors answered differently, first: {wrong[0]!r}, alone: {expected[wrong[0][0]]!r}"
-    )
-    deadline = time.monotonic() + 60
-    while server.total("vllm:num_requests_running") + server.total("vllm:num_requests_waiting") > 0:
-        assert time.monotonic() < deadline, "aborted requests still run"
-        time.sleep(0.5)
-    server.complete("One more.", 2)
-    time.sleep(1)
-    for gauge in ("hybrid_regions_in_use", "hybrid_slots_in_use", "hybrid_recalls_in_flight"):
-        assert server.total(gauge) == 0, gauge
+    abort_storm(server, survivor_lengths=(8, 40, 150, 400), aborted_length=1600, aborted_tokens=400)
 
 
 def test_the_log_has_no_error(server: Server) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fidelity import FIDELITY_FLAGS, Comparison, Lookup, compare, follow, lookups
+from bench.fidelity import FIDELITY_FLAGS, Comparison, answers, compare, follow, lookups
 from hybrid_backend.config import find_config, load_config
 from tests.engine.server import MODEL, Server, hybrid_server, stock_server
 from tests.engine.texts import tokens_of_prose
@@ -38,16 +38,12 @@ class Dense:
     found: list[bool]
 
 
-def questions() -> list[Lookup]:
-    return lookups(haystacks=2, codes=10, tokens=7000)
-
-
 def short(server: Server) -> list[list[dict[int, float]]]:
     return [follow(server, tokens_of_prose(n, 900 * n), tokens_of_prose(24, 901 * n)) for n in SHORT]
 
 
 def right(server: Server) -> list[bool]:
-    return [q.answer in server.complete(q.prompt, 6) for q in questions()]
+    return [answers(server, question) for question in lookups(haystacks=4, facts=10, tokens=7000)]
 
 
 def long(server: Server) -> list[list[dict[int, float]]]:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_backend.attention.partial import PageList, Partial, empty_partial, merge, paged_partial
-from hybrid_backend.attention.prefill import dense_prefill, windowed
-from hybrid_backend.attention.quality import mass_recall
+from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens, windowed
+from hybrid_backend.attention.quality import covered_tokens, mass_recall
 from hybrid_backend.attention.selection import all_pages, compact, force_pages, page_scores, select_pages
 from hybrid_backend.config import SelectionConfig
 from hybrid_backend.kernels import reference
@@ -195,8 +195,17 @@ def test_digests_cover_exactly_the_tokens_written_since_offset_zero(seed: int, w
         assert torch.equal(digests.layers[0][page], reference.digest(pool[page], tokens))
 
 
-@given(seed=st.integers(0, 999), seq_len=st.integers(1, 70), chunk=st.integers(1, 70), window=st.integers(1, 80))
-def test_prefill_equals_the_oracle_for_every_chunk_and_window(seed: int, seq_len: int, chunk: int, window: int) -> None:
+@given(
+    seed=st.integers(0, 999),
+    seq_len=st.integers(1, 70),
+    chunk=st.integers(1, 70),
+    window=st.integers(1, 80),
+    by_head=st.booleans(),
+)
+def test_prefill_equals_the_oracle_for_every_chunk_and_window(
+    seed: int, seq_len: int, chunk: int, window: int, by_head: bool
+) -> None:
+    """What came before the chunk arrives in one block, or head by head and page by page."""
     chunk = min(chunk, seq_len)
     pool = random_pool(seed, 8, 2, 16, 16, torch.float32)
     pages = torch.randperm(8, generator=torch.Generator().manual_seed(seed))[: -(-seq_len // 16)]
@@ -205,8 +214,14 @@ def test_prefill_equals_the_oracle_for_every_chunk_and_window(seed: int, seq_len
     logits = torch.einsum("qhd,thd->hqt", q.double(), k.repeat_interleave(2, 1)) * 0.25
     position = torch.arange(seq_len - chunk, seq_len)[:, None]
     key = torch.arange(seq_len)[None]
+    before = seq_len - chunk
+    old_k, old_v = gather_tokens(pool.flatten(0, 2), pages, 2, 0, before)
+    spans = [(h, t, min(t + 16, before)) for h in (0, 1) for t in range(0, before, 16)] if by_head else []
+    blocks = [KVBlock((h,), old_k[h : h + 1, a:b], old_v[h : h + 1, a:b]) for h, a, b in spans]
+    if before and not by_head:
+        blocks = [KVBlock((0, 1), old_k, old_v)]
     for width, result in (
-        (10**9, dense_prefill(q, pool.flatten(0, 2), pages, seq_len, 2, 0.25)),
+        (10**9, attend_chunk(q, k[before:].float(), v[before:].float(), blocks, 0.25)),
         (window, windowed(q, pool.flatten(0, 2), pages, seq_len, 2, 0.25, window)),
     ):
         seen = (key <= position) & (key > position - width)
@@ -220,6 +235,8 @@ def test_mass_recall_is_one_for_all_pages_and_their_share_otherwise() -> None:
     pages, q = torch.tensor([2, 0, 3]), torch.zeros(4, 16)  # a zero query weighs all tokens alike
     blocks = pool.flatten(0, 2)
     everything = all_pages(torch.tensor([3]))[0]
-    assert mass_recall(q, blocks, pages, 40, everything, 2, 0.25) == pytest.approx(1.0)
-    assert mass_recall(q, blocks, pages, 40, torch.tensor([[0, -1]]), 2, 0.25) == pytest.approx(16 / 40)
-    assert mass_recall(q, blocks, pages, 40, torch.tensor([[2]]), 2, 0.25) == pytest.approx(8 / 40)
+    assert mass_recall(q, blocks, pages, covered_tokens(everything, 40, 16), 2, 0.25) == pytest.approx(1.0)
+    assert mass_recall(q, blocks, pages, covered_tokens(torch.tensor([[0, -1]]), 40, 16), 2, 0.25) == pytest.approx(
+        16 / 40
+    )
+    assert mass_recall(q, blocks, pages, covered_tokens(torch.tensor([[2]]), 40, 16), 2, 0.25) == pytest.approx(8 / 40)

@@ -39,8 +39,8 @@ def test_cpu_partials_start_a_layer_before_they_are_merged() -> None:
     method, events = scout(engine), []
     submit, attend = method._submit, method.attend
 
-    def log_submit(layer, entry, q):  # type: ignore[no-untyped-def]
-        ticket = submit(layer, entry, q)
+    def log_submit(layer, owners, entry, q):  # type: ignore[no-untyped-def]
+        ticket = submit(layer, owners, entry, q)
         events.append(("submit" if ticket else "nothing", layer))
         return ticket
 

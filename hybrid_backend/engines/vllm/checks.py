@@ -24,7 +24,7 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
     """Raise EngineError or ConfigError for the first thing that cannot work."""
     if not vllm.__version__.startswith(VLLM_VERSION):
         raise EngineError(f"vLLM {vllm.__version__} is not supported; install vLLM {VLLM_VERSION}")
-    resolve_method(config.method)
+    method = resolve_method(config.method)
     resolve_kernel(config.workers.kernel)
     parallel = vllm_config.parallel_config
     if parallel.worker_cls != worker_cls:
@@ -39,7 +39,10 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
             f"page_size: {page} is unlike the engine's block size {block}; "
             f"start the engine with --block-size {page} or set page_size: {block}"
         )
-    config.validate_for(vllm_config.model_config.get_total_num_hidden_layers())
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    config.validate_for(layers)
+    device = torch.device(vllm_config.device_config.device_type)
+    method.check(config, device, layers, vllm_config.model_config.get_num_kv_heads(parallel))
     _check_host_pool(vllm_config, config)
 
 

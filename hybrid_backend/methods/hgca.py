@@ -1,0 +1,344 @@
+"""Method ``hgca``: dense attention of a recent window on the device, per-head sparse attention of the rest on the CPU
+(HGCA, arXiv 2507.03153, algorithms 1 and 2).
+
+The device keeps the last `hgca.window_tokens` tokens of every layer as a ring of pages and, for each of them and each
+KV head, a moving average of its attention weight. When a page leaves the ring, a head keeps those of its tokens whose
+average is above ``beta / (tokens on the device)``: they are copied to the head's context cache, which the CPU attends
+in parallel with the device (not ahead); the partials merge by log-sum-exp.
+
+After a prompt (also one that continues a cached prefix) every token before the window is judged again, by the mean
+weights of the prompt's last queries over all of them against ``beta / (tokens on the CPU)``: tokens drop out of the
+context cache and come back. The host pool keeps every token, whatever a head attends.
+
+Deviations: a KV head stands for its group of query heads (`hgca.aggregate`); prompts are attended densely through the
+staging buffers, which is exact; judging takes the prompt's last `hgca.append_queries` queries.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.attention.partial import Partial, merge, weighted_partial
+from hybrid_backend.attention.prefill import gather_tokens
+from hybrid_backend.attention.quality import mass_recall
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.errors import DeadlineError
+from hybrid_backend.methods.base import Method, is_separate, staging_tokens
+from hybrid_backend.methods.lists import page_list
+from hybrid_backend.methods.regions import Regions
+from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
+from hybrid_backend.tiers import TierLayout, Tiers
+from hybrid_backend.tiers.context_cache import ContextCache
+from hybrid_backend.workers import Owners, Ticket, WorkerPool
+
+
+@dataclass
+class _Plan:
+    """R rows; W pages in the ring."""
+
+    regions: Tensor  # [R]
+    owners: Owners
+    window: Tensor  # [R, 1, W] logical pages on the device, ascending, -1 for padding
+    older: Tensor | None  # [R, 1, P] all logical pages before the window; None where no row has one
+    sampled: bool
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+class Hgca(Method):
+    """A ring of recent pages on the device; a context cache per KV head on the CPU."""
+
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
+        super().__init__(config, model, tiers, workers, stats)
+        layers, regions = tiers.residency.layers, len(tiers.slots.generation)
+        self._regions = Regions(tiers, config.page_size)
+        self._row = {layer: i for i, layer in enumerate(layers)}
+        self._caches = {layer: ContextCache(tiers.host.layers[layer], regions) for layer in layers}
+        # Moving averages by slot: [layers, regions, ring, kv_heads, page_size].
+        shape = (len(layers), regions, tiers.slots.size, model.num_kv_heads, config.page_size)
+        self._average = torch.zeros(shape)
+        self._evicted = [0] * regions  # pages of the region's request that have left the ring
+        self._queries: dict[str, dict[int, Tensor]] = {}  # the last queries of each request's prompt, by layer
+        # Judging runs beside the model; a layer waits for its own share before it attends.
+        self._judge = ThreadPoolExecutor(1, thread_name_prefix="hybrid-judge")
+        self._pending: dict[int, list[Future[None]]] = {}
+
+    @classmethod
+    def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
+        return TierLayout(
+            separate=is_separate(config, device),
+            slots_per_request=max(2, -(-config.hgca.window_tokens // config.page_size)),
+            staging_tokens=staging_tokens(config),
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(cache.nbytes for cache in self._caches.values())
+
+    def kept_tokens(self) -> list[list[int]]:
+        """Per layer and KV head, the tokens in the context caches of all running requests."""
+        regions = range(len(self.tiers.slots.generation))
+        return [
+            [sum(len(cache.positions(r)[head]) for r in regions) for head in range(self.model.num_kv_heads)]
+            for cache in self._caches.values()
+        ]
+
+    # --- prompts ---
+
+    def prefill(self, layer: int, row: PrefillRow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        held = self._queries.setdefault(row.request_id, {})
+        held[layer] = (
+            torch.cat([held[layer], q])[-self.config.hgca.append_queries :]
+            if layer in held
+            else q[-self.config.hgca.append_queries :].clone()
+        )
+        return super().prefill(layer, row, q, k, v)
+
+    # --- the step ---
+
+    def begin_step(self, step: Step) -> None:
+        self._settle_all()  # only a step that failed half-way left anything
+        for row in step.prefill:
+            self._forget(row.request_id)  # its region is out of date: it computes prompt tokens again
+        if step.decode is None:
+            return
+        rows = step.decode
+        ring = self.tiers.slots.size
+        found = [self._region(rows, r) for r in range(rows.count)]
+        regions = torch.tensor(found)
+        first = (rows.num_pages - ring).clamp(min=0)
+        column = torch.arange(ring)[None]
+        window = torch.where(column < (rows.num_pages - first)[:, None], first[:, None] + column, -1)[:, None]
+        interval = self.config.metrics.sample_interval
+        step.plan = _Plan(
+            regions=regions,
+            owners=Owners(regions, self.tiers.slots.generation[regions], self.tiers.slots.generation),
+            window=window,
+            older=_before(first) if bool(first.any()) else None,
+            sampled=interval > 0 and step.number % interval == 0,
+        )
+
+    def append(self, layer: int, step: Step, kv: Tensor) -> None:
+        if step.decode is not None:
+            self._regions.append(layer, step.decode, step.plan.regions, step.decode.gather(kv))
+
+    def attend(self, layer: int, step: Step, q: Tensor) -> Tensor:
+        rows, plan = step.decode, step.plan
+        assert rows is not None
+        self._settle(layer)
+        ticket = self._submit(layer, rows, plan, q)
+        kv, table = self.tiers.host.layers[layer], rows.page_table
+        if self.tiers.slots.separate:
+            kv = self.tiers.slots.layers[layer]
+            table = self.tiers.residency.slot_of(layer, plan.regions, rows.page_table.shape[1])
+        pages = page_list(rows, plan.window, table, self.config.page_size)
+        result, weights = weighted_partial(q, kv, pages, self.model.scale)
+        self._note(layer, plan, weights)
+        if ticket is not None:
+            result = merge(result, self._wait(layer, ticket))
+            plan.tickets.clear()
+        if plan.sampled:
+            self._sample(layer, rows, plan, q)
+        return result.out
+
+    def release(self, request_id: str) -> None:
+        self._queries.pop(request_id, None)
+        self._forget(request_id)
+
+    def abandon(self, step: Step) -> None:
+        if isinstance(step.plan, _Plan):
+            for ticket in step.plan.tickets:
+                ticket.abandon()
+
+    def close(self) -> None:
+        self._judge.shutdown(wait=True, cancel_futures=True)
+        super().close()
+
+    # --- placement: runs in the engine's thread, once per step ---
+
+    def _region(self, rows: DecodeRows, r: int) -> int:
+        """The row's region: a new one is filled from the host pool and all older tokens are judged; in a running one
+        the page that begins takes the place of the oldest, whose tokens are judged by their moving averages."""
+        slots, residency = self.tiers.slots, self.tiers.residency
+        region, is_new = self._regions.find(rows, r)
+        pages = int(rows.num_pages[r])
+        first = max(0, pages - slots.size)
+        if is_new:
+            # The step's own token is not in the host pool yet. The others are, in all layers.
+            known = int(rows.seq_lens[r]) - 1
+            held = torch.arange(first, pages)
+            queries = self._queries.pop(rows.request_ids[r], {})
+            table = rows.page_table[r]
+            for layer in residency.layers:
+                self._regions.fill(layer, rows, r, region, held % slots.size, held, held)
+                if known:
+                    self._start(layer, region, first, known, table, queries.get(layer))
+            self._evicted[region] = first
+        elif self._regions.begins_page(rows, r):
+            for page in range(self._evicted[region], first):
+                for layer in residency.layers:
+                    self._evict(layer, region, page, rows.page_table[r, page : page + 1])
+            self._evicted[region] = max(first, self._evicted[region])
+            newest = torch.tensor([pages - 1])
+            for layer in residency.layers:
+                residency.put(layer, region, newest % slots.size, newest, newest)
+            # A step that failed half-way may have begun this page before.
+            self._average[:, region, (pages - 1) % slots.size] = 0
+        return region
+
+    def _forget(self, request_id: str) -> None:
+        region = self.tiers.slots.region(request_id)
+        if region is None:
+            return
+        self._settle_all()  # nothing may judge for a request that is gone
+        self._regions.release(request_id)
+        self._average[:, region] = 0
+        for cache in self._caches.values():
+            cache.release(region)
+
+    # --- judging: runs in a thread of its own, a layer's jobs in order ---
+
+    def _start(self, layer: int, region: int, first: int, known: int, table: Tensor, queries: Tensor | None) -> None:
+        job = self._judge.submit(self._judge_prompt, layer, region, first, known, table, queries)
+        self._pending.setdefault(layer, []).append(job)
+
+    def _evict(self, layer: int, region: int, page: int, host_page: Tensor) -> None:
+        slot = page % self.tiers.slots.size
+        average = self._average[self._row[layer], region, slot].clone()
+        job = self._judge.submit(self._judge_page, layer, region, page, host_page, average)
+        self._pending.setdefault(layer, []).append(job)
+
+    def _judge_prompt(
+        self, layer: int, region: int, first: int, known: int, table: Tensor, queries: Tensor | None
+    ) -> None:
+        """Which of the tokens before page ``first`` each head keeps, and the first averages of the window's tokens.
+
+        ``known``: tokens of the sequence in the host pool; the queries are those of the last of them. Without queries
+        (none was seen: the whole prompt came from a cache) every token is kept.
+        """
+        with torch.inference_mode():
+            page_size, heads = self.config.page_size, self.model.num_kv_heads
+            k, v = gather_tokens(self.tiers.host.blocks(layer), table, heads, 0, known)
+            older = first * page_size
+            if queries is None:
+                keep = torch.ones(heads, older, dtype=torch.bool)
+            else:
+                weights = self._mean_weights(queries, k, older)
+                keep = weights[:, :older] > self.config.hgca.beta / max(1, older)
+                recent = torch.zeros(heads, self.tiers.slots.size * page_size)
+                recent[:, : known - older] = weights[:, older:]
+                ring = torch.arange(first, first + self.tiers.slots.size) % self.tiers.slots.size
+                by_page = recent.view(heads, -1, page_size).transpose(0, 1)
+                self._average[self._row[layer], region, ring] = by_page
+            if older:
+                self._caches[layer].add(region, k[:, :older], v[:, :older], keep, 0)
+
+    def _mean_weights(self, queries: Tensor, k: Tensor, older: int) -> Tensor:
+        """``[kv_heads, tokens]``: mean over the queries of their softmax over the older tokens alone, and over the
+        recent ones alone, as the two tiers would see them. ``queries``: ``[n, heads, head_dim]``, of the last n."""
+        count, _, dim = queries.shape
+        heads, tokens = k.shape[:2]
+        grouped = queries.float().view(count, heads, -1, dim).permute(1, 2, 0, 3)  # [kv_heads, group, n, dim]
+        logits = torch.matmul(grouped * self.model.scale, k.float()[:, None].transpose(2, 3))
+        position = torch.arange(tokens - count, tokens)[:, None]
+        logits = logits.masked_fill(torch.arange(tokens)[None] > position, float("-inf"))
+        tiers = [part.softmax(-1).nan_to_num(0.0) for part in (logits[..., :older], logits[..., older:])]
+        return self._over_group(torch.cat(tiers, -1).mean(2), 1)
+
+    def _judge_page(self, layer: int, region: int, page: int, host_page: Tensor, average: Tensor) -> None:
+        """Algorithm 1: tokens of a page that leaves the ring stay if their average is above beta times uniform."""
+        with torch.inference_mode():
+            page_size = self.config.page_size
+            keep = average > self.config.hgca.beta / (self.tiers.slots.size * page_size)
+            k, v = gather_tokens(self.tiers.host.blocks(layer), host_page, self.model.num_kv_heads, 0, page_size)
+            self._caches[layer].add(region, k, v, keep, page * page_size)
+
+    def _settle(self, layer: int) -> None:
+        """Wait until all judging of a layer is done."""
+        for job in self._pending.pop(layer, ()):
+            try:
+                job.result(self.config.workers.deadline_seconds)
+            except Late:
+                raise DeadlineError(
+                    f"judging evicted tokens of layer {layer} did not end within "
+                    f"workers.deadline_seconds={self.config.workers.deadline_seconds}"
+                ) from None
+
+    def _settle_all(self) -> None:
+        for layer in list(self._pending):
+            self._settle(layer)
+
+    # --- attention ---
+
+    def _submit(self, layer: int, rows: DecodeRows, plan: _Plan, q: Tensor) -> Ticket | None:
+        """The CPU's part: the context caches, or every older token where the configuration wants exact attention."""
+        device = _tokens(rows, plan.window, self.config.page_size)
+        if plan.older is None:
+            self.stats.attended(layer, device, 0)
+            return None
+        if self.config.sparse == "never" or layer in self.config.exact_layers:
+            store = self.tiers.host.layers[layer]
+            pages = page_list(rows, plan.older, rows.page_table, self.config.page_size)
+        else:
+            cache = self._caches[layer]
+            store, pages = cache.store, cache.lists(plan.regions.tolist())
+        self.stats.attended(layer, device + pages.tokens, pages.tokens)
+        if not pages.ids.shape[2]:
+            return None
+        ticket = self.workers.submit(q, store, pages, self.model.scale, f"layer {layer}", plan.owners)
+        plan.tickets.append(ticket)
+        return ticket
+
+    def _note(self, layer: int, plan: _Plan, weights: Tensor) -> None:
+        """Algorithm 1: A = (1 - alpha) A + alpha A_new. ``weights``: ``[rows, heads, W, page_size]``."""
+        rows, _, ring, page_size = weights.shape
+        grouped = weights.view(rows, self.model.num_kv_heads, -1, ring, page_size)
+        new = self._over_group(grouped, 2).transpose(1, 2)  # [rows, W, kv_heads, page_size]
+        region = plan.regions[:, None].expand(-1, ring)
+        slot = plan.window[:, 0].clamp(min=0) % self.tiers.slots.size
+        listed = plan.window[:, 0] >= 0
+        alpha = self.config.hgca.alpha
+        where = (region[listed], slot[listed])
+        average = self._average[self._row[layer]]
+        average[where] = (1 - alpha) * average[where] + alpha * new[listed]
+
+    def _over_group(self, weights: Tensor, dim: int) -> Tensor:
+        return weights.amax(dim) if self.config.hgca.aggregate == "max" else weights.mean(dim)
+
+    def _wait(self, layer: int, ticket: Ticket) -> Partial:
+        needed = time.perf_counter()
+        partial = ticket.wait(self.config.workers.deadline_seconds)
+        self.stats.layers[layer].wait_seconds += time.perf_counter() - needed
+        return partial
+
+    def _sample(self, layer: int, rows: DecodeRows, plan: _Plan, q: Tensor) -> None:
+        stats = self.stats.layers[layer]
+        exact = self.config.sparse == "never" or layer in self.config.exact_layers
+        for r in range(rows.count):
+            older = int(plan.window[r, 0, 0]) * self.config.page_size
+            covered = torch.ones(self.model.num_kv_heads, int(rows.seq_lens[r]), dtype=torch.bool)
+            if not exact:
+                covered[:, :older] = False
+                for head, positions in enumerate(self._caches[layer].positions(int(plan.regions[r]))):
+                    covered[head, positions] = True
+            pages = rows.page_table[r, : int(rows.num_pages[r])]
+            blocks, heads = self.tiers.host.blocks(layer), self.model.num_kv_heads
+            stats.mass_sum += mass_recall(q[r], blocks, pages, covered, heads, self.model.scale)
+            stats.mass_samples += 1
+
+
+def _before(first: Tensor) -> Tensor:
+    """``[R, 1, max(first)]``: the logical pages before page ``first`` of each row, padding (-1) last."""
+    column = torch.arange(int(first.max()))[None, None]
+    return torch.where(column < first[:, None, None], column, -1)
+
+
+def _tokens(rows: DecodeRows, window: Tensor, page_size: int) -> int:
+    first = window[:, 0, 0] * page_size
+    return int((rows.seq_lens - first).sum())

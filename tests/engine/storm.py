@@ -1,0 +1,62 @@
+"""200 requests at once, many of them aborted: survivors answer as if alone, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import httpx
+
+from tests.engine.server import Server
+from tests.engine.texts import english
+
+SURVIVORS, ABORTED = 120, 80
+GREEDY = 16
+
+
+def abort_storm(
+    server: Server, survivor_lengths: Sequence[int], aborted_length: int, aborted_tokens: int, seed: int = 1
+) -> None:
+    rng = random.Random(seed)
+    prompts = [english(rng.choice(survivor_lengths), start=rng.randrange(20000)) for _ in range(12)]
+    expected = {prompt: server.complete(prompt, GREEDY) for prompt in prompts}
+
+    def survivor(prompt: str) -> tuple[str, str]:
+        return prompt, server.complete(prompt, GREEDY)
+
+    def aborted(delay: float) -> None:
+        """The client goes away in mid-answer. Three prompts only, so that aborted requests share pages."""
+        body = {
+            "model": server.model,
+            "prompt": english(aborted_length, start=int(delay) * 5000),
+            "max_tokens": aborted_tokens,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with httpx.Client(timeout=300) as client, client.stream("POST", f"{server.url}/v1/completions", json=body) as r:
+            r.raise_for_status()
+            until = time.monotonic() + delay
+            for _ in r.iter_lines():
+                if time.monotonic() > until:
+                    return
+
+    work = [partial(survivor, rng.choice(prompts)) for _ in range(SURVIVORS)]
+    work += [partial(aborted, rng.uniform(0, 3)) for _ in range(ABORTED)]  # type: ignore[misc]
+    rng.shuffle(work)
+    with ThreadPoolExecutor(len(work)) as pool:
+        answers = [job.result(timeout=600) for job in [pool.submit(each) for each in work]]
+    wrong = [a for a in answers if a is not None and expected[a[0]] != a[1]]
+    assert not wrong, (
+        f"{len(wrong)} survivors answered differently, first: {wrong[0]!r}, alone: {expected[wrong[0][0]]!r}"
+    )
+    deadline = time.monotonic() + 60
+    while server.total("vllm:num_requests_running") + server.total("vllm:num_requests_waiting") > 0:
+        assert time.monotonic() < deadline, "aborted requests still run"
+        time.sleep(0.5)
+    server.complete("One more.", 2)
+    time.sleep(1)
+    for gauge in ("hybrid_regions_in_use", "hybrid_slots_in_use", "hybrid_recalls_in_flight"):
+        assert server.total(gauge) == 0, gauge

@@ -1,0 +1,71 @@
+"""Every other method through the same engine flag: exact where it promises to be, and nothing left behind by aborts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import POOL, StockAnswers, all_at_once, fp32_prompts
+from tests.engine.server import Server, hybrid_server
+from tests.engine.storm import abort_storm
+
+pytestmark = pytest.mark.engine
+TOKENS = 24
+FLAGS = ("--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--enforce-eager")
+# Conditions in which each method promises the stock backend's tokens.
+EXACT: dict[str, dict[str, Any]] = {
+    "hgca": {"hgca.window_tokens": 7168},
+    # Two buffers of 432 tokens: an eighth of the longest context is on the device at a time.
+    "headinfer": {"staging_tokens": 432, "headinfer.group_thresholds": [1024, 4096]},
+    "infinigen": {"budget_tokens": 7168, "sparse": "always", "slots_per_request": 512},
+}
+
+
+@pytest.fixture(scope="module", params=list(EXACT))
+def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    keys = {"method": request.param, "tiers": "separate", "host_pool.size": POOL, **EXACT[request.param]}
+    with hybrid_server(tmp_path_factory.mktemp(request.param), keys, FLAGS) as server:
+        yield server
+
+
+def test_tokens_equal_the_stock_backends_alone_and_four_at_once(exact: Server, stock_fp32: StockAnswers) -> None:
+    prompts = fp32_prompts()
+    assert [exact.complete(prompt, TOKENS) for prompt in prompts] == stock_fp32.alone
+    assert all_at_once(exact, prompts[:9], TOKENS) == stock_fp32.alone[:9]
+    assert exact.total("hybrid_cpu_tokens_total") == 0
+    assert exact.total("hybrid_device_bytes") > 0
+    assert exact.total("hybrid_copied_bytes") > 0
+
+
+def test_headinfer_is_exact_through_buffers_of_one_page(tmp_path: Path, stock_fp32: StockAnswers) -> None:
+    """Also with heads that never leave the device."""
+    keys = {
+        "method": "headinfer",
+        "tiers": "separate",
+        "host_pool.size": POOL,
+        "staging_tokens": 16,
+        "headinfer.resident_heads": ["3:1", "9:0", "9:2"],
+    }
+    with hybrid_server(tmp_path, keys, FLAGS) as server:
+        assert [server.complete(prompt, TOKENS) for prompt in fp32_prompts()[:7]] == stock_fp32.alone[:7]
+
+
+STORM: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "hgca": {"hgca.window_tokens": 256},
+    "headinfer": {"staging_tokens": 256},
+    "infinigen": {"budget_tokens": 256},
+}
+
+
+@pytest.mark.parametrize("method", list(STORM))
+def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(method: str, tmp_path: Path) -> None:
+    keys = {"method": method, "tiers": "separate", "host_pool.size": "512MiB", **STORM[method]}
+    flags = ["--dtype", "float32", "--max-num-seqs", "32", "--max-model-len", "2048", "--enforce-eager"]
+    with hybrid_server(tmp_path, keys, flags) as server:
+        # Survivors fit the window or the slots, where every method is exact: they answer as if they were alone.
+        abort_storm(server, survivor_lengths=(8, 40, 150, 200), aborted_length=700, aborted_tokens=200)
+        assert "Traceback" not in server.log.read_text()

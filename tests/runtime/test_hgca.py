@@ -1,0 +1,199 @@
+"""HGCA: a dense window, averages, eviction, per-head context caches, judging again after a prompt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybrid_backend.methods.hgca import Hgca
+from hybrid_backend.workers.pool import NativePool
+from tests.runtime.harness import PAGE, Engine, config, spec
+
+WINDOW = 4 * PAGE
+
+
+def engine(layers: int = 2, seed: int = 0, **keys: object) -> Engine:
+    hgca = {"window_tokens": WINDOW, "alpha": 0.25, "append_queries": 32, **keys.pop("hgca", {})}  # type: ignore[dict-item]
+    return Engine(config(method="hgca", hgca=hgca, **keys), spec(layers=layers), seed=seed)
+
+
+def hgca(running: Engine) -> Hgca:
+    method = running.runtime.method
+    assert isinstance(method, Hgca)
+    return method
+
+
+def kept(running: Engine, name: str = "a", layer: int = 0) -> list[set[int]]:
+    """Per KV head, the positions of the tokens in a request's context cache."""
+    region = running.runtime.tiers.slots.region(name)
+    assert region is not None
+    return [set(p.tolist()) for p in hgca(running)._caches[layer].positions(region)]
+
+
+@pytest.mark.parametrize("tiers", ["separate", "unified"])
+def test_attention_is_dense_while_the_context_fits_the_window(tiers: str) -> None:
+    running = engine(tiers=tiers)
+    running.add("a", WINDOW // 2)
+    running.prefill("a")
+    for _ in range(WINDOW // 2):
+        running.step({"a": 1})
+    assert running.runtime.stats.cpu_ratio() == 0
+    running.close()
+
+
+@pytest.mark.parametrize("tiers", ["separate", "unified"])
+def test_a_step_attends_the_window_and_what_each_head_kept(tiers: str) -> None:
+    """fp64 attention over exactly these tokens."""
+    running = engine(tiers=tiers)
+    running.add("a", 10 * PAGE + 5)
+    running.prefill("a", chunk=50)
+    queries: dict[int, torch.Tensor] = {}
+    method = hgca(running)
+    attend = method.attend
+
+    def log_attend(layer, step, q):  # type: ignore[no-untyped-def]
+        out = attend(layer, step, q)
+        queries[layer] = torch.stack([q[0], out[0]])
+        return out
+
+    method.attend = log_attend  # type: ignore[method-assign]
+    for _ in range(3 * PAGE):
+        running.step({"a": 1}, tolerance=None)
+        tokens = running.sequences["a"].tokens
+        first = (-(-tokens // PAGE) - WINDOW // PAGE) * PAGE
+        for layer, (q, out) in queries.items():
+            kv = torch.stack(running.sequences["a"].kv[layer]).double()
+            for head, positions in enumerate(kept(running, layer=layer)):
+                assert all(p < first for p in positions)
+                seen = [*sorted(positions), *range(first, tokens)]
+                logits = q[2 * head : 2 * head + 2].double() @ kv[seen, head, 0].T * running.model.scale
+                expected = logits.softmax(-1) @ kv[seen, head, 1]
+                torch.testing.assert_close(out[2 * head : 2 * head + 2].double(), expected, atol=1e-4, rtol=1e-4)
+    running.close()
+
+
+def test_heads_keep_different_numbers_of_tokens() -> None:
+    running = engine(layers=3)
+    running.add("a", 12 * PAGE)
+    running.prefill("a")
+    running.step({"a": 1}, tolerance=None)
+    counts = [len(positions) for layer in range(3) for positions in kept(running, layer=layer)]
+    assert len(set(counts)) > 2
+    assert min(counts) > 0 and max(counts) < 8 * PAGE
+    running.close()
+
+
+def test_a_page_that_leaves_the_window_keeps_tokens_above_beta_times_uniform() -> None:
+    """By the averages before the step in which the page leaves (the formula of which is checked below)."""
+    running = engine(layers=1)
+    running.add("a", WINDOW - 1)
+    running.prefill("a")
+    running.step({"a": 1}, tolerance=None)  # the window is full now
+    region = running.runtime.tiers.slots.region("a")
+    partly = False
+    for page in range(3):  # page 0 by the prompt's averages alone, page 1 and 2 after 16 and 32 steps
+        average = hgca(running)._average[0, region, page].clone()
+        running.step({"a": 1}, tolerance=None)
+        expected = [set((line > 1 / WINDOW).nonzero().flatten().tolist()) for line in average]
+        found = [{p - page * PAGE for p in positions if p >= page * PAGE} for positions in kept(running)]
+        assert found == expected
+        partly = partly or any(0 < len(e) < PAGE for e in expected)
+        for _ in range(PAGE - 1):
+            running.step({"a": 1}, tolerance=None)
+    assert partly
+    running.close()
+
+
+def test_averages_follow_the_formula() -> None:
+    running = engine(layers=1)
+    running.add("a", 20)
+    running.prefill("a")
+    running.step({"a": 1})
+    method, m = hgca(running), running.model
+    region = running.runtime.tiers.slots.region("a")
+    attend = method.attend
+    seen: list[torch.Tensor] = []
+
+    def log_attend(layer, step, q):  # type: ignore[no-untyped-def]
+        seen.append(q[0])
+        return attend(layer, step, q)
+
+    method.attend = log_attend  # type: ignore[method-assign]
+    for _ in range(5):
+        before = method._average[0, region].transpose(0, 1).flatten(1).clone()
+        running.step({"a": 1})
+        kv = torch.stack(running.sequences["a"].kv[0])
+        logits = torch.einsum("hgd,thd->hgt", seen[-1].view(2, 2, -1), kv[:, :, 0]) * m.scale
+        new = logits.softmax(-1).amax(1)
+        expected = 0.75 * before[:, : len(kv)] + 0.25 * new
+        after = method._average[0, region].transpose(0, 1).flatten(1)[:, : len(kv)]
+        torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-4)
+    running.close()
+
+
+def test_a_token_that_was_pruned_returns_after_a_prompt_that_needs_it() -> None:
+    """Algorithm 2: a new turn judges all tokens before the window again; nothing was lost from the host pool."""
+    running = engine(layers=1)
+    running.add("a", 10 * PAGE)
+    running.prefill("a")
+    running.step({"a": 1}, tolerance=None)
+    pruned = sorted(set(range(5 * PAGE)) - kept(running)[0])
+    assert pruned, "every token was kept: this test shows nothing"
+    needle = pruned[len(pruned) // 2]
+    key = running.sequences["a"].kv[0][needle][0, 0]
+    # The next turn: the conversation so far is a cached prefix; its queries look for one pruned token's key.
+    running.add("b", 10 * PAGE + 40, shared_with="a")
+    normal = torch.randn
+
+    def asking(*size, generator=None):  # type: ignore[no-untyped-def]
+        x = normal(*size, generator=generator)
+        return x + 8 * key if size[-2:] == (4, 16) else x
+
+    torch.randn = asking  # type: ignore[assignment]
+    try:
+        running.prefill("b")
+    finally:
+        torch.randn = normal
+    running.step({"b": 1}, tolerance=None)
+    assert needle in kept(running, "b")[0]
+    assert needle not in kept(running, "a")[0]
+    dropped = kept(running, "a")[0] - kept(running, "b")[0]
+    assert dropped, "judging again also drops tokens"
+    running.close()
+
+
+def test_the_cpu_partial_is_submitted_before_the_device_attends() -> None:
+    running = engine()
+    running.add("a", 10 * PAGE)
+    running.prefill("a")
+    events: list[str] = []
+    method = hgca(running)
+    assert isinstance(method.workers, NativePool)
+    submit, note = method.workers.submit, method._note
+
+    def log_submit(*args, **kwargs):  # type: ignore[no-untyped-def]
+        events.append("cpu")
+        return submit(*args, **kwargs)
+
+    def log_note(layer, plan, weights):  # type: ignore[no-untyped-def]
+        events.append("device")
+        note(layer, plan, weights)
+
+    method.workers.submit, method._note = log_submit, log_note  # type: ignore[method-assign]
+    running.step({"a": 1}, tolerance=None)
+    assert events == ["cpu", "device"] * 2
+    running.close()
+
+
+def test_a_released_request_leaves_no_context_cache() -> None:
+    running = engine()
+    running.add("a", 10 * PAGE)
+    running.prefill("a")
+    running.step({"a": 1}, tolerance=None)
+    cache = hgca(running)._caches[0]
+    held = len(cache.store) - len(cache._free)
+    assert held > 0
+    running.drop("a")
+    assert len(cache.store) == len(cache._free)
+    assert not hgca(running)._queries
+    running.close()
