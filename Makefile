@@ -28,6 +28,7 @@ DEVICE ?= cpu
 DEMO  := smollm2-135m-instruct
 VENV  := .venv
 IPEX  := .venv-ipex
+SGLANG := .venv-sglang
 PY    := $(VENV)/bin/python
 TORCH := 2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
@@ -37,6 +38,9 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 INSTALL := $(PIP) install --quiet --no-compile
 LOCKED := $(INSTALL) --no-deps --require-hashes
+SGLANG_PIP := $(SGLANG)/bin/python -m pip --disable-pip-version-check --no-input
+SGLANG_INSTALL := $(SGLANG_PIP) install --quiet --no-compile
+IPEX_INSTALL = $(IPEX)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 
 # A stamp's name holds a checksum of what its step depends on.
 checksum = $(firstword $(shell cat $(1) | cksum))
@@ -45,8 +49,20 @@ ENGINE_STAMP  := $(VENV)/.engine-$(DEVICE)-$(call checksum,requirements/$(DEVICE
 TORCH_STAMP   := $(VENV)/.torch-$(DEVICE)-$(TORCH)
 PACKAGE_STAMP := $(VENV)/.package-$(DEVICE)-$(call checksum,pyproject.toml setup.py)
 TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt)
+SGLANG_ENGINE_STAMP  := $(SGLANG)/.engine-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py)
+SGLANG_PACKAGE_STAMP := $(SGLANG)/.package-$(call checksum,pyproject.toml setup.py)
+SGLANG_TEST_STAMP    := $(SGLANG)/.test-$(call checksum,requirements/test.txt)
 
-.PHONY: help venv install ipex model serve test test-install lint mypy format lock clean
+# What ENGINE stands for: each engine has an environment of its own, because their pinned dependencies differ.
+ifeq ($(ENGINE),sglang)
+ENGINE_VENV  := $(SGLANG)
+ENGINE_READY := $(SGLANG_PACKAGE_STAMP)
+else
+ENGINE_VENV  := $(VENV)
+ENGINE_READY := $(PACKAGE_STAMP)
+endif
+
+.PHONY: help venv install ipex model serve test test-sglang test-install lint mypy format lock clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,7 +74,7 @@ help: ## Show this help
 
 venv: $(PYTHON_STAMP) ## Create .venv with PYTHON
 
-install: $(PACKAGE_STAMP) ## Install the engine, torch and this package (editable) into .venv
+install: $(ENGINE_READY) ## Install the engine, torch and this package (editable) into .venv (or .venv-sglang)
 
 $(PYTHON_STAMP):
 	@command -v "$(PYTHON)" >/dev/null || { echo "error: no '$(PYTHON)'; install Python 3.11 to 3.13, or give PYTHON=/path/to/python" >&2; exit 1; }
@@ -101,20 +117,45 @@ $(TEST_STAMP): $(PACKAGE_STAMP)
 	$(LOCKED) -r requirements/test.txt
 	@touch $@
 
+# torchvision is imported by SGLang and its wheel is the CUDA build; the shim lets it load beside a CPU torch, here only.
+$(SGLANG_ENGINE_STAMP): requirements/sglang-engine.txt
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: no '$(PYTHON)'; install Python 3.11 to 3.13, or give PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "==> creating $(SGLANG): torch $(TORCH) and SGLang (about 150 packages, two minutes)"
+	@[ -x $(SGLANG)/bin/python ] || "$(PYTHON)" -m venv $(SGLANG)
+	@rm -f $(SGLANG)/.engine-* $(SGLANG)/.package-*
+	$(SGLANG_INSTALL) --no-deps --require-hashes -r requirements/sglang-engine.txt
+	@$(SGLANG_INSTALL) --no-deps torch==$(TORCH) || \
+	  $(SGLANG_INSTALL) --no-deps --index-url $(TORCH_INDEX) torch==$(TORCH)
+	@cp requirements/sglang_torchvision.py "$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/"
+	@echo "import sglang_torchvision" > "$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_torchvision.pth"
+	@touch $@
+
+$(SGLANG_PACKAGE_STAMP): $(SGLANG_ENGINE_STAMP)
+	@echo "==> installing this package (editable) into $(SGLANG)"
+	@rm -f $(SGLANG)/.package-*
+	$(SGLANG_INSTALL) --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(SGLANG_TEST_STAMP): $(SGLANG_PACKAGE_STAMP)
+	@rm -f $(SGLANG)/.test-*
+	$(SGLANG_INSTALL) --no-deps --require-hashes -r requirements/test.txt
+	@touch $@
+
 ipex: ## Create .venv-ipex, where workers.kernel: ipex finds IPEX and the torch that it needs
 	"$(PYTHON)" -m venv $(IPEX)
-	$(IPEX)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile --no-deps \
-	  --extra-index-url $(TORCH_INDEX) -r requirements/ipex.txt
+	@$(IPEX_INSTALL) --index-url $(TORCH_INDEX) --retries 1 "$$(grep ^torch== requirements/ipex.txt)" || \
+	  echo "==> PyTorch's own index is out of reach: pip's has the CUDA build only (several GB)"
+	$(IPEX_INSTALL) -r requirements/ipex.txt
 	@echo "now: export HYBRID_IPEX_PYTHON=$(CURDIR)/$(IPEX)/bin/python"
 
 # -- run -----------------------------------------------------------------------------------------------------
 
 model: install ## Fetch the demo model (into HYBRID_CACHE)
-	@$(VENV)/bin/hybrid model fetch $(DEMO)
+	@$(ENGINE_VENV)/bin/hybrid model fetch $(DEMO)
 
-serve: install $(if $(filter $(DEMO),$(MODEL)),model) ## Serve MODEL on PORT with the OpenAI API
+serve: install $(if $(filter $(DEMO),$(MODEL)),model) ## Serve MODEL on PORT with the OpenAI API (ENGINE=vllm or sglang)
 	@echo "==> serving $(MODEL) on port $(PORT)"
-	@exec $(VENV)/bin/hybrid serve "$(MODEL)" --engine $(ENGINE) $(if $(CONFIG),--config "$(CONFIG)") -- --port $(PORT) $(ARGS)
+	@exec $(ENGINE_VENV)/bin/hybrid serve "$(MODEL)" --engine $(ENGINE) $(if $(CONFIG),--config "$(CONFIG)") -- --port $(PORT) $(ARGS)
 
 # -- develop -------------------------------------------------------------------------------------------------
 
@@ -122,8 +163,12 @@ test-install: $(TEST_STAMP) ## Install what the tests need
 
 # pytest ends with 5 when nothing was selected; for the engine tests that is fine (TESTS=tests/hub).
 test: test-install ## Run the tests: the quick ones in two processes, then those with an engine one by one
-	$(PY) -m pytest $(TESTS) -q -n 2 -m "not engine and not gpu" || [ $$? -eq 5 ]
-	$(PY) -m pytest $(TESTS) -q -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" || [ $$? -eq 5 ]
+	$(PY) -m pytest $(TESTS) -q -n 2 -m "not engine and not gpu" --ignore tests/engine_sglang || [ $$? -eq 5 ]
+	$(PY) -m pytest $(TESTS) -q -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" --ignore tests/engine_sglang || [ $$? -eq 5 ]
+	$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory test-sglang)
+
+test-sglang: $(SGLANG_TEST_STAMP) ## Run the tests with SGLang, in its own environment
+	$(SGLANG)/bin/python -m pytest tests/engine_sglang -q
 
 lint: test-install ## Check style and types
 	$(VENV)/bin/ruff check .
@@ -147,14 +192,15 @@ UV += --upgrade
 lock: $(PYTHON_STAMP) ## Renew the lock files in requirements/ (needs the network)
 	$(PIP) install --quiet uv
 	$(UV) --override requirements/cpu-engine.overrides.txt requirements/cpu-engine.in -o $(VENV)/cpu-engine.txt
+	$(UV) --override requirements/sglang-engine.overrides.txt requirements/sglang-engine.in -o $(VENV)/sglang-engine.txt
 	$(UV) -c $(VENV)/cpu-engine.txt requirements/test.in -o $(VENV)/test.txt
-	for name in cpu-engine test; do \
+	for name in cpu-engine sglang-engine test; do \
 	  { grep '^#' requirements/$$name.txt; cat $(VENV)/$$name.txt; } > $(VENV)/$$name.new; \
 	  mv $(VENV)/$$name.new requirements/$$name.txt; \
 	done
 
-clean: ## Remove .venv, .venv-ipex and everything built (fetched models in .cache stay)
-	rm -rf $(VENV) $(IPEX) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## Remove .venv, .venv-ipex, .venv-sglang and everything built (fetched models in .cache stay)
+	rm -rf $(VENV) $(IPEX) $(SGLANG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # -- measure -------------------------------------------------------------------------------------------------
@@ -169,6 +215,7 @@ soak: test-install ## Random jobs and aborts on the native worker pool (MINUTES=
 
 bench-decode-cpu: test-install model ## Decode tokens/s of the whole engine, hybrid against stock
 	$(PY) -m bench.decode_cpu
+	$(PY) -m bench.decode_cpu --shape qwen3-0.6b --contexts 200,16000,32000 --batches 1,2 --set exact_layers=[0,1,2]
 
 bench-fidelity: test-install model ## KL, attention mass and key lookups of the sparse mode, by budget
 	$(PY) -m bench.fidelity_report

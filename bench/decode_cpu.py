@@ -1,16 +1,19 @@
 """Decode tokens/s of the whole vLLM CPU engine, hybrid against stock: same prompts, same threads, interleaved.
 
     python -m bench.decode_cpu [--contexts 200,2000,7500] [--batches 1,4,8] [--rounds 5] [--set KEY=VALUE]
+    python -m bench.decode_cpu --shape qwen3-0.6b --contexts 200,16000,32000 --batches 1,2 --set exact_layers=[0,1,2]
 
-Prompts are computed
-once and then come from the prefix cache: what is timed is decoding. Prints medians, ratios and their spread, and writes
-bench/out/decode_cpu.json.
+Prompts are computed once and then come from the prefix cache: what is timed is decoding. ``--shape`` takes random
+weights and a KV cache full of random numbers instead of a prefill (bench/shapes.py). Prints medians, ratios and their spread,
+the share of attention in the stock step (from its rate at the shortest context), the ratio that this share allows
+(`bound`: bytes of KV and digests read, over all layers, against all KV), and writes bench/out/decode_cpu*.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -18,9 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
+from hybrid_backend.config import HybridConfig, apply_overrides, config_from_mapping, find_config, load_mapping
 from hybrid_backend.hub import fetch
 from tests.engine.server import MODEL, Server, hybrid_server, stock_server
 from tests.engine.texts import tokens_of_prose
@@ -44,16 +49,26 @@ def decode_rate(server: Server, prompts: list[list[int]], tokens: int) -> float:
         return len(prompts) / statistics.median(pool.map(stream, prompts))
 
 
-def measure(servers: dict[str, Server], context: int, batch: int, rounds: int, tokens: int) -> dict[str, list[float]]:
+def measure(
+    servers: dict[str, Server], context: int, batch: int, arguments: argparse.Namespace
+) -> dict[str, list[float]]:
     prompts = [tokens_of_prose(context, 4000 * i + 7 * context) for i in range(batch)]
     for server in servers.values():
         for prompt in prompts:  # into the prefix cache
             server.client().completions.create(model=server.model, prompt=prompt, max_tokens=1)
     rates: dict[str, list[float]] = {name: [] for name in servers}
-    for _ in range(rounds):
+    for _ in range(arguments.rounds):
         for name, server in servers.items():
-            rates[name].append(decode_rate(server, prompts, tokens))
+            rates[name].append(decode_rate(server, prompts, arguments.tokens))
     return rates
+
+
+def allowed_ratio(config: HybridConfig, layers: int, context: int, share: float) -> float:
+    """Amdahl's bound for attention at the same bytes per second: what is read, over what the stock backend reads."""
+    digests = 2 / config.page_size / 2 / 2  # of K and V: max and min of K only, one byte instead of two
+    sparse = min(1.0, config.budget_tokens / context + digests) if context > config.budget_tokens else 1.0
+    exact = len(config.exact_layers) / layers
+    return 1 / (1 - share * (1 - exact - (1 - exact) * sparse))
 
 
 def main() -> None:
@@ -63,45 +78,73 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--shape", default="", help="a key of bench.shapes.SHAPES instead of the demo model")
     parser.add_argument("--set", action="append", default=[], help="configuration of the hybrid server, KEY=VALUE")
     arguments = parser.parse_args()
     contexts, batches = ([int(x) for x in text.split(",")] for text in (arguments.contexts, arguments.batches))
-    flags = ["--dtype", arguments.dtype, "--max-num-seqs", str(max(batches))]
-    memory = 24_000 * 4 * max(contexts) * max(batches) // 2  # twice what the demo model's bf16 KV needs
-    overrides = dict(item.split("=", 1) for item in arguments.set)
-    results = []
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the servers import bench.shapes
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
+        model, flags = fetch(MODEL), ["--dtype", arguments.dtype, "--max-num-seqs", str(max(batches))]
+        if arguments.shape:
+            from bench import shapes
+
+            model = shapes.write_shape(arguments.shape, place)
+            flags += shapes.FLAGS
+        shape = json.loads((model / "config.json").read_text())
+        head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+        layers = shape["num_hidden_layers"]
+        kv_bytes = layers * shape["num_key_value_heads"] * head_dim * 4
+        memory = int(kv_bytes * (max(contexts) + 256) * max(batches) * 1.1)
+        mapping = apply_overrides(load_mapping(find_config(str(model))), arguments.set)
+        config = config_from_mapping(mapping, "bench")
+        overrides = {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in arguments.set)}
+        flags += ["--max-model-len", str(max(contexts) + 256)]
         with (
-            stock_server(place, fetch(MODEL), [*flags, "--kv-cache-memory-bytes", str(memory)]) as stock,
-            hybrid_server(place, {"host_pool.size": memory, **overrides}, flags) as hybrid,
+            stock_server(place, model, [*flags, "--kv-cache-memory-bytes", str(memory)]) as stock,
+            hybrid_server(place, {"host_pool.size": memory, **overrides}, flags, str(model)) as hybrid,
         ):
-            servers = {"stock": stock, "hybrid": hybrid}
+            hybrid.model = hybrid.client().models.list().data[0].id
             for context in contexts:
                 for batch in batches:
-                    rates = measure(servers, context, batch, arguments.rounds, arguments.tokens)
-                    ratios = [h / s for h, s in zip(rates["hybrid"], rates["stock"], strict=True)]
-                    results.append({"context": context, "batch": batch, **rates, "ratios": ratios})
-                    print(
-                        f"context {context} batch {batch}: stock {statistics.median(rates['stock']):.1f} "
-                        f"hybrid {statistics.median(rates['hybrid']):.1f} tokens/s, ratio "
-                        f"{statistics.median(ratios):.2f}",
-                        flush=True,
-                    )
-    table = Table("context", "batch", "stock tok/s", "hybrid tok/s", "ratio", "ratio min..max")
+                    rates = measure({"stock": stock, "hybrid": hybrid}, context, batch, arguments)
+                    results.append(summary(context, batch, rates, results, config, layers))
+                    print(results[-1], flush=True)
+    table = Table("context", "batch", "stock tok/s", "hybrid tok/s", "ratio", "min..max", "attention share", "bound")
     for row in results:
         table.add_row(
-            str(row["context"]),
-            str(row["batch"]),
-            f"{statistics.median(row['stock']):.1f}",
-            f"{statistics.median(row['hybrid']):.1f}",
-            f"{statistics.median(row['ratios']):.2f}",
-            f"{min(row['ratios']):.2f}..{max(row['ratios']):.2f}",
-        )
-    Console().print(table)
+            str(row["context"]), str(row["batch"]), f"{statistics.median(row['stock']):.1f}",
+            f"{statistics.median(row['hybrid']):.1f}", f"{row['ratio']:.2f}",
+            f"{min(row['ratios']):.2f}..{max(row['ratios']):.2f}", f"{row['share']:.0%}", f"{row['bound']:.2f}",
+        )  # fmt: skip
+    Console(width=110).print(table)
     out = Path(__file__).parent / "out"
     out.mkdir(exist_ok=True)
-    (out / "decode_cpu.json").write_text(json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
+    name = f"decode_cpu{'_' + arguments.shape if arguments.shape else ''}.json"
+    (out / name).write_text(json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
+
+
+def summary(
+    context: int,
+    batch: int,
+    rates: dict[str, list[float]],
+    earlier: list[dict[str, Any]],
+    config: HybridConfig,
+    layers: int,
+) -> dict[str, Any]:
+    ratios = [h / s for h, s in zip(rates["hybrid"], rates["stock"], strict=True)]
+    shortest = next((row["stock"] for row in earlier if row["batch"] == batch), rates["stock"])
+    share = max(0.0, 1 - statistics.median(rates["stock"]) / statistics.median(shortest))
+    return {
+        "context": context,
+        "batch": batch,
+        **rates,
+        "ratios": ratios,
+        "ratio": statistics.median(ratios),
+        "share": share,
+        "bound": allowed_ratio(config, layers, context, share),
+    }
 
 
 if __name__ == "__main__":

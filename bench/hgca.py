@@ -3,8 +3,8 @@
     python -m bench.hgca [--tokens 6000] [--scored 256] [--shares 0.25,0.5,0.75] [--betas 0.25,0.5,1]
 
 Perplexity of the last ``scored`` of ``tokens`` tokens of English prose, teacher forced through the decoding path,
-against the stock backend on the same text; then the share of the older tokens that every KV head keeps after the text. Writes
-bench/out/hgca.json.
+against the stock backend on the same text; then the share of the older tokens that every KV head keeps after the
+text. Writes bench/out/hgca.json.
 """
 
 from __future__ import annotations

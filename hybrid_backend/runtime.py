@@ -128,6 +128,12 @@ class HybridRuntime:
             digests.append(layer, pages, offsets, step.decode.gather(kv)[:, :, 0])
         self.method.append(layer, step, kv)
 
+    def imported(self, pages: Tensor) -> None:
+        """Whole pages (``[n]`` int64 host page ids, all layers) that somebody else wrote: a KV connector."""
+        if self.tiers.digests is not None:
+            for layer in self.tiers.digests.layers:
+                self.tiers.digests.rebuild(layer, pages, torch.full((len(pages),), self.config.page_size))
+
     # --- query path ---
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:

@@ -97,8 +97,10 @@ def weighted_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) ->
     _, kv_heads, _, page_size, _ = layer.shape
     if not pages.ids.shape[2]:
         return empty_partial(q), torch.zeros(rows, heads, 0, page_size)
-    gathered = layer[pages.ids[:, 0].clamp(min=0)]  # [rows, k, kv_heads, 2, page_size, dim]
-    k, v = gathered.permute(3, 0, 2, 1, 4, 5).flatten(3, 4).float()  # [rows, kv_heads, tokens, dim]
+    heads_of = torch.arange(kv_heads)[None, :, None]
+    index = (pages.ids.clamp(min=0) * kv_heads + heads_of).flatten() * 2  # [rows, kv_heads, k]
+    gathered = layer.flatten(0, 2).index_select(0, torch.cat([index, index + 1]))
+    k, v = gathered.view(2, rows, kv_heads, -1, dim).float()  # [rows, kv_heads, tokens, dim]
     written = (torch.arange(page_size) < pages.valid[:, 0, :, None]).flatten(1)[:, None, None]
     logits = torch.matmul(q.float().view(rows, kv_heads, -1, dim) * scale, k.transpose(2, 3))
     logits = logits.masked_fill(~written, float("-inf"))

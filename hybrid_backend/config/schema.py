@@ -141,6 +141,8 @@ class WorkersConfig(Section):
     cpus: Annotated[tuple[int, ...] | Literal["auto"], auto_or(list_of(integer(0), unique=True, empty=False))] = "auto"
     """CPU numbers the workers may run on; auto takes those that the engine's threads leave.
     Source: default."""
+    numa: Annotated[int | Literal["auto"], auto_or(integer(0))] = "auto"
+    """NUMA node whose CPUs the workers take when workers.cpus is auto; auto is any node. Source: default."""
     per_sequence_groups: Annotated[bool, BOOL] = True
     """Each sequence is a job of its own; otherwise the whole batch is one.
     Source: ScoutAttention (a group of threads per sequence)."""

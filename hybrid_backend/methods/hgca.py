@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial, merge, weighted_partial
-from hybrid_backend.attention.prefill import gather_tokens
 from hybrid_backend.attention.quality import mass_recall
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import DeadlineError
@@ -41,11 +40,11 @@ from hybrid_backend.workers import Owners, Ticket, WorkerPool
 
 @dataclass
 class _Plan:
-    """R rows; W pages in the ring."""
+    """R rows."""
 
     regions: Tensor  # [R]
     owners: Owners
-    window: Tensor  # [R, 1, W] logical pages on the device, ascending, -1 for padding
+    window: Tensor  # [R, 1, W] logical pages on the device, ascending, -1 for padding; W of the longest row
     older: Tensor | None  # [R, 1, P] all logical pages before the window; None where no row has one
     sampled: bool
     tickets: list[Ticket] = field(default_factory=list)
@@ -113,7 +112,7 @@ class Hgca(Method):
         found = [self._region(rows, r) for r in range(rows.count)]
         regions = torch.tensor(found)
         first = (rows.num_pages - ring).clamp(min=0)
-        column = torch.arange(ring)[None]
+        column = torch.arange(int((rows.num_pages - first).max()))[None]
         window = torch.where(column < (rows.num_pages - first)[:, None], first[:, None] + column, -1)[:, None]
         interval = self.config.metrics.sample_interval
         step.plan = _Plan(
@@ -183,7 +182,7 @@ class Hgca(Method):
         elif self._regions.begins_page(rows, r):
             for page in range(self._evicted[region], first):
                 for layer in residency.layers:
-                    self._evict(layer, region, page, rows.page_table[r, page : page + 1])
+                    self._evict(layer, region, page, rows.page_table[r])
             self._evicted[region] = max(first, self._evicted[region])
             newest = torch.tensor([pages - 1])
             for layer in residency.layers:
@@ -208,10 +207,10 @@ class Hgca(Method):
         job = self._judge.submit(self._judge_prompt, layer, region, first, known, table, queries)
         self._pending.setdefault(layer, []).append(job)
 
-    def _evict(self, layer: int, region: int, page: int, host_page: Tensor) -> None:
+    def _evict(self, layer: int, region: int, page: int, table: Tensor) -> None:
         slot = page % self.tiers.slots.size
         average = self._average[self._row[layer], region, slot].clone()
-        job = self._judge.submit(self._judge_page, layer, region, page, host_page, average)
+        job = self._judge.submit(self._judge_page, layer, region, page, table, average)
         self._pending.setdefault(layer, []).append(job)
 
     def _judge_prompt(
@@ -223,41 +222,51 @@ class Hgca(Method):
         (none was seen: the whole prompt came from a cache) every token is kept.
         """
         with torch.inference_mode():
-            page_size, heads = self.config.page_size, self.model.num_kv_heads
-            k, v = gather_tokens(self.tiers.host.blocks(layer), table, heads, 0, known)
+            page_size, ring = self.config.page_size, self.tiers.slots.size
+            pages = table[: -(-known // page_size)]
             older = first * page_size
-            if queries is None:
-                keep = torch.ones(heads, older, dtype=torch.bool)
-            else:
-                weights = self._mean_weights(queries, k, older)
-                keep = weights[:, :older] > self.config.hgca.beta / max(1, older)
-                recent = torch.zeros(heads, self.tiers.slots.size * page_size)
-                recent[:, : known - older] = weights[:, older:]
-                ring = torch.arange(first, first + self.tiers.slots.size) % self.tiers.slots.size
-                by_page = recent.view(heads, -1, page_size).transpose(0, 1)
-                self._average[self._row[layer], region, ring] = by_page
-            if older:
-                self._caches[layer].add(region, k[:, :older], v[:, :older], keep, 0)
+            # Head by head: a long context's K of all heads, in fp32, would be larger than its bf16 KV.
+            for head in range(self.model.num_kv_heads):
+                kept = torch.arange(older)
+                if queries is not None:
+                    k = self.tiers.host.layers[layer][pages, head, 0].flatten(0, 1)[:known]
+                    weights = self._mean_weights(queries, k, head, older)
+                    kept = (weights[:older] > self.config.hgca.beta / max(1, older)).nonzero().flatten()
+                    recent = torch.zeros(ring * page_size)
+                    recent[: known - older] = weights[older:]
+                    slots = torch.arange(first, first + ring) % ring
+                    self._average[self._row[layer], region, slots, head] = recent.view(ring, page_size)
+                self._keep(layer, region, head, table, kept)
 
-    def _mean_weights(self, queries: Tensor, k: Tensor, older: int) -> Tensor:
-        """``[kv_heads, tokens]``: mean over the queries of their softmax over the older tokens alone, and over the
-        recent ones alone, as the two tiers would see them. ``queries``: ``[n, heads, head_dim]``, of the last n."""
-        count, _, dim = queries.shape
-        heads, tokens = k.shape[:2]
-        grouped = queries.float().view(count, heads, -1, dim).permute(1, 2, 0, 3)  # [kv_heads, group, n, dim]
-        logits = torch.matmul(grouped * self.model.scale, k.float()[:, None].transpose(2, 3))
-        position = torch.arange(tokens - count, tokens)[:, None]
-        logits = logits.masked_fill(torch.arange(tokens)[None] > position, float("-inf"))
+    def _mean_weights(self, queries: Tensor, k: Tensor, head: int, older: int) -> Tensor:
+        """``[tokens]``: mean over the queries of their softmax over the older tokens alone, and over the recent ones
+        alone, as the two tiers would see them. ``queries``: ``[n, heads, head_dim]`` of the last n of the tokens whose
+        keys are ``k`` ``[tokens, head_dim]``."""
+        count, group = len(queries), self.model.num_heads // self.model.num_kv_heads
+        mine = queries[:, head * group : (head + 1) * group].float().transpose(0, 1)  # [group, n, dim]
+        logits = torch.matmul(mine * self.model.scale, k.float().T)
+        position = torch.arange(len(k) - count, len(k))[:, None]
+        logits = logits.masked_fill(torch.arange(len(k)) > position, float("-inf"))
         tiers = [part.softmax(-1).nan_to_num(0.0) for part in (logits[..., :older], logits[..., older:])]
-        return self._over_group(torch.cat(tiers, -1).mean(2), 1)
+        return self._over_group(torch.cat(tiers, -1).mean(1), 0)
 
-    def _judge_page(self, layer: int, region: int, page: int, host_page: Tensor, average: Tensor) -> None:
-        """Algorithm 1: tokens of a page that leaves the ring stay if their average is above beta times uniform."""
+    def _keep(self, layer: int, region: int, head: int, table: Tensor, positions: Tensor) -> None:
+        """Copy tokens (``positions`` in the sequence with page table ``table``) to a head's context cache."""
+        if not len(positions):
+            return
+        page_size = self.config.page_size
+        pages, offsets = table[positions // page_size], positions % page_size
+        kv = self.tiers.host.layers[layer][pages, head, :, offsets]
+        self._caches[layer].add(region, head, kv, positions)
+
+    def _judge_page(self, layer: int, region: int, page: int, table: Tensor, average: Tensor) -> None:
+        """Algorithm 1: tokens of a page that leaves the ring stay if their average (``[kv_heads, page_size]``) is above
+        beta times uniform."""
         with torch.inference_mode():
             page_size = self.config.page_size
             keep = average > self.config.hgca.beta / (self.tiers.slots.size * page_size)
-            k, v = gather_tokens(self.tiers.host.blocks(layer), host_page, self.model.num_kv_heads, 0, page_size)
-            self._caches[layer].add(region, k, v, keep, page * page_size)
+            for head in range(self.model.num_kv_heads):
+                self._keep(layer, region, head, table, keep[head].nonzero().flatten() + page * page_size)
 
     def _settle(self, layer: int) -> None:
         """Wait until all judging of a layer is done."""

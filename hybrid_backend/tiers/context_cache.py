@@ -26,27 +26,19 @@ class ContextCache:
     def nbytes(self) -> int:
         return self.store.nbytes
 
-    def add(self, region: int, k: Tensor, v: Tensor, keep: Tensor, first: int) -> None:
-        """Append the kept ones of consecutive tokens.
+    def add(self, region: int, head: int, kv: Tensor, positions: Tensor) -> None:
+        """Append tokens to one KV head's list.
 
         Args:
-            k, v: ``[kv_heads, tokens, head_dim]``.
-            keep: ``[kv_heads, tokens]`` bool.
-            first: position in the sequence of the first of them.
+            kv: ``[n, 2, head_dim]``.
+            positions: ``[n]`` places in the sequence, ascending, after those that the list holds.
         """
-        held = self._positions[region]
-        longest = max(len(p) + int(n) for p, n in zip(held, keep.sum(1), strict=True))
-        self._reserve(region, -(-longest // self._page_size))
+        held = self._positions[region][head]
+        place = torch.arange(len(held), len(held) + len(positions))
+        self._reserve(region, -(-(len(held) + len(positions)) // self._page_size))
         pages = torch.tensor(self._pages[region], dtype=torch.int64)
-        for head in range(self._heads):
-            new = keep[head].nonzero().flatten()
-            if not len(new):
-                continue
-            place = torch.arange(len(held[head]), len(held[head]) + len(new))
-            page, offset = pages[place // self._page_size], place % self._page_size
-            self.store[page, head, 0, offset] = k[head, new]
-            self.store[page, head, 1, offset] = v[head, new]
-            held[head] = torch.cat([held[head], new + first])
+        self.store[pages[place // self._page_size], head, :, place % self._page_size] = kv
+        self._positions[region][head] = torch.cat([held, positions])
 
     def positions(self, region: int) -> list[Tensor]:
         """Per KV head, the positions in the sequence of its tokens, ascending."""

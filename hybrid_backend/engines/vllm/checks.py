@@ -17,7 +17,7 @@ from hybrid_backend.methods import resolve_method
 from hybrid_backend.workers import resolve_kernel
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 
 def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cls: str) -> None:
@@ -90,7 +90,11 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
             "decode context parallelism",
             "use --decode-context-parallel-size 1",
         ),
-        (vllm_config.kv_transfer_config is not None, "KV connectors", "leave out --kv-transfer-config"),
+        (
+            vllm_config.kv_transfer_config is not None and not _updates_digests(vllm_config.kv_transfer_config),
+            "KV connectors, which write pages behind its back",
+            "leave out --kv-transfer-config",
+        ),
         (
             vllm_config.lora_config is not None and looks_ahead,
             "LoRA together with the lookahead",
@@ -103,6 +107,18 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
         ),
     ]
     return [(what, fix) for unsupported, what, fix in found if unsupported]
+
+
+def _updates_digests(connector: KVTransferConfig) -> bool:
+    """A connector may say that it tells the runtime which pages it wrote (`HybridRuntime.imported`)."""
+    # Not at the top: it asks for the platform, which is being made when this module is imported.
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        kind = KVConnectorFactory.get_connector_class(connector)
+    except (ValueError, ImportError, AttributeError):
+        return False  # the engine says what is wrong with it
+    return bool(getattr(kind, "updates_digests", False))
 
 
 def available_memory() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -11,11 +10,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NoReturn
 
-from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER, VLLM_VERSION
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.address import check_address
+from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, VLLM_VERSION
 from hybrid_backend.errors import EngineError, HybridError
 
+NAME = "vLLM"
 _METRICS, _SOCKETS = "PROMETHEUS_MULTIPROC_DIR", "VLLM_RPC_BASE_PATH"
 _LONGEST_SOCKET_PATH = 107  # of which vLLM's own names take 37
 
@@ -46,35 +49,18 @@ def check_installation() -> None:
 
 def check_port(extra: Sequence[str]) -> None:
     """Raise EngineError if the server's address cannot be used, before the engine is even imported."""
-    host, port = "", 8000
-    flags = list(extra)
-    for i, flag in enumerate(flags):
-        name, _, value = flag.partition("=")
-        value = value or (flags[i + 1] if i + 1 < len(flags) else "")
-        if name in ("--uds", "--config"):
-            return  # no port, or one that only the engine can read
-        if name == "--host":
-            host = value
-        if name == "--port":
-            if not (value.isascii() and value.isdigit() and len(value) <= 5 and 0 < int(value) < 65536):
-                raise EngineError(f"--port: got {value!r}, expected a number from 1 to 65535")
-            port = int(value)
+    check_address(extra, "", 8000, elsewhere=("--uds", "--config"))
+
+
+def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str]) -> None:
+    """Serve ``model`` until stopped; the engine flags ``extra`` come last and win."""
+    additional = json.dumps({ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")})
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except (OSError, UnicodeError) as error:
-        raise EngineError(_why_not(host, port, error)) from error
-
-
-def _why_not(host: str, port: int, error: Exception) -> str:
-    code = error.errno if isinstance(error, OSError) else None
-    if code == errno.EADDRINUSE:
-        return f"--port: {port} is already in use; choose another one with --port"
-    if code == errno.EACCES:
-        return f"--port: {port} needs privileges that this user lacks; choose another one with --port"
-    reason = (getattr(error, "strerror", None) or str(error)).lower()
-    return f"--host: got {host!r} ({reason}), expected an address of this machine"
+        serve(engine_arguments(str(model), served_as, additional, config.page_size, extra))
+    except RuntimeError as error:
+        if "Engine core initialization failed" not in str(error):
+            raise
+        raise EngineError("the engine did not start; the reason is in the log above") from None
 
 
 def serve(arguments: Sequence[str]) -> None:

@@ -1,0 +1,88 @@
+"""Models of a real model's shape without its weights, and a KV cache that is full without a prefill.
+
+vLLM's DecodeBenchConnector fills the KV pages of a prompt with random numbers instead of computing them, so that
+decoding at a long context can be timed on a machine on which the prefill would take an hour.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import (
+    DecodeBenchConnector,
+    DecodeBenchConnectorMetadata,
+)
+
+from hybrid_backend.hub import fetch
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
+}
+FLAGS = (
+    "--load-format",
+    "dummy",
+    "--kv-transfer-config",
+    json.dumps(
+        {
+            "kv_connector": "FilledKV",
+            "kv_connector_module_path": "bench.shapes",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
+        }
+    ),
+)
+
+
+def write_shape(name: str, folder: Path) -> Path:
+    """A model directory with the shape's configuration and the demo model's tokenizer, which only has to exist."""
+    target = folder / f"{name}-shape"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(SHAPES[name]))
+    for file in fetch("smollm2-135m-instruct").iterdir():
+        if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges")):
+            shutil.copy(file, target)
+    return target
+
+
+class FilledKV(DecodeBenchConnector):  # type: ignore[misc]
+    """DecodeBenchConnector that also brings the digests of the pages it filled up to date."""
+
+    updates_digests = True
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        metadata = self._connector_metadata
+        assert isinstance(metadata, DecodeBenchConnectorMetadata)
+        runtimes = {
+            id(runtime): runtime
+            for layer in forward_context.no_compile_layers.values()
+            if (runtime := getattr(getattr(layer, "impl", None), "runtime", None)) is not None
+        }
+        for groups, _ in metadata.reqs_to_fill.values():
+            for runtime in runtimes.values():
+                for pages in groups:
+                    runtime.imported(torch.tensor(pages))

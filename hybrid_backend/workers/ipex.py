@@ -1,0 +1,422 @@
+"""The IPEX worker: intel-extension-for-pytorch's attention, in a process and a Python environment of its own.
+
+The last IPEX, 2.8, is archived and loads into torch 2.8 only, so it cannot live in the engine's process. The process
+runs `ipex_process.py` with the Python that ``HYBRID_IPEX_PYTHON`` names. Both sides map two staging areas: while the
+process attends over one, a thread here fills the other.
+
+What that costs, and its limits:
+
+* The engine's KV memory is not shared, so every selected page is copied once more: its bytes are read, written, and
+  read again by the process. A native worker reads them once.
+* The areas grow to the largest job, rounded up to a power of two, and stay; memory is taken where it was written.
+* IPEX's paged operator returns no LSE, so its flash attention over the staged tokens is used, which does.
+* IPEX writes its output in the model's dtype: in bf16 a partial is rounded to 8 bits before the merge.
+* Jobs run one after the other, each on all threads, lists of different lengths one after the other too; an operator
+  call is parallel over (sequence, KV head) only. ``per_sequence_groups`` has no effect.
+* Only the workers use IPEX. The device tier of a machine without a device stays with the kernel that ``auto`` means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import mmap
+import os
+import queue
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.attention.partial import PageList, Partial, empty_partial
+from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
+from hybrid_backend.workers.pool import Owners, Ticket, WorkerPool
+from hybrid_backend.workers.registry import HOW_TO_GET_IPEX, ipex_python
+
+PROGRAM = Path(__file__).with_name("ipex_process.py")
+START_SECONDS = 120.0
+_AREAS = 2
+_ALIGNMENT = 64
+_MESSAGE_BYTES = 65536
+# The engine's own settings for its OpenMP threads and its Python do not fit the other environment.
+_NOT_INHERITED = ("PYTHON", "OMP_", "KMP_", "GOMP_", "LD_PRELOAD", "VIRTUAL_ENV")
+
+
+class IpexPool(WorkerPool):
+    """One process of IPEX. Any number of threads may submit; jobs are answered in order."""
+
+    def __init__(self, threads: int, cpus: list[int], command: Sequence[str] | None = None) -> None:
+        """Starts the process and waits for it; that takes seconds.
+
+        Args:
+            threads: OpenMP threads of the process.
+            cpus: where they may run; the thread that stages pages runs there too.
+            command: what to start instead of `PROGRAM` in the environment that ``HYBRID_IPEX_PYTHON`` names.
+
+        Raises:
+            ConfigError: there is no such environment, or IPEX does not load in it.
+        """
+        self.cpus = cpus
+        self.threads = threads
+        command = command or [ipex_python(), "-I", str(PROGRAM)]
+        self._areas = [_Area() for _ in range(_AREAS)]
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the pool)
+        passed = [theirs.fileno(), *(area.descriptor for area in self._areas)]
+        settings = [str(os.getpid()), str(threads), ",".join(map(str, cpus))]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
+        self._process = subprocess.Popen(
+            [*command, str(passed[0]), *settings, *map(str, passed[1:])],
+            pass_fds=passed,
+            env={**environment, "OMP_NUM_THREADS": str(threads)},
+            stdin=subprocess.DEVNULL,
+            stdout=self._complaints,
+            stderr=self._complaints,
+        )
+        theirs.close()
+        self._numbers = itertools.count()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[_Area] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._running: dict[int, tuple[_Job, _Area]] = {}  # sent and not answered; guarded by the lock
+        self._dead: str | None = None  # why nothing is answered any more; guarded by the lock
+        self._closed = False
+        self._await_ready(command)
+        for area in self._areas:
+            self._free.put(area)
+        self._threads = [
+            threading.Thread(target=target, name=f"hybrid-ipex-{target.__name__}", daemon=True)
+            for target in (self._stage_jobs, self._take_answers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def submit(
+        self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
+    ) -> Ticket:
+        """As `WorkerPool.submit`; ``layer`` ``[pages, kv_heads, 2, page_size, head_dim]`` contiguous.
+
+        Raises:
+            ValueError: a shape that IPEX's operator lacks.
+            WorkerError: the pool is closed.
+        """
+        _check_shapes(q, layer, pages)
+        job = _Job(next(self._numbers), q, layer, pages, scale, what, owners)
+        with self._lock:
+            if self._closed:
+                raise WorkerError("the IPEX worker is closed")
+            self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        """End the process and free the shared memory. Jobs that nobody waited for are dropped."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._dead = self._dead or "the worker was closed"
+            self._jobs.put(None)
+        self._link.shutdown(socket.SHUT_RDWR)  # ends the process and both threads
+        self._end_process()
+        for thread in self._threads:
+            thread.join()
+        self._release()
+
+    # --- the process ---
+
+    def _await_ready(self, command: Sequence[str]) -> None:
+        self._link.settimeout(START_SECONDS)
+        try:
+            hello = self._link.recv(_MESSAGE_BYTES)
+        except (TimeoutError, ConnectionError):
+            hello = b""
+        self._link.settimeout(None)
+        if not hello:
+            self._end_process(patience=1.0)
+            complaint = self._last_complaint()
+            self._release()
+            raise ConfigError(
+                f"workers.kernel: IPEX does not start with HYBRID_IPEX_PYTHON={command[0]}: {complaint}; "
+                f"{HOW_TO_GET_IPEX}"
+            )
+
+    def _end_process(self, patience: float = 5.0) -> int:
+        """The exit status. The process ends by itself once the socket is shut; a stopped one is killed."""
+        try:
+            return self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _last_complaint(self) -> str:
+        self._complaints.seek(0)
+        lines = self._complaints.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+    def _release(self) -> None:
+        self._link.close()
+        self._complaints.close()
+        for area in self._areas:
+            area.close()
+
+    # --- jobs ---
+
+    def _stage_jobs(self) -> None:
+        """A thread: copies pages into a free area and sends the job."""
+        os.sched_setaffinity(0, self.cpus)
+        # One thread copies: a second OpenMP team would compete with the engine's. As in `TorchPool`.
+        torch._C.set_num_threads(1)
+        with torch.inference_mode():
+            while (job := self._jobs.get()) is not None:
+                if not job.abandoned:
+                    self._stage(job)
+
+    def _stage(self, job: _Job) -> None:
+        area = self._free.get()
+        job.started = time.perf_counter()
+        try:
+            staged = None if job.abandoned else job.stage()
+            if staged is None:
+                job.finish(empty_partial(job.q))
+                self._free.put(area)
+                return
+            packet = area.fill(staged, job.number, self._areas.index(area), job.scale)
+        except Exception as error:
+            job.fail(f"{type(error).__name__}: {error}" if not isinstance(error, WorkerError) else str(error))
+            self._free.put(area)
+            return
+        with self._lock:
+            dead = self._dead
+            if dead is None:
+                self._running[job.number] = (job, area)
+        if dead is not None:
+            job.fail(dead)
+            self._free.put(area)
+            return
+        # If the process is gone, the other thread learns it from the same socket and fails what runs.
+        with contextlib.suppress(OSError):
+            self._link.send(packet)
+
+    def _take_answers(self) -> None:
+        """A thread: hands results to the waiters."""
+        with torch.inference_mode():
+            while packet := self._receive():
+                answer = json.loads(packet)
+                with self._lock:
+                    job, area = self._running.pop(answer["job"])
+                if "error" in answer:
+                    job.fail(answer["error"])
+                else:
+                    job.finish(job.unpack(area.view("out"), area.view("lse")), answer["ended"])
+                self._free.put(area)
+        with self._lock:
+            dead = self._dead = self._dead or self._cause_of_death()
+            running = list(self._running.values())
+            self._running.clear()
+        for job, area in running:
+            job.fail(dead)
+            self._free.put(area)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._link.recv(_MESSAGE_BYTES)
+        except OSError:
+            return b""
+
+    def _cause_of_death(self) -> str:
+        status = self._end_process()
+        how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"the IPEX process {how}: {self._last_complaint()}"
+
+
+def _check_shapes(q: Tensor, layer: Tensor, pages: PageList) -> None:
+    if layer.dim() != 5 or not layer.is_contiguous():
+        raise ValueError(f"K and V must be contiguous [pages, kv_heads, 2, page_size, head_dim], not {layer.shape}")
+    if q.shape[2] != layer.shape[4] or q.shape[1] % layer.shape[1]:
+        raise ValueError(f"queries {tuple(q.shape)} do not fit K and V {tuple(layer.shape)}")
+    if pages.ids.shape != pages.valid.shape or pages.ids.shape[:1] != q.shape[:1]:
+        raise ValueError(f"page lists {tuple(pages.ids.shape)} do not fit {q.shape[0]} rows")
+
+
+class _Field(NamedTuple):
+    """Where a tensor lies in an area."""
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Staged(NamedTuple):
+    """One job as the process sees it. Its sequences are rows, or (row, KV head) pairs where each head has its own list;
+    those without a page are left out."""
+
+    q: Tensor  # [sequences, heads, head_dim]
+    blocks: Tensor  # [n, page_size * head_dim] of the engine: all K and V blocks
+    index: Tensor  # [m] int64: which blocks, in the order in which they are staged
+    groups: Tensor  # [g, 4] int64, sequences of the same length: count, KV heads, room, tokens
+
+
+class _Area:
+    """Memory that both processes map: an anonymous file, which is gone with the last of them."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("hybrid-ipex")
+        self._map: mmap.mmap | None = None
+        self._fields: dict[str, _Field] = {}
+
+    def fill(self, staged: _Staged, number: int, index: int, scale: float) -> bytes:
+        """Copy a job into the area; returns the packet that tells the process."""
+        q, elements = staged.q, len(staged.index) * staged.blocks.shape[1]
+        self._fields, end = {}, 0
+        for name, dtype, shape in (
+            ("groups", torch.int64, tuple(staged.groups.shape)),
+            ("q", q.dtype, tuple(q.shape)),
+            ("kv", q.dtype, (elements,)),
+            ("out", torch.float32, tuple(q.shape)),
+            ("lse", torch.float32, tuple(q.shape[:2])),
+        ):
+            self._fields[name] = _Field(end, str(dtype).removeprefix("torch."), shape)
+            end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        size = self._reserve(end)
+        self.view("groups").copy_(staged.groups)
+        self.view("q").copy_(q)
+        torch.index_select(staged.blocks, 0, staged.index, out=self.view("kv").view(len(staged.index), -1))
+        job = {"job": number, "area": index, "size": size, "scale": scale}
+        return json.dumps({**job, "fields": self._fields}).encode()
+
+    def view(self, name: str) -> Tensor:
+        """A field of the job that was filled in last."""
+        assert self._map is not None
+        field = self._fields[name]
+        flat = torch.frombuffer(
+            self._map, dtype=getattr(torch, field.dtype), count=math.prod(field.shape), offset=field.offset
+        )
+        return flat.view(field.shape)
+
+    def close(self) -> None:
+        self._map = None  # unmapped with its last view
+        os.close(self.descriptor)
+
+    def _reserve(self, size: int) -> int:
+        if self._map is None or len(self._map) < size:
+            # The next power of two, so that it rarely grows; memory is taken only where something was written.
+            size = max(1 << 20, 1 << (size - 1).bit_length())
+            os.ftruncate(self.descriptor, size)
+            self._map = mmap.mmap(self.descriptor, size)
+        return len(self._map)
+
+
+class _Job:
+    """A submitted partial, and its ticket."""
+
+    def __init__(
+        self, number: int, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None
+    ) -> None:
+        self.number = number
+        self.q = q
+        self.scale = scale
+        self.abandoned = False
+        self.started = 0.0
+        self._ended = 0.0
+        self._layer = layer
+        self._pages = pages
+        self._what = what
+        self._owners = owners
+        self._done = threading.Event()
+        self._result: Partial | None = None
+        self._error = ""
+        self._order = torch.empty(0, dtype=torch.int64)  # which row, or (row, KV head) pair, each staged sequence is
+
+    # --- for the waiter ---
+
+    def wait(self, deadline: float) -> Partial:
+        if not self._done.wait(deadline):
+            self.abandon()
+            raise DeadlineError(
+                f"the IPEX worker did not finish {self._what} within workers.deadline_seconds={deadline}"
+            )
+        if self._result is None:
+            raise WorkerError(f"the IPEX worker failed on {self._what}: {self._error}")
+        return self._result
+
+    def span(self) -> tuple[float, float]:
+        return self.started, self._ended
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+    # --- for the pool's threads ---
+
+    def finish(self, result: Partial, ended: float | None = None) -> None:
+        self._ended = time.perf_counter() if ended is None else ended
+        self._result = result
+        self._done.set()
+
+    def fail(self, error: str) -> None:
+        self._error = error
+        self._done.set()
+
+    def stage(self) -> _Staged | None:
+        """The lists as the process wants them. None if no page is left, of rows whose region was not released.
+
+        Raises:
+            WorkerError: a page id beyond the cache, or a page that is partly filled and not the last.
+        """
+        layer, (ids, valid) = self._layer, self._pages
+        rows, lists, columns = ids.shape
+        _, kv_heads, _, page_size, dim = layer.shape
+        valid = valid.clamp(max=page_size).masked_fill(ids < 0, 0)
+        if self._owners is not None:
+            valid = valid.masked_fill(self._stale(self._owners)[:, None, None], 0)
+        if bool(((ids >= len(layer)) & (valid > 0)).any()):
+            raise WorkerError(f"page id {int(ids.max())} is beyond the cache's {len(layer)} pages")
+        ids, valid = ids.reshape(rows * lists, columns), valid.reshape(rows * lists, columns)
+        used, tokens = (valid > 0).sum(1), valid.sum(1)
+        if not bool(used.any()):
+            return None
+        last = valid.gather(1, (used - 1).clamp(min=0)[:, None])[:, 0]
+        if not bool((tokens == (used - 1).clamp(min=0) * page_size + last).all()):
+            raise WorkerError("only the last page of a list may be partly filled, and padding comes last")
+        q = self.q.to(layer.dtype).reshape(rows * lists, -1, dim)
+        parts = torch.arange(2)[:, None]
+        chosen, index, groups = [], [], []
+        for length in tokens.unique().tolist():
+            if not length:
+                continue
+            mine = (tokens == length).nonzero()[:, 0]
+            # A list of its own for each KV head: one head per sequence.
+            heads = mine[:, None] % lists if lists > 1 else torch.arange(kv_heads)[None]
+            listed = ids[mine, None, None, : -(-length // page_size)]
+            blocks = (listed * kv_heads + heads[:, :, None, None]) * 2 + parts  # [count, heads, 2, pages]
+            chosen.append(mine)
+            index.append(blocks.flatten())
+            groups.append((len(mine), blocks.shape[1], blocks.shape[3] * page_size, length))
+        self._order = torch.cat(chosen)
+        return _Staged(q[self._order], layer.view(-1, page_size * dim), torch.cat(index), torch.tensor(groups))
+
+    def unpack(self, out: Tensor, lse: Tensor) -> Partial:
+        """The result, out of the shared memory. Rows whose region was released meanwhile are empty."""
+        partial = empty_partial(self.q)
+        sequences = self._pages.ids.shape[0] * self._pages.ids.shape[1]
+        partial.out.view(sequences, -1, out.shape[2])[self._order] = out
+        partial.lse.view(sequences, -1)[self._order] = lse
+        if self._owners is not None:
+            stale = self._stale(self._owners)
+            partial.out[stale], partial.lse[stale] = 0.0, -math.inf
+        return partial
+
+    def _stale(self, owners: Owners) -> Tensor:
+        return owners.current[owners.regions] != owners.generations
