@@ -1,6 +1,6 @@
 """CPU attention against the memory: GB/s of K and V read, as a fraction of what the same cores can read at all.
 
-    python bench/cpu_attention.py [--threads 1 2] [--reps 9] [--gb 4] [--out bench/out]
+    python -m bench.cpu_attention [--threads 1 2] [--reps 9] [--gb 4] [--out bench/out]
 
 Every candidate attends the same randomly scattered pages of one big pool (huge memory pages, far beyond the caches).
 Candidates take turns, in random order, and the medians of all turns are compared; so a noisy machine disturbs all of
@@ -9,6 +9,8 @@ them alike. With one thread the time is the thread's CPU time, otherwise the wal
     native-<isa>   this package, one entry per instruction set that runs here
     torch          gather, then scaled_dot_product_attention (the kernel that also gives the LSE)
     vllm           vLLM's own paged decode operator, where vLLM is installed (it gives no LSE)
+    ipex           IPEX's, where HYBRID_IPEX_PYTHON names an environment that has it: the operator alone, without LSE,
+                   over the same shapes of a pool of its own in a process of its own (`make ipex`, bench/ipex_op.py)
 
 Two thread counts in one process would meet OpenMP's habits, so each count runs in a process of its own.
 """
@@ -16,7 +18,6 @@ Two thread counts in one process would meet OpenMP's habits, so each count runs 
 from __future__ import annotations
 
 import argparse
-import ctypes as C
 import json
 import os
 import platform
@@ -32,6 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.ipex_op import huge_pages
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu import library
 
@@ -44,28 +46,45 @@ SHAPES = {  # kv_heads, group, head_dim
 Run = Callable[[Tensor, Tensor], object]
 
 
-def pool_of(gigabytes: float, unit: int) -> Tensor:
-    """Bytes on huge memory pages, filled: 4 KB pages cost up to a fifth and would hide the kernel."""
-    size = int(gigabytes * 2**30) // unit * unit
-    libc = C.CDLL(None, use_errno=True)
-    libc.mmap.restype = C.c_void_p
-    libc.mmap.argtypes = [C.c_void_p, C.c_size_t, C.c_int, C.c_int, C.c_int, C.c_long]
-    huge = 2 << 20
-    address = libc.mmap(None, size + huge, 3, 0x22, -1, 0)
-    address = (address + huge - 1) // huge * huge
-    libc.madvise(C.c_void_p(address), C.c_size_t(size), 14)
-    pool = torch.frombuffer((C.c_char * size).from_address(address), dtype=torch.bfloat16)
-    noise = torch.randn(1 << 22).bfloat16()
-    for start in range(0, pool.numel(), noise.numel()):
-        pool[start : start + noise.numel()] = noise[: pool.numel() - start]
-    return pool
+class Ipex:
+    """The process that times IPEX's operator."""
+
+    def __init__(self, python: str, threads: int, gigabytes: float) -> None:
+        self._process = subprocess.Popen(
+            [python, "-m", "bench.ipex_op", str(threads), str(gigabytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=Path(__file__).parents[1],
+        )
+
+    @classmethod
+    def start(cls, threads: int, gigabytes: float) -> Ipex | None:
+        python = os.environ.get("HYBRID_IPEX_PYTHON")
+        if not python:
+            print("no ipex candidate: HYBRID_IPEX_PYTHON is not set", file=sys.stderr)
+            return None
+        return cls(python, threads, gigabytes)
+
+    def rate(self, shape: tuple[int, int, int], rows: int, pages: int, jobs: int) -> float:
+        """GB/s."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        kv_heads, group, dim = shape
+        order = {"kv_heads": kv_heads, "group": group, "dim": dim, "page": PAGE}
+        print(json.dumps({**order, "rows": rows, "pages": pages, "jobs": jobs}), file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 class Bench:
     """One shape on one number of threads."""
 
-    def __init__(self, flat: Tensor, shape: tuple[int, int, int], threads: int) -> None:
-        self.kv_heads, self.group, self.dim = shape
+    def __init__(self, flat: Tensor, shape: tuple[int, int, int], threads: int, ipex: Ipex | None) -> None:
+        self.kv_heads, self.group, self.dim = self.shape = shape
+        self.ipex = ipex
         self.threads = threads
         unit = self.kv_heads * 2 * PAGE * self.dim
         self.pages = flat.numel() // unit
@@ -171,10 +190,15 @@ class Bench:
         inner = max(1, (48 << 20) // job_bytes)
         heads = self.kv_heads * self.group
         rates: dict[str, list[float]] = {name: [] for name in [*runs, "roofline"]}
+        if self.ipex:
+            rates["ipex"] = []
         for _ in range(reps):
             for name in random.sample(list(rates), len(rates)):
                 if name == "roofline":
                     rates[name].append(self.read_rate())
+                    continue
+                if self.ipex and name == "ipex":
+                    rates[name].append(self.ipex.rate(self.shape, rows, k, inner))
                     continue
                 jobs = [
                     (torch.randn(rows, heads, self.dim).bfloat16(), self.take(rows, k).clone()) for _ in range(inner)
@@ -189,9 +213,10 @@ class Bench:
 def measure(threads: int, gigabytes: float, reps: int, cases: list[tuple[int, int]], shapes: list[str]) -> list[dict]:
     torch.set_num_threads(threads)
     results = []
-    flat = pool_of(gigabytes, 1 << 20)
+    flat = huge_pages(gigabytes)
+    ipex = Ipex.start(threads, gigabytes)
     for shape in shapes:
-        bench = Bench(flat, SHAPES[shape], threads)
+        bench = Bench(flat, SHAPES[shape], threads, ipex)
         for rows, tokens in cases:
             rates = bench.compare(rows, tokens, reps)
             results.append({"shape": shape, "threads": threads, "rows": rows, "tokens": tokens, "gbps": rates})
@@ -200,6 +225,8 @@ def measure(threads: int, gigabytes: float, reps: int, cases: list[tuple[int, in
             print(
                 f"{shape:16} {threads} thr {rows:2}x{tokens:4}  {shown}  | {best / rates['roofline']:.0%}", flush=True
             )
+    if ipex:
+        ipex.close()
     return results
 
 
@@ -249,7 +276,8 @@ def main() -> None:
     everything: list[dict] = []
     for threads in options.threads:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        subprocess.run([sys.executable, *sys.argv, "--child", str(threads)], check=True, env=environment)
+        command = [sys.executable, "-m", "bench.cpu_attention", *sys.argv[1:], "--child", str(threads)]
+        subprocess.run(command, check=True, env=environment)
         part = options.out / f"part-{threads}.json"
         everything += json.loads(part.read_text())
         part.unlink()

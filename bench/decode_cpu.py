@@ -4,8 +4,8 @@
     python -m bench.decode_cpu --shape qwen3-0.6b --contexts 200,16000,32000 --batches 1,2 --set exact_layers=[0,1,2]
 
 Prompts are computed once and then come from the prefix cache: what is timed is decoding. ``--shape`` takes random
-weights and a KV cache full of random numbers instead of a prefill (bench/shapes.py). Prints medians, ratios and their spread,
-the share of attention in the stock step (from its rate at the shortest context), the ratio that this share allows
+weights and a KV cache full of random numbers instead of a prefill (bench/shapes.py). Prints medians, ratios and their
+spread, the share of attention in the stock step (from its rate at the shortest context), the ratio that it allows
 (`bound`: bytes of KV and digests read, over all layers, against all KV), and writes bench/out/decode_cpu*.json.
 """
 

@@ -32,8 +32,8 @@ def followed(server: Server, context: int) -> list[list[dict[int, float]]]:
     return [follow(server, tokens_of_prose(context, s), tokens_of_prose(POSITIONS, s + context)) for s in STARTS]
 
 
-def found(server: Server, context: int) -> list[bool]:
-    return [answers(server, question) for question in lookups(haystacks=4, facts=10, tokens=context)]
+def found(server: Server, context: int, haystacks: int) -> list[bool]:
+    return [answers(server, question) for question in lookups(haystacks, facts=10, tokens=context)]
 
 
 def long_decode(server: Server, context: int, sparse_layers: set[int]) -> float:
@@ -52,6 +52,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budgets", default="512,1024,2048")
     parser.add_argument("--context", type=int, default=6900)
+    parser.add_argument("--lines", type=int, default=6, help="only so many lines of the table")
+    parser.add_argument("--haystacks", type=int, default=4, help="texts with ten passwords each; 0: no lookups")
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the servers import bench.teacher
     base = {"tiers": "separate", "host_pool.size": "1GiB", "metrics.sample_interval": 8}
@@ -67,10 +69,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         with stock_server(place, fetch(MODEL), [*FLAGS, "--kv-cache-memory-bytes", str(2**30)]) as stock:
-            dense, right = followed(stock, arguments.context), found(stock, arguments.context)
-        for name, keys in lines.items():
+            dense = followed(stock, arguments.context)
+            right = found(stock, arguments.context, arguments.haystacks)
+        for name, keys in list(lines.items())[: arguments.lines]:
             with hybrid_server(place, {**base, **keys}, FLAGS) as server:
-                results[name] = line(server, arguments.context, dense, right)
+                results[name] = line(server, arguments, dense, right)
             row = results[name]
             print(name, row, flush=True)
             table.add_row(
@@ -83,13 +86,16 @@ def main() -> None:
     (out / "fidelity.json").write_text(json.dumps(results, indent=1))
 
 
-def line(server: Server, context: int, dense: list[list[dict[int, float]]], right: list[bool]) -> dict[str, Any]:
+def line(
+    server: Server, arguments: argparse.Namespace, dense: list[list[dict[int, float]]], right: list[bool]
+) -> dict[str, Any]:
+    context = arguments.context
     compared = [compare(a, b) for a, b in zip(dense, followed(server, context), strict=True)]
     mass = server.metrics("hybrid_attention_mass_recall").get("hybrid_attention_mass_recall", {})
     cosine = server.metrics("hybrid_predicted_query_cosine").get("hybrid_predicted_query_cosine", {})
     exact = {str(layer) for layer in load_config(find_config(MODEL)).exact_layers}
     sparse_mass = [value for layer, value in mass.items() if layer not in exact]
-    kept = sum(a and b for a, b in zip(right, found(server, context), strict=True))
+    kept = sum(a and b for a, b in zip(right, found(server, context, arguments.haystacks), strict=True))
     return {
         "kl": sum(c.kl for c in compared) / len(compared),
         "agreement": sum(c.agreement for c in compared) / len(compared),

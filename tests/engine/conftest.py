@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,19 @@ TOKENS = 24
 CROWD_LENGTH, CROWD_TOKENS = 2650, 128
 
 
-@dataclass(frozen=True)
 class StockAnswers:
-    """Greedy fp32 answers of the engine without our plugin, one prompt at a time."""
+    """Greedy fp32 answers of the engine without our plugin, one prompt at a time, each asked for once."""
 
-    alone: list[str]  # of `fp32_prompts`
-    crowd: list[str]  # of `fp32_crowd`
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._known: dict[tuple[str, int], str] = {}
+
+    def to(self, prompts: Sequence[str], tokens: int, ignore_eos: bool = False) -> list[str]:
+        for prompt in prompts:
+            if (prompt, tokens) not in self._known:
+                options = {"extra_body": {"ignore_eos": ignore_eos}}
+                self._known[prompt, tokens] = self._server.complete(prompt, tokens, **options)
+        return [self._known[prompt, tokens] for prompt in prompts]
 
 
 def fp32_prompts() -> list[str]:
@@ -39,15 +45,11 @@ def fp32_crowd() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def stock_fp32(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> StockAnswers:
+def stock_fp32(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[StockAnswers]:
     flags = ["--dtype", "float32", "--max-num-seqs", "4", "--enforce-eager"]
     flags += ["--kv-cache-memory-bytes", str(POOL), "--block-size", "32"]
     with stock_server(tmp_path_factory.mktemp("stock-fp32"), model_dir, flags) as server:
-        options = {"extra_body": {"ignore_eos": True}}
-        return StockAnswers(
-            alone=[server.complete(prompt, TOKENS) for prompt in fp32_prompts()],
-            crowd=[server.complete(prompt, CROWD_TOKENS, **options) for prompt in fp32_crowd()],
-        )
+        yield StockAnswers(server)
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +63,12 @@ def _importable_bench() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests share its servers: with several test processes (`--dist loadgroup`) they stay together."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def all_at_once(server: Server, prompts: list[str], tokens: int, at_once: int = 4) -> list[str]:

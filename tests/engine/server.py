@@ -21,13 +21,7 @@ from openai import OpenAI
 
 MODEL = "smollm2-135m-instruct"
 START_DEADLINE = 300.0
-# Both cores compute: the servers under test are asked by one client that mostly waits.
-_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    "VLLM_LOGGING_LEVEL": "INFO",
-}
+_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 
 
 @dataclass
@@ -107,6 +101,15 @@ def executable(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
+def _cores() -> dict[str, str]:
+    """All cores compute: the client mostly waits. Several test processes divide the cores among their servers."""
+    index, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:], os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    if count == "1":
+        return {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+    mine = sorted(os.sched_getaffinity(0))[int(index) :: int(count)]
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))}
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -121,7 +124,7 @@ def _running(command: list[str], port: int, log: Path, environment: dict[str, st
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+            env={**os.environ, **_ENVIRONMENT, **_cores(), **(environment or {})},
         )
     try:
         url = f"http://127.0.0.1:{port}"

@@ -33,9 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def test_distributions_equal_the_stock_backends(
-    server: Server, dense: list[list[dict[int, float]]]
-) -> None:
+def test_distributions_equal_the_stock_backends(server: Server, dense: list[list[dict[int, float]]]) -> None:
     compared = [compare(a, b) for a, b in zip(dense, followed(server), strict=True)]
     kl = sum(c.kl for c in compared) / len(compared)
     print(f"\nbf16, compiled: KL of hybrid against stock {kl:.2e}")

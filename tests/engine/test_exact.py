@@ -23,7 +23,7 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_tokens_equal_the_stock_backends_alone_with_chunked_prefill(hybrid: Server, stock_fp32: StockAnswers) -> None:
     answers = [hybrid.complete(prompt, TOKENS) for prompt in fp32_prompts()]
-    assert answers == stock_fp32.alone
+    assert answers == stock_fp32.to(fp32_prompts(), TOKENS)
     assert hybrid.total("hybrid_cpu_tokens_total") == 0, "everything fits: nothing is left to the CPU workers"
 
 
@@ -31,9 +31,9 @@ def test_tokens_equal_the_stock_backends_four_at_once_with_prefix_cache_hits(
     hybrid: Server, stock_fp32: StockAnswers
 ) -> None:
     short = fp32_prompts()[:9]
-    assert all_at_once(hybrid, short, TOKENS) == stock_fp32.alone[:9]
+    assert all_at_once(hybrid, short, TOKENS) == stock_fp32.to(short, TOKENS)
     before = hybrid.total("vllm:prefix_cache_hits_total")
-    assert all_at_once(hybrid, short[::-1], TOKENS)[::-1] == stock_fp32.alone[:9]
+    assert all_at_once(hybrid, short[::-1], TOKENS)[::-1] == stock_fp32.to(short, TOKENS)
     assert hybrid.total("vllm:prefix_cache_hits_total") > before, "the second round must hit the prefix cache"
 
 
@@ -45,5 +45,5 @@ def test_tokens_equal_the_stock_backends_through_a_forced_preemption(hybrid: Ser
         options = {"extra_body": {"ignore_eos": True}}
         answers = list(pool.map(lambda prompt: hybrid.complete(prompt, CROWD_TOKENS, **options), fp32_crowd()))
     assert hybrid.total("vllm:num_preemptions_total") > before, "nothing was preempted: this test shows nothing"
-    assert answers == stock_fp32.crowd
+    assert answers == stock_fp32.to(fp32_crowd(), CROWD_TOKENS, ignore_eos=True)
     assert hybrid.total("hybrid_slots_in_use") == 0

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import POOL, StockAnswers, all_at_once, fp32_prompts
+from tests.engine.conftest import POOL, TOKENS, StockAnswers, all_at_once, fp32_prompts
 from tests.engine.server import Server, hybrid_server
 from tests.engine.storm import abort_storm
 
 pytestmark = pytest.mark.engine
-TOKENS = 24
+SOME = (0, 2, 4, 6, 8, 11)  # of the prompts: 5 to 6,950 tokens
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--enforce-eager")
 # Conditions in which each method promises the stock backend's tokens.
 EXACT: dict[str, dict[str, Any]] = {
@@ -32,9 +32,9 @@ def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_tokens_equal_the_stock_backends_alone_and_four_at_once(exact: Server, stock_fp32: StockAnswers) -> None:
-    prompts = fp32_prompts()
-    assert [exact.complete(prompt, TOKENS) for prompt in prompts] == stock_fp32.alone
-    assert all_at_once(exact, prompts[:9], TOKENS) == stock_fp32.alone[:9]
+    some, four = [fp32_prompts()[i] for i in SOME], fp32_prompts()[3:7]
+    assert [exact.complete(prompt, TOKENS) for prompt in some] == stock_fp32.to(some, TOKENS)
+    assert all_at_once(exact, four, TOKENS) == stock_fp32.to(four, TOKENS)
     assert exact.total("hybrid_cpu_tokens_total") == 0
     assert exact.total("hybrid_device_bytes") > 0
     assert exact.total("hybrid_copied_bytes") > 0
@@ -50,7 +50,7 @@ def test_headinfer_is_exact_through_buffers_of_one_page(tmp_path: Path, stock_fp
         "headinfer.resident_heads": ["3:1", "9:0", "9:2"],
     }
     with hybrid_server(tmp_path, keys, FLAGS) as server:
-        assert [server.complete(prompt, TOKENS) for prompt in fp32_prompts()[:7]] == stock_fp32.alone[:7]
+        assert all_at_once(server, fp32_prompts()[3:7], TOKENS) == stock_fp32.to(fp32_prompts()[3:7], TOKENS)
 
 
 STORM: dict[str, dict[str, Any]] = {
