@@ -80,7 +80,7 @@ class Summary:
 class Soak:
     """One run over one pool."""
 
-    def __init__(self, submitters: int = 8, threads: int = 2, seed: int = 0, growth_limit: float = 16.0) -> None:
+    def __init__(self, submitters: int = 8, threads: int = 2, seed: int = 0, growth_limit: float = 32.0) -> None:
         """``growth_limit``: MB by which memory may grow; allocators are never quite still."""
         self._submitters = submitters
         self._threads = threads

@@ -52,7 +52,7 @@ class InfiniGen(Selective):
                 self._copy_in(layer, rows, plan, entry)
             self._wait(layer)
             entry = self._split(layer, rows, plan, entry.selected, entry.scores)
-        self._count(layer, entry.device, None)
+        self.stats.attended(layer, entry.device.tokens + entry.missing.tokens, 0)
         result = self._device_partial(layer, q, entry.device)
         if entry.missing.ids.shape[2]:
             result = merge(result, self._streamed(layer, rows, entry, q))

@@ -265,7 +265,7 @@ class _Staged(NamedTuple):
 
     q: Tensor  # [sequences, heads, head_dim]
     blocks: Tensor  # [n, page_size * head_dim] of the engine: all K and V blocks
-    index: Tensor  # [m] int64: which blocks, in the order in which they are staged
+    listed: Tensor  # [m] int64: which blocks, in the order in which they are staged
     groups: Tensor  # [g, 4] int64, sequences of the same length: count, KV heads, room, tokens
 
 
@@ -279,7 +279,7 @@ class _Area:
 
     def fill(self, staged: _Staged, number: int, index: int, scale: float) -> bytes:
         """Copy a job into the area; returns the packet that tells the process."""
-        q, elements = staged.q, len(staged.index) * staged.blocks.shape[1]
+        q, elements = staged.q, len(staged.listed) * staged.blocks.shape[1]
         self._fields, end = {}, 0
         for name, dtype, shape in (
             ("groups", torch.int64, tuple(staged.groups.shape)),
@@ -293,7 +293,7 @@ class _Area:
         size = self._reserve(end)
         self.view("groups").copy_(staged.groups)
         self.view("q").copy_(q)
-        torch.index_select(staged.blocks, 0, staged.index, out=self.view("kv").view(len(staged.index), -1))
+        torch.index_select(staged.blocks, 0, staged.listed, out=self.view("kv").view(len(staged.listed), -1))
         job = {"job": number, "area": index, "size": size, "scale": scale}
         return json.dumps({**job, "fields": self._fields}).encode()
 

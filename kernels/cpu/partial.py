@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes as C
 import threading
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -78,8 +80,59 @@ def _listed(x: Tensor) -> Tensor:
     return x if x.dtype == torch.int64 and x.is_contiguous() else x.long().contiguous()
 
 
+class _Template:
+    """The C arguments of one layer's jobs. Jobs of a layer are much alike: what the last one set is not set again."""
+
+    def __init__(self, layer: Tensor, scale: float, forget: Callable[[weakref.ref[Tensor]], object]) -> None:
+        self.args = lib.PartialArgs()
+        self.args.cache = lib.cache_of(layer)
+        self.pointer = C.byref(self.args)
+        self._layer = weakref.ref(layer, forget)
+        self._address = layer.data_ptr()
+        self._scale = scale
+        self._alike: tuple[object, ...] = ()
+        self._out = self._lse = torch.empty(0)
+
+    def is_of(self, layer: Tensor, scale: float) -> bool:
+        return self._layer() is layer and self._address == layer.data_ptr() and self._scale == scale
+
+    def fill(self, q: Tensor, layer: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """As `_fill`."""
+        alike = (
+            q.shape,
+            q.stride(),
+            q.dtype,
+            ids.shape,
+            ids.stride(),
+            ids.dtype,
+            valid.shape,
+            valid.stride(),
+            valid.dtype,
+        )
+        if alike != self._alike:
+            self._alike = ()
+            self.args.model = lib.model_of(
+                layer.dtype, layer.shape[1], q.shape[1], layer.shape[4], layer.shape[3], self._scale
+            )
+            out, lse, alive = _fill(self.args, q, layer, ids, valid)
+            # Only arguments that were taken as they are may be taken unseen the next time.
+            taken = alive[0] is q and alive[2] is ids and alive[3] is valid
+            if taken:
+                self._alike = alike
+            # empty_like is the fastest way to make a tensor; an expanded model of it takes no memory.
+            self._out, self._lse = out.new_empty(1).expand(out.shape), lse.new_empty(1).expand(lse.shape)
+            return out, lse, alive
+        args = self.args
+        out, lse = torch.empty_like(self._out), torch.empty_like(self._lse)
+        args.q, args.ids, args.valid = q.data_ptr(), ids.data_ptr(), valid.data_ptr()
+        args.out, args.lse = out.data_ptr(), lse.data_ptr()
+        return out, lse, (q, layer, ids, valid, out, lse)
+
+
 class NativeTicket:
     """A submitted partial. ``wait`` returns it, or raises what a worker raised."""
+
+    __slots__ = ("_alive", "_handle", "_pool", "_result", "_span", "_what")
 
     def __init__(
         self, pool: Pool, handle: int, result: tuple[Tensor, Tensor], alive: tuple[Tensor, ...], what: str
@@ -125,7 +178,8 @@ class NativeTicket:
         started, ended = C.c_double(), C.c_double()
         self._pool.native.hb_ticket_span(self._handle, C.byref(started), C.byref(ended))
         self._span = (started.value, ended.value)
-        self._pool.native.hb_ticket_free(self._handle)
+        if self._pool._handle is not None:  # a closed pool cannot take it back
+            self._pool.native.hb_ticket_free(self._handle)
         self._handle = None
 
     def __del__(self) -> None:
@@ -150,8 +204,8 @@ class Pool:
         if not self._handle:
             raise WorkerError(f"native CPU pool: {lib.failure()}")
         self._lock = threading.Lock()
-        self._templates: dict[tuple[int, float, int], lib.PartialArgs] = {}
-        self._buried: list[tuple[int, tuple[Tensor, ...]]] = []
+        self._templates: dict[int, _Template] = {}  # by the identity of a living layer; guarded by the lock
+        self._buried: deque[tuple[int, tuple[Tensor, ...]]] = deque()
 
     @property
     def handle(self) -> int:
@@ -180,21 +234,21 @@ class Pool:
         """
         if self._handle is None:
             raise WorkerError("the pool of native CPU workers is closed")
-        self._reap()
-        key = (layer.data_ptr(), scale, q.shape[1])
+        if self._buried:
+            self._reap()
         with self._lock:
-            args = self._templates.get(key)
-            if args is None:
-                args, *_ = _arguments(q, layer, ids, valid, scale)
-                self._templates[key] = args
-            out, lse, alive = _fill(args, q, layer, ids, valid)
+            template = self._templates.get(id(layer))
+            if template is None or not template.is_of(layer, scale):
+                template = self._remember(layer, scale)
+            out, lse, alive = template.fill(q, layer, ids, valid)
+            args = template.args
             if current is not None and regions is not None and generations is not None:
                 args.region, args.generation = regions.data_ptr(), generations.data_ptr()
                 args.current = current.data_ptr()
                 alive = (*alive, regions, generations, current)
-            else:
+            elif args.current is not None:
                 args.region = args.generation = args.current = None
-            handle = self.native.hb_submit(self._handle, C.byref(args))
+            handle = self.native.hb_submit(self._handle, template.pointer)
         if not handle:
             raise WorkerError(f"native CPU kernel: {lib.failure()}")
         return NativeTicket(self, handle, (out, lse), alive, what)
@@ -212,24 +266,31 @@ class Pool:
             for handle, _ in self._buried:
                 self.native.hb_ticket_free(handle)
             self._buried.clear()
+            self._templates.clear()
             self.native.hb_pool_free(self._handle)
             self._handle = None
 
+    def _remember(self, layer: Tensor, scale: float) -> _Template:
+        key = id(layer)
+        template = self._templates[key] = _Template(layer, scale, lambda _: self._templates.pop(key, None))
+        return template
+
     def _bury(self, handle: int, alive: tuple[Tensor, ...]) -> None:
+        # May be called by a finalizer in the middle of anything, under the lock too: only an append, which is atomic.
         if self._handle is not None:
             self._buried.append((handle, alive))
-            self._reap()
 
     def _reap(self) -> None:
-        if not self._buried:
-            return
-        with self._lock:
-            buried, self._buried = self._buried, []
-            for handle, alive in buried:
-                if self.native.hb_ticket_idle(handle):
-                    self.native.hb_ticket_free(handle)
-                else:
-                    self._buried.append((handle, alive))
+        """Free abandoned jobs that no worker is in any more; a few at a time, so that a submission stays short."""
+        for _ in range(min(8, len(self._buried))):
+            try:
+                handle, alive = self._buried.popleft()
+            except IndexError:  # another thread was faster
+                return
+            if self.native.hb_ticket_idle(handle):
+                self.native.hb_ticket_free(handle)
+            else:
+                self._buried.append((handle, alive))
 
     def __enter__(self) -> Pool:
         return self
