@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from rich.text import Text
 
 from hybrid_backend import __version__
 from hybrid_backend.config import resolve_config
-from hybrid_backend.errors import ConfigError, EngineError, HybridError
+from hybrid_backend.engines.registry import resolve_server
+from hybrid_backend.errors import HybridError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,7 +25,6 @@ app = typer.Typer(
 )
 models = typer.Typer(no_args_is_help=True, help="Models that can be fetched without a model hub.")
 app.add_typer(models, name="model")
-_ENGINES = ("vllm",)
 
 
 @contextmanager
@@ -43,20 +42,17 @@ def _one_line_errors() -> Iterator[None]:
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="catalog name, directory or hub id of the model")],
-    engine: Annotated[str, typer.Option(help="inference engine: vllm")] = "vllm",
+    engine: Annotated[str, typer.Option(help="inference engine: vllm or sglang")] = "vllm",
     config: Annotated[Path | None, typer.Option(help="YAML file; default: by the model's name")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible API with the hybrid backend. Engine flags go after `--`."""
     with _one_line_errors():
-        if engine not in _ENGINES:
-            raise ConfigError(f"--engine: got {engine!r}, expected one of {', '.join(_ENGINES)}")
+        server = resolve_server(engine)
         settings, source = resolve_config(model, config, os.environ, overrides or ())
         # Imports are late and checks come cheapest first, so that a mistake is told at once.
-        from hybrid_backend.engines.vllm import serve as vllm_server
-
-        vllm_server.check_installation()
-        vllm_server.check_port(context.args)
+        server.check_installation()
+        server.check_port(context.args)
         from hybrid_backend.methods import resolve_method
         from hybrid_backend.workers import resolve_kernel
 
@@ -66,20 +62,13 @@ def serve(
 
         directory = resolve_model(model)
         Console(stderr=True).print(
-            f"hybrid {__version__}: serving {model} on vLLM, method {settings.method}, configuration {source}",
+            f"hybrid {__version__}: serving {model} on {server.NAME}, method {settings.method}, configuration {source}",
             soft_wrap=True,
             highlight=False,
             markup=False,
             emoji=False,
         )
-        additional = json.dumps({"hybrid": settings.model_dump(mode="json")})
-        arguments = vllm_server.engine_arguments(directory, model, additional, settings.page_size, context.args)
-        try:
-            vllm_server.serve(arguments)
-        except RuntimeError as error:
-            if "Engine core initialization failed" not in str(error):
-                raise
-            raise EngineError("the engine did not start; the reason is in the log above") from None
+        server.run(directory, model, settings, context.args)
 
 
 @models.command("fetch")

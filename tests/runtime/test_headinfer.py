@@ -139,5 +139,5 @@ def test_streaming_heads_attend_sinks_and_recent_pages_only(tiers: str) -> None:
 def test_a_head_that_the_model_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"headinfer\.resident_heads: 1:2 is no layer:head"):
         engine(headinfer={"resident_heads": ["1:2"]})
-    with pytest.raises(ConfigError, match="0:1 is in headinfer.streaming_heads too"):
+    with pytest.raises(ConfigError, match=r"0:1 is in headinfer\.streaming_heads too"):
         engine(headinfer={"resident_heads": ["0:1"], "streaming_heads": ["0:1"]})

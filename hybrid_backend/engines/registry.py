@@ -1,0 +1,42 @@
+"""Engines by name, as `hybrid serve --engine` knows them. Engines are imported when they are asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol, cast
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.errors import ConfigError
+
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {"vllm": "hybrid_backend.engines.vllm.serve", "sglang": "hybrid_backend.engines.sglang.serve"}
+)
+
+
+class Server(Protocol):
+    """What an adapter's ``serve`` module offers. Every mistake of the user is an EngineError or ConfigError."""
+
+    NAME: str
+
+    def check_installation(self) -> None:
+        """Raise EngineError unless a supported engine is installed, before it is imported."""
+
+    def check_port(self, extra: Sequence[str]) -> None:
+        """Raise EngineError if the server's address cannot be used."""
+
+    def run(self, model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str]) -> None:
+        """Serve ``model`` until stopped; the engine flags ``extra`` come last and win."""
+
+
+def resolve_server(name: str) -> Server:
+    """The engine called ``name``.
+
+    Raises:
+        ConfigError: no such engine.
+    """
+    if name not in _MODULES:
+        raise ConfigError(f"--engine: got {name!r}, expected one of {', '.join(_MODULES)}")
+    return cast(Server, importlib.import_module(_MODULES[name]))

@@ -1,0 +1,61 @@
+"""SGLang's attention backend contract, carried out by the runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from torch import Tensor
+
+from hybrid_backend.engines.sglang import patches
+from hybrid_backend.engines.sglang.checks import check_version
+from hybrid_backend.engines.sglang.hooks import attach_lookahead
+from hybrid_backend.engines.sglang.session import Session, attention_layers
+from hybrid_backend.engines.sglang.settings import config_of
+from hybrid_backend.errors import EngineError
+
+
+class HybridBackend(AttentionBackend):
+    """Selected by ``--attention-backend hybrid``; built when the model and the KV pool are there."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        check_version()
+        if runner.device != "cpu":
+            raise EngineError(f"the hybrid backend of this version runs on SGLang's CPU device, not on {runner.device}")
+        patches.verify()
+        config = config_of(resolved_view(runner.server_args))
+        layers = attention_layers(runner.model)
+        self.session = Session(runner, config, layers)
+        attach_lookahead(self.session, layers, config, runner.model_config.hf_config.model_type)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.session.begin_step(forward_batch)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``q``: ``[tokens, heads * dim]``; ``k``, ``v``: ``[tokens, kv_heads, dim]``; returns a tensor like ``q``."""
+        unknown = sorted(name for name, value in kwargs.items() if value is not None)
+        if k is None or v is None or not save_kv_cache or unknown:
+            what = f"attention with {', '.join(unknown)}" if unknown else "a model that writes its KV by itself"
+            raise EngineError(f"the hybrid backend does not support {what}; leave out --attention-backend hybrid")
+        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        self.session.forward(layer.layer_id, heads, k, v, out)
+        return out.view(out.shape[0], -1)
+
+    # One and the same: the step knows which rows decode.
+    forward_decode = forward_extend
+
+    def support_triton(self) -> bool:
+        return False

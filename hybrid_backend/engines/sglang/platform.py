@@ -1,0 +1,66 @@
+"""A CPU platform for SGLang without sgl_kernel; with ``--attention-backend hybrid`` its token pool is the host pool.
+
+SGLang's plain CPU device needs sgl_kernel's CPU build, which no package offers. An out-of-tree platform runs every
+operator in torch instead, so that stock backends (torch_native) can be served here too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+from hybrid_backend.engines.sglang.checks import check_arguments
+from hybrid_backend.engines.sglang.settings import chosen, config_of
+
+if TYPE_CHECKING:
+    from hybrid_backend.engines.sglang.pool import HostTokenPool
+
+MAX_RUNNING_REQUESTS = 64  # SGLang's own default of at least 2048 would reserve slots for each of them
+
+
+class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Capabilities stay at their defaults: no Triton, no graphs."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Called while SGLang resolves its arguments: what we cannot serve is refused here, before any process."""
+        if not chosen(server_args):
+            return
+        config = config_of(server_args)
+        if server_args.page_size is None:
+            server_args.page_size = config.page_size
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = MAX_RUNNING_REQUESTS
+        server_args.sleep_on_idle = True  # the CPU is the device: an idle scheduler must not keep a core busy
+        check_arguments(server_args, config)
+
+    def get_device(self, device_id: int | None = 0) -> str:
+        """The name: ``sglang.srt.utils.get_device`` promises one, and hands on what a platform returns."""
+        return "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+    def get_kv_pool_cls(self, *, kind: str) -> type[HostTokenPool] | None:
+        from sglang.srt.runtime_context import get_exec
+
+        if kind != "mha" or not chosen(get_exec().kernel):
+            return None
+        from hybrid_backend.engines.sglang.pool import HostTokenPool
+
+        return HostTokenPool

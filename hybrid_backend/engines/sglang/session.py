@@ -1,0 +1,107 @@
+"""One scheduler's connection between SGLang and the runtime: which request each row is, and when it is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from prometheus_client import REGISTRY
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.runtime_context import get_observability
+from torch import Tensor, nn
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.sglang import patches
+from hybrid_backend.engines.sglang.checks import check_layer
+from hybrid_backend.engines.sglang.pool import HostTokenPool
+from hybrid_backend.errors import EngineError
+from hybrid_backend.observe.metrics import Publisher
+from hybrid_backend.runtime import HybridRuntime
+from hybrid_backend.step import Batch, ModelSpec, Step
+
+
+def attention_layers(model: nn.Module) -> list[tuple[Any, nn.Module]]:
+    """``(attention, decoder layer)`` of every decoder layer, in order."""
+    modules = dict(model.named_modules())
+    found = []
+    for path, module in modules.items():
+        if isinstance(module, RadixAttention):
+            check_layer(module)
+            found.append((module, modules[path.rsplit(".", 2)[0]]))  # decoder layer . self_attn . attn
+    found.sort(key=lambda pair: int(pair[0].layer_id))
+    return found
+
+
+class Session:
+    """Owns the runtime. ``step`` is the step that is running, None between steps."""
+
+    def __init__(self, runner: Any, config: HybridConfig, layers: list[tuple[Any, nn.Module]]) -> None:
+        pool = runner.token_to_kv_pool
+        if not isinstance(pool, HostTokenPool):
+            raise EngineError(
+                f"SGLang built a KV pool of its own ({type(pool).__name__}), because this package's platform is not "
+                "active; run on a machine without an accelerator, without SGLANG_PLATFORM and SGLANG_USE_CPU_ENGINE"
+            )
+        shapes = {(a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling) for a, _ in layers}
+        if len(shapes) != 1:
+            raise EngineError(f"layers of different shape are not supported: {sorted(shapes)}")
+        heads, kv_heads, head_dim, _, scale = shapes.pop()
+        self._rows = runner.req_to_token_pool
+        self._page_size = pool.page_size
+        self._last_layer = len(layers) - 1
+        model = ModelSpec(len(layers), heads, kv_heads, head_dim, float(scale), pool.dtype)
+        self.runtime = HybridRuntime(config, model, pool.pages, self._rows.size, torch.device("cpu"))
+        self.step: Step | None = None
+        self._publisher: Publisher | None = None
+        if get_observability().enable_metrics:
+            runtime = self.runtime
+            self._publisher = Publisher(runtime.stats, runtime.gauges, 0, REGISTRY)
+            self._publisher.publish()
+        setattr(self._rows, patches.LISTENER, self._freed)
+
+    def begin_step(self, forward_batch: Any) -> None:
+        """Start the runtime's step for SGLang's batch."""
+        self.step = self.runtime.begin_step(self._batch(forward_batch))
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """One attention layer of the running step; the last one ends it."""
+        if self.step is None:
+            raise EngineError("SGLang ran an attention layer outside of a step")
+        self.runtime.forward(layer, self.step, q, k, v, out)
+        if layer == self._last_layer:
+            step, self.step = self.step, None
+            self.runtime.end_step(step)
+            if self._publisher is not None:
+                self._publisher.publish()
+
+    def _batch(self, fb: Any) -> Batch:
+        rows = fb.req_pool_indices.long()
+        seq_lens = fb.seq_lens.tolist()
+        is_decode = fb.forward_mode.is_decode()
+        lengths = [1] * len(seq_lens) if is_decode else fb.extend_seq_lens_cpu
+        query_start = [0]
+        for length in lengths:
+            query_start.append(query_start[-1] + length)
+        # Slots of a page are consecutive: every page_size-th one names the page.
+        slots = self._rows.req_to_token[:, : max(seq_lens) : self._page_size].index_select(0, rows)
+        return Batch(
+            request_ids=self._request_ids(rows),
+            query_start=query_start,
+            seq_lens=seq_lens,
+            # Decoding rows that SGLang mixes into a prompt batch come as prompts of one token, and are as exact.
+            decode=[is_decode] * len(seq_lens),
+            page_table=slots // self._page_size,
+            slot_mapping=fb.out_cache_loc,
+        )
+
+    def _request_ids(self, rows: Tensor) -> list[str]:
+        """A request is its row and the row's generation, which SGLang counts up whenever it hands the row out: an id
+        is never used twice, whatever names clients give their requests."""
+        generations = self._rows.req_generation[rows].tolist()
+        return [f"{row}.{generation}" for row, generation in zip(rows.tolist(), generations, strict=True)]
+
+    def _freed(self, rows: list[int]) -> None:
+        """Rows of requests that finished, were aborted or retracted. SGLang gives a row out again only after this."""
+        self.runtime.release(self._request_ids(torch.tensor(rows)))
+        if self._publisher is not None:
+            self._publisher.publish(force=True)

@@ -1,0 +1,70 @@
+"""The demo model, and answers of SGLang's torch_native backend in fp32, from a server started once a session."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hybrid_backend.hub import fetch
+from tests.engine.server import MODEL, Server
+from tests.engine.texts import english
+from tests.engine_sglang.server import PAGE, sglang_server
+
+LENGTHS = (6, 17, 120, 300, 700, 1500, 3000, 6950)
+SPARSE_STARTS = (0, 20000)
+SPARSE_CONTEXT, SPARSE_TOKENS = 3000, 12
+TOKENS = 24
+POOL_TOKENS = 15000
+BYTES_PER_TOKEN = 46080  # fp32 KV of the demo model
+FLAGS = ("--dtype", "float32", "--chunked-prefill-size", "1024", "--max-running-requests", "8")
+
+
+@dataclass(frozen=True)
+class StockAnswers:
+    """Greedy answers of torch_native, one prompt at a time."""
+
+    alone: list[str]  # of `prompts`
+    steps: list[list[dict[str, float]]]  # of `long_prompts`: log-probabilities of the likeliest tokens at each step
+
+
+def prompts() -> list[str]:
+    return [english(length, start=2500 * i) for i, length in enumerate(LENGTHS)]
+
+
+def long_prompts() -> list[str]:
+    return [english(SPARSE_CONTEXT, start=start) for start in SPARSE_STARTS]
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    return fetch(MODEL)
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> StockAnswers:
+    flags = ["--device", "cpu", "--attention-backend", "torch_native", "--page-size", str(PAGE), "--sleep-on-idle"]
+    flags += ["--max-total-tokens", str(POOL_TOKENS), *FLAGS]
+    with sglang_server(tmp_path_factory.mktemp("stock"), model_dir, flags) as server:
+        return StockAnswers(
+            alone=[server.complete(prompt, TOKENS) for prompt in prompts()],
+            steps=[next_tokens(server, prompt, SPARSE_TOKENS) for prompt in long_prompts()],
+        )
+
+
+def all_at_once(server: Server, asked: list[str], tokens: int, at_once: int = 4, **options: object) -> list[str]:
+    """Greedy completions, ``at_once`` requests in flight."""
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda prompt: server.complete(prompt, tokens, **options), asked))
+
+
+def next_tokens(server: Server, prompt: str, tokens: int) -> list[dict[str, float]]:
+    """Log-probabilities of the five likeliest tokens at each of ``tokens`` greedy steps."""
+    answer = server.client().completions.create(
+        model=server.model, prompt=prompt, max_tokens=tokens, temperature=0, logprobs=5
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None
+    return [dict(top) for top in logprobs.top_logprobs if top is not None]

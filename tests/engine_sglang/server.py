@@ -1,0 +1,44 @@
+"""SGLang servers under test: `hybrid serve --engine sglang`, SGLang's own command line, SGLang without us."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.engine import server as base
+from tests.engine.server import MODEL, Server, executable, free_port
+
+# Both cores compute, as in the servers of the other engine's tests; idle threads must not spin beside them.
+ENVIRONMENT = {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
+PAGE = 16  # of the demo model's configuration
+
+
+@contextmanager
+def hybrid_server(folder: Path, config: dict[str, Any], flags: Sequence[str] = ()) -> Iterator[Server]:
+    """``hybrid serve`` with the shipped configuration of the model, changed by ``config`` (dotted keys)."""
+    overrides = [
+        f"--set={key}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
+        for key, value in config.items()
+    ]
+    port = free_port()
+    command = [executable("hybrid"), "serve", MODEL, "--engine", "sglang", *overrides]
+    command += ["--", "--port", str(port), *flags]
+    with base._running(command, port, folder / f"hybrid-{port}.log", ENVIRONMENT) as server:
+        yield server
+
+
+@contextmanager
+def sglang_server(
+    folder: Path, model_dir: Path, flags: Sequence[str], environment: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """SGLang's own command line. ``-P``: the repository's ``kernels`` must not hide the package of that name."""
+    port = free_port()
+    command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", str(model_dir)]
+    command += ["--served-model-name", MODEL, "--port", str(port), *flags]
+    with base._running(command, port, folder / f"sglang-{port}.log", {**ENVIRONMENT, **(environment or {})}) as server:
+        yield server
