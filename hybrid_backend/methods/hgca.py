@@ -10,7 +10,10 @@ After a prompt (also one that continues a cached prefix) every token before the 
 weights of the prompt's last queries over all of them against ``beta / (tokens on the CPU)``: tokens drop out of the
 context cache and come back. The host pool keeps every token, whatever a head attends.
 
-Deviations: a KV head stands for its group of query heads (`hgca.aggregate`); prompts are attended densely through the
+The first pages (`sinks`) are always kept and count for nothing in judging: with them in it, the attention sink takes so
+much of the weight that the rest falls below uniform (measured: docs/measurements.md).
+
+Deviations, beside the sinks: a KV head stands for its group of query heads (`hgca.aggregate`); prompts are attended densely through the
 staging buffers, which is exact; judging takes the prompt's last `hgca.append_queries` queries.
 """
 
@@ -230,24 +233,28 @@ class Hgca(Method):
                 kept = torch.arange(older)
                 if queries is not None:
                     k = self.tiers.host.layers[layer][pages, head, 0].flatten(0, 1)[:known]
-                    weights = self._mean_weights(queries, k, head, older)
-                    kept = (weights[:older] > self.config.hgca.beta / max(1, older)).nonzero().flatten()
+                    sinks = min(older, self.config.sinks * page_size)
+                    weights = self._mean_weights(queries, k, head, sinks, older)
+                    heavy = weights[sinks:older] > self.config.hgca.beta / max(1, older - sinks)
+                    kept = torch.cat([torch.arange(sinks), heavy.nonzero().flatten() + sinks])
                     recent = torch.zeros(ring * page_size)
                     recent[: known - older] = weights[older:]
                     slots = torch.arange(first, first + ring) % ring
                     self._average[self._row[layer], region, slots, head] = recent.view(ring, page_size)
                 self._keep(layer, region, head, table, kept)
 
-    def _mean_weights(self, queries: Tensor, k: Tensor, head: int, older: int) -> Tensor:
-        """``[tokens]``: mean over the queries of their softmax over the older tokens alone, and over the recent ones
-        alone, as the two tiers would see them. ``queries``: ``[n, heads, head_dim]`` of the last n of the tokens whose
+    def _mean_weights(self, queries: Tensor, k: Tensor, head: int, sinks: int, older: int) -> Tensor:
+        """``[tokens]``: mean over the queries of their softmax over the sinks, over the other older tokens and over the
+        recent ones, each alone: the recent ones as the device will see them, and the sinks, which take most of many
+        heads' attention whatever they hold, apart, because beside them nothing would look heavy. ``queries``: ``[n, heads, head_dim]`` of the last n of the tokens whose
         keys are ``k`` ``[tokens, head_dim]``."""
         count, group = len(queries), self.model.num_heads // self.model.num_kv_heads
         mine = queries[:, head * group : (head + 1) * group].float().transpose(0, 1)  # [group, n, dim]
         logits = torch.matmul(mine * self.model.scale, k.float().T)
         position = torch.arange(len(k) - count, len(k))[:, None]
         logits = logits.masked_fill(torch.arange(len(k)) > position, float("-inf"))
-        tiers = [part.softmax(-1).nan_to_num(0.0) for part in (logits[..., :older], logits[..., older:])]
+        parts = (logits[..., :sinks], logits[..., sinks:older], logits[..., older:])
+        tiers = [part.softmax(-1).nan_to_num(0.0) for part in parts]
         return self._over_group(torch.cat(tiers, -1).mean(1), 0)
 
     def _keep(self, layer: int, region: int, head: int, table: Tensor, positions: Tensor) -> None:

@@ -43,7 +43,7 @@ from hybrid_backend.workers.pool import Owners, Ticket, WorkerPool
 from hybrid_backend.workers.registry import HOW_TO_GET_IPEX, ipex_python
 
 PROGRAM = Path(__file__).with_name("ipex_process.py")
-START_SECONDS = 120.0
+START_SECONDS = 300.0  # it takes seconds, on a machine without an idle core a minute and more
 _AREAS = 2
 _ALIGNMENT = 64
 _MESSAGE_BYTES = 65536
@@ -74,10 +74,15 @@ class IpexPool(WorkerPool):
         passed = [theirs.fileno(), *(area.descriptor for area in self._areas)]
         settings = [str(os.getpid()), str(threads), ",".join(map(str, cpus))]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
+        environment |= {
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "passive",  # the cores may be shared with the engine: nobody spins
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else importing IPEX starts a pool of compile processes
+        }
         self._process = subprocess.Popen(
             [*command, str(passed[0]), *settings, *map(str, passed[1:])],
             pass_fds=passed,
-            env={**environment, "OMP_NUM_THREADS": str(threads)},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._complaints,
             stderr=self._complaints,
@@ -139,19 +144,22 @@ class IpexPool(WorkerPool):
 
     def _await_ready(self, command: Sequence[str]) -> None:
         self._link.settimeout(START_SECONDS)
+        late = False
         try:
             hello = self._link.recv(_MESSAGE_BYTES)
-        except (TimeoutError, ConnectionError):
+        except TimeoutError:
+            hello, late = b"", True
+        except ConnectionError:
             hello = b""
         self._link.settimeout(None)
-        if not hello:
-            self._end_process(patience=1.0)
-            complaint = self._last_complaint()
-            self._release()
-            raise ConfigError(
-                f"workers.kernel: IPEX does not start with HYBRID_IPEX_PYTHON={command[0]}: {complaint}; "
-                f"{HOW_TO_GET_IPEX}"
-            )
+        if hello:
+            return
+        self._end_process(patience=1.0)
+        complaint = f"no answer within {START_SECONDS:.0f} s" if late else self._last_complaint()
+        self._release()
+        raise ConfigError(
+            f"workers.kernel: IPEX does not start with HYBRID_IPEX_PYTHON={command[0]}: {complaint}; {HOW_TO_GET_IPEX}"
+        )
 
     def _end_process(self, patience: float = 5.0) -> int:
         """The exit status. The process ends by itself once the socket is shut; a stopped one is killed."""
