@@ -101,9 +101,9 @@ class Soak:
         """Raises:
         SoakError: a fault was found; the message names the first.
         """
-        began = time.monotonic()
         with cpu.Pool(self._threads) as pool:
             self._fill_spares(pool)
+            began = time.monotonic()
             threads = [
                 threading.Thread(target=self._submit_jobs, args=(pool, me), daemon=True)
                 for me in range(self._submitters)

@@ -61,7 +61,7 @@ def refusal(*arguments: str) -> str:
         ("recall: {intervals: [8, 0]}", ["recall.intervals[1]", "got 0"]),
         ("exact_layers: [-1]", ["exact_layers[0]", "got -1"]),
         ("host_pool: {size: 8GB}", ["host_pool.size", "'8GB'", "write 8GiB"]),
-        ("method: hgcaa", ["method", "unknown method 'hgcaa'", "dense, scout"]),
+        ("method: hgcaa", ["method", "unknown method 'hgcaa'", "dense, headinfer, hgca"]),
         ("workers: {kernel: abacus}", ["workers.kernel", "unknown kernel 'abacus'", "auto"]),
         ("budget_tokens: 1024\nbudget_tokens: 2048", ["line 2", "'budget_tokens' is written twice"]),
         ("a: [1, 2", ["line"]),

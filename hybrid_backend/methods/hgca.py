@@ -13,8 +13,8 @@ context cache and come back. The host pool keeps every token, whatever a head at
 The first pages (`sinks`) are always kept and count for nothing in judging: with them in it, the attention sink takes so
 much of the weight that the rest falls below uniform (measured: docs/measurements.md).
 
-Deviations, beside the sinks: a KV head stands for its group of query heads (`hgca.aggregate`); prompts are attended densely through the
-staging buffers, which is exact; judging takes the prompt's last `hgca.append_queries` queries.
+Deviations, beside the sinks: a KV head stands for its group of query heads (`hgca.aggregate`); prompts are attended
+densely through the staging buffers, which is exact; judging takes the prompt's last `hgca.append_queries` queries.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ class Hgca(Method):
     def _mean_weights(self, queries: Tensor, k: Tensor, head: int, sinks: int, older: int) -> Tensor:
         """``[tokens]``: mean over the queries of their softmax over the sinks, over the other older tokens and over the
         recent ones, each alone: the recent ones as the device will see them, and the sinks, which take most of many
-        heads' attention whatever they hold, apart, because beside them nothing would look heavy. ``queries``: ``[n, heads, head_dim]`` of the last n of the tokens whose
-        keys are ``k`` ``[tokens, head_dim]``."""
+        heads' attention whatever they hold, apart, because beside them nothing would look heavy. ``queries``:
+        ``[n, heads, head_dim]`` of the last n of the tokens whose keys are ``k`` ``[tokens, head_dim]``."""
         count, group = len(queries), self.model.num_heads // self.model.num_kv_heads
         mine = queries[:, head * group : (head + 1) * group].float().transpose(0, 1)  # [group, n, dim]
         logits = torch.matmul(mine * self.model.scale, k.float().T)
