@@ -65,12 +65,6 @@ def _importable_bench() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests share its servers: with several test processes (`--dist loadgroup`) they stay together."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 def all_at_once(server: Server, prompts: list[str], tokens: int, at_once: int = 4) -> list[str]:
     """Greedy completions, ``at_once`` requests in flight."""
     with ThreadPoolExecutor(at_once) as pool:
