@@ -19,7 +19,9 @@ PAGE = 16  # of the demo model's configuration
 
 
 @contextmanager
-def hybrid_server(folder: Path, config: dict[str, Any], flags: Sequence[str] = ()) -> Iterator[Server]:
+def hybrid_server(
+    folder: Path, config: dict[str, Any], flags: Sequence[str] = (), environment: dict[str, str] | None = None
+) -> Iterator[Server]:
     """``hybrid serve`` with the shipped configuration of the model, changed by ``config`` (dotted keys)."""
     overrides = [
         f"--set={key}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
@@ -28,7 +30,7 @@ def hybrid_server(folder: Path, config: dict[str, Any], flags: Sequence[str] = (
     port = free_port()
     command = [executable("hybrid"), "serve", MODEL, "--engine", "sglang", *overrides]
     command += ["--", "--port", str(port), *flags]
-    with base._running(command, port, folder / f"hybrid-{port}.log", ENVIRONMENT) as server:
+    with base._running(command, port, folder / f"hybrid-{port}.log", {**ENVIRONMENT, **(environment or {})}) as server:
         yield server
 
 

@@ -28,9 +28,10 @@ from tests.engine_sglang.server import PAGE, hybrid_server
 pytestmark = pytest.mark.engine
 
 SLOTS = 80  # 1,280 tokens: what is longer is attended under the budget
-# Four prompts of 60 pages nearly fill the pool; their answers need 32 pages more: somebody must go.
-POOL_PAGES = 262
-CROWD, CROWD_TOKENS, CROWD_LENGTH = 4, 128, 950
+POOL_PAGES = 512
+# SGLang's own switch for testing retraction: whenever several requests run, one of them must go at every 20th step.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+CROWD, CROWD_TOKENS, CROWD_LENGTH = 4, 64, 300
 SURVIVORS, ABORTED, GREEDY = 40, 24, 12
 EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
 NOTHING_LEFT = ("hybrid_regions_in_use", "hybrid_slots_in_use", "hybrid_recalls_in_flight")
@@ -46,10 +47,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "lookahead.partial_query": "predicted",
         "metrics.sample_interval": 8,
     }
-    # A low conservativeness admits requests although their answers will not fit: that is what retraction is for.
-    flags = ["--dtype", "float32", "--max-running-requests", "16", "--schedule-conservativeness", "0.01"]
-    folder = tmp_path_factory.mktemp("serving")
-    with hybrid_server(folder, config, flags) as running:
+    flags = ["--dtype", "float32", "--max-running-requests", "16"]
+    with hybrid_server(tmp_path_factory.mktemp("serving"), config, flags, RETRACT) as running:
         children = psutil.Process(running.process.pid).children(recursive=True)
         assert children
         yield running
