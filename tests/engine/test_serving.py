@@ -86,21 +86,19 @@ def test_metrics_carry_every_promised_name(server: Server) -> None:
     assert promised <= server.metrics().keys()
 
 
-def test_a_stopped_server_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+def test_a_stopped_server_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
-    def ours() -> set[Path]:
-        return set(Path(tempfile.gettempdir()).glob("hybrid-*"))
-
-    before = ours()
-    with hybrid_server(
-        tmp_path, {"host_pool.size": "256MiB"}, ["--max-model-len", "2048", "--enforce-eager"]
-    ) as server:
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        made = ours() - before
-        assert children and made
-    assert server.process.returncode == 0
-    # The last of them sees that its parent is gone a moment later.
-    alive = psutil.wait_procs(children, timeout=20)[1]
-    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
-    assert not [path for path in made if path.exists()]
+    # A folder of its own, because other servers may run; a short one, because sockets live in it.
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        with hybrid_server(
+            tmp_path, {"host_pool.size": "256MiB"}, ["--max-model-len", "2048", "--enforce-eager"]
+        ) as server:
+            children = psutil.Process(server.process.pid).children(recursive=True)
+            assert children and list(Path(folder).glob("hybrid-*"))
+        assert server.process.returncode == 0
+        # The last of them sees that its parent is gone a moment later.
+        alive = psutil.wait_procs(children, timeout=20)[1]
+        assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+        assert not list(Path(folder).glob("hybrid-*"))
