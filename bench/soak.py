@@ -81,7 +81,8 @@ class Soak:
     """One run over one pool."""
 
     def __init__(self, submitters: int = 8, threads: int = 2, seed: int = 0, growth_limit: float = 32.0) -> None:
-        """``growth_limit``: MB by which memory may grow; allocators are never quite still."""
+        """``growth_limit``: MB by which memory may grow; allocators are never quite still, and take minutes to settle
+        over so many shapes."""
         self._submitters = submitters
         self._threads = threads
         self._seed = seed
