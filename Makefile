@@ -44,13 +44,14 @@ IPEX_INSTALL = $(IPEX)/bin/python -m pip --disable-pip-version-check --no-input 
 
 # A stamp's name holds a checksum of what its step depends on.
 checksum = $(firstword $(shell cat $(1) | cksum))
+PACKAGE_SOURCES := pyproject.toml setup.py kernels/cpu/build.py $(sort $(wildcard kernels/cpu/src/*))  # what is built
 PYTHON_STAMP  := $(VENV)/.python
 ENGINE_STAMP  := $(VENV)/.engine-$(DEVICE)-$(call checksum,requirements/$(DEVICE)-engine.txt)
 TORCH_STAMP   := $(VENV)/.torch-$(DEVICE)-$(TORCH)
-PACKAGE_STAMP := $(VENV)/.package-$(DEVICE)-$(call checksum,pyproject.toml setup.py)
+PACKAGE_STAMP := $(VENV)/.package-$(DEVICE)-$(call checksum,$(PACKAGE_SOURCES))
 TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt)
 SGLANG_ENGINE_STAMP  := $(SGLANG)/.engine-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py)
-SGLANG_PACKAGE_STAMP := $(SGLANG)/.package-$(call checksum,pyproject.toml setup.py)
+SGLANG_PACKAGE_STAMP := $(SGLANG)/.package-$(call checksum,$(PACKAGE_SOURCES))
 SGLANG_TEST_STAMP    := $(SGLANG)/.test-$(call checksum,requirements/test.txt)
 
 # What ENGINE stands for: each engine has an environment of its own, because their pinned dependencies differ.

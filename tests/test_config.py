@@ -354,6 +354,7 @@ CHANGES = [
     "exact_layers=[0]",
     "selection.granularity=kv_head",
     "selection.aggregate=max",
+    "selection.candidates=0",
     "workers.numa=0",
     "selection.digest=minmax",
     "staging_tokens=64",

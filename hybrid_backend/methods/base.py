@@ -80,6 +80,8 @@ class Method(ABC):
 
     def release(self, request_id: str) -> None:
         """The request ended, was aborted or was preempted: nothing of it may stay."""
+        if self.in_place is not None:
+            self.in_place.release(request_id)
 
     def abandon(self, step: Step) -> None:
         """The step failed half-way: drop what is in flight for it."""
@@ -98,8 +100,8 @@ class Method(ABC):
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the method holds beside the host pool."""
-        return 0
+        """Host memory that the method holds beside the host pool and the digests."""
+        return 0 if self.in_place is None else self.in_place.span_bytes
 
     def prefix(self, layer: int, pages: Tensor, tokens: int, groups: int = 1) -> Iterable[KVBlock]:
         """The first ``tokens`` tokens of a sequence on the device tier: in place where that is the host, else streamed

@@ -36,6 +36,8 @@ class InPlace:
         self._stats = stats
         digests, in_bytes = (tiers.digests.layers, tiers.digests.in_bytes) if tiers.digests else ({}, {})
         self._sparse_layers = set(digests)
+        self._sequences: dict[str, int] = {}  # the decoder's name of each request it keeps spans of
+        self._next_sequence = 0
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
         self._decoder = cpu.Decoder(layers, digests, model.num_heads, model.scale, quantized=in_bytes)
 
@@ -66,6 +68,8 @@ class InPlace:
             tokens=None if rows.whole_batch else rows.tokens,
             per_head=config.selection.granularity == "kv_head",
             aggregate=config.selection.aggregate,
+            sequences=torch.tensor([self._sequence(request_id) for request_id in rows.request_ids]),
+            candidates=config.selection.candidates,
         )
         unattended = (rows.num_pages - config.budget_pages).clamp(min=0) * config.page_size
         interval = config.metrics.sample_interval
@@ -87,8 +91,25 @@ class InPlace:
         if plan.sampled and is_sparse and step.decode is not None:
             self._sample(layer, step.decode, step.decode.gather(q), plan.sampled)
 
+    def release(self, request_id: str) -> None:
+        """The request is gone, or its pages are about to be others."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._decoder.forget(sequence)
+
+    @property
+    def span_bytes(self) -> int:
+        """Host memory of the second level of digests."""
+        return self._decoder.span_bytes
+
     def close(self) -> None:
         self._decoder.close()
+
+    def _sequence(self, request_id: str) -> int:
+        if request_id not in self._sequences:
+            self._sequences[request_id] = self._next_sequence
+            self._next_sequence += 1
+        return self._sequences[request_id]
 
     def _sample(self, layer: int, rows: DecodeRows, q: Tensor, sampled: list[int]) -> None:
         stats = self._stats.layers[layer]

@@ -172,6 +172,7 @@ class Selective(Method):
         """Attention of the layer's selection with the true query; ``[rows, heads, head_dim]`` fp32."""
 
     def release(self, request_id: str) -> None:
+        super().release(request_id)
         self._regions.release(request_id)
 
     # --- placement ---

@@ -123,6 +123,8 @@ class Decoder:
         tokens: Tensor | None = None,
         per_head: bool = False,
         aggregate: str = "sum",
+        sequences: Tensor | None = None,
+        candidates: int = 0,
     ) -> None:
         """Start a step; everything is copied.
 
@@ -133,6 +135,9 @@ class Decoder:
             sinks, recent: first and last pages, always selected; the tail page always is.
             tokens: ``[rows]`` each row's position in q, k, v and out; None: 0, 1, 2...
             per_head, aggregate: as in `digests.scores`.
+            sequences: ``[rows]`` ids of the sequences, all different, until `forget`. With them and digests in bytes,
+                long rows are searched in two levels: spans of 8 pages first, then the pages of the best spans.
+            candidates: pages scored per page of budget in such a search; 0: all pages are scored.
         """
         seq_lens, budgets = seq_lens.long().contiguous(), budgets.long().contiguous()
         if page_table.dtype not in (torch.int32, torch.int64):
@@ -149,14 +154,26 @@ class Decoder:
             )
         if tokens is not None:
             tokens = tokens.long().contiguous()
+        if sequences is not None:
+            sequences = sequences.long().contiguous()
         step = lib.StepArgs(
-            rows, sinks, recent, per_head, aggregate == "max",
+            rows, sinks, recent, per_head, aggregate == "max", candidates,
+            sequences.data_ptr() if sequences is not None else None,
             tokens.data_ptr() if tokens is not None else None,
             seq_lens.data_ptr(), budgets.data_ptr(),
             page_table.data_ptr(), page_table.stride(0), page_table.dtype == torch.int64,
         )  # fmt: skip
         lib.check(self._native.hb_decode_begin(self._handle, C.byref(step)))
         self._rows = rows
+
+    def forget(self, sequence: int) -> None:
+        """A sequence is gone; its id may be used again."""
+        self._native.hb_decode_forget(self._handle, sequence)
+
+    @property
+    def span_bytes(self) -> int:
+        """Memory that the digests of spans take."""
+        return int(self._native.hb_decode_span_bytes(self._handle))
 
     def layer(
         self,

@@ -92,6 +92,8 @@ class StepArgs(C.Structure):
         ("recent", C.c_int32),
         ("per_head", C.c_int32),
         ("aggregate", C.c_int32),
+        ("candidates", C.c_int32),
+        ("sequences", C.c_void_p),
         ("tokens", C.c_void_p),
         ("seq_lens", C.c_void_p),
         ("budgets", C.c_void_p),
@@ -119,9 +121,11 @@ class LayerArgs(C.Structure):
     ]
 
 
+STRUCTURES = (Cache, DigestStore, ByteStore, Model, PartialArgs, StepArgs, LayerArgs)  # in the order of src/api.h
 _P = C.POINTER
 _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "hb_last_error": (C.c_char_p, []),
+    "hb_struct_size": (C.c_int64, [C.c_int]),
     "hb_isa_count": (C.c_int, []),
     "hb_isa_name": (C.c_char_p, [C.c_int]),
     "hb_isa_runs": (C.c_int, [C.c_int]),
@@ -190,6 +194,8 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "hb_decode_free": (None, [C.c_void_p]),
     "hb_decode_set_layer": (C.c_int, [C.c_void_p, C.c_int, _P(Cache), _P(DigestStore), _P(ByteStore)]),
     "hb_decode_begin": (C.c_int, [C.c_void_p, _P(StepArgs)]),
+    "hb_decode_forget": (None, [C.c_void_p, C.c_int64]),
+    "hb_decode_span_bytes": (C.c_int64, [C.c_void_p]),
     "hb_decode_layer": (C.c_int, [C.c_void_p, C.c_int, _P(LayerArgs), C.c_void_p, C.c_void_p, C.c_int]),
     "hb_decode_counts": (C.c_void_p, [C.c_void_p]),
     "hb_decode_selected": (C.c_int, [C.c_void_p, C.c_int, C.c_int, _P(C.c_void_p)]),
@@ -215,6 +221,9 @@ def native() -> C.CDLL:
         for name, (result, arguments) in _PROTOTYPES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
+        sizes = [library.hb_struct_size(which) for which in range(len(STRUCTURES) + 1)]
+        if sizes != [*map(C.sizeof, STRUCTURES), 0]:
+            raise OSError("the library was built from another version's src/api.h")
     except (OSError, AttributeError) as error:
         raise WorkerError(
             f"the native CPU kernels do not load ({error}): install hybrid-backend again on this machine, "

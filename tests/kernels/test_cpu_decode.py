@@ -189,6 +189,66 @@ def test_selection_from_bytes(pool):
     assert torch.equal(quantized[case.table[0, -1]], fresh[case.table[0, -1]])
 
 
+def two_levels(case: Case, quantized: torch.Tensor, pages: int, budget: int, candidates: int) -> list[int]:
+    """What a search in two levels selects for row 0, from the parts: spans, then the pages of the best spans."""
+    kv_heads, q = case.layer.shape[1], case.q[case.tokens[:1]]
+    table = case.table[:1, :pages]
+    spans = (pages - 1) // 8
+    inside = case.digests[table[0, : spans * 8]].unflatten(0, (spans, 8))
+    coarse = torch.stack([inside[:, :, :, 0].amax(1), inside[:, :, :, 1].amin(1)], 2)
+    rows = native.quantized_like(coarse)
+    native.quantize(rows, coarse, torch.arange(spans))
+    best = native.byte_scores(q, rows, kv_heads, torch.arange(spans)[None])[0, 0].topk(-(-candidates * budget // 8))
+    columns = [c for c in range(pages) if c // 8 in best.indices or c // 8 >= spans or c < 1 or c >= pages - 2]
+    scores = native.byte_scores(q, quantized, kv_heads, table[:, columns])[0, 0]
+    scores[[0, -1, -2]] = float("inf")
+    return sorted(columns[i] for i in scores.topk(budget).indices)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (3, 3, 64)), (torch.float32, (2, 4, 128))])
+def test_long_rows_are_searched_by_spans_first(pool, dtype, shape):
+    kv_heads, group, dim = shape
+    case = Case(3, dtype, kv_heads, group, dim, 16, rows=2, columns=203)
+    quantized = native.quantized_like(case.digests)
+    for row, pages in enumerate(case.num_pages.tolist()):
+        native.quantize(quantized, case.digests, case.table[row, : pages - 1])
+    heads = kv_heads * group
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, heads, case.scale, quantized={0: quantized}, team=pool)
+    # Row 0 is long, row 1 dense. The sequence grows a page: one span more is whole.
+    for length in (199 * 16 + 5, 201 * 16 + 1):
+        seq_lens = torch.tensor([length, int(case.seq_lens[1])])
+        how = {"sinks": 1, "recent": 2, "tokens": case.tokens, "sequences": torch.tensor([4, 9]), "candidates": 2}
+        decoder.begin(case.table, seq_lens, torch.tensor([12, -1]), **how)
+        decoder.layer(0, case.q, None, None, case.out)
+        pages = -(-length // 16)
+        assert decoder.selected(0).tolist() == two_levels(case, quantized, pages, 12, 2)
+    assert decoder.span_bytes >= 25 * native.lib.byte_row(kv_heads, dim)
+    # Forgotten, the id serves a sequence of other pages.
+    decoder.forget(4)
+    case.table[0] = case.table[0].flip(0)
+    native.quantize(quantized, case.digests, case.table[0])
+    decoder.begin(case.table, seq_lens, torch.tensor([12, -1]), **how)
+    decoder.layer(0, case.q, None, None, case.out)
+    assert decoder.selected(0).tolist() == two_levels(case, quantized, pages, 12, 2)
+    decoder.forget(4)
+    decoder.forget(9)
+    assert decoder.span_bytes == 0
+
+
+def test_all_spans_as_candidates_select_what_one_level_selects():
+    case = Case(5, torch.bfloat16, 8, 2, 128, 16, rows=1, columns=300)
+    quantized = native.quantized_like(case.digests)
+    native.quantize(quantized, case.digests, case.table[0])
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, 16, case.scale, quantized={0: quantized}, team="caller")
+    found = []
+    for candidates in (0, 21):  # 21 x 12 pages of 300, and 37 spans
+        decoder.begin(case.table, case.seq_lens, torch.tensor([12]), tokens=case.tokens, sequences=torch.tensor([0]),
+                      candidates=candidates)  # fmt: skip
+        decoder.layer(0, case.q, case.k, case.v, case.out)
+        found.append(set(decoder.selected(0).tolist()))
+    assert len(found[0] & found[1]) >= 11
+
+
 def test_layer_without_digests_is_exact(pool):
     case = Case(0, torch.bfloat16, 3, 3, 64, 32, rows=3)
     decoder = cpu.Decoder([case.layer], {}, 9, case.scale, team=pool)

@@ -64,6 +64,11 @@ void check_page(int64_t page, int64_t pages_total) {
 }  // namespace
 
 HB_API const char* hb_last_error(void) { return last_error.c_str(); }
+HB_API int64_t hb_struct_size(int which) {
+  static constexpr int64_t sizes[] = {sizeof(hb_cache),        sizeof(hb_digests), sizeof(hb_bytes), sizeof(hb_model),
+                                      sizeof(hb_partial_args), sizeof(hb_step),    sizeof(hb_layer)};
+  return which >= 0 && which < int(sizeof sizes / sizeof *sizes) ? sizes[which] : 0;
+}
 HB_API int hb_isa_count(void) { return hb::isa_count(); }
 HB_API const char* hb_isa_name(int isa) { return isa >= 0 && isa < hb::isa_count() ? hb::isa_at(isa).name : ""; }
 HB_API int hb_isa_runs(int isa) { return hb::isa_runs(isa); }
@@ -215,6 +220,8 @@ HB_API int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cac
 HB_API int hb_decode_begin(hb_decode* decode, const hb_step* step) {
   return guarded([&] { decode->begin(*step); });
 }
+HB_API void hb_decode_forget(hb_decode* decode, int64_t sequence) { decode->forget(sequence); }
+HB_API int64_t hb_decode_span_bytes(hb_decode* decode) { return decode->span_bytes(); }
 HB_API int hb_decode_layer(hb_decode* decode, int layer, const hb_layer* args, hb_pool* pool, void* gomp_parallel,
                            int threads) {
   return guarded([&] { decode->run(layer, *args, pool, gomp_parallel, threads); });

@@ -55,6 +55,8 @@ typedef struct hb_partial_args {
 } hb_partial_args;
 
 const char* hb_last_error(void);
+// Bytes of the structs of this file, in their order, 0 after the last: a caller that declares them anew compares.
+int64_t hb_struct_size(int which);
 
 // Instruction sets, best first; those that the compiler could not build are absent.
 int hb_isa_count(void);
@@ -118,6 +120,10 @@ typedef struct hb_step {
   int32_t rows;
   int32_t sinks, recent;        // pages always selected; the tail page always is
   int32_t per_head, aggregate;  // as in hb_scores
+  // Pages to score per page of budget, where a row is so long that looking at spans of pages first reads less; 0: score
+  // all. That needs digests in bytes and the rows' sequences.
+  int32_t candidates;
+  const int64_t* sequences;     // [rows] ids, all different, of the sequences; or null. See hb_decode_forget
   const int64_t* tokens;        // [rows] row of q, k, v and out, or null for 0, 1, 2...
   const int64_t* seq_lens;      // [rows] tokens, with this step's
   const int64_t* budgets;       // [rows] pages to attend; negative or >= the row's pages: all of them
@@ -143,6 +149,9 @@ int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cache, con
                         const hb_bytes* bytes);
 // Copies everything.
 int hb_decode_begin(hb_decode* decode, const hb_step* step);
+// What the decoder keeps of a sequence is dropped: it is gone, or its pages are others.
+void hb_decode_forget(hb_decode* decode, int64_t sequence);
+int64_t hb_decode_span_bytes(hb_decode* decode);  // memory kept of all sequences
 // threads: 1 the caller alone; else the caller and `pool`, or, where pool is null, an OpenMP team of that many threads
 // made with `gomp_parallel`, the address of the engine's own GOMP_parallel.
 int hb_decode_layer(hb_decode* decode, int layer, const hb_layer* args, hb_pool* pool, void* gomp_parallel, int threads);

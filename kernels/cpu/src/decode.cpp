@@ -22,7 +22,7 @@ DecodeLayer::DecodeLayer(const hb_model& model, int layers, int isa) : model_(mo
   shape.group = model.group;
   kernels_ = kernels_for(isa, shape);
   byte_dots_ = byte_dots_for(isa);
-  scorers_.resize(kMaxLanes);
+  lane_state_.resize(kMaxLanes);
 }
 
 void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes) {
@@ -50,6 +50,13 @@ void DecodeLayer::begin(const hb_step& step) {
     columns_ = std::max(columns_, num_pages_[r]);
     budgets_[r] = (int32_t)std::min<int64_t>(step.budgets[r], INT32_MAX);
     if (budgets_[r] >= 0) budgets_[r] = std::max(budgets_[r], sinks_ + recent_);
+  }
+  candidates_ = std::max(step.candidates, 0);
+  row_spans_.assign(rows_, nullptr);
+  for (int r = 0; r < rows_ && step.sequences; r++) {
+    auto& spans = spans_[step.sequences[r]];
+    spans.resize(layers_.size());
+    row_spans_[r] = &spans;
   }
   table_.resize((size_t)rows_ * columns_);
   lowest_page_ = highest_page_ = 0;
@@ -101,7 +108,7 @@ void DecodeLayer::make_tasks(int lanes) {
     int parts = 1;
     if (row_is_sparse(r)) {
       const int64_t bytes = (int64_t)num_pages_[r] * model_.kv_heads * 2 * model_.head_dim * element_size(model_.type);
-      if (lanes > 1) parts = (int)std::min<int64_t>(std::max<int64_t>(1, bytes / kScoreBytes), 4 * lanes);
+      if (lanes > 1 && !searches(r)) parts = (int)std::min<int64_t>(std::max<int64_t>(1, bytes / kScoreBytes), 4 * lanes);
     }
     for (int p = 0; p < parts; p++) {
       // Ranges of whole tiles.
@@ -145,13 +152,12 @@ void DecodeLayer::fail(const char* what) {
 
 void DecodeLayer::run_task(const RowTask& task, int lane) {
   if (task.first && args_.k) write_token(task.row);
-  if (row_is_sparse(task.row)) score(task, lane);
+  if (searches(task.row)) search(task.row, lane);
+  else if (row_is_sparse(task.row)) score(task, lane);
   if (row_left_[task.row].fetch_sub(1, std::memory_order_acq_rel) == 1) select_row(task.row);
 }
 
-void DecodeLayer::score(const RowTask& task, int lane) {
-  const int r = task.row;
-  Scorer& scorer = scorers_[lane % kMaxLanes];
+void DecodeLayer::prepare_scorer(Scorer& scorer, int r) {
   const char* q = args_.score_q ? args_.score_q + token_row(r) * args_.score_q_row_stride
                                 : args_.q + token_row(r) * args_.q_row_stride;
   const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
@@ -159,11 +165,60 @@ void DecodeLayer::score(const RowTask& task, int lane) {
     scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_dots_, q, head_stride);
   else
     scorer.prepare(model_, layer_->digests, kernels_, per_head_, maximum_, q, head_stride);
+}
+
+void DecodeLayer::score(const RowTask& task, int lane) {
+  const int r = task.row;
+  Scorer& scorer = lane_state_[lane % kMaxLanes].scorer;
+  prepare_scorer(scorer, r);
   // The tail page is selected whatever its score, and its digest may be in the writing right now.
   const int end = std::min(task.end, num_pages_[r] - 1);
   const int64_t* ids = &table_[(size_t)r * columns_];
   scorer.score([ids](int column) { return ids[column]; }, task.begin, end,
                &scores_[(size_t)r * model_.kv_heads * columns_], columns_);
+}
+
+// Spans first, and by one lane, where that reads less than this row's share of the lanes would, page by page.
+bool DecodeLayer::searches(int r) const {
+  if (!row_is_sparse(r) || !row_spans_[r] || !candidates_ || !layer_->bytes.base || per_head_ || maximum_) return false;
+  const int64_t wanted = (int64_t)candidates_ * budgets_[r];
+  return num_pages_[r] / kSpan + wanted < num_pages_[r] / std::max(1, lanes_ / rows_);
+}
+
+void DecodeLayer::search(int r, int lane) {
+  Lane& mine = lane_state_[lane % kMaxLanes];
+  SpanDigests& digests = (*row_spans_[r])[layer_ - layers_.data()];
+  const int pages = num_pages_[r], spans = (pages - 1) / kSpan;  // of whole pages: the last page may be growing
+  const int64_t* ids = &table_[(size_t)r * columns_];
+  digests.extend(model_, layer_->digests, *kernels_.base, spans, [ids](int column) { return ids[column]; });
+  prepare_scorer(mine.scorer, r);
+  mine.scorer.move_to(digests.bytes());
+  float* scores = grown(mine.scores, pages);
+  mine.scorer.score([](int span) { return span; }, 0, spans, scores, pages);
+  int32_t* best = grown(mine.spans, spans + 1);
+  const int64_t wanted = ((int64_t)candidates_ * budgets_[r] + kSpan - 1) / kSpan;
+  const int found = select_best(scores, spans, (int)std::min<int64_t>(wanted, spans), 0, 0, best);
+  best[found] = spans;  // what is in no span is a candidate too
+
+  int32_t* columns = grown(mine.pages, pages);
+  int count = 0;
+  for (int c = 0, i = 0; c < pages; c++) {
+    const int span = c / kSpan;
+    while (best[i] < span && i < found) i++;
+    if (span == best[i] || span >= spans || c < sinks_ || c >= pages - recent_) columns[count++] = c;
+  }
+  mine.scorer.move_to(layer_->bytes);
+  mine.scorer.score([ids, columns](int i) { return ids[columns[i]]; }, 0, count - 1, scores, pages);
+  int32_t* chosen = &selected_[(size_t)r * model_.kv_heads * columns_];
+  counts_[r] = select_best(scores, count, budgets_[r], sinks_, recent_, chosen);
+  for (int i = 0; i < counts_[r]; i++) chosen[i] = columns[chosen[i]];
+}
+
+int64_t DecodeLayer::span_bytes() const {
+  int64_t total = 0;
+  for (const auto& sequence : spans_)
+    for (const SpanDigests& layer : sequence.second) total += layer.size();
+  return total;
 }
 
 void DecodeLayer::write_token(int r) {
@@ -197,6 +252,7 @@ void DecodeLayer::select_row(int r) {
   }
   const int lists = per_head_ ? model_.kv_heads : 1;
   job_.lists.set_row(r, lists);
+  if (searches(r)) return list_row(r, 0, chosen, counts_[r]);
   for (int l = 0; l < lists; l++, chosen += columns_) {
     const float* scores = &scores_[((size_t)r * model_.kv_heads + l) * columns_];
     counts_[r] = select_best(scores, pages, budgets_[r], sinks_, recent_, chosen);

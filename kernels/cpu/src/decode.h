@@ -6,6 +6,7 @@
 #pragma once
 #include <atomic>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "attend_job.h"
@@ -21,6 +22,9 @@ class DecodeLayer : public Task {
 
   void set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes);
   void begin(const hb_step& step);
+  // The sequence is gone; its id may be used again.
+  void forget(int64_t sequence) { spans_.erase(sequence); }
+  int64_t span_bytes() const;
   // Throws std::invalid_argument and std::out_of_range.
   void run(int layer, const hb_layer& args, Pool* pool, void* gomp_parallel, int threads);
 
@@ -46,6 +50,9 @@ class DecodeLayer : public Task {
   void run_task(const RowTask& task, int lane);
   void write_token(int row);
   void score(const RowTask& task, int lane);
+  void search(int row, int lane);
+  void prepare_scorer(Scorer& scorer, int row);
+  bool searches(int row) const;
   void select_row(int row);
   void list_row(int row, int list, const int32_t* pages, int count);
   void plan_attention();
@@ -71,6 +78,9 @@ class DecodeLayer : public Task {
   bool per_head_ = false, maximum_ = false;
   std::vector<int64_t> tokens_, seq_lens_, table_;
   std::vector<int32_t> budgets_, num_pages_;
+  int candidates_ = 0;
+  std::unordered_map<int64_t, std::vector<SpanDigests>> spans_;  // by sequence, per layer
+  std::vector<std::vector<SpanDigests>*> row_spans_;
 
   // The layer.
   const Layer* layer_ = nullptr;
@@ -81,7 +91,12 @@ class DecodeLayer : public Task {
   std::vector<float> scores_;       // [rows, lists, columns]
   std::vector<int32_t> selected_;   // [rows, kv_heads, columns]
   std::vector<int32_t> counts_;
-  std::vector<Scorer> scorers_;     // per lane
+  struct Lane {
+    Scorer scorer;
+    std::vector<float> scores;
+    std::vector<int32_t> spans, pages;
+  };
+  std::vector<Lane> lane_state_;
   int lanes_ = 1;
   std::atomic<int> next_task_{0}, tasks_done_{0}, lane_{0};
   std::atomic<bool> planned_{false}, failed_{false};

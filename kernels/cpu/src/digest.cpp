@@ -93,6 +93,23 @@ void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_
   }
 }
 
+void SpanDigests::add(const hb_model& model, const hb_digests& digests, const Isa& isa, const int64_t* pages) {
+  const int64_t row = (int64_t)model.head_dim * element_size(model.type);
+  stride_ = (2 * (int64_t)model.kv_heads * (model.head_dim + 4) + 63) / 64 * 64;
+  std::vector<char> folded((size_t)model.kv_heads * 2 * row), unused((size_t)row);
+  for (int h = 0; h < model.kv_heads; h++) {
+    char* high = &folded[(size_t)h * 2 * row];
+    for (int i = 0; i < kSpan; i++) {
+      const char* page = digests.base + pages[i] * digests.page_stride + h * digests.head_stride;
+      fold_key(model.type, page, high, unused.data(), model.head_dim, i == 0);
+      fold_key(model.type, page + row, unused.data(), high + row, model.head_dim, i == 0);
+    }
+  }
+  rows_.resize((size_t)(count_ + 1) * stride_);
+  quantize_digest(model, {folded.data(), 0, 2 * row}, {&rows_[(size_t)count_ * stride_], stride_}, isa, 0);
+  count_++;
+}
+
 // sum_d max(q*min, q*max) = relu(q).max + (-relu(-q)).min, so weights are the positive, then the negative part of q;
 // and a sum over heads commutes with the dot product, so summed scores need one weight vector for all of them.
 void Scorer::sum_weights(const hb_model& model, const Kernels& kernels, const char* q, int64_t q_head_stride) {

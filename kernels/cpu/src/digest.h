@@ -18,6 +18,34 @@ void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t 
 void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_bytes& bytes, const Isa& isa,
                      int64_t page);
 
+constexpr int kSpan = 8;  // pages
+
+// Digests in bytes of one sequence's spans (kSpan consecutive whole pages) in one layer, one after the other. A
+// selection over a long sequence looks at them first, and at pages only in the best spans.
+class SpanDigests {
+ public:
+  // Makes them those of the first `spans` spans; `page_of(column)` gives the page id. Whole pages do not change, so
+  // only new spans are read.
+  template <class PageOf>
+  void extend(const hb_model& model, const hb_digests& digests, const Isa& isa, int spans, const PageOf& page_of) {
+    count_ = count_ < spans ? count_ : spans;
+    while (count_ < spans) {
+      int64_t pages[kSpan];
+      for (int i = 0; i < kSpan; i++) pages[i] = page_of(count_ * kSpan + i);
+      add(model, digests, isa, pages);
+    }
+  }
+  hb_bytes bytes() { return {rows_.data(), stride_}; }
+  int64_t size() const { return (int64_t)rows_.capacity(); }
+
+ private:
+  void add(const hb_model& model, const hb_digests& digests, const Isa& isa, const int64_t* pages);
+
+  int count_ = 0;
+  int64_t stride_ = 0;
+  std::vector<uint8_t> rows_;
+};
+
 // Scores of one query over pages: prepared once, then for ranges of pages, from any thread.
 class Scorer {
  public:
@@ -28,6 +56,12 @@ class Scorer {
   // The same from bytes: one score per page, summed over all heads.
   void prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, ByteDotsFn byte_dots,
                      const char* q, int64_t q_head_stride);
+
+  // The same query over other rows; only after prepare_bytes.
+  void move_to(const hb_bytes& bytes) {
+    base_ = (const char*)bytes.base;
+    page_stride_ = bytes.page_stride;
+  }
 
   // out[list * list_stride + column] for columns begin..end; `page_of(column)` gives the page id.
   template <class PageOf>

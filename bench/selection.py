@@ -1,0 +1,104 @@
+"""What choosing pages costs, by the length of the context: a decode layer against attention of as many pages alone.
+
+    python -m bench.selection [--pages 1024,4096,32768] [--budget 64] [--group 4] [--reps 40]
+
+One thread; pages of 32 tokens, 8 KV heads, head_dim 128, bf16, batch 1. Every variant selects ``budget`` pages of the
+context and attends them in one native call; "attention" attends ``budget`` given pages. Interleaved, medians of CPU
+time. Prints a table and writes bench/out/selection.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.kernels import cpu
+from hybrid_backend.kernels.cpu import digests as native
+
+KV_HEADS, DIM, PAGE = 8, 128, 32
+QUERIES = 8  # in turns, so that neither digests nor pages stay in a cache
+VARIANTS = ("attention", "bf16", "bytes", "spans")
+
+
+def measure(pages: int, budget: int, group: int, reps: int, candidates: int) -> dict[str, float]:
+    """Microseconds of CPU time per layer, by variant. ``spans``: digests in bytes, two levels."""
+    rng = torch.Generator().manual_seed(pages)
+    shape = (pages, KV_HEADS, 2, PAGE, DIM)
+    layer = torch.empty(shape, dtype=torch.bfloat16)  # touched where it is selected only
+    digests = torch.randn(pages, KV_HEADS, 2, DIM, generator=rng).bfloat16().sort(2, descending=True).values
+    quantized = native.quantized_like(digests)
+    native.quantize(quantized, digests, torch.arange(pages))
+    heads, scale = KV_HEADS * group, DIM**-0.5
+    queries = torch.randn(QUERIES, 1, heads, DIM, generator=rng).bfloat16()
+    out = torch.empty(1, heads, DIM, dtype=torch.bfloat16)
+    table = torch.randperm(pages, generator=rng)[None]
+    given = torch.randint(pages, (QUERIES, 1, budget), generator=rng)
+    plain = {"team": "caller"}
+    decoders = {
+        "attention": cpu.Decoder([layer], {}, heads, scale, **plain),
+        "bf16": cpu.Decoder([layer], {0: digests}, heads, scale, **plain),
+        "bytes": cpu.Decoder([layer], {0: digests}, heads, scale, quantized={0: quantized}, **plain),
+        "spans": cpu.Decoder([layer], {0: digests}, heads, scale, quantized={0: quantized}, **plain),
+    }
+
+    def begin(name: str, which: int) -> None:
+        columns = given[which] if name == "attention" else table
+        lengths = torch.tensor([columns.shape[1] * PAGE])
+        decoders[name].begin(
+            columns,
+            lengths,
+            torch.tensor([budget]),
+            sequences=torch.zeros(1, dtype=torch.int64) if name == "spans" else None,
+            candidates=candidates,
+        )
+
+    def fill(ids: Tensor) -> None:
+        layer[ids] = torch.randn(len(ids), *shape[1:], generator=rng).bfloat16()
+
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for rep in range(-1, reps):
+        for which in range(QUERIES):
+            for name in VARIANTS:
+                begin(name, which)
+                began = time.thread_time()
+                decoders[name].layer(0, queries[which], None, None, out)
+                times[name].append(1e6 * (time.thread_time() - began))
+                if rep < 0:
+                    fill(given[which][0] if name == "attention" else table[0, decoders[name].selected(0).long()])
+        if rep < 0:
+            times = {name: [] for name in VARIANTS}
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pages", default="1024,4096,32768")
+    parser.add_argument("--budget", type=int, default=64, help="pages")
+    parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
+    parser.add_argument("--candidates", type=int, default=8)
+    parser.add_argument("--reps", type=int, default=40)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {}
+    print("| pages | attention us | bf16 digests | digests in bytes | in two levels |\n| --- | --- | --- | --- | --- |")
+    for pages in map(int, options.pages.split(",")):
+        times = measure(pages, options.budget, options.group, options.reps, options.candidates)
+        found[pages] = times
+        extra = [100 * (times[name] / times["attention"] - 1) for name in VARIANTS[1:]]
+        cells = " | ".join(
+            f"{times[name]:.0f} us, +{share:.0f} %" for name, share in zip(VARIANTS[1:], extra, strict=True)
+        )
+        print(f"| {pages} | {times['attention']:.0f} | {cells} |", flush=True)
+    path = Path(__file__).parent / "out" / "selection.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"options": vars(options), "microseconds": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
