@@ -1,6 +1,6 @@
 """What choosing pages costs, by the length of the context: a decode layer against attention of as many pages alone.
 
-    python -m bench.selection [--pages 1024,4096,32768] [--budget 64] [--group 4] [--reps 40]
+    python -m bench.selection [--pages 1024,4096,32768] [--budget 64] [--group 4] [--aggregate softmax] [--reps 40]
 
 One thread; pages of 32 tokens, 8 KV heads, head_dim 128, bf16, batch 1. Every variant selects ``budget`` pages of the
 context and attends them in one native call; "attention" attends ``budget`` given pages. Interleaved, medians of CPU
@@ -26,7 +26,9 @@ QUERIES = 8  # in turns, so that neither digests nor pages stay in a cache
 VARIANTS = ("attention", "bf16", "bytes", "spans")
 
 
-def measure(pages: int, budget: int, group: int, reps: int, candidates: int) -> dict[str, float]:
+def measure(
+    pages: int, budget: int, group: int, reps: int, candidates: int, aggregate: str = "softmax"
+) -> dict[str, float]:
     """Microseconds of CPU time per layer, by variant. ``spans``: digests in bytes, two levels."""
     rng = torch.Generator().manual_seed(pages)
     shape = (pages, KV_HEADS, 2, PAGE, DIM)
@@ -56,6 +58,7 @@ def measure(pages: int, budget: int, group: int, reps: int, candidates: int) -> 
             torch.tensor([budget]),
             sequences=torch.zeros(1, dtype=torch.int64) if name == "spans" else None,
             candidates=candidates,
+            aggregate=aggregate,
         )
 
     def fill(ids: Tensor) -> None:
@@ -82,13 +85,14 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=64, help="pages")
     parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
     parser.add_argument("--candidates", type=int, default=8)
+    parser.add_argument("--aggregate", choices=("softmax", "sum"), default="softmax")
     parser.add_argument("--reps", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
     print("| pages | attention us | bf16 digests | digests in bytes | in two levels |\n| --- | --- | --- | --- | --- |")
     for pages in map(int, options.pages.split(",")):
-        times = measure(pages, options.budget, options.group, options.reps, options.candidates)
+        times = measure(pages, options.budget, options.group, options.reps, options.candidates, options.aggregate)
         found[pages] = times
         extra = [100 * (times[name] / times["attention"] - 1) for name in VARIANTS[1:]]
         cells = " | ".join(

@@ -355,6 +355,7 @@ CHANGES = [
     "selection.granularity=kv_head",
     "selection.aggregate=max",
     "selection.candidates=0",
+    "selection.bound=1",
     "workers.numa=0",
     "selection.digest=minmax",
     "staging_tokens=64",

@@ -8,34 +8,53 @@ from torch import Tensor
 from hybrid_backend.config import SelectionConfig
 
 
-def page_scores(q: Tensor, digests: Tensor, page_table: Tensor, how: SelectionConfig) -> Tensor:
-    """Upper bounds of the attention logits of each page (Quest, section 3.2), aggregated over query heads.
+def page_scores(
+    q: Tensor,
+    digests: Tensor,
+    page_table: Tensor,
+    num_pages: Tensor,
+    how: SelectionConfig,
+    scale: float,
+    per_head: bool,
+) -> Tensor:
+    """Estimates of the largest attention logit in each page (Quest, section 3.2), combined over query heads.
 
-    ``sum_d max(q*min, q*max) = relu(q).max + (-relu(-q)).min``, so a score is two dot products; and because a sum over
-    heads commutes with them, ``granularity: layer`` costs one dot product of ``2 * kv_heads * head_dim`` per page.
+    Quest's upper bound is ``sum_d max(q*min, q*max) = q.(max+min)/2 + |q|.(max-min)/2``: the middle of what the digest
+    allows and half of its width. All channels are never at their ends together, so ``how.bound`` of the half-width is
+    taken (1: Quest). That is two dot products; and because a sum over heads commutes with them, ``aggregate: sum`` per
+    layer costs one dot product of ``2 * kv_heads * head_dim`` per page. But in a sum of logits a head that looks
+    everywhere outvotes one that looks for a single page; ``softmax`` adds up shares instead: the softmax of each head's
+    scores over all pages but the growing one.
 
     Args:
         q: ``[rows, heads, head_dim]``.
         digests: ``[pages, kv_heads, 2, head_dim]``.
         page_table: ``[rows, columns]`` host page ids.
+        num_pages: ``[rows]`` pages of each sequence.
+        scale: of the attention's softmax.
+        per_head: one list of scores per KV head instead of one per layer.
 
     Returns:
-        ``[rows, 1 | kv_heads, columns]`` fp32, not scaled by the softmax scale.
+        ``[rows, 1 | kv_heads, columns]`` fp32; sums and maxima are not scaled.
     """
     rows, heads, dim = q.shape
     kv_heads = digests.shape[1]
     columns = page_table.shape[1]
     grouped = q.float().view(rows, kv_heads, heads // kv_heads, dim)
-    positive, negative = grouped.clamp(min=0), grouped.clamp(max=0)
+    half = how.bound * grouped.abs()
+    to_max, to_min = (grouped + half) / 2, (grouped - half) / 2
     listed = digests.index_select(0, page_table.flatten()).float()
     listed = listed.view(rows, columns, kv_heads, 2 * dim)
-    if how.granularity == "layer" and how.aggregate != "max":
-        weights = torch.cat([positive.sum(2), negative.sum(2)], -1).view(rows, -1, 1)
+    if not per_head and how.aggregate == "sum":
+        weights = torch.cat([to_max.sum(2), to_min.sum(2)], -1).view(rows, -1, 1)
         return torch.bmm(listed.view(rows, columns, -1), weights).transpose(1, 2)
-    weights = torch.cat([positive, negative], -1)  # [rows, kv_heads, group, 2 * dim]
+    weights = torch.cat([to_max, to_min], -1)  # [rows, kv_heads, group, 2 * dim]
     scores = torch.einsum("rhgd,rphd->rhgp", weights, listed)
-    per_head = scores.amax(2) if how.aggregate == "max" else scores.sum(2)
-    return per_head.sum(1, keepdim=True) if how.granularity == "layer" else per_head
+    if how.aggregate == "softmax":
+        last = (torch.arange(columns) >= (num_pages - 1)[:, None])[:, None, None]
+        scores = (scores * scale).masked_fill(last, float("-inf")).softmax(-1).nan_to_num(0.0)
+    lists = scores.amax(2) if how.aggregate == "max" else scores.sum(2)
+    return lists if per_head else lists.sum(1, keepdim=True)
 
 
 def force_pages(scores: Tensor, num_pages: Tensor, sinks: int, recent: int) -> Tensor:

@@ -90,20 +90,25 @@ class ModelMatch(Section):
 class SelectionConfig(Section):
     """How pages are scored and chosen."""
 
-    granularity: Annotated[Literal["layer", "kv_head"], choice("layer", "kv_head")] = "layer"
-    """One selection per layer or one per KV head. Source: measured (SmolLM2-135M, page 32, budget 1024: layer
-    covers 0.919 of the attention mass, per head 0.918)."""
+    granularity: Annotated[Literal["auto", "layer", "kv_head"], choice("auto", "layer", "kv_head")] = "auto"
+    """One selection per layer or one per KV head; auto is kv_head, but layer for infinigen, which recalls whole pages.
+    Source: measured (SmolLM2-135M: docs/measurements.md; Quest selects per head)."""
     digest: Annotated[Literal["auto", "minmax", "minmax_int8"], choice("auto", "minmax", "minmax_int8")] = "auto"
     """Page summary: channel-wise min and max of K, in the cache's type (Quest) or in bytes, which halves what a
-    selection reads; auto is bytes where the native kernels select in place (unified tiers, granularity layer,
-    aggregate sum). Source: measured (SmolLM2-135M, page 32: 97.40 % of the mass either way, docs/cpu-kernels.md)."""
-    aggregate: Annotated[Literal["sum", "max"], choice("sum", "max")] = "sum"
-    """How the scores of the query heads of one group combine; granularity layer then always sums over the KV
-    heads. Source: measured (SmolLM2-135M, page 32, budget 1024: the raw sum covers 0.921)."""
+    selection reads; auto is bytes where the native kernels select in place (unified tiers) and scores combine by
+    softmax, or by sum per layer. Source: measured (SmolLM2-135M, page 32: 97.40 % of the mass either way,
+    docs/cpu-kernels.md)."""
+    aggregate: Annotated[Literal["softmax", "sum", "max"], choice("softmax", "sum", "max")] = "softmax"
+    """How the scores of query heads combine. softmax: every head's scores become shares, which are added up; sum, max:
+    of the raw scores of a group's heads; granularity layer then sums over the KV heads.
+    Source: measured (SmolLM2-135M, budget 1024: docs/measurements.md; Quest scores every head by itself)."""
+    bound: Annotated[float, number(0, 1)] = 0.5
+    """What a page's digest is taken to say of its largest logit: the middle of the range that it allows plus this
+    share of half of its width. Source: measured (SmolLM2-135M: docs/measurements.md; Quest: 1, the upper end)."""
     candidates: Annotated[int, integer(0)] = 8
-    """Pages whose digests are scored per page of budget in a sequence so long that two levels read less than one: spans
-    of 8 pages first, then the pages of the best spans; 0 scores all pages. With digests in bytes only.
-    Source: measured (SmolLM2-135M, 6,144 tokens: no mass is lost at 8, at most 0.5 points at 4, docs/cpu-kernels.md)."""
+    """Pages whose digests are scored per page of budget in a sequence so long that two levels read less than one:
+    spans of 8 pages first, then the pages of the best spans; 0 scores all pages. With digests in bytes.
+    Source: measured (SmolLM2-135M: 8 costs at most 0.2 points of mass, docs/cpu-kernels.md)."""
 
 
 class LookaheadConfig(Section):

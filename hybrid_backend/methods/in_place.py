@@ -29,7 +29,11 @@ class InPlace:
     paid once.
     """
 
-    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats) -> None:
+    def __init__(
+        self, config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats, per_head: bool = False
+    ) -> None:
+        """``per_head``: every KV head has a selection of its own."""
+        self._per_head = per_head
         self._config = config
         self._model = model
         self._tiers = tiers
@@ -39,7 +43,8 @@ class InPlace:
         self._sequences: dict[str, int] = {}  # the decoder's name of each request it keeps spans of
         self._next_sequence = 0
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
-        self._decoder = cpu.Decoder(layers, digests, model.num_heads, model.scale, quantized=in_bytes)
+        bound = config.selection.bound
+        self._decoder = cpu.Decoder(layers, digests, model.num_heads, model.scale, quantized=in_bytes, bound=bound)
 
     @staticmethod
     def supports(model: ModelSpec, page_size: int, device: torch.device) -> bool:
@@ -66,7 +71,7 @@ class InPlace:
             sinks=config.sinks,
             recent=config.recent,
             tokens=None if rows.whole_batch else rows.tokens,
-            per_head=config.selection.granularity == "kv_head",
+            per_head=self._per_head,
             aggregate=config.selection.aggregate,
             sequences=torch.tensor([self._sequence(request_id) for request_id in rows.request_ids]),
             candidates=config.selection.candidates,
@@ -113,10 +118,10 @@ class InPlace:
 
     def _sample(self, layer: int, rows: DecodeRows, q: Tensor, sampled: list[int]) -> None:
         stats = self._stats.layers[layer]
-        per_head = self._config.selection.granularity == "kv_head"
         for r in sampled:
             lists = [
-                self._decoder.selected(r, head).long() for head in range(self._model.num_kv_heads if per_head else 1)
+                self._decoder.selected(r, head).long()
+                for head in range(self._model.num_kv_heads if self._per_head else 1)
             ]
             stats.mass_sum += mass_recall(
                 q[r],

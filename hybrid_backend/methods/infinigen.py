@@ -28,10 +28,12 @@ from hybrid_backend.step import DecodeRows, Step
 class InfiniGen(Selective):
     """Selected pages are copied to the device one layer ahead; the device attends them all."""
 
+    per_head_by_default = False
+
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         super().check(config, device, num_layers, num_kv_heads)
-        if config.selection.granularity != "layer":
+        if config.selection.granularity == "kv_head":
             raise ConfigError(f"selection.granularity: {config.method} recalls whole pages; write layer")
         needed = config.budget_pages + 1
         if slots_per_request(config) < needed and config.sparse != "never":

@@ -14,6 +14,8 @@ from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.partial import Pool
 
+AGGREGATES = ("sum", "max", "softmax")  # in the order of the library's numbers
+
 
 @lru_cache(maxsize=1)
 def openmp_entry() -> int | None:
@@ -48,9 +50,10 @@ class Decoder:
         digests: by layer ``[pages, kv_heads, 2, head_dim]``; a layer without them is exact, all its rows are dense.
         heads: query heads.
         quantized: by layer, the digests in bytes (`digests.quantized_like`); pages are then scored from them, except
-            with ``per_head`` or ``aggregate="max"``. Whole pages that this decoder did not fill itself must be brought
-            up to date with `digests.quantize`.
+            with ``aggregate="max"`` and with sums per head. Whole pages that this decoder did not fill itself must be
+            brought up to date with `digests.quantize`.
         scale: of the softmax; positive.
+        bound: of a page's logits, see `digests.scores`.
         team: who works: ``"caller"`` alone, ``"openmp"`` (the engine's threads, see `openmp_entry`) or a `Pool`, whose
             threads then help the caller.
         threads: of the OpenMP team, default ``torch.get_num_threads()``.
@@ -64,6 +67,7 @@ class Decoder:
         scale: float,
         *,
         quantized: Mapping[int, Tensor] | None = None,
+        bound: float = 1.0,
         team: str | Pool = "openmp",
         threads: int | None = None,
         isa: str | None = None,
@@ -80,7 +84,7 @@ class Decoder:
         self._page_size = page_size
         self._kv_shape = (kv_heads, dim)
         self._page_size = page_size
-        model = lib.model_of(first.dtype, kv_heads, heads, dim, page_size, scale)
+        model = lib.model_of(first.dtype, kv_heads, heads, dim, page_size, scale, bound)
         self._handle = self._native.hb_decode_new(C.byref(model), len(layers), lib.isa_index(isa))
         if not self._handle:
             raise WorkerError(f"native CPU decoder: {lib.failure()}")
@@ -134,7 +138,8 @@ class Decoder:
             budgets: ``[rows]`` pages to attend; negative, or at least the row's pages: all of them.
             sinks, recent: first and last pages, always selected; the tail page always is.
             tokens: ``[rows]`` each row's position in q, k, v and out; None: 0, 1, 2...
-            per_head, aggregate: as in `digests.scores`.
+            per_head, aggregate: as in `digests.scores`; with aggregate ``softmax`` each query head's scores become
+                shares (their softmax over all pages but the last one) before they are added up.
             sequences: ``[rows]`` ids of the sequences, all different, until `forget`. With them and digests in bytes,
                 long rows are searched in two levels: spans of 8 pages first, then the pages of the best spans.
             candidates: pages scored per page of budget in such a search; 0: all pages are scored.
@@ -157,7 +162,7 @@ class Decoder:
         if sequences is not None:
             sequences = sequences.long().contiguous()
         step = lib.StepArgs(
-            rows, sinks, recent, per_head, aggregate == "max", candidates,
+            rows, sinks, recent, per_head, AGGREGATES.index(aggregate), candidates,
             sequences.data_ptr() if sequences is not None else None,
             tokens.data_ptr() if tokens is not None else None,
             seq_lens.data_ptr(), budgets.data_ptr(),

@@ -52,9 +52,10 @@ def scores(
     *,
     per_head: bool = False,
     aggregate: str = "sum",
+    bound: float = 1.0,
     isa: str | None = None,
 ) -> Tensor:
-    """Quest's upper bounds of the logits, not scaled, aggregated over query heads.
+    """Quest's estimates of the largest logit in each page, not scaled, aggregated over query heads.
 
     Args:
         q: ``[rows, heads, head_dim]``.
@@ -62,6 +63,7 @@ def scores(
         page_table: ``[rows, columns]`` page ids.
         per_head: one list per KV head instead of one per row.
         aggregate: ``sum`` or ``max`` over the heads of a group.
+        bound: between the middle of what the digest allows (0) and its upper end (1: Quest).
 
     Returns:
         ``[rows, 1 | kv_heads, columns]`` fp32.
@@ -73,7 +75,7 @@ def scores(
     if q.stride(2) != 1:
         q = q.contiguous()
     kv_heads = digests.shape[1]
-    model = lib.model_of(digests.dtype, kv_heads, heads, dim, 16, 1.0)
+    model = lib.model_of(digests.dtype, kv_heads, heads, dim, 16, 1.0, bound)
     store, table = lib.digests_of(digests), page_table.long().contiguous()
     out = torch.empty(rows, kv_heads if per_head else 1, table.shape[1], dtype=torch.float32)
     size = q.element_size()
@@ -109,12 +111,14 @@ def quantize(quantized: Tensor, digests: Tensor, pages: Tensor) -> None:
     )
 
 
-def byte_scores(q: Tensor, quantized: Tensor, kv_heads: int, page_table: Tensor, *, isa: str | None = None) -> Tensor:
+def byte_scores(
+    q: Tensor, quantized: Tensor, kv_heads: int, page_table: Tensor, *, bound: float = 1.0, isa: str | None = None
+) -> Tensor:
     """`scores` per row, summed over all heads, from bytes: ``[rows, 1, columns]`` fp32, to about 1 %."""
     rows, heads, dim = q.shape
     if q.stride(2) != 1:
         q = q.contiguous()
-    model = lib.model_of(q.dtype, kv_heads, heads, dim, 16, 1.0)
+    model = lib.model_of(q.dtype, kv_heads, heads, dim, 16, 1.0, bound)
     store, table = lib.bytes_of(quantized, kv_heads, dim), page_table.long().contiguous()
     out = torch.empty(rows, 1, table.shape[1], dtype=torch.float32)
     size = q.element_size()

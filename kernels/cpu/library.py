@@ -55,6 +55,7 @@ class Model(C.Structure):
         ("head_dim", C.c_int32),
         ("page_size", C.c_int32),
         ("scale", C.c_float),
+        ("bound", C.c_float),
     ]
 
 
@@ -310,10 +311,12 @@ def bytes_of(quantized: Tensor, kv_heads: int, head_dim: int) -> ByteStore:
     return ByteStore(quantized.data_ptr(), quantized.stride(0))
 
 
-def model_of(dtype: torch.dtype, kv_heads: int, heads: int, head_dim: int, page_size: int, scale: float) -> Model:
-    """The shapes, checked as far as the library does not."""
+def model_of(
+    dtype: torch.dtype, kv_heads: int, heads: int, head_dim: int, page_size: int, scale: float, bound: float = 1.0
+) -> Model:
+    """The shapes, checked as far as the library does not. ``bound``: see `digests.scores`."""
     if dtype not in DTYPES:
         raise ValueError(f"K and V must be bfloat16, float16 or float32, not {dtype}")
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide among {kv_heads} KV heads")
-    return Model(DTYPES[dtype], kv_heads, heads // kv_heads, head_dim, page_size, scale)
+    return Model(DTYPES[dtype], kv_heads, heads // kv_heads, head_dim, page_size, scale, bound)

@@ -13,12 +13,12 @@ from tests.engine.server import MODEL, Server, stock_server
 from tests.engine.texts import english
 
 ROOT = Path(__file__).parents[2]
-# fp32 KV of the demo model: 46,080 bytes per token. 480 MiB hold 10,922 tokens (682 pages of 16).
-POOL = 480 * 2**20
-LENGTHS = (5, 17, 64, 200, 333, 700, 1000, 1500, 2048, 3100, 4500, 6950)
+# fp32 KV of the demo model: 46,080 bytes per token. 364 MiB hold 8,283 tokens (517 pages of 16): one whole context.
+POOL = 364 * 2**20
+LENGTHS = (5, 17, 64, 120, 200, 333, 500, 700, 1000, 1500, 2000, 6950)
 TOKENS = 24
-# Four prompts of 166 pages nearly fill the pool; their answers need 32 pages more: somebody must go.
-CROWD_LENGTH, CROWD_TOKENS = 2650, 128
+# Four prompts of 125 pages nearly fill the pool; their answers need 32 pages more: somebody must go.
+CROWD_LENGTH, CROWD_TOKENS = 1990, 128
 
 
 class StockAnswers:

@@ -30,11 +30,10 @@ def test_tokens_equal_the_stock_backends_alone_with_chunked_prefill(hybrid: Serv
 def test_tokens_equal_the_stock_backends_four_at_once_with_prefix_cache_hits(
     hybrid: Server, stock_fp32: StockAnswers
 ) -> None:
-    short = fp32_prompts()[:9]
-    assert all_at_once(hybrid, short, TOKENS) == stock_fp32.to(short, TOKENS)
     before = hybrid.total("vllm:prefix_cache_hits_total")
-    assert all_at_once(hybrid, short[::-1], TOKENS)[::-1] == stock_fp32.to(short, TOKENS)
-    assert hybrid.total("vllm:prefix_cache_hits_total") > before, "the second round must hit the prefix cache"
+    assert all_at_once(hybrid, fp32_prompts()[::-1], TOKENS)[::-1] == stock_fp32.to(fp32_prompts(), TOKENS)
+    hits = hybrid.total("vllm:prefix_cache_hits_total") - before
+    assert hits > 6000, f"only {hits} tokens came from the prefix cache: the longest prompt alone has 6,950"
 
 
 def test_tokens_equal_the_stock_backends_through_a_forced_preemption(hybrid: Server, stock_fp32: StockAnswers) -> None:

@@ -21,7 +21,9 @@ from tests.engine.texts import tokens_of_prose
 pytestmark = pytest.mark.engine
 
 CONTEXT, POSITIONS = 6900, 64
-STARTS = (0, 20000)
+# English prose with ten passwords in each text: its questions, and the prose with which distributions are compared.
+LOOKUPS = lookups(haystacks=2, facts=10, tokens=CONTEXT)
+TEXTS = {tuple(question.prompt): tokens_of_prose(POSITIONS, 20000 * i) for i, question in enumerate(LOOKUPS[::10])}
 SHORT = (40, 300, 700, 900)
 EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "4", "--enforce-eager", *FIDELITY_FLAGS)
@@ -43,11 +45,11 @@ def short(server: Server) -> list[list[dict[int, float]]]:
 
 
 def right(server: Server) -> list[bool]:
-    return [answers(server, question) for question in lookups(haystacks=2, facts=10, tokens=7000)]
+    return [answers(server, question) for question in LOOKUPS]
 
 
 def long(server: Server) -> list[list[dict[int, float]]]:
-    return [follow(server, tokens_of_prose(CONTEXT, s), tokens_of_prose(POSITIONS, s + CONTEXT)) for s in STARTS]
+    return [follow(server, text, after) for text, after in TEXTS.items()]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,7 @@ def test_the_cpu_workers_did_their_part_and_recall_kept_it_small(sparse: Server)
     """256 decode steps at full context. The paper reports 8.2 % on average at its recall threshold of 12 %."""
     layers = set(range(30)) - EXACT_LAYERS
     before = {name: sparse.total(name, layers) for name in ("hybrid_cpu_tokens_total", "hybrid_selected_tokens_total")}
-    sparse.complete(list(tokens_of_prose(CONTEXT, 0)), 256, extra_body={"ignore_eos": True})  # type: ignore[arg-type]
+    sparse.complete(LOOKUPS[0].prompt, 256, extra_body={"ignore_eos": True})  # type: ignore[arg-type]
     cpu, selected = (sparse.total(name, layers) - value for name, value in before.items())
     print(f"\nCPU share of attended tokens over 256 steps: {cpu / selected:.4f}")
     assert 0 < cpu / selected < 0.15

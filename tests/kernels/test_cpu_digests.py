@@ -47,13 +47,18 @@ def test_scores(isa, data):
     how = SelectionConfig(
         granularity=data.draw(st.sampled_from(["layer", "kv_head"])),
         aggregate=data.draw(st.sampled_from(["sum", "max"])),
+        bound=data.draw(st.sampled_from([0.3, 1.0])),
     )
     rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     digests = torch.randn(50, kv_heads, 2, dim, generator=rng).to(dtype)
     q = torch.randn(2, kv_heads * group, dim, generator=rng).to(dtype)
     table = torch.randint(0, 50, (2, columns), generator=rng)
-    mine = native.scores(q, digests, table, per_head=how.granularity == "kv_head", aggregate=how.aggregate, isa=isa)
-    expected = selection.page_scores(q, digests, table, how)
+    mine = native.scores(
+        q, digests, table, per_head=how.granularity == "kv_head", aggregate=how.aggregate, bound=how.bound, isa=isa
+    )
+    expected = selection.page_scores(
+        q, digests, table, torch.full((2,), columns), how, 1.0, how.granularity == "kv_head"
+    )
     assert mine.shape == expected.shape
     assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-3 * group)
 

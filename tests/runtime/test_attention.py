@@ -112,18 +112,27 @@ def test_merge_stands_extreme_scores(lse: tuple[float, float]) -> None:
 @given(
     seed=st.integers(0, 999),
     granularity=st.sampled_from(["layer", "kv_head"]),
-    aggregate=st.sampled_from(["sum", "max"]),
+    aggregate=st.sampled_from(["sum", "max", "softmax"]),
+    bound=st.sampled_from([0.1, 0.5, 1.0]),
 )
-def test_page_scores_equal_quests_bound_summed_as_configured(seed: int, granularity: str, aggregate: str) -> None:
+def test_page_scores_equal_quests_bound_combined_as_configured(
+    seed: int, granularity: str, aggregate: str, bound: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(2, 4, 16, generator=generator)
     digests = torch.randn(9, 2, 2, 16, generator=generator).sort(2, descending=True).values
     table = torch.randint(0, 9, (2, 5), generator=generator)
-    how = SelectionConfig(granularity=granularity, aggregate=aggregate)
-    scores = page_scores(q, digests, table, how)
+    how = SelectionConfig(granularity=granularity, aggregate=aggregate, bound=bound)
+    num_pages = torch.tensor([5, 3])
+    scores = page_scores(q, digests, table, num_pages, how, 0.25, granularity == "kv_head")
     for r in range(2):
-        bound = reference.digest_scores(q[r], digests[table[r]]).view(2, 2, 5)  # kv_heads, group, pages
-        per_head = {"sum": bound.sum(1), "max": bound.amax(1)}[aggregate]
+        upper = reference.digest_scores(q[r], digests[table[r]]).view(2, 2, 5)  # kv_heads, group, pages
+        lower = -reference.digest_scores(-q[r], digests[table[r]]).view(2, 2, 5)
+        scored = (upper + lower) / 2 + bound * (upper - lower) / 2
+        shares = torch.zeros_like(scored)
+        whole = int(num_pages[r]) - 1
+        shares[..., :whole] = (scored[..., :whole] * 0.25).softmax(-1)
+        per_head = {"sum": scored.sum(1), "max": scored.amax(1), "softmax": shares.sum(1)}[aggregate]
         expected = per_head.sum(0, keepdim=True) if granularity == "layer" else per_head
         torch.testing.assert_close(scores[r], expected, atol=1e-4, rtol=1e-4)
 

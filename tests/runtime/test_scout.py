@@ -118,7 +118,8 @@ def test_both_tier_modes_give_the_same_numbers(granularity: str, query: str) -> 
 
 def test_a_sparse_step_attends_exactly_the_selected_pages() -> None:
     """With a perfect prediction the output is the oracle's attention over the pages that Quest selects."""
-    cfg = config(tiers="separate", recall={"intervals": 2})
+    quest = {"granularity": "layer", "aggregate": "sum", "bound": 1}
+    cfg = config(tiers="separate", recall={"intervals": 2}, selection=quest)
     engine = Engine(cfg, spec(layers=2))
     long_context(engine)
     method = scout(engine)

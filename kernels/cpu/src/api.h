@@ -35,6 +35,7 @@ typedef struct hb_model {
   int32_t type;  // of q, K, V and digests
   int32_t kv_heads, group, head_dim, page_size;
   float scale;
+  float bound;  // of a page's logits: 0 the middle of what the digest allows, 1 its upper end (Quest)
 } hb_model;
 
 // Partial attention of one query per row. ids, valid: [rows, lists, capacity] int64, lists 1 or kv_heads; an entry with
@@ -119,7 +120,7 @@ typedef struct hb_decode hb_decode;
 typedef struct hb_step {
   int32_t rows;
   int32_t sinks, recent;        // pages always selected; the tail page always is
-  int32_t per_head, aggregate;  // as in hb_scores
+  int32_t per_head, aggregate;  // as in hb_scores; aggregate 2: each head's softmax over the pages, then their sum
   // Pages to score per page of budget, where a row is so long that looking at spans of pages first reads less; 0: score
   // all. That needs digests in bytes and the rows' sequences.
   int32_t candidates;

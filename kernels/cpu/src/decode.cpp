@@ -36,7 +36,9 @@ void DecodeLayer::begin(const hb_step& step) {
   sinks_ = std::max(step.sinks, 0);
   recent_ = std::max(step.recent, 1);  // the growing page is always attended
   per_head_ = step.per_head;
-  maximum_ = step.aggregate == 1;
+  if (step.aggregate < SUM || step.aggregate > SOFTMAX) throw std::invalid_argument("no such way to combine scores");
+  aggregate_ = (Aggregate)step.aggregate;
+  score_lists_ = aggregate_ == SOFTMAX ? model_.kv_heads * model_.group : model_.kv_heads;
   tokens_.clear();
   if (step.tokens) tokens_.assign(step.tokens, step.tokens + rows_);
   seq_lens_.assign(step.seq_lens, step.seq_lens + rows_);
@@ -68,7 +70,7 @@ void DecodeLayer::begin(const hb_step& step) {
       lowest_page_ = std::min(lowest_page_, page_id(r, c));
       highest_page_ = std::max(highest_page_, page_id(r, c));
     }
-  grown(scores_, (size_t)rows_ * model_.kv_heads * columns_);
+  grown(scores_, (size_t)rows_ * score_lists_ * columns_);
   grown(selected_, (size_t)rows_ * model_.kv_heads * columns_);
 }
 
@@ -154,17 +156,17 @@ void DecodeLayer::run_task(const RowTask& task, int lane) {
   if (task.first && args_.k) write_token(task.row);
   if (searches(task.row)) search(task.row, lane);
   else if (row_is_sparse(task.row)) score(task, lane);
-  if (row_left_[task.row].fetch_sub(1, std::memory_order_acq_rel) == 1) select_row(task.row);
+  if (row_left_[task.row].fetch_sub(1, std::memory_order_acq_rel) == 1) select_row(task.row, lane);
 }
 
 void DecodeLayer::prepare_scorer(Scorer& scorer, int r) {
   const char* q = args_.score_q ? args_.score_q + token_row(r) * args_.score_q_row_stride
                                 : args_.q + token_row(r) * args_.q_row_stride;
   const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
-  if (layer_->bytes.base && !per_head_ && !maximum_)
-    scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_dots_, q, head_stride);
+  if (scores_bytes())
+    scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_dots_, aggregate_, q, head_stride);
   else
-    scorer.prepare(model_, layer_->digests, kernels_, per_head_, maximum_, q, head_stride);
+    scorer.prepare(model_, layer_->digests, kernels_, per_head_, aggregate_, q, head_stride);
 }
 
 void DecodeLayer::score(const RowTask& task, int lane) {
@@ -175,12 +177,20 @@ void DecodeLayer::score(const RowTask& task, int lane) {
   const int end = std::min(task.end, num_pages_[r] - 1);
   const int64_t* ids = &table_[(size_t)r * columns_];
   scorer.score([ids](int column) { return ids[column]; }, task.begin, end,
-               &scores_[(size_t)r * model_.kv_heads * columns_], columns_);
+               &scores_[(size_t)r * score_lists_ * columns_], columns_);
+}
+
+const float* DecodeLayer::combined(float* scores, int64_t stride, int list, int n, std::vector<float>& total) const {
+  if (aggregate_ != SOFTMAX) return scores + list * stride;
+  const int heads = per_head_ ? model_.group : score_lists_;
+  float* shares = grown(total, n + 1);
+  add_shares(*kernels_.base, scores + list * heads * stride, stride, heads, n, model_.scale, shares);
+  return shares;
 }
 
 // Spans first, and by one lane, where that reads less than this row's share of the lanes would, page by page.
 bool DecodeLayer::searches(int r) const {
-  if (!row_is_sparse(r) || !row_spans_[r] || !candidates_ || !layer_->bytes.base || per_head_ || maximum_) return false;
+  if (!row_is_sparse(r) || !row_spans_[r] || !candidates_ || !scores_bytes()) return false;
   const int64_t wanted = (int64_t)candidates_ * budgets_[r];
   return num_pages_[r] / kSpan + wanted < num_pages_[r] / std::max(1, lanes_ / rows_);
 }
@@ -193,25 +203,29 @@ void DecodeLayer::search(int r, int lane) {
   digests.extend(model_, layer_->digests, *kernels_.base, spans, [ids](int column) { return ids[column]; });
   prepare_scorer(mine.scorer, r);
   mine.scorer.move_to(digests.bytes());
-  float* scores = grown(mine.scores, pages);
-  mine.scorer.score([](int span) { return span; }, 0, spans, scores, pages);
+  float* of_spans = grown(mine.span_scores, (size_t)score_lists_ * (spans + 1));
+  mine.scorer.score([](int span) { return span; }, 0, spans, of_spans, spans + 1);
+  const int64_t wanted = std::min<int64_t>(((int64_t)candidates_ * budgets_[r] + kSpan - 1) / kSpan, spans);
   int32_t* best = grown(mine.spans, spans + 1);
-  const int64_t wanted = ((int64_t)candidates_ * budgets_[r] + kSpan - 1) / kSpan;
-  const int found = select_best(scores, spans, (int)std::min<int64_t>(wanted, spans), 0, 0, best);
-  best[found] = spans;  // what is in no span is a candidate too
-
   int32_t* columns = grown(mine.pages, pages);
-  int count = 0;
-  for (int c = 0, i = 0; c < pages; c++) {
-    const int span = c / kSpan;
-    while (best[i] < span && i < found) i++;
-    if (span == best[i] || span >= spans || c < sinks_ || c >= pages - recent_) columns[count++] = c;
+  float* scores = grown(mine.scores, (size_t)score_lists_ * pages);
+  for (int list = 0; list < (per_head_ ? model_.kv_heads : 1); list++) {
+    const int found =
+        select_best(combined(of_spans, spans + 1, list, spans, mine.total), spans, (int)wanted, 0, 0, best);
+    best[found] = spans;  // what is in no span is a candidate too
+    int count = 0;
+    for (int c = 0, i = 0; c < pages; c++) {
+      const int span = c / kSpan;
+      while (best[i] < span && i < found) i++;
+      if (span == best[i] || span >= spans || c < sinks_ || c >= pages - recent_) columns[count++] = c;
+    }
+    mine.scorer.move_to(layer_->bytes, per_head_ ? list : -1);
+    mine.scorer.score([ids, columns](int i) { return ids[columns[i]]; }, 0, count - 1, scores, pages);
+    int32_t* chosen = &selected_[((size_t)r * model_.kv_heads + list) * columns_];
+    const float* comparable = combined(scores, pages, list, count - 1, mine.total);
+    counts_[r] = select_best(comparable, count, budgets_[r], sinks_, recent_, chosen);
+    for (int i = 0; i < counts_[r]; i++) chosen[i] = columns[chosen[i]];
   }
-  mine.scorer.move_to(layer_->bytes);
-  mine.scorer.score([ids, columns](int i) { return ids[columns[i]]; }, 0, count - 1, scores, pages);
-  int32_t* chosen = &selected_[(size_t)r * model_.kv_heads * columns_];
-  counts_[r] = select_best(scores, count, budgets_[r], sinks_, recent_, chosen);
-  for (int i = 0; i < counts_[r]; i++) chosen[i] = columns[chosen[i]];
 }
 
 int64_t DecodeLayer::span_bytes() const {
@@ -240,7 +254,7 @@ void DecodeLayer::write_token(int r) {
     quantize_digest(model_, layer_->digests, layer_->bytes, *kernels_.base, page);
 }
 
-void DecodeLayer::select_row(int r) {
+void DecodeLayer::select_row(int r, int lane) {
   const int pages = num_pages_[r];
   int32_t* chosen = &selected_[(size_t)r * model_.kv_heads * columns_];
   if (!row_is_sparse(r)) {
@@ -252,9 +266,14 @@ void DecodeLayer::select_row(int r) {
   }
   const int lists = per_head_ ? model_.kv_heads : 1;
   job_.lists.set_row(r, lists);
-  if (searches(r)) return list_row(r, 0, chosen, counts_[r]);
+  const bool is_chosen = searches(r);
   for (int l = 0; l < lists; l++, chosen += columns_) {
-    const float* scores = &scores_[((size_t)r * model_.kv_heads + l) * columns_];
+    if (is_chosen) {
+      list_row(r, l, chosen, counts_[r]);
+      continue;
+    }
+    const float* scores = combined(&scores_[(size_t)r * score_lists_ * columns_], columns_, l, pages - 1,
+                                   lane_state_[lane % kMaxLanes].total);
     counts_[r] = select_best(scores, pages, budgets_[r], sinks_, recent_, chosen);
     list_row(r, l, chosen, counts_[r]);
   }

@@ -48,12 +48,17 @@ class DecodeLayer : public Task {
 
   void make_tasks(int lanes);
   void run_task(const RowTask& task, int lane);
+  // The scores that select, of one list: of scores as they come from a scorer, or their shares, put into `total`.
+  const float* combined(float* scores, int64_t stride, int list, int n, std::vector<float>& total) const;
   void write_token(int row);
   void score(const RowTask& task, int lane);
   void search(int row, int lane);
   void prepare_scorer(Scorer& scorer, int row);
   bool searches(int row) const;
-  void select_row(int row);
+  bool scores_bytes() const {
+    return layer_->bytes.base && (aggregate_ == SOFTMAX || (aggregate_ == SUM && !per_head_));
+  }
+  void select_row(int row, int lane);
   void list_row(int row, int list, const int32_t* pages, int count);
   void plan_attention();
   void fail(const char* what);
@@ -75,7 +80,9 @@ class DecodeLayer : public Task {
   // The step.
   int rows_ = 0, columns_ = 0, sinks_ = 0, recent_ = 0;
   int64_t lowest_page_ = 0, highest_page_ = 0;
-  bool per_head_ = false, maximum_ = false;
+  bool per_head_ = false;
+  Aggregate aggregate_ = SUM;
+  int score_lists_ = 1;  // per row: query heads with SOFTMAX, else KV heads
   std::vector<int64_t> tokens_, seq_lens_, table_;
   std::vector<int32_t> budgets_, num_pages_;
   int candidates_ = 0;
@@ -88,12 +95,12 @@ class DecodeLayer : public Task {
   AttendJob job_;
   std::vector<RowTask> tasks_;
   AtomicArray row_left_;
-  std::vector<float> scores_;       // [rows, lists, columns]
+  std::vector<float> scores_;       // [rows, score_lists_, columns]
   std::vector<int32_t> selected_;   // [rows, kv_heads, columns]
   std::vector<int32_t> counts_;
   struct Lane {
     Scorer scorer;
-    std::vector<float> scores;
+    std::vector<float> scores, span_scores, total;
     std::vector<int32_t> spans, pages;
   };
   std::vector<Lane> lane_state_;

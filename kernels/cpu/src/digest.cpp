@@ -1,6 +1,7 @@
 #include "digest.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 
@@ -110,21 +111,23 @@ void SpanDigests::add(const hb_model& model, const hb_digests& digests, const Is
   count_++;
 }
 
-// sum_d max(q*min, q*max) = relu(q).max + (-relu(-q)).min, so weights are the positive, then the negative part of q;
-// and a sum over heads commutes with the dot product, so summed scores need one weight vector for all of them.
+// What a digest says of q.k: middle + bound * half-width = q.(max+min)/2 + bound * |q|.(max-min)/2, two dot products; at
+// bound 1 they are relu(q).max + (-relu(-q)).min, Quest's sum_d max(q*min, q*max). A sum over heads commutes with the dot
+// product, so summed scores need one weight vector for all of them.
 void Scorer::sum_weights(const hb_model& model, const Kernels& kernels, const char* q, int64_t q_head_stride) {
   model_ = model;
   isa_ = kernels.base;
   const int dim = model.head_dim, heads = model.kv_heads * model.group;
-  const int width = 2 * dim, sets = maximum_ ? heads : model.kv_heads;
+  const int width = 2 * dim, sets = aggregate_ == SUM ? model.kv_heads : heads;
   weights_.assign((size_t)sets * width, 0.f);
   grown(scratch_, (size_t)sets * width);
   for (int head = 0; head < heads; head++) {
     isa_->widen(model.type, q + head * q_head_stride, scratch_.data(), dim);
-    float* w = &weights_[(size_t)(maximum_ ? head : head / model.group) * width];
+    float* w = &weights_[(size_t)(aggregate_ == SUM ? head / model.group : head) * width];
     for (int d = 0; d < dim; d++) {
-      w[d] += std::max(scratch_[d], 0.f);
-      w[dim + d] += std::min(scratch_[d], 0.f);
+      const float middle = 0.5f * scratch_[d], half = 0.5f * model.bound * std::fabs(scratch_[d]);
+      w[d] += middle + half;
+      w[dim + d] += middle - half;
     }
   }
 }
@@ -135,26 +138,28 @@ static int columns_ahead(int64_t row_bytes) {
 }
 
 void Scorer::prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, bool per_head,
-                     bool maximum, const char* q, int64_t q_head_stride) {
+                     Aggregate aggregate, const char* q, int64_t q_head_stride) {
   base_ = digests.base;
   page_stride_ = digests.page_stride;
   head_stride_ = digests.head_stride;
   byte_dots_ = nullptr;
   per_head_ = per_head;
-  maximum_ = maximum;
+  aggregate_ = aggregate;
   sum_weights(model, kernels, q, q_head_stride);
   isa_->prepare_weights(model.type, weights_.data(), (int)weights_.size(), scratch_.data());
   ahead_ = columns_ahead((int64_t)model.kv_heads * 2 * model.head_dim * element_size(model.type));
 }
 
 void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, ByteDotsFn byte_dots,
-                           const char* q, int64_t q_head_stride) {
+                           Aggregate aggregate, const char* q, int64_t q_head_stride) {
   base_ = (const char*)bytes.base;
   page_stride_ = bytes.page_stride;
   byte_dots_ = byte_dots;
-  per_head_ = maximum_ = false;
+  per_head_ = false;
+  kv_head_ = -1;
+  aggregate_ = aggregate;
   sum_weights(model, kernels, q, q_head_stride);
-  const int segments = 2 * model.kv_heads, dim = model.head_dim;
+  const int dim = model.head_dim, segments = (int)(weights_.size() / dim);
   grown(byte_weights_, (size_t)segments * dim);
   grown(bias_, segments);
   grown(step_, segments);
@@ -168,7 +173,34 @@ void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const K
       bias_[s] += 128 * weight;
     }
   }
-  ahead_ = columns_ahead((int64_t)segments * dim);
+  ahead_ = columns_ahead((int64_t)model.kv_heads * 2 * dim);
+}
+
+void Scorer::score_tile_bytes(const char* const* rows, const char* const* upcoming, int column, int count, float* out,
+                              int64_t list_stride) {
+  const int dim = model_.head_dim, scales_at = model_.kv_heads * 2 * dim;
+  float sums[kScoreTile];
+  if (aggregate_ == SUM) {
+    const ByteWeights all{byte_weights_.data(), bias_.data(), step_.data(), 2 * model_.kv_heads, dim, scales_at};
+    byte_dots_(&all, (const uint8_t* const*)rows, (const uint8_t* const*)upcoming, sums);
+    std::copy(sums, sums + count, out + column);
+    return;
+  }
+  const int first = std::max(kv_head_, 0), end = kv_head_ < 0 ? model_.kv_heads : kv_head_ + 1;
+  for (int h = first; h < end; h++) {
+    const int skipped = h * 2 * dim;
+    const uint8_t *at[kScoreTile], *ahead[kScoreTile];
+    for (int i = 0; i < kScoreTile; i++) {
+      at[i] = (const uint8_t*)rows[i] + skipped;
+      ahead[i] = (const uint8_t*)upcoming[i] + skipped;
+    }
+    for (int head = h * model_.group; head < (h + 1) * model_.group; head++) {
+      const ByteWeights one{&byte_weights_[(size_t)head * 2 * dim], &bias_[2 * head],          &step_[2 * head], 2, dim,
+                            scales_at - skipped + h * 2 * (int)sizeof(float)};
+      byte_dots_(&one, at, head == h * model_.group ? ahead : at, sums);
+      std::copy(sums, sums + count, out + head * list_stride + column);
+    }
+  }
 }
 
 void Scorer::score_tile(const char* const* rows, const char* const* upcoming, int column, int count, float* out,
@@ -176,13 +208,8 @@ void Scorer::score_tile(const char* const* rows, const char* const* upcoming, in
   const int width = 2 * model_.head_dim;
   const int64_t row = (int64_t)width * element_size(model_.type);
   float sums[kScoreTile];
-  if (byte_dots_) {
-    const ByteWeights weights{byte_weights_.data(), bias_.data(), step_.data(), 2 * model_.kv_heads, model_.head_dim};
-    byte_dots_(&weights, (const uint8_t* const*)rows, (const uint8_t* const*)upcoming, sums);
-    std::copy(sums, sums + count, out + column);
-    return;
-  }
-  const bool one_dot = !per_head_ && !maximum_ && head_stride_ == row;
+  if (byte_dots_) return score_tile_bytes(rows, upcoming, column, count, out, list_stride);
+  const bool one_dot = !per_head_ && aggregate_ == SUM && head_stride_ == row;
   if (one_dot) {
     isa_->dots(model_.type, rows, upcoming, weights_.data(), model_.kv_heads * width, sums);
     std::copy(sums, sums + count, out + column);
@@ -196,15 +223,25 @@ void Scorer::score_tile(const char* const* rows, const char* const* upcoming, in
       ahead[i] = upcoming[i] + h * head_stride_;
     }
     float best[kScoreTile] = {};
-    const int sets = maximum_ ? model_.group : 1;
+    const int sets = aggregate_ == SUM ? 1 : model_.group;
     for (int g = 0; g < sets; g++) {
-      isa_->dots(model_.type, at, ahead, &weights_[((size_t)h * sets + g) * width], width, sums);
+      isa_->dots(model_.type, at, g ? at : ahead, &weights_[((size_t)h * sets + g) * width], width, sums);
+      if (aggregate_ == SOFTMAX) {
+        std::copy(sums, sums + count, out + (h * sets + g) * list_stride + column);
+        continue;
+      }
       for (int i = 0; i < kScoreTile; i++) best[i] = g ? std::max(best[i], sums[i]) : sums[i];
     }
+    if (aggregate_ == SOFTMAX) continue;
     for (int i = 0; i < kScoreTile; i++) total[i] += best[i];
     if (per_head_) std::copy(best, best + count, out + h * list_stride + column);
   }
-  if (!per_head_) std::copy(total, total + count, out + column);
+  if (!per_head_ && aggregate_ != SOFTMAX) std::copy(total, total + count, out + column);
+}
+
+void add_shares(const Isa& isa, float* scores, int64_t stride, int heads, int n, float scale, float* total) {
+  std::fill(total, total + n, 0.f);
+  for (int head = 0; head < heads; head++) isa.softmax_add(scores + head * stride, n, scale, total);
 }
 
 namespace {

@@ -46,21 +46,26 @@ class SpanDigests {
   std::vector<uint8_t> rows_;
 };
 
+// How the scores of query heads combine. SOFTMAX: each head's scores become shares first; a scorer then leaves them
+// apart, one list per query head, for add_shares.
+enum Aggregate { SUM = 0, MAX = 1, SOFTMAX = 2 };
+
 // Scores of one query over pages: prepared once, then for ranges of pages, from any thread.
 class Scorer {
  public:
-  // per_head: one score per page and KV head, else one per page. maximum: over the group's heads, else their sum.
-  void prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, bool per_head, bool maximum,
-               const char* q, int64_t q_head_stride);
+  // per_head: one score per page and KV head, else one per page, of the heads combined.
+  void prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, bool per_head,
+               Aggregate aggregate, const char* q, int64_t q_head_stride);
 
-  // The same from bytes: one score per page, summed over all heads.
+  // The same from bytes, with SUM for all heads together, or with SOFTMAX.
   void prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, ByteDotsFn byte_dots,
-                     const char* q, int64_t q_head_stride);
+                     Aggregate aggregate, const char* q, int64_t q_head_stride);
 
-  // The same query over other rows; only after prepare_bytes.
-  void move_to(const hb_bytes& bytes) {
+  // The same query over other rows, and with SOFTMAX for one KV head's lists only (-1: all); only after prepare_bytes.
+  void move_to(const hb_bytes& bytes, int kv_head = -1) {
     base_ = (const char*)bytes.base;
     page_stride_ = bytes.page_stride;
+    kv_head_ = kv_head;
   }
 
   // out[list * list_stride + column] for columns begin..end; `page_of(column)` gives the page id.
@@ -82,6 +87,9 @@ class Scorer {
   void score_tile(const char* const* rows, const char* const* upcoming, int column, int count, float* out,
                   int64_t list_stride);
 
+  void score_tile_bytes(const char* const* rows, const char* const* upcoming, int column, int count, float* out,
+                        int64_t list_stride);
+
   void sum_weights(const hb_model& model, const Kernels& kernels, const char* q, int64_t q_head_stride);
 
   hb_model model_{};
@@ -89,13 +97,18 @@ class Scorer {
   int64_t page_stride_ = 0, head_stride_ = 0;
   const Isa* isa_ = nullptr;
   ByteDotsFn byte_dots_ = nullptr;  // null: score the digests themselves
-  bool per_head_ = false, maximum_ = false;
+  bool per_head_ = false;
+  int kv_head_ = -1;
+  Aggregate aggregate_ = SUM;
   int ahead_ = kScoreTile;  // columns
   std::vector<float> weights_, scratch_;
   std::vector<int8_t> byte_weights_;
   std::vector<int32_t> bias_;
   std::vector<float> step_;
 };
+
+// total[i] = sum over `heads` lists of scores (`stride` apart, overwritten) of softmax(scale * scores)[i].
+void add_shares(const Isa& isa, float* scores, int64_t stride, int heads, int n, float scale, float* total);
 
 // Indices of the `budget` best scores, ascending, with the first `sinks` and the last `recent` forced in.
 int select_best(const float* scores, int n, int budget, int sinks, int recent, int32_t* out);

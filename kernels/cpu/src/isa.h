@@ -48,13 +48,14 @@ typedef void (*AttendFn)(const Shape*, const Segment*, int segments, const PageR
 typedef void (*DotsFn)(int type, const char* const* rows, const char* const* upcoming, const float* weights, int n,
                        float* out);
 
-// Scores of rows of quantized digests. A row is `segments` segments of `width` bytes, then one fp32 scale per segment:
+// Scores of rows of quantized digests. A row is `segments` segments of `width` bytes, and one fp32 scale per segment:
 //   out[r] = sum over segments s of scale[r][s] * step[s] * (bytes[r][s] . weights[s] - bias[s])
 struct ByteWeights {
   const int8_t* weights;  // [segments, width]
   const int32_t* bias;    // [segments]: 128 * sum of the segment's weights, because bytes are offset by 128
   const float* step;      // [segments]
   int segments, width;    // width: a multiple of 16
+  int scales_at;          // bytes from a row's first segment to its first scale
 };
 typedef void (*ByteDotsFn)(const ByteWeights*, const uint8_t* const* rows, const uint8_t* const* upcoming, float* out);
 
@@ -67,6 +68,8 @@ struct Isa {
   void (*convert)(int type, const float* from, void* to, int n);  // fp32 -> type, round to nearest even
   void (*widen)(int type, const void* from, float* to, int n);    // type -> fp32
   ByteDotsFn byte_dots;
+  // total[i] += softmax(scale * scores)[i]; overwrites scores.
+  void (*softmax_add)(float* scores, int n, float scale, float* total);
   uint64_t (*read)(const void* from, int64_t n);  // reads n bytes, for benchmarks
 };
 

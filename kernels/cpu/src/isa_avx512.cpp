@@ -82,4 +82,4 @@ static void to_fp16(const float* from, uint16_t* to, int n) {
 #include "vector.h"
 
 extern "C" const Isa hb_isa_avx512 = {"avx512", vector_attend, vector_dots, vector_prepare_weights, vector_convert,
-                                    vector_widen, vector_byte_dots, vector_read};
+                                    vector_widen, vector_byte_dots, vector_softmax_add, vector_read};

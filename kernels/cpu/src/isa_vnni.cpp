@@ -6,7 +6,7 @@
 namespace {
 
 void vnni_byte_dots(const ByteWeights* w, const uint8_t* const* rows, const uint8_t* const* upcoming, float* out) {
-  const int scales_at = w->segments * w->width;
+  const int scales_at = w->scales_at;
   __m512 total[kScoreTile];
   for (int r = 0; r < kScoreTile; r++) {
     total[r] = _mm512_setzero_ps();

@@ -344,7 +344,7 @@ void vector_prepare_weights(int type, float* weights, int n, float* scratch) {
 // Plain loops, which compilers turn into widening multiplications.
 void vector_byte_dots(const ByteWeights* w, const uint8_t* const* rows, const uint8_t* const* upcoming, float* out) {
   for (int r = 0; r < kScoreTile; r++) {
-    const float* scales = (const float*)(rows[r] + w->segments * w->width);
+    const float* scales = (const float*)(rows[r] + w->scales_at);
     float total = 0;
     for (int s = 0; s < w->segments; s++) {
       const uint8_t* bytes = rows[r] + s * w->width;
@@ -356,6 +356,30 @@ void vector_byte_dots(const ByteWeights* w, const uint8_t* const* rows, const ui
     }
     out[r] = total;
   }
+}
+
+void vector_softmax_add(float* scores, int n, float scale, float* total) {
+  const int whole = n / LANES * LANES;
+  float rest[LANES];  // what is left over, padded
+  for (int i = 0; i < LANES; i++) rest[i] = whole + i < n ? scores[whole + i] : -INFINITY;
+  vf top = *(const vf_any*)rest;
+  for (int i = 0; i < whole; i += LANES) top = larger(*(const vf_any*)&scores[i], top);
+  float highest = -INFINITY;
+  for (int i = 0; i < LANES; i++) highest = top[i] > highest ? top[i] : highest;
+  if (!(highest > -INFINITY && highest < INFINITY)) return;
+  const vf factor = splat(scale * LOG2E), offset = splat(highest * scale * LOG2E);
+  vf sum = {};
+  for (int i = 0; i < whole; i += LANES) {
+    const vf e = exp2_of(*(const vf_any*)&scores[i] * factor - offset);
+    *(vf_any*)&scores[i] = e;
+    sum += e;
+  }
+  const vf e = exp2_of(*(const vf_any*)rest * factor - offset);
+  *(vf_any*)rest = e;
+  const float weight = 1.f / sum_of(sum + e);
+  for (int i = 0; i < whole; i += LANES)
+    *(vf_any*)&total[i] = *(const vf_any*)&total[i] + *(const vf_any*)&scores[i] * splat(weight);
+  for (int i = whole; i < n; i++) total[i] += rest[i - whole] * weight;
 }
 
 uint64_t vector_read(const void* from, int64_t n) {
