@@ -165,7 +165,7 @@ test-install: $(TEST_STAMP) ## Install what the tests need
 # pytest ends with 5 when nothing was selected; for the engine tests that is fine (TESTS=tests/hub).
 test: test-install ## Run the tests: first the quick ones, then those with an engine, in two processes
 	$(PY) -m pytest $(TESTS) -q -n 2 --dist worksteal -m "not engine and not gpu" --ignore tests/engine_sglang || [ $$? -eq 5 ]
-	$(PY) -m pytest $(TESTS) -q -n 2 --dist loadfile -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" --ignore tests/engine_sglang || [ $$? -eq 5 ]
+	$(PY) -m pytest $(TESTS) -q -n 2 --dist loadfile -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" --ignore tests/engine_sglang --durations 20 || [ $$? -eq 5 ]
 
 test-sglang: $(SGLANG_TEST_STAMP) ## Run the tests with SGLang, in its own environment
 	$(SGLANG)/bin/python -m pytest tests/engine_sglang -q

@@ -1,6 +1,6 @@
 """What choosing pages costs, by the length of the context: a decode layer against attention of as many pages alone.
 
-    python -m bench.selection [--pages 1024,4096,32768] [--budget 64] [--group 4] [--aggregate softmax] [--reps 40]
+    python -m bench.selection [--pages 1024,4096,32768] [--budget 64] [--group 4] [--aggregate softmax] [--per-head]
 
 One thread; pages of 32 tokens, 8 KV heads, head_dim 128, bf16, batch 1. Every variant selects ``budget`` pages of the
 context and attends them in one native call; "attention" attends ``budget`` given pages. Interleaved, medians of CPU
@@ -27,7 +27,7 @@ VARIANTS = ("attention", "bf16", "bytes", "spans")
 
 
 def measure(
-    pages: int, budget: int, group: int, reps: int, candidates: int, aggregate: str = "softmax"
+    pages: int, budget: int, group: int, reps: int, candidates: int, aggregate: str, per_head: bool
 ) -> dict[str, float]:
     """Microseconds of CPU time per layer, by variant. ``spans``: digests in bytes, two levels."""
     rng = torch.Generator().manual_seed(pages)
@@ -59,6 +59,7 @@ def measure(
             sequences=torch.zeros(1, dtype=torch.int64) if name == "spans" else None,
             candidates=candidates,
             aggregate=aggregate,
+            per_head=per_head,
         )
 
     def fill(ids: Tensor) -> None:
@@ -73,7 +74,8 @@ def measure(
                 decoders[name].layer(0, queries[which], None, None, out)
                 times[name].append(1e6 * (time.thread_time() - began))
                 if rep < 0:
-                    fill(given[which][0] if name == "attention" else table[0, decoders[name].selected(0).long()])
+                    lists = [decoders[name].selected(0, head).long() for head in range(KV_HEADS if per_head else 1)]
+                    fill(given[which][0] if name == "attention" else table[0, torch.cat(lists).unique()])
         if rep < 0:
             times = {name: [] for name in VARIANTS}
     return {name: statistics.median(values) for name, values in times.items()}
@@ -86,13 +88,16 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
     parser.add_argument("--candidates", type=int, default=8)
     parser.add_argument("--aggregate", choices=("softmax", "sum"), default="softmax")
+    parser.add_argument("--per-head", action="store_true", help="a selection per KV head")
     parser.add_argument("--reps", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
     print("| pages | attention us | bf16 digests | digests in bytes | in two levels |\n| --- | --- | --- | --- | --- |")
     for pages in map(int, options.pages.split(",")):
-        times = measure(pages, options.budget, options.group, options.reps, options.candidates, options.aggregate)
+        times = measure(
+            pages, options.budget, options.group, options.reps, options.candidates, options.aggregate, options.per_head
+        )
         found[pages] = times
         extra = [100 * (times[name] / times["attention"] - 1) for name in VARIANTS[1:]]
         cells = " | ".join(

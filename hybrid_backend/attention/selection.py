@@ -15,7 +15,6 @@ def page_scores(
     num_pages: Tensor,
     how: SelectionConfig,
     scale: float,
-    per_head: bool,
 ) -> Tensor:
     """Estimates of the largest attention logit in each page (Quest, section 3.2), combined over query heads.
 
@@ -32,7 +31,6 @@ def page_scores(
         page_table: ``[rows, columns]`` host page ids.
         num_pages: ``[rows]`` pages of each sequence.
         scale: of the attention's softmax.
-        per_head: one list of scores per KV head instead of one per layer.
 
     Returns:
         ``[rows, 1 | kv_heads, columns]`` fp32; sums and maxima are not scaled.
@@ -45,7 +43,7 @@ def page_scores(
     to_max, to_min = (grouped + half) / 2, (grouped - half) / 2
     listed = digests.index_select(0, page_table.flatten()).float()
     listed = listed.view(rows, columns, kv_heads, 2 * dim)
-    if not per_head and how.aggregate == "sum":
+    if how.granularity == "layer" and how.aggregate == "sum":
         weights = torch.cat([to_max.sum(2), to_min.sum(2)], -1).view(rows, -1, 1)
         return torch.bmm(listed.view(rows, columns, -1), weights).transpose(1, 2)
     weights = torch.cat([to_max, to_min], -1)  # [rows, kv_heads, group, 2 * dim]
@@ -54,7 +52,7 @@ def page_scores(
         last = (torch.arange(columns) >= (num_pages - 1)[:, None])[:, None, None]
         scores = (scores * scale).masked_fill(last, float("-inf")).softmax(-1).nan_to_num(0.0)
     lists = scores.amax(2) if how.aggregate == "max" else scores.sum(2)
-    return lists if per_head else lists.sum(1, keepdim=True)
+    return lists.sum(1, keepdim=True) if how.granularity == "layer" else lists
 
 
 def force_pages(scores: Tensor, num_pages: Tensor, sinks: int, recent: int) -> Tensor:

@@ -29,11 +29,8 @@ class InPlace:
     paid once.
     """
 
-    def __init__(
-        self, config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats, per_head: bool = False
-    ) -> None:
-        """``per_head``: every KV head has a selection of its own."""
-        self._per_head = per_head
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats) -> None:
+        self._per_head = config.selection.granularity == "kv_head"
         self._config = config
         self._model = model
         self._tiers = tiers

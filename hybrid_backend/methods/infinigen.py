@@ -28,8 +28,6 @@ from hybrid_backend.step import DecodeRows, Step
 class InfiniGen(Selective):
     """Selected pages are copied to the device one layer ahead; the device attends them all."""
 
-    per_head_by_default = False
-
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         super().check(config, device, num_layers, num_kv_heads)

@@ -55,22 +55,20 @@ class Selective(Method):
     """Selection with Quest digests, one layer ahead if asked for; residency in slots. Who computes what is not
     resident is the subclass's."""
 
-    per_head_by_default = True
-
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
         super().__init__(config, model, tiers, workers, stats)
         self._partial = resolve_kernel(config.workers.kernel)
         self._ahead = self.looks_ahead(config, tiers.device)
         self._regions = Regions(tiers, config.page_size)
         if not tiers.slots.size:
-            self.in_place = InPlace(config, model, tiers, stats, self.per_head(config))
+            self.in_place = InPlace(config, model, tiers, stats)
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         selection = config.selection
         if selection.digest != "minmax_int8":
             return
-        if not cls._bytes_suffice(config):
+        if not _bytes_suffice(config):
             raise ConfigError(
                 "selection.digest: minmax_int8 needs selection.aggregate softmax, or sum with granularity layer"
             )
@@ -88,23 +86,11 @@ class Selective(Method):
         return config.lookahead.enabled
 
     @classmethod
-    def per_head(cls, config: HybridConfig) -> bool:
-        """Whether every KV head has a selection of its own."""
-        granularity = config.selection.granularity
-        return cls.per_head_by_default if granularity == "auto" else granularity == "kv_head"
-
-    @classmethod
-    def _bytes_suffice(cls, config: HybridConfig) -> bool:
-        """Whether the native decoder can score digests in bytes as the configuration wants."""
-        aggregate = config.selection.aggregate
-        return aggregate == "softmax" or (aggregate == "sum" and not cls.per_head(config))
-
-    @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         """With unified tiers and nobody to run ahead for, all selected pages are attended in place: no slots."""
         separate = is_separate(config, device)
         if not separate and not cls.looks_ahead(config, device) and decodes_in_place(config, model, device):
-            in_bytes = config.selection.digest != "minmax" and cls._bytes_suffice(config)
+            in_bytes = config.selection.digest != "minmax" and _bytes_suffice(config)
             return TierLayout(separate=False, digests="minmax_int8" if in_bytes else "minmax")
         return TierLayout(
             separate=separate,
@@ -292,15 +278,8 @@ class Selective(Method):
 
     def _scores(self, layer: int, rows: DecodeRows, q: Tensor) -> Tensor:
         assert self.tiers.digests is not None
-        scores = page_scores(
-            q,
-            self.tiers.digests.layers[layer],
-            rows.page_table,
-            rows.num_pages,
-            self.config.selection,
-            self.model.scale,
-            self.per_head(self.config),
-        )
+        digests, how = self.tiers.digests.layers[layer], self.config.selection
+        scores = page_scores(q, digests, rows.page_table, rows.num_pages, how, self.model.scale)
         return force_pages(scores, rows.num_pages, self.config.sinks, self.config.recent)
 
     def _everything(self, rows: DecodeRows, plan: StepPlan) -> PageList:
@@ -334,6 +313,12 @@ class Selective(Method):
                 self.model.scale,
             )
             stats.mass_samples += 1
+
+
+def _bytes_suffice(config: HybridConfig) -> bool:
+    """Whether the native decoder can score digests in bytes as the configuration wants."""
+    how = config.selection
+    return how.aggregate == "softmax" or (how.aggregate == "sum" and how.granularity == "layer")
 
 
 def slots_per_request(config: HybridConfig) -> int:

@@ -116,10 +116,7 @@ class Case:
     def _check_selection(self, decoder, budgets, how, sinks, recent, score_q) -> torch.Tensor:
         """The decoder's selection, after comparing it by value with torch's. ``[rows, lists, columns]``, padded."""
         q = self.q if score_q is None else score_q
-        per_head = how.granularity == "kv_head"
-        scores = selection.page_scores(
-            q[self.tokens], self.digests, self.table, self.num_pages, how, self.scale, per_head
-        )
+        scores = selection.page_scores(q[self.tokens], self.digests, self.table, self.num_pages, how, self.scale)
         forced = selection.force_pages(scores.nan_to_num(0), self.num_pages, sinks, recent)
         lists = scores.shape[1]
         chosen = torch.full((len(self.tokens), lists, self.table.shape[1]), -1)
@@ -202,7 +199,7 @@ def test_selection_from_bytes(pool, aggregate):
     decoder.layer(0, case.q, case.k, case.v, case.out)
     how = SelectionConfig(aggregate=aggregate)
     q = case.q[case.tokens]
-    exact = selection.page_scores(q, case.digests, case.table, case.num_pages, how, case.scale, False)[0, 0]
+    exact = selection.page_scores(q, case.digests, case.table, case.num_pages, how, case.scale)[0, 0]
     forced = exact.clone()
     forced[[0, 99]] = float("inf")
     mine, best = decoder.selected(0).long(), forced.topk(20).indices

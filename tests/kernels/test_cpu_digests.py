@@ -56,9 +56,7 @@ def test_scores(isa, data):
     mine = native.scores(
         q, digests, table, per_head=how.granularity == "kv_head", aggregate=how.aggregate, bound=how.bound, isa=isa
     )
-    expected = selection.page_scores(
-        q, digests, table, torch.full((2,), columns), how, 1.0, how.granularity == "kv_head"
-    )
+    expected = selection.page_scores(q, digests, table, torch.full((2,), columns), how, 1.0)
     assert mine.shape == expected.shape
     assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-3 * group)
 

@@ -124,7 +124,7 @@ def test_page_scores_equal_quests_bound_combined_as_configured(
     table = torch.randint(0, 9, (2, 5), generator=generator)
     how = SelectionConfig(granularity=granularity, aggregate=aggregate, bound=bound)
     num_pages = torch.tensor([5, 3])
-    scores = page_scores(q, digests, table, num_pages, how, 0.25, granularity == "kv_head")
+    scores = page_scores(q, digests, table, num_pages, how, 0.25)
     for r in range(2):
         upper = reference.digest_scores(q[r], digests[table[r]]).view(2, 2, 5)  # kv_heads, group, pages
         lower = -reference.digest_scores(-q[r], digests[table[r]]).view(2, 2, 5)

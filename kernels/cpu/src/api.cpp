@@ -148,7 +148,7 @@ HB_API int hb_byte_scores(const hb_model* model, const hb_bytes* bytes, int64_t 
     for (int r = 0; r < rows; r++) {
       const int64_t* ids = table + r * table_stride;
       for (int c = 0; c < columns; c++) check_page(ids[c], pages_total);
-      scorer.prepare_bytes(*model, *bytes, kernels, hb::byte_dots_for(isa), hb::SUM, q + r * q_row_stride,
+      scorer.prepare_bytes(*model, *bytes, kernels, hb::byte_kernels_for(isa), hb::SUM, q + r * q_row_stride,
                            q_head_stride);
       scorer.score([ids](int column) { return ids[column]; }, 0, columns, out + (int64_t)r * columns, columns);
     }

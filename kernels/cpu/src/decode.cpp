@@ -21,7 +21,7 @@ DecodeLayer::DecodeLayer(const hb_model& model, int layers, int isa) : model_(mo
   shape.head_dim = model.head_dim;
   shape.group = model.group;
   kernels_ = kernels_for(isa, shape);
-  byte_dots_ = byte_dots_for(isa);
+  byte_kernels_ = byte_kernels_for(isa);
   lane_state_.resize(kMaxLanes);
 }
 
@@ -164,7 +164,7 @@ void DecodeLayer::prepare_scorer(Scorer& scorer, int r) {
                                 : args_.q + token_row(r) * args_.q_row_stride;
   const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
   if (scores_bytes())
-    scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_dots_, aggregate_, q, head_stride);
+    scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_kernels_, aggregate_, q, head_stride);
   else
     scorer.prepare(model_, layer_->digests, kernels_, per_head_, aggregate_, q, head_stride);
 }

@@ -74,7 +74,7 @@ class DecodeLayer : public Task {
   hb_model model_;
   int isa_;
   Kernels kernels_;
-  ByteDotsFn byte_dots_;
+  ByteKernels byte_kernels_;
   std::vector<Layer> layers_;
 
   // The step.

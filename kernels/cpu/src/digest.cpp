@@ -142,7 +142,7 @@ void Scorer::prepare(const hb_model& model, const hb_digests& digests, const Ker
   base_ = digests.base;
   page_stride_ = digests.page_stride;
   head_stride_ = digests.head_stride;
-  byte_dots_ = nullptr;
+  bytes_ = {};
   per_head_ = per_head;
   aggregate_ = aggregate;
   sum_weights(model, kernels, q, q_head_stride);
@@ -150,11 +150,12 @@ void Scorer::prepare(const hb_model& model, const hb_digests& digests, const Ker
   ahead_ = columns_ahead((int64_t)model.kv_heads * 2 * model.head_dim * element_size(model.type));
 }
 
-void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, ByteDotsFn byte_dots,
+void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels,
+                           const ByteKernels& byte_kernels,
                            Aggregate aggregate, const char* q, int64_t q_head_stride) {
   base_ = (const char*)bytes.base;
   page_stride_ = bytes.page_stride;
-  byte_dots_ = byte_dots;
+  bytes_ = byte_kernels;
   per_head_ = false;
   kv_head_ = -1;
   aggregate_ = aggregate;
@@ -179,10 +180,10 @@ void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const K
 void Scorer::score_tile_bytes(const char* const* rows, const char* const* upcoming, int column, int count, float* out,
                               int64_t list_stride) {
   const int dim = model_.head_dim, scales_at = model_.kv_heads * 2 * dim;
-  float sums[kScoreTile];
+  float sums[kMaxGroup * kScoreTile];
   if (aggregate_ == SUM) {
     const ByteWeights all{byte_weights_.data(), bias_.data(), step_.data(), 2 * model_.kv_heads, dim, scales_at};
-    byte_dots_(&all, (const uint8_t* const*)rows, (const uint8_t* const*)upcoming, sums);
+    bytes_.dots(&all, (const uint8_t* const*)rows, (const uint8_t* const*)upcoming, sums);
     std::copy(sums, sums + count, out + column);
     return;
   }
@@ -194,12 +195,19 @@ void Scorer::score_tile_bytes(const char* const* rows, const char* const* upcomi
       at[i] = (const uint8_t*)rows[i] + skipped;
       ahead[i] = (const uint8_t*)upcoming[i] + skipped;
     }
-    for (int head = h * model_.group; head < (h + 1) * model_.group; head++) {
-      const ByteWeights one{&byte_weights_[(size_t)head * 2 * dim], &bias_[2 * head],          &step_[2 * head], 2, dim,
-                            scales_at - skipped + h * 2 * (int)sizeof(float)};
-      byte_dots_(&one, at, head == h * model_.group ? ahead : at, sums);
-      std::copy(sums, sums + count, out + head * list_stride + column);
+    const int head = h * model_.group;
+    ByteWeights weights{&byte_weights_[(size_t)head * 2 * dim], &bias_[2 * head], &step_[2 * head], 2, dim,
+                        scales_at - skipped + h * 2 * (int)sizeof(float)};
+    if (bytes_.heads) {
+      bytes_.heads(&weights, model_.group, at, ahead, sums);
+    } else {
+      for (int g = 0; g < model_.group; g++) {
+        bytes_.dots(&weights, at, g ? at : ahead, sums + g * kScoreTile);
+        weights.weights += 2 * dim, weights.bias += 2, weights.step += 2;
+      }
     }
+    for (int g = 0; g < model_.group; g++)
+      std::copy(sums + g * kScoreTile, sums + g * kScoreTile + count, out + (head + g) * list_stride + column);
   }
 }
 
@@ -208,7 +216,7 @@ void Scorer::score_tile(const char* const* rows, const char* const* upcoming, in
   const int width = 2 * model_.head_dim;
   const int64_t row = (int64_t)width * element_size(model_.type);
   float sums[kScoreTile];
-  if (byte_dots_) return score_tile_bytes(rows, upcoming, column, count, out, list_stride);
+  if (bytes_.dots) return score_tile_bytes(rows, upcoming, column, count, out, list_stride);
   const bool one_dot = !per_head_ && aggregate_ == SUM && head_stride_ == row;
   if (one_dot) {
     isa_->dots(model_.type, rows, upcoming, weights_.data(), model_.kv_heads * width, sums);

@@ -58,7 +58,7 @@ class Scorer {
                Aggregate aggregate, const char* q, int64_t q_head_stride);
 
   // The same from bytes, with SUM for all heads together, or with SOFTMAX.
-  void prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, ByteDotsFn byte_dots,
+  void prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, const ByteKernels& byte_kernels,
                      Aggregate aggregate, const char* q, int64_t q_head_stride);
 
   // The same query over other rows, and with SOFTMAX for one KV head's lists only (-1: all); only after prepare_bytes.
@@ -96,7 +96,7 @@ class Scorer {
   const char* base_ = nullptr;
   int64_t page_stride_ = 0, head_stride_ = 0;
   const Isa* isa_ = nullptr;
-  ByteDotsFn byte_dots_ = nullptr;  // null: score the digests themselves
+  ByteKernels bytes_{};  // without dots: score the digests themselves
   bool per_head_ = false;
   int kv_head_ = -1;
   Aggregate aggregate_ = SUM;

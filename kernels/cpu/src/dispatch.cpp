@@ -84,13 +84,12 @@ int best_isa() {
   return table().count - 1;
 }
 
-ByteDotsFn byte_dots_for(int isa) {
+ByteKernels byte_kernels_for(int isa) {
 #if defined(__x86_64__) && defined(HB_HAVE_AVX512) && defined(HB_HAVE_VNNI)
-  if (cpu().vnni && isa_at(isa).name != hb_isa_avx2.name && isa_at(isa).name != hb_isa_generic.name)
-    return hb_vnni_byte_dots;
+  if (cpu().vnni && isa_at(isa).name != hb_isa_avx2.name && isa_at(isa).name != hb_isa_generic.name) return hb_vnni;
 #endif
   while (!isa_runs(isa) || !isa_at(isa).byte_dots) isa++;
-  return isa_at(isa).byte_dots;
+  return {isa_at(isa).byte_dots, nullptr};
 }
 
 Kernels kernels_for(int isa, const Shape& shape) {

@@ -14,7 +14,7 @@ struct Kernels {
   AttendFn attend;
   const Isa* base;  // has every function but perhaps the best `attend`
 };
-ByteDotsFn byte_dots_for(int isa);
+ByteKernels byte_kernels_for(int isa);
 Kernels kernels_for(int isa, const Shape& shape);
 
 }  // namespace hb

@@ -58,6 +58,15 @@ struct ByteWeights {
   int scales_at;          // bytes from a row's first segment to its first scale
 };
 typedef void (*ByteDotsFn)(const ByteWeights*, const uint8_t* const* rows, const uint8_t* const* upcoming, float* out);
+// The same for several heads, whose weights stand one after the other, on the same segments of the rows:
+// out[head][kScoreTile].
+typedef void (*ByteHeadsFn)(const ByteWeights*, int heads, const uint8_t* const* rows, const uint8_t* const* upcoming,
+                            float* out);
+
+struct ByteKernels {
+  ByteDotsFn dots;
+  ByteHeadsFn heads;  // null: head by head with dots
+};
 
 struct Isa {
   const char* name;
@@ -75,4 +84,4 @@ struct Isa {
 
 #define HB_HIDDEN __attribute__((visibility("hidden")))
 extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx;
-extern "C" HB_HIDDEN const ByteDotsFn hb_vnni_byte_dots;  // for AVX-512 CPUs that have VNNI
+extern "C" HB_HIDDEN const ByteKernels hb_vnni;  // for AVX-512 CPUs that have VNNI

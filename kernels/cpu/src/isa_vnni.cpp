@@ -33,6 +33,63 @@ void vnni_byte_dots(const ByteWeights* w, const uint8_t* const* rows, const uint
   for (int r = 0; r < kScoreTile; r++) out[r] = _mm512_reduce_add_ps(total[r]);
 }
 
+// Sixteen vectors of sixteen lanes -> one vector of their sums, by a transposing tree of additions.
+inline __attribute__((always_inline)) __m512i sums_of(__m512i* a) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    a[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    a[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
+  const __m512i y = _mm512_add_epi32(_mm512_shuffle_i32x4(a[0], a[1], 0x88), _mm512_shuffle_i32x4(a[0], a[1], 0xdd));
+  const __m512i z = _mm512_add_epi32(_mm512_shuffle_i32x4(a[2], a[3], 0x88), _mm512_shuffle_i32x4(a[2], a[3], 0xdd));
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(y, z, 0x88), _mm512_shuffle_i32x4(y, z, 0xdd));
+}
+
+// Four heads by four rows at a time: sixteen accumulators, one tree of additions for all their lanes.
+void vnni_byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows, const uint8_t* const* upcoming,
+                     float* out) {
+  const __m512i by_head = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  for (int r = 0; r < kScoreTile; r++) __builtin_prefetch(upcoming[r] + w->scales_at, 0, 2);
+  for (int first = 0; first < heads; first += 4) {
+    int segment[4];  // of each head: its first one
+    for (int g = 0; g < 4; g++) segment[g] = (first + g < heads ? first + g : heads - 1) * w->segments;
+    __m512 total = _mm512_setzero_ps();
+    for (int s = 0; s < w->segments; s++) {
+      __m512i sum[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_si512();
+      for (int i = 0; i < w->width; i += 64) {
+        const __mmask16 live = w->width - i >= 64 ? 0xffff : (1 << (w->width - i) / 4) - 1;
+        __m512i row[kScoreTile];
+#pragma GCC unroll 4
+        for (int r = 0; r < kScoreTile; r++) {
+          if (first == 0) __builtin_prefetch(upcoming[r] + (int64_t)s * w->width + i, 0, 2);
+          row[r] = _mm512_maskz_loadu_epi32(live, rows[r] + (int64_t)s * w->width + i);
+        }
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; g++) {
+          const __m512i weights = _mm512_maskz_loadu_epi32(live, w->weights + (int64_t)(segment[g] + s) * w->width + i);
+#pragma GCC unroll 4
+          for (int r = 0; r < kScoreTile; r++) sum[g * 4 + r] = _mm512_dpbusd_epi32(sum[g * 4 + r], row[r], weights);
+        }
+      }
+      const int* at = segment;
+      const __m128i bias = _mm_setr_epi32(w->bias[at[0] + s], w->bias[at[1] + s], w->bias[at[2] + s], w->bias[at[3] + s]);
+      const __m128 step = _mm_setr_ps(w->step[at[0] + s], w->step[at[1] + s], w->step[at[2] + s], w->step[at[3] + s]);
+      __m128 scale = _mm_setr_ps(((const float*)(rows[0] + w->scales_at))[s], ((const float*)(rows[1] + w->scales_at))[s],
+                                 ((const float*)(rows[2] + w->scales_at))[s], ((const float*)(rows[3] + w->scales_at))[s]);
+      const __m512i centred =
+          _mm512_sub_epi32(sums_of(sum), _mm512_permutexvar_epi32(by_head, _mm512_castsi128_si512(bias)));
+      const __m512 factor = _mm512_mul_ps(_mm512_broadcast_f32x4(scale),
+                                          _mm512_permutexvar_ps(by_head, _mm512_castps128_ps512(step)));
+      total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(centred), factor, total);
+    }
+    const int left = heads - first;
+    _mm512_mask_storeu_ps(out + first * kScoreTile, left >= 4 ? 0xffff : (1 << 4 * left) - 1, total);
+  }
+}
+
 }  // namespace
 
-extern "C" const ByteDotsFn hb_vnni_byte_dots = vnni_byte_dots;
+extern "C" const ByteKernels hb_vnni = {vnni_byte_dots, vnni_byte_heads};
