@@ -1,0 +1,126 @@
+"""What ways to select pages are worth: key lookups, KL and attention mass on the demo model, without an engine.
+
+    python -m bench.selection_quality [--texts 2] [--budget 1024] [--page-size 16] [--ways layer/softmax/0.5,...]
+
+Each text hides ten passwords in 6,900 tokens of prose; a question and its answer are forced token by token, and every
+layer but the exact ones attends the pages that `attention.selection` chooses with the true query. A way is
+granularity/aggregate/bound; ``oracle`` chooses by the true attention weights. Lookups are counted where dense attention
+is right. One line per way.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from bench.fidelity import lookups
+from hybrid_backend.attention.quality import covered_tokens
+from hybrid_backend.attention.selection import force_pages, page_scores, select_pages
+from hybrid_backend.config import SelectionConfig, find_config, load_config
+from hybrid_backend.hub import fetch
+from tests.engine.server import MODEL
+
+WAYS = (
+    "layer/sum/1,layer/max/1,kv_head/sum/1,kv_head/max/1,layer/softmax/1,layer/softmax/0.5,layer/softmax/0.3,"
+    "kv_head/softmax/1,kv_head/softmax/0.5,oracle"
+)
+
+
+@dataclass
+class Attention:
+    """The model's attention: prompts densely, single tokens over what ``way`` selects (None: everything)."""
+
+    page_size: int
+    budget: int  # tokens
+    exact_layers: tuple[int, ...]
+    way: str | None = None
+    mass: dict[str, list[float]] = field(default_factory=dict)
+
+    def __call__(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        """``q``: ``[1, heads, queries, dim]``; ``k``, ``v``: ``[1, kv_heads, tokens, dim]``."""
+        queries, tokens = q.shape[2], k.shape[2]
+        allowed = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)[None, None]
+        if queries == 1 and self.way is not None and module.layer_idx not in self.exact_layers:
+            allowed = self._selected(self.way, q[0, :, 0], k[0], scaling)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    def _selected(self, way: str, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """``[1, heads, 1, tokens]`` bool."""
+        kv_heads, tokens, dim = k.shape
+        pages = -(-tokens // self.page_size)
+        weights = (torch.matmul(q.view(kv_heads, -1, dim), k.transpose(1, 2)) * scale).softmax(-1)
+        padding = pages * self.page_size - tokens
+        if way == "oracle":
+            shares = F.pad(weights, (0, padding)).unflatten(-1, (pages, self.page_size)).sum(-1)
+            scores = shares.sum((0, 1))[None, None]
+        else:
+            granularity, aggregate, bound = way.split("/")
+            how = SelectionConfig.model_validate(
+                {"granularity": granularity, "aggregate": aggregate, "bound": float(bound)}
+            )
+            # The last page, which is selected anyway, is filled up with copies of its last key.
+            paged = F.pad(k[None], (0, 0, 0, padding), mode="replicate")[0].unflatten(1, (pages, self.page_size))
+            digests = torch.stack([paged.amax(2), paged.amin(2)], 2).transpose(0, 1)
+            scores = page_scores(q[None], digests, torch.arange(pages)[None], torch.tensor([pages]), how, scale)
+        scores = force_pages(scores, torch.tensor([pages]), sinks=1, recent=2)
+        lists = select_pages(scores, torch.tensor([self.budget // self.page_size]))[0]
+        covered = covered_tokens(lists, tokens, self.page_size)
+        self.mass.setdefault(way, []).append(float((weights * covered[:, None]).sum(-1).mean()))
+        return covered.expand(kv_heads, -1).repeat_interleave(len(q) // kv_heads, 0)[None, :, None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--budget", type=int, default=1024, help="tokens")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0, help="of the texts")
+    parser.add_argument("--ways", default=WAYS)
+    options = parser.parse_args()
+    attention = Attention(options.page_size, options.budget, load_config(find_config(MODEL)).exact_layers)
+    AttentionInterface.register("selecting", attention)
+    model = AutoModelForCausalLM.from_pretrained(fetch(MODEL), dtype=torch.float32, attn_implementation="selecting")
+    ways: list[str | None] = [None, *options.ways.split(",")]
+    right: dict[str | None, list[bool]] = {way: [] for way in ways}
+    kl: dict[str | None, list[float]] = {way: [] for way in ways}
+    prompt: list[int] = []
+    cache = DynamicCache()
+    with torch.inference_mode():
+        for question in lookups(options.texts, facts=10, tokens=6900, seed=options.seed):
+            if question.prompt != prompt:
+                prompt, cache, attention.way = question.prompt, DynamicCache(), None
+                for part in torch.tensor(prompt).split(1024):
+                    model.model(part[None], past_key_values=cache)
+            text = question.question + question.answer
+            dense: list[Tensor] = []
+            for way in ways:
+                attention.way = way
+                if cache.get_seq_length() > len(prompt):
+                    cache.crop(len(prompt) - cache.get_seq_length())
+                steps = [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in text[:-1]]
+                found = [step.log_softmax(-1) for step in steps]
+                dense = dense or found
+                said = [int(step.argmax()) for step in found[len(question.question) - 1 :]]
+                right[way].append(said == question.answer)
+                kl[way] += [float((p.exp() * (p - q)).sum()) for p, q in zip(dense, found, strict=True)]
+    asked = sum(right[None])
+    print(f"| way | lookups kept of {asked} | KL (nats) | mass |\n| --- | --- | --- | --- |")
+    for way in ways[1:]:
+        assert way is not None
+        kept = sum(a and b for a, b in zip(right[None], right[way], strict=True))
+        mean = sum(kl[way]) / len(kl[way])
+        print(f"| {way} | {kept} | {mean:.3f} | {sum(attention.mass[way]) / len(attention.mass[way]):.3f} |")
+
+
+if __name__ == "__main__":
+    main()
