@@ -220,7 +220,7 @@ std::vector<uint16_t> decode(int rounds, hb_pool* pool, void* gomp, int threads)
   const int kv_heads = 3, group = 3, dim = 64, page_size = 32, rows = 4, columns = 300, pages = rows * columns;
   std::vector<uint16_t> cache = random_bf16((size_t)pages * kv_heads * 2 * page_size * dim, rng);
   std::vector<uint16_t> digests = random_bf16((size_t)pages * kv_heads * 2 * dim, rng);
-  const hb_model model{0, kv_heads, group, dim, page_size, 0.125f};
+  const hb_model model{0, kv_heads, group, dim, page_size, 0.125f, 0.5f};
   const int64_t part = page_size * dim * 2;
   const hb_cache layout{(char*)cache.data(), pages, kv_heads * 2 * part, 2 * part, part, dim * 2};
   const hb_digests store{(char*)digests.data(), kv_heads * 2 * dim * 2, 2 * dim * 2};
@@ -236,10 +236,22 @@ std::vector<uint16_t> decode(int rounds, hb_pool* pool, void* gomp, int threads)
   std::vector<int32_t> table(pages);
   for (int i = 0; i < pages; i++) table[i] = i;
   std::shuffle(table.begin(), table.end(), rng);
-  std::vector<int64_t> lens{9000, 1, 4000, 33}, budgets{40, 10, -1, 10};
+  std::vector<int64_t> lens{9000, 1, 4000, 33}, budgets{40, 10, -1, 10}, sequences{7, 8, 9, 3};
   std::vector<uint16_t> all;
   for (int round = 0; round < rounds; round++) {
-    hb_step step{rows, 1, 2, round % 2, round % 3 == 0, nullptr, lens.data(), budgets.data(), table.data(), columns, 0};
+    hb_step step{};
+    step.rows = rows;
+    step.sinks = 1;
+    step.recent = 2;
+    step.per_head = round % 2;
+    step.aggregate = round % 3;
+    step.candidates = 2;
+    step.sequences = sequences.data();
+    step.seq_lens = lens.data();
+    step.budgets = budgets.data();
+    step.table = table.data();
+    step.table_stride = columns;
+    if (round == 3) hb_decode_forget(decoder, sequences[0]);
     EXPECT(hb_decode_begin(decoder, &step) == HB_OK, "%s", hb_last_error());
     const std::vector<uint16_t> q = random_bf16((size_t)rows * kv_heads * group * dim, rng);
     const std::vector<uint16_t> kv = random_bf16((size_t)rows * kv_heads * dim, rng);
