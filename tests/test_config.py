@@ -525,7 +525,7 @@ def test_a_bad_configuration_is_refused_with_where_it_came_from(tmp_path):
 
 def test_overrides_come_last():
     config, source = resolve_config("SmolLM2-135M", None, {}, ["exact_layers=[0]", "recall.threshold=0.5"])
-    assert config.exact_layers == (0,) and config.recall.threshold == 0.5 and config.recall.intervals == 4
+    assert config.exact_layers == (0,) and config.recall.threshold == 0.5 and config.recall.intervals == 8
     assert source.endswith("with --set")
 
 
