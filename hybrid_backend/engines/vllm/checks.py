@@ -138,7 +138,9 @@ def _check_host_pool(vllm_config: VllmConfig, config: HybridConfig) -> None:
     ranks, name = 1, "--kv-cache-memory-bytes"  # which may be our own choice for this rank, see platform.py
     if wanted is not None:
         ranks, name = vllm_config.parallel_config.local_world_size, "host_pool.size"
-    if size is not None and size * ranks > available:
+    # The engine's core checks its configuration once more when the pool exists: then it is no longer available memory.
+    exists = vllm_config.cache_config.num_gpu_blocks is not None
+    if size is not None and size * ranks > available and not exists:
         on = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
             f"{name}: {format_size(size)}{on} is more than the {available / 2**30:.1f} GiB of memory available; "
