@@ -48,6 +48,13 @@ SAMPLES = 30  # of memory
 SPARES = 64  # finished jobs that a pool keeps (pool.cpp)
 
 
+def resident_mb() -> float:
+    """MB of resident memory, after everything that is free was given back."""
+    gc.collect()
+    C.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
 class SoakError(Exception):
     """The soak found a fault."""
 
@@ -150,9 +157,7 @@ class Soak:
         for lock in self._busy:
             if not lock.acquire(timeout=DEADLINE + 30):
                 raise SoakError("a submitter hangs")
-        gc.collect()
-        C.CDLL(None).malloc_trim(0)
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+        resident = resident_mb()
         for lock in self._busy:
             lock.release()
         self._go.set()

@@ -204,7 +204,7 @@ def test_selection_from_bytes(pool, aggregate):
     forced[[0, 99]] = float("inf")
     mine, best = decoder.selected(0).long(), forced.topk(20).indices
     assert len(mine) == 20 and mine[0] == 0 and mine[-1] == 99
-    assert exact[mine].sum() > 0.995 * exact[best].sum()
+    assert exact[mine].sum() > 0.999 * exact[best].sum()
     fresh = native.quantized_like(case.digests)
     native.quantize(fresh, case.digests, case.table[0, -1:])
     assert torch.equal(quantized[case.table[0, -1]], fresh[case.table[0, -1]])

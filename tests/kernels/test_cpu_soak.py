@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import resource
-from pathlib import Path
 
 import pytest
 import torch
 
-from bench.soak import Soak
+from bench.soak import Soak, resident_mb
 from hybrid_backend.kernels import cpu
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
@@ -21,11 +18,6 @@ def test_soak() -> None:
     summary = Soak(submitters=8, threads=2, seed=1, growth_limit=math.inf).run(20)
     assert summary.counts["jobs"] > 50 and summary.counts["checked"] > 5
     assert all(summary.counts[name] for name in ("abandoned", "stale", "freed")), str(summary)
-
-
-def resident_mb() -> float:
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def test_finished_and_abandoned_jobs_leave_no_memory_behind() -> None:
