@@ -1,10 +1,12 @@
-"""Decode tokens/s of the whole vLLM CPU engine, hybrid against stock: same prompts, same threads, interleaved.
+"""Decode tokens/s of a whole CPU engine, hybrid against stock: same prompts, same threads, interleaved.
 
     python -m bench.decode_cpu [--contexts 200,2000,7500] [--batches 1,4,8] [--rounds 5] [--set KEY=VALUE]
     python -m bench.decode_cpu --shape qwen3-0.6b --contexts 200,16000,32000 --batches 1,2 --set exact_layers=[0,1,2]
+    python -m bench.decode_cpu --engine sglang --contexts 200,2000,7000 --batches 1,4
 
-Prompts are computed once and then come from the prefix cache: what is timed is decoding. ``--shape`` takes random
-weights and a KV cache full of random numbers instead of a prefill (bench/shapes.py). Prints medians, ratios and their
+Stock is vLLM's own CPU backend, or SGLang's torch_native. Prompts are computed once and then come from the prefix
+cache: what is timed is decoding. ``--shape`` (vLLM only) takes random weights and a KV cache full of random numbers
+instead of a prefill (bench/shapes.py). Prints medians, ratios and their
 spread, the share of attention in the stock step (from its rate at the shortest context), the ratio that it allows
 (`bound`: bytes of KV and digests read, over all layers, against all KV), and writes bench/out/decode_cpu*.json.
 """
@@ -17,7 +19,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,25 @@ from hybrid_backend.config import HybridConfig, apply_overrides, config_from_map
 from hybrid_backend.hub import fetch
 from tests.engine.server import MODEL, Server, hybrid_server, stock_server
 from tests.engine.texts import tokens_of_prose
+from tests.engine_sglang import server as sglang
+
+
+@contextmanager
+def both_servers(
+    engine: str, place: Path, model: Path, flags: list[str], memory: int, tokens: int, overrides: dict[str, Any]
+) -> Iterator[dict[str, Server]]:
+    """The stock backend and ours, each with a KV memory of ``memory`` bytes or ``tokens`` tokens."""
+    if engine == "sglang":
+        stock_flags = ["--device", "cpu", "--attention-backend", "torch_native", "--page-size", str(sglang.PAGE)]
+        stock_flags += ["--max-total-tokens", str(tokens), "--sleep-on-idle"]
+        stock = sglang.sglang_server(place, model, [*stock_flags, *flags])
+        hybrid = sglang.hybrid_server(place, {"host_pool.size": memory, **overrides}, flags, model=str(model))
+    else:
+        stock = stock_server(place, model, [*flags, "--kv-cache-memory-bytes", str(memory)])
+        hybrid = hybrid_server(place, {"host_pool.size": memory, **overrides}, flags, str(model))
+    with stock as first, hybrid as second:
+        second.model = second.client().models.list().data[0].id
+        yield {"stock": first, "hybrid": second}
 
 
 def decode_rate(server: Server, prompts: list[list[int]], tokens: int) -> float:
@@ -78,6 +101,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang"])
     parser.add_argument("--shape", default="", help="a key of bench.shapes.SHAPES instead of the demo model")
     parser.add_argument("--set", action="append", default=[], help="configuration of the hybrid server, KEY=VALUE")
     arguments = parser.parse_args()
@@ -86,7 +110,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        model, flags = fetch(MODEL), ["--dtype", arguments.dtype, "--max-num-seqs", str(max(batches))]
+        model, flags = fetch(MODEL), ["--dtype", arguments.dtype]
         if arguments.shape:
             from bench import shapes
 
@@ -96,19 +120,17 @@ def main() -> None:
         head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
         layers = shape["num_hidden_layers"]
         kv_bytes = layers * shape["num_key_value_heads"] * head_dim * 4
-        memory = int(kv_bytes * (max(contexts) + 256) * max(batches) * 1.1)
+        tokens = int((max(contexts) + 256) * max(batches) * 1.1)
         mapping = apply_overrides(load_mapping(find_config(str(model))), arguments.set)
         config = config_from_mapping(mapping, "bench")
         overrides = {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in arguments.set)}
-        flags += ["--max-model-len", str(max(contexts) + 256)]
-        with (
-            stock_server(place, model, [*flags, "--kv-cache-memory-bytes", str(memory)]) as stock,
-            hybrid_server(place, {"host_pool.size": memory, **overrides}, flags, str(model)) as hybrid,
-        ):
-            hybrid.model = hybrid.client().models.list().data[0].id
+        is_sglang = arguments.engine == "sglang"
+        flags += ["--context-length" if is_sglang else "--max-model-len", str(max(contexts) + 256)]
+        flags += ["--max-running-requests" if is_sglang else "--max-num-seqs", str(max(batches))]
+        with both_servers(arguments.engine, place, model, flags, kv_bytes * tokens, tokens, overrides) as servers:
             for context in contexts:
                 for batch in batches:
-                    rates = measure({"stock": stock, "hybrid": hybrid}, context, batch, arguments)
+                    rates = measure(servers, context, batch, arguments)
                     results.append(summary(context, batch, rates, results, config, layers))
                     print(results[-1], flush=True)
     table = Table("context", "batch", "stock tok/s", "hybrid tok/s", "ratio", "min..max", "attention share", "bound")
@@ -121,7 +143,7 @@ def main() -> None:
     Console(width=110).print(table)
     out = Path(__file__).parent / "out"
     out.mkdir(exist_ok=True)
-    name = f"decode_cpu{'_' + arguments.shape if arguments.shape else ''}.json"
+    name = "_".join(["decode_cpu", *filter(None, [arguments.shape, "sglang" if is_sglang else ""])]) + ".json"
     (out / name).write_text(json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
 
 

@@ -58,13 +58,19 @@ FLAGS = (
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """A model directory with the shape's configuration and the demo model's tokenizer, which only has to exist."""
+    """A model directory with the shape's configuration and the demo model's tokenizer, which only has to exist, and to
+    have a name for each id that random weights may choose."""
     target = folder / f"{name}-shape"
     target.mkdir()
     (target / "config.json").write_text(json.dumps(SHAPES[name]))
     for file in fetch("smollm2-135m-instruct").iterdir():
         if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges")):
             shutil.copy(file, target)
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first = 1 + max(*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"]))
+    vocabulary.update({f"<unused{i}>": i for i in range(first, SHAPES[name]["vocab_size"])})
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
     return target
 
 

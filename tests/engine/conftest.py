@@ -1,39 +1,27 @@
-"""Shared by the engine tests: the demo model, and answers of the stock engine, each server started once a session."""
+"""Shared by the engine tests: the demo model, and greedy fp32 answers of the engine without our plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from bench.fidelity import FIDELITY_FLAGS, follow
 from hybrid_backend.hub import fetch
+from tests.engine.answers import StockAnswers, stock_answers
 from tests.engine.server import MODEL, Server, stock_server
-from tests.engine.texts import english
+from tests.engine.texts import english, tokens_of_prose
 
 ROOT = Path(__file__).parents[2]
 # fp32 KV of the demo model: 46,080 bytes per token. 364 MiB hold 8,283 tokens (517 pages of 16): one whole context.
 POOL = 364 * 2**20
 LENGTHS = (5, 17, 64, 120, 200, 333, 500, 700, 1000, 1500, 2000, 6950)
 TOKENS = 24
+SHORT = (40, 300, 700, 900)
 # Four prompts of 125 pages nearly fill the pool; their answers need 32 pages more: somebody must go.
 CROWD_LENGTH, CROWD_TOKENS = 1990, 128
-
-
-class StockAnswers:
-    """Greedy fp32 answers of the engine without our plugin, one prompt at a time, each asked for once."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._known: dict[tuple[str, int], str] = {}
-
-    def to(self, prompts: Sequence[str], tokens: int, ignore_eos: bool = False) -> list[str]:
-        for prompt in prompts:
-            if (prompt, tokens) not in self._known:
-                options = {"extra_body": {"ignore_eos": ignore_eos}}
-                self._known[prompt, tokens] = self._server.complete(prompt, tokens, **options)
-        return [self._known[prompt, tokens] for prompt in prompts]
 
 
 def fp32_prompts() -> list[str]:
@@ -48,8 +36,30 @@ def fp32_crowd() -> list[str]:
 def stock_fp32(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[StockAnswers]:
     flags = ["--dtype", "float32", "--max-num-seqs", "4", "--enforce-eager"]
     flags += ["--kv-cache-memory-bytes", str(POOL), "--block-size", "32"]
-    with stock_server(tmp_path_factory.mktemp("stock-fp32"), model_dir, flags) as server:
-        yield StockAnswers(server)
+    with stock_answers(tmp_path_factory, "fp32", lambda folder: stock_server(folder, model_dir, flags)) as answers:
+        yield answers
+
+
+@pytest.fixture(scope="session")
+def stock_bf16(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[StockAnswers]:
+    flags = ["--dtype", "bfloat16", "--max-num-seqs", "4", "--enforce-eager", *FIDELITY_FLAGS]
+    flags += ["--kv-cache-memory-bytes", str(2**30)]
+    with stock_answers(tmp_path_factory, "bf16", lambda folder: stock_server(folder, model_dir, flags)) as answers:
+        yield answers
+
+
+def short_distributions(server: Server) -> list[list[dict[int, float]]]:
+    """Of the next token, at the positions of four texts that fit every budget of the tests."""
+    return [follow(server, *_short(length)) for length in SHORT]
+
+
+def short_distributions_at_once(server: Server) -> list[list[dict[int, float]]]:
+    with ThreadPoolExecutor(len(SHORT)) as pool:
+        return list(pool.map(lambda length: follow(server, *_short(length)), SHORT))
+
+
+def _short(length: int) -> tuple[list[int], list[int]]:
+    return tokens_of_prose(length, 900 * length), tokens_of_prose(24, 901 * length)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from tests.engine.server import Server
 from tests.engine.texts import english
 
 SURVIVORS, ABORTED = 120, 80
-GREEDY = 16
+GREEDY = 8
 
 
 def abort_storm(
@@ -27,11 +27,11 @@ def abort_storm(
     def survivor(prompt: str) -> tuple[str, str]:
         return prompt, server.complete(prompt, GREEDY)
 
-    def aborted(delay: float) -> None:
+    def aborted(delay: float, which: int) -> None:
         """The client goes away in mid-answer. Three prompts only, so that aborted requests share pages."""
         body = {
             "model": server.model,
-            "prompt": english(aborted_length, start=int(delay) * 5000),
+            "prompt": english(aborted_length, start=which * 5000),
             "max_tokens": aborted_tokens,
             "stream": True,
             "ignore_eos": True,
@@ -44,7 +44,7 @@ def abort_storm(
                     return
 
     work = [partial(survivor, rng.choice(prompts)) for _ in range(SURVIVORS)]
-    work += [partial(aborted, rng.uniform(0, 3)) for _ in range(ABORTED)]  # type: ignore[misc]
+    work += [partial(aborted, rng.uniform(0, 2), rng.randrange(3)) for _ in range(ABORTED)]  # type: ignore[misc]
     rng.shuffle(work)
     with ThreadPoolExecutor(len(work)) as pool:
         answers = [job.result(timeout=600) for job in [pool.submit(each) for each in work]]

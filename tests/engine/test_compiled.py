@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from bench.fidelity import FIDELITY_FLAGS, compare, follow
-from tests.engine.server import Server, hybrid_server, stock_server
-from tests.engine.texts import tokens_of_prose
+from bench.fidelity import FIDELITY_FLAGS, compare
+from tests.engine.answers import StockAnswers
+from tests.engine.conftest import short_distributions
+from tests.engine.server import Server, hybrid_server
 
 pytestmark = pytest.mark.engine
 FLAGS = ("--max-num-seqs", "4", "--max-model-len", "4096", *FIDELITY_FLAGS)
-SHORT = (40, 300, 900, 1700)  # dense: within the shipped budget of 2048
-
-
-def followed(server: Server) -> list[list[dict[int, float]]]:
-    return [follow(server, tokens_of_prose(n, 900 * n), tokens_of_prose(24, 901 * n)) for n in SHORT]
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> list[list[dict[int, float]]]:
-    flags = [*FLAGS, "--kv-cache-memory-bytes", str(2**28), "--enforce-eager"]  # compiling would take a minute more
-    with stock_server(tmp_path_factory.mktemp("stock"), model_dir, flags) as server:
-        return followed(server)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +21,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def test_distributions_equal_the_stock_backends(server: Server, dense: list[list[dict[int, float]]]) -> None:
-    compared = [compare(a, b) for a, b in zip(dense, followed(server), strict=True)]
+def test_distributions_equal_the_stock_backends(server: Server, stock_bf16: StockAnswers) -> None:
+    """The texts are within the shipped budget of 2048, so they are dense."""
+    dense = stock_bf16.distributions("short", short_distributions)
+    compared = [compare(a, b) for a, b in zip(dense, short_distributions(server), strict=True)]
     kl = sum(c.kl for c in compared) / len(compared)
     print(f"\nbf16, compiled: KL of hybrid against stock {kl:.2e}")
     assert kl <= 2e-3

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.conftest import CROWD_TOKENS, POOL, TOKENS, StockAnswers, all_at_once, fp32_crowd, fp32_prompts
+from tests.engine.answers import StockAnswers
+from tests.engine.conftest import CROWD_TOKENS, POOL, TOKENS, all_at_once, fp32_crowd, fp32_prompts
 from tests.engine.server import Server, hybrid_server
 
 pytestmark = pytest.mark.engine

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import POOL, TOKENS, StockAnswers, all_at_once, fp32_prompts
+from tests.engine.answers import StockAnswers
+from tests.engine.conftest import POOL, TOKENS, all_at_once, fp32_prompts
 from tests.engine.server import Server, hybrid_server
 from tests.engine.storm import abort_storm
 

@@ -7,62 +7,33 @@ docs/measurements.md.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from bench.fidelity import FIDELITY_FLAGS, Comparison, answers, compare, follow, lookups
+from bench.fidelity import FIDELITY_FLAGS, answers, compare, follow, lookups
 from hybrid_backend.config import find_config, load_config
-from tests.engine.server import MODEL, Server, hybrid_server, stock_server
+from tests.engine.answers import Distributions, StockAnswers
+from tests.engine.conftest import short_distributions, short_distributions_at_once
+from tests.engine.server import MODEL, Server, hybrid_server
 from tests.engine.texts import tokens_of_prose
 
 pytestmark = pytest.mark.engine
 
 CONTEXT, POSITIONS = 6900, 64
-# English prose with ten passwords in each text: its questions, and the prose with which distributions are compared.
-LOOKUPS = lookups(haystacks=2, facts=10, tokens=CONTEXT)
-TEXTS = {tuple(question.prompt): tokens_of_prose(POSITIONS, 20000 * i) for i, question in enumerate(LOOKUPS[::10])}
-SHORT = (40, 300, 700, 900)
+# English prose with twenty passwords in it: its questions, and two continuations on which distributions are compared.
+LOOKUPS = lookups(haystacks=1, facts=20, tokens=CONTEXT)
+CONTINUATIONS = [tokens_of_prose(POSITIONS, start) for start in (0, 20000)]
 EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "4", "--enforce-eager", *FIDELITY_FLAGS)
 KEYS = {"tiers": "separate", "budget_tokens": 1024, "host_pool.size": "1GiB", "metrics.sample_interval": 8}
-
-
-@dataclass(frozen=True)
-class Dense:
-    """What the stock backend says."""
-
-    followed: list[list[dict[int, float]]]
-    short: list[list[dict[int, float]]]
-    noise: list[Comparison]  # stock, four at once, against stock, alone
-    found: list[bool]
-
-
-def short(server: Server) -> list[list[dict[int, float]]]:
-    return [follow(server, tokens_of_prose(n, 900 * n), tokens_of_prose(24, 901 * n)) for n in SHORT]
 
 
 def right(server: Server) -> list[bool]:
     return [answers(server, question) for question in LOOKUPS]
 
 
-def long(server: Server) -> list[list[dict[int, float]]]:
-    return [follow(server, text, after) for text, after in TEXTS.items()]
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Dense:
-    flags = [*FLAGS, "--kv-cache-memory-bytes", str(2**30)]
-    with stock_server(tmp_path_factory.mktemp("stock"), model_dir, flags) as server:
-        alone = short(server)
-        with ThreadPoolExecutor(4) as pool:
-            crowd = list(
-                pool.map(lambda n: follow(server, tokens_of_prose(n, 900 * n), tokens_of_prose(24, 901 * n)), SHORT)
-            )
-        noise = [compare(a, b) for a, b in zip(alone, crowd, strict=True)]
-        return Dense(long(server), alone, noise, right(server))
+def long(server: Server) -> Distributions:
+    return [follow(server, LOOKUPS[0].prompt, after) for after in CONTINUATIONS]
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +42,23 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def test_short_contexts_in_bf16_stay_within_the_stock_backends_own_noise(sparse: Server, dense: Dense) -> None:
+def test_short_contexts_in_bf16_stay_within_the_stock_backends_own_noise(
+    sparse: Server, stock_bf16: StockAnswers
+) -> None:
     """They fit the slots, so they are dense; bf16 rounds differently wherever sums are taken in another order."""
-    ours = [compare(a, b) for a, b in zip(dense.short, short(sparse), strict=True)]
-    noise = sum(c.kl for c in dense.noise) / len(dense.noise)
+    dense = stock_bf16.distributions("short", short_distributions)
+    crowd = stock_bf16.distributions("short, four at once", short_distributions_at_once)
+    ours = [compare(a, b) for a, b in zip(dense, short_distributions(sparse), strict=True)]
+    itself = [compare(a, b) for a, b in zip(dense, crowd, strict=True)]
+    noise = sum(c.kl for c in itself) / len(itself)
     kl = sum(c.kl for c in ours) / len(ours)
     print(f"\nbf16 KL: hybrid against stock {kl:.2e}, stock against itself {noise:.2e}")
     assert kl <= max(2 * noise, 2e-3)
 
 
-def test_next_token_distributions_stay_near_dense(sparse: Server, dense: Dense) -> None:
-    results = [compare(a, b) for a, b in zip(dense.followed, long(sparse), strict=True)]
+def test_next_token_distributions_stay_near_dense(sparse: Server, stock_bf16: StockAnswers) -> None:
+    dense = stock_bf16.distributions("long", long)
+    results = [compare(a, b) for a, b in zip(dense, long(sparse), strict=True)]
     kl = sum(r.kl for r in results) / len(results)
     print(f"\nmean KL {kl:.4f} nats over {sum(r.positions for r in results)} positions: {results}")
     assert kl <= 0.05
@@ -97,12 +74,12 @@ def test_attention_mass_recall_of_sparse_layers_is_at_least_ninety_percent(spars
     assert min(cosine.values()) > 0.8
 
 
-def test_key_lookups_that_dense_gets_right_stay_right(sparse: Server, dense: Dense) -> None:
-    ours = right(sparse)
-    asked = sum(dense.found)
-    kept = sum(a and b for a, b in zip(dense.found, ours, strict=True))
+def test_key_lookups_that_dense_gets_right_stay_right(sparse: Server, stock_bf16: StockAnswers) -> None:
+    dense, ours = stock_bf16.once("lookups", right), right(sparse)
+    asked = sum(dense)
+    kept = sum(a and b for a, b in zip(dense, ours, strict=True))
     print(f"\nkey lookup: dense right {asked} of {len(ours)}, sparse keeps {kept}")
-    # 135 million parameters find few passwords among ten in 7,000 tokens (measured: 15 of 40).
+    # 135 million parameters find few of twenty passwords in 7,000 tokens.
     assert asked >= 1, "the dense model itself finds nothing: this test shows nothing"
     assert kept >= asked - max(1, asked // 20)
 

@@ -1,14 +1,15 @@
-"""The demo model, and answers of SGLang's torch_native backend in fp32, from a server started once a session."""
+"""The demo model, and greedy fp32 answers of SGLang's torch_native backend."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from hybrid_backend.hub import fetch
+from tests.engine.answers import StockAnswers, stock_answers
 from tests.engine.server import MODEL, Server
 from tests.engine.texts import english
 from tests.engine_sglang.server import PAGE, sglang_server
@@ -20,14 +21,6 @@ TOKENS = 24
 POOL_TOKENS = 15000
 BYTES_PER_TOKEN = 46080  # fp32 KV of the demo model
 FLAGS = ("--dtype", "float32", "--chunked-prefill-size", "1024", "--max-running-requests", "8")
-
-
-@dataclass(frozen=True)
-class StockAnswers:
-    """Greedy answers of torch_native, one prompt at a time."""
-
-    alone: list[str]  # of `prompts`
-    steps: list[list[dict[str, float]]]  # of `long_prompts`: log-probabilities of the likeliest tokens at each step
 
 
 def prompts() -> list[str]:
@@ -44,14 +37,11 @@ def model_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> StockAnswers:
+def stock(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[StockAnswers]:
     flags = ["--device", "cpu", "--attention-backend", "torch_native", "--page-size", str(PAGE), "--sleep-on-idle"]
     flags += ["--max-total-tokens", str(POOL_TOKENS), *FLAGS]
-    with sglang_server(tmp_path_factory.mktemp("stock"), model_dir, flags) as server:
-        return StockAnswers(
-            alone=[server.complete(prompt, TOKENS) for prompt in prompts()],
-            steps=[next_tokens(server, prompt, SPARSE_TOKENS) for prompt in long_prompts()],
-        )
+    with stock_answers(tmp_path_factory, "sglang", lambda folder: sglang_server(folder, model_dir, flags)) as answers:
+        yield answers
 
 
 def all_at_once(server: Server, asked: list[str], tokens: int, at_once: int = 4, **options: object) -> list[str]:

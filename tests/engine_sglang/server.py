@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +14,19 @@ import yaml
 from tests.engine import server as base
 from tests.engine.server import MODEL, Server, executable, free_port
 
-# Both cores compute, as in the servers of the other engine's tests; idle threads must not spin beside them.
-ENVIRONMENT = {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
+# All cores compute; several test processes divide them among their servers.
+THREADS = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+ENVIRONMENT = {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
 PAGE = 16  # of the demo model's configuration
 
 
 @contextmanager
 def hybrid_server(
-    folder: Path, config: dict[str, Any], flags: Sequence[str] = (), environment: dict[str, str] | None = None
+    folder: Path,
+    config: dict[str, Any],
+    flags: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+    model: str = MODEL,
 ) -> Iterator[Server]:
     """``hybrid serve`` with the shipped configuration of the model, changed by ``config`` (dotted keys)."""
     overrides = [
@@ -28,7 +34,7 @@ def hybrid_server(
         for key, value in config.items()
     ]
     port = free_port()
-    command = [executable("hybrid"), "serve", MODEL, "--engine", "sglang", *overrides]
+    command = [executable("hybrid"), "serve", model, "--engine", "sglang", *overrides]
     command += ["--", "--port", str(port), *flags]
     with base._running(command, port, folder / f"hybrid-{port}.log", {**ENVIRONMENT, **(environment or {})}) as server:
         yield server
