@@ -206,7 +206,7 @@ clean: ## Remove .venv, .venv-ipex, .venv-sglang and everything built (fetched m
 
 # -- measure -------------------------------------------------------------------------------------------------
 
-.PHONY: bench-cpu bench-selection bench-selection-quality soak bench-decode-cpu bench-fidelity
+.PHONY: bench-cpu bench-selection bench-selection-quality compile-triton soak bench-decode-cpu bench-fidelity
 
 bench-cpu: test-install ## CPU kernels against the read roofline, torch and vLLM's operator
 	$(PY) -m bench.cpu_attention
@@ -216,6 +216,9 @@ bench-selection: test-install ## What choosing pages costs, by the length of the
 
 bench-selection-quality: test-install model ## What ways to choose pages are worth, on the demo model
 	$(PY) -m bench.selection_quality --texts 6 --seed 1
+
+compile-triton: test-install ## Every Triton kernel compiled for a Hopper GPU: registers, shared memory, spills
+	$(PY) -m bench.triton_compile
 
 soak: test-install ## Random jobs and aborts on the native worker pool (MINUTES=10)
 	$(PY) -m bench.soak --minutes $(MINUTES)

@@ -9,9 +9,20 @@ from __future__ import annotations
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu.decode import Decoder, openmp_entry
 from hybrid_backend.kernels.cpu.library import isas, native
+from hybrid_backend.kernels.cpu.mailbox import Mailboxes
 from hybrid_backend.kernels.cpu.partial import NativeTicket, Pool, partial
 
-__all__ = ["Decoder", "NativeTicket", "Pool", "available", "isas", "openmp_entry", "partial", "why_unavailable"]
+__all__ = [
+    "Decoder",
+    "Mailboxes",
+    "NativeTicket",
+    "Pool",
+    "available",
+    "isas",
+    "openmp_entry",
+    "partial",
+    "why_unavailable",
+]
 
 
 def why_unavailable() -> str | None:

@@ -122,7 +122,30 @@ class LayerArgs(C.Structure):
     ]
 
 
-STRUCTURES = (Cache, DigestStore, ByteStore, Model, PartialArgs, StepArgs, LayerArgs)  # in the order of src/api.h
+class MailboxArgs(C.Structure):
+    """Where one layer's jobs of the device lie."""
+
+    _fields_ = [
+        ("cache", Cache),
+        ("rows", C.c_int32),
+        ("lists", C.c_int32),
+        ("capacity", C.c_int32),
+        ("q", C.c_void_p),
+        ("ids", C.c_void_p),
+        ("counts", C.c_void_p),
+        ("region", C.c_void_p),
+        ("generation", C.c_void_p),
+        ("current", C.c_void_p),
+        ("out", C.c_void_p),
+        ("lse", C.c_void_p),
+        ("asked", C.c_void_p),
+        ("answered", C.c_void_p),
+        ("failed", C.c_void_p),
+    ]
+
+
+# In the order of src/api.h.
+STRUCTURES = (Cache, DigestStore, ByteStore, Model, PartialArgs, StepArgs, LayerArgs, MailboxArgs)
 _P = C.POINTER
 _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "hb_last_error": (C.c_char_p, []),
@@ -191,6 +214,10 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "hb_ticket_idle": (C.c_int, [C.c_void_p]),
     "hb_ticket_span": (None, [C.c_void_p, _P(C.c_double), _P(C.c_double)]),
     "hb_ticket_free": (None, [C.c_void_p]),
+    "hb_mail_new": (C.c_void_p, [C.c_void_p, _P(Model), _P(MailboxArgs), C.c_int, C.c_int]),
+    "hb_mail_free": (None, [C.c_void_p]),
+    "hb_mail_served": (C.c_int64, [C.c_void_p]),
+    "hb_mail_error": (C.c_char_p, [C.c_void_p]),
     "hb_decode_new": (C.c_void_p, [_P(Model), C.c_int, C.c_int]),
     "hb_decode_free": (None, [C.c_void_p]),
     "hb_decode_set_layer": (C.c_int, [C.c_void_p, C.c_int, _P(Cache), _P(DigestStore), _P(ByteStore)]),

@@ -23,15 +23,19 @@ def abort_storm(
     rng = random.Random(seed)
     prompts = [english(rng.choice(survivor_lengths), start=rng.randrange(20000)) for _ in range(12)]
     expected = {prompt: server.complete(prompt, GREEDY) for prompt in prompts}
+    # Three prompts only, so that aborted requests share pages; in the prefix cache, or the first would all compute them.
+    leaving = [english(aborted_length, start=5000 * i) for i in range(3)]
+    for prompt in leaving:
+        server.complete(prompt, 1)
 
     def survivor(prompt: str) -> tuple[str, str]:
         return prompt, server.complete(prompt, GREEDY)
 
-    def aborted(delay: float, which: int) -> None:
-        """The client goes away in mid-answer. Three prompts only, so that aborted requests share pages."""
+    def aborted(delay: float, prompt: str) -> None:
+        """The client goes away in mid-answer."""
         body = {
             "model": server.model,
-            "prompt": english(aborted_length, start=which * 5000),
+            "prompt": prompt,
             "max_tokens": aborted_tokens,
             "stream": True,
             "ignore_eos": True,
@@ -44,7 +48,7 @@ def abort_storm(
                     return
 
     work = [partial(survivor, rng.choice(prompts)) for _ in range(SURVIVORS)]
-    work += [partial(aborted, rng.uniform(0, 2), rng.randrange(3)) for _ in range(ABORTED)]  # type: ignore[misc]
+    work += [partial(aborted, rng.uniform(0, 2), rng.choice(leaving)) for _ in range(ABORTED)]  # type: ignore[misc]
     rng.shuffle(work)
     with ThreadPoolExecutor(len(work)) as pool:
         answers = [job.result(timeout=600) for job in [pool.submit(each) for each in work]]

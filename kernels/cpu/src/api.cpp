@@ -1,4 +1,4 @@
-// The exported functions: C++ exceptions stop here and become an error code and a message.
+// The exported functions, but for the mailboxes' (mailbox.cpp).
 #include "api.h"
 
 #include <memory>
@@ -9,10 +9,9 @@
 #include "decode.h"
 #include "digest.h"
 #include "dispatch.h"
+#include "guard.h"
 #include "pool.h"
 #include "selfcheck.h"
-
-#define HB_API extern "C" __attribute__((visibility("default")))
 
 struct hb_pool : hb::Pool {
   using hb::Pool::Pool;
@@ -25,22 +24,16 @@ struct hb_decode : hb::DecodeLayer {
   using hb::DecodeLayer::DecodeLayer;
 };
 
-namespace {
-
-thread_local std::string last_error;
-
-template <class Body>
-int guarded(const Body& body) {
-  try {
-    body();
-    return HB_OK;
-  } catch (const std::bad_alloc&) {
-    last_error = "out of memory";
-  } catch (const std::exception& failure) {
-    last_error = failure.what();
-  }
-  return HB_ERROR;
+std::string& hb::last_error() {
+  static thread_local std::string text;
+  return text;
 }
+
+hb::Pool* hb::pool_of(hb_pool* pool) { return pool; }
+
+using hb::guarded;
+
+namespace {
 
 void require(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(what);
@@ -63,10 +56,11 @@ void check_page(int64_t page, int64_t pages_total) {
 
 }  // namespace
 
-HB_API const char* hb_last_error(void) { return last_error.c_str(); }
+HB_API const char* hb_last_error(void) { return hb::last_error().c_str(); }
 HB_API int64_t hb_struct_size(int which) {
   static constexpr int64_t sizes[] = {sizeof(hb_cache),        sizeof(hb_digests), sizeof(hb_bytes), sizeof(hb_model),
-                                      sizeof(hb_partial_args), sizeof(hb_step),    sizeof(hb_layer)};
+                                      sizeof(hb_partial_args), sizeof(hb_step),    sizeof(hb_layer),
+                                      sizeof(hb_mailbox)};
   return which >= 0 && which < int(sizeof sizes / sizeof *sizes) ? sizes[which] : 0;
 }
 HB_API int hb_isa_count(void) { return hb::isa_count(); }
@@ -190,7 +184,7 @@ HB_API hb_ticket* hb_submit(hb_pool* pool, const hb_partial_args* args) {
 
 HB_API int hb_wait(hb_ticket* ticket, double seconds, int help) {
   const int rc = ticket->task->wait(seconds, help != 0);
-  if (rc == HB_ERROR) last_error = ticket->task->error();
+  if (rc == HB_ERROR) hb::last_error() = ticket->task->error();
   return rc;
 }
 HB_API void hb_cancel(hb_ticket* ticket) { ticket->task->cancel(); }

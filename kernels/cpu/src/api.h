@@ -113,6 +113,30 @@ int hb_ticket_idle(hb_ticket* ticket);  // 1 if no thread will touch its memory 
 void hb_ticket_span(hb_ticket* ticket, double* started, double* ended);  // CLOCK_MONOTONIC, seconds
 void hb_ticket_free(hb_ticket* ticket);  // waits for threads inside
 
+// --- mailboxes: jobs that the device raises by itself ---------------------------------------------------------
+
+// One per layer, in memory that the device reads and writes (pinned). The device writes what it asks, then a new number
+// to `asked` (release, system scope); a thread here computes, writes the partial, then the same number to `answered`.
+typedef struct hb_mailbox {
+  hb_cache cache;
+  int32_t rows, lists, capacity;
+  const char* q;          // [rows, heads, head_dim] in the model's type
+  const int32_t* ids;     // [rows, lists, capacity] pages, all of them whole
+  const int32_t* counts;  // [rows, lists]; 0: nothing to do, the empty partial
+  const int64_t *region, *generation, *current;  // as in hb_partial_args, or null
+  float *out, *lse;       // [rows, heads, head_dim], [rows, heads]
+  const uint32_t* asked;
+  uint32_t *answered, *failed;  // failed: the number of the last job that could not be computed (its answer is empty)
+} hb_mailbox;
+
+typedef struct hb_mail hb_mail;
+
+// A thread that serves the boxes with the pool's help, pinned to `cpu` unless it is negative. Copies the boxes.
+hb_mail* hb_mail_new(hb_pool* pool, const hb_model* model, const hb_mailbox* boxes, int count, int cpu);
+void hb_mail_free(hb_mail* mail);  // before the pool
+int64_t hb_mail_served(hb_mail* mail);
+const char* hb_mail_error(hb_mail* mail);  // why the last failed job failed; valid until this thread's next call
+
 // --- one decode layer in one call ------------------------------------------------------------------------------
 
 typedef struct hb_decode hb_decode;

@@ -17,6 +17,8 @@ double now() {
   return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
+}  // namespace
+
 void pin_to(int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -24,18 +26,17 @@ void pin_to(int cpu) {
   pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // a CPU that is gone: run unpinned
 }
 
-}  // namespace
-
-void Backoff::pause() {
-  if (++spins_ > 2000) {
-    sched_yield();
-    return;
-  }
+void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+void Backoff::pause() {
+  if (++spins_ > 2000) sched_yield();
+  else relax();
 }
 
 // --- the pool --------------------------------------------------------------------------------------------------

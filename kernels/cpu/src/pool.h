@@ -91,6 +91,9 @@ class PartialTask : public Task {
 // Fills the job of a partial: page lists, inputs and outputs. Throws what AttendJob throws, and for bad page ids.
 void prepare_partial(AttendJob& job, const hb_partial_args& args, int isa, int lanes);
 
+void pin_to(int cpu);  // the calling thread
+void relax();          // a moment's rest of a thread that polls
+
 // For short waits on threads that may have lost their core.
 class Backoff {
  public:

@@ -1,0 +1,159 @@
+"""Compile every Triton kernel for a Hopper GPU (sm_90), at every shape that configurations ask for, without a GPU.
+
+    python -m bench.triton_compile [--arch 90] [--json FILE]
+
+Launches go to a driver that only says what it would run on; each is compiled to PTX and on to machine code, which tells
+its registers, shared memory and spills. Prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from hybrid_backend.kernels import triton as kernels
+
+# kv_heads, group, head_dim, page_size of models that people serve: SmolLM2-135M, Qwen3-0.6B, Llama-3-8B, Qwen3-14B,
+# Phi-3 (head_dim 96), Gemma-3 (256); with large pages, and a model with 16 query heads per KV head.
+SHAPES = [
+    (3, 3, 64, 16),
+    (8, 2, 128, 16),
+    (8, 4, 128, 32),
+    (8, 5, 128, 64),
+    (32, 1, 96, 16),
+    (4, 2, 256, 32),
+    (2, 16, 128, 16),
+]
+COLUMNS = (512, 32768)  # pages of a row: scores in one tile and in many
+
+
+class _NoGpu:
+    """A driver for compiling only."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_all(arch: int) -> list[dict[str, Any]]:
+    """One entry per compiled variant of a kernel: name, shape, registers, shared and local bytes, seconds."""
+    triton.runtime.driver.set_active(_NoGpu(arch))
+    found: list[dict[str, Any]] = []
+    shape: tuple[Any, ...] = ()
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        began = time.perf_counter()
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if not any(entry["hash"] == kernel.hash for entry in found):
+            report = {"kernel": self.fn.__name__.strip("_"), "shape": str(shape), "hash": kernel.hash}
+            found.append({**report, **_resources(kernel), "seconds": round(time.perf_counter() - began, 2)})
+        return kernel
+
+    JITFunction.run = compile_only
+    try:
+        for dtype, sizes in ((torch.bfloat16, SHAPES), (torch.float16, SHAPES[:1]), (torch.float32, SHAPES[:1])):
+            for size in sizes:
+                shape = (*size, str(dtype).removeprefix("torch."))
+                launch_all(*size, dtype, columns=COLUMNS if size == SHAPES[0] else COLUMNS[1:])
+    finally:
+        JITFunction.run = launch
+    return found
+
+
+def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtype, columns: Sequence[int]) -> None:
+    """Call each kernel's function once per variant."""
+    rows, heads, k = 4, kv_heads * group, 64
+    host = torch.empty(8, kv_heads, 2, page, dim, dtype=dtype)
+    digests = torch.empty(8, kv_heads, 2, dim, dtype=dtype)
+    q, new = torch.empty(rows, heads, dim, dtype=dtype), torch.empty(rows, kv_heads, dim, dtype=dtype)
+    line = torch.zeros(rows, dtype=torch.int32)
+    long = torch.zeros(rows, dtype=torch.int64)
+    table = torch.zeros(rows, max(COLUMNS), dtype=torch.int32)
+    cpu = torch.empty(rows, heads, dim), torch.empty(rows, heads)
+    for lists in (1, kv_heads):
+        ids, tokens = torch.zeros(rows, lists, k, dtype=torch.int32), torch.zeros(rows, lists, dtype=torch.int32)
+        for splits in (1, 32):
+            parts = kernels.paged_partial(q, host, ids, tokens, dim**-0.5, splits)
+            for of_cpu in (None, cpu):
+                kernels.merge_partials(*parts, cpu=of_cpu, dtype=dtype)
+    kernels.page_weights(
+        q, host, table[:, None, :k], line[:, None], cpu[1], torch.empty(8, kv_heads, page), dim**-0.5, 0.3, True
+    )
+    kernels.build_digests(host, digests, line, line)
+    kernels.append_tokens(new, new, host, line, line, host, line, digests)
+    kernels.append_tokens(new, new, host, line, long)
+    for width in columns:
+        for per_head in (False, True):
+            for aggregate in ("sum", "max", "softmax"):
+                scores = kernels.page_scores(
+                    q, digests, table[:, :width], line, aggregate, per_head, 0.5, dim**-0.5, width
+                )
+            slot_of = torch.zeros(rows, width, dtype=torch.int32)
+            kernels.select_pages(scores, line, line, line, line, slot_of, table[:, :width], page, 1, 2, k)
+    kernels.copy_pages(host, host, line, line, line[:1])
+    kernels.commit_pages(table, line, line, line, line, long, long, line[:1])
+    kernels.ask(line, line[:1])
+    kernels.await_answer(line, line[:1], line[1:2], 10**9)
+
+
+def _resources(kernel: Any) -> dict[str, int]:
+    """As the compiled code says. ``local``: bytes per thread on the stack or spilled."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(kernel.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {
+        "registers": numbers["REG"],
+        "local": numbers["STACK"] + numbers["LOCAL"],
+        "shared": int(kernel.metadata.shared),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = compile_all(arguments.arch)
+    table = Table("kernel", "variants", "registers", "shared bytes", "local bytes", title=f"sm_{arguments.arch}")
+    for name in sorted({entry["kernel"] for entry in found}):
+        mine = [entry for entry in found if entry["kernel"] == name]
+        table.add_row(
+            name, str(len(mine)), *(f"{min(e[x] for e in mine)} to {max(e[x] for e in mine)}"
+                                    for x in ("registers", "shared", "local"))
+        )  # fmt: skip
+    Console(width=110).print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What several kernels need."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr):
+    """``a @ b`` in fp32; ``PRECISION`` from `precision_of`."""
+    if PRECISION == "widen":
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        result = tl.dot(a, b, input_precision=PRECISION)
+    return result
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """fp32 inputs are for exactness: no TF32. Triton's interpreter cannot multiply bf16 (it keeps it as integers)."""
+    if dtype == torch.float32:
+        return "ieee"
+    return "widen" if triton.knobs.runtime.interpret and dtype == torch.bfloat16 else "tf32"
+
+
+def group_block(group: int) -> int:
+    """Rows of a tile of query heads: tensor cores take 16."""
+    return max(16, int(triton.next_power_of_2(group)))

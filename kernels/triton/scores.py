@@ -1,0 +1,124 @@
+"""Scores of pages by their digests."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_backend.kernels.triton.common import dot, group_block, precision_of
+
+_TILE = 64  # pages that a program scores
+AGGREGATES = ("sum", "max", "softmax")
+
+
+@triton.jit(do_not_specialize=["tiles", "stride"])
+def _score_kernel(q, digests, table, num_pages, logits, tops, sums, bound, scale, columns, stride, tiles,
+                  KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+                  BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    pages = tl.load(num_pages + row)
+    heads = KV_HEADS * GROUP
+    g, d, column = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tile * TILE + tl.arange(0, TILE)
+    mine = row * heads + head * GROUP + g
+    if tile * TILE < pages:
+        listed = column < pages
+        page = tl.load(table + row * stride + column, mask=listed, other=0).to(tl.int64)
+        at = (page * KV_HEADS + head)[:, None] * 2 * DIM + d[None, :]
+        inside = listed[:, None] & (d < DIM)[None, :]
+        high = tl.load(digests + at, mask=inside, other=0.0)
+        low = tl.load(digests + at + DIM, mask=inside, other=0.0)
+        query = tl.load(q + mine[:, None] * DIM + d[None, :], mask=(g < GROUP)[:, None] & (d < DIM)[None, :], other=0.0)
+        query = query.to(tl.float32)
+        half = bound * tl.abs(query)
+        to_max, to_min = ((query + half) * 0.5).to(high.dtype), ((query - half) * 0.5).to(high.dtype)
+        found = dot(to_max, tl.trans(high), PRECISION)
+        found += dot(to_min, tl.trans(low), PRECISION)
+        tl.store(logits + mine[:, None] * columns + column[None, :], found,
+                 mask=(g < GROUP)[:, None] & listed[None, :])  # fmt: skip
+        # The growing page is selected whatever its score, and takes no share of the others'.
+        shared = tl.where((column < pages - 1)[None, :], found * scale, float("-inf"))
+        top = tl.max(shared, 1)
+        tl.store(tops + mine * tiles + tile, top, mask=g < GROUP)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        tl.store(sums + mine * tiles + tile, tl.sum(tl.exp(shared - base[:, None]), 1), mask=g < GROUP)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _combine_kernel(logits, tops, sums, num_pages, scores, scale, columns, tiles,
+                    LISTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HOW: tl.constexpr,
+                    TILE: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    row, listing, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    pages = tl.load(num_pages + row)
+    column, t = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_T)
+    listed = column < pages
+    total = tl.zeros([TILE], tl.float32)
+    each: tl.constexpr = HEADS // LISTS
+    group: tl.constexpr = HEADS // KV_HEADS
+    if tile * TILE < pages:
+        best = tl.full([TILE], float("-inf"), tl.float32)
+        for i in range(each):
+            head = row * HEADS + listing * each + i
+            found = tl.load(logits + head * columns + column, mask=listed, other=0.0)
+            if HOW == 2:
+                inside = t * TILE < pages
+                top = tl.load(tops + head * tiles + t, mask=inside, other=float("-inf"))
+                share = tl.load(sums + head * tiles + t, mask=inside, other=0.0)
+                highest = tl.max(top, 0)
+                base = tl.where(highest == float("-inf"), 0.0, highest)
+                weight = tl.sum(tl.where(top == float("-inf"), 0.0, share * tl.exp(top - base)), 0)
+                weight = tl.where(weight > 0, weight, 1.0)
+                total += tl.where(column < pages - 1, tl.exp(found * scale - base) / weight, 0.0)
+            elif HOW == 1:  # the largest of each KV head's group, then the sum of those
+                best = tl.maximum(best, found)
+                if i % group == group - 1:
+                    total += best
+                    best = tl.full([TILE], float("-inf"), tl.float32)
+            else:
+                total += found
+    tl.store(scores + (row * LISTS + listing) * columns + column, tl.where(listed, total, float("-inf")),
+             mask=column < columns)  # fmt: skip
+
+
+def page_scores(
+    q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, aggregate: str, per_head: bool, bound: float,
+    scale: float, most_pages: int | None = None,
+) -> Tensor:  # fmt: skip
+    """`attention.selection.page_scores` on the device: estimates of the largest logit in each page (Quest, section
+    3.2), combined over query heads.
+
+    Args:
+        q: ``[rows, heads, head_dim]``.
+        digests: ``[pages, kv_heads, 2, head_dim]``.
+        table: ``[rows, columns]`` int32 host page ids; entries beyond a row's pages are not read.
+        num_pages: ``[rows]`` int32; 0: a row of padding.
+        aggregate: how query heads combine, see `AGGREGATES`; ``per_head``: a list per KV head instead of one.
+        bound: share of the digest's half-width that counts; 1 is Quest's upper end.
+        scale: of the attention's softmax.
+        most_pages: the columns to look at, by default all of the table.
+
+    Returns:
+        ``[rows, 1 | kv_heads, columns]`` fp32, -inf beyond a row's pages.
+    """
+    rows, heads, dim = q.shape
+    kv_heads = digests.shape[1]
+    columns = table.shape[1] if most_pages is None else most_pages
+    tiles = triton.cdiv(columns, _TILE)
+    lists = kv_heads if per_head else 1
+    scores = q.new_empty(rows, lists, columns, dtype=torch.float32)
+    if not scores.numel():
+        return scores
+    logits = q.new_empty(rows, heads, columns, dtype=torch.float32)
+    tops, sums = q.new_empty(2, rows, heads, tiles, dtype=torch.float32)
+    group = heads // kv_heads
+    _score_kernel[(rows, kv_heads, tiles)](
+        q, digests, table, num_pages, logits, tops, sums, bound, scale, columns, table.stride(0), tiles,
+        kv_heads, group, dim, _TILE, group_block(group), triton.next_power_of_2(dim),
+        precision_of(digests.dtype),
+    )  # fmt: skip
+    _combine_kernel[(rows, lists, tiles)](
+        logits, tops, sums, num_pages, scores, scale, columns, tiles,
+        lists, heads, kv_heads, AGGREGATES.index(aggregate), _TILE, triton.next_power_of_2(tiles),
+    )  # fmt: skip
+    return scores

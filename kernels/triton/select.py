@@ -1,0 +1,122 @@
+"""Top-k pages with forced ones, split by residency: out come the device's list and the CPU's, compact."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MAX_TILE = 2048  # columns that a program holds at a time
+
+
+class SelectedPages(NamedTuple):
+    """Lists ``[rows, lists, k]`` int32 with their lengths ``[rows, lists]`` int32; ascending by logical page."""
+
+    pages: Tensor  # logical pages, all that were selected
+    count: Tensor
+    slots: Tensor  # of the resident ones
+    slot_count: Tensor
+    tokens: Tensor  # that the resident ones hold: the growing page is always resident, and last
+    missing: Tensor  # host page ids of the others
+    missing_count: Tensor
+
+
+@triton.jit
+def _ordered(x):
+    """fp32 -> int64 in the same order; NaN counts as the lowest."""
+    bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@triton.jit
+def _keys_of(scores, first, pages, sinks, recent, TILE: tl.constexpr):
+    """Scores of a tile of columns, ordered: forced pages above all others, columns beyond the row below."""
+    column = first + tl.arange(0, TILE)
+    key = _ordered(tl.load(scores + column, mask=column < pages, other=float("-inf")))
+    key = tl.where((column < sinks) | (column >= pages - recent), 1 << 31, key)
+    return column, tl.where(column < pages, key, -(1 << 31) - 1)
+
+
+@triton.jit(do_not_specialize=["sinks", "recent", "k", "table_stride", "slot_columns"])
+def _select_kernel(scores, num_pages, lengths, budgets, regions, slot_of, table, chosen, count, slots, slot_count,
+                   tokens, missing, missing_count, sinks, recent, columns, k, table_stride, slot_columns,
+                   LISTS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    row, listing = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = row * LISTS + listing
+    scores += at * columns
+    pages = tl.load(num_pages + row)
+    budget = tl.minimum(tl.minimum(tl.load(budgets + row), pages), k)
+    region = tl.load(regions + row).to(tl.int64)
+
+    # The budget-th largest key, found bit by bit: how many keys are at least this?
+    low = tl.full([], -(1 << 32), tl.int64)
+    for bit in range(32, -1, -1):
+        trial = low + (tl.full([], 1, tl.int64) << bit)
+        above = tl.zeros([], tl.int32)
+        for first in range(0, pages, TILE):
+            _, key = _keys_of(scores, first, pages, sinks, recent, TILE)
+            above += tl.sum((key >= trial).to(tl.int32), 0)
+        low = tl.where(above >= budget, trial, low)
+    better = tl.zeros([], tl.int32)
+    for first in range(0, pages, TILE):
+        _, key = _keys_of(scores, first, pages, sinks, recent, TILE)
+        better += tl.sum((key > low).to(tl.int32), 0)
+    ties = budget - better  # of equals, the first ones
+
+    taken = tl.zeros([], tl.int32)
+    resident = tl.zeros([], tl.int32)
+    absent = tl.zeros([], tl.int32)
+    equals = tl.zeros([], tl.int32)
+    for first in range(0, pages, TILE):
+        column, key = _keys_of(scores, first, pages, sinks, recent, TILE)
+        equal = ((key == low) & (column < pages)).to(tl.int32)
+        rank = equals + tl.cumsum(equal, 0)
+        pick = (column < pages) & ((key > low) | ((equal > 0) & (rank <= ties)))
+        equals += tl.sum(equal, 0)
+        slot = tl.load(slot_of + region * slot_columns + column, mask=pick & (column < slot_columns), other=-1)
+        here, away = (pick & (slot >= 0)).to(tl.int32), (pick & (slot < 0)).to(tl.int32)
+        picked = pick.to(tl.int32)
+        tl.store(chosen + at * k + taken + tl.cumsum(picked, 0) - 1, column, mask=pick)
+        tl.store(slots + at * k + resident + tl.cumsum(here, 0) - 1, slot, mask=here > 0)
+        page = tl.load(table + row * table_stride + column, mask=away > 0, other=-1)
+        tl.store(missing + at * k + absent + tl.cumsum(away, 0) - 1, page, mask=away > 0)
+        taken += tl.sum(picked, 0)
+        resident += tl.sum(here, 0)
+        absent += tl.sum(away, 0)
+    tl.store(count + at, taken)
+    tl.store(slot_count + at, resident)
+    tl.store(missing_count + at, absent)
+    tail = pages * PAGE - tl.load(lengths + row)  # what the growing page lacks
+    tl.store(tokens + at, tl.where(resident > 0, resident * PAGE - tail, 0))
+
+
+def select_pages(
+    scores: Tensor, num_pages: Tensor, lengths: Tensor, budgets: Tensor, regions: Tensor, slot_of: Tensor,
+    table: Tensor, page_size: int, sinks: int, recent: int, most: int, out: SelectedPages | None = None,
+) -> SelectedPages:  # fmt: skip
+    """The best pages of each list, the first ``sinks`` and last ``recent`` always among them, and where they are.
+
+    Args:
+        scores: ``[rows, lists, columns]`` fp32 (`page_scores`).
+        num_pages, lengths: ``[rows]`` int32 pages and tokens of each sequence; 0 pages: a row of padding.
+        budgets: ``[rows]`` int32 pages, at least ``sinks + recent``.
+        regions: ``[rows]`` int32; ``slot_of``: ``[regions, columns]`` int32 slot of each logical page, -1: none.
+        table: ``[rows, columns]`` int32 host page ids.
+        most: pages that any list may hold; what is returned has that many columns.
+        out: where to write.
+    """
+    rows, lists, columns = scores.shape
+    if out is None:
+        number = num_pages.new_zeros(4, rows, lists)
+        listed = num_pages.new_full((3, rows, lists, most), -1)
+        out = SelectedPages(listed[0], number[0], listed[1], number[1], number[2], listed[2], number[3])
+    if rows:
+        _select_kernel[(rows, lists)](
+            scores, num_pages, lengths, budgets, regions, slot_of, table, out.pages, out.count, out.slots,
+            out.slot_count, out.tokens, out.missing, out.missing_count, sinks, max(recent, 1), columns,
+            out.pages.shape[2], table.stride(0), slot_of.shape[1],
+            lists, page_size, min(_MAX_TILE, triton.next_power_of_2(max(columns, 16))),
+        )  # fmt: skip
+    return out

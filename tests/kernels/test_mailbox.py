@@ -1,0 +1,204 @@
+"""The flag protocol between a device and the CPU workers: real C++ workers, the device played by this thread."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_backend.errors import WorkerError
+from hybrid_backend.kernels import cpu, reference
+from tests.kernels.cases import relative_error
+
+PAGES, KV_HEADS, GROUP, DIM, PAGE, LAYERS, ROWS, CAPACITY = 64, 2, 3, 64, 16, 3, 4, 8
+SCALE = DIM**-0.5
+
+
+@pytest.fixture(scope="module")
+def layers() -> list[Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    return [torch.randn(PAGES, KV_HEADS, 2, PAGE, DIM, generator=rng).bfloat16() for _ in range(LAYERS)]
+
+
+@pytest.fixture
+def current() -> Tensor:
+    return torch.zeros(ROWS, dtype=torch.int64)
+
+
+@pytest.fixture
+def mail(layers: list[Tensor], current: Tensor) -> Iterator[cpu.Mailboxes]:
+    with (
+        cpu.Pool(2) as pool,
+        cpu.Mailboxes(pool, layers, KV_HEADS * GROUP, ROWS, 1, CAPACITY, SCALE, current=current) as boxes,
+    ):
+        boxes.regions.copy_(torch.arange(ROWS))
+        yield boxes
+
+
+def write(mail: cpu.Mailboxes, layer: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A random question; returns what it asks."""
+    rng = torch.Generator().manual_seed(seed)
+    letters = mail.layers[layer]
+    letters.q.copy_(torch.randn(letters.q.shape, generator=rng))
+    letters.ids.copy_(torch.randint(PAGES, letters.ids.shape, generator=rng))
+    letters.counts.copy_(torch.randint(CAPACITY + 1, letters.counts.shape, generator=rng))
+    return letters.q.clone(), letters.ids.long(), letters.counts.long()
+
+
+def ask(mail: cpu.Mailboxes, layer: int, number: int) -> None:
+    mail.layers[layer].asked[0] = number
+
+
+def answer(mail: cpu.Mailboxes, layer: int, number: int, deadline: float = 20.0) -> bool:
+    until = time.monotonic() + deadline
+    while int(mail.layers[layer].answered[0]) < number:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0)
+    return True
+
+
+def expected(layer: Tensor, q: Tensor, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    valid = (torch.arange(CAPACITY) < counts[..., None]) * PAGE
+    return reference.paged_attention(q, layer, ids.masked_fill(valid == 0, -1), valid, SCALE)
+
+
+def assert_right(mail: cpu.Mailboxes, layers: list[Tensor], layer: int, asked: tuple[Tensor, Tensor, Tensor]) -> None:
+    out, lse = expected(layers[layer], *asked)
+    assert relative_error(mail.layers[layer].out, out) < 1e-2
+    assert torch.allclose(mail.layers[layer].lse.double(), lse, atol=1e-3, rtol=0)
+
+
+def test_ten_thousand_rounds_are_answered_each_and_right(mail: cpu.Mailboxes, layers: list[Tensor]) -> None:
+    """Layers in turn, sometimes several at once, with pauses of random length; every 200th answer is checked."""
+    chance = random.Random(1)
+    rounds = 0
+    for step in range(1, 10000):
+        at_once = chance.sample(range(LAYERS), chance.choice((1, 1, 1, 3)))
+        is_checked = step % 200 == 0
+        asked = {layer: write(mail, layer, step) if is_checked else None for layer in at_once}
+        for layer in at_once:
+            ask(mail, layer, step)
+        if chance.random() < 0.01:
+            time.sleep(chance.random() * 0.01)  # now and then long enough for the server to fall asleep
+        for layer in at_once:
+            assert answer(mail, layer, step), f"step {step}, layer {layer}: no answer"
+            rounds += 1
+            if (question := asked[layer]) is not None:
+                assert_right(mail, layers, layer, question)
+        mail.check(step)
+        if rounds >= 10000:
+            break
+    assert mail.served == rounds >= 10000
+
+
+def test_rows_of_requests_that_are_gone_get_the_empty_partial(
+    mail: cpu.Mailboxes, layers: list[Tensor], current: Tensor
+) -> None:
+    asked = write(mail, 0, 5)
+    mail.layers[0].counts.fill_(CAPACITY)
+    current[2] += 1  # released after the device wrote its generation
+    ask(mail, 0, 1)
+    assert answer(mail, 0, 1)
+    out, _ = expected(layers[0], asked[0], asked[1], torch.full_like(asked[2], CAPACITY))
+    found = mail.layers[0]
+    assert not found.out[2].any() and bool((found.lse[2] == float("-inf")).all())
+    kept = [0, 1, 3]
+    assert relative_error(found.out[kept], out[kept]) < 1e-2
+
+
+def test_requests_that_go_at_any_moment_never_give_another_answer(
+    mail: cpu.Mailboxes, layers: list[Tensor], current: Tensor
+) -> None:
+    """What a row's KV head gets is its own answer or the empty one, whenever the row's region moves on."""
+    stop = threading.Event()
+
+    def release() -> None:
+        chance = random.Random(2)
+        while not stop.is_set():
+            current[chance.randrange(ROWS)] += 1
+            time.sleep(chance.random() * 2e-4)
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    empty = 0
+    try:
+        for step in range(1, 300):
+            q, ids, counts = write(mail, 1, step)
+            mail.generations.copy_(current)
+            ask(mail, 1, step)
+            assert answer(mail, 1, step)
+            out, lse = expected(layers[1], q, ids, counts)
+            found = mail.layers[1]
+            for row, head in itertools.product(range(ROWS), range(KV_HEADS)):
+                mine = (row, slice(head * GROUP, (head + 1) * GROUP))
+                if bool((found.lse[mine] == float("-inf")).all()):
+                    assert not found.out[mine].any()
+                    empty += int(counts[row, 0] > 0)
+                else:
+                    assert relative_error(found.out[mine], out[mine]) < 1e-2
+                    assert torch.allclose(found.lse[mine].double(), lse[mine], atol=1e-3, rtol=0)
+    finally:
+        stop.set()
+        thread.join()
+    assert empty > 0, "no row was ever dropped: this test shows nothing"
+
+
+@pytest.mark.parametrize(("what", "word"), [("page", "page id 64"), ("count", "room for 8")])
+def test_a_job_that_cannot_be_computed_is_answered_empty_and_told(mail: cpu.Mailboxes, what: str, word: str) -> None:
+    write(mail, 0, 1)
+    if what == "page":
+        mail.layers[0].counts.fill_(CAPACITY)
+        mail.layers[0].ids[1, 0, 3] = PAGES
+    else:
+        mail.layers[0].counts[3, 0] = CAPACITY + 1
+    ask(mail, 0, 7)
+    assert answer(mail, 0, 7)
+    assert not mail.layers[0].out.any() and bool((mail.layers[0].lse == float("-inf")).all())
+    with pytest.raises(WorkerError, match=word):
+        mail.check(7)
+    mail.check(8)
+
+
+def test_shapes_without_a_kernel_are_refused(layers: list[Tensor]) -> None:
+    with cpu.Pool(1) as pool, pytest.raises(WorkerError, match="lists"):
+        cpu.Mailboxes(pool, layers, KV_HEADS * GROUP, ROWS, 5, CAPACITY, SCALE)
+
+
+def test_the_devices_own_kernels_ask_and_wait(mail: cpu.Mailboxes, layers: list[Tensor]) -> None:
+    """Triton's kernels (under its interpreter where there is no GPU) against the same workers."""
+    kernels = pytest.importorskip("hybrid_backend.kernels.triton", reason="Triton has no wheel for this platform")
+    number = torch.zeros(1, dtype=torch.int32)
+    late = torch.zeros(1, dtype=torch.int32)
+    if torch.cuda.is_available():
+        number, late = number.cuda(), late.pin_memory()
+    patience = 10**10 if torch.cuda.is_available() else 10**6
+    for step in range(1, 20):
+        number.fill_(step)
+        asked = write(mail, step % LAYERS, step)
+        letters = mail.layers[step % LAYERS]
+        kernels.ask(letters.asked, number)
+        kernels.await_answer(letters.answered, number, late, patience)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        assert int(late) == 0
+        assert_right(mail, layers, step % LAYERS, asked)
+
+
+def test_a_server_that_never_answers_makes_the_step_late_and_does_not_hang(mail: cpu.Mailboxes) -> None:
+    kernels = pytest.importorskip("hybrid_backend.kernels.triton", reason="Triton has no wheel for this platform")
+    mail.close()
+    number, late = torch.full((1,), 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    if torch.cuda.is_available():
+        number, late = number.cuda(), late.pin_memory()
+    kernels.ask(mail.layers[0].asked, number)
+    kernels.await_answer(mail.layers[0].answered, number, late, 1000)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    assert int(late) == 3

@@ -1,0 +1,283 @@
+"""The device tier's Triton kernels against plain torch: on the GPU if there is one, else under Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+from hybrid_backend.attention import selection
+from hybrid_backend.attention.partial import PageList, weighted_partial
+from hybrid_backend.config import SelectionConfig
+from hybrid_backend.kernels import reference
+from hybrid_backend.kernels import triton as kernels
+from tests.kernels.cases import page_lists, relative_error, spoil_beyond
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the output, relative; LSE: within 1e-3
+
+
+def here(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.to(DEVICE) for tensor in tensors]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def layer_of(pages: int, kv_heads: int, page: int, dim: int, dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+    return torch.randn(pages, kv_heads, 2, page, dim, generator=rng).to(dtype)
+
+
+# rows, kv_heads, group, head_dim, page_size, pages in a list, list per head
+SHAPES = [
+    (3, 2, 3, 64, 16, 5, False),
+    (2, 3, 1, 80, 32, 4, True),
+    (2, 1, 8, 128, 16, 7, False),
+    (1, 2, 4, 128, 64, 3, True),
+    (2, 1, 16, 256, 16, 2, False),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_partials_in_parts_merge_to_dense_attention(shape: Any, dtype: torch.dtype, splits: int) -> None:
+    """Lists of all lengths, empty ones too, a ragged last page; what was never written is NaN."""
+    rows, kv_heads, group, dim, page, k, per_head = shape
+    rng = generator(rows + k)
+    layer = layer_of(3 * k, kv_heads, page, dim, dtype, rng)
+    ids, valid = page_lists(rows, kv_heads if per_head else 1, k, 3 * k, page, rng)
+    spoil_beyond(layer, ids, valid)
+    for h in range(ids.shape[1]):  # a page that two lists share may be full in one of them only
+        for r in range(rows):
+            for i in range(k):
+                if ids[r, h, i] >= 0 and valid[r, h, i]:
+                    layer[ids[r, h, i], :, :, : valid[r, h, i]].nan_to_num_(0.5)
+    q = torch.randn(rows, kv_heads * group, dim, generator=rng).to(dtype)
+    expected, lse = reference.paged_attention(q, layer, ids, valid, dim**-0.5)
+    parts = kernels.paged_partial(*here(q, layer, ids.int(), valid.sum(-1).int()), dim**-0.5, splits)
+    out, found = kernels.merge_partials(*parts)
+    assert relative_error(out.cpu(), expected) < ERROR[dtype]
+    assert torch.equal(found.cpu() == float("-inf"), lse == float("-inf"))
+    assert torch.allclose(found.cpu().double(), lse, atol=1e-3, rtol=0)
+
+
+def test_logits_of_any_size_give_no_nan() -> None:
+    rng = generator(1)
+    layer = layer_of(4, 1, 16, 64, torch.float32, rng)
+    layer[0, 0, 0, 3] = 1e18
+    layer[1, 0, 0, 5] = -1e30
+    layer[2, 0, 0] = float("-inf")
+    q = torch.ones(1, 2, 64)
+    ids, tokens = torch.tensor([[[0, 1]]]), torch.tensor([[32]])
+    out, lse = kernels.merge_partials(*kernels.paged_partial(*here(q, layer, ids.int(), tokens.int()), 1.0, 2))
+    assert torch.equal(out.cpu(), layer[0, 0, 1, 3].expand(1, 2, -1))  # it takes all the weight
+    ids, tokens = torch.tensor([[[2]]]), torch.tensor([[16]])
+    out, lse = kernels.merge_partials(*kernels.paged_partial(*here(q, layer, ids.int(), tokens.int()), 1.0, 1))
+    assert not out.cpu().any() and bool((lse.cpu() == float("-inf")).all())
+
+
+@pytest.mark.parametrize("empty", ["neither", "device", "cpu", "both"])
+def test_merging_with_the_cpus_partial_is_attention_over_both(empty: str) -> None:
+    rng = generator(2)
+    rows, heads, splits, dim = 2, 3, 4, 64
+    out, lse = torch.randn(rows, heads, splits, dim, generator=rng), torch.randn(rows, heads, splits, generator=rng)
+    cpu_out, cpu_lse = torch.randn(rows, heads, dim, generator=rng), torch.randn(rows, heads, generator=rng)
+    lse[0, 0, 1:] = float("-inf")
+    if empty in ("device", "both"):
+        lse.fill_(float("-inf"))
+    if empty in ("cpu", "both"):
+        cpu_lse.fill_(float("-inf"))
+    every = torch.cat([lse, cpu_lse[..., None]], -1).double()
+    weights = every.softmax(-1).nan_to_num(0.0)
+    expected = (weights[..., None] * torch.cat([out, cpu_out[:, :, None]], 2)).sum(2)
+    merged, total = kernels.merge_partials(*here(out, lse), cpu=tuple(here(cpu_out, cpu_lse)), dtype=torch.bfloat16)
+    assert merged.dtype == torch.bfloat16
+    assert torch.allclose(merged.cpu().double(), expected, atol=2e-2)
+    assert torch.allclose(total.cpu().double(), every.logsumexp(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("page", "dim"), [(16, 64), (48, 80)])
+def test_digests_are_the_exact_extremes_of_written_keys(dtype: torch.dtype, page: int, dim: int) -> None:
+    rng = generator(3)
+    layer = layer_of(5, 2, page, dim, dtype, rng)
+    digests = torch.zeros(5, 2, 2, dim, dtype=dtype)
+    ids, tokens = torch.tensor([3, -1, 0, 4]), torch.tensor([page, page, 1, 0])
+    layer[0, :, :, 1:] = float("nan")
+    before = digests.clone()
+    layer, digests, ids, tokens = here(layer, digests, ids.int(), tokens.int())
+    kernels.build_digests(layer, digests, ids, tokens)
+    assert torch.equal(digests[3].cpu(), reference.digest(layer[3].cpu(), page))
+    assert torch.equal(digests[0].cpu(), reference.digest(layer[0].cpu(), 1))
+    assert torch.equal(digests[[1, 2, 4]].cpu(), before[[1, 2, 4]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_new_tokens_reach_host_page_slot_and_digest_and_nothing_else(dtype: torch.dtype) -> None:
+    rng = generator(4)
+    page, dim, kv_heads = 16, 80, 2
+    host, slots = layer_of(6, kv_heads, page, dim, dtype, rng), layer_of(3, kv_heads, page, dim, dtype, rng)
+    digests = torch.randn(6, kv_heads, 2, dim, generator=rng).to(dtype)
+    k, v = torch.randn(2, 4, kv_heads, dim, generator=rng).to(dtype)
+    pages, positions, slot_ids = torch.tensor([4, 1, -1, 2]), torch.tensor([35, 48, 7, 0]), torch.tensor([2, -1, 0, 1])
+    want = [host.clone(), slots.clone(), digests.clone()]
+    for r in (0, 1, 3):
+        at = int(positions[r]) % page
+        want[0][pages[r], :, 0, at], want[0][pages[r], :, 1, at] = k[r], v[r]
+        if slot_ids[r] >= 0:
+            want[1][slot_ids[r], :, 0, at], want[1][slot_ids[r], :, 1, at] = k[r], v[r]
+        old = digests[pages[r]]
+        want[2][pages[r], :, 0] = k[r] if at == 0 else torch.maximum(old[:, 0], k[r])
+        want[2][pages[r], :, 1] = k[r] if at == 0 else torch.minimum(old[:, 1], k[r])
+    k, v, host, slots, digests, pages, positions, slot_ids = here(
+        k, v, host, slots, digests, pages.int(), positions.int(), slot_ids.int()
+    )
+    kernels.append_tokens(k, v, host, pages, positions, slots, slot_ids, digests)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip((host, slots, digests), want, strict=True))
+
+
+@pytest.mark.parametrize("granularity", ["layer", "kv_head"])
+@pytest.mark.parametrize("aggregate", ["sum", "max", "softmax"])
+@pytest.mark.parametrize(("dtype", "dim", "group"), [(torch.float32, 64, 3), (torch.bfloat16, 80, 4)], ids=str)
+def test_page_scores_are_those_of_the_selection(
+    granularity: str, aggregate: str, dtype: torch.dtype, dim: int, group: int
+) -> None:
+    rng = generator(5)
+    kv_heads, columns = 2, 150  # three tiles
+    num_pages = torch.tensor([150, 1, 67, 0])
+    rows = len(num_pages)
+    digests = torch.randn(200, kv_heads, 2, dim, generator=rng).to(dtype).sort(2, descending=True).values
+    q = torch.randn(rows, kv_heads * group, dim, generator=rng).to(dtype)
+    table = torch.stack([torch.randperm(200, generator=rng)[:columns] for _ in range(rows)])
+    how = SelectionConfig(granularity=granularity, aggregate=aggregate, bound=0.5)
+    expected = selection.page_scores(q, digests, table, num_pages, how, dim**-0.5)
+    listed = torch.arange(columns) < num_pages[:, None]
+    table[~listed] = 10**6  # must not be followed
+    found = kernels.page_scores(
+        *here(q, digests, table.int(), num_pages.int()), aggregate, granularity == "kv_head", how.bound, dim**-0.5
+    ).cpu()
+    assert found.shape == expected.shape
+    listed = listed[:, None].expand_as(found)
+    assert bool((found[~listed] == float("-inf")).all())
+    assert relative_error(found[listed], expected[listed]) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("columns", [40, 2500])
+def test_selection_is_top_k_with_forced_pages_split_by_residency(columns: int) -> None:
+    rng = generator(6)
+    lists, page, sinks, recent, most = 2, 16, 1, 2, 24
+    num_pages = torch.tensor([columns, 20, 5, 0])
+    lengths = num_pages * page - torch.tensor([3, 0, 15, 0])
+    budgets, regions = torch.tensor([24, 7, 24, 24]), torch.tensor([2, 0, 3, 1])
+    rows = len(num_pages)
+    scores = torch.randn(rows, lists, columns, generator=rng)
+    table = torch.stack([torch.randperm(5000, generator=rng)[:columns] for _ in range(rows)])
+    slot_of = torch.where(torch.rand(4, columns, generator=rng) < 0.5, torch.arange(4 * columns).view(4, -1), -1)
+    for r in range(rows):  # the growing page always has a slot
+        slot_of[regions[r], max(0, int(num_pages[r]) - 1)] = 7
+    forced = selection.force_pages(scores, num_pages, sinks, recent)
+    expected = selection.select_pages(forced, torch.minimum(budgets, num_pages))
+    got = kernels.select_pages(
+        *here(scores, num_pages.int(), lengths.int(), budgets.int(), regions.int(), slot_of.int(), table.int()),
+        page, sinks, recent, most,
+    )  # fmt: skip
+    got = kernels.SelectedPages(*(x.cpu().long() for x in got))
+    for r in range(rows):
+        for h in range(lists):
+            want = [int(p) for p in expected[r, h] if p >= 0]
+            assert got.pages[r, h, : got.count[r, h]].tolist() == want
+            slots = slot_of[regions[r], want] if want else torch.empty(0, dtype=torch.int64)
+            assert got.slots[r, h, : got.slot_count[r, h]].tolist() == slots[slots >= 0].tolist()
+            absent = table[r, torch.tensor(want, dtype=torch.int64)[slots < 0]]
+            assert got.missing[r, h, : got.missing_count[r, h]].tolist() == absent.tolist()
+            tail = int(num_pages[r] * page - lengths[r])
+            assert int(got.tokens[r, h]) == (int((slots >= 0).sum()) * page - tail if want else 0)
+
+
+def test_of_equal_scores_the_first_pages_are_selected_and_nan_is_the_worst() -> None:
+    scores = torch.zeros(1, 1, 40)
+    scores[0, 0, 3] = float("nan")
+    scores[0, 0, 30] = -0.5
+    got = kernels.select_pages(
+        *here(scores, *(torch.tensor([x], dtype=torch.int32) for x in (40, 640, 10, 0))),
+        *here(torch.full((1, 40), -1, dtype=torch.int32), torch.arange(40, dtype=torch.int32)[None]), 16, 1, 1, 16,
+    )  # fmt: skip
+    assert got.pages[0, 0, :10].tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9, 39]
+    assert int(got.count[0, 0]) == 10 and int(got.missing_count[0, 0]) == 10
+
+
+def test_recalled_pages_equal_their_host_pages_and_show_when_committed() -> None:
+    rng = generator(7)
+    host, slots = layer_of(9, 2, 16, 80, torch.bfloat16, rng), layer_of(6, 2, 16, 80, torch.bfloat16, rng)
+    before = slots.clone()
+    # Two regions of three slots; region 1 was released after its copy began. The last entry does not count.
+    slot_of = torch.tensor([[0, -1, 1, -1, 2], [3, 4, 5, -1, -1]])
+    page_of = torch.tensor([0, 2, 4, 0, 1, 2])
+    host_pages, slot_ids, pages = torch.tensor([8, 3, 5, 1]), torch.tensor([1, 2, 4, 0]), torch.tensor([1, 3, 3, 1])
+    regions, started, generations = torch.tensor([0, 0, 1, 0]), torch.tensor([5, 5, 2, 5]), torch.tensor([5, 3])
+    count = torch.tensor([3])
+    host, slots, slot_of, page_of, host_pages, slot_ids, pages, regions, count = here(
+        host, slots, *(x.int() for x in (slot_of, page_of, host_pages, slot_ids, pages, regions, count))
+    )
+    kernels.copy_pages(host, slots, host_pages, slot_ids, count)
+    assert torch.equal(slots[[1, 2, 4]], host[[8, 3, 5]])
+    assert torch.equal(slots[[0, 3, 5]].cpu(), before[[0, 3, 5]])
+    assert slot_of[0].tolist() == [0, -1, 1, -1, 2], "a copy alone shows nothing"
+    kernels.commit_pages(slot_of, page_of, regions, slot_ids, pages, *here(started, generations), count)
+    assert slot_of.tolist() == [[0, 1, -1, 2, -1], [3, 4, 5, -1, -1]]
+    assert page_of.tolist() == [0, 1, 3, 0, 1, 2]
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_moving_averages_are_those_of_hgca(largest: bool) -> None:
+    rng = generator(8)
+    rows, kv_heads, group, dim, page, k, alpha = 2, 2, 3, 64, 16, 6, 0.3
+    layer = layer_of(12, kv_heads, page, dim, torch.float32, rng)
+    ids = torch.randperm(12, generator=rng).view(rows, 1, k)
+    tokens = torch.tensor([[k * page - 5], [2 * page]])
+    valid = (tokens[..., None] - page * torch.arange(k)).clamp(0, page)
+    q = torch.randn(rows, kv_heads * group, dim, generator=rng)
+    average = torch.rand(12, kv_heads, page, generator=rng)
+    partial, weights = weighted_partial(q, layer, PageList(ids.masked_fill(valid == 0, -1), valid), dim**-0.5)
+    new = weights.view(rows, kv_heads, group, k, page)
+    new = (new.amax(2) if largest else new.mean(2)).transpose(1, 2)
+    expected = average.clone()
+    for r in range(rows):
+        for i in range(k):
+            n = int(valid[r, 0, i])
+            at = expected[ids[r, 0, i], :, :n]
+            at.copy_((1 - alpha) * at + alpha * new[r, i, :, :n])
+    (average,) = here(average)
+    kernels.page_weights(*here(q, layer, ids.int(), tokens.int(), partial.lse), average, dim**-0.5, alpha, largest)
+    assert torch.allclose(average.cpu(), expected, atol=1e-6)
+
+
+def test_a_small_batch_is_split_to_fill_the_device() -> None:
+    assert kernels.splits_for(rows=1, kv_heads=8, most_tokens=65536, processors=132) == 32
+    assert kernels.splits_for(rows=40, kv_heads=8, most_tokens=65536, processors=132) == 1
+    assert kernels.splits_for(rows=1, kv_heads=8, most_tokens=256, processors=132) == 1
+
+
+def test_every_kernel_compiles_for_hopper_and_spills_nothing(tmp_path: Path) -> None:
+    """At the shapes of the models that people serve; no GPU is needed for it."""
+    report = tmp_path / "compiled.json"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_INTERPRET")}
+    command = [sys.executable, "-m", "bench.triton_compile", "--json", str(report)]
+    subprocess.run(command, env=environment, check=True, timeout=900, cwd=Path(__file__).parents[2])
+    found = json.loads(report.read_text())
+    source = "".join(path.read_text() for path in Path(kernels.__file__).parent.glob("*.py"))
+    assert {entry["kernel"] for entry in found} == set(re.findall(r"def _(\w+_kernel)\(", source))
+    assert not [entry for entry in found if entry["local"]]
+    print(f"\n{len(found)} variants, at most {max(entry['registers'] for entry in found)} registers")
