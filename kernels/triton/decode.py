@@ -99,7 +99,7 @@ def splits_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> i
         processors: streaming multiprocessors of the device.
     """
     wanted = 2 * processors // max(1, rows * kv_heads)
-    return max(1, min(wanted, _MAX_SPLITS, triton.cdiv(most_tokens, 4 * _TILE)))
+    return max(1, min(wanted, _MAX_SPLITS, -(-most_tokens // (4 * _TILE))))
 
 
 def paged_partial(

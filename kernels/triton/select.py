@@ -15,12 +15,12 @@ class SelectedPages(NamedTuple):
     """Lists ``[rows, lists, k]`` int32 with their lengths ``[rows, lists]`` int32; ascending by logical page."""
 
     pages: Tensor  # logical pages, all that were selected
-    count: Tensor
+    pages_listed: Tensor
     slots: Tensor  # of the resident ones
-    slot_count: Tensor
+    slots_listed: Tensor
     tokens: Tensor  # that the resident ones hold: the growing page is always resident, and last
     missing: Tensor  # host page ids of the others
-    missing_count: Tensor
+    missing_listed: Tensor
 
 
 @triton.jit
@@ -114,8 +114,8 @@ def select_pages(
         out = SelectedPages(listed[0], number[0], listed[1], number[1], number[2], listed[2], number[3])
     if rows:
         _select_kernel[(rows, lists)](
-            scores, num_pages, lengths, budgets, regions, slot_of, table, out.pages, out.count, out.slots,
-            out.slot_count, out.tokens, out.missing, out.missing_count, sinks, max(recent, 1), columns,
+            scores, num_pages, lengths, budgets, regions, slot_of, table, out.pages, out.pages_listed, out.slots,
+            out.slots_listed, out.tokens, out.missing, out.missing_listed, sinks, max(recent, 1), columns,
             out.pages.shape[2], table.stride(0), slot_of.shape[1],
             lists, page_size, min(_MAX_TILE, triton.next_power_of_2(max(columns, 16))),
         )  # fmt: skip

@@ -23,7 +23,7 @@ def abort_storm(
     rng = random.Random(seed)
     prompts = [english(rng.choice(survivor_lengths), start=rng.randrange(20000)) for _ in range(12)]
     expected = {prompt: server.complete(prompt, GREEDY) for prompt in prompts}
-    # Three prompts only, so that aborted requests share pages; in the prefix cache, or the first would all compute them.
+    # Three prompts only, so that aborted requests share pages; cached, or the first ones would all compute them.
     leaving = [english(aborted_length, start=5000 * i) for i in range(3)]
     for prompt in leaving:
         server.complete(prompt, 1)

@@ -197,11 +197,11 @@ def test_selection_is_top_k_with_forced_pages_split_by_residency(columns: int) -
     for r in range(rows):
         for h in range(lists):
             want = [int(p) for p in expected[r, h] if p >= 0]
-            assert got.pages[r, h, : got.count[r, h]].tolist() == want
+            assert got.pages[r, h, : got.pages_listed[r, h]].tolist() == want
             slots = slot_of[regions[r], want] if want else torch.empty(0, dtype=torch.int64)
-            assert got.slots[r, h, : got.slot_count[r, h]].tolist() == slots[slots >= 0].tolist()
+            assert got.slots[r, h, : got.slots_listed[r, h]].tolist() == slots[slots >= 0].tolist()
             absent = table[r, torch.tensor(want, dtype=torch.int64)[slots < 0]]
-            assert got.missing[r, h, : got.missing_count[r, h]].tolist() == absent.tolist()
+            assert got.missing[r, h, : got.missing_listed[r, h]].tolist() == absent.tolist()
             tail = int(num_pages[r] * page - lengths[r])
             assert int(got.tokens[r, h]) == (int((slots >= 0).sum()) * page - tail if want else 0)
 
@@ -215,7 +215,7 @@ def test_of_equal_scores_the_first_pages_are_selected_and_nan_is_the_worst() -> 
         *here(torch.full((1, 40), -1, dtype=torch.int32), torch.arange(40, dtype=torch.int32)[None]), 16, 1, 1, 16,
     )  # fmt: skip
     assert got.pages[0, 0, :10].tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9, 39]
-    assert int(got.count[0, 0]) == 10 and int(got.missing_count[0, 0]) == 10
+    assert int(got.pages_listed[0, 0]) == 10 and int(got.missing_listed[0, 0]) == 10
 
 
 def test_recalled_pages_equal_their_host_pages_and_show_when_committed() -> None:
