@@ -285,6 +285,71 @@ void test_decode(int rounds) {
   EXPECT(pool_error < 1e-4 * size && team_error < 1e-4 * size, "teams disagree: %g %g of %g", pool_error, team_error, size);
 }
 
+// A device thread per box asks and waits; what it gets is what hb_partial computes, or the empty partial of a stale row.
+void test_mailbox(int rounds) {
+  hb_pool* pool = hb_pool_new(2, nullptr, hb_isa_best());
+  constexpr int kBoxes = 3, kRows = 4, kCapacity = 12;
+  struct Device {
+    std::unique_ptr<Job> job;
+    std::vector<int32_t> ids, counts;
+    std::vector<float> out, lse;
+    alignas(64) uint32_t asked = 0;
+    alignas(64) uint32_t answered = 0;
+    alignas(64) uint32_t failed = 0;
+  };
+  Rng rng(11);
+  std::vector<std::unique_ptr<Device>> devices;
+  std::vector<int64_t> current(kRows, 0), regions(kRows), generations(kRows, 0);
+  for (int r = 0; r < kRows; r++) regions[r] = r;
+  std::vector<hb_mailbox> boxes;
+  for (int b = 0; b < kBoxes; b++) {
+    devices.push_back(std::make_unique<Device>());
+    Device& device = *devices.back();
+    device.job = std::make_unique<Job>(rng, 64, 3, 16, 2, kRows, 1, kCapacity);
+    Job& job = *device.job;
+    for (size_t i = 0; i < job.ids.size(); i++) job.valid[i] = job.ids[i] < 0 ? 0 : 16;
+    job.reference();
+    device.counts.assign(kRows, 0);
+    for (size_t i = 0; i < job.ids.size(); i++) {
+      device.ids.push_back((int32_t)job.ids[i]);
+      device.counts[i / kCapacity] += job.ids[i] >= 0;
+    }
+    device.out.assign(job.out.size(), NAN);
+    device.lse.assign(job.lse.size(), NAN);
+    boxes.push_back({job.args.cache, kRows, 1, kCapacity, job.args.q, device.ids.data(), device.counts.data(),
+                     regions.data(), generations.data(), current.data(), device.out.data(), device.lse.data(),
+                     &device.asked, &device.answered, &device.failed});
+  }
+  hb_mail* mail = hb_mail_new(pool, &devices[0]->job->args.model, boxes.data(), kBoxes, -1);
+  EXPECT(mail, "%s", hb_last_error());
+  std::vector<std::thread> threads;
+  for (int b = 0; b < kBoxes; b++)
+    threads.emplace_back([&, b] {
+      Device& device = *devices[b];
+      Job& job = *device.job;
+      for (int round = 1; round <= 20 * rounds; round++) {
+        if (b == 0 && round % 7 == 0) __atomic_fetch_add(&current[3], 1, __ATOMIC_RELAXED);  // row 3 is gone from now on
+        const bool is_bad = b == 1 && round % 50 == 0;
+        if (is_bad) device.counts[0] = kCapacity + 1;
+        __atomic_store_n(&device.asked, (uint32_t)round, __ATOMIC_RELEASE);
+        while (__atomic_load_n(&device.answered, __ATOMIC_ACQUIRE) != (uint32_t)round) std::this_thread::yield();
+        if (is_bad) {
+          EXPECT(device.failed == (uint32_t)round && std::strstr(hb_mail_error(mail), "room for"), "%s", hb_mail_error(mail));
+          device.counts[0] = 0;
+          for (int k = 0; k < kCapacity; k++) device.counts[0] += job.ids[k] >= 0;
+          continue;
+        }
+        const size_t row = job.lse.size() / kRows, kept = job.lse.size() - row;  // of the rows before the last one
+        for (size_t i = 0; i < kept; i++)
+          EXPECT(device.lse[i] == job.expected_lse[i] || std::fabs(device.lse[i] - job.expected_lse[i]) < 1e-3, "box %d", b);
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT(hb_mail_served(mail) == (int64_t)kBoxes * 20 * rounds, "%lld", (long long)hb_mail_served(mail));
+  hb_mail_free(mail);
+  hb_pool_free(pool);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -292,6 +357,7 @@ int main(int argc, char** argv) {
   test_kernels(rounds);
   test_pool(rounds);
   test_decode(rounds);
+  test_mailbox(rounds);
   std::printf("%s, %d failures\n", hb_isa_name(hb_isa_best()), failures.load());
   return failures ? 1 : 0;
 }
