@@ -106,7 +106,6 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="configuration of the hybrid server, KEY=VALUE")
     arguments = parser.parse_args()
     contexts, batches = ([int(x) for x in text.split(",")] for text in (arguments.contexts, arguments.batches))
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the servers import bench.shapes
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -114,6 +113,7 @@ def main() -> None:
         if arguments.shape:
             from bench import shapes
 
+            os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the servers import bench.shapes
             model = shapes.write_shape(arguments.shape, place)
             flags += shapes.FLAGS
         shape = json.loads((model / "config.json").read_text())

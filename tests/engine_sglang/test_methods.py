@@ -14,7 +14,7 @@ from tests.engine_sglang.server import hybrid_server
 
 pytestmark = pytest.mark.engine
 FLAGS = ("--dtype", "float32", "--chunked-prefill-size", "512", "--max-running-requests", "4")
-SHORT = 5  # up to 700 tokens
+SHORT = 6  # up to 700 tokens
 # Conditions in which each method promises the stock backend's tokens.
 EXACT: dict[str, dict[str, Any]] = {
     "hgca": {"hgca.window_tokens": 1024},
