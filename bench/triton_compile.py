@@ -106,7 +106,7 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
         q, host, table[:, None, :k], line[:, None], cpu[1], torch.empty(8, kv_heads, page), dim**-0.5, 0.3, True
     )
     kernels.build_digests(host, digests, line, line)
-    kernels.append_tokens(new, new, host, line, line, host, line, digests)
+    kernels.append_tokens(new, new, host, line, line, host, line, table, digests)
     kernels.append_tokens(new, new, host, line, long)
     for width in columns:
         for per_head in (False, True):
@@ -116,8 +116,18 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
                 )
             slot_of = torch.zeros(rows, width, dtype=torch.int32)
             kernels.select_pages(scores, line, line, line, line, slot_of, table[:, :width], page, 1, 2, k)
-    kernels.copy_pages(host, host, line, line, line[:1])
-    kernels.commit_pages(table, line, line, line, line, long, long, line[:1])
+    maps = kernels.Maps(table[None], table, torch.zeros(1, max(COLUMNS)))
+    copies = kernels.Copies(*[table[None, :, :k]] * 3, torch.zeros(1, rows, k), line[None], long[None])
+    scores = torch.zeros(rows, 1, max(COLUMNS))
+    for size in (k, 4 * k):  # slots of a region
+        small = kernels.Maps(table[None], torch.zeros(1, rows * size, dtype=torch.int32), torch.zeros(1, rows * size))
+        keep = torch.zeros(rows, size, dtype=torch.int32)
+        lists = (table[:, None, :k], line[:, None])
+        kernels.plan_recall(small.of(0), copies.of(0), scores, table, lists, lists, line, line, long, line[:1], keep)
+        kernels.note_scores(small.of(0), scores, line, line, line, 1, 2)
+        kernels.open_pages(small, line, line, line, page)
+    kernels.commit_pages(maps, copies, long)
+    kernels.copy_pages(host, host, line, line)
     kernels.ask(line, line[:1])
     kernels.await_answer(line, line[:1], line[1:2], 10**9)
 

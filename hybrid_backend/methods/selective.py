@@ -252,8 +252,8 @@ class Selective(Method):
             best = pages.topk(min(self.tiers.slots.size, len(pages))).indices
             local = torch.arange(len(best))
             self._regions.fill(layer, rows, r, int(plan.regions[r]), local, best, pages[best])
-        if not exact:
-            residency.note_scores(layer, plan.regions, scores)
+        if not exact:  # a request that attends everything keeps its pages by age, whatever others of its batch do
+            residency.note_scores(layer, plan.regions[plan.sparse], scores[plan.sparse])
         entry = self._split(layer, rows, plan, selected, scores)
         self.stats.looked_up(layer, int((selected >= 0).sum()), int((entry.device.ids >= 0).sum()))
         return entry

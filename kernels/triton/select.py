@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_backend.kernels.triton.residency import ordered
+
 _MAX_TILE = 2048  # columns that a program holds at a time
 
 
@@ -20,29 +22,23 @@ class SelectedPages(NamedTuple):
     slots_listed: Tensor
     tokens: Tensor  # that the resident ones hold: the growing page is always resident, and last
     missing: Tensor  # host page ids of the others
+    absent: Tensor  # their logical pages
     missing_listed: Tensor
-
-
-@triton.jit
-def _ordered(x):
-    """fp32 -> int64 in the same order; NaN counts as the lowest."""
-    bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def _keys_of(scores, first, pages, sinks, recent, TILE: tl.constexpr):
     """Scores of a tile of columns, ordered: forced pages above all others, columns beyond the row below."""
     column = first + tl.arange(0, TILE)
-    key = _ordered(tl.load(scores + column, mask=column < pages, other=float("-inf")))
+    key = ordered(tl.load(scores + column, mask=column < pages, other=float("-inf")))
     key = tl.where((column < sinks) | (column >= pages - recent), 1 << 31, key)
     return column, tl.where(column < pages, key, -(1 << 31) - 1)
 
 
 @triton.jit(do_not_specialize=["sinks", "recent", "k", "table_stride", "slot_columns"])
 def _select_kernel(scores, num_pages, lengths, budgets, regions, slot_of, table, chosen, count, slots, slot_count,
-                   tokens, missing, missing_count, sinks, recent, columns, k, table_stride, slot_columns,
-                   LISTS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+                   tokens, missing, absent, missing_count, sinks, recent, columns, k, table_stride, slot_columns,
+                   LISTS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, ONE_TILE: tl.constexpr):  # fmt: skip
     row, listing = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * LISTS + listing
     scores += at * columns
@@ -52,22 +48,29 @@ def _select_kernel(scores, num_pages, lengths, budgets, regions, slot_of, table,
 
     # The budget-th largest key, found bit by bit: how many keys are at least this?
     low = tl.full([], -(1 << 32), tl.int64)
-    for bit in range(32, -1, -1):
-        trial = low + (tl.full([], 1, tl.int64) << bit)
-        above = tl.zeros([], tl.int32)
+    better = tl.zeros([], tl.int32)
+    if ONE_TILE:
+        _, key = _keys_of(scores, 0, pages, sinks, recent, TILE)
+        for bit in range(32, -1, -1):
+            trial = low + (tl.full([], 1, tl.int64) << bit)
+            low = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= budget, trial, low)
+        better += tl.sum((key > low).to(tl.int32), 0)
+    else:
+        for bit in range(32, -1, -1):
+            trial = low + (tl.full([], 1, tl.int64) << bit)
+            above = tl.zeros([], tl.int32)
+            for first in range(0, pages, TILE):
+                _, key = _keys_of(scores, first, pages, sinks, recent, TILE)
+                above += tl.sum((key >= trial).to(tl.int32), 0)
+            low = tl.where(above >= budget, trial, low)
         for first in range(0, pages, TILE):
             _, key = _keys_of(scores, first, pages, sinks, recent, TILE)
-            above += tl.sum((key >= trial).to(tl.int32), 0)
-        low = tl.where(above >= budget, trial, low)
-    better = tl.zeros([], tl.int32)
-    for first in range(0, pages, TILE):
-        _, key = _keys_of(scores, first, pages, sinks, recent, TILE)
-        better += tl.sum((key > low).to(tl.int32), 0)
+            better += tl.sum((key > low).to(tl.int32), 0)
     ties = budget - better  # of equals, the first ones
 
     taken = tl.zeros([], tl.int32)
     resident = tl.zeros([], tl.int32)
-    absent = tl.zeros([], tl.int32)
+    lacking = tl.zeros([], tl.int32)
     equals = tl.zeros([], tl.int32)
     for first in range(0, pages, TILE):
         column, key = _keys_of(scores, first, pages, sinks, recent, TILE)
@@ -81,13 +84,15 @@ def _select_kernel(scores, num_pages, lengths, budgets, regions, slot_of, table,
         tl.store(chosen + at * k + taken + tl.cumsum(picked, 0) - 1, column, mask=pick)
         tl.store(slots + at * k + resident + tl.cumsum(here, 0) - 1, slot, mask=here > 0)
         page = tl.load(table + row * table_stride + column, mask=away > 0, other=-1)
-        tl.store(missing + at * k + absent + tl.cumsum(away, 0) - 1, page, mask=away > 0)
+        to = at * k + lacking + tl.cumsum(away, 0) - 1
+        tl.store(missing + to, page, mask=away > 0)
+        tl.store(absent + to, column, mask=away > 0)
         taken += tl.sum(picked, 0)
         resident += tl.sum(here, 0)
-        absent += tl.sum(away, 0)
+        lacking += tl.sum(away, 0)
     tl.store(count + at, taken)
     tl.store(slot_count + at, resident)
-    tl.store(missing_count + at, absent)
+    tl.store(missing_count + at, lacking)
     tail = pages * PAGE - tl.load(lengths + row)  # what the growing page lacks
     tl.store(tokens + at, tl.where(resident > 0, resident * PAGE - tail, 0))
 
@@ -110,13 +115,13 @@ def select_pages(
     rows, lists, columns = scores.shape
     if out is None:
         number = num_pages.new_zeros(4, rows, lists)
-        listed = num_pages.new_full((3, rows, lists, most), -1)
-        out = SelectedPages(listed[0], number[0], listed[1], number[1], number[2], listed[2], number[3])
+        listed = num_pages.new_full((4, rows, lists, most), -1)
+        out = SelectedPages(listed[0], number[0], listed[1], number[1], number[2], listed[2], listed[3], number[3])
     if rows:
         _select_kernel[(rows, lists)](
             scores, num_pages, lengths, budgets, regions, slot_of, table, out.pages, out.pages_listed, out.slots,
-            out.slots_listed, out.tokens, out.missing, out.missing_listed, sinks, max(recent, 1), columns,
+            out.slots_listed, out.tokens, out.missing, out.absent, out.missing_listed, sinks, max(recent, 1), columns,
             out.pages.shape[2], table.stride(0), slot_of.shape[1],
-            lists, page_size, min(_MAX_TILE, triton.next_power_of_2(max(columns, 16))),
+            lists, page_size, min(_MAX_TILE, triton.next_power_of_2(max(columns, 16))), columns <= _MAX_TILE,
         )  # fmt: skip
     return out

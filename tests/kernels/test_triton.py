@@ -132,6 +132,8 @@ def test_new_tokens_reach_host_page_slot_and_digest_and_nothing_else(dtype: torc
     digests = torch.randn(6, kv_heads, 2, dim, generator=rng).to(dtype)
     k, v = torch.randn(2, 4, kv_heads, dim, generator=rng).to(dtype)
     pages, positions, slot_ids = torch.tensor([4, 1, -1, 2]), torch.tensor([35, 48, 7, 0]), torch.tensor([2, -1, 0, 1])
+    regions, slot_of = torch.tensor([1, 0, 0, 2]), torch.full((3, 4), -1)
+    slot_of[1, 2], slot_of[2, 0], slot_of[0, 0] = 2, 1, 0
     want = [host.clone(), slots.clone(), digests.clone()]
     for r in (0, 1, 3):
         at = int(positions[r]) % page
@@ -141,10 +143,10 @@ def test_new_tokens_reach_host_page_slot_and_digest_and_nothing_else(dtype: torc
         old = digests[pages[r]]
         want[2][pages[r], :, 0] = k[r] if at == 0 else torch.maximum(old[:, 0], k[r])
         want[2][pages[r], :, 1] = k[r] if at == 0 else torch.minimum(old[:, 1], k[r])
-    k, v, host, slots, digests, pages, positions, slot_ids = here(
-        k, v, host, slots, digests, pages.int(), positions.int(), slot_ids.int()
+    k, v, host, slots, digests, pages, positions, regions, slot_of = here(
+        k, v, host, slots, digests, pages.int(), positions.int(), regions.int(), slot_of.int()
     )
-    kernels.append_tokens(k, v, host, pages, positions, slots, slot_ids, digests)
+    kernels.append_tokens(k, v, host, pages, positions, slots, regions, slot_of, digests)
     assert all(torch.equal(a.cpu(), b) for a, b in zip((host, slots, digests), want, strict=True))
 
 
@@ -219,25 +221,71 @@ def test_of_equal_scores_the_first_pages_are_selected_and_nan_is_the_worst() -> 
 
 
 def test_recalled_pages_equal_their_host_pages_and_show_when_committed() -> None:
+    """The most important absent pages take the places of the least important ones that are not selected."""
     rng = generator(7)
-    host, slots = layer_of(9, 2, 16, 80, torch.bfloat16, rng), layer_of(6, 2, 16, 80, torch.bfloat16, rng)
+    page, size, columns = 16, 4, 8
+    host, slots = layer_of(20, 2, page, 80, torch.bfloat16, rng), layer_of(8, 2, page, 80, torch.bfloat16, rng)
     before = slots.clone()
-    # Two regions of three slots; region 1 was released after its copy began. The last entry does not count.
-    slot_of = torch.tensor([[0, -1, 1, -1, 2], [3, 4, 5, -1, -1]])
-    page_of = torch.tensor([0, 2, 4, 0, 1, 2])
-    host_pages, slot_ids, pages = torch.tensor([8, 3, 5, 1]), torch.tensor([1, 2, 4, 0]), torch.tensor([1, 3, 3, 1])
-    regions, started, generations = torch.tensor([0, 0, 1, 0]), torch.tensor([5, 5, 2, 5]), torch.tensor([5, 3])
-    count = torch.tensor([3])
-    host, slots, slot_of, page_of, host_pages, slot_ids, pages, regions, count = here(
-        host, slots, *(x.int() for x in (slot_of, page_of, host_pages, slot_ids, pages, regions, count))
+    # Region 1 holds the pages 0, 3, 5 and 7; of 8 pages 0, 1, 4 and 7 are selected.
+    slot_of, page_of = torch.full((2, columns), -1), torch.full((8,), -1)
+    slot_of[1, [0, 3, 5, 7]] = torch.tensor([4, 6, 5, 7])
+    page_of[[4, 6, 5, 7]] = torch.tensor([0, 3, 5, 7])
+    importance = torch.tensor([-float("inf")] * 4 + [float("inf"), -2.0, 0.5, float("inf")])
+    scores = torch.tensor([[[0.0, 1.0, -3.0, 0.5, 2.0, -2.0, -4.0, 0.0]]])
+    table = torch.arange(10, 18)[None]
+    maps = kernels.Maps(*here(slot_of[None].int(), page_of[None].int(), importance[None]))
+    empty = torch.full((1, 1, 3), -1, dtype=torch.int32)
+    copies = kernels.Copies(
+        *here(empty, empty.clone(), empty.clone(), torch.zeros(1, 1, 3)),
+        *here(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int64)),
     )
-    kernels.copy_pages(host, slots, host_pages, slot_ids, count)
-    assert torch.equal(slots[[1, 2, 4]], host[[8, 3, 5]])
-    assert torch.equal(slots[[0, 3, 5]].cpu(), before[[0, 3, 5]])
-    assert slot_of[0].tolist() == [0, -1, 1, -1, 2], "a copy alone shows nothing"
-    kernels.commit_pages(slot_of, page_of, regions, slot_ids, pages, *here(started, generations), count)
-    assert slot_of.tolist() == [[0, 1, -1, 2, -1], [3, 4, 5, -1, -1]]
-    assert page_of.tolist() == [0, 1, 3, 0, 1, 2]
+    integers = [torch.tensor(x, dtype=torch.int32) for x in ([[[4, 7, 0]]], [[2]], [[[1, 4, 0]]], [[2]], [8], [1], [1])]
+    selected, selected_count, absent, absent_count, num_pages, regions, due = here(*integers)
+    (generations, scores, table, host, slots) = here(torch.tensor([0, 5]), scores, table.int(), host, slots)
+    keep = torch.zeros(1, size, dtype=torch.int32, device=DEVICE)
+    arguments = (scores, table, (selected, selected_count), (absent, absent_count), num_pages, regions, generations)
+    kernels.plan_recall(maps.of(0), copies.of(0), *arguments, torch.zeros_like(due), keep)
+    assert copies.slots.tolist() == [[[-1, -1, -1]]], "not due"
+    kernels.plan_recall(maps.of(0), copies.of(0), *arguments, due, keep)
+    assert copies.slots.tolist() == [[[5, 6, -1]]] and copies.pages[0, 0, :2].tolist() == [4, 1]
+    assert slot_of.tolist()[1] != maps.slot_of[0, 1].tolist() == [4, -1, -1, -1, -1, -1, -1, 7]
+    kernels.copy_pages(host, slots, copies.host_pages[0], copies.slots[0])
+    assert torch.equal(slots[[5, 6]], host[[14, 11]])
+    assert torch.equal(slots[[0, 1, 2, 3, 4, 7]].cpu(), before[[0, 1, 2, 3, 4, 7]])
+    moved = kernels.Copies(*(x.clone() for x in copies))
+    kernels.commit_pages(maps, moved, generations + 1)
+    assert maps.slot_of[0, 1].tolist() == [4, -1, -1, -1, -1, -1, -1, 7], "the region was released meanwhile"
+    kernels.commit_pages(maps, copies, generations)
+    assert maps.slot_of[0].tolist() == [[-1] * 8, [4, 6, -1, -1, 5, -1, -1, 7]]
+    assert maps.page_of[0, 4:].tolist() == [0, 4, 1, 7] and maps.importance[0, 5:7].tolist() == [2.0, 1.0]
+    assert copies.slots.tolist() == [[[-1, -1, -1]]], "each copy is committed once"
+
+
+def test_a_page_that_begins_takes_the_least_important_slot_in_every_layer() -> None:
+    page_of = torch.tensor([[0, 1, 2, -1], [2, 1, 0, 3]])
+    slot_of = torch.tensor([[[0, 1, 2, -1, -1]], [[2, 1, 0, 3, -1]]])
+    importance = torch.tensor([[float("inf"), 1.0, 2.0, -float("inf")], [0.5, 3.0, float("inf"), 4.0]])
+    maps = kernels.Maps(*here(slot_of.int(), page_of.int(), importance))
+    regions, pages = here(torch.zeros(2, dtype=torch.int32), torch.tensor([9, -1], dtype=torch.int32))
+    kernels.open_pages(maps, regions, pages, *here(torch.tensor([63, 64], dtype=torch.int32)), 16)
+    assert torch.equal(maps.page_of.cpu(), page_of.int()), "neither begins a page: one in mid-page, one of padding"
+    for _ in range(2):  # the second time the page has its slot
+        kernels.open_pages(maps, regions, pages, *here(torch.tensor([64, 0], dtype=torch.int32)), 16)
+        assert maps.page_of.tolist() == [[0, 1, 2, 4], [4, 1, 0, 3]]
+        assert maps.slot_of.tolist() == [[[0, 1, 2, -1, 3]], [[2, 1, -1, 3, 0]]]
+        assert maps.importance[:, 0].tolist() == [float("inf"), 4.0] and float(maps.importance[0, 3]) == 4.0
+
+
+def test_importance_of_resident_pages_is_their_latest_score() -> None:
+    page_of = torch.tensor([[0, 2, 4, -1]])
+    slot_of = torch.tensor([[[0, -1, 1, -1, 2]]])
+    scores = torch.tensor([[[9.0, 9.0, 0.25, 9.0, 0.5], [9.0, 9.0, 0.75, 9.0, 0.0]]])
+    (maps_of,) = [kernels.Maps(*here(slot_of.int(), page_of.int(), torch.zeros(1, 4)))]
+    five, one, zero = here(*(torch.tensor([x], dtype=torch.int32) for x in (5, 1, 0)))
+    kernels.note_scores(maps_of.of(0), *here(scores), five, five, zero, 1, 1)
+    assert not maps_of.importance.any(), "a row that attends everything says nothing"
+    kernels.note_scores(maps_of.of(0), *here(scores), five, one, zero, 1, 1)
+    assert maps_of.importance[0].tolist() == [float("inf"), 0.75, float("inf"), -float("inf")]
 
 
 @pytest.mark.parametrize("largest", [False, True])
