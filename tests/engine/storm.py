@@ -21,7 +21,7 @@ def abort_storm(
     server: Server, survivor_lengths: Sequence[int], aborted_length: int, aborted_tokens: int, seed: int = 1
 ) -> None:
     rng = random.Random(seed)
-    prompts = [english(rng.choice(survivor_lengths), start=rng.randrange(20000)) for _ in range(12)]
+    prompts = [english(rng.choice(survivor_lengths), start=rng.randrange(20000)) for _ in range(8)]
     expected = {prompt: server.complete(prompt, GREEDY) for prompt in prompts}
     # Three prompts only, so that aborted requests share pages; cached, or the first ones would all compute them.
     leaving = [english(aborted_length, start=5000 * i) for i in range(3)]

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.engine.server import Server, hybrid_server
@@ -28,10 +29,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "slots_per_request": 80,
         "lookahead.partial_query": "predicted",
     }
-    with pytest.MonkeyPatch.context() as patch:
+    # A folder for temporary files of its own, because other servers may run; a short one, because sockets live in it.
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="t") as folder:
         patch.setenv("VLLM_CPU_CI_ENV", "1")
+        patch.setenv("TMPDIR", folder)
         with hybrid_server(tmp_path_factory.mktemp("serving"), config, flags) as running:
+            patch.undo()
+            children = psutil.Process(running.process.pid).children(recursive=True)
+            assert children and list(Path(folder).glob("hybrid-*"))
             yield running
+        # A stopped server leaves no process and no file. The last process sees that its parent is gone a moment later.
+        assert running.process.returncode == 0
+        alive = psutil.wait_procs(children, timeout=20)[1]
+        assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+        assert not list(Path(folder).glob("hybrid-*"))
 
 
 def test_a_chat_completion_streams(server: Server) -> None:
@@ -86,21 +97,3 @@ def test_metrics_carry_every_promised_name(server: Server) -> None:
         "hybrid_attention_mass_recall", "hybrid_slots_in_use", "hybrid_regions_in_use", "hybrid_host_pool_pages",
     }  # fmt: skip
     assert promised <= server.metrics().keys()
-
-
-def test_a_stopped_server_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import psutil
-
-    # A folder of its own, because other servers may run; a short one, because sockets live in it.
-    with tempfile.TemporaryDirectory(prefix="t") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        with hybrid_server(
-            tmp_path, {"host_pool.size": "256MiB"}, ["--max-model-len", "2048", "--enforce-eager"]
-        ) as server:
-            children = psutil.Process(server.process.pid).children(recursive=True)
-            assert children and list(Path(folder).glob("hybrid-*"))
-        assert server.process.returncode == 0
-        # The last of them sees that its parent is gone a moment later.
-        alive = psutil.wait_procs(children, timeout=20)[1]
-        assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
-        assert not list(Path(folder).glob("hybrid-*"))
