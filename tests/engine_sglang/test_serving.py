@@ -71,7 +71,7 @@ def test_a_chat_completion_streams(server: Server) -> None:
 
 
 def test_sparse_answers_stay_near_torch_native_s(server: Server, stock: StockAnswers) -> None:
-    """Two fifths of each context are attended. The first token follows from the prompt, which is exact."""
+    """A third of each context is attended. The first token follows from the prompt, which is exact."""
     names = ("hybrid_cpu_tokens_total", "hybrid_recalled_pages_total", "hybrid_lead_seconds_total")
     for prompt in long_prompts():
         expected = stock.once([prompt, "steps"], lambda other, text=prompt: next_tokens(other, text, SPARSE_TOKENS))
