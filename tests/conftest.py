@@ -1,9 +1,13 @@
 """Settings shared by all tests."""
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from hybrid_backend.hub import fetch
 
 # Machines are shared and noisy: a slow example is not a failure.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -21,3 +25,9 @@ if not torch.cuda.is_available():
         triton.knobs.runtime.interpret = True
     finally:
         del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The demo model's folder."""
+    return fetch("smollm2-135m-instruct")

@@ -59,7 +59,8 @@ class StepInputs:
         rows = torch.zeros(6, shape.rows, dtype=torch.int32, device=device)
         table = torch.zeros(shape.rows, shape.columns, dtype=torch.int32, device=device)
         number, due = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, layers))
-        return cls(table, *rows, number, due)
+        num_pages, lengths, positions, pages, regions, budgets = rows
+        return cls(table, num_pages, lengths, positions, pages, regions, budgets, number, due)
 
 
 class GraphScout:
@@ -94,6 +95,7 @@ class GraphScout:
             torch.zeros(recalls[:2], dtype=torch.int32, device=device),
             torch.zeros(recalls[:2], dtype=torch.int64, device=device),
         )
+        self._no_scores = torch.zeros(shape.rows, 1, shape.columns, device=device)  # of exact layers
         self._keep = torch.zeros(shape.rows, shape.slots, dtype=torch.int32, device=device)
         # The workers read generations, the device too: pinned memory serves both.
         self.generations = torch.zeros(shape.regions, dtype=torch.int64, pin_memory=on_gpu)
@@ -182,7 +184,7 @@ class GraphScout:
     def _select(self, layer: int, q: Tensor) -> None:
         shape, now, digests = self.shape, self.inputs, self._digests[layer]
         if digests is None:  # every page; scores say nothing
-            scores = q.new_zeros(shape.rows, 1, shape.columns, dtype=torch.float32)
+            scores = self._no_scores
             budgets, most = now.num_pages, shape.columns
         else:
             scores = kernels.page_scores(

@@ -109,7 +109,6 @@ def paged_partial(
     tokens: Tensor,
     scale: float,
     splits: int = 1,
-    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query token per row over its listed pages; every K and V row is read once for its whole group
     of query heads.
@@ -121,7 +120,6 @@ def paged_partial(
         tokens: ``[rows, 1 | kv_heads]`` int32, tokens of each list: all its pages are full but the last one.
         scale: multiplies the logits.
         splits: see `splits_for`.
-        out: where to write, of the shapes that are returned.
 
     Returns:
         ``(out [rows, heads, splits, head_dim], lse [rows, heads, splits])`` fp32, natural log: one partial per part
@@ -129,16 +127,16 @@ def paged_partial(
     """
     rows, heads, dim = q.shape
     kv_heads, page = kv.shape[1], kv.shape[3]
-    if out is None:
-        out = (q.new_empty(rows, heads, splits, dim, dtype=torch.float32), q.new_empty(rows, heads, splits).float())
+    out = q.new_empty(rows, heads, splits, dim, dtype=torch.float32)
+    lse = q.new_empty(rows, heads, splits, dtype=torch.float32)
     if rows:
         group = heads // kv_heads
         _partial_kernel[(rows, kv_heads, splits)](
-            q, kv, ids, tokens, out[0], out[1], scale, ids.shape[2], splits,
+            q, kv, ids, tokens, out, lse, scale, ids.shape[2], splits,
             kv_heads, group, page, dim, ids.shape[1] > 1, _TILE,
             group_block(group), triton.next_power_of_2(dim), precision_of(q.dtype),
         )  # fmt: skip
-    return out
+    return out, lse
 
 
 def page_weights(

@@ -37,7 +37,6 @@ def _merge_kernel(out, lse, cpu_out, cpu_lse, merged, merged_lse, splits, DIM: t
 
 def merge_partials(
     out: Tensor, lse: Tensor, cpu: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype = torch.float32,
-    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the union of disjoint sets of keys (FlashAttention-2, section 2.2).
 
@@ -45,18 +44,16 @@ def merge_partials(
         out: ``[rows, heads, splits, head_dim]`` fp32; ``lse``: ``[rows, heads, splits]`` fp32, natural log.
         cpu: ``([rows, heads, head_dim], [rows, heads])`` fp32, pinned or on the device.
         dtype: of the result.
-        into: where to write the result.
 
     Returns:
         ``([rows, heads, head_dim], [rows, heads] fp32)``. Empty partials change nothing; nothing but empty ones gives
         out 0, lse -inf.
     """
     rows, heads, splits, dim = out.shape
-    if into is None:
-        into = (out.new_empty(rows, heads, dim, dtype=dtype), out.new_empty(rows, heads))
+    merged = (out.new_empty(rows, heads, dim, dtype=dtype), out.new_empty(rows, heads))
     if rows:
         _merge_kernel[(rows * heads,)](
-            out, lse, *(cpu or (None, None)), *into, splits,
+            out, lse, *(cpu or (None, None)), *merged, splits,
             dim, triton.next_power_of_2(dim), triton.next_power_of_2(splits), cpu is not None,
         )  # fmt: skip
-    return into
+    return merged

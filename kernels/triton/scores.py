@@ -83,7 +83,7 @@ def _combine_kernel(logits, tops, sums, num_pages, scores, scale, columns, tiles
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, aggregate: str, per_head: bool, bound: float,
-    scale: float, most_pages: int | None = None,
+    scale: float,
 ) -> Tensor:  # fmt: skip
     """`attention.selection.page_scores` on the device: estimates of the largest logit in each page (Quest, section
     3.2), combined over query heads.
@@ -96,14 +96,13 @@ def page_scores(
         aggregate: how query heads combine, see `AGGREGATES`; ``per_head``: a list per KV head instead of one.
         bound: share of the digest's half-width that counts; 1 is Quest's upper end.
         scale: of the attention's softmax.
-        most_pages: the columns to look at, by default all of the table.
 
     Returns:
         ``[rows, 1 | kv_heads, columns]`` fp32, -inf beyond a row's pages.
     """
     rows, heads, dim = q.shape
     kv_heads = digests.shape[1]
-    columns = table.shape[1] if most_pages is None else most_pages
+    columns = table.shape[1]
     tiles = triton.cdiv(columns, _TILE)
     lists = kv_heads if per_head else 1
     scores = q.new_empty(rows, lists, columns, dtype=torch.float32)

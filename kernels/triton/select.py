@@ -99,7 +99,7 @@ def _select_kernel(scores, num_pages, lengths, budgets, regions, slot_of, table,
 
 def select_pages(
     scores: Tensor, num_pages: Tensor, lengths: Tensor, budgets: Tensor, regions: Tensor, slot_of: Tensor,
-    table: Tensor, page_size: int, sinks: int, recent: int, most: int, out: SelectedPages | None = None,
+    table: Tensor, page_size: int, sinks: int, recent: int, most: int,
 ) -> SelectedPages:  # fmt: skip
     """The best pages of each list, the first ``sinks`` and last ``recent`` always among them, and where they are.
 
@@ -110,18 +110,16 @@ def select_pages(
         regions: ``[rows]`` int32; ``slot_of``: ``[regions, columns]`` int32 slot of each logical page, -1: none.
         table: ``[rows, columns]`` int32 host page ids.
         most: pages that any list may hold; what is returned has that many columns.
-        out: where to write.
     """
     rows, lists, columns = scores.shape
-    if out is None:
-        number = num_pages.new_zeros(4, rows, lists)
-        listed = num_pages.new_full((4, rows, lists, most), -1)
-        out = SelectedPages(listed[0], number[0], listed[1], number[1], number[2], listed[2], listed[3], number[3])
+    number = num_pages.new_zeros(4, rows, lists)
+    listed = num_pages.new_full((4, rows, lists, most), -1)
+    out = SelectedPages(listed[0], number[0], listed[1], number[1], number[2], listed[2], listed[3], number[3])
     if rows:
         _select_kernel[(rows, lists)](
             scores, num_pages, lengths, budgets, regions, slot_of, table, out.pages, out.pages_listed, out.slots,
             out.slots_listed, out.tokens, out.missing, out.absent, out.missing_listed, sinks, max(recent, 1), columns,
-            out.pages.shape[2], table.stride(0), slot_of.shape[1],
+            most, table.stride(0), slot_of.shape[1],
             lists, page_size, min(_MAX_TILE, triton.next_power_of_2(max(columns, 16))), columns <= _MAX_TILE,
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Shared by the engine tests: the demo model, and greedy fp32 answers of the engine without our plugin."""
+"""Shared by the engine tests: the prompts, and the answers of the engine without our plugin in fp32 and bf16."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.fidelity import FIDELITY_FLAGS, follow
-from hybrid_backend.hub import fetch
 from tests.engine.answers import StockAnswers, stock_answers
-from tests.engine.server import MODEL, Server, stock_server
+from tests.engine.server import Server, stock_server
 from tests.engine.texts import english, tokens_of_prose
 
 ROOT = Path(__file__).parents[2]
@@ -62,20 +61,9 @@ def _short(length: int) -> tuple[list[int], list[int]]:
     return tokens_of_prose(length, 900 * length), tokens_of_prose(24, 901 * length)
 
 
-@pytest.fixture(scope="session")
-def model_dir() -> Path:
-    return fetch(MODEL)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _importable_bench() -> Iterator[None]:
     """Servers import `bench.teacher` from the root of the repository."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         yield
-
-
-def all_at_once(server: Server, prompts: list[str], tokens: int, at_once: int = 4) -> list[str]:
-    """Greedy completions, ``at_once`` requests in flight."""
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda prompt: server.complete(prompt, tokens), prompts))

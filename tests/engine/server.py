@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,11 @@ class Server:
         )
         return str(answer.choices[0].text)
 
+    def complete_all(self, prompts: Sequence[str], tokens: int, at_once: int = 4, **options: Any) -> list[str]:
+        """Greedy completions, ``at_once`` requests in flight."""
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(lambda prompt: self.complete(prompt, tokens, **options), prompts))
+
     def metrics(self, prefix: str = "hybrid_") -> dict[str, dict[str, float]]:
         """``{metric: {layer or "": value}}``, summed over all other labels."""
         found: dict[str, dict[str, float]] = {}
@@ -63,7 +69,12 @@ class Server:
 
 @contextmanager
 def hybrid_server(
-    folder: Path, config: dict[str, Any], flags: Sequence[str] = (), model: str = MODEL
+    folder: Path,
+    config: dict[str, Any],
+    flags: Sequence[str] = (),
+    model: str = MODEL,
+    engine: str = "vllm",
+    environment: dict[str, str] | None = None,
 ) -> Iterator[Server]:
     """``hybrid serve`` with the shipped configuration of the model, changed by ``config`` (dotted keys)."""
     overrides = [
@@ -71,8 +82,8 @@ def hybrid_server(
         for key, value in config.items()
     ]
     port = free_port()
-    command = [executable("hybrid"), "serve", model, *overrides, "--", "--port", str(port), *flags]
-    with _running(command, port, folder / f"hybrid-{port}.log") as server:
+    command = [executable("hybrid"), "serve", model, "--engine", engine, *overrides, "--", "--port", str(port), *flags]
+    with running(command, port, folder / f"hybrid-{port}.log", environment) as server:
         yield server
 
 
@@ -92,7 +103,7 @@ def stock_server(folder: Path, model_dir: Path, flags: Sequence[str] = ()) -> It
         str(port),
         *flags,
     ]
-    with _running(command, port, folder / f"stock-{port}.log", {"VLLM_PLUGINS": "none"}) as server:
+    with running(command, port, folder / f"stock-{port}.log", {"VLLM_PLUGINS": "none"}) as server:
         yield server
 
 
@@ -117,7 +128,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def _running(command: list[str], port: int, log: Path, environment: dict[str, str] | None = None) -> Iterator[Server]:
+def running(command: list[str], port: int, log: Path, environment: dict[str, str] | None = None) -> Iterator[Server]:
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from bench.fidelity import FIDELITY_FLAGS, compare
+from tests.engine import promises
 from tests.engine.answers import StockAnswers
 from tests.engine.conftest import short_distributions
 from tests.engine.server import Server, hybrid_server
@@ -31,13 +32,4 @@ def test_distributions_equal_the_stock_backends(server: Server, stock_bf16: Stoc
 
 
 def test_a_chat_completion_streams(server: Server) -> None:
-    stream = server.client().chat.completions.create(
-        model=server.model,
-        messages=[{"role": "user", "content": "What is the capital of France? Answer in one sentence."}],
-        temperature=0,
-        max_tokens=24,
-        stream=True,
-    )
-    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
-    assert len(pieces) > 3, "the answer came in one piece"
-    assert "Paris" in "".join(pieces)
+    promises.a_chat_completion_streams(server)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engine.answers import StockAnswers
-from tests.engine.conftest import CROWD_TOKENS, POOL, TOKENS, all_at_once, fp32_crowd, fp32_prompts
+from tests.engine.conftest import CROWD_TOKENS, POOL, TOKENS, fp32_crowd, fp32_prompts
 from tests.engine.server import Server, hybrid_server
 
 pytestmark = pytest.mark.engine
@@ -37,7 +37,7 @@ def test_tokens_equal_the_stock_backends_four_at_once_with_prefix_cache_hits(
     assert hybrid.complete(fp32_prompts()[-1], TOKENS) == expected[-1]
     hits = hybrid.total("vllm:prefix_cache_hits_total") - before
     assert hits > 6000, f"only {hits} of 6,950 tokens came from the prefix cache"
-    assert all_at_once(hybrid, fp32_prompts()[::-1], TOKENS)[::-1] == expected
+    assert hybrid.complete_all(fp32_prompts()[::-1], TOKENS)[::-1] == expected
 
 
 def test_tokens_equal_the_stock_backends_through_a_forced_preemption(hybrid: Server, stock_fp32: StockAnswers) -> None:

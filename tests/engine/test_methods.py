@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.answers import StockAnswers
-from tests.engine.conftest import POOL, TOKENS, all_at_once, fp32_prompts
+from tests.engine.conftest import POOL, TOKENS, fp32_prompts
 from tests.engine.server import Server, hybrid_server
 from tests.engine.storm import abort_storm
 
@@ -40,7 +40,7 @@ def test_tokens_equal_the_stock_backends_alone_and_four_at_once(
     method, server = served
     some, four = [fp32_prompts()[i] for i in SOME[method]], fp32_prompts()[3:7]
     assert [server.complete(prompt, TOKENS) for prompt in some] == stock_fp32.to(some, TOKENS)
-    assert all_at_once(server, four, TOKENS) == stock_fp32.to(four, TOKENS)
+    assert server.complete_all(four, TOKENS) == stock_fp32.to(four, TOKENS)
     assert server.total("hybrid_cpu_tokens_total") == 0
     if method != "dense":  # which has nothing on the device
         assert server.total("hybrid_device_bytes") > 0
@@ -65,4 +65,4 @@ def test_headinfer_is_exact_through_buffers_of_one_page(tmp_path: Path, stock_fp
     }
     four = fp32_prompts()[3:7]
     with hybrid_server(tmp_path, keys, [*FLAGS, "--max-num-seqs", "4"]) as server:
-        assert all_at_once(server, four, TOKENS) == stock_fp32.to(four, TOKENS)
+        assert server.complete_all(four, TOKENS) == stock_fp32.to(four, TOKENS)

@@ -1,16 +1,14 @@
-"""The demo model, and greedy fp32 answers of SGLang's torch_native backend."""
+"""The prompts, and the fp32 answers of SGLang's torch_native backend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from hybrid_backend.hub import fetch
 from tests.engine.answers import StockAnswers, stock_answers
-from tests.engine.server import MODEL, Server
+from tests.engine.server import Server
 from tests.engine.texts import english
 from tests.engine_sglang.server import PAGE, sglang_server
 
@@ -32,22 +30,11 @@ def long_prompts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def model_dir() -> Path:
-    return fetch(MODEL)
-
-
-@pytest.fixture(scope="session")
 def stock(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[StockAnswers]:
     flags = ["--device", "cpu", "--attention-backend", "torch_native", "--page-size", str(PAGE), "--sleep-on-idle"]
     flags += ["--max-total-tokens", str(POOL_TOKENS), *FLAGS]
     with stock_answers(tmp_path_factory, "sglang", lambda folder: sglang_server(folder, model_dir, flags)) as answers:
         yield answers
-
-
-def all_at_once(server: Server, asked: list[str], tokens: int, at_once: int = 4, **options: object) -> list[str]:
-    """Greedy completions, ``at_once`` requests in flight."""
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda prompt: server.complete(prompt, tokens, **options), asked))
 
 
 def next_tokens(server: Server, prompt: str, tokens: int) -> list[dict[str, float]]:

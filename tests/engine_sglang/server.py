@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.engine import server as base
-from tests.engine.server import MODEL, Server, executable, free_port
+from tests.engine.server import MODEL, Server, free_port, running
 
 # All cores compute; several test processes divide them among their servers.
 THREADS = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
@@ -20,24 +18,13 @@ ENVIRONMENT = {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
 PAGE = 16  # of the demo model's configuration
 
 
-@contextmanager
 def hybrid_server(
-    folder: Path,
-    config: dict[str, Any],
-    flags: Sequence[str] = (),
-    environment: dict[str, str] | None = None,
-    model: str = MODEL,
-) -> Iterator[Server]:
-    """``hybrid serve`` with the shipped configuration of the model, changed by ``config`` (dotted keys)."""
-    overrides = [
-        f"--set={key}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
-        for key, value in config.items()
-    ]
-    port = free_port()
-    command = [executable("hybrid"), "serve", model, "--engine", "sglang", *overrides]
-    command += ["--", "--port", str(port), *flags]
-    with base._running(command, port, folder / f"hybrid-{port}.log", {**ENVIRONMENT, **(environment or {})}) as server:
-        yield server
+    folder: Path, config: dict[str, Any], flags: Sequence[str] = (), environment: dict[str, str] | None = None
+) -> AbstractContextManager[Server]:
+    """``hybrid serve --engine sglang``."""
+    return base.hybrid_server(
+        folder, config, flags, engine="sglang", environment={**ENVIRONMENT, **(environment or {})}
+    )
 
 
 @contextmanager
@@ -48,5 +35,5 @@ def sglang_server(
     port = free_port()
     command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", str(model_dir)]
     command += ["--served-model-name", MODEL, "--port", str(port), *flags]
-    with base._running(command, port, folder / f"sglang-{port}.log", {**ENVIRONMENT, **(environment or {})}) as server:
+    with running(command, port, folder / f"sglang-{port}.log", {**ENVIRONMENT, **(environment or {})}) as server:
         yield server

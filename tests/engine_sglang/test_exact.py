@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.answers import StockAnswers
 from tests.engine.server import Server
-from tests.engine_sglang.conftest import BYTES_PER_TOKEN, FLAGS, POOL_TOKENS, TOKENS, all_at_once, prompts
+from tests.engine_sglang.conftest import BYTES_PER_TOKEN, FLAGS, POOL_TOKENS, TOKENS, prompts
 from tests.engine_sglang.server import PAGE, hybrid_server, sglang_server
 
 pytestmark = pytest.mark.engine
@@ -42,7 +42,7 @@ def test_tokens_equal_torch_native_alone_with_chunked_prefill(hybrid: Server, st
 
 def test_tokens_equal_torch_native_four_at_once_with_radix_cache_hits(hybrid: Server, stock: StockAnswers) -> None:
     before = hybrid.total("sglang:cached_tokens_total")
-    assert all_at_once(hybrid, prompts()[::-1], TOKENS)[::-1] == stock.to(prompts(), TOKENS)
+    assert hybrid.complete_all(prompts()[::-1], TOKENS)[::-1] == stock.to(prompts(), TOKENS)
     hits = hybrid.total("sglang:cached_tokens_total") - before
     assert hits > 6000, f"only {hits} tokens came from the radix cache: the longest prompt alone has 6,950"
     for gauge in ("hybrid_regions_in_use", "hybrid_slots_in_use"):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.answers import StockAnswers
 from tests.engine.server import Server
-from tests.engine_sglang.conftest import TOKENS, all_at_once, prompts
+from tests.engine_sglang.conftest import TOKENS, prompts
 from tests.engine_sglang.server import hybrid_server
 
 pytestmark = pytest.mark.engine
@@ -35,7 +35,7 @@ def test_tokens_equal_torch_native_alone_and_four_at_once(exact: Server, stock: 
     asked = prompts()[:SHORT]
     expected = stock.to(asked, TOKENS)
     assert [exact.complete(prompt, TOKENS) for prompt in asked] == expected
-    assert all_at_once(exact, asked, TOKENS) == expected
+    assert exact.complete_all(asked, TOKENS) == expected
     assert exact.total("hybrid_cpu_tokens_total") == 0
     assert exact.total("hybrid_copied_bytes") > 0
     assert exact.total("hybrid_regions_in_use") == 0

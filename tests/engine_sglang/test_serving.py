@@ -3,24 +3,21 @@ exact, and whatever requests do, nothing of them stays."""
 
 from __future__ import annotations
 
-import random
 import re
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import psutil
 import pytest
 
 from hybrid_backend.config import find_config, load_config
+from tests.engine import promises
 from tests.engine.answers import StockAnswers
 from tests.engine.server import MODEL, Server
+from tests.engine.storm import abort_storm
 from tests.engine.texts import english
 from tests.engine_sglang.conftest import (
     BYTES_PER_TOKEN,
     SPARSE_TOKENS,
-    all_at_once,
     long_prompts,
     next_tokens,
 )
@@ -33,9 +30,7 @@ POOL_PAGES = 512
 # SGLang's own switch for testing retraction: whenever several requests run, one of them must go at every 20th step.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 CROWD, CROWD_TOKENS, CROWD_LENGTH = 4, 64, 300
-SURVIVORS, ABORTED, GREEDY = 40, 24, 12
 EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
-NOTHING_LEFT = ("hybrid_regions_in_use", "hybrid_slots_in_use", "hybrid_recalls_in_flight")
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_a_chat_completion_streams(server: Server) -> None:
-    stream = server.client().chat.completions.create(
-        model=server.model,
-        messages=[{"role": "user", "content": "What is the capital of France? Answer in one sentence."}],
-        temperature=0,
-        max_tokens=24,
-        stream=True,
-    )
-    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
-    assert len(pieces) > 3, "the answer came in one piece"
-    assert "Paris" in "".join(pieces)
+    promises.a_chat_completion_streams(server)
 
 
 def test_sparse_answers_stay_near_torch_native_s(server: Server, stock: StockAnswers) -> None:
@@ -102,56 +88,19 @@ def test_retracted_requests_answer_as_if_alone(server: Server) -> None:
     options = {"extra_body": {"ignore_eos": True}}
     alone = [server.complete(prompt, CROWD_TOKENS, **options) for prompt in crowd]
     before = server.total("sglang:num_retracted_requests_total")
-    assert all_at_once(server, crowd, CROWD_TOKENS, CROWD, **options) == alone
+    assert server.complete_all(crowd, CROWD_TOKENS, CROWD, **options) == alone
     assert server.total("sglang:num_retracted_requests_total") > before, "nothing was retracted: this shows nothing"
-    for gauge in NOTHING_LEFT[:2]:
+    for gauge in promises.NOTHING_LEFT[:2]:
         assert server.total(gauge) == 0, gauge
 
 
 def test_a_storm_of_aborts_leaves_nothing_behind(server: Server) -> None:
     """Survivors answer as if alone, while clients of long (so sparse) requests that share pages go away."""
-    rng = random.Random(1)
-    prompts = [english(rng.choice((8, 40, 150, 400)), start=rng.randrange(20000)) for _ in range(8)]
-    expected = {prompt: server.complete(prompt, GREEDY) for prompt in prompts}
-
-    def survivor(prompt: str) -> tuple[str, str]:
-        return prompt, server.complete(prompt, GREEDY)
-
-    def aborted(delay: float) -> None:
-        body = {"model": server.model, "max_tokens": 400, "stream": True, "ignore_eos": True}
-        body["prompt"] = english(1600, start=int(delay) * 5000)
-        with httpx.Client(timeout=300) as client, client.stream("POST", f"{server.url}/v1/completions", json=body) as r:
-            r.raise_for_status()
-            until = time.monotonic() + delay
-            for _ in r.iter_lines():
-                if time.monotonic() > until:
-                    return
-
-    with ThreadPoolExecutor(SURVIVORS + ABORTED) as pool:
-        leaving = [pool.submit(aborted, rng.uniform(0, 2)) for _ in range(ABORTED)]
-        staying = [pool.submit(survivor, rng.choice(prompts)) for _ in range(SURVIVORS)]
-        for job in leaving:
-            job.result(timeout=600)
-        answers = [job.result(timeout=600) for job in staying]
-    wrong = [(prompt, text) for prompt, text in answers if expected[prompt] != text]
-    assert not wrong, f"{len(wrong)} survivors answered differently, first: {wrong[0]!r}"
-    deadline = time.monotonic() + 60
-    while True:
-        server.complete("One more.", 2)  # its steps see that copies under way have ended
-        left = {gauge: server.total(gauge) for gauge in NOTHING_LEFT}
-        if not any(left.values()):
-            break
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(1)
+    abort_storm(server, (8, 40, 150, 400), aborted_length=1600, aborted_tokens=400, survivors=40, aborted=24)
 
 
 def test_metrics_carry_every_promised_name(server: Server) -> None:
-    promised = {
-        "hybrid_selected_tokens_total", "hybrid_cpu_tokens_total", "hybrid_resident_hit_ratio",
-        "hybrid_recalled_pages_total", "hybrid_wait_seconds_total", "hybrid_predicted_query_cosine",
-        "hybrid_attention_mass_recall", "hybrid_slots_in_use", "hybrid_regions_in_use", "hybrid_host_pool_pages",
-    }  # fmt: skip
-    assert promised <= server.metrics().keys()
+    assert server.metrics().keys() >= promises.METRICS
 
 
 def test_the_log_has_no_error(server: Server) -> None:
