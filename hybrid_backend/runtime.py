@@ -37,10 +37,12 @@ class HybridRuntime:
         kv_layers: Sequence[Tensor],
         max_requests: int,
         device: torch.device,
+        seen: Sequence[Tensor] = (),
     ) -> None:
-        """``kv_layers``: per layer ``[pages, kv_heads, 2, page_size, head_dim]`` host memory of the engine."""
+        """``kv_layers``: per layer ``[pages, kv_heads, 2, page_size, head_dim]`` host memory of the engine; ``seen``:
+        the same memory as the device sees it, where that is not the host."""
         config.validate_for(model.num_layers)
-        host = HostPool(kv_layers)
+        host = HostPool(kv_layers, seen)
         full = next((layer for layer in range(model.num_layers) if model.window(layer) is None), None)
         if full is None:
             raise ConfigError("every layer has a sliding window: nothing to offload; use the engine's own backend")
@@ -138,8 +140,9 @@ class HybridRuntime:
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
         """Whether `lookahead` should be called for ``layer`` in this step."""
-        is_full = self.model.window(layer) is None
-        return is_full and step.decode is not None and self._open is step and self.method.wants_lookahead(layer, step)
+        if self.model.window(layer) is not None or step.decode is None:
+            return False
+        return (step.is_captured or self._open is step) and self.method.wants_lookahead(layer, step)
 
     def lookahead(self, layer: int, step: Step, predicted_q: Tensor) -> None:
         """The predicted query of ``layer`` is known: ``[decode rows, heads, head_dim]``. Returns at once."""
@@ -191,7 +194,7 @@ class HybridRuntime:
         """What is in use now, by metric name."""
         return {
             "hybrid_regions_in_use": self.tiers.slots.regions_in_use,
-            "hybrid_slots_in_use": self.tiers.residency.resident_pages,
+            "hybrid_slots_in_use": self.method.resident_pages,
             "hybrid_recalls_in_flight": self.tiers.transfers.in_flight,
             "hybrid_host_pool_pages": self.tiers.host.layers[0].shape[0],
             "hybrid_digest_bytes": self.tiers.digests.nbytes if self.tiers.digests else 0,

@@ -14,6 +14,7 @@ class ModelSpec:
     """Shapes of the model as this rank sees it (heads are local to the tensor-parallel rank).
 
     ``windows[layer]`` is the sliding window in tokens of a local layer, None for a layer with full attention.
+    ``max_tokens``: of the longest sequence that the engine admits, None: as many as the host pool holds.
     """
 
     num_layers: int
@@ -23,6 +24,7 @@ class ModelSpec:
     scale: float
     dtype: torch.dtype
     windows: tuple[int | None, ...] = ()
+    max_tokens: int | None = None
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -63,7 +65,7 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """The decoding rows of a step, all tensors on the host. R rows, P columns."""
+    """The decoding rows of a step, all tensors on the host but perhaps the page table. R rows, P columns."""
 
     request_ids: list[str]
     tokens: Tensor  # [R] int64: index of the row's query token in the batch
@@ -92,6 +94,14 @@ class Step:
     write_pages: Tensor  # [tokens] int64: where the batch's K and V go
     write_offsets: Tensor
     plan: Any = None
+    is_captured: bool = False  # of a graph: its rows stand for those of whatever step is open when it is replayed
+
+
+def captured_step(rows: int) -> Step:
+    """What a graph of ``rows`` decoding rows is captured with: all rows decode, none owns a page."""
+    nothing = torch.zeros(rows, dtype=torch.int64)
+    decode = DecodeRows([""] * rows, torch.arange(rows), nothing, nothing, torch.zeros(rows, 0), whole_batch=True)
+    return Step(-1, rows, decode, [], nothing, nothing, is_captured=True)
 
 
 def make_step(number: int, batch: Batch, page_size: int) -> Step:
@@ -133,6 +143,6 @@ def _decode_rows(batch: Batch, rows: list[int], page_size: int) -> DecodeRows | 
         tokens=torch.tensor(tokens),
         seq_lens=seq_lens,
         num_pages=num_pages,
-        page_table=table.long().masked_fill(beyond, 0),
+        page_table=table.long().masked_fill(beyond.to(table.device), 0),
         whole_batch=tokens == list(range(batch.query_start[-1])),
     )

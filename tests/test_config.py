@@ -372,6 +372,7 @@ CHANGES = [
     "recall.enabled=false",
     "recall.threshold=0.5",
     "recall.intervals=[1, 2]",
+    "device_kernels=torch",
     "workers.kernel=torch",
     "workers.threads=2",
     "workers.cpus=[0, 1]",

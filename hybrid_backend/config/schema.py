@@ -246,6 +246,9 @@ class HybridConfig(Section):
     """Tokens of all KV heads that each of the two staging buffers of separate tiers holds; what is longer passes
     through in pieces. auto is 4096, for headinfer its first group threshold, and never more than the host pool.
     Source: default."""
+    device_kernels: Annotated[Literal["auto", "torch", "triton"], choice("auto", "torch", "triton")] = "auto"
+    """What runs a decode step of method scout on the device tier: torch operations, planned on the host step by step,
+    or Triton kernels, planned on the device, which a CUDA graph can hold; auto is triton on a GPU. Source: default."""
     exact_layers: Annotated[tuple[int, ...], list_of(integer(0), ordered=True, unique=True)] = ()
     """Layers that always attend every token.
     Source: default (none; Quest keeps the first two dense, and `hybrid profile` measures them per model)."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +19,41 @@ from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.workers import WorkerPool, kernel_name
 
 
+class LayerDecoder(Protocol):
+    """Decodes all rows of a layer by itself: appends, selects and attends (`InPlace`, `DeviceStep`)."""
+
+    def begin_step(self, step: Step, sparse: Tensor) -> None:
+        """``sparse``: ``[rows]`` bool, rows under the budget."""
+
+    def wants_lookahead(self, layer: int) -> bool: ...
+
+    def lookahead(self, layer: int, q: Tensor) -> None: ...
+
+    def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """``q``, ``out``: ``[tokens, heads, head_dim]`` of the batch; only the decoding rows' tokens are touched."""
+
+    def release(self, request_id: str) -> None: ...
+
+    @property
+    def resident_pages(self) -> int: ...
+
+    @property
+    def device_bytes(self) -> int: ...
+
+    @property
+    def host_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class OwnMemory:
+    """Bytes that a method allocates at start beside the tiers and the host pool."""
+
+    device: int = 0
+    host: int = 0
+
+
 class Method(ABC):
     """Says what is resident, what is selected, who computes it, what is copied and when.
 
@@ -25,7 +62,7 @@ class Method(ABC):
     then `end_step`.
     """
 
-    in_place: InPlace | None = None  # set by a method that decodes over host pages in one native call per layer
+    in_place: LayerDecoder | None = None  # set by a method whose decoding is one call per layer
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
         self.config = config
@@ -46,9 +83,26 @@ class Method(ABC):
         return False
 
     @classmethod
+    def runs_kernels(cls, config: HybridConfig, device: torch.device) -> bool:
+        """Whether a decode step is nothing but launches on the device, so that a CUDA graph can hold it."""
+        return False
+
+    @classmethod
     @abstractmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         """The tiers it needs."""
+
+    @classmethod
+    def own_memory(
+        cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
+    ) -> OwnMemory:
+        """What `device_bytes` and `host_bytes` are at start, over a host pool of ``pages`` pages. Allocates nothing."""
+        return OwnMemory()
+
+    @classmethod
+    def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
+        """Host memory that a running request of ``tokens`` tokens takes beside the host pool, at most."""
+        return 0
 
     # --- the step ---
 
@@ -96,12 +150,18 @@ class Method(ABC):
     @property
     def device_bytes(self) -> int:
         """Device memory that the method holds beside the tiers."""
-        return 0
+        return 0 if self.in_place is None else self.in_place.device_bytes
+
+    @property
+    def resident_pages(self) -> int:
+        """Slots that hold a page, over all layers."""
+        mine = 0 if self.in_place is None else self.in_place.resident_pages
+        return self.tiers.residency.resident_pages + mine
 
     @property
     def host_bytes(self) -> int:
         """Host memory that the method holds beside the host pool and the digests."""
-        return 0 if self.in_place is None else self.in_place.span_bytes
+        return 0 if self.in_place is None else self.in_place.host_bytes
 
     def prefix(self, layer: int, pages: Tensor, tokens: int, groups: int = 1) -> Iterable[KVBlock]:
         """The first ``tokens`` tokens of a sequence on the device tier: in place where that is the host, else streamed

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain, islice
+from math import prod
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods.base import Method, decodes_in_place, is_separate, staging_tokens
+from hybrid_backend.methods.base import Method, OwnMemory, decodes_in_place, is_separate, staging_tokens
 from hybrid_backend.methods.in_place import InPlace
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import ModelSpec, PrefillRow, Step
@@ -50,6 +51,21 @@ class HeadInfer(Method):
         automatic = config.headinfer.group_thresholds[0]
         return TierLayout(separate=separate, staging_tokens=staging_tokens(config, automatic) if separate else 0)
 
+    @classmethod
+    def own_memory(
+        cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
+    ) -> OwnMemory:
+        if not is_separate(config, device):
+            return OwnMemory()
+        names, shape = config.headinfer.resident_heads, (model.num_layers, model.num_kv_heads)
+        resident = _by_layer("headinfer.resident_heads", names, *shape)
+        stores = [
+            prod(_store_shape(model, config.page_size, pages, len(heads)))
+            for layer, heads in resident.items()
+            if model.window(layer) is None
+        ]
+        return OwnMemory(device=sum(stores) * model.dtype.itemsize)
+
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
         super().__init__(config, model, tiers, workers, stats)
         self._full = tiers.residency.layers
@@ -58,7 +74,14 @@ class HeadInfer(Method):
         self._sinks_only = _by_layer("headinfer.streaming_heads", keys.streaming_heads, *shape)
         # [pages, heads, 2, page_size, head_dim], indexed by host page id as digests are: a prefix hit finds it ready.
         self._resident = {
-            layer: (heads, torch.zeros_like(tiers.host.layers[layer][:, list(heads)], device=tiers.device))
+            layer: (
+                heads,
+                torch.zeros(
+                    _store_shape(model, config.page_size, len(tiers.host.layers[layer]), len(heads)),
+                    dtype=model.dtype,
+                    device=tiers.device,
+                ),
+            )
             for layer, heads in resident.items()
             if tiers.stream is not None and layer in self._full
         }
@@ -177,6 +200,11 @@ class HeadInfer(Method):
 
 def _whole(row: int, heads: tuple[int, ...], groups: int, pages: Tensor, tokens: int) -> list[Piece]:
     return [Piece(row, heads, pages, tokens)] if tokens and heads else []
+
+
+def _store_shape(model: ModelSpec, page_size: int, pages: int, heads: int) -> tuple[int, ...]:
+    """Of the heads of one layer that stay on the device."""
+    return (pages, heads, 2, page_size, model.head_dim)
 
 
 def _by_layer(key: str, names: tuple[str, ...], layers: int, kv_heads: int) -> dict[int, tuple[int, ...]]:

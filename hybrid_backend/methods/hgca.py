@@ -23,6 +23,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from hybrid_backend.attention.partial import Partial, merge, weighted_partial
 from hybrid_backend.attention.quality import mass_recall
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import DeadlineError
-from hybrid_backend.methods.base import Method, is_separate, staging_tokens
+from hybrid_backend.methods.base import Method, OwnMemory, is_separate, staging_tokens
 from hybrid_backend.methods.lists import page_list
 from hybrid_backend.methods.regions import Regions
 from hybrid_backend.observe.stats import Stats
@@ -62,9 +63,7 @@ class Hgca(Method):
         self._regions = Regions(tiers, config.page_size)
         self._row = {layer: i for i, layer in enumerate(layers)}
         self._caches = {layer: ContextCache(tiers.host.layers[layer], regions) for layer in layers}
-        # Moving averages by slot: [layers, regions, ring, kv_heads, page_size].
-        shape = (len(layers), regions, tiers.slots.size, model.num_kv_heads, config.page_size)
-        self._average = torch.zeros(shape)
+        self._average = torch.zeros(_average_shape(config, model, len(layers), regions))  # moving, by slot
         self._evicted = [0] * regions  # pages of the region's request that have left the ring
         self._queries: dict[str, dict[int, Tensor]] = {}  # the last queries of each request's prompt, by layer
         # Judging runs beside the model; a layer waits for its own share before it attends.
@@ -75,13 +74,28 @@ class Hgca(Method):
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         return TierLayout(
             separate=is_separate(config, device),
-            slots_per_request=max(2, -(-config.hgca.window_tokens // config.page_size)),
+            slots_per_request=_ring(config),
             staging_tokens=staging_tokens(config),
         )
 
+    @classmethod
+    def own_memory(
+        cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
+    ) -> OwnMemory:
+        layers = len(cls.layout(config, model, device).full_layers(model))
+        return OwnMemory(host=prod(_average_shape(config, model, layers, max_requests)) * torch.float32.itemsize)
+
+    @classmethod
+    def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
+        """Every token before the window kept by some head, in caches that grew by half when it came."""
+        older = max(0, -(-tokens // config.page_size) - _ring(config))
+        layers = len(cls.layout(config, model, device).full_layers(model))
+        return layers * -(-older * 3 // 2) * model.page_bytes(config.page_size)
+
     @property
     def host_bytes(self) -> int:
-        return sum(cache.nbytes for cache in self._caches.values())
+        """Of the context caches and the moving averages."""
+        return self._average.nbytes + sum(cache.nbytes for cache in self._caches.values())
 
     def kept_tokens(self) -> list[list[int]]:
         """Per layer and KV head, the tokens in the context caches of all running requests."""
@@ -347,6 +361,15 @@ class Hgca(Method):
             blocks, heads = self.tiers.host.blocks(layer), self.model.num_kv_heads
             stats.mass_sum += mass_recall(q[r], blocks, pages, covered, heads, self.model.scale)
             stats.mass_samples += 1
+
+
+def _ring(config: HybridConfig) -> int:
+    """Pages of the window."""
+    return max(2, -(-config.hgca.window_tokens // config.page_size))
+
+
+def _average_shape(config: HybridConfig, model: ModelSpec, layers: int, regions: int) -> tuple[int, ...]:
+    return (layers, regions, _ring(config), model.num_kv_heads, config.page_size)
 
 
 def _before(first: Tensor) -> Tensor:

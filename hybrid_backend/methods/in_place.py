@@ -10,6 +10,7 @@ from torch import Tensor
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels import cpu
+from hybrid_backend.kernels.cpu.library import byte_row
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import DecodeRows, ModelSpec, Step
 from hybrid_backend.tiers import Tiers
@@ -20,6 +21,13 @@ class _Plan:
     dense_tokens: int
     selected_tokens: int
     sampled: list[int]  # rows whose attention-mass recall is measured in this step
+
+
+def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
+    """Memory of the second level of digests of a sequence of ``pages`` pages, at most: a row of bytes for every 8 whole
+    pages, in arrays that double when they grow (kernels/cpu/src/digest.h, `SpanDigests`)."""
+    spans = max(0, pages - 1) // 8
+    return layers * byte_row(model.num_kv_heads, model.head_dim) * (2 ** (spans - 1).bit_length() if spans else 0)
 
 
 class InPlace:
@@ -99,8 +107,22 @@ class InPlace:
         if sequence is not None:
             self._decoder.forget(sequence)
 
+    def wants_lookahead(self, layer: int) -> bool:
+        return False
+
+    def lookahead(self, layer: int, q: Tensor) -> None:
+        raise NotImplementedError("the true query selects")
+
     @property
-    def span_bytes(self) -> int:
+    def resident_pages(self) -> int:
+        return 0
+
+    @property
+    def device_bytes(self) -> int:
+        return 0
+
+    @property
+    def host_bytes(self) -> int:
         """Host memory of the second level of digests."""
         return self._decoder.span_bytes
 

@@ -13,8 +13,8 @@ from hybrid_backend.attention.quality import covered_tokens, mass_recall, query_
 from hybrid_backend.attention.selection import all_pages, force_pages, page_scores, select_pages
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods.base import Method, decodes_in_place, is_separate, staging_tokens
-from hybrid_backend.methods.in_place import InPlace
+from hybrid_backend.methods.base import Method, OwnMemory, decodes_in_place, is_separate, staging_tokens
+from hybrid_backend.methods.in_place import InPlace, span_bytes
 from hybrid_backend.methods.lists import page_list
 from hybrid_backend.methods.regions import Regions
 from hybrid_backend.observe.stats import Stats
@@ -62,6 +62,10 @@ class Selective(Method):
         self._regions = Regions(tiers, config.page_size)
         if not tiers.slots.size:
             self.in_place = InPlace(config, model, tiers, stats)
+        elif self.runs_kernels(config, tiers.device):
+            from hybrid_backend.methods.device_step import DeviceStep  # late: it needs Triton
+
+            self.in_place = DeviceStep(config, model, tiers, workers, stats)
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
@@ -99,6 +103,24 @@ class Selective(Method):
             staging_tokens=staging_tokens(config),
         )
 
+    @classmethod
+    def own_memory(
+        cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
+    ) -> OwnMemory:
+        slots = cls.layout(config, model, device).slots_per_request
+        if not slots or not cls.runs_kernels(config, device):
+            return OwnMemory()
+        from hybrid_backend.methods.device_step import own_memory  # late: it needs Triton
+
+        return own_memory(config, model, pages, max_requests, slots)
+
+    @classmethod
+    def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
+        layout = cls.layout(config, model, device)
+        if layout.digests != "minmax_int8" or not config.selection.candidates:
+            return 0
+        return span_bytes(model, -(-tokens // config.page_size), len(layout.digest_layers(config, model)))
+
     # --- the step ---
 
     def begin_step(self, step: Step) -> None:
@@ -130,6 +152,8 @@ class Selective(Method):
         )
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
+        if self.in_place is not None:
+            return self._ahead and step.decode is not None and self.in_place.wants_lookahead(layer)
         plan: StepPlan | None = step.plan
         if not self._ahead or plan is None or layer in self.config.exact_layers:
             return False
@@ -137,6 +161,9 @@ class Selective(Method):
 
     def lookahead(self, layer: int, step: Step, predicted_q: Tensor) -> None:
         assert step.decode is not None
+        if self.in_place is not None:
+            self.in_place.lookahead(layer, predicted_q)
+            return
         plan: StepPlan = step.plan
         entry = self._plan_layer(layer, step.decode, plan, predicted_q)
         entry.query = predicted_q

@@ -67,9 +67,10 @@ class ContextCache:
         """Give the region so many pages; the store grows by half when none is free. Jobs that still read the old store
         keep it alive."""
         wanted = pages - len(self._pages[region])
-        if wanted > len(self._free):
+        missing = wanted - len(self._free)
+        if missing > 0:
             size = len(self.store)
-            grown = self.store.new_zeros((max(size + wanted, size * 3 // 2), *self.store.shape[1:]))
+            grown = self.store.new_zeros((max(size + missing, size * 3 // 2), *self.store.shape[1:]))
             grown[:size] = self.store
             self._free += range(len(grown) - 1, size - 1, -1)
             self.store = grown

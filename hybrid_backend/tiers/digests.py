@@ -9,6 +9,11 @@ from hybrid_backend.kernels.cpu import digests as native
 from hybrid_backend.tiers.host_pool import HostPool
 
 
+def digest_shape(pages: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    """Of one layer's digests."""
+    return (pages, kv_heads, 2, head_dim)
+
+
 class Digests:
     """One digest per (layer, page, KV head), indexed by host page id, so that a prefix-cache hit finds it ready.
 
@@ -20,13 +25,15 @@ class Digests:
     only, if asked for.
     """
 
-    def __init__(self, host: HostPool, layers: list[int], in_bytes: bool = False) -> None:
+    def __init__(
+        self, host: HostPool, layers: list[int], in_bytes: bool = False, device: torch.device | None = None
+    ) -> None:
         self._host = host
         self.layers: dict[int, Tensor] = {}
         self.in_bytes: dict[int, Tensor] = {}
         for layer in layers:
             pages, heads, _, _, dim = host.layers[layer].shape
-            self.layers[layer] = host.layers[layer].new_zeros(pages, heads, 2, dim)
+            self.layers[layer] = host.layers[layer].new_zeros(digest_shape(pages, heads, dim), device=device)
             if in_bytes:
                 self.in_bytes[layer] = native.quantized_like(self.layers[layer])
 
@@ -50,6 +57,12 @@ class Digests:
 
     def rebuild(self, layer: int, pages: Tensor, tokens: Tensor) -> None:
         """Recompute digests from the host pool. ``pages``: ``[n]``; ``tokens``: ``[n]`` valid tokens of each page."""
+        if self.layers[layer].is_cuda:
+            from hybrid_backend.kernels.triton import build_digests  # late: Triton is there where CUDA is
+
+            device = self.layers[layer].device
+            build_digests(self._host.seen[layer], self.layers[layer], pages.int().to(device), tokens.int().to(device))
+            return
         keys = self._host.layers[layer][pages, :, 0]  # [n, heads, page_size, dim]
         written = (torch.arange(keys.shape[2])[None] < tokens[:, None])[:, None, :, None]
         inf = float("inf")

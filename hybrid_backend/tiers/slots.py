@@ -9,6 +9,11 @@ from hybrid_backend.errors import EngineError
 from hybrid_backend.step import ModelSpec
 
 
+def slot_shape(model: ModelSpec, page_size: int, slots: int) -> tuple[int, ...]:
+    """Of one layer's slots."""
+    return (slots, model.num_kv_heads, 2, page_size, model.head_dim)
+
+
 class SlotPool:
     """Regions of ``slots_per_request`` slots, handed out by request id, never by batch row.
 
@@ -31,10 +36,10 @@ class SlotPool:
         device: torch.device,
     ) -> None:
         self.size = size
-        self.generation = torch.zeros(regions, dtype=torch.int64)
+        self.generation = torch.zeros(regions, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._free = list(range(regions - 1, -1, -1))
         self._region_of: dict[str, int] = {}
-        shape = (regions * size, model.num_kv_heads, 2, page_size, model.head_dim)
+        shape = slot_shape(model, page_size, regions * size)
         self.layers: dict[int, Tensor] = (
             {layer: torch.zeros(shape, dtype=model.dtype, device=device) for layer in layers} if separate else {}
         )

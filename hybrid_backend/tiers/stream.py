@@ -7,10 +7,11 @@ context: ``2 (buffers) x tokens x heads of a group x 2 (K, V) x head_dim x eleme
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,8 +37,37 @@ def staging_bytes(model: ModelSpec, tokens: int, heads: int) -> int:
     return 2 * heads * tokens * model.head_dim * 2 * model.dtype.itemsize
 
 
+def buffer_shape(model: ModelSpec, page_size: int, tokens: int) -> tuple[int, ...]:
+    """Of both staging buffers, when each holds ``tokens`` tokens of all KV heads of one layer."""
+    return (2, tokens // page_size * model.num_kv_heads * 2, page_size, model.head_dim)
+
+
+class _Pending(Protocol):
+    """A piece on its way into a buffer."""
+
+    def result(self, timeout: float) -> KVBlock: ...
+
+    def exception(self, timeout: float) -> BaseException | None: ...
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """A copy that the device makes in a stream of its own; who uses the block waits for it in theirs."""
+
+    block: KVBlock
+    done: torch.cuda.Event
+
+    def result(self, timeout: float) -> KVBlock:
+        torch.cuda.current_stream().wait_event(self.done)
+        return self.block
+
+    def exception(self, timeout: float) -> None:
+        return None
+
+
 class HeadStream:
-    """Two staging buffers of ``tokens`` tokens of all KV heads each, and the thread that fills them."""
+    """Two staging buffers of ``tokens`` tokens of all KV heads each, and who fills them: a thread, or a GPU itself,
+    which reads the host pages in a stream beside the step's."""
 
     def __init__(
         self, host: HostPool, model: ModelSpec, page_size: int, tokens: int, device: torch.device, deadline: float
@@ -45,12 +75,13 @@ class HeadStream:
         self._host = host
         self._heads, self._dim, self._page_size = model.num_kv_heads, model.head_dim, page_size
         self._head_pages = tokens // page_size * model.num_kv_heads  # pages of one head that a buffer holds
-        shape = (2, self._head_pages * 2, page_size, model.head_dim)
+        shape = buffer_shape(model, page_size, tokens)
         self._buffers = torch.empty(shape, dtype=model.dtype, device=device)
         self._deadline = deadline
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hybrid-stream", initializer=_alone)
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._turn = 0
-        self._ahead: tuple[int, Piece, Future[KVBlock]] | None = None
+        self._ahead: tuple[int, Piece, _Pending] | None = None
         self.copied_bytes = 0
 
     @property
@@ -107,7 +138,7 @@ class HeadStream:
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _taken(self, layer: int, piece: Piece) -> Future[KVBlock]:
+    def _taken(self, layer: int, piece: Piece) -> _Pending:
         """What was fetched ahead, if it is this; else a fetch that starts now."""
         if self._ahead is not None:
             ahead_layer, ahead_piece, future = self._ahead
@@ -117,21 +148,25 @@ class HeadStream:
             self.drop()
         return self._fetch(layer, piece)
 
-    def _fetch(self, layer: int, piece: Piece) -> Future[KVBlock]:
+    def _fetch(self, layer: int, piece: Piece) -> _Pending:
         self._turn ^= 1
-        return self._thread.submit(self._copy, self._turn, layer, piece)
+        if self._beside is None:
+            return self._thread.submit(self._copy, self._turn, layer, piece)
+        # Whatever attended this buffer before, or wrote the host pages, is in the step's stream already.
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            block = self._copy(self._turn, layer, piece)
+            return _OnDevice(block, self._beside.record_event())
 
     def _copy(self, turn: int, layer: int, piece: Piece) -> KVBlock:
         with torch.inference_mode():
-            heads = torch.tensor(piece.heads)
-            index = (piece.pages[None] * self._heads + heads[:, None])[:, None] * 2 + torch.arange(2)[None, :, None]
+            blocks = self._host.blocks(layer)  # as the device sees them
+            heads, halves = (torch.tensor(x, device=blocks.device) for x in (piece.heads, (0, 1)))
+            pages = piece.pages.to(blocks.device)
+            index = (pages[None] * self._heads + heads[:, None])[:, None] * 2 + halves[None, :, None]
             index = index.flatten()  # [heads, K|V, pages]
             target = self._buffers[turn, : len(index)]
-            blocks = self._host.blocks(layer)
-            if target.device == blocks.device:
-                torch.index_select(blocks, 0, index, out=target)
-            else:
-                target.copy_(blocks.index_select(0, index))
+            torch.index_select(blocks, 0, index, out=target)
             self.copied_bytes += target.nbytes
             k, v = target.view(len(piece.heads), 2, -1, self._dim)[:, :, : piece.tokens].unbind(1)
             return KVBlock(piece.heads, k, v)

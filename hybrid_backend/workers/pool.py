@@ -114,16 +114,16 @@ class NativePool(WorkerPool):
     def __init__(self, threads: int, cpus: list[int]) -> None:
         self.cpus = cpus
         self.threads = threads
-        self._pool = cpu.Pool(threads, [cpus[i % len(cpus)] for i in range(threads)])
+        self.native = cpu.Pool(threads, [cpus[i % len(cpus)] for i in range(threads)])
 
     def submit(
         self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
     ) -> Ticket:
         named = owners._asdict() if owners is not None else {}
-        return _NativeTicket(self._pool.submit(q, layer, pages.ids, pages.valid, scale, what=what, **named))
+        return _NativeTicket(self.native.submit(q, layer, pages.ids, pages.valid, scale, what=what, **named))
 
     def close(self) -> None:
-        self._pool.close()
+        self.native.close()
 
 
 class _NativeTicket:

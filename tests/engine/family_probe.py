@@ -1,3 +1,4 @@
+# ruff: noqa: E402 (Triton must be told to interpret before vLLM imports it)
 """Serves one tiny random-weight model per family, stock and hybrid, in this process; writes what it saw as JSON.
 
 ``python family_probe.py FOLDER NAME...`` writes FOLDER/NAME.json; a NAME is ``MODEL`` or ``MODEL.PROBE`` (`MODELS`,
@@ -23,6 +24,10 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 
+from tests.interpreter import interpret_triton
+
+interpret_triton()  # before vLLM imports Triton
+
 import torch
 import transformers
 from prometheus_client import CollectorRegistry
@@ -38,7 +43,7 @@ from hybrid_backend.engines.vllm.session import attention_layers
 
 PAGE = 32
 WINDOW = 64
-TOKENS = 24
+TOKENS, FEW = 24, 5
 PROMPTS = [20, 200, 500]
 VOCABULARY = 512
 _SHAPE: dict[str, Any] = {
@@ -84,6 +89,13 @@ _EXACT = {
     "lookahead": {"enabled": True},
     "metrics": {"sample_interval": 1},  # every step: the lookahead runs although everything is resident
 }
+# What the slots cannot hold is the CPU's, by the real query, and the budget is everything: nothing is approximate.
+_ON_CPU = _EXACT | {
+    "tiers": "separate",
+    "slots_per_request": 4,
+    "budget_tokens": 20 * PAGE,
+    "lookahead": {"enabled": True, "partial_query": "real"},
+}
 _SPARSE = _EXACT | {"slots_per_request": 4, "recall": {"intervals": 2}}
 
 
@@ -105,7 +117,7 @@ def build(name: str, folder: Path) -> Path:
 
 
 @contextmanager
-def engine(model: Path, hybrid: dict[str, Any] | None = None, eager: bool = True) -> Iterator[LLM]:
+def engine(model: Path, hybrid: dict[str, Any] | None = None, eager: bool = True, ranks: int = 1) -> Iterator[LLM]:
     """vLLM in this process: the stock backend, or ours with this configuration."""
     vars(worker)["REGISTRY"] = CollectorRegistry()  # an engine per process is the rule; here there are several
     options: dict[str, Any] = {}
@@ -129,6 +141,7 @@ def engine(model: Path, hybrid: dict[str, Any] | None = None, eager: bool = True
             kv_cache_memory_bytes=32 * 2**20,
             enforce_eager=eager,
             disable_log_stats=True,
+            tensor_parallel_size=ranks,
             **options,
         )
         yield llm
@@ -139,11 +152,11 @@ def engine(model: Path, hybrid: dict[str, Any] | None = None, eager: bool = True
         cleanup_dist_env_and_memory()
 
 
-def generate(llm: LLM) -> dict[str, Any]:
+def generate(llm: LLM, tokens: int = TOKENS) -> dict[str, Any]:
     """Greedy tokens and their log-probabilities, all prompts at once."""
     random = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCABULARY, (n,), generator=random).tolist() for n in PROMPTS]
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1)
     outputs = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)]
     return {
         "tokens": [list(o.token_ids) for o in outputs],
@@ -157,9 +170,9 @@ def in_worker(llm: LLM, look: Callable[[Any], Any]) -> Any:
     return llm.collective_rpc(look)[0]
 
 
-def served(llm: LLM) -> dict[str, Any]:
+def served(llm: LLM, tokens: int = TOKENS) -> dict[str, Any]:
     """`generate`, and what the runtime did."""
-    answers = generate(llm)
+    answers = generate(llm, tokens)
     seen: dict[str, Any] = in_worker(llm, tiers)
     return answers | seen
 
@@ -178,6 +191,8 @@ def tiers(w: Any) -> dict[str, Any]:
         "selected": [layer.selected_tokens for layer in layers],
         "on_cpu": [layer.cpu_tokens for layer in layers],
         "lead_seconds": [layer.lead_seconds for layer in layers],
+        "kv_heads": runtime.model.num_kv_heads,
+        "slot_bytes": runtime.tiers.slots.nbytes,
     }
 
 
@@ -202,7 +217,7 @@ def watch_own_input(w: Any) -> dict[int, list[float]]:
         decoder._forward_pre_hooks.clear()
         decoder._forward_pre_hooks_with_kwargs.clear()
         attention.impl.predictor = QueryPredictor(decoder, family)
-        decoder.register_forward_pre_hook(hook_for(name), with_kwargs=True)
+        decoder.register_forward_pre_hook(hook_for(name, w.device), with_kwargs=True)
     runtime.wants_lookahead = lambda layer, step: step.decode is not None
     runtime.method.lookahead = lambda *_: None
     runtime.lookahead = note
@@ -250,6 +265,21 @@ def sparse(model: Path) -> dict[str, Any]:
         return served(llm)
 
 
+def parallel(model: Path) -> dict[str, Any]:
+    """Two ranks, each with half of the heads and a process of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the worker is asked by a function
+    found: dict[str, Any] = {}
+    try:
+        for name, settings in (("resident", _EXACT | {"tiers": "separate"}), ("on_cpu", _ON_CPU)):
+            with engine(model, settings, ranks=2) as llm:
+                found[name] = generate(llm, FEW) | {"ranks": llm.collective_rpc(tiers)}
+    finally:
+        del os.environ["VLLM_CPU_OMP_THREADS_BIND"], os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"]
+    return found
+
+
 def without_lookahead(model: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"refusal": None}
     try:
@@ -273,10 +303,21 @@ def compiled(model: Path) -> dict[str, Any]:
         return found | {"mode": mode, "orders": [list(x) for x in {tuple(events) for events in order.values()}]}
 
 
+def kernels(model: Path) -> dict[str, Any]:
+    """The kernels of a GPU, under Triton's interpreter: slow, so with few tokens."""
+    found: dict[str, Any] = {}
+    for name, settings in (("resident", _EXACT | {"tiers": "separate"}), ("on_cpu", _ON_CPU)):
+        with engine(model, settings | {"device_kernels": "triton"}) as llm:
+            found[name] = served(llm, FEW)
+    return found
+
+
 # "MODEL" or "MODEL.PROBE" -> what to do with the model
 _PROBES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "": with_lookahead,
     "sparse": sparse,
+    "kernels": kernels,
+    "parallel": parallel,
     "refused": without_lookahead,
     "compiled": compiled,
 }

@@ -32,7 +32,14 @@ Probe = Callable[[str], dict[str, Any]]
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     folder = tmp_path_factory.mktemp("families")
-    names = [*FAMILIES, *(f"{name}.refused" for name in UNKNOWN), "gemma3.sparse", "llama.compiled"]
+    names = [
+        *FAMILIES,
+        *(f"{name}.refused" for name in UNKNOWN),
+        "gemma3.sparse",
+        "llama.compiled",
+        "llama.kernels",
+        "llama.parallel",
+    ]
     log = folder / "log"
     with log.open("wb") as sink:
         script = Path(__file__).with_name("family_probe.py")
@@ -49,9 +56,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
 
 
 def assert_same_answers(mine: dict[str, Any], stock: dict[str, Any]) -> None:
-    assert mine["tokens"] == stock["tokens"]
+    """As far as ``mine`` goes, which may stop earlier."""
+    assert mine["tokens"] == [tokens[: len(own)] for own, tokens in zip(mine["tokens"], stock["tokens"], strict=True)]
     for own, other in zip(mine["logprobs"], stock["logprobs"], strict=True):
-        assert own == pytest.approx(other, abs=NOISE)
+        assert own and own == pytest.approx(other[: len(own)], abs=NOISE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -153,3 +161,20 @@ def test_layer_that_computes_its_query_otherwise_is_refused(family: str, attribu
         setattr(attention, name, True)
     with pytest.raises(EngineError, match=message):
         QueryPredictor(layer, family)
+
+
+@pytest.mark.parametrize("kind", ["resident", "on_cpu"])
+def test_a_gpus_step_driven_by_the_engine_answers_as_the_stock_backend(seen: Probe, kind: str) -> None:
+    """Its kernels run under Triton's interpreter."""
+    found = seen("llama.kernels")[kind]
+    assert_same_answers(found, seen("llama")["stock"])
+    assert (sum(found["on_cpu"]) > 0) == (kind == "on_cpu")
+
+
+@pytest.mark.parametrize("kind", ["resident", "on_cpu"])
+def test_two_tensor_parallel_ranks_answer_as_one_and_share_the_heads(seen: Probe, kind: str) -> None:
+    found, alone = seen("llama.parallel")[kind], seen("llama")["separate"]
+    assert_same_answers(found, seen("llama")["stock"])
+    for rank in found["ranks"]:
+        assert 2 * rank["kv_heads"] == alone["kv_heads"]
+        assert (sum(rank["on_cpu"]) > 0) == (kind == "on_cpu")

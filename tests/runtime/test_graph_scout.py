@@ -5,163 +5,148 @@ Where no GPU is, its kernels run under Triton's interpreter; the CPU workers are
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from hybrid_backend.kernels import cpu
-from hybrid_backend.methods.graph_scout import GraphScout, GraphShape
+from hybrid_backend.errors import ConfigError, DeadlineError
+from hybrid_backend.methods.device_step import DeviceStep
+from hybrid_backend.step import Step, captured_step
 from tests.runtime.harness import PAGE, Engine, config, spec
 
-SLOTS, BUDGET, COLUMNS, ROWS, INTERVAL, LAYERS = 6, 4, 16, 3, 2, 2
+SLOTS, ROWS, INTERVAL, LAYERS = 6, 3, 2, 2
 EXACT = 0  # the exact layer
 
 
-class Lockstep:
-    """An eager engine whose decode steps are recorded, and the graph-shaped step that replays them."""
-
-    def __init__(self, predicted: bool) -> None:
-        query = "predicted" if predicted else "real"
-        self.engine = Engine(
-            config(
-                tiers="separate", slots_per_request=SLOTS, exact_layers=[EXACT],
-                recall={"intervals": INTERVAL}, lookahead={"partial_query": query},
-            ),
-            spec(LAYERS),
-        )  # fmt: skip
-        how, model = self.engine.cfg.selection, self.engine.model
-        self.shape = GraphShape(
-            rows=ROWS, heads=model.num_heads, columns=COLUMNS, regions=4, slots=SLOTS, budget=BUDGET,
-            sinks=1, recent=1, aggregate=how.aggregate, bound=how.bound, scale=model.scale, recalls=BUDGET,
-            predicted=predicted, patience=10**10 if torch.cuda.is_available() else 10**7, splits=2,
-        )  # fmt: skip
-        self.host = [x.clone().pin_memory() if torch.cuda.is_available() else x.clone() for x in self.engine.kv]
-        tiers = self.engine.runtime.tiers
-        assert tiers.digests is not None
-        self.digests: list[Tensor | None] = [
-            tiers.digests.layers[layer].clone() if layer in tiers.digests.layers else None for layer in range(LAYERS)
-        ]
-        self.pool = cpu.Pool(2)
-        self.graph = GraphScout(self.shape, self.host, self.digests, self.pool)
-        self.regions: dict[str, int] = {}
-        self._record()
-
-    def _record(self) -> None:
-        runtime, self.calls = self.engine.runtime, list[tuple[Any, ...]]()
-        forward, lookahead = runtime.forward, runtime.lookahead
-
-        def recorded_forward(layer: int, step: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-            forward(layer, step, q, k, v, out)
-            self.calls.append(("attend", layer, q, k, v, out.clone()))
-
-        def recorded_lookahead(layer: int, step: Any, q: Tensor) -> None:
-            self.calls.append(("lookahead", layer, q.clone()))
-            lookahead(layer, step, q)
-
-        runtime.forward, runtime.lookahead = recorded_forward, recorded_lookahead  # type: ignore[method-assign]
-
-    def admit(self, name: str, prompt: int) -> None:
-        self.engine.add(name, prompt)
-        self.engine.prefill(name)
-        sequence = self.engine.sequences[name]
-        digests = self.engine.runtime.tiers.digests
-        assert digests is not None
-        for layer in range(LAYERS):
-            self.host[layer][sequence.pages] = self.engine.kv[layer][sequence.pages]
-            mine = self.digests[layer]
-            if mine is not None:
-                mine[sequence.pages] = digests.layers[layer][sequence.pages].to(mine.device)
-        self.regions[name] = min(set(range(4)) - set(self.regions.values()))
-        self.graph.admit(self.regions[name], torch.tensor(sequence.pages, dtype=torch.int32))
-
-    def drop(self, name: str) -> None:
-        self.engine.drop(name)
-        self.graph.release(self.regions.pop(name))
-
-    def step(self, names: list[str], noise: float) -> float:
-        """One decode step of both; returns the largest difference of their outputs."""
-        self.calls.clear()
-        self.engine.step(dict.fromkeys(names, 1), lookahead_noise=noise, tolerance=None)
-        self._load(names)
-        self.graph.begin()
-        worst = 0.0
-        for what, layer, *tensors in self.calls:
-            if what == "lookahead":
-                self.graph.lookahead(layer, self._padded(tensors[0]))
-                continue
-            q, k, v, expected = tensors
-            out = self.graph.attend(layer, self._padded(q), self._padded(k), self._padded(v))
-            worst = max(worst, float((out[: len(names)].cpu() - expected).abs().max()))
-            assert not out[len(names) :].any(), "rows of padding attend nothing"
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        assert int(self.graph.late) == 0
-        self.graph.mail.check(int(self.graph.inputs.number))
-        return worst
-
-    def _padded(self, x: Tensor) -> Tensor:
-        padded = x.new_zeros(ROWS, *x.shape[1:])
-        padded[: len(x)] = x
-        return padded.to(self.graph.maps.page_of.device)
-
-    def _load(self, names: list[str]) -> None:
-        now = self.graph.inputs
-        for each in (now.num_pages, now.lengths, now.positions, now.regions, now.budgets):
-            each.zero_()
-        now.pages.fill_(-1)
-        for r, name in enumerate(names):
-            sequence = self.engine.sequences[name]
-            pages = -(-sequence.tokens // PAGE)
-            now.table[r, :pages] = torch.tensor(sequence.pages[:pages], dtype=torch.int32)
-            now.num_pages[r], now.lengths[r], now.positions[r] = pages, sequence.tokens, sequence.tokens - 1
-            now.pages[r], now.regions[r] = sequence.pages[pages - 1], self.regions[name]
-            now.budgets[r] = BUDGET if pages > SLOTS else pages
-        number = self.engine.runtime._steps - 1
-        now.number.fill_(number)
-        for layer in range(LAYERS):
-            now.due[layer] = int((number + layer) % INTERVAL == 0)
-        self.graph.write_rows(torch.tensor([self.regions[name] for name in names]))
-
-    def close(self) -> None:
-        self.graph.close()
-        self.pool.close()
-        self.engine.close()
+def engine(kernels: str, query: str = "predicted", deadline: float = 20) -> Engine:
+    """Both kinds draw the same random numbers: they look ahead in the same steps, the sampled ones."""
+    settings = config(
+        tiers="separate", slots_per_request=SLOTS, exact_layers=[EXACT], device_kernels=kernels,
+        recall={"intervals": INTERVAL}, lookahead={"partial_query": query}, metrics={"sample_interval": 1},
+        workers={"threads": 2, "deadline_seconds": deadline},
+    )  # fmt: skip
+    made = Engine(settings, spec(LAYERS), num_pages=64, max_requests=ROWS)
+    if kernels == "triton":
+        replay_as_a_graph(made)
+    return made
 
 
-def resident(lockstep: Lockstep, name: str, layer: int) -> tuple[set[int], set[int]]:
-    """Logical pages of a request that have a slot: with the eager step, and with the graph-shaped one."""
-    tiers = lockstep.engine.runtime.tiers
+def replay_as_a_graph(made: Engine) -> None:
+    """Decoding layers run as captured: with as many rows as there can be, whatever the batch is."""
+    runtime, captured = made.runtime, captured_step(ROWS)
+    forward, lookahead = runtime.forward, runtime.lookahead
+
+    def padded(x: Tensor) -> Tensor:
+        full = x.new_zeros(ROWS, *x.shape[1:])
+        full[: len(x)] = x
+        return full
+
+    def replayed(layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        if step.prefill:
+            return forward(layer, step, q, k, v, out)
+        result = torch.full((ROWS, *q.shape[1:]), float("nan"))
+        forward(layer, captured, padded(q), padded(k), padded(v), result)
+        out.copy_(result[: len(q)])
+        assert not result[len(q) :].any(), "rows of padding attend nothing"
+
+    def replayed_lookahead(layer: int, step: Step, q: Tensor) -> None:
+        assert runtime.wants_lookahead(layer, captured)
+        lookahead(layer, captured, padded(q))
+
+    runtime.forward, runtime.lookahead = replayed, replayed_lookahead  # type: ignore[method-assign]
+
+
+def resident(made: Engine, name: str, layer: int) -> set[int]:
+    """Logical pages of a request that have a slot."""
+    tiers = made.runtime.tiers
     region = tiers.slots.region(name)
     assert region is not None
-    eager = {int(p) for p in tiers.residency.held(layer, torch.tensor([region]))[0] if p >= 0}
-    first = lockstep.regions[name] * SLOTS
-    graph = {int(p) for p in lockstep.graph.maps.page_of[layer, first : first + SLOTS] if p >= 0}
-    return eager, graph
+    decoder = made.runtime.method.in_place
+    if isinstance(decoder, DeviceStep):
+        held = decoder.scout.maps.page_of[layer, region * SLOTS : (region + 1) * SLOTS]
+    else:
+        held = tiers.residency.held(layer, torch.tensor([region]))[0]
+    return {int(p) for p in held if p >= 0}
 
 
-@pytest.mark.parametrize("predicted", [True, False], ids=["predicted", "real"])
-def test_the_graph_shaped_step_equals_the_eager_one(predicted: bool) -> None:
+@pytest.mark.parametrize("query", ["predicted", "real"])
+def test_the_graph_shaped_step_equals_the_eager_one(query: str) -> None:
     """Two requests of unlike length grow out of their slots, one goes and another comes; pages are recalled."""
-    lockstep = Lockstep(predicted)
+    both = engine("torch", query), engine("triton", query)
     try:
-        lockstep.admit("a", 6 * PAGE - 1)
-        lockstep.admit("b", 3 * PAGE)
-        for _ in range(3):
-            assert lockstep.step(["a", "b"], noise=0.3) < 1e-4
-        lockstep.drop("b")
-        lockstep.admit("c", 6 * PAGE - 1)
-        for _ in range(6):
-            assert lockstep.step(["c", "a"], noise=0.3) < 1e-4
+        for each in both:
+            each.add("a", 6 * PAGE - 1)
+            each.add("b", 3 * PAGE)
+            each.prefill("a")
+            each.prefill("b")
+        for step in range(9):
+            if step == 3:
+                for each in both:
+                    each.drop("b")
+                    each.add("c", 6 * PAGE - 1)
+                    each.prefill("c")
+            work = dict.fromkeys(["a", "b"] if step < 3 else ["c", "a"], 1)
+            eager, graph = (each.step(work, lookahead_noise=0.3, tolerance=None) for each in both)
+            for name in work:
+                assert (eager[name] - graph[name]).abs().max() < 1e-4, f"{name}, step {step}"
         for name in ("a", "c"):
             for layer in range(LAYERS):
-                eager, graph = resident(lockstep, name, layer)
-                assert eager == graph, f"{name}, layer {layer}"
-        stats = lockstep.engine.runtime.stats.layers
-        assert sum(layer.recalled_pages for layer in stats) > 0, "nothing was recalled: this test shows less"
-        assert sum(layer.cpu_tokens for layer in stats[1:]) > 0, "the CPU had nothing to do: this test shows less"
+                assert resident(both[0], name, layer) == resident(both[1], name, layer), f"{name}, layer {layer}"
+        for each in both:
+            each.step(work, tolerance=None)  # the device's counters are those of the step before
+        eager_stats, stats = (each.runtime.stats.layers for each in both)
+        assert sum(layer.recalled_pages for layer in eager_stats) > 0, "nothing was recalled: this test shows less"
+        assert stats[1].cpu_tokens > 0, "the CPU had nothing to do: this test shows less"
     finally:
-        lockstep.close()
+        for each in both:
+            each.close()
+
+
+def test_what_fits_its_slots_is_dense_and_nothing_stays_of_it() -> None:
+    """Chunked prompts, two requests that share pages, one preempted and computed again: every output is exact."""
+    made = engine("triton")
+    try:
+        made.add("a", 3 * PAGE)
+        made.prefill("a", chunk=20)
+        made.add("b", 3 * PAGE, shared_with="a")
+        made.prefill("b")
+        made.step({"a": 1, "b": 1})
+        made.preempt("a")
+        made.prefill("a")
+        made.step({"b": 1, "a": 1})
+        assert made.runtime.gauges()["hybrid_slots_in_use"] > 0
+        for name in ("a", "b"):
+            made.drop(name)
+        assert made.runtime.gauges()["hybrid_slots_in_use"] == made.runtime.gauges()["hybrid_regions_in_use"] == 0
+    finally:
+        made.close()
+
+
+def test_a_late_cpu_is_an_error_and_the_device_goes_on() -> None:
+    made = engine("triton", deadline=0.001)
+    try:
+        made.add("a", SLOTS * PAGE)
+        made.prefill("a")
+        decoder = made.runtime.method.in_place
+        assert isinstance(decoder, DeviceStep)
+        decoder.scout.mail.close()  # nobody answers
+        made.step({"a": 1}, tolerance=None)
+        with pytest.raises(DeadlineError, match=r"workers\.deadline_seconds"):
+            made.step({"a": 1}, tolerance=None)
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "fix"),
+    [
+        ({"tiers": "unified"}, "tiers: separate"),
+        ({"selection": {"granularity": "kv_head"}}, "selection.granularity: layer"),
+        ({"workers": {"kernel": "torch"}}, "workers.kernel"),
+    ],
+)
+def test_what_the_kernels_cannot_serve_is_refused(keys: dict[str, object], fix: str) -> None:
+    with pytest.raises(ConfigError, match=fix):
+        Engine(config(**{"tiers": "separate", "device_kernels": "triton", **keys}), spec(LAYERS))

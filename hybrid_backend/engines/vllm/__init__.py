@@ -3,4 +3,5 @@
 VLLM_VERSION = "0.32"
 BACKEND = "CUSTOM"
 CPU_WORKER = "hybrid_backend.engines.vllm.worker.HybridCPUWorker"
+GPU_WORKER = "hybrid_backend.engines.vllm.gpu_worker.HybridGPUWorker"
 ADDITIONAL_CONFIG_KEY = "hybrid"

@@ -18,9 +18,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.errors import EngineError
+from hybrid_backend.methods import resolve_method
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step import Batch, Step
+from hybrid_backend.step import Batch, Step, captured_step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,14 +80,20 @@ class HybridBackend(AttentionBackend):
 class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
     """Turns a vLLM batch into a step of the runtime, once per KV cache group."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Full graphs of decode steps, where the method's step is nothing but launches."""
+        config, device = attached_config(vllm_config), torch.device(vllm_config.device_config.device_type)
+        if device.type == "cuda" and resolve_method(config.method).runs_kernels(config, device):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.NEVER
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if device.type != "cpu":
-            raise EngineError(f"the hybrid backend of this version runs on vLLM's CPU engine, not on {device.type}")
+        if device.type not in ("cpu", "cuda"):
+            raise EngineError(f"the hybrid backend runs on vLLM's CPU and CUDA engines, not on {device.type}")
         self.session: Session | None = None  # set by the worker when the KV memory is there
 
     def build(
@@ -100,7 +108,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
         batch = Batch(
             request_ids=self.session.request_ids(m),
             query_start=query_start,
-            seq_lens=m.seq_lens.tolist(),
+            seq_lens=_lengths(m).tolist(),
             decode=[
                 not prefilling and end - start == 1
                 for prefilling, start, end in zip(
@@ -111,6 +119,18 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
             slot_mapping=m.slot_mapping[: query_start[-1]],
         )
         return HybridMetadata(self.session.step_for(self.layer_names, batch), m.num_actual_tokens)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> HybridMetadata:
+        """A step of as many decoding rows, whose inputs are those of whatever step is replayed."""
+        return HybridMetadata(captured_step(common_attn_metadata.num_reqs), common_attn_metadata.num_actual_tokens)
+
+
+def _lengths(m: CommonAttentionMetadata) -> Tensor:
+    """``[rows]`` tokens of each sequence. On a GPU the host's own count, for which the device need not be waited for:
+    without speculative decoding, which is refused, it is exact."""
+    if m.seq_lens.device.type == "cpu" or m.seq_lens_cpu_upper_bound is None:
+        return m.seq_lens
+    return m.seq_lens_cpu_upper_bound
 
 
 class HybridImpl(AttentionImpl):

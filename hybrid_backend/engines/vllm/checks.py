@@ -42,6 +42,11 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     config.validate_for(layers)
     device = torch.device(vllm_config.device_config.device_type)
+    if device.type == "cuda" and not method.runs_kernels(config, device):
+        raise ConfigError(
+            f"method: {config.method} (device_kernels: {config.device_kernels}) does not run on a GPU in this version; "
+            "write method: scout and device_kernels: auto"
+        )
     method.check(config, device, layers, vllm_config.model_config.get_num_kv_heads(parallel))
     _check_host_pool(vllm_config, config)
 
@@ -70,6 +75,11 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
         (
             model.is_encoder_decoder or model.runner_type != "generate",
             "models that do not generate text",
+            stock,
+        ),
+        (
+            device.type == "cuda" and model.get_sliding_window() is not None,
+            "models with sliding-window layers on a GPU",
             stock,
         ),
         (local_only, f"models whose layers all slide over {window} tokens", stock),

@@ -44,9 +44,9 @@ direct_register_custom_op(
 )
 
 
-def hook_for(layer_name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+def hook_for(layer_name: str, device: torch.device) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     """A pre-hook for a decoder layer, which announces its input to the attention layer ``layer_name``."""
-    token = torch.zeros(1)
+    token = torch.zeros(1, device=device)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = ("positions", "hidden_states", "residual")

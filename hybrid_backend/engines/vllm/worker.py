@@ -1,10 +1,11 @@
-"""The worker subclass: the engine's block pool becomes the host pool (DESIGN.md section 3)."""
+"""The worker subclasses: the engine's block pool becomes the host pool (DESIGN.md section 3)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
+from torch import Tensor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hybrid_backend.config import HybridConfig
@@ -15,10 +16,13 @@ from hybrid_backend.observe.metrics import Publisher
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.worker_base import WorkerBase as _Worker
+else:
+    _Worker = object
 
 
-class HybridCPUWorker(CPUWorker):
-    """vLLM's CPU worker with the runtime beside its model runner. Its KV memory already is host memory."""
+class HybridWorker(_Worker):
+    """The runtime beside vLLM's model runner; mixed into the worker of each device."""
 
     hybrid_config: HybridConfig
     session: Session | None = None
@@ -31,10 +35,16 @@ class HybridCPUWorker(CPUWorker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
-        self.session = Session(self.model_runner, self.vllm_config, self.hybrid_config, self.device)
+        self.session = Session(
+            self.model_runner, self.vllm_config, self.hybrid_config, self.device, on_host=self.on_host
+        )
         runtime = self.session.runtime
         self.publisher = Publisher(runtime.stats, runtime.gauges, self.rank, REGISTRY)
         self.publisher.publish()
+
+    def on_host(self, view: Tensor) -> Tensor:
+        """The host's tensor over the memory of a layer's KV cache."""
+        return view
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         session, publisher = self.session, self.publisher
@@ -52,3 +62,7 @@ class HybridCPUWorker(CPUWorker):
         if self.session is not None:
             self.session.runtime.close()
         super().shutdown()
+
+
+class HybridCPUWorker(HybridWorker, CPUWorker):
+    """vLLM's CPU worker. Its KV memory already is host memory."""

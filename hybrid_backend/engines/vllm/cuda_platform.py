@@ -1,0 +1,21 @@
+"""vLLM's CUDA platform, which honours ``--attention-backend CUSTOM`` already. NOT YET RUN ON A GPU (docs/cuda.md)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.platforms.cuda import CudaPlatform
+
+from hybrid_backend.engines.vllm import GPU_WORKER
+from hybrid_backend.engines.vllm.platform import prepare
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class HybridCudaPlatform(CudaPlatform):
+    """Differs from the stock platform only for those who ask for our backend."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        prepare(vllm_config, super().check_and_update_config, GPU_WORKER)

@@ -1,0 +1,91 @@
+"""vLLM's CUDA worker with its KV cache in pinned host memory. NOT YET RUN ON A GPU (docs/cuda.md).
+
+There is no seam for the memory that the KV cache is made of. Both model runners make it by one
+``torch.zeros(..., dtype=torch.int8)`` (vllm/v1/worker/utils.py, ``allocate_kv_caches``) inside the context that
+``Worker._maybe_get_memory_pool_context("kv_cache")`` returns; that one call is redirected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import vllm
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
+from vllm.v1.worker.gpu_worker import Worker
+
+from hybrid_backend.engines.vllm import VLLM_VERSION
+from hybrid_backend.engines.vllm.worker import HybridWorker
+from hybrid_backend.errors import EngineError
+from hybrid_backend.tiers.pinned import HostMemory, node_of_gpu
+
+
+class HybridGPUWorker(HybridWorker, Worker):
+    """The host pool is pinned memory that the device reads and writes by the same addresses."""
+
+    memory: HostMemory | None = None
+    seen: Tensor  # the same memory as a tensor of the device
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        if tag != "kv_cache":
+            return super()._maybe_get_memory_pool_context(tag)
+        if not vllm.__version__.startswith(VLLM_VERSION):
+            raise EngineError(f"the KV cache of vLLM {vllm.__version__} cannot be redirected; install {VLLM_VERSION}")
+        return _redirected(self._host_pool)
+
+    def _host_pool(self, nbytes: int) -> Tensor:
+        if self.memory is not None:
+            return self.seen[:nbytes]  # made once more, for an estimate
+        numa = self.hybrid_config.workers.numa
+        node = node_of_gpu(self.device) if numa == "auto" else int(numa)
+        with _progress(nbytes, f"pinning the host pool of rank {self.rank}") as advance:
+            self.memory = HostMemory(nbytes, node, pin=True, progress=advance)
+        self.seen = get_accelerator_view_from_cpu_tensor(self.memory.tensor)
+        if self.seen.data_ptr() != self.memory.tensor.data_ptr():
+            raise EngineError("this GPU sees pinned host memory at another address than the CPU; it is not supported")
+        return self.seen
+
+    def on_host(self, view: Tensor) -> Tensor:
+        assert self.memory is not None
+        first = view.data_ptr() - self.seen.data_ptr()
+        whole = self.memory.tensor[first:]
+        whole = whole[: whole.numel() // view.dtype.itemsize * view.dtype.itemsize].view(view.dtype)
+        return whole.as_strided(view.size(), view.stride())
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+
+
+class _Redirect(TorchFunctionMode):
+    def __init__(self, make: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is torch.zeros and options.get("dtype") is torch.int8 and torch.device(options["device"]).type != "cpu":
+            return self._make(int(args[0]))
+        return func(*args, **options)
+
+
+@contextmanager
+def _redirected(make: Callable[[int], Tensor]) -> Iterator[None]:
+    with _Redirect(make):
+        yield
+
+
+@contextmanager
+def _progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,0 +1,227 @@
+"""Decoding with the device's own kernels: `GraphScout` behind the interface that the runtime calls.
+
+Where `Scout` decides on the host and computes with torch, this writes a step's inputs once and launches kernels; the
+launches of all layers may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.errors import ConfigError, DeadlineError
+from hybrid_backend.methods.base import OwnMemory
+from hybrid_backend.methods.graph_scout import DeviceState, GraphScout, GraphShape
+from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step import DecodeRows, ModelSpec, Step
+from hybrid_backend.tiers import Tiers
+from hybrid_backend.workers import NativePool, WorkerPool
+
+_LOOKS_PER_SECOND = 10**5  # of a waiting kernel under Triton's interpreter
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What `begin_step` decided: rows in the order of the kernels."""
+
+    regions: list[int]
+    seq_lens: Tensor  # [rows] int64
+    budgets: Tensor  # [rows] int64 pages
+
+
+class DeviceStep:
+    """All decoding rows of a step by kernels that run in the device's stream, layer by layer.
+
+    Raises:
+        ConfigError: the workers' kernel is not the native one, which alone serves mailboxes.
+    """
+
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
+        if not isinstance(workers, NativePool):
+            raise ConfigError("workers.kernel: device_kernels: triton needs the native kernel; write auto or native")
+        self._config, self._model, self._tiers, self._stats = config, model, tiers, stats
+        device = tiers.device
+        on_gpu = device.type == "cuda"
+        digests = tiers.digests.layers if tiers.digests else {}
+        shape = _shape(config, model, len(tiers.host.layers[0]), len(tiers.slots.generation), tiers.slots.size)
+        self.scout = GraphScout(
+            replace(
+                shape,
+                patience=round(config.workers.deadline_seconds * (1e9 if on_gpu else _LOOKS_PER_SECOND)),
+                multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1,
+            ),
+            tiers.host.seen,
+            [digests.get(layer) for layer in range(model.num_layers)],
+            [tiers.slots.layers[layer] for layer in range(model.num_layers)],
+            tiers.slots.generation,
+            workers.native,
+        )
+        self._last: tuple[int, _Plan] | None = None
+
+    # --- between steps ---
+
+    def begin_step(self, step: Step, sparse: Tensor) -> None:
+        """``sparse``: ``[rows]`` bool, rows under the budget.
+
+        Raises:
+            DeadlineError: in an earlier step the CPU's answer came too late.
+            WorkerError: in an earlier step a CPU job could not be computed.
+        """
+        rows = step.decode
+        assert rows is not None
+        self._settle()
+        regions = [self._region(rows, r) for r in range(rows.count)]
+        budgets = torch.where(sparse, self._config.budget_pages, rows.num_pages)
+        step.plan = plan = _Plan(regions, rows.seq_lens, budgets)
+        self._write(step.number, rows, plan)
+        self.scout.begin()
+        self._last = (step.number + 1, plan)
+
+    def _settle(self) -> None:
+        """What the last step did, as far as the device has come: errors first, then the counters."""
+        if self._last is None:
+            return
+        number, plan = self._last
+        late = int(self.scout.late)
+        if late:
+            self.scout.late.zero_()
+            raise DeadlineError(
+                f"CPU workers did not answer step {late - 1} within "
+                f"workers.deadline_seconds={self._config.workers.deadline_seconds}"
+            )
+        self.scout.mail.check(number)
+        page, rows = self._config.page_size, len(plan.regions)
+        digests = self._tiers.digests
+        for layer, letters in enumerate(self.scout.mail.layers):
+            on_cpu = int(letters.counts[:rows].sum()) * page
+            is_sparse = digests is not None and layer in digests.layers
+            tokens = torch.minimum(plan.seq_lens, plan.budgets * page) if is_sparse else plan.seq_lens
+            self._stats.attended(layer, int(tokens.sum()), on_cpu)
+
+    def _region(self, rows: DecodeRows, r: int) -> int:
+        slots = self._tiers.slots
+        region = slots.region(rows.request_ids[r])
+        if region is None:
+            region = slots.allocate(rows.request_ids[r])
+            self.scout.admit(region, rows.page_table[r, : int(rows.num_pages[r])])
+        return region
+
+    def _write(self, number: int, rows: DecodeRows, plan: _Plan) -> None:
+        """The step's inputs, in one copy to the device beside the page table."""
+        now, config = self.scout.inputs, self._config
+        count, columns = rows.count, rows.page_table.shape[1]
+        last = (rows.num_pages - 1)[:, None].to(rows.page_table.device)
+        tails = rows.page_table.gather(1, last)[:, 0]
+        small = torch.zeros(5, len(now.regions), dtype=torch.int32)
+        small[:, :count] = torch.stack(
+            [rows.num_pages, rows.seq_lens, rows.seq_lens - 1, torch.tensor(plan.regions), plan.budgets]
+        )
+        due = [
+            config.recall.enabled and (number + layer) % config.recall_interval(layer) == 0
+            for layer in range(self._model.num_layers)
+        ]
+        packed = torch.cat([small.flatten(), torch.tensor([number + 1, *due], dtype=torch.int32)])
+        if now.number.is_cuda:  # pinned, so that the copy does not wait for the device
+            packed = packed.pin_memory()
+        there = packed.to(now.number.device, non_blocking=True)
+        for k, into in enumerate((now.num_pages, now.lengths, now.positions, now.regions, now.budgets)):
+            into.copy_(there[k * len(into) : (k + 1) * len(into)])
+        now.number.copy_(there[small.numel() : small.numel() + 1])
+        now.due.copy_(there[small.numel() + 1 :])
+        now.table[:count, :columns].copy_(rows.page_table, non_blocking=True)
+        now.pages.fill_(-1)
+        now.pages[:count].copy_(tails, non_blocking=True)
+
+    # --- the step ---
+
+    def wants_lookahead(self, layer: int) -> bool:
+        """Always the same, so that a captured graph holds for every step."""
+        return layer not in self._config.exact_layers
+
+    def lookahead(self, layer: int, q: Tensor) -> None:
+        """``q``: predicted query of ``layer``, ``[rows, heads, head_dim]``."""
+        self.scout.lookahead(layer, q.contiguous())
+
+    def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Append, select, attend. ``q``, ``out``: ``[tokens, heads, head_dim]``; only the rows' tokens are touched."""
+        rows = step.decode
+        assert rows is not None
+        mine = [rows.gather(x).contiguous() for x in (q, k, v)]
+        result = self.scout.attend(layer, *mine)
+        if rows.whole_batch:
+            out[: rows.count] = result
+        else:
+            out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
+
+    # --- requests and the end ---
+
+    def release(self, request_id: str) -> None:
+        """The request is gone, or its pages are about to be others."""
+        region = self._tiers.slots.release(request_id)
+        if region is not None:
+            self.scout.release(region)
+
+    @property
+    def resident_pages(self) -> int:
+        """Slots that hold a page, over all layers. Waits for the device."""
+        return self.scout.resident_pages
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of the residency maps and the step's inputs."""
+        return self.scout.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the mailboxes."""
+        return sum(x.nbytes for letters in self.scout.mail.layers for x in vars(letters).values())
+
+    def close(self) -> None:
+        self.scout.close()
+
+
+def _shape(config: HybridConfig, model: ModelSpec, pages: int, regions: int, slots: int) -> GraphShape:
+    """Over a host pool of ``pages`` pages."""
+    columns = pages if model.max_tokens is None else min(pages, -(-model.max_tokens // config.page_size))
+    return GraphShape(
+        rows=regions,
+        heads=model.num_heads,
+        columns=columns,
+        regions=regions,
+        slots=slots,
+        budget=config.budget_pages,
+        sinks=config.sinks,
+        recent=config.recent,
+        aggregate=config.selection.aggregate,
+        bound=config.selection.bound,
+        scale=model.scale,
+        recalls=min(config.budget_pages, slots) if config.recall.enabled else 1,
+        predicted=config.lookahead.partial_query == "predicted",
+        patience=1,
+    )
+
+
+def own_memory(config: HybridConfig, model: ModelSpec, pages: int, max_requests: int, slots: int) -> OwnMemory:
+    """What `DeviceStep` allocates over a host pool of ``pages`` pages. Allocates nothing."""
+    shape = _shape(config, model, pages, max_requests, slots)
+    state = DeviceState.make(shape, model.num_layers, torch.device("meta"))
+    vector = shape.heads * model.head_dim
+    per_row = vector * (model.dtype.itemsize + 4) + 4 * shape.heads + 4 * shape.columns + 4  # `Letters`
+    flags = 3 * 64
+    return OwnMemory(device=state.nbytes, host=model.num_layers * (shape.rows * per_row + flags))
+
+
+def check(config: HybridConfig, device: torch.device) -> None:
+    """Raise ConfigError for what these kernels cannot serve."""
+    import triton
+
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise ConfigError(
+            f"device_kernels: triton needs a GPU, but the device tier is the {device.type}; write auto "
+            "(or set TRITON_INTERPRET=1, which runs them slowly, for tests)"
+        )
+    if config.selection.granularity != "layer":
+        raise ConfigError("device_kernels: triton selects once per layer: set selection.granularity: layer")

@@ -1,0 +1,111 @@
+"""Host memory that a GPU reads and writes by itself: huge pages on the GPU's NUMA node, pinned chunk by chunk."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.errors import ConfigError
+
+_CHUNK = 1 << 30  # bytes pinned at a time: pinning takes seconds per ten GiB, and somebody watches
+_HUGE_PAGE = 2 << 20
+_MPOL_BIND = 2
+_SYS_MBIND = {"x86_64": 237, "aarch64": 235}
+_PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
+
+class HostMemory:
+    """``nbytes`` of zeroed memory, in huge pages where the kernel has them.
+
+    Args:
+        nbytes: size; rounded up to huge pages.
+        node: NUMA node that it must lie on, None for any.
+        pin: register it with CUDA, which gives it the same address on the device.
+        progress: called with the bytes that are ready so far.
+
+    Raises:
+        ConfigError: the memory, or memory of that node, cannot be had or pinned.
+    """
+
+    def __init__(
+        self, nbytes: int, node: int | None = None, pin: bool = False, progress: Callable[[int], None] | None = None
+    ) -> None:
+        size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+        try:
+            self._map = mmap.mmap(-1, size + _HUGE_PAGE)
+        except OSError as error:
+            raise ConfigError(f"host_pool.size: {nbytes} bytes cannot be mapped: {error}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(self._map, dtype=torch.int8)
+        aligned = -whole.data_ptr() % _HUGE_PAGE
+        self.tensor: Tensor = whole[aligned : aligned + size][:nbytes]
+        self._pinned: list[int] = []
+        if node is not None:
+            _bind(whole.data_ptr() + aligned, size, node)
+        for first in range(0, size, _CHUNK):
+            part = whole[aligned + first : aligned + min(size, first + _CHUNK)]
+            part.zero_()  # the kernel finds the pages now, on the node that they are bound to
+            if pin:
+                self._pin(part)
+            if progress is not None:
+                progress(min(nbytes, first + len(part)))
+
+    def _pin(self, part: Tensor) -> None:
+        status = int(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.nbytes, _PORTABLE_MAPPED))
+        if status:
+            done = len(self._pinned) * _CHUNK / 2**30
+            self.close()
+            raise ConfigError(
+                f"host_pool.size: CUDA pinned {done:.0f} GiB and no more (error {status}); choose a smaller size, or "
+                "raise the limit of locked memory (ulimit -l unlimited; in a container --ulimit memlock=-1)"
+            )
+        self._pinned.append(part.data_ptr())
+
+    def close(self) -> None:
+        """Unpin it. The memory itself goes when the last tensor over it does."""
+        for address in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._pinned.clear()
+
+
+def node_of_gpu(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """NUMA node that a GPU hangs on; None where the machine does not say."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return node_of_pci(
+        getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_bus_id", -1),
+        getattr(properties, "pci_device_id", 0), devices,
+    )  # fmt: skip
+
+
+def node_of_pci(domain: int, bus: int, device: int, devices: Path) -> int | None:
+    path = devices / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "numa_node"
+    if bus < 0 or not path.exists():
+        return None
+    node = int(path.read_text())
+    return node if node >= 0 else None
+
+
+def _bind(address: int, size: int, node: int) -> None:
+    """mbind(2): pages of the range come from ``node`` alone."""
+    import platform
+
+    number = _SYS_MBIND.get(platform.machine())
+    if number is None:
+        raise ConfigError(f"workers.numa: memory cannot be bound to a node on {platform.machine()}; write auto")
+    mask = (ctypes.c_ulong * (node // 64 + 1))()
+    mask[node // 64] = 1 << (node % 64)
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(size), ctypes.c_int(_MPOL_BIND), mask)
+    # The kernel wants one more than the number of bits.
+    if libc.syscall(number, *arguments, ctypes.c_ulong(len(mask) * 64 + 1), ctypes.c_uint(0)):
+        import os
+
+        reason = os.strerror(ctypes.get_errno())
+        raise ConfigError(f"workers.numa: memory cannot be bound to NUMA node {node}: {reason}; write auto")
