@@ -206,7 +206,7 @@ clean: ## Remove .venv, .venv-ipex, .venv-sglang and everything built (fetched m
 
 # -- measure -------------------------------------------------------------------------------------------------
 
-.PHONY: bench-cpu bench-selection bench-selection-quality compile-triton soak bench-decode-cpu bench-fidelity
+.PHONY: bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak bench-decode-cpu bench-fidelity
 
 bench-cpu: test-install ## CPU kernels against the read roofline, torch and vLLM's operator
 	$(PY) -m bench.cpu_attention
@@ -219,6 +219,10 @@ bench-selection-quality: test-install model ## What ways to choose pages are wor
 
 compile-triton: test-install ## Every Triton kernel compiled for a Hopper GPU: registers, shared memory, spills
 	$(PY) -m bench.triton_compile
+
+bench-gpu: test-install ## On a GPU: the kernels against the copy rates, then decode throughput against the stock backends
+	$(PY) -m bench.gpu_kernels
+	$(PY) -m bench.gpu_decode
 
 soak: test-install ## Random jobs and aborts on the native worker pool (MINUTES=10)
 	$(PY) -m bench.soak --minutes $(MINUTES)

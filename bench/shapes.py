@@ -41,20 +41,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
     },
+    # https://huggingface.co/Qwen/Qwen3-14B/blob/main/config.json
+    "qwen3-14b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
 }
-FLAGS = (
-    "--load-format",
-    "dummy",
-    "--kv-transfer-config",
-    json.dumps(
-        {
-            "kv_connector": "FilledKV",
-            "kv_connector_module_path": "bench.shapes",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
-        }
-    ),
-)
+CONNECTOR = {
+    "kv_connector": "FilledKV",
+    "kv_connector_module_path": "bench.shapes",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
+}
+FLAGS = ("--load-format", "dummy", "--kv-transfer-config", json.dumps(CONNECTOR))
 
 
 def write_shape(name: str, folder: Path) -> Path:

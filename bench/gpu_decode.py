@@ -1,0 +1,156 @@
+"""Decode throughput of the whole engine on a GPU: stock backends against the hybrid backend, Qwen3-14B shapes.
+
+    python -m bench.gpu_decode [--contexts 8192,16384,32768,65536] [--card-gb 80,48] [--equal-batch 8]
+                               [--stock FLASH_ATTN,TRITON_ATTN] [--host-gb 100] [--steps 32,160]
+
+Random weights; prompts' KV is filled with random numbers, digests included (bench/shapes.py), so that nothing is
+prefilled. ``--card-gb`` caps the memory that the engine takes, to stand for a smaller card. Each engine runs in a
+process of its own: at the largest batch that its memory holds, and at ``--equal-batch``. Variants of scout:
+``no-lookahead`` (the CPU starts when the layer does), ``no-recall``. Time per step is a difference between two lengths,
+so start-up cancels; idle is what kernels leave of a profiled step. Prints a table, writes bench/out/gpu_decode.json.
+Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+SHAPE, PAGE = "qwen3-14b", 32
+VARIANTS: dict[str, dict[str, Any]] = {
+    "scout": {},
+    "no-lookahead": {"lookahead": {"enabled": False}},
+    "no-recall": {"recall": {"enabled": False}},
+}
+FIGURES = ("step_ms", "tokens_per_second", "idle")
+_ONE = "--one"
+
+
+def engine(kind: str, model: str, most_tokens: int, batch: int, card: float, host_gb: int) -> Any:
+    import torch
+    from vllm import LLM
+
+    from bench.shapes import CONNECTOR
+    from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    options: dict[str, Any] = {
+        "gpu_memory_utilization": min(0.92, card * 1e9 / total), "max_num_seqs": batch, "load_format": "dummy",
+        "max_model_len": most_tokens, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
+        "skip_tokenizer_init": True, "disable_log_stats": True, "kv_transfer_config": CONNECTOR,
+        "compilation_config": {"cudagraph_capture_sizes": [batch]}, "hf_overrides": {"max_position_embeddings": 131072},
+    }  # fmt: skip
+    if kind not in VARIANTS:
+        return LLM(model, attention_backend=kind, **options)
+    config = {
+        "model": {"match": "*"}, "page_size": PAGE, "exact_layers": [0, 1, 2],
+        "host_pool": {"size": f"{host_gb}GiB"}, **VARIANTS[kind],
+    }  # fmt: skip
+    return LLM(
+        model, attention_backend=BACKEND, worker_cls=GPU_WORKER, block_size=PAGE,
+        additional_config={"hybrid": config}, kv_cache_memory_bytes=host_gb << 30, **options,
+    )  # fmt: skip
+
+
+def one(kind: str, model: str, context: int, batch: int | None, card: float, host_gb: int, steps: list[int]) -> None:
+    """Time one engine; the last line printed is JSON. ``batch`` None: as many sequences as fit."""
+    from vllm import SamplingParams
+
+    most = context + max(steps) + PAGE
+    llm = engine(kind, model, most, batch or 256, card, host_gb)
+    cache = llm.llm_engine.vllm_config.cache_config
+    fits = cache.num_gpu_blocks * cache.block_size // most
+    batch = min(batch or fits, 256)
+    if fits < batch:
+        print(json.dumps({"batch": batch, "fits": fits}))
+        return
+
+    def run(count: int) -> float:
+        prompts = [{"prompt_token_ids": [10 + i] * context} for i in range(batch)]
+        began = time.perf_counter()
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        llm.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - began
+
+    run(4)
+    short, long = run(steps[0]), run(steps[1])
+    step = (long - short) / (steps[1] - steps[0])
+    found = {"batch": batch, "fits": fits, "step_ms": step * 1e3, "tokens_per_second": batch / step}
+    print(json.dumps(found | {"idle": idle_share(run, steps)}))
+
+
+def idle_share(run: Any, steps: list[int]) -> float:
+    """Share of a decode step in which no kernel but a waiting one runs."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    def busy_and_all(count: int) -> tuple[float, float]:
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            took = run(count)
+            torch.cuda.synchronize()
+        kernels = [e for e in seen.key_averages() if "await" not in e.key]
+        return sum(e.self_device_time_total for e in kernels) / 1e6, took
+
+    (busy_a, all_a), (busy_b, all_b) = busy_and_all(steps[0]), busy_and_all(steps[0] + 16)
+    return max(0.0, 1 - (busy_b - busy_a) / (all_b - all_a))
+
+
+def main() -> None:
+    if _ONE in sys.argv:
+        return one(*json.loads(sys.argv[-1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", default="8192,16384,32768,65536")
+    parser.add_argument("--card-gb", default="80,48")
+    parser.add_argument("--equal-batch", type=int, default=8)
+    parser.add_argument("--stock", default="FLASH_ATTN,TRITON_ATTN")
+    parser.add_argument("--host-gb", type=int, default=100)
+    parser.add_argument("--steps", default="32,160")
+    arguments = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench.gpu_decode needs a GPU\n")
+    from bench.shapes import write_shape
+
+    steps = [int(x) for x in arguments.steps.split(",")]
+    table = Table("card GB", "context", "backend", "batch", "ms/step", "tokens/s", "device idle")
+    rows: list[dict[str, Any]] = []
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": root}
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(write_shape(SHAPE, Path(folder)))
+        for card in map(float, arguments.card_gb.split(",")):
+            for context in map(int, arguments.contexts.split(",")):
+                for batch in (None, arguments.equal_batch):
+                    for kind in (*arguments.stock.split(","), *VARIANTS):
+                        case = [kind, model, context, batch, card, arguments.host_gb, steps]
+                        command = [sys.executable, "-m", "bench.gpu_decode", _ONE, json.dumps(case)]
+                        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
+                        found = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {}
+                        row = {"card_gb": card, "context": context, "backend": kind, **found}
+                        if done.returncode:
+                            row["error"] = done.stderr[-2000:]
+                        rows.append(row)
+                        print(row, flush=True)
+                        table.add_row(
+                            f"{card:.0f}", str(context), kind, str(found.get("batch", "-")),
+                            *(f"{found[x]:.2f}" if x in found else "-" for x in FIGURES),
+                        )  # fmt: skip
+    Console(width=120).print(table)
+    out = Path(__file__).parent / "out"
+    out.mkdir(exist_ok=True)
+    (out / "gpu_decode.json").write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The device tier's kernels on a GPU: bytes moved over time, against the copy rates measured in the same run.
+
+    python -m bench.gpu_kernels [--context 32768] [--batches 1,8,40] [--budget 2048]
+
+Shapes of Qwen3-14B (40 heads, 8 KV heads of 128, pages of 32). Rates: device memory by a copy on the device, the bus by
+a copy from pinned memory. Writes bench/out/gpu_kernels.json. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+HEADS, KV_HEADS, DIM, PAGE = 40, 8, 128, 32
+ROUNDS = 20
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Median of single calls, in the stream's own time."""
+    call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(ROUNDS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended) / 1e3)
+    return sorted(times)[ROUNDS // 2]
+
+
+def rates() -> dict[str, float]:
+    """Bytes per second: read plus written on the device; over the bus."""
+    size = 1 << 28
+    here, there = (torch.empty(size, dtype=torch.int8, device="cuda") for _ in range(2))
+    pinned = torch.empty(size, dtype=torch.int8, pin_memory=True)
+    return {
+        "device": 2 * size / seconds(lambda: there.copy_(here)),
+        "bus": size / seconds(lambda: here.copy_(pinned, non_blocking=True)),
+    }
+
+
+def measure(rows: int, context: int, budget: int) -> dict[str, tuple[int, str, float]]:
+    """``{kernel: (bytes that it must move, what they cross, seconds)}``."""
+    from hybrid_backend.kernels import triton as kernels
+
+    pages, columns, k = rows * context // PAGE, context // PAGE, budget // PAGE
+    page_bytes = KV_HEADS * 2 * PAGE * DIM * 2
+    cuda: dict[str, Any] = {"device": "cuda"}
+    # Host pages stand for many: what is recalled is read from a pool of 4,096 of them.
+    host = torch.randn(4096, KV_HEADS, 2, PAGE, DIM).bfloat16().pin_memory()
+    slots = torch.randn(rows * k, KV_HEADS, 2, PAGE, DIM, dtype=torch.bfloat16, **cuda)
+    digests = torch.randn(pages, KV_HEADS, 2, DIM, dtype=torch.bfloat16, **cuda)
+    table = torch.randperm(pages, **cuda).int().view(rows, columns)
+    full = torch.full((rows,), columns, dtype=torch.int32, **cuda)
+    lengths, budgets = full * PAGE, torch.full_like(full, k)
+    regions = torch.arange(rows, dtype=torch.int32, **cuda)
+    slot_of = torch.full((rows, columns), -1, dtype=torch.int32, **cuda)
+    slot_of[:, :k] = torch.arange(rows * k, dtype=torch.int32, **cuda).view(rows, k)
+    q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, **cuda)
+    scores = kernels.page_scores(q, digests, table, full, "softmax", False, 0.5, DIM**-0.5)
+    ids = torch.arange(rows * k, dtype=torch.int32, **cuda).view(rows, 1, k)
+    tokens = torch.full((rows, 1), budget, dtype=torch.int32, **cuda)
+    splits = kernels.splits_for(rows, KV_HEADS, budget, torch.cuda.get_device_properties("cuda").multi_processor_count)
+    parts = kernels.paged_partial(q, slots, ids, tokens, DIM**-0.5, splits)
+    of_cpu = (torch.randn(rows, HEADS, DIM).pin_memory(), torch.randn(rows, HEADS).pin_memory())
+    recalled = torch.randint(0, len(host), (rows, 8), dtype=torch.int32, **cuda)
+    to = torch.arange(rows * 8, dtype=torch.int32, **cuda).view(rows, 8)
+    calls: dict[str, tuple[int, str, Callable[[], object]]] = {
+        "page_scores": (
+            digests.nbytes, "device",
+            lambda: kernels.page_scores(q, digests, table, full, "softmax", False, 0.5, DIM**-0.5),
+        ),
+        "select_pages": (
+            scores.nbytes, "device",
+            lambda: kernels.select_pages(
+                scores, full, lengths, budgets, regions, slot_of, table, PAGE, 1, 2, k
+            ),
+        ),
+        "paged_partial": (
+            rows * k * page_bytes, "device",
+            lambda: kernels.paged_partial(q, slots, ids, tokens, DIM**-0.5, splits),
+        ),
+        "merge_partials": (
+            of_cpu[0].nbytes, "bus", lambda: kernels.merge_partials(*parts, cpu=of_cpu, dtype=torch.bfloat16),
+        ),
+        "copy_pages": (recalled.numel() * page_bytes, "bus", lambda: kernels.copy_pages(host, slots, recalled, to)),
+    }  # fmt: skip
+    return {name: (size, over, seconds(call)) for name, (size, over, call) in calls.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--batches", default="1,8,40")
+    parser.add_argument("--budget", type=int, default=2048)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench.gpu_kernels needs a GPU\n")
+    best = rates()
+    table = Table(
+        "rows", "kernel", "MB", "microseconds", "GB/s", "of the copy rate", title=torch.cuda.get_device_name()
+    )
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "rates": best, "rows": {}}
+    for rows in map(int, arguments.batches.split(",")):
+        found["rows"][rows] = measured = measure(rows, arguments.context, arguments.budget)
+        for name, (size, over, took) in measured.items():
+            rate = size / took
+            table.add_row(
+                str(rows), name, f"{size / 1e6:.1f}", f"{took * 1e6:.0f}", f"{rate / 1e9:.0f}",
+                f"{rate / best[over]:.0%} ({over})",
+            )  # fmt: skip
+    Console(width=120).print(table)
+    out = Path(__file__).parent / "out"
+    out.mkdir(exist_ok=True)
+    (out / "gpu_kernels.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
