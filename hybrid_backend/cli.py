@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ParamSpec
 
 import typer
 from rich.console import Console
@@ -14,9 +15,12 @@ from rich.text import Text
 
 from hybrid_backend import __version__
 from hybrid_backend.config import resolve_config
+from hybrid_backend.doctor.command import doctor
 from hybrid_backend.engines.registry import resolve_server
 from hybrid_backend.errors import HybridError
+from hybrid_backend.plan.command import plan
 
+Parameters = ParamSpec("Parameters")
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -36,6 +40,19 @@ def _one_line_errors() -> Iterator[None]:
         message = Text.assemble(("error:", "bold red"), " ", " ".join(str(error).split()))
         Console(stderr=True, soft_wrap=True, highlight=False).print(message)
         raise typer.Exit(1) from None
+
+
+def _guarded(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    @wraps(command)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        with _one_line_errors():
+            command(*args, **kwargs)
+
+    return run
+
+
+app.command("plan")(_guarded(plan))
+app.command("doctor")(_guarded(doctor))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -90,6 +107,20 @@ def list_models() -> None:
 
     for entry in entries():
         typer.echo(f"{entry.name}  ({entry.package})")
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="address of a running server, as http://localhost:8000")],
+    host: Annotated[str, typer.Option(help="address that the page listens on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port of the page; 0: a free one")] = 8080,
+    interval: Annotated[float, typer.Option(help="seconds between two readings")] = 2.0,
+) -> None:
+    """The status page of a running server, in a browser."""
+    with _one_line_errors():
+        from hybrid_backend.status.sidecar import serve as serve_page
+
+        serve_page(url, host, port, interval, tell=typer.echo)
 
 
 @app.command()

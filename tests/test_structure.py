@@ -13,13 +13,16 @@ ROOT = Path(__file__).parents[1]
 # Each layer may import itself and the layers after it.
 LAYERS = [
     ["cli"],
+    ["plan", "profile", "doctor"],
     ["engines"],
     ["runtime"],
     ["methods"],
     ["tiers", "workers"],
     ["attention"],
+    ["simulate"],
+    ["hardware"],
     ["kernels"],
-    ["observe", "hub"],
+    ["observe", "hub", "status"],
     ["step"],
     ["config"],
     ["errors"],

@@ -34,6 +34,22 @@ class HybridBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.session.begin_step(forward_batch)
 
+    # Graphs of decode steps: launches over buffers that stay where they are (methods/device_step.py).
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """SGLang captures no more rows than ``--max-running-requests``, for which the runtime has its buffers."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of a padding row, which `Session` leaves out."""
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a capture: a step whose rows own nothing. Before a replay: the inputs of the real step."""
+        if in_capture:
+            self.session.capture_step(forward_batch.batch_size)
+        else:
+            self.session.begin_step(forward_batch)
+
     def forward_extend(
         self,
         q: Tensor,

@@ -17,7 +17,7 @@ from hybrid_backend.engines.sglang.pool import HostTokenPool
 from hybrid_backend.errors import EngineError
 from hybrid_backend.observe.metrics import Publisher
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step import Batch, ModelSpec, Step
+from hybrid_backend.step import Batch, ModelSpec, Step, captured_step
 
 
 def attention_layers(model: nn.Module) -> list[tuple[Any, nn.Module]]:
@@ -60,39 +60,29 @@ class Session:
         setattr(self._rows, patches.LISTENER, self._freed)
 
     def begin_step(self, forward_batch: Any) -> None:
-        """Start the runtime's step for SGLang's batch."""
-        self.step = self.runtime.begin_step(self._batch(forward_batch))
+        """Start the runtime's step for SGLang's batch. If a graph is replayed, no layer of it is seen here."""
+        rows = real_rows(forward_batch)
+        batch = batch_of(forward_batch, self._request_ids(rows), self._rows.req_to_token, rows, self._page_size)
+        self.step = self.runtime.begin_step(batch)
+        self._publish()
+
+    def capture_step(self, rows: int) -> None:
+        """The layers that follow are captured in a graph of so many decoding rows."""
+        self.step = captured_step(rows)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """One attention layer of the running step; the last one ends it."""
         if self.step is None:
             raise EngineError("SGLang ran an attention layer outside of a step")
         self.runtime.forward(layer, self.step, q, k, v, out)
-        if layer == self._last_layer:
+        if layer == self._last_layer and not self.step.is_captured:
             step, self.step = self.step, None
             self.runtime.end_step(step)
-            if self._publisher is not None:
-                self._publisher.publish()
+            self._publish()
 
-    def _batch(self, fb: Any) -> Batch:
-        rows = fb.req_pool_indices.long()
-        seq_lens = fb.seq_lens.tolist()
-        is_decode = fb.forward_mode.is_decode()
-        lengths = [1] * len(seq_lens) if is_decode else fb.extend_seq_lens_cpu
-        query_start = [0]
-        for length in lengths:
-            query_start.append(query_start[-1] + length)
-        # Slots of a page are consecutive: every page_size-th one names the page.
-        slots = self._rows.req_to_token[:, : max(seq_lens) : self._page_size].index_select(0, rows)
-        return Batch(
-            request_ids=self._request_ids(rows),
-            query_start=query_start,
-            seq_lens=seq_lens,
-            # Decoding rows that SGLang mixes into a prompt batch come as prompts of one token, and are as exact.
-            decode=[is_decode] * len(seq_lens),
-            page_table=slots // self._page_size,
-            slot_mapping=fb.out_cache_loc,
-        )
+    def _publish(self, force: bool = False) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(force=force)
 
     def _request_ids(self, rows: Tensor) -> list[str]:
         """A request is its row and the row's generation, which SGLang counts up whenever it hands the row out: an id
@@ -103,5 +93,30 @@ class Session:
     def _freed(self, rows: list[int]) -> None:
         """Rows of requests that finished, were aborted or retracted. SGLang gives a row out again only after this."""
         self.runtime.release(self._request_ids(torch.tensor(rows)))
-        if self._publisher is not None:
-            self._publisher.publish(force=True)
+        self._publish(force=True)
+
+
+def real_rows(fb: Any) -> Tensor:
+    """``[rows]`` int64 rows of ``req_to_token`` that a batch has, without the padding of a graph's replay."""
+    return fb.req_pool_indices[: len(fb.req_pool_indices) - getattr(fb, "num_padding", 0)].long()
+
+
+def batch_of(fb: Any, request_ids: list[str], req_to_token: Tensor, rows: Tensor, page_size: int) -> Batch:
+    """SGLang's batch in the runtime's words. ``fb``: a ForwardBatch, or the view of one that a graph's replay makes."""
+    lengths = fb.seq_lens if fb.seq_lens_cpu is None else fb.seq_lens_cpu
+    seq_lens = lengths[: len(rows)].tolist()
+    is_decode = fb.forward_mode.is_decode()
+    query_start = [0]
+    for length in [1] * len(rows) if is_decode else fb.extend_seq_lens_cpu:
+        query_start.append(query_start[-1] + length)
+    # Slots of a page are consecutive: every page_size-th one names the page.
+    slots = req_to_token[:, : max(seq_lens) : page_size].index_select(0, rows)
+    return Batch(
+        request_ids=request_ids,
+        query_start=query_start,
+        seq_lens=seq_lens,
+        # Decoding rows that SGLang mixes into a prompt batch come as prompts of one token, and are as exact.
+        decode=[is_decode] * len(seq_lens),
+        page_table=slots // page_size,
+        slot_mapping=fb.out_cache_loc[: query_start[-1]],
+    )

@@ -1,0 +1,134 @@
+"""Our own measured runs (docs/measurements.md, "Whole engine") and the simulation of them, for bench.simulate_figures.
+
+Two shared CPU cores; tiers are one. The machine is taken from the stock rows alone, the hybrid rows are predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.hardware import Curve, Hardware, ModelShape, Number
+from hybrid_backend.hardware.shape import shape_from_config
+from hybrid_backend.simulate import decode_step
+
+# https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct/blob/main/config.json
+SMOLLM2: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+# https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json
+QWEN3_06B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+Row = tuple[int, int, float, float]  # context, batch, tokens/s of stock and of hybrid
+SMOLLM2_RUNS: tuple[Row, ...] = (
+    (200, 1, 26.3, 29.4), (200, 4, 49.3, 49.6), (200, 8, 70.6, 74.8),
+    (2000, 1, 19.8, 23.7), (2000, 4, 36.8, 43.6), (2000, 8, 52.7, 64.5),
+    (7500, 1, 15.4, 20.3), (7500, 4, 21.2, 35.0), (7500, 8, 29.0, 49.9),
+)  # fmt: skip
+QWEN3_RUNS: tuple[Row, ...] = (
+    (200, 1, 8.6, 8.8), (200, 2, 12.3, 12.6), (16000, 1, 3.9, 8.0), (16000, 2, 4.3, 7.1), (32000, 1, 2.3, 4.9),
+)  # fmt: skip
+NATIVE_OVER_STOCK = 1.82
+"""Our dense decode kernel against vLLM's operator, one layer, mean of four shapes (docs/cpu-kernels.md)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured rate and the simulated one, tokens/s. ``fitted``: the machine's rates were taken from this row."""
+
+    model: str
+    context: int
+    batch: int
+    method: str
+    measured: float
+    simulated: float
+    fitted: bool
+
+    @property
+    def error(self) -> float:
+        return self.simulated / self.measured - 1.0
+
+
+def own_machine(shape: ModelShape, rows: tuple[Row, ...]) -> Hardware:
+    """Two shared cores as the STOCK rows show them: all but attention from the shortest context, by batch, the stock
+    kernel's rate from the longest context with one sequence. Nothing is taken from the hybrid rows."""
+    shortest, longest = rows[0][0], rows[-1][0]
+    first = {batch: batch / stock for context, batch, stock, _ in rows if context == shortest}
+    stock = next(stock for context, batch, stock, _ in rows if context == longest and batch == 1)
+    kv = (longest - shortest) * shape.token_bytes * shape.layers
+    attention = kv / (1 / stock - first[1])
+    weights = shape.layers * shape.layer_weight_bytes + shape.head_weight_bytes
+    small = shortest * shape.token_bytes * shape.layers / attention
+
+    def number(value: float) -> Number:
+        return Number(value=value, source="docs/measurements.md, stock rows")
+
+    def curve(*points: tuple[float, float], by: str = "stock rows") -> Curve:
+        return Curve(points=points, source=f"docs/measurements.md, {by}")
+
+    return Hardware(
+        name="two shared cores",
+        device="cpu",
+        device_memory_bytes=number(23e9),
+        host_ram_bytes=number(23e9),
+        hbm_bytes_per_s=number(15e9),
+        hbm_efficiency=number(1),
+        bf16_flops_per_s=number(1e11),
+        flops_efficiency=number(1),
+        linear_bytes_per_s=curve(*((float(b), weights / (t - b * small)) for b, t in sorted(first.items()))),
+        stock_attention_bytes_per_s=curve((1.0, attention)),
+        device_attention_bytes_per_s=curve((1.0, attention * NATIVE_OVER_STOCK), by="docs/cpu-kernels.md"),
+        host_device_bytes_per_s=curve((1.0, 1e10)),
+        host_read_bytes_per_s=curve((1.0, 15e9)),
+        cpu_attention_bytes_per_s=curve((1.0, 1e10)),
+        layer_overhead_s=number(0),
+        step_overhead_s=number(0),
+        cpu_job_overhead_s=number(0),
+        cores=2,
+    )
+
+
+def own_runs() -> list[Run]:
+    """Measured and simulated, every row of the two tables."""
+    results = []
+    models: tuple[tuple[str, dict[str, Any], tuple[Row, ...], Mapping[str, Any]], ...] = (
+        ("smollm2-135m", SMOLLM2, SMOLLM2_RUNS, {"page_size": 16, "exact_layers": (0, 1, 2, 7, 8)}),
+        ("qwen3-0.6b shape", QWEN3_06B, QWEN3_RUNS, {"exact_layers": (0, 1, 2)}),
+    )
+    for name, keys, rows, changes in models:
+        shape = shape_from_config(keys, name)
+        config = HybridConfig.model_validate(changes)
+        machine = own_machine(shape, rows)
+        for context, batch, stock, hybrid in rows:
+            is_fitted = context == rows[0][0] or (context, batch) == (rows[-1][0], 1)
+            for method, measured in (("stock", stock), ("scout", hybrid)):
+                simulated = decode_step(machine, shape, config, method, context, batch).tokens_per_s
+                fitted = is_fitted and measured is stock
+                results.append(Run(name, context, batch, method, measured, simulated, fitted))
+    return results
+
+
+def validation_error(runs: list[Run]) -> tuple[float, float]:
+    """Mean and largest relative error of the rows that nothing was fitted to."""
+    errors = [abs(run.error) for run in runs if not run.fitted]
+    return sum(errors) / len(errors), max(errors)

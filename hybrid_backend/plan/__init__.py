@@ -1,0 +1,1 @@
+"""`hybrid plan`: what fits where, before anything is started (docs/plan.md)."""

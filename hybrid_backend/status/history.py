@@ -1,0 +1,123 @@
+"""From readings to what happened between them, kept for a bounded time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybrid_backend.status.model import Column, Layer
+from hybrid_backend.status.reading import LayerCounts, Reading
+
+_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class History:
+    """The latest columns, and the reading that the next one starts from. ``add`` returns the next history."""
+
+    kept: int
+    longest: float
+    columns: tuple[Column, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    last: Reading | None = None
+
+    def add(self, reading: Reading) -> History:
+        """With the column from the last reading to this one.
+
+        There is none if the counters went back (the server was started again), if more than ``longest`` seconds lie
+        between (an average over them would hide what happened), or if time stood still.
+        """
+        last = self.last
+        seconds = reading.time - last.time if last is not None else 0.0
+        if last is None or not 0 < seconds <= self.longest or _went_back(last, reading):
+            layers = self.layers if last is not None and not _went_back(last, reading) else ()
+            return History(self.kept, self.longest, self.columns, layers, reading)
+        before = _same_length(last.layers, len(reading.layers))
+        pairs = list(zip(before, reading.layers, strict=True))
+        columns = deque(self.columns, maxlen=self.kept)
+        columns.append(_column(last, reading, seconds, pairs))
+        layers = tuple(
+            _layer(index, a, b, seconds, self.layers[index] if index < len(self.layers) else None)
+            for index, (a, b) in enumerate(pairs)
+        )
+        return History(self.kept, self.longest, tuple(columns), layers, reading)
+
+
+def _column(
+    last: Reading, reading: Reading, seconds: float, pairs: Sequence[tuple[LayerCounts, LayerCounts]]
+) -> Column:
+    copied = _rate(last.gauges.get("hybrid_copied_bytes"), reading.gauges.get("hybrid_copied_bytes"), seconds)
+    return Column(
+        time=round(reading.time, 3),
+        seconds=round(seconds, 3),
+        running=reading.running,
+        waiting=reading.waiting,
+        pool_fill=_rounded(reading.pool_fill),
+        generated_per_second=_rate(last.generated_tokens, reading.generated_tokens, seconds),
+        prompt_per_second=_rate(last.prompt_tokens, reading.prompt_tokens, seconds),
+        recalled_per_second=round(sum(b.recalled_pages - a.recalled_pages for a, b in pairs) / seconds, _DIGITS),
+        copied_bytes_per_second=copied,
+        wait_share=round(sum(b.wait_seconds - a.wait_seconds for a, b in pairs) / seconds, _DIGITS),
+        slots_in_use=reading.gauges.get("hybrid_slots_in_use"),
+        regions_in_use=reading.gauges.get("hybrid_regions_in_use"),
+        residency=tuple(_residency(a, b) for a, b in pairs),
+        cpu_ratio=tuple(_cpu_ratio(a, b) for a, b in pairs),
+    )
+
+
+def _layer(index: int, a: LayerCounts, b: LayerCounts, seconds: float, before: Layer | None) -> Layer:
+    """Ratios of an idle interval stay those of the last busy one; rates are of this interval."""
+    idle = b.selected_tokens == a.selected_tokens
+    waited, led = b.wait_seconds - a.wait_seconds, b.lead_seconds - a.lead_seconds
+    kept = before if idle else None
+    return Layer(
+        layer=index,
+        residency=kept.residency if kept else _residency(a, b),
+        cpu_ratio=kept.cpu_ratio if kept else _cpu_ratio(a, b),
+        attended_tokens_per_second=round((b.selected_tokens - a.selected_tokens) / seconds, 1),
+        recalled_per_second=round((b.recalled_pages - a.recalled_pages) / seconds, _DIGITS),
+        wait_share=round(waited / seconds, 6),
+        lead_per_wait=kept.lead_per_wait if kept else (round(led / waited, 2) if waited > 0 else None),
+        query_cosine=_rounded(b.query_cosine),
+        mass_recall=_rounded(b.mass_recall),
+    )
+
+
+def _residency(a: LayerCounts, b: LayerCounts) -> float | None:
+    return _ratio(b.resident_hits - a.resident_hits, b.resident_lookups - a.resident_lookups)
+
+
+def _cpu_ratio(a: LayerCounts, b: LayerCounts) -> float | None:
+    return _ratio(b.cpu_tokens - a.cpu_tokens, b.selected_tokens - a.selected_tokens)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    """Within 0..1: a reading may fall between the publication of two counters."""
+    return round(min(max(part / whole, 0.0), 1.0), _DIGITS) if whole > 0 else None
+
+
+def _rate(before: float | None, after: float | None, seconds: float) -> float | None:
+    return None if before is None or after is None else round((after - before) / seconds, 2)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, _DIGITS)
+
+
+def _same_length(layers: Sequence[LayerCounts], count: int) -> tuple[LayerCounts, ...]:
+    return (*layers[:count], *[LayerCounts()] * (count - len(layers)))
+
+
+def _went_back(last: Reading, reading: Reading) -> bool:
+    """Whether any counter is smaller than it was: another server, or the same one started again."""
+    if len(reading.layers) < len(last.layers):
+        return True
+    totals = [(last.generated_tokens, reading.generated_tokens), (last.prompt_tokens, reading.prompt_tokens)]
+    totals.append((last.gauges.get("hybrid_copied_bytes"), reading.gauges.get("hybrid_copied_bytes")))
+    for a, b in zip(last.layers, reading.layers, strict=False):
+        totals += [
+            (getattr(a, name), getattr(b, name))
+            for name in ("selected_tokens", "cpu_tokens", "recalled_pages", "resident_hits", "wait_seconds")
+        ]
+    return any(before is not None and after is not None and after < before for before, after in totals)
