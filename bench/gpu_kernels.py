@@ -66,7 +66,7 @@ def measure(rows: int, context: int, budget: int) -> dict[str, tuple[int, str, f
     slot_of = torch.full((rows, columns), -1, dtype=torch.int32, **cuda)
     slot_of[:, :k] = torch.arange(rows * k, dtype=torch.int32, **cuda).view(rows, k)
     q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, **cuda)
-    scores = kernels.page_scores(q, digests, table, full, "softmax", False, 0.5, DIM**-0.5)
+    scores = kernels.page_scores(q, digests, table, full, budgets, "softmax", False, 0.5, DIM**-0.5)
     ids = torch.arange(rows * k, dtype=torch.int32, **cuda).view(rows, 1, k)
     tokens = torch.full((rows, 1), budget, dtype=torch.int32, **cuda)
     splits = kernels.splits_for(rows, KV_HEADS, budget, torch.cuda.get_device_properties("cuda").multi_processor_count)
@@ -77,7 +77,7 @@ def measure(rows: int, context: int, budget: int) -> dict[str, tuple[int, str, f
     calls: dict[str, tuple[int, str, Callable[[], object]]] = {
         "page_scores": (
             digests.nbytes, "device",
-            lambda: kernels.page_scores(q, digests, table, full, "softmax", False, 0.5, DIM**-0.5),
+            lambda: kernels.page_scores(q, digests, table, full, budgets, "softmax", False, 0.5, DIM**-0.5),
         ),
         "select_pages": (
             scores.nbytes, "device",

@@ -111,7 +111,9 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     for width in columns:
         for per_head in (False, True):
             for aggregate in ("sum", "max", "softmax"):
-                scores = kernels.page_scores(q, digests, table[:, :width], line, aggregate, per_head, 0.5, dim**-0.5)
+                scores = kernels.page_scores(
+                    q, digests, table[:, :width], line, line, aggregate, per_head, 0.5, dim**-0.5
+                )
             slot_of = torch.zeros(rows, width, dtype=torch.int32)
             kernels.select_pages(scores, line, line, line, line, slot_of, table[:, :width], page, 1, 2, k)
     maps = kernels.Maps(table[None], table, torch.zeros(1, max(COLUMNS)))

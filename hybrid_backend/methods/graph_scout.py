@@ -244,7 +244,7 @@ class GraphScout:
             budgets, most = now.num_pages, shape.columns
         else:
             scores = kernels.page_scores(
-                q, digests, now.table, now.num_pages, shape.aggregate, False, shape.bound, shape.scale
+                q, digests, now.table, now.num_pages, now.budgets, shape.aggregate, False, shape.bound, shape.scale
             )
             budgets, most = now.budgets, min(shape.columns, max(shape.budget, shape.slots))
         chosen = kernels.select_pages(

@@ -14,7 +14,7 @@ AGGREGATES = ("sum", "max", "softmax")
 
 
 @triton.jit(do_not_specialize=["tiles", "stride"])
-def _score_kernel(q, digests, table, num_pages, logits, tops, sums, bound, scale, columns, stride, tiles,
+def _score_kernel(q, digests, table, num_pages, budgets, logits, tops, sums, bound, scale, columns, stride, tiles,
                   KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
                   BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -22,7 +22,7 @@ def _score_kernel(q, digests, table, num_pages, logits, tops, sums, bound, scale
     heads = KV_HEADS * GROUP
     g, d, column = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tile * TILE + tl.arange(0, TILE)
     mine = row * heads + head * GROUP + g
-    if tile * TILE < pages:
+    if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
         listed = column < pages
         page = tl.load(table + row * stride + column, mask=listed, other=0).to(tl.int64)
         at = (page * KV_HEADS + head)[:, None] * 2 * DIM + d[None, :]
@@ -46,7 +46,7 @@ def _score_kernel(q, digests, table, num_pages, logits, tops, sums, bound, scale
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _combine_kernel(logits, tops, sums, num_pages, scores, scale, columns, tiles,
+def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, columns, tiles,
                     LISTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HOW: tl.constexpr,
                     TILE: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     row, listing, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -56,7 +56,7 @@ def _combine_kernel(logits, tops, sums, num_pages, scores, scale, columns, tiles
     total = tl.zeros([TILE], tl.float32)
     each: tl.constexpr = HEADS // LISTS
     group: tl.constexpr = HEADS // KV_HEADS
-    if tile * TILE < pages:
+    if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
         best = tl.full([TILE], float("-inf"), tl.float32)
         for i in range(each):
             head = row * HEADS + listing * each + i
@@ -82,8 +82,8 @@ def _combine_kernel(logits, tops, sums, num_pages, scores, scale, columns, tiles
 
 
 def page_scores(
-    q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, aggregate: str, per_head: bool, bound: float,
-    scale: float,
+    q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str, per_head: bool,
+    bound: float, scale: float,
 ) -> Tensor:  # fmt: skip
     """`attention.selection.page_scores` on the device: estimates of the largest logit in each page (Quest, section
     3.2), combined over query heads.
@@ -93,12 +93,13 @@ def page_scores(
         digests: ``[pages, kv_heads, 2, head_dim]``.
         table: ``[rows, columns]`` int32 host page ids; entries beyond a row's pages are not read.
         num_pages: ``[rows]`` int32; 0: a row of padding.
+        budgets: ``[rows]`` int32 pages; a row that may take all of its pages is not scored.
         aggregate: how query heads combine, see `AGGREGATES`; ``per_head``: a list per KV head instead of one.
         bound: share of the digest's half-width that counts; 1 is Quest's upper end.
         scale: of the attention's softmax.
 
     Returns:
-        ``[rows, 1 | kv_heads, columns]`` fp32, -inf beyond a row's pages.
+        ``[rows, 1 | kv_heads, columns]`` fp32, -inf beyond a row's pages, 0 in a row that is not scored.
     """
     rows, heads, dim = q.shape
     kv_heads = digests.shape[1]
@@ -112,12 +113,12 @@ def page_scores(
     tops, sums = q.new_empty(2, rows, heads, tiles, dtype=torch.float32)
     group = heads // kv_heads
     _score_kernel[(rows, kv_heads, tiles)](
-        q, digests, table, num_pages, logits, tops, sums, bound, scale, columns, table.stride(0), tiles,
+        q, digests, table, num_pages, budgets, logits, tops, sums, bound, scale, columns, table.stride(0), tiles,
         kv_heads, group, dim, _TILE, group_block(group), triton.next_power_of_2(dim),
         precision_of(digests.dtype),
     )  # fmt: skip
     _combine_kernel[(rows, lists, tiles)](
-        logits, tops, sums, num_pages, scores, scale, columns, tiles,
+        logits, tops, sums, num_pages, budgets, scores, scale, columns, tiles,
         lists, heads, kv_heads, AGGREGATES.index(aggregate), _TILE, triton.next_power_of_2(tiles),
     )  # fmt: skip
     return scores

@@ -158,18 +158,21 @@ def test_page_scores_are_those_of_the_selection(
 ) -> None:
     rng = generator(5)
     kv_heads, columns = 2, 150  # three tiles
-    num_pages = torch.tensor([150, 1, 67, 0])
+    num_pages, budgets = torch.tensor([150, 1, 67, 0, 90]), torch.tensor([149, 0, 20, 0, 90])
     rows = len(num_pages)
     digests = torch.randn(200, kv_heads, 2, dim, generator=rng).to(dtype).sort(2, descending=True).values
     q = torch.randn(rows, kv_heads * group, dim, generator=rng).to(dtype)
     table = torch.stack([torch.randperm(200, generator=rng)[:columns] for _ in range(rows)])
     how = SelectionConfig(granularity=granularity, aggregate=aggregate, bound=0.5)
     expected = selection.page_scores(q, digests, table, num_pages, how, dim**-0.5)
+    expected[4] = 0  # it may take all of its pages
     listed = torch.arange(columns) < num_pages[:, None]
     table[~listed] = 10**6  # must not be followed
+    table[4] = 10**6  # nor what needs no score
     found = kernels.page_scores(
-        *here(q, digests, table.int(), num_pages.int()), aggregate, granularity == "kv_head", how.bound, dim**-0.5
-    ).cpu()
+        *here(q, digests, table.int(), num_pages.int(), budgets.int()), aggregate, granularity == "kv_head", how.bound,
+        dim**-0.5,
+    ).cpu()  # fmt: skip
     assert found.shape == expected.shape
     listed = listed[:, None].expand_as(found)
     assert bool((found[~listed] == float("-inf")).all())
