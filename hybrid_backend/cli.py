@@ -113,7 +113,7 @@ def list_models() -> None:
 def top(
     url: Annotated[str, typer.Argument(help="address of a running server, as http://localhost:8000")],
     host: Annotated[str, typer.Option(help="address that the page listens on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port of the page; 0: a free one")] = 8080,
+    port: Annotated[int, typer.Option(help="port of the page; 0: a free one")] = 8001,
     interval: Annotated[float, typer.Option(help="seconds between two readings")] = 2.0,
 ) -> None:
     """The status page of a running server, in a browser."""

@@ -32,7 +32,7 @@ def check_cores(cpus: int, proc: Path = Path("/proc"), cgroup: Path = Path("/sys
     if quota is not None and quota < cpus:
         usable, found = quota, f"{quota:g} of {cpus} CPUs (the container's quota)"
     if usable < FEW_CORES:
-        fix = f"give it {FEW_CORES} cores or more: the workers read the context at about 15 GB/s per core"
+        fix = f"give it {FEW_CORES} cores or more: CPU attention scales with them until memory is the limit"
         return Finding("cores", "warning", found, fix)
     return Finding("cores", "ok", found)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hybrid_backend.config import format_size
 from hybrid_backend.doctor.finding import Finding, unknown
 
-LEAST_RAM = 4 * 2**30  # the demo model's server with its processes takes about 3 GiB (docs/plan.md)
+LEAST_RAM = 4 * 2**30  # a general figure: the engine's processes and a small model
 LEAST_SHM = 2**30  # Docker's default is 64 MiB, which engines with several processes overrun
 UNLIMITED = -1  # of resource.getrlimit
 
@@ -32,7 +32,7 @@ def check_ram(wanted: int | None, proc: Path = Path("/proc"), cgroup: Path = Pat
         fix = f"set host_pool.size to less than {_gib(available)}, or give the container more memory"
         return Finding("RAM", "problem", f"{found}; host_pool.size wants {format_size(wanted)}", fix)
     if available < LEAST_RAM:
-        return Finding("RAM", "warning", found, f"free memory: serving the smallest model takes {_gib(LEAST_RAM)}")
+        return Finding("RAM", "warning", found, f"free some: below {_gib(LEAST_RAM)} a small model may not start")
     pool = f"{_gib(available // 2)} (auto)" if wanted is None else str(format_size(wanted))
     return Finding("RAM", "ok", f"{found}; host pool {pool}")
 

@@ -28,7 +28,7 @@ UTILIZATION = 0.92
 DEVICE_OVERHEAD = 1536 * 2**20
 """CUDA context, library workspaces, captured graphs: a general figure, to be replaced by what the engine logs."""
 HOST_OVERHEAD = 4 * 2**30
-"""The server's processes beside the KV: a general figure; measured beside it in docs/plan.md."""
+"""The server's processes beside the KV: a general figure, not measured."""
 BATCHES_IN_FLIGHT = 2
 """vLLM 0.32 schedules one step ahead (``VllmConfig.max_concurrent_batches`` with asynchronous scheduling)."""
 

@@ -175,7 +175,7 @@ HB_API hb_ticket* hb_submit(hb_pool* pool, const hb_partial_args* args) {
     auto made = std::make_unique<hb_ticket>();
     made->pool = pool;
     made->task = pool->take_spare();
-    made->task->reset(*args, pool->isa(), pool->threads());
+    made->task->reset(*args, pool->isa(), pool->threads() + 1);  // whoever waits may help
     pool->push(*made->task);
     ticket = made.release();
   });

@@ -187,7 +187,7 @@ void PartialTask::finish() {
 
 int PartialTask::wait(double seconds, bool help) {
   const double until = now() + seconds;
-  if (help && !ended_state()) work(0);
+  if (help && !ended_state()) work(lanes_ - 1);
   std::unique_lock<std::mutex> lock(mutex_);
   for (double left; !finished_.load(std::memory_order_acquire);) {
     if ((left = until - now()) <= 0) return HB_TIMEOUT;
