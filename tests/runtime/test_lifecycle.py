@@ -222,7 +222,7 @@ class InfiniGenLife(Life):
 
 # No shrinking: it takes minutes here; the printed blob reproduces a failure.
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
-Life.TestCase.settings = settings(max_examples=250, stateful_step_count=40, phases=PHASES)
+Life.TestCase.settings = settings(max_examples=150, stateful_step_count=40, phases=PHASES)
 for other in (DenseLife, HeadInferLife, HgcaLife, InfiniGenLife):
     other.TestCase.settings = settings(max_examples=40, stateful_step_count=40, phases=PHASES)
 TestEveryLifeKeepsTheRules = Life.TestCase
