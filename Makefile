@@ -17,10 +17,11 @@ CONFIG ?=
 ARGS   ?=
 TESTS  ?= tests
 MINUTES ?= 10
+BENCH_ARGS ?=
 HYBRID_CACHE ?= $(CURDIR)/.cache/models
 export HYBRID_CACHE
-# cpu or cuda: which build of the engine is installed. The CUDA tier is not in this version (`hybrid serve` refuses the
-# CUDA engine), so a machine with a GPU gets the CPU engine too unless cuda is asked for.
+# cpu or cuda: which build of the engine is installed. The CUDA tier has not run on a GPU yet, so a machine that has one
+# gets the CPU engine too unless cuda is asked for.
 DEVICE ?= cpu
 
 # -- fixed ---------------------------------------------------------------------------------------------------
@@ -206,7 +207,17 @@ clean: ## Remove .venv, .venv-ipex, .venv-sglang and everything built (fetched m
 
 # -- measure -------------------------------------------------------------------------------------------------
 
-.PHONY: bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak bench-decode-cpu bench-fidelity
+.PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate
+.PHONY: bench-decode-cpu bench-fidelity compare bench-hgca
+
+bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/throughput.md)
+	$(PY) -m bench.throughput --serve $(BENCH_ARGS)
+
+bench-accuracy: test-install model ## Scores and fidelity of the methods on RULER-like tasks (BENCH_ARGS, see docs/accuracy.md)
+	$(PY) -m bench.accuracy $(BENCH_ARGS)
+
+simulate: test-install ## The simulator against the paper's figures and our own runs
+	$(PY) -m bench.simulate_figures
 
 bench-cpu: test-install ## CPU kernels against the read roofline, torch and vLLM's operator
 	$(PY) -m bench.cpu_attention

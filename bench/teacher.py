@@ -1,7 +1,8 @@
-"""A vLLM logits processor that makes a request follow a given text (``vllm_xargs: {"forced": [token ids]}``).
+"""A vLLM logits processor that makes a request begin with a given text (``vllm_xargs: {"forced": [token ids]}``).
 
-vLLM reports log-probabilities before logits processors run, so two servers that follow the same text can be compared
-position by position. Start the server with ``--logits-processors bench.teacher:Forced``.
+What comes after the text is free. vLLM reports log-probabilities before logits processors run, so two servers that
+follow the same text can be compared position by position. Start the server with
+``--logits-processors bench.teacher:Forced``.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ class _Follow:
         self.tokens = tokens
 
     def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output_ids) >= len(self.tokens):
+            return logits
         forced = torch.full_like(logits, float("-inf"))
-        forced[self.tokens[min(len(output_ids), len(self.tokens) - 1)]] = 0.0
+        forced[self.tokens[len(output_ids)]] = 0.0
         return forced
 
 
 class Forced(AdapterLogitsProcessor):
-    """Per request: follow ``extra_args["forced"]``, if given."""
+    """Per request: begin with ``extra_args["forced"]``, if given."""
 
     def is_argmax_invariant(self) -> bool:
         return False

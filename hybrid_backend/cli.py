@@ -19,6 +19,7 @@ from hybrid_backend.doctor.command import doctor
 from hybrid_backend.engines.registry import resolve_server
 from hybrid_backend.errors import HybridError
 from hybrid_backend.plan.command import plan
+from hybrid_backend.profile.command import profile
 
 Parameters = ParamSpec("Parameters")
 app = typer.Typer(
@@ -52,6 +53,7 @@ def _guarded(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
 
 
 app.command("plan")(_guarded(plan))
+app.command("profile")(_guarded(profile))
 app.command("doctor")(_guarded(doctor))
 
 

@@ -26,6 +26,8 @@ _COUNTERS = (
     _LayerMetric("hybrid_selected_tokens", "Tokens attended by decoding rows", lambda s: s.selected_tokens),
     _LayerMetric("hybrid_cpu_tokens", "Tokens attended by the CPU workers", lambda s: s.cpu_tokens),
     _LayerMetric("hybrid_recalled_pages", "Pages recalled into slots", lambda s: s.recalled_pages),
+    _LayerMetric("hybrid_resident_hits", "Selected pages that were resident", lambda s: s.resident_hits),
+    _LayerMetric("hybrid_resident_lookups", "Selected pages, resident or not", lambda s: s.resident_lookups),
     _LayerMetric(
         "hybrid_wait_seconds",
         "Seconds that the device tier waited for CPU partials",

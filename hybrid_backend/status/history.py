@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybrid_backend.status.model import Column, Layer
 from hybrid_backend.status.reading import LayerCounts, Reading
 
+WINDOW = 15.0  # seconds; an engine's step may take longer than the interval between two readings
 _DIGITS = 4
 
 
 @dataclass(frozen=True)
 class History:
-    """The latest columns, and the reading that the next one starts from. ``add`` returns the next history."""
+    """The latest columns, and the readings that the next ones start from. ``add`` returns the next history.
+
+    ``kept``: columns at most; ``longest``: seconds that one column may cover. ``recent``: the readings of the last
+    ``WINDOW`` seconds, the oldest first.
+    """
 
     kept: int
     longest: float
     columns: tuple[Column, ...] = ()
     layers: tuple[Layer, ...] = ()
-    last: Reading | None = None
+    recent: tuple[Reading, ...] = ()
+
+    @property
+    def last(self) -> Reading | None:
+        return self.recent[-1] if self.recent else None
 
     def add(self, reading: Reading) -> History:
-        """With the column from the last reading to this one.
+        """With the column from the last reading to this one, and the layers over the last ``WINDOW`` seconds.
 
         There is none if the counters went back (the server was started again), if more than ``longest`` seconds lie
         between (an average over them would hide what happened), or if time stood still.
@@ -32,21 +40,26 @@ class History:
         seconds = reading.time - last.time if last is not None else 0.0
         if last is None or not 0 < seconds <= self.longest or _went_back(last, reading):
             layers = self.layers if last is not None and not _went_back(last, reading) else ()
-            return History(self.kept, self.longest, self.columns, layers, reading)
-        before = _same_length(last.layers, len(reading.layers))
-        pairs = list(zip(before, reading.layers, strict=True))
+            return History(self.kept, self.longest, self.columns, layers, (reading,))
         columns = deque(self.columns, maxlen=self.kept)
-        columns.append(_column(last, reading, seconds, pairs))
+        columns.append(_column(last, reading, seconds))
+        recent = tuple(r for r in self.recent if reading.time - r.time <= WINDOW or r is last)
+        span = reading.time - recent[0].time
         layers = tuple(
-            _layer(index, a, b, seconds, self.layers[index] if index < len(self.layers) else None)
-            for index, (a, b) in enumerate(pairs)
+            _layer(index, a, b, span, self.layers[index] if index < len(self.layers) else None)
+            for index, (a, b) in enumerate(_pairs(recent[0], reading))
         )
-        return History(self.kept, self.longest, tuple(columns), layers, reading)
+        return History(self.kept, self.longest, tuple(columns), layers, (*recent, reading))
 
 
-def _column(
-    last: Reading, reading: Reading, seconds: float, pairs: Sequence[tuple[LayerCounts, LayerCounts]]
-) -> Column:
+def _pairs(before: Reading, after: Reading) -> list[tuple[LayerCounts, LayerCounts]]:
+    """The same layer in both; one that is new began at zero."""
+    missing = [LayerCounts()] * (len(after.layers) - len(before.layers))
+    return list(zip([*before.layers, *missing], after.layers, strict=True))
+
+
+def _column(last: Reading, reading: Reading, seconds: float) -> Column:
+    pairs = _pairs(last, reading)
     copied = _rate(last.gauges.get("hybrid_copied_bytes"), reading.gauges.get("hybrid_copied_bytes"), seconds)
     return Column(
         time=round(reading.time, 3),
@@ -67,9 +80,8 @@ def _column(
 
 
 def _layer(index: int, a: LayerCounts, b: LayerCounts, seconds: float, before: Layer | None) -> Layer:
-    """Ratios of an idle interval stay those of the last busy one; rates are of this interval."""
+    """Ratios of an idle window stay those of the last busy one; rates are of this window."""
     idle = b.selected_tokens == a.selected_tokens
-    waited, led = b.wait_seconds - a.wait_seconds, b.lead_seconds - a.lead_seconds
     kept = before if idle else None
     return Layer(
         layer=index,
@@ -77,8 +89,8 @@ def _layer(index: int, a: LayerCounts, b: LayerCounts, seconds: float, before: L
         cpu_ratio=kept.cpu_ratio if kept else _cpu_ratio(a, b),
         attended_tokens_per_second=round((b.selected_tokens - a.selected_tokens) / seconds, 1),
         recalled_per_second=round((b.recalled_pages - a.recalled_pages) / seconds, _DIGITS),
-        wait_share=round(waited / seconds, 6),
-        lead_per_wait=kept.lead_per_wait if kept else (round(led / waited, 2) if waited > 0 else None),
+        wait_share=round((b.wait_seconds - a.wait_seconds) / seconds, 6),
+        lead_share=round((b.lead_seconds - a.lead_seconds) / seconds, 6),
         query_cosine=_rounded(b.query_cosine),
         mass_recall=_rounded(b.mass_recall),
     )
@@ -103,10 +115,6 @@ def _rate(before: float | None, after: float | None, seconds: float) -> float | 
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, _DIGITS)
-
-
-def _same_length(layers: Sequence[LayerCounts], count: int) -> tuple[LayerCounts, ...]:
-    return (*layers[:count], *[LayerCounts()] * (count - len(layers)))
 
 
 def _went_back(last: Reading, reading: Reading) -> bool:

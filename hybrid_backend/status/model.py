@@ -42,7 +42,7 @@ class Column(_Part):
 
 
 class Layer(_Part):
-    """One layer, over the latest interval in which it attended anything; quality is the mean since start."""
+    """One layer over the last 15 seconds, its ratios over the last in which it attended; quality since start."""
 
     layer: int
     residency: float | None
@@ -50,8 +50,8 @@ class Layer(_Part):
     attended_tokens_per_second: float
     recalled_per_second: float
     wait_share: float
-    lead_per_wait: float | None
-    """Seconds of head start of the CPU partials per second waited for them; null where nobody waited."""
+    lead_share: float
+    """Seconds per second by which CPU partials started before they were needed."""
     query_cosine: float | None
     mass_recall: float | None
 

@@ -3,7 +3,8 @@
 // Polls status.json, keeps the columns that it returned, and draws them. No library, nothing from elsewhere.
 (() => {
   const SHORTEST = 60; // seconds on the time axis, at least
-  const LEFT = 34, RIGHT = 6, TOP = 4, BOTTOM = 20; // CSS pixels around a plot
+  const LEFT = 42, RIGHT = 6, TOP = 4, BOTTOM = 20; // CSS pixels around a plot
+  const WINDOW = 15; // seconds that a rate in a tile is the mean of, as in the table
   const $ = (id) => document.getElementById(id);
   const state = { status: null, columns: [], cursor: {} };
 
@@ -28,6 +29,14 @@
     return found.length ? found.reduce((sum, value) => sum + value, 0) / found.length : null;
   };
 
+  // Mean of a rate over the last WINDOW seconds: an engine's step may take longer than one interval.
+  function recent(key) {
+    const last = state.columns[state.columns.length - 1];
+    const found = state.columns.filter((c) => known(c[key]) && last.time - c.time < WINDOW);
+    const seconds = found.reduce((sum, c) => sum + c.seconds, 0);
+    return seconds ? found.reduce((sum, c) => sum + c.seconds * c[key], 0) / seconds : null;
+  }
+
   function element(tag, attributes = {}, ...children) {
     const made = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -44,12 +53,12 @@
     return [
       ["Running", number(latest?.running), " requests"],
       ["Waiting", number(latest?.waiting), " requests"],
-      ["Decode", rate(latest?.generated_per_second), " tokens/s"],
+      ["Decode", rate(recent("generated_per_second")), " tokens/s"],
       ["Host pool", percent(latest?.pool_fill), known(used) ? ` ${number(used)}${of(pages)} pages` : ""],
       ["Resident", percent(mean(status.layers.map((l) => l.residency))), " mean of layers"],
       ["On CPU", percent(mean(status.layers.map((l) => l.cpu_ratio))), " mean of layers"],
-      ["Waits", millis(latest?.wait_share), " ms per s"],
-      ["Recalls", rate(latest?.recalled_per_second), ` pages/s, ${number(status.recalls_in_flight)} in flight`],
+      ["Waits", millis(recent("wait_share")), " ms per s"],
+      ["Recalls", rate(recent("recalled_per_second")), ` pages/s, ${number(status.recalls_in_flight)} in flight`],
       ["Slots in use", number(latest?.slots_in_use), of(status.slots) || " pages, all layers"],
       ["Regions in use", number(latest?.regions_in_use), " requests"],
       ["Device tier", bytes(status.device_bytes), ` ${bytes(status.digest_bytes)} digests`],
@@ -121,8 +130,8 @@
   function heat(figure, key, word, scaleOf, empty) {
     const canvas = element("canvas", { tabindex: "0", role: "img" });
     const output = element("output", {});
-    const legend = element("div", { class: "scale", "aria-hidden": "true" }, "0 %", element("i", { class: "ramp" }), "100 %",
-      element("i", { class: "none" }), "not measured");
+    const legend = element("div", { class: "scale", "aria-hidden": "true" },
+      "0\u00a0%", element("i", { class: "ramp" }), "100\u00a0%", element("i", { class: "none" }), "not\u00a0measured");
     figure.replaceChildren(canvas, legend, output);
 
     const layerCount = () => state.columns.reduce((most, column) => Math.max(most, column[key].length), 0);
@@ -148,12 +157,16 @@
         if (to <= LEFT) continue;
         for (let layer = 0; layer < layers; layer += 1) {
           const value = column[key][layer];
-          measured += known(value) ? 1 : 0;
-          pen.fillStyle = known(value) ? tint(value) : colour("--none");
+          if (!known(value)) continue;
+          measured += 1;
+          pen.fillStyle = tint(value);
           const y = Math.round(TOP + layer * row);
           pen.fillRect(Math.floor(from), y, Math.ceil(to) - Math.floor(from), Math.round(TOP + (layer + 1) * row) - y - (row > 6 ? 1 : 0));
         }
       }
+      pen.strokeStyle = colour("--line");
+      pen.lineWidth = 1;
+      pen.strokeRect(LEFT + 0.5, TOP + 0.5, width - LEFT - RIGHT - 1, height - TOP - BOTTOM - 1);
       pen.fillStyle = colour("--soft");
       pen.textAlign = "right";
       pen.textBaseline = "middle";
@@ -163,7 +176,7 @@
       if (!measured) {
         pen.fillStyle = colour("--text");
         pen.textAlign = "center";
-        pen.fillText(empty, (LEFT + width) / 2, height / 2, width - LEFT - RIGHT);
+        pen.fillText(state.columns.length ? empty : "The first interval is being measured.", (LEFT + width) / 2, height / 2, width - LEFT - RIGHT);
       }
       const cursor = state.cursor[key];
       if (cursor) {
@@ -280,7 +293,7 @@
       const texts = [
         percent(entry.residency), percent(entry.cpu_ratio), number(entry.attended_tokens_per_second),
         rate(entry.recalled_per_second), millis(entry.wait_share),
-        known(entry.lead_per_wait) ? `${number(entry.lead_per_wait, 1)} : 1` : "–",
+        millis(entry.lead_share),
         number(entry.query_cosine, 3), number(entry.mass_recall, 3),
       ];
       texts.forEach((text, cell) => { body.rows[index].cells[cell + 1].textContent = text; });
@@ -348,11 +361,13 @@
     "No page was selected by a budget: contexts fit, or the method has no slots."));
   maps.push(heat($("cpu"), "cpu_ratio", "on the CPU workers", () => ramp("--low-1", "--high-1"), "Nothing was decoded."));
   courses.push(course("Requests", [["running", "running", short], ["waiting", "waiting", short]]));
-  courses.push(course("Tokens/s", [["generated_per_second", "decoded", short], ["prompt_per_second", "prompts", short]]));
-  courses.push(course("Waits, ms per s", [["wait_share", "waits", ms]]));
-  courses.push(course("Recalled pages/s", [["recalled_per_second", "recalled", short]]));
-  courses.push(course("Copied bytes/s", [["copied_bytes_per_second", "copied", short]]));
-  courses.push(course("Host pool in use", [["pool_fill", "in use", asPercent]]));
+  courses.push(course("Decoded tokens/s", [["generated_per_second", "now", short]]));
+  courses.push(course("Prompt tokens/s", [["prompt_per_second", "now", short]]));
+  courses.push(course("Waits, ms per s", [["wait_share", "now", ms]]));
+  courses.push(course("Recalled pages/s", [["recalled_per_second", "now", short]]));
+  courses.push(course("Copied bytes/s", [["copied_bytes_per_second", "now", short]]));
+  courses.push(course("Host pool in use", [["pool_fill", "now", asPercent]]));
+  courses.push(course("Slots in use", [["slots_in_use", "now", short]]));
 
   new ResizeObserver(draw).observe(document.body);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

@@ -1,0 +1,1 @@
+"""Accuracy bench: what each method costs in answers, not only in distributions (``python -m bench.accuracy``)."""

@@ -1,0 +1,177 @@
+"""Accuracy of every method at every budget, against dense.
+
+    python -m bench.accuracy [--methods scout,hgca] [--budgets 256,512] [--lengths 1024,2048] [--samples 4]
+
+The stock engine answers every prompt densely; then one hybrid server per method and budget (separate tiers) answers
+the same prompts, and follows the dense answers for its fidelity. Results are appended to OUT/results.jsonl as they
+come: the same command goes on where an interrupted one stopped. Writes OUT/report.md, report.json and report.png. With
+--endpoint a running OpenAI-compatible server is scored instead, without fidelity. docs/accuracy.md says how to read it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import typer
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+from bench.accuracy import longbench, report
+from bench.accuracy.client import Endpoint
+from bench.accuracy.run import Driver, Plan, run_endpoint
+from bench.accuracy.store import Results
+from bench.accuracy.task import ModelTokenizer
+from bench.accuracy.tasks import chosen
+from hybrid_backend.config import find_config, load_config
+from hybrid_backend.errors import ConfigError, HybridError
+from hybrid_backend.hub import resolve_model
+from hybrid_backend.methods import method_names
+
+ROOT = Path(__file__).parents[2]
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    model: Annotated[str, typer.Option(help="catalog name or directory of a Hugging Face model")] = (
+        "smollm2-135m-instruct"
+    ),
+    methods: Annotated[str, typer.Option(help="names separated by commas")] = "dense,scout,hgca,infinigen,headinfer",
+    budgets: Annotated[str, typer.Option(help="tokens attended; of hgca the window")] = "256,512,1024,2048,4096",
+    tasks: Annotated[str, typer.Option(help="names separated by commas, all, or none")] = "all",
+    lengths: Annotated[str, typer.Option(help="prompts in tokens")] = "1024,2048",
+    samples: Annotated[int, typer.Option(min=1, help="prompts per task and length")] = 4,
+    question: Annotated[
+        str, typer.Option(help="prompt: part of it, as usual; decode: forced token by token")
+    ] = "prompt",
+    longbench_folder: Annotated[
+        Path | None, typer.Option("--longbench", help="folder of LongBench's JSONL files")
+    ] = None,
+    longbench_datasets: Annotated[str, typer.Option(help="names separated by commas")] = ",".join(longbench.DEFAULT),
+    longbench_length: Annotated[int, typer.Option(help="longest prompt in tokens; 0: the longest of --lengths")] = 0,
+    endpoint: Annotated[str | None, typer.Option(help="score this running server instead, without fidelity")] = None,
+    api: Annotated[str, typer.Option(help="of the endpoint: completions or chat")] = "completions",
+    minutes: Annotated[float, typer.Option(help="stop after so many minutes; 0: never")] = 0,
+    dtype: Annotated[str, typer.Option(help="of the model, as the engine takes it")] = "bfloat16",
+    host_pool: Annotated[str, typer.Option(help="KV memory of each server")] = "1GiB",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="one configuration key, as recall.enabled=false")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder of the results")] = ROOT / "bench" / "out" / "accuracy",
+) -> None:
+    """Score every method at every budget on RULER-like and extraction tasks, against dense."""
+    console = Console(soft_wrap=True)
+    try:
+        plan = Plan(
+            model=model,
+            directory=resolve_model(model),
+            methods=_methods(methods),
+            budgets=_budgets(budgets, model),
+            tasks=[] if tasks == "none" else chosen(tasks),
+            lengths=_numbers("--lengths", lengths),
+            samples=samples,
+            question=_one_of("--question", question, ("prompt", "decode")),
+            dtype=dtype,
+            pool=host_pool,
+            overrides=_overrides(overrides or []),
+            deadline=time.monotonic() + 60 * minutes if minutes else float("inf"),
+        )  # fmt: skip
+        if longbench_folder is not None:
+            plan = _with_longbench(plan, longbench_folder, longbench_datasets, longbench_length)
+        os.environ["PYTHONPATH"] = str(ROOT)  # the servers import bench.teacher
+        if endpoint is not None:
+            kind = cast(Literal["completions", "chat"], _one_of("--api", api, ("completions", "chat")))
+            done = run_endpoint(plan, Endpoint.at(endpoint, kind), out, console)
+        else:
+            done = _interruptible(Driver(plan, out, console), console)
+        _write(plan, out, console)
+    except HybridError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            Text.assemble(("error:", "bold red"), " ", " ".join(str(error).split()))
+        )
+        raise typer.Exit(1) from None
+    raise typer.Exit(0 if done else 3)
+
+
+def _interruptible(driver: Driver, console: Console) -> bool:
+    """Ctrl-C and a plain kill end the run and its server, and keep what there is."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return driver.run()
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on from here")
+        return False
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _write(plan: Plan, out: Path, console: Console) -> None:
+    results = [r for r in Results(out / "results.jsonl").all() if r.key.model == plan.model]
+    results = [r for r in results if r.key.question == plan.question or r.key.method == "stock"]
+    if not results:
+        return
+    arguments: dict[str, object] = {"model": plan.model, "question": plan.question, "dtype": plan.dtype}
+    text = report.markdown(
+        results, f"{plan.model}, question {'decoded' if plan.question == 'decode' else 'in the prompt'}"
+    )
+    (out / "report.md").write_text(text)
+    (out / "report.json").write_text(report.as_json(results, arguments))
+    report.plot(results, out / "report.png")
+    console.print(text, markup=False, highlight=False)
+
+
+def _methods(given: str) -> list[str]:
+    known, found = sorted(method_names()), [name.strip() for name in given.split(",") if name.strip()]
+    for name in found:
+        if name not in known:
+            raise ConfigError(f"--methods: no method {name!r}; there are {', '.join(known)}")
+    return found
+
+
+def _budgets(given: str, model: str) -> list[int]:
+    page, found = load_config(find_config(model)).page_size, _numbers("--budgets", given)
+    for budget in found:
+        if budget % page:
+            raise ConfigError(f"--budgets: got {budget}, expected a multiple of the page size {page}")
+    return found
+
+
+def _numbers(option: str, given: str) -> list[int]:
+    try:
+        found = [int(part) for part in given.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option}: got {given!r}, expected whole numbers separated by commas") from None
+    if min(found) < 1:
+        raise ConfigError(f"{option}: got {min(found)}, expected positive numbers")
+    return found
+
+
+def _one_of(option: str, given: str, allowed: tuple[str, ...]) -> str:
+    if given not in allowed:
+        raise ConfigError(f"{option}: got {given!r}, expected {' or '.join(allowed)}")
+    return given
+
+
+def _overrides(given: list[str]) -> dict[str, object]:
+    pairs = [entry.partition("=") for entry in given]
+    for key, equals, _ in pairs:
+        if not equals:
+            raise ConfigError(f"--set: got {key!r}, expected key=value")
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
+def _with_longbench(plan: Plan, folder: Path, names: str, length: int) -> Plan:
+    length = length or max(plan.lengths)
+    datasets = [name.strip() for name in names.split(",") if name.strip()]
+    tasks = longbench.load(folder, datasets, length, ModelTokenizer(plan.directory), plan.samples)
+    return replace(plan, external=tasks, external_length=length)
+
+
+if __name__ == "__main__":
+    app()

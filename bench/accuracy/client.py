@@ -1,0 +1,118 @@
+"""Asking servers: our own with token ids and log-probabilities, any other over its OpenAI-compatible API."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from openai import APIConnectionError, APIStatusError, OpenAI
+
+from bench.accuracy.task import Task
+from bench.fidelity import TOP, compare
+from hybrid_backend.errors import EngineError
+from tests.engine.server import Server
+
+FLAGS = ("--logits-processors", "bench.teacher:Forced", "--max-logprobs", str(TOP))
+Distribution = dict[int, float]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Generated tokens, and at each of their positions the log-probabilities of the most likely ones."""
+
+    tokens: list[int]
+    logprobs: list[Distribution]
+
+
+def ask(server: Server, prompt: Sequence[int], max_tokens: int, begin: Sequence[int] = ()) -> Answer:
+    """A greedy answer of at most ``max_tokens`` tokens after the forced tokens ``begin``, which are part of it."""
+    made = server.client().completions.create(
+        model=server.model,
+        prompt=list(prompt),
+        max_tokens=len(begin) + max_tokens,
+        temperature=0,
+        logprobs=TOP,
+        extra_body={
+            "return_tokens_as_token_ids": True,
+            # A forced end of turn (it stands between question and answer) does not end the answer.
+            **({"vllm_xargs": {"forced": list(begin)}, "min_tokens": len(begin)} if begin else {}),
+        },
+    )
+    logprobs = made.choices[0].logprobs
+    if logprobs is None or logprobs.tokens is None or logprobs.top_logprobs is None:
+        raise EngineError(f"{server.url} gave no log-probabilities; start it with {' '.join(FLAGS)}")
+    tokens = [_id(token) for token in logprobs.tokens]
+    if tokens[: len(begin)] != list(begin)[: len(tokens)]:
+        raise EngineError(f"{server.url} did not follow the given tokens; start it with {' '.join(FLAGS)}")
+    return Answer(tokens, [{_id(t): value for t, value in place.items()} for place in logprobs.top_logprobs])
+
+
+def _id(token: str) -> int:
+    return int(token.removeprefix("token_id:"))
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How near a server stayed to dense along the dense answer: mean KL(dense || server) in nats, share of equal most
+    likely tokens. None where the answer has no position that decoding computes."""
+
+    kl: float | None
+    agreement: float | None
+    positions: int
+
+
+def fidelity(dense: Sequence[Distribution], ours: Sequence[Distribution], first: int) -> Fidelity:
+    """Of positions ``first`` and later; position 0 of an answer is the (exact) prompt's unless its question was
+    decoded."""
+    p, q = list(dense[first:]), list(ours[first:])
+    if not p:
+        return Fidelity(None, None, 0)
+    certain = {0: 0.0}  # `compare` leaves out the first position
+    found = compare([certain, *p], [certain, *q])
+    if not math.isfinite(found.kl):
+        raise EngineError("the server reported log-probabilities that are no numbers; look at its log")
+    return Fidelity(found.kl, found.agreement, found.positions)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Any OpenAI-compatible server."""
+
+    url: str
+    api: Literal["completions", "chat"]
+    model: str
+
+    @classmethod
+    def at(cls, url: str, api: Literal["completions", "chat"]) -> Endpoint:
+        """Raises EngineError if nothing answers there."""
+        try:
+            models = _client(url).models.list().data
+        except (APIConnectionError, APIStatusError) as error:
+            raise EngineError(
+                f"--endpoint {url}: {error}; give the address of a running server, as http://h:8000/v1"
+            ) from None
+        if not models:
+            raise EngineError(f"--endpoint {url}: serves no model")
+        return cls(url, api, models[0].id)
+
+    def ask(self, task: Task) -> str:
+        """The greedy answer. A chat endpoint applies its own template and does not get the answer's beginning."""
+        options: dict[str, Any] = {"model": self.model, "max_tokens": task.max_tokens, "temperature": 0}
+        try:
+            if self.api == "completions":
+                return str(_client(self.url).completions.create(prompt=task.prompt, **options).choices[0].text)
+            turn = [{"role": "user", "content": task.content}]
+            return str(_client(self.url).chat.completions.create(messages=turn, **options).choices[0].message.content)  # type: ignore[arg-type]
+        except (APIConnectionError, APIStatusError) as error:
+            raise EngineError(f"--endpoint {self.url}: task {task.name}: {error}") from None
+
+
+@cache
+def _client(url: str) -> OpenAI:
+    base = url.rstrip("/")
+    return OpenAI(
+        base_url=base if base.endswith("/v1") else f"{base}/v1", api_key="unused", timeout=3600, max_retries=2
+    )

@@ -1,0 +1,108 @@
+"""Results on disk: one JSON line per answer, so that an interrupted run goes on where it stopped."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from bench.accuracy.client import Answer
+from hybrid_backend.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Key:
+    """What one answer is an answer to. ``budget`` is in tokens, 0 for methods that attend everything; ``length`` of the
+    prompt in tokens; ``prompt`` a digest of it, so that a changed generator is asked anew."""
+
+    model: str
+    method: str
+    budget: int
+    task: str
+    length: int
+    sample: int
+    question: str  # in the prompt, or decoded
+    prompt: str
+
+
+@dataclass(frozen=True)
+class Result:
+    key: Key
+    score: float
+    text: str
+    kl: float | None = None  # nats, mean over ``positions``
+    agreement: float | None = None
+    positions: int = 0
+    mass: float | None = None  # attention mass on what sparse layers attended
+    seconds: float = 0.0
+
+
+class Results:
+    """An append-only file of results."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._known = {result.key: result for result in self._read()}
+
+    def _read(self) -> Iterator[Result]:
+        if not self._file.exists():
+            return
+        *lines, last = self._file.read_text(encoding="utf-8").split("\n")
+        if last:  # a run was killed while it wrote
+            with self._file.open("r+b") as file:
+                file.truncate(len("".join(line + "\n" for line in lines).encode()))
+        for number, line in enumerate(lines, 1):
+            try:
+                fields = json.loads(line)
+                yield Result(**{**fields, "key": Key(**fields["key"])})
+            except (ValueError, TypeError, KeyError):
+                raise ConfigError(f"{self._file}: line {number} is not a result; remove the line or the file") from None
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._known
+
+    def all(self) -> list[Result]:
+        return list(self._known.values())
+
+    def add(self, result: Result) -> None:
+        self._known[result.key] = result
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+
+
+def same_settings(folder: Path, settings: dict[str, object]) -> None:
+    """Remember what all results of a folder have in common; ConfigError if it holds results of others."""
+    file = folder / "settings.json"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings))
+    elif (before := json.loads(file.read_text())) != settings:
+        told = ", ".join(f"{key} {before.get(key)}" for key in settings if before.get(key) != settings[key])
+        raise ConfigError(f"--out {folder}: holds results with {told}; give the same again, or another --out")
+
+
+class DenseAnswers:
+    """The dense model's answers with their distributions, one compressed file each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def _file(self, key: Key) -> Path:
+        return self._folder / f"{sha256(json.dumps([key.model, key.prompt]).encode()).hexdigest()[:24]}.json.gz"
+
+    def __contains__(self, key: Key) -> bool:
+        return self._file(key).exists()
+
+    def get(self, key: Key) -> Answer:
+        tokens, logprobs = json.loads(gzip.decompress(self._file(key).read_bytes()))
+        return Answer(tokens, [{int(token): value for token, value in place.items()} for place in logprobs])
+
+    def put(self, key: Key, answer: Answer) -> None:
+        whole = self._file(key).with_suffix(".unfinished")
+        whole.write_bytes(gzip.compress(json.dumps([answer.tokens, answer.logprobs]).encode(), 5))
+        whole.replace(self._file(key))

@@ -1,0 +1,25 @@
+"""All generated tasks by name: RULER's thirteen and the extraction task."""
+
+from __future__ import annotations
+
+from bench.accuracy import aggregation, extraction, needles, questions
+from bench.accuracy.task import Generator
+from hybrid_backend.errors import ConfigError
+
+GENERATORS: dict[str, Generator] = {
+    **needles.GENERATORS,
+    **aggregation.GENERATORS,
+    **questions.GENERATORS,
+    **extraction.GENERATORS,
+}
+
+
+def chosen(names: str) -> list[str]:
+    """Names separated by commas; ``all`` is all of them."""
+    if names == "all":
+        return list(GENERATORS)
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    for name in found:
+        if name not in GENERATORS:
+            raise ConfigError(f"--tasks: no task {name!r}; there are {', '.join(GENERATORS)}")
+    return found

@@ -1,0 +1,22 @@
+"""Shared by the tests of the accuracy bench."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+
+class Pieces:
+    """A tokenizer without a model: words in pieces of four letters, everything else letter by letter."""
+
+    def ids(self, text: str) -> list[int]:
+        return [sum(map(ord, piece)) for piece in re.findall(r" ?[A-Za-z]{1,4}|.|\n", text)]
+
+    def render(self, user: str, prefix: str) -> str:
+        return f"<user>{user}</user>\n<assistant>{prefix}"
+
+
+@pytest.fixture(scope="session")
+def pieces() -> Pieces:
+    return Pieces()

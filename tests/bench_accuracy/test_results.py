@@ -1,0 +1,105 @@
+"""What is kept of a run, and what the report says of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.accuracy.client import Answer, fidelity
+from bench.accuracy.report import as_json, lines, markdown, plot, summaries
+from bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settings
+from hybrid_backend.errors import ConfigError
+
+KEY = Key("m", "stock", 0, "vt", 1024, 0, "prompt", "p0")
+
+
+def result(method: str, task: str, sample: int, score: float, kl: float | None = None) -> Result:
+    budget = 0 if method in ("stock", "dense") else 256
+    key = Key("m", method, budget, task, 1024, sample, "prompt", f"{task}{sample}")
+    return Result(key, score, "text", kl, None if kl is None else 0.9, 5, 0.95 if method == "scout" else None)
+
+
+RESULTS = [
+    *(result("stock", "vt", i, 1.0) for i in range(4)),
+    *(result("stock", "cwe", i, 0.1) for i in range(4)),
+    *(result("dense", "vt", i, 1.0, 0.001) for i in range(4)),
+    *(result("scout", "vt", i, [1.0, 1.0, 1.0, 0.0][i], 0.02 * (i + 1)) for i in range(4)),
+    *(result("scout", "cwe", i, 0.3, 0.05) for i in range(4)),
+]
+
+
+def test_results_are_found_again_and_a_half_written_line_is_forgotten(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    first = Results(file)
+    for r in RESULTS:
+        first.add(r)
+    with file.open("a") as more:
+        more.write('{"key": {"model": "m", "met')
+    again = Results(file)
+    assert again.all() == RESULTS and RESULTS[3].key in again and replace(KEY, prompt="new") not in again
+    again.add(result("scout", "fwe", 0, 0.5))
+    assert [json.loads(line)["score"] for line in file.read_text().splitlines()][-2:] == [0.3, 0.5]
+
+
+def test_a_line_that_is_no_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text('{"score": 1}\n')
+    with pytest.raises(ConfigError, match="line 1 is not a result"):
+        Results(tmp_path / "results.jsonl")
+
+
+def test_results_of_different_settings_are_not_mixed(tmp_path: Path) -> None:
+    same_settings(tmp_path, {"dtype": "bfloat16", "overrides": {}})
+    same_settings(tmp_path, {"dtype": "bfloat16", "overrides": {}})
+    with pytest.raises(ConfigError, match="holds results with dtype bfloat16; give the same again, or another --out"):
+        same_settings(tmp_path, {"dtype": "float32", "overrides": {}})
+
+
+def test_dense_answers_come_back_as_they_were(tmp_path: Path) -> None:
+    answers = DenseAnswers(tmp_path)
+    assert KEY not in answers
+    answers.put(KEY, Answer([5, 6], [{5: -0.1, 7: -2.5}, {6: -0.2}]))
+    assert KEY in DenseAnswers(tmp_path)
+    assert DenseAnswers(tmp_path).get(KEY) == Answer([5, 6], [{5: -0.1, 7: -2.5}, {6: -0.2}])
+    assert replace(KEY, method="scout", budget=256) in answers  # the same prompt of the same model
+
+
+def test_fidelity_leaves_the_prompts_own_position_out_unless_the_question_was_decoded() -> None:
+    dense, ours = [{1: -0.01}, {2: -0.01}], [{9: -0.01, 1: -5.0}, {2: -0.01}]
+    assert fidelity(dense, ours, first=1).agreement == 1.0 and fidelity(dense, ours, first=1).positions == 1
+    assert fidelity(dense, ours, first=0).agreement == 0.5
+    assert fidelity(dense[:1], ours[:1], first=1).kl is None
+
+
+def test_a_task_that_dense_fails_is_shown_as_such_and_kept_out_of_the_tasks_that_it_can_do() -> None:
+    (scout,) = [s for s in summaries(RESULTS) if s.method == "scout"]
+    assert (scout.tasks_can, scout.tasks_all) == (1, 2)
+    assert scout.can is not None and scout.can.mean == 0.75 and scout.dense_can is not None
+    assert scout.difference_can is not None and scout.difference_can.mean == -0.25 and scout.difference_can.low < -0.25
+    assert scout.difference_all is not None and scout.difference_all.mean == pytest.approx(-0.025)
+    text = markdown(RESULTS, "title")
+    assert "| cwe (dense fails) | 4 | 0.10" in text and "| vt | 4 | 1.00" in text
+    assert [line.dense_fails for line in lines(RESULTS) if line.method == "scout"] == [False, True]
+
+
+def test_fidelity_stands_beside_the_scores_with_exact_methods_named() -> None:
+    text = markdown(RESULTS, "title")
+    assert "0.90 / 0.0500 / 0.950" in text and "0.90 / 0.0010 / 1 (exact)" in text
+    assert "-0.25 [-0.75, +0.00]" in text
+
+
+def test_without_dense_answers_there_are_scores_only(tmp_path: Path) -> None:
+    only = [result("http://h:1/v1", "vt", i, 1.0) for i in range(3)]
+    (summary,) = summaries(only)
+    assert summary.all.mean == 1.0 and summary.difference_all is None and summary.can is None
+    assert "Fidelity" not in markdown(only, "title")
+    assert not plot(only, tmp_path / "none.png")
+
+
+def test_the_json_holds_every_interval_and_the_plot_is_drawn(tmp_path: Path) -> None:
+    found = json.loads(as_json(RESULTS, {"model": "m"}))
+    assert {m["method"] for m in found["methods"]} == {"dense", "scout"} and len(found["tasks"]) == 5
+    assert plot(RESULTS, tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

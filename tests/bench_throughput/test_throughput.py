@@ -1,0 +1,174 @@
+"""The throughput bench: fair turns, honest points, tables that say what was measured; one real run (engine)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.throughput.__main__ import arguments_of
+from bench.throughput.__main__ import given as endpoints_given
+from bench.throughput.client import CLIENTS, Endpoint, run_client
+from bench.throughput.point import Point, Workload, point_from
+from bench.throughput.report import plot, table
+from bench.throughput.sweep import WARM_UP, sweep, turns
+from tests.engine.server import hybrid_server
+
+ROOT = Path(__file__).parents[2]
+A, B = Endpoint("stock", "http://a", "m", "t"), Endpoint("hybrid", "http://b", "m", "t")
+WORK = Workload(prompts=8, input_length=32, output_length=4, goodput={"ttft": 1000, "tpot": 100})
+
+
+def answer(tokens_per_second: float = 10.0, completed: int = 8, **changed: Any) -> dict[str, Any]:
+    """What `vllm bench serve` writes, with the fields that are read."""
+    return {
+        "duration": 2.0, "completed": completed, "total_output_tokens": 4 * completed, "request_throughput": 4.0,
+        "request_goodput": 3.0, "output_throughput": tokens_per_second, "median_ttft_ms": 1500.0, "p99_ttft_ms": 2500.0,
+        "median_tpot_ms": 20.0, "p99_tpot_ms": 30.0, "p99_itl_ms": 40.0, **changed,
+    }  # fmt: skip
+
+
+@given(
+    endpoints=st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True),
+    rates=st.lists(st.floats(0.1, 9), min_size=1, max_size=5, unique=True),
+    repeats=st.integers(1, 4),
+)
+def test_every_endpoint_gets_every_load_once_and_first_place_in_turn(
+    endpoints: list[str], rates: list[float], repeats: int
+) -> None:
+    places = [Endpoint(name, "", "", "") for name in endpoints]
+    done = list(turns(places, rates, repeats, seed=7))
+    loads: dict[tuple[int, float], list[tuple[int, str]]] = {}
+    for repeat, rate, seed, endpoint in done:
+        loads.setdefault((repeat, rate), []).append((seed, endpoint.name))
+    assert len(loads) == repeats * len(rates)
+    seeds = []
+    for members in loads.values():
+        assert sorted(name for _, name in members) == sorted(endpoints)
+        assert len({seed for seed, _ in members}) == 1, "endpoints of one turn get the same prompts"
+        seeds.append(members[0][0])
+    assert len(set(seeds)) == len(seeds) and 7 not in seeds, "prompts come back in no other turn"
+    firsts = [members[0][1] for members in loads.values()]
+    counts = [firsts.count(name) for name in endpoints]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_the_sweep_warms_each_endpoint_up_and_counts_only_the_rest() -> None:
+    asked: list[tuple[str, int, float]] = []
+
+    def run(endpoint: Endpoint, workload: Workload, rate: float, seed: int) -> Mapping[str, Any]:
+        asked.append((endpoint.name, workload.prompts, rate))
+        return answer()
+
+    points = sweep([A, B], [1.0, math.inf], 2, WORK, run, tell=lambda point: None)
+    assert asked[:2] == [("stock", WARM_UP, math.inf), ("hybrid", WARM_UP, math.inf)]
+    assert len(points) == 8 and [p.endpoint for p in points[:4]] == ["stock", "hybrid", "hybrid", "stock"]
+    assert {p.rate for p in points} == {1.0, None}
+
+
+def test_requests_that_failed_are_counted_and_shown() -> None:
+    point = point_from(answer(completed=5), "stock", 1.0, 0, WORK)
+    assert point.failed == 3
+    assert table([point]).splitlines()[-1].endswith("| 3 |")
+
+
+def test_answers_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 answers have 30 tokens, not 4 each"):
+        point_from(answer(total_output_tokens=30), "stock", 1.0, 0, WORK)
+
+
+@pytest.mark.parametrize("key", ["completed", "request_goodput", "p99_itl_ms"])
+def test_a_result_without_a_figure_is_refused_by_name(key: str) -> None:
+    result = answer()
+    del result[key]
+    with pytest.raises(ValueError, match=key):
+        point_from(result, "stock", 1.0, 0, WORK)
+
+
+def test_the_table_gives_medians_ranges_and_ratios_of_the_same_repeat() -> None:
+    speeds = {"stock": [10.0, 20.0, 40.0], "hybrid": [15.0, 20.0, 48.0]}
+    points = [
+        point_from(answer(speed), name, math.inf, repeat, WORK)
+        for name, values in speeds.items()
+        for repeat, speed in enumerate(values)
+    ]
+    lines = table(points).splitlines()
+    stock, hybrid = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[-2:])
+    assert stock[:2] == ["all at once", "stock"] and stock[3] == "20.0 (10.0..40.0)" and stock[4] == "1"
+    assert hybrid[4] == "1.20 (1.00..1.50)", "not the ratio of medians: each repeat is compared with its own"
+    assert hybrid[6] == "1.50 (1.50..1.50)", "TTFT in seconds"
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    points = [point_from(answer(), n, r, 0, WORK) for n in ("stock", "hybrid") for r in (1.0, math.inf)]
+    plot(points, "title", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ([], "--serve or at least one --endpoint"),
+        (["--serve", "--endpoint", "a=http://x"], "--serve or at least one --endpoint"),
+        (["--endpoint", "http://x"], "write NAME=URL"),
+        (["--serve", "--rates", "1,fast"], "--rates"),
+        (["--serve", "--rates", "0"], "above zero"),
+        (["--serve", "--goodput", "itl:5"], "ttft, tpot and e2el"),
+    ],
+)
+def test_bad_arguments_are_told(line: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments_of(line)
+    assert told in capsys.readouterr().err
+
+
+def test_endpoints_are_taken_as_users_write_them() -> None:
+    (found,) = endpoints_given(["a=http://host:8000/v1/"], "name", "")
+    assert found == Endpoint("a", "http://host:8000", "name", "name")
+
+
+def flags_of(command: list[str]) -> set[str]:
+    return {item for item in command if item.startswith("--")}
+
+
+@pytest.mark.engine
+def test_vllms_client_knows_every_flag_that_it_is_given(tmp_path: Path) -> None:
+    command = CLIENTS["vllm"](A, WORK, math.inf, 1, tmp_path / "r.json")
+    asked = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--help=all"]
+    text = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert flags_of(command) <= set(re.findall(r"--[a-z0-9-]+", text))
+
+
+@pytest.mark.engine
+def test_vllms_own_client_measures_a_real_server(tmp_path: Path, model_dir: Path) -> None:
+    """The command line as a user writes it, against one running hybrid server under two names."""
+    with hybrid_server(tmp_path, {"host_pool.size": "256MiB"}, ["--max-model-len", "512", "--enforce-eager"]) as server:
+        command = [sys.executable, "-m", "bench.throughput", "--tokenizer", str(model_dir), "--out", str(tmp_path)]
+        command += [flag for name in ("one", "two") for flag in ("--endpoint", f"{name}={server.url}")]
+        command += ["--rates", "4,inf", "--prompts", "4", "--input", "64", "--output", "8", "--repeats", "1"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        counted = server.total("vllm:request_success_total")
+    record = json.loads((tmp_path / "throughput.json").read_text())
+    points = [Point(**point) for point in record["points"]]
+    assert [(p.endpoint, p.rate) for p in points] == [("one", 4.0), ("one", None), ("two", 4.0), ("two", None)]
+    assert all(p.completed == 4 and p.failed == 0 and p.ttft_median > 0 and p.tpot_median > 0 for p in points)
+    assert counted == 4 * 4 + 2 * WARM_UP, "the server answered what the bench says that it asked"
+    assert (tmp_path / "throughput.md").read_text().count("\n| ") == 5
+    assert (tmp_path / "throughput.png").stat().st_size > 10_000
+
+
+def test_a_client_that_fails_is_quoted() -> None:
+    nowhere = Endpoint("stock", "http://127.0.0.1:9", "m", "/nonexistent")
+    with pytest.raises(RuntimeError, match=r"stock \(http://127.0.0.1:9\)"):
+        run_client("sglang", nowhere, WORK, 1.0, 1)
