@@ -1,12 +1,22 @@
 """Settings shared by all tests."""
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hybrid_backend.hub import fetch
 from tests.interpreter import interpret_triton
+
+
+def keep_to_own_cores() -> None:
+    """Test processes divide the cores, also among what they start: servers that share cores wait for each other."""
+    index, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:], os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    if mine := sorted(os.sched_getaffinity(0))[int(index) :: int(count)]:
+        os.sched_setaffinity(0, mine)
+
+
+keep_to_own_cores()  # before torch counts them
 
 # Machines are shared and noisy: a slow example is not a failure.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -18,4 +28,6 @@ interpret_triton()
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The demo model's folder."""
+    from hybrid_backend.hub import fetch
+
     return fetch("smollm2-135m-instruct")

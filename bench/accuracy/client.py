@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -27,8 +27,18 @@ class Answer:
     logprobs: list[Distribution]
 
 
-def ask(server: Server, prompt: Sequence[int], max_tokens: int, begin: Sequence[int] = ()) -> Answer:
-    """A greedy answer of at most ``max_tokens`` tokens after the forced tokens ``begin``, which are part of it."""
+def ask(
+    server: Server,
+    prompt: Sequence[int],
+    max_tokens: int,
+    begin: Sequence[int] = (),
+    ends: Collection[int] = (),
+) -> Answer:
+    """A greedy answer of at most ``max_tokens`` tokens after the forced tokens ``begin``, which are part of it.
+
+    ``ends``: tokens that end an answer. vLLM ends it at a forced one too (an end of turn stands between question and
+    answer), so after ``begin`` the end is found here.
+    """
     made = server.client().completions.create(
         model=server.model,
         prompt=list(prompt),
@@ -37,17 +47,18 @@ def ask(server: Server, prompt: Sequence[int], max_tokens: int, begin: Sequence[
         logprobs=TOP,
         extra_body={
             "return_tokens_as_token_ids": True,
-            # A forced end of turn (it stands between question and answer) does not end the answer.
-            **({"vllm_xargs": {"forced": list(begin)}, "min_tokens": len(begin)} if begin else {}),
+            **({"vllm_xargs": {"forced": list(begin)}, "ignore_eos": True} if begin else {}),
         },
     )
     logprobs = made.choices[0].logprobs
     if logprobs is None or logprobs.tokens is None or logprobs.top_logprobs is None:
         raise EngineError(f"{server.url} gave no log-probabilities; start it with {' '.join(FLAGS)}")
     tokens = [_id(token) for token in logprobs.tokens]
-    if tokens[: len(begin)] != list(begin)[: len(tokens)]:
+    if tokens[: len(begin)] != list(begin):
         raise EngineError(f"{server.url} did not follow the given tokens; start it with {' '.join(FLAGS)}")
-    return Answer(tokens, [{_id(t): value for t, value in place.items()} for place in logprobs.top_logprobs])
+    free = next((i + 1 for i in range(len(begin), len(tokens)) if tokens[i] in ends), len(tokens))
+    places = logprobs.top_logprobs[:free]
+    return Answer(tokens[:free], [{_id(t): value for t, value in place.items()} for place in places])
 
 
 def _id(token: str) -> int:

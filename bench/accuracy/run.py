@@ -157,7 +157,7 @@ class Driver:
         decoded = self.plan.question == "decode"
         prompt, question = (case.ids[: case.split], case.ids[case.split :]) if decoded else (case.ids, ())
         skip = len(question)
-        answer = ask(server, prompt, case.task.max_tokens, begin=question)
+        answer = ask(server, prompt, case.task.max_tokens, begin=question, ends=self.tokenizer.ends)
         steps = len(answer.tokens) - 1
         mine, followed = answer.tokens[skip:], answer.logprobs[skip:]
         wanted = len(dense.logprobs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from hybrid_backend.errors import ConfigError
@@ -130,6 +132,14 @@ class ModelTokenizer:
             raise ConfigError(f"--model {model}: no tokenizer there ({first}); give a Hugging Face directory") from None
         self._chat = bool(getattr(self._tokenizer, "chat_template", None))
         self._opening = self.render("\0", "").split("\0")[0] if self._chat else ""
+        self.ends = self._ends(Path(model))
+
+    def _ends(self, model: Path) -> frozenset[int]:
+        """Tokens that end an answer: the tokenizer's, and those of generation_config.json."""
+        file = model / "generation_config.json"
+        given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        listed = given if isinstance(given, list) else [given]
+        return frozenset(int(token) for token in (self._tokenizer.eos_token_id, *listed) if token is not None)
 
     def ids(self, text: str) -> list[int]:
         # A template writes its own special tokens.

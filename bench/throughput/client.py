@@ -16,6 +16,8 @@ from typing import Any
 
 from bench.throughput.point import Workload
 
+ROOT = Path(__file__).parents[2]
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -30,7 +32,7 @@ class Endpoint:
 def vllm_command(endpoint: Endpoint, workload: Workload, rate: float, seed: int, out: Path) -> list[str]:
     """`vllm bench serve`. Its `random` data set needs a tokenizer and nothing else; it ignores the end of text."""
     return [
-        *("-m", "vllm.entrypoints.cli.main", "bench", "serve"),
+        *("-m", "bench.throughput.vllm_client"),
         *("--backend", "openai", "--base-url", endpoint.url, "--endpoint", "/v1/completions"),
         *("--model", endpoint.model, "--tokenizer", endpoint.tokenizer),
         *("--dataset-name", "random", "--random-input-len", str(workload.input_length)),
@@ -75,6 +77,7 @@ def run_client(
         environment = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}
         done = subprocess.run(
             command,
+            cwd=ROOT,
             env={**environment, "VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

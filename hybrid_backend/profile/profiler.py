@@ -37,7 +37,8 @@ class Options:
     """``contexts``: tokens per window; ``windows``: per text and context; ``positions``: decode steps of a window.
 
     ``texts``, ``held_out``: files; without texts the language reference that comes with Python. ``gates``: None for
-    none. ``tau``: with its source; None takes ``recall.threshold``. ``fit_slots``: set ``slots_per_request`` to the
+    none. ``tau``: with its source; None takes ``recall.threshold``. ``margin``: intervals are chosen this share below
+    tau, because the next text is not the profiled one. ``fit_slots``: set ``slots_per_request`` to the
     fewest simulated slots that keep every sparse layer below tau, if there are such.
     """
 
@@ -49,6 +50,7 @@ class Options:
     limits: Thresholds = field(default_factory=Thresholds)
     gates: GateOptions | None = field(default_factory=GateOptions)
     tau: tuple[float, str] | None = None
+    margin: float = 0.1
     fit_slots: bool = False
     plots: bool = True
     fresh: bool = False
@@ -110,6 +112,8 @@ def profile(
 def _check(config: HybridConfig, options: Options) -> None:
     if options.positions < 2:
         raise ConfigError(f"--positions: got {options.positions}, expected an integer >= 2")
+    if not 0 <= options.margin < 1:
+        raise ConfigError(f"--margin: got {options.margin}, expected a number from 0 up to 1, without 1")
     if options.windows < 1 or not options.contexts:
         raise ConfigError("--windows, --context: expected at least one window of one context")
     for context in options.contexts:
@@ -138,6 +142,7 @@ class _Found:
     checks: list[Check]
     gates: dict[str, list[list[float]]]
     tau: float
+    aim: float
     tau_source: str
     slots: int
     fewest: int | None
@@ -187,20 +192,21 @@ class _Run:
             self.config.recall.threshold,
             "ScoutAttention (arXiv 2603.27138): 0.12, or as set",
         )
-        fewest = fewest_slots(windows, options.limits, tau)
+        aim = tau * (1 - options.margin)
+        fewest = fewest_slots(windows, options.limits, aim)
         slots = fewest if options.fit_slots and fewest else slots_of(self.config)
-        layers = summarise(windows, options.limits, tau, slots)
+        layers = summarise(windows, options.limits, aim, slots)
         checks = check(others, layers, tau, slots) if others else []
         config = self._decided(layers, tau, slots)
         gates = {kind: state.gates for kind, state in states.items()}
-        found = _Found(layers, checks, gates, tau, source, slots, fewest)
+        found = _Found(layers, checks, gates, tau, aim, source, slots, fewest)
         files = self._write(store, config, windows, found, self._where(used, slots))
-        self.console.print(layer_table(layers, tau))
+        self.console.print(layer_table(layers, tau, aim))
         if not all(layer.below or layer.why for layer in layers):
-            self.console.print(f"! not below tau at any interval; {slots_line(slots, fewest)}", highlight=False)
+            self.console.print(f"! not below {aim:g} at any interval; {slots_line(slots, fewest)}", highlight=False)
         if checks:
             self.console.print(check_table(checks, tau, [name for name, _ in held_out]))
-            again = [layer.layer for layer in summarise(others, options.limits, tau, slots) if layer.why]
+            again = [layer.layer for layer in summarise(others, options.limits, aim, slots) if layer.why]
             self.console.print(f"exact layers by the same rule on the held-out text: {again}", highlight=False)
         self.console.print(f"written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
         return Profile(config, layers, checks, found.gates, files)
@@ -276,7 +282,7 @@ class _Run:
             f"{Path(self.model).name}, written by `hybrid profile`; every key and its range: docs/configuration.md."
         ]
         head += [f"measured {where}.", "Raw numbers: the .json beside this file. Keys left out keep their default."]
-        comments = comments_of(found.layers, limits, found.tau_source, found.slots, found.fewest)
+        comments = comments_of(found.layers, limits, found.aim, found.tau_source, found.slots, found.fewest)
         for kind, gates in found.gates.items():
             head.append(gate_line(kind, gates, [layer.index for layer in self.network.full_layers]))
         text = to_yaml(config, comments, head)
@@ -291,6 +297,7 @@ class _Run:
                 "config": self.config.model_dump(mode="json"),
                 "options": asdict(self.options),
                 "tau": found.tau,
+                "aim": found.aim,
                 "slots": found.slots,
                 "fewest_slots": found.fewest,
                 "layers": [asdict(layer) for layer in found.layers],

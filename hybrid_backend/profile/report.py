@@ -36,7 +36,7 @@ def _flow(value: Any) -> str:
 
 
 def comments_of(
-    layers: Sequence[LayerSummary], limits: Thresholds, tau_source: str, slots: int, fewest: int | None
+    layers: Sequence[LayerSummary], limits: Thresholds, aim: float, tau_source: str, slots: int, fewest: int | None
 ) -> dict[str, list[str]]:
     """Where each number that the profile decided comes from."""
     exact = [layer for layer in layers if layer.why]
@@ -50,19 +50,17 @@ def comments_of(
         cosine = "" if least is None else f"cosine >= {least:.3f}, "
         reasons.append(f"elsewhere {cosine}mass >= {min(layer.mass for layer in sparse):.3f}")
     recall = [
-        "measured as exact_layers: the longest interval whose mean CPU ratio stays below the threshold on every window",
-        "(ScoutAttention, section 3.4); those of exact and of sliding layers are not used",
+        f"measured as exact_layers: the longest interval whose mean CPU ratio stays below {aim:g} on every window",
+        "(ScoutAttention, section 3.4, with a margin); those of exact and of sliding layers are not used",
     ]
     if sparse:
         mean, without = fmean(x.ratio for x in sparse), fmean(x.ratio_without for x in sparse)
         recall.append(f"mean CPU ratio of sparse layers {mean:.3f}, without recall {without:.3f}")
     above = [str(layer.layer) for layer in sparse if not layer.below]
     if above:
-        recall.append(f"NOT below the threshold at any interval: layers {', '.join(above)}")
+        recall.append(f"NOT below {aim:g} at any interval: layers {', '.join(above)}")
         recall.append(slots_line(slots, fewest))
-    placed = [
-        f"the fewest of the simulated ones that keep every sparse layer's CPU ratio below the threshold: {fewest}"
-    ]
+    placed = [f"the fewest of the simulated ones that keep every sparse layer's CPU ratio below {aim:g}: {fewest}"]
     return {
         "exact_layers": reasons,
         "recall.threshold": [tau_source],
@@ -72,7 +70,7 @@ def comments_of(
 
 
 def slots_line(slots: int, fewest: int | None) -> str:
-    """What would bring every layer below tau."""
+    """What would bring every layer below the aim."""
     if fewest is None:
         return f"up to {2 * slots} slots_per_request would not change that; a larger budget may"
     return f"slots_per_request: {fewest} would keep all of them below it (--fit-slots)"
@@ -88,8 +86,8 @@ def gate_line(kind: str, gates: Sequence[Sequence[float]], layers: Sequence[int]
     return f"Gates per {kind.replace('_', ' ')} (layer:head): {below} of {len(named)} below 0.5, the lowest {least}."
 
 
-def layer_table(layers: Sequence[LayerSummary], tau: float) -> Table:
-    table = Table(title=f"layers (tau {tau:g})")
+def layer_table(layers: Sequence[LayerSummary], tau: float, aim: float) -> Table:
+    table = Table(title=f"layers (tau {tau:g}, intervals chosen below {aim:g})")
     for name in (
         "layer",
         "cosine",

@@ -129,21 +129,18 @@ def test_a_decoded_question_follows_the_context_token_by_token(tmp_path: Path, m
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("question", ["prompt", "decode"])
-def test_with_the_engine_a_sparse_method_is_scored_and_followed_and_a_second_run_goes_on(
-    question: str, tmp_path: Path, model_dir: Path
+def test_with_the_engine_a_sparse_method_is_scored_and_followed_and_a_second_run_asks_nothing(
+    tmp_path: Path, model_dir: Path
 ) -> None:
-    """One server at a time: stock, then scout with a quarter of the context, then dense, whose fidelity is noise."""
-    arguments = ["--tasks", "niah_multikey_1", "--lengths", "700", "--budgets", "160", "--question", question]
-    first = bench(tmp_path, *arguments, "--methods", "scout", "--samples", "1")
+    """One server at a time: stock, then scout with a quarter of the context, its question decoded token by token."""
+    arguments = ["--tasks", "niah_multikey_1", "--lengths", "700", "--budgets", "160", "--question", "decode"]
+    arguments += ["--methods", "scout", "--samples", "1"]
+    first = bench(tmp_path, *arguments)
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
-    second = bench(tmp_path, *arguments, "--methods", "scout,dense", "--samples", "1")
-    assert second.returncode == 0 and "1 answers to get" in second.stdout, second.stdout[-2000:] + second.stderr[-2000:]
-    found = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    stock, scout, dense = found
-    assert [r["key"]["method"] for r in found] == ["stock", "scout", "dense"]
-    assert scout["positions"] == dense["positions"] > 0 and stock["text"]
-    assert 0.3 < scout["mass"] < 1.0 and dense["mass"] is None
-    assert 0 <= dense["kl"] < 0.02 < 5 and dense["agreement"] >= 0.8  # bf16 rounds in another order
-    assert scout["kl"] > dense["kl"]
+    second = bench(tmp_path, *arguments)
+    assert second.returncode == 0 and "0 answers to get" in second.stdout, second.stdout[-2000:] + second.stderr[-2000:]
+    stock, scout = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert (stock["key"]["method"], scout["key"]["method"]) == ("stock", "scout")
+    assert scout["positions"] > 0 and stock["text"]
+    assert 0.3 < scout["mass"] < 1.0 and scout["kl"] > 0
     assert (tmp_path / "report.png").exists() and "scout@160" in (tmp_path / "report.md").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench.throughput.__main__ import arguments_of
 from bench.throughput.__main__ import given as endpoints_given
-from bench.throughput.client import CLIENTS, Endpoint, run_client
+from bench.throughput.client import Endpoint, run_client
 from bench.throughput.point import Point, Workload, point_from
 from bench.throughput.report import plot, table
 from bench.throughput.sweep import WARM_UP, sweep, turns
@@ -137,34 +136,22 @@ def test_endpoints_are_taken_as_users_write_them() -> None:
     assert found == Endpoint("a", "http://host:8000", "name", "name")
 
 
-def flags_of(command: list[str]) -> set[str]:
-    return {item for item in command if item.startswith("--")}
-
-
-@pytest.mark.engine
-def test_vllms_client_knows_every_flag_that_it_is_given(tmp_path: Path) -> None:
-    command = CLIENTS["vllm"](A, WORK, math.inf, 1, tmp_path / "r.json")
-    asked = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--help=all"]
-    text = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=True).stdout
-    assert flags_of(command) <= set(re.findall(r"--[a-z0-9-]+", text))
-
-
 @pytest.mark.engine
 def test_vllms_own_client_measures_a_real_server(tmp_path: Path, model_dir: Path) -> None:
     """The command line as a user writes it, against one running hybrid server under two names."""
     with hybrid_server(tmp_path, {"host_pool.size": "256MiB"}, ["--max-model-len", "512", "--enforce-eager"]) as server:
         command = [sys.executable, "-m", "bench.throughput", "--tokenizer", str(model_dir), "--out", str(tmp_path)]
         command += [flag for name in ("one", "two") for flag in ("--endpoint", f"{name}={server.url}")]
-        command += ["--rates", "4,inf", "--prompts", "4", "--input", "64", "--output", "8", "--repeats", "1"]
+        command += ["--rates", "inf", "--prompts", "4", "--input", "64", "--output", "8", "--repeats", "1"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         counted = server.total("vllm:request_success_total")
     record = json.loads((tmp_path / "throughput.json").read_text())
     points = [Point(**point) for point in record["points"]]
-    assert [(p.endpoint, p.rate) for p in points] == [("one", 4.0), ("one", None), ("two", 4.0), ("two", None)]
+    assert [(p.endpoint, p.rate) for p in points] == [("one", None), ("two", None)]
     assert all(p.completed == 4 and p.failed == 0 and p.ttft_median > 0 and p.tpot_median > 0 for p in points)
-    assert counted == 4 * 4 + 2 * WARM_UP, "the server answered what the bench says that it asked"
-    assert (tmp_path / "throughput.md").read_text().count("\n| ") == 5
+    assert counted == 2 * 4 + 2 * WARM_UP, "the server answered what the bench says that it asked"
+    assert (tmp_path / "throughput.md").read_text().count("\n| ") == 4, "a head, its line, two points"
     assert (tmp_path / "throughput.png").stat().st_size > 10_000
 
 

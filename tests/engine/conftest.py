@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def fp32_crowd() -> list[str]:
 
 @pytest.fixture(scope="session")
 def stock_fp32(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[StockAnswers]:
-    flags = ["--dtype", "float32", "--max-num-seqs", "4", "--enforce-eager"]
+    flags = ["--dtype", "float32", "--max-num-seqs", "4", "--enforce-eager", *FIDELITY_FLAGS]
     flags += ["--kv-cache-memory-bytes", str(POOL), "--block-size", "32"]
     with stock_answers(tmp_path_factory, "fp32", lambda folder: stock_server(folder, model_dir, flags)) as answers:
         yield answers
@@ -50,11 +49,6 @@ def stock_bf16(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Ite
 def short_distributions(server: Server) -> list[list[dict[int, float]]]:
     """Of the next token, at the positions of four texts that fit every budget of the tests."""
     return [follow(server, *_short(length)) for length in SHORT]
-
-
-def short_distributions_at_once(server: Server) -> list[list[dict[int, float]]]:
-    with ThreadPoolExecutor(len(SHORT)) as pool:
-        return list(pool.map(lambda length: follow(server, *_short(length)), SHORT))
 
 
 def _short(length: int) -> tuple[list[int], list[int]]:

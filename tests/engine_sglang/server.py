@@ -12,9 +12,8 @@ from typing import Any
 from tests.engine import server as base
 from tests.engine.server import MODEL, Server, free_port, running
 
-# All cores compute; several test processes divide them among their servers.
-THREADS = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-ENVIRONMENT = {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
+# All cores of this process compute (tests/conftest.py).
+ENVIRONMENT = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
 PAGE = 16  # of the demo model's configuration
 
 

@@ -129,11 +129,19 @@ def test_slots_are_raised_until_every_layer_is_below_tau_if_asked_for(network: N
     best = [
         min(max(w[i]["ratios"]["14"][k] for w in windows) for k in ("1", "2", "3", "4", "6", "8", "12")) for i in (0, 1)
     ]
-    enough = replace(options, tau=(max(best) + 1e-6, "test"))
+    enough = replace(options, margin=0.0, tau=(max(best) + 1e-6, "test"))
     left, raised = run(network, out, enough), run(network, out, replace(enough, fit_slots=True))
     assert left.config.slots_per_request == "auto" and not all(layer.below for layer in left.layers)
     assert raised.config.slots_per_request == 14 and all(layer.below for layer in raised.layers)
     assert "--fit-slots" not in out.read_text()
+
+
+def test_intervals_are_chosen_a_margin_below_tau(network: Network, tmp_path: Path) -> None:
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
+    cautious = run(network, out, replace(options, tau=(0.2, "test"), margin=0.5))
+    lower = run(network, out, replace(options, tau=(0.1, "test"), margin=0.0))
+    assert [layer.interval for layer in cautious.layers] == [layer.interval for layer in lower.layers]
+    assert cautious.config.recall.threshold == 0.2, "the margin is in the choice, not in the threshold"
 
 
 def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_path: Path) -> None:
@@ -143,6 +151,7 @@ def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_pat
         (replace(OPTIONS, contexts=(4096,)), "the model's window is 1024"),
         (replace(OPTIONS, texts=("nowhere.txt",)), "nowhere.txt"),
         (replace(OPTIONS, positions=1), "--positions"),
+        (replace(OPTIONS, margin=1.0), "--margin"),
     ]
     for options, words in mistakes:
         with pytest.raises(ConfigError, match=words):

@@ -19,21 +19,21 @@ pytestmark = pytest.mark.engine
 
 
 def test_vllms_own_server_serves_the_page_of_what_it_does(tmp_path: Path) -> None:
-    keys = {"host_pool.size": "512MiB", "tiers": "separate", "slots_per_request": 20, "budget_tokens": 512}
+    keys = {"host_pool.size": "512MiB", "tiers": "separate", "slots_per_request": 12, "budget_tokens": 256}
     flags = ["--max-num-seqs", "4", "--max-model-len", "4096", "--enforce-eager", "--api-key", "secret"]
     flags += ["--middleware", MIDDLEWARE]
-    with hybrid_server(tmp_path, keys, flags) as server, ThreadPoolExecutor(3) as pool:
+    with hybrid_server(tmp_path, keys, flags) as server, ThreadPoolExecutor(2) as pool:
         assert httpx.get(f"{server.url}/v1/models").status_code == 401, "the engine's own rules still hold"
         client = server.client().with_options(api_key="secret")
         asked = [
             pool.submit(
                 client.completions.create,
                 model=server.model,
-                prompt=english(1500, 900 * i),
-                max_tokens=120,
+                prompt=english(700, 900 * i),
+                max_tokens=80,
                 temperature=0,
             )
-            for i in range(3)
+            for i in range(2)
         ]
         assert "hybrid status" in httpx.get(server.url + PAGE).text
         running = []
