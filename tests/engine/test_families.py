@@ -34,6 +34,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     folder = tmp_path_factory.mktemp("families")
     names = [
         *FAMILIES,
+        "llama.tiers",
+        "gemma3.tiers",
         *(f"{name}.refused" for name in UNKNOWN),
         "gemma3.sparse",
         "llama.compiled",
@@ -71,12 +73,19 @@ def test_prediction_from_a_layers_own_input_is_its_real_query(seen: Probe, famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tiers", ["separate", "unified", "in_place"])
-def test_answers_equal_the_stock_backends_when_everything_is_resident(seen: Probe, family: str, tiers: str) -> None:
+def test_answers_equal_the_stock_backends_when_everything_is_resident(seen: Probe, family: str) -> None:
     found = seen(family)
-    assert_same_answers(found[tiers], found["stock"])
-    assert bool(found[tiers]["slots"]) == (tiers == "separate")
-    assert sum(found[tiers]["on_cpu"]) == 0
+    assert_same_answers(found["unified"], found["stock"])
+    assert not found["unified"]["slots"] and sum(found["unified"]["on_cpu"]) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("tiers", ["separate", "in_place"])
+def test_answers_equal_the_stock_backends_in_other_tiers(seen: Probe, family: str, tiers: str) -> None:
+    found = seen(f"{family}.tiers")[tiers]
+    assert_same_answers(found, seen(family)["stock"])
+    assert bool(found["slots"]) == (tiers == "separate")
+    assert sum(found["on_cpu"]) == 0
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gemma3"])
@@ -88,13 +97,13 @@ def test_every_layer_but_the_first_is_predicted(seen: Probe, family: str) -> Non
 
 
 def test_gemma3_keeps_slots_and_digests_only_for_its_full_layers(seen: Probe) -> None:
-    found = seen("gemma3")["separate"]
+    found = seen("gemma3.tiers")["separate"]
     assert [layer for layer, window in enumerate(found["windows"]) if window is None] == GEMMA3_FULL
     assert found["slots"] == found["residency"] == found["digests"] == GEMMA3_FULL
 
 
 def test_gemma3_predicts_and_selects_only_in_its_full_layers(seen: Probe) -> None:
-    for found in (seen("gemma3")["separate"], seen("gemma3.sparse")):
+    for found in (seen("gemma3.tiers")["separate"], seen("gemma3.sparse")):
         assert found["predicted"] == GEMMA3_FULL
         assert [found["selected"][layer] for layer in GEMMA3_LOCAL] == [0] * 4
 
@@ -173,7 +182,7 @@ def test_a_gpus_step_driven_by_the_engine_answers_as_the_stock_backend(seen: Pro
 
 @pytest.mark.parametrize("kind", ["resident", "on_cpu"])
 def test_two_tensor_parallel_ranks_answer_as_one_and_share_the_heads(seen: Probe, kind: str) -> None:
-    found, alone = seen("llama.parallel")[kind], seen("llama")["separate"]
+    found, alone = seen("llama.parallel")[kind], seen("llama.tiers")["separate"]
     assert_same_answers(found, seen("llama")["stock"])
     for rank in found["ranks"]:
         assert 2 * rank["kv_heads"] == alone["kv_heads"]
