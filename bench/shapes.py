@@ -17,49 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
     DecodeBenchConnectorMetadata,
 )
 
+from bench.model_configs import SHAPES
 from hybrid_backend.hub import fetch
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
 
-SHAPES: dict[str, dict[str, Any]] = {
-    # https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json
-    "qwen3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-    },
-    # https://huggingface.co/Qwen/Qwen3-14B/blob/main/config.json
-    "qwen3-14b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-    },
-}
 CONNECTOR = {
     "kv_connector": "FilledKV",
     "kv_connector_module_path": "bench.shapes",

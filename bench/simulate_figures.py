@@ -27,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.model_configs import SHAPES
 from bench.simulate_runs import own_runs, validation_error
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import Curve, Hardware, find_hardware
@@ -39,19 +40,8 @@ SOURCES = {
     "text": "ScoutAttention's evaluation as two public summaries repeat it (a machine-written one in a daily digest of "
     "arXiv, 31 March 2026; the research notes of another engine); not checked against the paper itself",
 }
-# https://huggingface.co/Qwen/Qwen3-14B/blob/main/config.json; the paper's model for speed
-QWEN3_14B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+# The paper's model for speed.
+QWEN3_14B = SHAPES["qwen3-14b"]
 # The paper: pages of 32, budget 2048, every layer sparse. HGCA there runs in the same engine with the same budget.
 CONFIG = HybridConfig.model_validate({"page_size": 32, "budget_tokens": 2048, "hgca": {"window_tokens": 2048}})
 CORES = 36

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bench.model_configs import SHAPES
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import Curve, Hardware, ModelShape, Number
 from hybrid_backend.hardware.shape import shape_from_config
@@ -26,19 +27,7 @@ SMOLLM2: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-# https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json
-QWEN3_06B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+QWEN3_06B = SHAPES["qwen3-0.6b"]
 Row = tuple[int, int, float, float]  # context, batch, tokens/s of stock and of hybrid
 SMOLLM2_RUNS: tuple[Row, ...] = (
     (200, 1, 26.3, 29.4), (200, 4, 49.3, 49.6), (200, 8, 70.6, 74.8),

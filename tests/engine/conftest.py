@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 POOL = 364 * 2**20
 LENGTHS = (5, 17, 64, 120, 200, 333, 400, 500, 700, 900, 1200, 6950)
 TOKENS = 24
-SHORT = (40, 300, 700)
+SHORT = (40, 300, 700, 900)
 # Four prompts of 127 pages nearly fill the pool; their answers need 16 pages more: somebody must go.
 CROWD_LENGTH, CROWD_TOKENS = 2030, 64
 

@@ -63,6 +63,6 @@ def test_headinfer_is_exact_through_buffers_of_one_page(tmp_path: Path, stock_fp
         "staging_tokens": 16,
         "headinfer.resident_heads": ["3:1", "9:0", "9:2"],
     }
-    four = fp32_prompts()[1:5]
+    four = fp32_prompts()[3:7]
     with hybrid_server(tmp_path, keys, [*FLAGS, "--max-num-seqs", "4"]) as server:
         assert server.complete_all(four, TOKENS) == stock_fp32.to(four, TOKENS)
