@@ -1,4 +1,5 @@
 """Decode throughput of the whole engine on a GPU: stock backends against the hybrid backend, Qwen3-14B shapes.
+NOT YET RUN ON A GPU (docs/cuda.md).
 
     python -m bench.gpu_decode [--contexts 8192,16384,32768,65536] [--card-gb 80,48] [--equal-batch 8]
                                [--stock FLASH_ATTN,TRITON_ATTN] [--host-gb 100] [--steps 32,160]
@@ -6,9 +7,10 @@
 Random weights; prompts' KV is filled with random numbers, digests included (bench/shapes.py), so that nothing is
 prefilled. ``--card-gb`` caps the memory that the engine takes, to stand for a smaller card. Each engine runs in a
 process of its own: at the largest batch that its memory holds, and at ``--equal-batch``. Variants of scout:
-``no-lookahead`` (the CPU starts when the layer does), ``no-recall``. Time per step is a difference between two lengths,
-so start-up cancels; idle is what kernels leave of a profiled step. Prints a table, writes bench/out/gpu_decode.json.
-Needs a GPU.
+``no-lookahead`` (the CPU starts when the layer does), ``no-recall``, ``neither``, ``dense`` (never sparse: the CPU
+attends all that the slots cannot hold). Time per step is a difference between two lengths, so start-up cancels; idle is
+what kernels leave of a profiled step. Prints a table, writes bench/out/gpu_decode.json and, beside the paper's numbers,
+gpu_decode.png. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -26,11 +28,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.gpu_figures import plot
+
 SHAPE, PAGE = "qwen3-14b", 32
 VARIANTS: dict[str, dict[str, Any]] = {
     "scout": {},
     "no-lookahead": {"lookahead": {"enabled": False}},
     "no-recall": {"recall": {"enabled": False}},
+    "neither": {"lookahead": {"enabled": False}, "recall": {"enabled": False}},
+    "infinigen": {"method": "infinigen"},
+    "dense": {"sparse": "never"},
 }
 FIGURES = ("step_ms", "tokens_per_second", "idle")
 _ONE = "--one"
@@ -137,7 +144,7 @@ def main() -> None:
                         command = [sys.executable, "-m", "bench.gpu_decode", _ONE, json.dumps(case)]
                         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
                         found = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {}
-                        row = {"card_gb": card, "context": context, "backend": kind, **found}
+                        row = {"card_gb": card, "context": context, "backend": kind, "most": batch is None, **found}
                         if done.returncode:
                             row["error"] = done.stderr[-2000:]
                         rows.append(row)
@@ -150,6 +157,7 @@ def main() -> None:
     out = Path(__file__).parent / "out"
     out.mkdir(exist_ok=True)
     (out / "gpu_decode.json").write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=1))
+    plot(rows, arguments.stock.split(","), out / "gpu_decode.png")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,16 @@ settings.load_profile("default")
 interpret_triton()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For ``--dist loadgroup``: tests that share a server stay in one process: a file's, or those of one method."""
+    for item in items:
+        if item.get_closest_marker("engine"):
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            method = parameters.get("served", "")
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}.{item.path.stem}.{method}"))
+
+
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The demo model's folder."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import yaml
 from rich.console import Console
@@ -74,7 +75,9 @@ def given(items: Sequence[str], model: str, tokenizer: str) -> list[Endpoint]:
         base = url.rstrip("/").removesuffix("/v1")
         served = model
         if not served:
-            with urlopen(f"{base}/v1/models", timeout=30) as answer:
+            key = os.environ.get("OPENAI_API_KEY")  # the engines' clients read the same
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            with urlopen(Request(f"{base}/v1/models", headers=headers), timeout=30) as answer:
                 served = json.load(answer)["data"][0]["id"]
         found.append(Endpoint(name, base, served, tokenizer or served))
     return found

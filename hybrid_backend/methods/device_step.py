@@ -1,7 +1,7 @@
-"""Decoding with the device's own kernels: `GraphScout` behind the interface that the runtime calls.
+"""Decoding with the device's own kernels: a `GraphStep` behind the interface that the runtime calls.
 
-Where `Scout` decides on the host and computes with torch, this writes a step's inputs once and launches kernels; the
-launches of all layers may be captured in a CUDA graph.
+Where `Selective` decides on the host and computes with torch, this writes a step's inputs once and launches kernels;
+the launches of all layers may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.errors import ConfigError, DeadlineError
+from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.base import OwnMemory
-from hybrid_backend.methods.graph_scout import DeviceState, GraphScout, GraphShape
+from hybrid_backend.methods.graph_step import DeviceState, GraphShape, GraphStep
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import DecodeRows, ModelSpec, Step
 from hybrid_backend.tiers import Tiers
@@ -39,15 +39,25 @@ class DeviceStep:
         ConfigError: the workers' kernel is not the native one, which alone serves mailboxes.
     """
 
-    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
+    def __init__(
+        self,
+        launches: type[GraphStep],
+        config: HybridConfig,
+        model: ModelSpec,
+        tiers: Tiers,
+        workers: WorkerPool,
+        stats: Stats,
+    ) -> None:
         if not isinstance(workers, NativePool):
             raise ConfigError("workers.kernel: device_kernels: triton needs the native kernel; write auto or native")
         self._config, self._model, self._tiers, self._stats = config, model, tiers, stats
         device = tiers.device
         on_gpu = device.type == "cuda"
         digests = tiers.digests.layers if tiers.digests else {}
-        shape = _shape(config, model, len(tiers.host.layers[0]), len(tiers.slots.generation), tiers.slots.size)
-        self.scout = GraphScout(
+        shape = _shape(
+            launches, config, model, len(tiers.host.layers[0]), len(tiers.slots.generation), tiers.slots.size
+        )
+        self.graph = launches(
             replace(
                 shape,
                 patience=round(config.workers.deadline_seconds * (1e9 if on_gpu else _LOOKS_PER_SECOND)),
@@ -77,7 +87,7 @@ class DeviceStep:
         budgets = torch.where(sparse, self._config.budget_pages, rows.num_pages)
         step.plan = plan = _Plan(regions, rows.seq_lens, budgets)
         self._write(step.number, rows, plan)
-        self.scout.begin()
+        self.graph.begin()
         self._last = (step.number + 1, plan)
 
     def _settle(self) -> None:
@@ -85,18 +95,11 @@ class DeviceStep:
         if self._last is None:
             return
         number, plan = self._last
-        late = int(self.scout.late)
-        if late:
-            self.scout.late.zero_()
-            raise DeadlineError(
-                f"CPU workers did not answer step {late - 1} within "
-                f"workers.deadline_seconds={self._config.workers.deadline_seconds}"
-            )
-        self.scout.mail.check(number)
+        self.graph.check(number)
         page, rows = self._config.page_size, len(plan.regions)
         digests = self._tiers.digests
-        for layer, letters in enumerate(self.scout.mail.layers):
-            on_cpu = int(letters.counts[:rows].sum()) * page
+        for layer in range(self._model.num_layers):
+            on_cpu = self.graph.cpu_pages(layer, rows) * page
             is_sparse = digests is not None and layer in digests.layers
             tokens = torch.minimum(plan.seq_lens, plan.budgets * page) if is_sparse else plan.seq_lens
             self._stats.attended(layer, int(tokens.sum()), on_cpu)
@@ -106,12 +109,12 @@ class DeviceStep:
         region = slots.region(rows.request_ids[r])
         if region is None:
             region = slots.allocate(rows.request_ids[r])
-            self.scout.admit(region, rows.page_table[r, : int(rows.num_pages[r])])
+            self.graph.admit(region, rows.page_table[r, : int(rows.num_pages[r])])
         return region
 
     def _write(self, number: int, rows: DecodeRows, plan: _Plan) -> None:
         """The step's inputs, in one copy to the device beside the page table."""
-        now, config = self.scout.inputs, self._config
+        now, config = self.graph.inputs, self._config
         count, columns = rows.count, rows.page_table.shape[1]
         last = (rows.num_pages - 1)[:, None].to(rows.page_table.device)
         tails = rows.page_table.gather(1, last)[:, 0]
@@ -120,7 +123,8 @@ class DeviceStep:
             [rows.num_pages, rows.seq_lens, rows.seq_lens - 1, torch.tensor(plan.regions), plan.budgets]
         )
         due = [
-            config.recall.enabled and (number + layer) % config.recall_interval(layer) == 0
+            self.graph.always_copies
+            or (config.recall.enabled and (number + layer) % config.recall_interval(layer) == 0)
             for layer in range(self._model.num_layers)
         ]
         packed = torch.cat([small.flatten(), torch.tensor([number + 1, *due], dtype=torch.int32)])
@@ -143,14 +147,14 @@ class DeviceStep:
 
     def lookahead(self, layer: int, q: Tensor) -> None:
         """``q``: predicted query of ``layer``, ``[rows, heads, head_dim]``."""
-        self.scout.lookahead(layer, q.contiguous())
+        self.graph.lookahead(layer, q.contiguous())
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Append, select, attend. ``q``, ``out``: ``[tokens, heads, head_dim]``; only the rows' tokens are touched."""
         rows = step.decode
         assert rows is not None
         mine = [rows.gather(x).contiguous() for x in (q, k, v)]
-        result = self.scout.attend(layer, *mine)
+        result = self.graph.attend(layer, *mine)
         if rows.whole_batch:
             out[: rows.count] = result
         else:
@@ -162,28 +166,29 @@ class DeviceStep:
         """The request is gone, or its pages are about to be others."""
         region = self._tiers.slots.release(request_id)
         if region is not None:
-            self.scout.release(region)
+            self.graph.release(region)
 
     @property
     def resident_pages(self) -> int:
         """Slots that hold a page, over all layers. Waits for the device."""
-        return self.scout.resident_pages
+        return self.graph.resident_pages
 
     @property
     def device_bytes(self) -> int:
         """Device memory of the residency maps and the step's inputs."""
-        return self.scout.device_bytes
+        return self.graph.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the mailboxes."""
-        return sum(x.nbytes for letters in self.scout.mail.layers for x in vars(letters).values())
+        return self.graph.host_bytes
 
     def close(self) -> None:
-        self.scout.close()
+        self.graph.close()
 
 
-def _shape(config: HybridConfig, model: ModelSpec, pages: int, regions: int, slots: int) -> GraphShape:
+def _shape(
+    launches: type[GraphStep], config: HybridConfig, model: ModelSpec, pages: int, regions: int, slots: int
+) -> GraphShape:
     """Over a host pool of ``pages`` pages."""
     columns = pages if model.max_tokens is None else min(pages, -(-model.max_tokens // config.page_size))
     return GraphShape(
@@ -192,26 +197,26 @@ def _shape(config: HybridConfig, model: ModelSpec, pages: int, regions: int, slo
         columns=columns,
         regions=regions,
         slots=slots,
-        budget=config.budget_pages,
+        budget=columns if config.sparse == "never" else config.budget_pages,
         sinks=config.sinks,
         recent=config.recent,
         aggregate=config.selection.aggregate,
         bound=config.selection.bound,
         scale=model.scale,
-        recalls=min(config.budget_pages, slots) if config.recall.enabled else 1,
+        recalls=min(config.budget_pages, slots) if config.recall.enabled or launches.always_copies else 1,
         predicted=config.lookahead.partial_query == "predicted",
         patience=1,
+        deadline_seconds=config.workers.deadline_seconds,
     )
 
 
-def own_memory(config: HybridConfig, model: ModelSpec, pages: int, max_requests: int, slots: int) -> OwnMemory:
+def own_memory(
+    launches: type[GraphStep], config: HybridConfig, model: ModelSpec, pages: int, max_requests: int, slots: int
+) -> OwnMemory:
     """What `DeviceStep` allocates over a host pool of ``pages`` pages. Allocates nothing."""
-    shape = _shape(config, model, pages, max_requests, slots)
+    shape = _shape(launches, config, model, pages, max_requests, slots)
     state = DeviceState.make(shape, model.num_layers, torch.device("meta"))
-    vector = shape.heads * model.head_dim
-    per_row = vector * (model.dtype.itemsize + 4) + 4 * shape.heads + 4 * shape.columns + 4  # `Letters`
-    flags = 3 * 64
-    return OwnMemory(device=state.nbytes, host=model.num_layers * (shape.rows * per_row + flags))
+    return OwnMemory(device=state.nbytes, host=launches.planned_host_bytes(shape, model))
 
 
 def check(config: HybridConfig, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,21 +25,30 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.selective import LayerPlan, Selective, StepPlan, slots_per_request
 from hybrid_backend.step import DecodeRows, Step
 
+if TYPE_CHECKING:
+    from hybrid_backend.methods.graph_step import GraphStep
+
 
 class InfiniGen(Selective):
     """Selected pages are copied to the device one layer ahead; the device attends them all."""
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
-        super().check(config, device, num_layers, num_kv_heads)
         if config.selection.granularity == "kv_head":
             raise ConfigError(f"selection.granularity: {config.method} recalls whole pages; write layer")
+        super().check(config, device, num_layers, num_kv_heads)
         needed = config.budget_pages + 1
         if slots_per_request(config) < needed and config.sparse != "never":
             raise ConfigError(
                 f"slots_per_request: {config.slots_per_request} is less than the budget of {config.budget_pages} pages "
                 f"and one for the new page, which {config.method} keeps resident; write auto, or {needed} or more"
             )
+
+    @classmethod
+    def launches(cls) -> type[GraphStep]:
+        from hybrid_backend.methods.graph_infinigen import GraphInfinigen
+
+        return GraphInfinigen
 
     def _start_ahead(self, layer: int, rows: DecodeRows, plan: StepPlan, entry: LayerPlan, q: Tensor) -> None:
         if plan.is_sparse:

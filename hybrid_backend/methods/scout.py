@@ -9,37 +9,27 @@ the slots of the least important resident ones, visible from the next step on.
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial, merge
-from hybrid_backend.config import HybridConfig
-from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods.base import is_separate
 from hybrid_backend.methods.selective import LayerPlan, Selective, StepPlan
 from hybrid_backend.step import DecodeRows, Step
 from hybrid_backend.workers import Owners, Ticket
+
+if TYPE_CHECKING:
+    from hybrid_backend.methods.graph_step import GraphStep
 
 
 class Scout(Selective):
     """The flagship: resident pages on the device, the important rest on the CPU, one layer ahead."""
 
     @classmethod
-    def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
-        super().check(config, device, num_layers, num_kv_heads)
-        if config.device_kernels == "triton" and not is_separate(config, device):
-            raise ConfigError("device_kernels: triton works on slots: set tiers: separate, or device_kernels: auto")
-        if cls.runs_kernels(config, device):
-            from hybrid_backend.methods.device_step import check  # late: it needs Triton
+    def launches(cls) -> type[GraphStep]:
+        from hybrid_backend.methods.graph_scout import GraphScout
 
-            check(config, device)
-
-    @classmethod
-    def runs_kernels(cls, config: HybridConfig, device: torch.device) -> bool:
-        if config.device_kernels == "auto":
-            return device.type == "cuda"
-        return config.device_kernels == "triton"
+        return GraphScout
 
     def _start_ahead(self, layer: int, rows: DecodeRows, plan: StepPlan, entry: LayerPlan, q: Tensor) -> None:
         if self.config.lookahead.partial_query == "predicted" and plan.is_sparse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from hybrid_backend.step import DecodeRows, ModelSpec, Step
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.transfers import Recall
 from hybrid_backend.workers import Owners, Ticket, WorkerPool, kernel_name, resolve_kernel
+
+if TYPE_CHECKING:
+    from hybrid_backend.methods.graph_step import GraphStep
 
 
 @dataclass
@@ -65,10 +69,27 @@ class Selective(Method):
         elif self.runs_kernels(config, tiers.device):
             from hybrid_backend.methods.device_step import DeviceStep  # late: it needs Triton
 
-            self.in_place = DeviceStep(config, model, tiers, workers, stats)
+            self.in_place = DeviceStep(self.launches(), config, model, tiers, workers, stats)
+
+    @classmethod
+    def runs_kernels(cls, config: HybridConfig, device: torch.device) -> bool:
+        if config.device_kernels == "auto":
+            return device.type == "cuda"
+        return config.device_kernels == "triton"
+
+    @classmethod
+    @abstractmethod
+    def launches(cls) -> type[GraphStep]:
+        """Its decode step as launches on the device (imported late: it needs Triton)."""
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
+        if config.device_kernels == "triton" and not is_separate(config, device):
+            raise ConfigError("device_kernels: triton works on slots: set tiers: separate, or device_kernels: auto")
+        if cls.runs_kernels(config, device):
+            from hybrid_backend.methods.device_step import check  # late: it needs Triton
+
+            check(config, device)
         selection = config.selection
         if selection.digest != "minmax_int8":
             return
@@ -112,7 +133,7 @@ class Selective(Method):
             return OwnMemory()
         from hybrid_backend.methods.device_step import own_memory  # late: it needs Triton
 
-        return own_memory(config, model, pages, max_requests, slots)
+        return own_memory(cls.launches(), config, model, pages, max_requests, slots)
 
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:

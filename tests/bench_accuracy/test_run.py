@@ -133,7 +133,7 @@ def test_with_the_engine_a_sparse_method_is_scored_and_followed_and_a_second_run
     tmp_path: Path, model_dir: Path
 ) -> None:
     """One server at a time: stock, then scout with a quarter of the context, its question decoded token by token."""
-    arguments = ["--tasks", "niah_multikey_1", "--lengths", "700", "--budgets", "160", "--question", "decode"]
+    arguments = ["--tasks", "niah_multikey_1", "--lengths", "400", "--budgets", "128", "--question", "decode"]
     arguments += ["--methods", "scout", "--samples", "1"]
     first = bench(tmp_path, *arguments)
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
@@ -143,4 +143,4 @@ def test_with_the_engine_a_sparse_method_is_scored_and_followed_and_a_second_run
     assert (stock["key"]["method"], scout["key"]["method"]) == ("stock", "scout")
     assert scout["positions"] > 0 and stock["text"]
     assert 0.3 < scout["mass"] < 1.0 and scout["kl"] > 0
-    assert (tmp_path / "report.png").exists() and "scout@160" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "report.png").exists() and "scout@128" in (tmp_path / "report.md").read_text()

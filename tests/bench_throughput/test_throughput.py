@@ -1,11 +1,8 @@
-"""The throughput bench: fair turns, honest points, tables that say what was measured; one real run (engine)."""
+"""The throughput bench: fair turns, honest points, tables that say what was measured."""
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,10 @@ from hypothesis import strategies as st
 from bench.throughput.__main__ import arguments_of
 from bench.throughput.__main__ import given as endpoints_given
 from bench.throughput.client import Endpoint, run_client
-from bench.throughput.point import Point, Workload, point_from
+from bench.throughput.point import Workload, point_from
 from bench.throughput.report import plot, table
 from bench.throughput.sweep import WARM_UP, sweep, turns
-from tests.engine.server import hybrid_server
 
-ROOT = Path(__file__).parents[2]
 A, B = Endpoint("stock", "http://a", "m", "t"), Endpoint("hybrid", "http://b", "m", "t")
 WORK = Workload(prompts=8, input_length=32, output_length=4, goodput={"ttft": 1000, "tpot": 100})
 
@@ -134,25 +129,6 @@ def test_bad_arguments_are_told(line: list[str], told: str, capsys: pytest.Captu
 def test_endpoints_are_taken_as_users_write_them() -> None:
     (found,) = endpoints_given(["a=http://host:8000/v1/"], "name", "")
     assert found == Endpoint("a", "http://host:8000", "name", "name")
-
-
-@pytest.mark.engine
-def test_vllms_own_client_measures_a_real_server(tmp_path: Path, model_dir: Path) -> None:
-    """The command line as a user writes it, against one running hybrid server."""
-    with hybrid_server(tmp_path, {"host_pool.size": "256MiB"}, ["--max-model-len", "512", "--enforce-eager"]) as server:
-        command = [sys.executable, "-m", "bench.throughput", "--tokenizer", str(model_dir), "--out", str(tmp_path)]
-        command += ["--endpoint", f"hybrid={server.url}"]
-        command += ["--rates", "inf", "--prompts", "4", "--input", "64", "--output", "8", "--repeats", "1"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout + done.stderr
-        counted = server.total("vllm:request_success_total")
-    record = json.loads((tmp_path / "throughput.json").read_text())
-    points = [Point(**point) for point in record["points"]]
-    assert [(p.endpoint, p.rate) for p in points] == [("hybrid", None)]
-    assert all(p.completed == 4 and p.failed == 0 and p.ttft_median > 0 and p.tpot_median > 0 for p in points)
-    assert counted == 4 + WARM_UP, "the server answered what the bench says that it asked"
-    assert (tmp_path / "throughput.md").read_text().count("\n| ") == 3, "a head, its line, one point"
-    assert (tmp_path / "throughput.png").stat().st_size > 10_000
 
 
 def test_a_client_that_fails_is_quoted() -> None:

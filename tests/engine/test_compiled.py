@@ -22,12 +22,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def test_distributions_equal_the_stock_backends(server: Server, stock_bf16: StockAnswers) -> None:
-    """The texts are within the shipped budget of 2048, so they are dense."""
-    dense = stock_bf16.distributions("short", short_distributions)
+def test_distributions_equal_the_stock_backends(server: Server, stock_fp32: StockAnswers) -> None:
+    """The texts are within the shipped budget of 2048, so they are dense: what is left is bf16's own rounding."""
+    dense = stock_fp32.distributions("short", short_distributions)
     compared = [compare(a, b) for a, b in zip(dense, short_distributions(server), strict=True)]
     kl = sum(c.kl for c in compared) / len(compared)
-    print(f"\nbf16, compiled: KL of hybrid against stock {kl:.2e}")
+    print(f"\nKL of hybrid, bf16, compiled, against stock, fp32, eager {kl:.2e}")
     assert kl <= 2e-3
 
 

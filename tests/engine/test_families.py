@@ -180,10 +180,10 @@ def test_a_gpus_step_driven_by_the_engine_answers_as_the_stock_backend(seen: Pro
     assert (sum(found["on_cpu"]) > 0) == (kind == "on_cpu")
 
 
-@pytest.mark.parametrize("kind", ["resident", "on_cpu"])
-def test_two_tensor_parallel_ranks_answer_as_one_and_share_the_heads(seen: Probe, kind: str) -> None:
-    found, alone = seen("llama.parallel")[kind], seen("llama.tiers")["separate"]
+def test_two_tensor_parallel_ranks_answer_as_one_and_share_the_heads(seen: Probe) -> None:
+    """Most pages are the CPU workers', so that both ranks' workers have their part."""
+    found, alone = seen("llama.parallel"), seen("llama.tiers")["separate"]
     assert_same_answers(found, seen("llama")["stock"])
     for rank in found["ranks"]:
         assert 2 * rank["kv_heads"] == alone["kv_heads"]
-        assert (sum(rank["on_cpu"]) > 0) == (kind == "on_cpu")
+        assert sum(rank["on_cpu"]) > 0

@@ -5,17 +5,29 @@ Inductor, which would then take minutes to compile it, is left out, as vLLM's ow
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
+from bench.throughput.point import Point
+from bench.throughput.sweep import WARM_UP
+from hybrid_backend.status import MIDDLEWARE
+from hybrid_backend.status.app import PAGE
 from tests.engine import promises
-from tests.engine.server import Server, hybrid_server
+from tests.engine.conftest import ROOT
+from tests.engine.server import API_KEY, Server, hybrid_server
 from tests.engine.storm import abort_storm
 from tests.engine.texts import english
+from tests.status.test_app import status_of
 
 pytestmark = pytest.mark.engine
 GREEDY = 16
@@ -24,6 +36,7 @@ GREEDY = 16
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["--dtype", "float32", "--max-num-seqs", "32", "--max-model-len", "4096"]
+    flags += ["--middleware", MIDDLEWARE, "--api-key", API_KEY]
     config = {
         "host_pool.size": "512MiB",
         "tiers": "separate",
@@ -71,6 +84,46 @@ def test_the_lookahead_runs_inside_the_traced_model(server: Server) -> None:
     server.complete(english(2500), 96)
     assert server.total("hybrid_cpu_tokens_total") > 0
     assert server.total("hybrid_lead_seconds_total") > 0, "no CPU partial started ahead"
+
+
+def test_the_status_page_in_the_server_shows_what_it_does(server: Server) -> None:
+    prompt = english(2500)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(server.complete, prompt, 64) for _ in range(2)]
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401, "the engine's own rules still hold"
+        assert "hybrid status" in httpx.get(server.url + PAGE).text
+        running = []
+        while not all(answer.done() for answer in asked):
+            running += [column.running for column in status_of(server.url).columns]
+            time.sleep(0.5)
+    assert all(answer.result() for answer in asked)
+    time.sleep(2.5)
+    status = status_of(server.url)
+    assert max(value or 0 for value in running) >= 2
+    assert status.problem is None and status.engine == "vllm" and len(status.layers) == 30
+    assert status.layers[10].residency is not None and 0 < status.layers[10].residency <= 1
+    assert status.layers[10].cpu_ratio is not None and 0 < status.layers[10].cpu_ratio < 1
+    assert status.host_pool_pages and status.device_bytes
+
+
+def test_vllms_own_benchmark_client_measures_the_server(server: Server, tmp_path: Path, model_dir: Path) -> None:
+    """The command line of the throughput bench as a user writes it."""
+    before = server.total("vllm:request_success_total")
+    command = [sys.executable, "-m", "bench.throughput", "--tokenizer", str(model_dir), "--out", str(tmp_path)]
+    command += ["--endpoint", f"hybrid={server.url}"]
+    command += ["--rates", "inf", "--prompts", "4", "--input", "64", "--output", "8", "--repeats", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENAI_API_KEY", API_KEY)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "throughput.json").read_text())
+    points = [Point(**point) for point in record["points"]]
+    assert [(p.endpoint, p.rate) for p in points] == [("hybrid", None)]
+    assert all(p.completed == 4 and p.failed == 0 and p.ttft_median > 0 and p.tpot_median > 0 for p in points)
+    counted = server.total("vllm:request_success_total") - before
+    assert counted == 4 + WARM_UP, "the server answered what the bench says that it asked"
+    assert (tmp_path / "throughput.md").read_text().count("\n| ") == 3, "a head, its line, one point"
+    assert (tmp_path / "throughput.png").stat().st_size > 10_000
 
 
 def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(server: Server) -> None:

@@ -18,7 +18,7 @@ from tests.engine.texts import tokens_of_prose
 
 pytestmark = pytest.mark.engine
 
-CONTEXT, POSITIONS = 6900, 64
+CONTEXT, POSITIONS = 6900, 48
 # English prose with twenty passwords in it: its questions, and two continuations on which distributions are compared.
 LOOKUPS = lookups(haystacks=1, facts=20, tokens=CONTEXT)
 CONTINUATIONS = [tokens_of_prose(POSITIONS, start) for start in (0, 20000)]

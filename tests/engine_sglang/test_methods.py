@@ -25,17 +25,17 @@ EXACT: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=list(EXACT))
-def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = {"method": request.param, "tiers": "separate", "host_pool.size": "256MiB", **EXACT[request.param]}
     with hybrid_server(tmp_path_factory.mktemp(request.param), keys, FLAGS) as server:
         yield server
 
 
-def test_tokens_equal_torch_native_alone_and_four_at_once(exact: Server, stock: StockAnswers) -> None:
+def test_tokens_equal_torch_native_alone_and_four_at_once(served: Server, stock: StockAnswers) -> None:
     asked = prompts()[:SHORT]
     expected = stock.to(asked, TOKENS)
-    assert [exact.complete(prompt, TOKENS) for prompt in asked] == expected
-    assert exact.complete_all(asked, TOKENS) == expected
-    assert exact.total("hybrid_cpu_tokens_total") == 0
-    assert exact.total("hybrid_copied_bytes") > 0
-    assert exact.total("hybrid_regions_in_use") == 0
+    assert [served.complete(prompt, TOKENS) for prompt in asked] == expected
+    assert served.complete_all(asked, TOKENS) == expected
+    assert served.total("hybrid_cpu_tokens_total") == 0
+    assert served.total("hybrid_copied_bytes") > 0
+    assert served.total("hybrid_regions_in_use") == 0

@@ -29,7 +29,7 @@ SLOTS = 80  # 1,280 tokens: what is longer is attended under the budget
 POOL_PAGES = 512
 # SGLang's own switch for testing retraction: whenever several requests run, one of them must go at every 20th step.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
-CROWD, CROWD_TOKENS, CROWD_LENGTH = 4, 64, 300
+CROWD, CROWD_TOKENS, CROWD_LENGTH = 4, 40, 300
 EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
 
 

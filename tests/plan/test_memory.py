@@ -76,9 +76,10 @@ def test_these_cases_are_no_zeros() -> None:
     assert all(largest_seen.values()), largest_seen
 
 
-def test_the_device_kernels_state_is_planned_too() -> None:
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
+def test_the_device_kernels_state_is_planned_too(method: str) -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    cfg = config(tiers="separate", device_kernels="triton", exact_layers=[0], slots_per_request=6)
+    cfg = config(method=method, tiers="separate", device_kernels="triton", exact_layers=[0], slots_per_request=6)
     gauges_agree(SHAPE, cfg)
     gauges_agree(SHAPES["bf16"], cfg, pages=200, requests=5)
     limited = replace(spec_of(SHAPE), max_tokens=10 * PAGE)

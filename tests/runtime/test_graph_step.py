@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.errors import ConfigError, DeadlineError
 from hybrid_backend.methods.device_step import DeviceStep
+from hybrid_backend.methods.graph_scout import GraphScout
 from hybrid_backend.step import Step, captured_step
 from tests.runtime.harness import PAGE, Engine, config, spec
 
@@ -20,13 +21,14 @@ SLOTS, ROWS, INTERVAL, LAYERS = 6, 3, 2, 2
 EXACT = 0  # the exact layer
 
 
-def engine(kernels: str, query: str = "predicted", deadline: float = 20) -> Engine:
+def engine(kernels: str, deadline: float = 20, **keys: object) -> Engine:
     """Both kinds draw the same random numbers: they look ahead in the same steps, the sampled ones."""
-    settings = config(
-        tiers="separate", slots_per_request=SLOTS, exact_layers=[EXACT], device_kernels=kernels,
-        recall={"intervals": INTERVAL}, lookahead={"partial_query": query}, metrics={"sample_interval": 1},
-        workers={"threads": 2, "deadline_seconds": deadline},
-    )  # fmt: skip
+    base: dict[str, object] = {
+        "tiers": "separate", "slots_per_request": SLOTS, "exact_layers": [EXACT], "device_kernels": kernels,
+        "recall": {"intervals": INTERVAL}, "metrics": {"sample_interval": 1},
+        "workers": {"threads": 2, "deadline_seconds": deadline},
+    }  # fmt: skip
+    settings = config(**base | keys)
     made = Engine(settings, spec(LAYERS), num_pages=64, max_requests=ROWS)
     if kernels == "triton":
         replay_as_a_graph(made)
@@ -65,16 +67,24 @@ def resident(made: Engine, name: str, layer: int) -> set[int]:
     assert region is not None
     decoder = made.runtime.method.in_place
     if isinstance(decoder, DeviceStep):
-        held = decoder.scout.maps.page_of[layer, region * SLOTS : (region + 1) * SLOTS]
+        held = decoder.graph.maps.page_of[layer, region * SLOTS : (region + 1) * SLOTS]
     else:
         held = tiers.residency.held(layer, torch.tensor([region]))[0]
     return {int(p) for p in held if p >= 0}
 
 
-@pytest.mark.parametrize("query", ["predicted", "real"])
-def test_the_graph_shaped_step_equals_the_eager_one(query: str) -> None:
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lookahead": {"partial_query": "predicted"}},
+        {"lookahead": {"partial_query": "real"}},
+        {"method": "infinigen"},
+    ],
+    ids=["predicted", "real", "infinigen"],
+)
+def test_the_graph_shaped_step_equals_the_eager_one(keys: dict[str, object]) -> None:
     """Two requests of unlike length grow out of their slots, one goes and another comes; pages are recalled."""
-    both = engine("torch", query), engine("triton", query)
+    both = engine("torch", **keys), engine("triton", **keys)
     try:
         for each in both:
             each.add("a", 6 * PAGE - 1)
@@ -98,15 +108,31 @@ def test_the_graph_shaped_step_equals_the_eager_one(query: str) -> None:
             each.step(work, tolerance=None)  # the device's counters are those of the step before
         eager_stats, stats = (each.runtime.stats.layers for each in both)
         assert sum(layer.recalled_pages for layer in eager_stats) > 0, "nothing was recalled: this test shows less"
-        assert stats[1].cpu_tokens > 0, "the CPU had nothing to do: this test shows less"
+        assert (stats[1].cpu_tokens > 0) == ("method" not in keys), "the CPU computes for scout, and only for it"
     finally:
         for each in both:
             each.close()
 
 
-def test_what_fits_its_slots_is_dense_and_nothing_stays_of_it() -> None:
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
+def test_what_is_never_sparse_is_exact_beyond_its_slots(method: str) -> None:
+    """What the slots cannot hold is the CPU's, or read over the bus."""
+    made = engine("triton", method=method, sparse="never")
+    try:
+        made.add("a", 3 * SLOTS * PAGE - 1)
+        made.prefill("a")
+        made.add("b", 2 * PAGE)
+        made.prefill("b")
+        for _ in range(3):
+            made.step({"a": 1, "b": 1}, lookahead_noise=0 if method == "scout" else 0.3)
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
+def test_what_fits_its_slots_is_dense_and_nothing_stays_of_it(method: str) -> None:
     """Chunked prompts, two requests that share pages, one preempted and computed again: every output is exact."""
-    made = engine("triton")
+    made = engine("triton", method=method)
     try:
         made.add("a", 3 * PAGE)
         made.prefill("a", chunk=20)
@@ -130,8 +156,8 @@ def test_a_late_cpu_is_an_error_and_the_device_goes_on() -> None:
         made.add("a", SLOTS * PAGE)
         made.prefill("a")
         decoder = made.runtime.method.in_place
-        assert isinstance(decoder, DeviceStep)
-        decoder.scout.mail.close()  # nobody answers
+        assert isinstance(decoder, DeviceStep) and isinstance(decoder.graph, GraphScout)
+        decoder.graph.mail.close()  # nobody answers
         made.step({"a": 1}, tolerance=None)
         with pytest.raises(DeadlineError, match=r"workers\.deadline_seconds"):
             made.step({"a": 1}, tolerance=None)
