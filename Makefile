@@ -168,11 +168,11 @@ test-install: $(TEST_STAMP) ## Install what the tests need
 test: ## Run the tests: first the quick ones, then those with vLLM, then with SGLang, in two processes
 	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory $(SGLANG_ENGINE_STAMP) & )$(MAKE) --no-print-directory test-install; wait
 	$(PY) -m pytest $(TESTS) -q -n 2 --dist worksteal -m "not engine and not gpu" --ignore tests/engine_sglang --durations 20 || [ $$? -eq 5 ]
-	$(PY) -m pytest $(TESTS) -q -n 2 --dist loadgroup -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" --ignore tests/engine_sglang --durations 20 || [ $$? -eq 5 ]
+	$(PY) -m pytest $(TESTS) -q -n 2 --dist loadfile -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" --ignore tests/engine_sglang --durations 20 || [ $$? -eq 5 ]
 	$(if $(filter tests,$(TESTS)),@$(MAKE) --no-print-directory test-sglang)
 
 test-sglang: $(SGLANG_TEST_STAMP) ## Run the tests with SGLang, in its own environment
-	$(SGLANG)/bin/python -m pytest tests/engine_sglang -q -n 2 --dist loadgroup --durations 20
+	$(SGLANG)/bin/python -m pytest tests/engine_sglang -q -n 2 --dist loadfile --durations 20
 
 lint: test-install ## Check style and types
 	$(VENV)/bin/ruff check .

