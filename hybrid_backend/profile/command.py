@@ -18,7 +18,7 @@ def profile(
     hardware: Annotated[bool, typer.Option("--hardware", help="profile this machine instead of a model")] = False,
     out: Annotated[Path | None, typer.Option(help="MODEL.yaml, or hardware.json")] = None,
     text: Annotated[
-        list[Path] | None, typer.Option(help="text file to profile on; default: Python's reference")
+        list[Path] | None, typer.Option(help="text file to profile on; default: Python's reference and source")
     ] = None,
     check: Annotated[list[Path] | None, typer.Option(help="text file to try the result on")] = None,
     context: Annotated[list[int] | None, typer.Option(help="tokens of a window; default 4096")] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 from hybrid_backend.errors import ConfigError
 
 Encode = Callable[[str], list[int]]
-DEFAULT_TEXT = "python-reference"
+# Modules of the standard library, written in Python in every CPython from 3.10 on.
+SOURCES = ("inspect", "tarfile", "typing", "pickle", "subprocess", "configparser")
 
 
 @dataclass(frozen=True)
@@ -29,19 +31,26 @@ class Window:
         return hashlib.sha256(repr(self.ids).encode()).hexdigest()[:16]
 
 
-def default_text() -> str:
-    """About 120k tokens of English technical prose that every CPython brings along: the language reference's topics."""
+def default_texts() -> list[tuple[str, str]]:
+    """What every CPython brings along: its reference (about 120k tokens of English prose) and its source code (100k).
+
+    Two kinds, because what holds for prose need not hold for code: see docs/profile.md.
+    """
     try:
         from pydoc_data.topics import topics
-    except ImportError:
-        raise ConfigError("this Python comes without pydoc_data; give a text with --text FILE") from None
-    return "\n\n".join(topics[name] for name in sorted(topics))
+
+        found = [importlib.util.find_spec(name) for name in SOURCES]
+        sources = [Path(spec.origin).read_text(encoding="utf-8") for spec in found if spec and spec.origin]
+    except (ImportError, OSError):
+        raise ConfigError("this Python comes without its library's texts; give a text with --text FILE") from None
+    prose = "\n\n".join(topics[name] for name in sorted(topics))
+    return [("python-reference", prose), ("python-source", "\n\n".join(sources))]
 
 
 def read_texts(files: Sequence[str | Path]) -> list[tuple[str, str]]:
-    """``(name, text)`` of each file; without files the default text."""
+    """``(name, text)`` of each file; without files the default texts."""
     if not files:
-        return [(DEFAULT_TEXT, default_text())]
+        return default_texts()
     texts = []
     for file in files:
         try:

@@ -21,7 +21,7 @@ from hybrid_backend.profile.network import Network, wrap
 from hybrid_backend.profile.profiler import Options, Profile
 from hybrid_backend.profile.rules import Thresholds
 from hybrid_backend.profile.tau import tau_of
-from hybrid_backend.profile.texts import default_text
+from hybrid_backend.profile.texts import default_texts
 from tests.profile.models import build, encode
 
 GATES = GateOptions(steps=4, context=400, sink=4, recent=16, samples=2, passkeys=2, words=3, save_every=2)
@@ -163,9 +163,10 @@ def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_pat
         run(network, out)
 
 
-def test_the_default_text_is_english_and_long() -> None:
-    text = default_text()
-    assert len(text) > 300_000 and text.count(" the ") > 2000
+def test_the_default_texts_are_prose_and_code_and_long() -> None:
+    (_, prose), (_, code) = default_texts()
+    assert len(prose) > 300_000 and prose.count(" the ") > 2000
+    assert len(code) > 300_000 and code.count("\n    def ") > 300
 
 
 def test_tau_follows_the_machine() -> None:
