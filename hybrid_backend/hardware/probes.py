@@ -27,7 +27,8 @@ CPU_ROWS = 8
 """Sequences of a CPU job."""
 DEVICE_ROWS = (1, 4, 16, 64)
 PIECES = tuple(4096 * 4**i for i in range(7))  # 4 KiB to 16 MiB
-GEMM = 2048
+GEMM = {"cpu": 1024, "cuda": 4096}
+"""Rows of a square product. A CPU without bf16 instructions takes seconds for 1024, and a minute for 2048."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,9 @@ def device_probes(device: torch.device, memory: HostMemory, shape: ModelShape) -
     layers = layer_matrices(device, shape)
     for rows in DEVICE_ROWS:
         yield Probe("linear", rows, lambda n=rows: linear_rate(device, layers, n))  # type: ignore[misc]
-    square = torch.full((GEMM, GEMM), 0.01, dtype=torch.bfloat16, device=device)
-    yield Probe("gemm", 1, lambda: 2.0 * GEMM**3 / _timed(device, lambda: square @ square))
+    side = GEMM[device.type]
+    square = torch.full((side, side), 0.01, dtype=torch.bfloat16, device=device)
+    yield Probe("gemm", 1, lambda: 2.0 * side**3 / _timed(device, lambda: square @ square))
     yield Probe("layer_overhead", 1, lambda: small_kernels(device, shape))
     if device.type == "cuda":
         for rows in DEVICE_ROWS:

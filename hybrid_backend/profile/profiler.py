@@ -38,8 +38,8 @@ class Options:
 
     ``texts``, ``held_out``: files; without texts the reference and the source code that come with Python. ``gates``:
     None for none. ``tau``: with its source; None takes ``recall.threshold``. ``margin``: intervals are chosen this
-    share below tau, because the next text is not the profiled one. ``fit_slots``: set ``slots_per_request`` to the fewest
-    simulated slots that keep every sparse layer below tau, if there are such.
+    share below tau, because the next text is not the profiled one. ``fit_slots``: set ``slots_per_request`` to the
+    fewest simulated slots that keep every sparse layer below tau, if there are such.
     """
 
     contexts: tuple[int, ...] = (4096,)

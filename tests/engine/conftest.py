@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 POOL = 364 * 2**20
 LENGTHS = (5, 17, 64, 120, 200, 333, 400, 500, 700, 900, 1200, 6950)
 TOKENS = 16  # so that every answer begins a page
-SHORT = (40, 300, 700, 900)
+SHORT = (40, 300, 700)
 # Four prompts of 128 pages nearly fill the pool; their answers need 8 pages more: somebody must go.
 CROWD_LENGTH, CROWD_TOKENS = 2040, 32
 

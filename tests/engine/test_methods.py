@@ -14,17 +14,17 @@ from tests.engine.storm import abort_storm
 
 pytestmark = pytest.mark.engine
 FLAGS = ("--dtype", "float32", "--max-num-batched-tokens", "512", "--enforce-eager")
-# Of the prompts: 5 to 400 tokens; HeadInfer, which promises any context, also gets the one of 6,950.
-SOME = {"dense": (2, 5), "hgca": (0, 2, 4, 6), "headinfer": (0, 2, 4, 6, 11), "infinigen": (0, 2, 4, 6)}
+# Of the prompts: 5 to 400 tokens; HeadInfer, which promises any context, also gets the one of 1,200.
+SOME = {"dense": (2, 5), "hgca": (0, 2, 4, 6), "headinfer": (0, 2, 4, 6, 10), "infinigen": (0, 2, 4, 6)}
 # Each method promises the stock backend's tokens for these prompts, but not for those of 700 tokens and more.
 KEYS: dict[str, dict[str, Any]] = {
     "dense": {},
     "hgca": {"hgca.window_tokens": 448},
-    # Two buffers of 432 tokens: an eighth of the longest context is on the device at a time.
+    # Two buffers of 160 tokens: a quarter of the longest context is on the device at a time.
     # Some heads never leave it. (Buffers of one page: tests/runtime/test_headinfer.py.)
     "headinfer": {
-        "staging_tokens": 432,
-        "headinfer.group_thresholds": [1024, 4096],
+        "staging_tokens": 160,
+        "headinfer.group_thresholds": [256, 1024],
         "headinfer.resident_heads": ["3:1", "9:0", "9:2"],
     },
     "infinigen": {"budget_tokens": 448, "sparse": "always", "slots_per_request": 32},

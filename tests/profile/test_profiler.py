@@ -25,7 +25,7 @@ from hybrid_backend.profile.texts import default_texts
 from tests.profile.models import build, encode
 
 GATES = GateOptions(steps=4, context=400, sink=4, recent=16, samples=2, passkeys=2, words=3, save_every=2)
-OPTIONS = Options(contexts=(320,), positions=24, windows=2, limits=Thresholds(0.5, 0.2), gates=GATES, plots=False)
+OPTIONS = Options(contexts=(320,), positions=24, windows=1, limits=Thresholds(0.5, 0.2), gates=GATES, plots=False)
 CONFIG = config_from_mapping({"page_size": 16, "budget_tokens": 96, "selection": {"aggregate": "max"}}, "test")
 
 
