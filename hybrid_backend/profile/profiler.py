@@ -217,7 +217,8 @@ class _Run:
 
     def _measure(self, store: Store, progress: Progress, window: Window) -> list[LayerMeasure]:
         config, positions = self.config, self.options.positions
-        tried = tuple(i for i in INTERVALS if i <= positions // 2)
+        # Eight recalls at least: with fewer, a long interval looks as good as the window happens to be.
+        tried = tuple(i for i in INTERVALS if i <= max(1, positions // 8))
         given = (config.page_size, config.budget_tokens, config.sinks, config.recent, slots_of(config))
         key = stage_key(
             "window",
