@@ -32,12 +32,9 @@ class BuildKernels(build_ext):
         builder = kernel_builder()
         in_place = self.inplace or getattr(self, "editable_mode", False)
         folder = HERE / "kernels" / "cpu" if in_place else Path(self.build_lib, "hybrid_backend", "kernels", "cpu")
-        target = folder / builder.LIBRARY
-        if in_place and builder.is_current(target):
-            return  # another environment's editable installation built it a moment ago
         try:
             with tempfile.TemporaryDirectory() as objects:
-                made = builder.build(target, Path(objects))
+                made = builder.build(folder / builder.LIBRARY, Path(objects))
             print(f"hybrid-backend: CPU kernels built for {', '.join(made)}", file=sys.stderr)
         except builder.BuildError as error:
             print(f"hybrid-backend: warning: {error}", file=sys.stderr)

@@ -73,12 +73,6 @@ def isas() -> list[str]:
     return ["generic", *ISA_FLAGS] if x86 else ["generic"]
 
 
-def is_current(target: Path) -> bool:
-    """Whether ``target`` is younger than all that it is built from."""
-    newest = max(file.stat().st_mtime for file in [*sources(), HERE / "build.py"])
-    return target.exists() and target.stat().st_mtime > newest
-
-
 def build(target: Path, objects: Path, extra: list[str] | None = None) -> list[str]:
     """Compile and link ``target``. Returns the instruction sets in it.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tests.engine.server import Server
 
 METRICS = {
@@ -24,3 +26,18 @@ def a_chat_completion_streams(server: Server) -> None:
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert len(pieces) > 3, "the answer came in one piece"
     assert "Paris" in "".join(pieces)
+
+
+def cached_prompts_answer_the_same(
+    server: Server, prompts: Sequence[str], expected: Sequence[str], tokens: int, longest: int, counter: str
+) -> None:
+    """The last prompt, of ``longest`` tokens, asked again comes from the prefix cache; then all of them, four at once.
+
+    ``counter``: the engine's metric of tokens that came from there.
+    """
+    assert server.complete(prompts[-1], tokens) == expected[-1]
+    before = server.total(counter)
+    assert server.complete(prompts[-1], tokens) == expected[-1]
+    hits = server.total(counter) - before
+    assert hits > 0.9 * longest, f"only {hits} of {longest} tokens came from the prefix cache"
+    assert server.complete_all(prompts[::-1], tokens)[::-1] == expected

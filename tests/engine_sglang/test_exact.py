@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine import promises
 from tests.engine.answers import StockAnswers
 from tests.engine.server import Server
 from tests.engine_sglang.conftest import BYTES_PER_TOKEN, FLAGS, LENGTHS, POOL_TOKENS, TOKENS, prompts
@@ -45,12 +46,7 @@ def test_tokens_equal_torch_native_alone_with_chunked_prefill(hybrid: Served, st
 def test_tokens_equal_torch_native_four_at_once_with_radix_cache_hits(hybrid: Served, stock: StockAnswers) -> None:
     server, asked = hybrid
     expected, longest = stock.to(asked, TOKENS), LENGTHS[len(asked) - 1]
-    assert server.complete(asked[-1], TOKENS) == expected[-1]
-    before = server.total("sglang:cached_tokens_total")
-    assert server.complete(asked[-1], TOKENS) == expected[-1]
-    hits = server.total("sglang:cached_tokens_total") - before
-    assert hits > 0.9 * longest, f"only {hits} tokens came from the radix cache: the longest prompt has {longest}"
-    assert server.complete_all(asked[::-1], TOKENS)[::-1] == expected
+    promises.cached_prompts_answer_the_same(server, asked, expected, TOKENS, longest, "sglang:cached_tokens_total")
     for gauge in ("hybrid_regions_in_use", "hybrid_slots_in_use"):
         assert server.total(gauge) == 0, gauge
 
