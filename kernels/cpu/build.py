@@ -33,6 +33,7 @@ _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 ISA_FLAGS = {
     "avx2": _AVX2,
+    "avx2_bytes": _AVX2,
     "avx512": _AVX512,
     "vnni": [*_AVX512, "-mavx512vnni"],
     "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],

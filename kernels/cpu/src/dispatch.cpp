@@ -85,8 +85,14 @@ int best_isa() {
 }
 
 ByteKernels byte_kernels_for(int isa) {
-#if defined(__x86_64__) && defined(HB_HAVE_AVX512) && defined(HB_HAVE_VNNI)
-  if (cpu().vnni && isa_at(isa).name != hb_isa_avx2.name && isa_at(isa).name != hb_isa_generic.name) return hb_vnni;
+#if defined(__x86_64__)
+  const char* name = isa_at(isa).name;
+#if defined(HB_HAVE_AVX512) && defined(HB_HAVE_VNNI)
+  if (cpu().vnni && name != hb_isa_avx2.name && name != hb_isa_generic.name) return hb_vnni;
+#endif
+#ifdef HB_HAVE_AVX2_BYTES
+  if (cpu().avx2 && name != hb_isa_generic.name) return hb_avx2_bytes;
+#endif
 #endif
   while (!isa_runs(isa) || !isa_at(isa).byte_dots) isa++;
   return {isa_at(isa).byte_dots, nullptr};

@@ -84,4 +84,5 @@ struct Isa {
 
 #define HB_HIDDEN __attribute__((visibility("hidden")))
 extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx;
+extern "C" HB_HIDDEN const ByteKernels hb_avx2_bytes;
 extern "C" HB_HIDDEN const ByteKernels hb_vnni;  // for AVX-512 CPUs that have VNNI
