@@ -115,15 +115,20 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
                     q, digests, table[:, :width], line, line, aggregate, per_head, 0.5, dim**-0.5
                 )
             slot_of = torch.zeros(rows, width, dtype=torch.int32)
-            kernels.select_pages(scores, line, line, line, line, slot_of, table[:, :width], page, 1, 2, k)
+            chosen = kernels.select_pages(scores, line, line, line, line, slot_of, table[:, :width], page, 1, 2, k)
+        kernels.union_pages(chosen.absent, chosen.missing_listed, scores)
     maps = kernels.Maps(table[None], table, torch.zeros(1, max(COLUMNS)))
     copies = kernels.Copies(*[table[None, :, :k]] * 3, torch.zeros(1, rows, k), line[None], long[None])
     scores = torch.zeros(rows, 1, max(COLUMNS))
     for size in (k, 4 * k):  # slots of a region
         small = kernels.Maps(table[None], torch.zeros(1, rows * size, dtype=torch.int32), torch.zeros(1, rows * size))
         keep = torch.zeros(rows, size, dtype=torch.int32)
-        lists = (table[:, None, :k], line[:, None])
-        kernels.plan_recall(small.of(0), copies.of(0), scores, table, lists, lists, line, line, long, line[:1], keep)
+        absent = (table[:, None, :k], line[:, None])
+        for lists in (1, kv_heads):
+            chosen = table[:, None, :k].expand(-1, lists, -1).contiguous(), line[:, None].expand(-1, lists).contiguous()
+            kernels.plan_recall(
+                small.of(0), copies.of(0), scores, table, chosen, absent, line, line, long, line[:1], keep
+            )
         kernels.note_scores(small.of(0), scores, line, line, line, 1, 2)
         kernels.open_pages(small, line, line, line, page)
     kernels.commit_pages(maps, copies, long)

@@ -191,6 +191,7 @@ def _shape(
 ) -> GraphShape:
     """Over a host pool of ``pages`` pages."""
     columns = pages if model.max_tokens is None else min(pages, -(-model.max_tokens // config.page_size))
+    lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
     return GraphShape(
         rows=regions,
         heads=model.num_heads,
@@ -198,12 +199,13 @@ def _shape(
         regions=regions,
         slots=slots,
         budget=columns if config.sparse == "never" else config.budget_pages,
+        lists=lists,
         sinks=config.sinks,
         recent=config.recent,
         aggregate=config.selection.aggregate,
         bound=config.selection.bound,
         scale=model.scale,
-        recalls=min(config.budget_pages, slots) if config.recall.enabled or launches.always_copies else 1,
+        recalls=min(config.budget_pages * lists, slots) if config.recall.enabled or launches.always_copies else 1,
         predicted=config.lookahead.partial_query == "predicted",
         patience=1,
         deadline_seconds=config.workers.deadline_seconds,
@@ -228,5 +230,3 @@ def check(config: HybridConfig, device: torch.device) -> None:
             f"device_kernels: triton needs a GPU, but the device tier is the {device.type}; write auto "
             "(or set TRITON_INTERPRET=1, which runs them slowly, for tests)"
         )
-    if config.selection.granularity != "layer":
-        raise ConfigError("device_kernels: triton selects once per layer: set selection.granularity: layer")

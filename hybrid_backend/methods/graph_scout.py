@@ -19,7 +19,8 @@ class GraphScout(GraphStep):
         self.late = torch.zeros(1, dtype=torch.int32, pin_memory=self._slots[0].is_cuda)
         # An exact layer leaves to the CPU whatever its slots cannot hold.
         shape, current = self.shape, self.generations
-        self.mail = Mailboxes(pool, self._host, shape.heads, shape.rows, 1, shape.columns, shape.scale, current=current)
+        sizes = shape.heads, shape.rows, shape.lists, shape.columns
+        self.mail = Mailboxes(pool, self._host, *sizes, shape.scale, current=current)
 
     def check(self, number: int) -> None:
         late = int(self.late)
@@ -32,12 +33,12 @@ class GraphScout(GraphStep):
         self.mail.check(number)
 
     def cpu_pages(self, layer: int, rows: int) -> int:
-        return int(self.mail.layers[layer].counts[:rows].sum())
+        return int(self.mail.layers[layer].counts[:rows].sum()) // self.shape.lists
 
     @classmethod
     def planned_host_bytes(cls, shape: GraphShape, model: ModelSpec) -> int:
         vector = shape.heads * model.head_dim
-        per_row = vector * (model.dtype.itemsize + 4) + 4 * shape.heads + 4 * shape.columns + 4  # `Letters`
+        per_row = vector * (model.dtype.itemsize + 4) + 4 * shape.heads + 4 * shape.lists * (shape.columns + 1)
         flags = 3 * 64
         return model.num_layers * (shape.rows * per_row + flags)
 
@@ -80,7 +81,7 @@ class GraphScout(GraphStep):
 
     def _ask(self, layer: int, q: Tensor) -> None:
         letters, (chosen, _) = self.mail.layers[layer], self._selected[layer]
-        rows, width = len(q), chosen.missing.shape[2]
+        rows, width = len(q), chosen.missing.shape[2]  # the one list of an exact layer goes to every head
         letters.q[:rows].copy_(q, non_blocking=True)
         letters.ids[:rows, :, :width].copy_(chosen.missing, non_blocking=True)
         letters.counts[:rows].copy_(chosen.missing_listed, non_blocking=True)

@@ -1,6 +1,6 @@
 """A decode step as fixed launches over fixed buffers: what a CUDA graph captures and replays.
 
-The same step as `Selective` takes (one selection per layer), with nothing decided on the host: padding rows have no
+The same step as `Selective` takes, with nothing decided on the host: padding rows have no
 pages, step numbers and due recalls are read from device memory. Between steps the host writes `StepInputs` and admits
 or releases requests. What becomes of selected pages that are not resident is a subclass's.
 
@@ -34,6 +34,7 @@ class GraphShape:
     regions: int  # running requests, at most
     slots: int  # of a region
     budget: int  # pages that a sparse layer attends
+    lists: int  # selections of a sparse layer: 1, or one per KV head
     sinks: int
     recent: int
     aggregate: str
@@ -258,8 +259,9 @@ class GraphStep(ABC):
             scores = self._no_scores[: len(q)]
         else:
             scores = kernels.page_scores(
-                q, digests, now.table, now.num_pages, now.budgets, shape.aggregate, False, shape.bound, shape.scale
-            )
+                q, digests, now.table, now.num_pages, now.budgets, shape.aggregate, shape.lists > 1, shape.bound,
+                shape.scale,
+            )  # fmt: skip
         self._selected[layer] = self._split(layer, now, scores), scores
 
     def _split(self, layer: int, now: StepInputs, scores: Tensor) -> kernels.SelectedPages:
@@ -286,10 +288,13 @@ class GraphStep(ABC):
         maps, copies = self.maps.of(layer), self._copies.of(layer)
         chosen, scores = self._selected[layer]
         kernels.note_scores(maps, scores, now.num_pages, now.budgets, now.regions, shape.sinks, shape.recent)
-        selected, absent = (chosen.slots, chosen.slots_listed), (chosen.absent, chosen.missing_listed)
+        absent = chosen.absent, chosen.missing_listed
+        if scores.shape[1] > 1:  # a selection per KV head, but slots hold pages of all heads
+            pages, listed, scores = kernels.union_pages(*absent, scores)
+            absent = pages, listed
         kernels.plan_recall(
-            maps, copies, scores, now.table, selected, absent, now.num_pages, now.regions, self.generations,
-            now.due[layer : layer + 1], self._keep,
+            maps, copies, scores, now.table, (chosen.slots, chosen.slots_listed), absent, now.num_pages, now.regions,
+            self.generations, now.due[layer : layer + 1], self._keep,
         )  # fmt: skip
         if self._copying is not None:
             self._copying.wait_stream(torch.cuda.current_stream())

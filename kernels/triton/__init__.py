@@ -15,7 +15,7 @@ from hybrid_backend.kernels.triton.merge import merge_partials
 from hybrid_backend.kernels.triton.recall import copy_pages
 from hybrid_backend.kernels.triton.residency import Copies, Maps, commit_pages, note_scores, open_pages, plan_recall
 from hybrid_backend.kernels.triton.scores import page_scores
-from hybrid_backend.kernels.triton.select import SelectedPages, select_pages
+from hybrid_backend.kernels.triton.select import SelectedPages, select_pages, union_pages
 from hybrid_backend.kernels.triton.signal import ask, await_answer
 from hybrid_backend.kernels.triton.tokens import append_tokens
 
@@ -38,4 +38,5 @@ __all__ = [
     "plan_recall",
     "select_pages",
     "splits_for",
+    "union_pages",
 ]

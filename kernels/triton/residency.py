@@ -86,10 +86,11 @@ def _note_kernel(page_of, importance, scores, num_pages, budgets, regions, sinks
         tl.store(importance + first + s, tl.where(held, best, float("-inf")), mask=s < size)
 
 
-@triton.jit(do_not_specialize=["k", "columns", "size", "table_stride"])
+@triton.jit(do_not_specialize=["selected_k", "absent_k", "columns", "size", "table_stride"])
 def _plan_kernel(slot_of, page_of, importance, scores, table, selected, selected_count, absent, absent_count,
                  num_pages, regions, generations, due, keep, to_slots, to_host, to_pages, to_importance, to_regions,
-                 to_started, k, most, columns, size, table_stride, BLOCK: tl.constexpr):  # fmt: skip
+                 to_started, selected_k, absent_k, most, columns, size, table_stride,
+                 LISTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     tl.store(to_slots + row * most + i, -1, mask=i < most)
@@ -97,12 +98,13 @@ def _plan_kernel(slot_of, page_of, importance, scores, table, selected, selected
     if (tl.load(due) > 0) & (tl.load(num_pages + row) > 0) & (count > 0):
         region = tl.load(regions + row).to(tl.int64)
         first = region * size
-        # Which of the region's slots hold selected pages.
+        # Which of the region's slots hold pages that any list selected.
         tl.store(keep + row * size + i, 0, mask=i < size)
         tl.debug_barrier()
-        mine = i < tl.load(selected_count + row)
-        slot = tl.load(selected + row * k + i, mask=mine, other=0)
-        tl.store(keep + row * size + slot - first, 1, mask=mine)
+        for listing in range(LISTS):
+            mine = i < tl.load(selected_count + row * LISTS + listing)
+            slot = tl.load(selected + (row * LISTS + listing) * selected_k + i, mask=mine, other=0)
+            tl.store(keep + row * size + slot - first, 1, mask=mine)
         tl.debug_barrier()
         is_kept = tl.load(keep + row * size + i, mask=i < size, other=1) > 0
         # Least important slots first, most important absent pages first: pairs of them are copies.
@@ -110,12 +112,12 @@ def _plan_kernel(slot_of, page_of, importance, scores, table, selected, selected
         score = tl.load(importance + first + i, mask=i < size, other=0.0)
         key = tl.where(is_kept | (score == float("inf")), -lowest, ordered(score) * 4294967296 + i)
         victims = tl.sort(key)
-        page = tl.load(absent + row * k + i, mask=i < count, other=0)
+        page = tl.load(absent + row * absent_k + i, mask=i < count, other=0)
         score = tl.load(scores + row * columns + page, mask=i < count, other=0.0)
         wanted = tl.sort(tl.where(i < count, ordered(score) * 4294967296 + i, lowest), descending=True)
         paired = (victims < -lowest) & (wanted > lowest) & (i < most)
         victim = victims & 0xFFFFFFFF
-        page = tl.load(absent + row * k + (wanted & 0xFFFFFFFF), mask=paired, other=0)
+        page = tl.load(absent + row * absent_k + (wanted & 0xFFFFFFFF), mask=paired, other=0)
         old = tl.load(page_of + first + victim, mask=paired, other=-1)
         tl.store(slot_of + region * columns + old, -1, mask=paired & (old >= 0))
         tl.store(page_of + first + victim, -1, mask=paired)
@@ -186,17 +188,19 @@ def plan_recall(
 
     Args:
         maps, copies: of the layer; ``copies`` is overwritten.
-        scores: ``[rows, 1, columns]`` (one selection per layer); ``table``: ``[rows, columns]`` int32 host pages.
-        selected: slots ``[rows, 1, k]`` that hold selected pages, and how many ``[rows, 1]``.
-        absent: logical pages ``[rows, 1, k]`` that were selected and are not resident, and how many.
+        scores: ``[rows, 1, columns]``; ``table``: ``[rows, columns]`` int32 host pages.
+        selected: slots ``[rows, lists, k]`` that hold selected pages, and how many ``[rows, lists]``.
+        absent: logical pages ``[rows, 1, n]`` that were selected and are not resident, and how many ``[rows, 1]``
+            (of several lists: `union_pages`).
         due: ``[1]`` int32: 0: plan nothing.
         keep: ``[rows, size]`` int32 scratch.
     """
     rows, _, columns = scores.shape
-    size, k, most = keep.shape[1], absent[0].shape[2], copies.slots.shape[1]
+    _, lists, k = selected[0].shape
+    size, n, most = keep.shape[1], absent[0].shape[2], copies.slots.shape[1]
     _plan_kernel[(rows,)](
         *maps, scores, table, *selected, *absent, num_pages, regions, generations, due, keep, *copies,
-        k, most, columns, size, table.stride(0), triton.next_power_of_2(max(k, size, most, 2)),
+        k, n, most, columns, size, table.stride(0), lists, triton.next_power_of_2(max(k, n, size, most, 2)),
     )  # fmt: skip
 
 

@@ -123,3 +123,53 @@ def select_pages(
             lists, page_size, min(_MAX_TILE, triton.next_power_of_2(max(columns, 16))), columns <= _MAX_TILE,
         )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["columns", "k", "most"])
+def _union_kernel(absent, absent_count, scores, marked, union, union_count, best, columns, k, most,
+                  LISTS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, TILE)
+    for first in range(0, columns, TILE):
+        tl.store(marked + row * columns + first + i, 0, mask=first + i < columns)
+    tl.debug_barrier()
+    for listing in range(LISTS):
+        count = tl.load(absent_count + row * LISTS + listing)
+        for first in range(0, count, TILE):
+            page = tl.load(absent + (row * LISTS + listing) * k + first + i, mask=first + i < count, other=0)
+            tl.store(marked + row * columns + page, 1, mask=first + i < count)
+    tl.debug_barrier()
+    listed = tl.zeros([], tl.int32)
+    for first in range(0, columns, TILE):
+        column = first + i
+        mark = tl.load(marked + row * columns + column, mask=column < columns, other=0)
+        tl.store(union + row * most + listed + tl.cumsum(mark, 0) - 1, column, mask=mark > 0)
+        listed += tl.sum(mark, 0)
+        top = tl.full([TILE], float("-inf"), tl.float32)
+        for listing in range(LISTS):
+            at = (row * LISTS + listing) * columns + column
+            top = tl.maximum(top, tl.load(scores + at, mask=column < columns, other=float("-inf")))
+        tl.store(best + row * columns + column, top, mask=column < columns)
+    tl.store(union_count + row, listed)
+
+
+def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What any list of a row lacks, each page once, and every page's highest score.
+
+    Args:
+        absent: ``[rows, lists, k]`` int32 logical pages, ``listed`` ``[rows, lists]`` int32 of them valid
+            (`SelectedPages.absent`).
+        scores: ``[rows, lists, columns]`` fp32.
+
+    Returns:
+        ``(pages [rows, 1, min(lists * k, columns)] int32, how many [rows, 1] int32, scores [rows, 1, columns])``.
+    """
+    rows, lists, k = absent.shape
+    columns = scores.shape[2]
+    most = min(lists * k, columns)
+    union, count = absent.new_full((rows, 1, most), -1), listed.new_zeros(rows, 1)
+    best, marked = scores.new_empty(rows, 1, columns), absent.new_empty(rows, columns)
+    if rows:
+        tile = min(_MAX_TILE, triton.next_power_of_2(max(columns, 16)))
+        _union_kernel[(rows,)](absent, listed, scores, marked, union, count, best, columns, k, most, lists, tile)
+    return union, count, best

@@ -223,6 +223,25 @@ def test_of_equal_scores_the_first_pages_are_selected_and_nan_is_the_worst() -> 
     assert int(got.pages_listed[0, 0]) == 10 and int(got.missing_listed[0, 0]) == 10
 
 
+@pytest.mark.parametrize("columns", [5, 100])
+def test_the_union_of_all_heads_lists_holds_each_absent_page_once(columns: int) -> None:
+    rows, lists, k = 3, 4, 7
+    scores = torch.randn(rows, lists, columns)
+    listed = torch.randint(0, min(k, columns) + 1, (rows, lists), dtype=torch.int32)
+    listed[1] = 0
+    absent = torch.full((rows, lists, k), -1, dtype=torch.int32)
+    for row in range(rows):
+        for one in range(lists):
+            count = int(listed[row, one])
+            absent[row, one, :count] = torch.randperm(columns)[:count].sort().values.int()
+    pages, many, best = kernels.union_pages(absent.to(DEVICE), listed.to(DEVICE), scores.to(DEVICE))
+    assert pages.shape == (rows, 1, min(lists * k, columns))
+    assert torch.equal(best.cpu(), scores.amax(1, keepdim=True))
+    for row in range(rows):
+        expected = sorted({int(p) for one in range(lists) for p in absent[row, one, : int(listed[row, one])]})
+        assert pages[row, 0, : int(many[row])].tolist() == expected
+
+
 def test_recalled_pages_equal_their_host_pages_and_show_when_committed() -> None:
     """The most important absent pages take the places of the least important ones that are not selected."""
     rng = generator(7)

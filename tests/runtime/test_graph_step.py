@@ -78,9 +78,10 @@ def resident(made: Engine, name: str, layer: int) -> set[int]:
     [
         {"lookahead": {"partial_query": "predicted"}},
         {"lookahead": {"partial_query": "real"}},
+        {"selection": {"granularity": "kv_head"}},
         {"method": "infinigen"},
     ],
-    ids=["predicted", "real", "infinigen"],
+    ids=["predicted", "real", "per-head", "infinigen"],
 )
 def test_the_graph_shaped_step_equals_the_eager_one(keys: dict[str, object]) -> None:
     """Two requests of unlike length grow out of their slots, one goes and another comes; pages are recalled."""
@@ -169,7 +170,6 @@ def test_a_late_cpu_is_an_error_and_the_device_goes_on() -> None:
     ("keys", "fix"),
     [
         ({"tiers": "unified"}, "tiers: separate"),
-        ({"selection": {"granularity": "kv_head"}}, "selection.granularity: layer"),
         ({"workers": {"kernel": "torch"}}, "workers.kernel"),
     ],
 )
