@@ -39,6 +39,26 @@ def gather_tokens(blocks: Tensor, pages: Tensor, kv_heads: int, start: int, end:
     return k, v
 
 
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Partial:
+    """PyTorch's flash attention for the tensors' device and type, with its log-sum-exp.
+
+    Args:
+        q, k, v: ``[heads, tokens, head_dim]``, as many heads in each. ``causal``: of equal lengths only.
+
+    Returns:
+        ``out`` ``[heads, tokens, head_dim]`` in the type of ``q``, ``lse`` ``[heads, tokens]`` fp32, natural log.
+    """
+    aten, one = torch.ops.aten, (q[None], k[None], v[None])
+    if not q.is_cuda:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*one, 0.0, causal, scale=scale)
+    elif q.dtype != torch.float32:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(*one, 0.0, causal, False, scale=scale)
+    else:  # FlashAttention has 16-bit types only
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(*one, None, True, 0.0, causal, scale=scale)
+        lse = lse[..., : q.shape[1]]  # padded
+    return Partial(out[0], lse[0])
+
+
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor, before: Iterable[KVBlock], scale: float) -> Tensor:
     """Exact attention of consecutive tokens: causal over themselves, without a mask over all that came before.
 
@@ -53,10 +73,9 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, before: Iterable[KVBlock], sca
         ``[chunk, heads, head_dim]`` fp32.
     """
     group = q.shape[1] // k.shape[1]
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    own_k, own_v = (x.transpose(0, 1)[None].repeat_interleave(group, 1) for x in (k, v))
-    out, lse = flash(q.transpose(0, 1)[None], own_k, own_v, 0.0, True, scale=scale)
-    return merge_blocks(Partial(out[0].float(), lse[0]), q, before, scale, k.shape[1]).out.transpose(0, 1)
+    own_k, own_v = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
+    own = flash(q.transpose(0, 1), own_k, own_v, True, scale)
+    return merge_blocks(Partial(own.out.float(), own.lse), q, before, scale, k.shape[1]).out.transpose(0, 1)
 
 
 def merge_blocks(partial: Partial, q: Tensor, before: Iterable[KVBlock], scale: float, kv_heads: int) -> Partial:
@@ -66,11 +85,10 @@ def merge_blocks(partial: Partial, q: Tensor, before: Iterable[KVBlock], scale: 
     group = heads // kv_heads
     # The group's queries attend the same keys: fold them into the query length instead of repeating K and V.
     folded = q.view(chunk, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * chunk, dim)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     for block in before:
         is_all = len(block.heads) == kv_heads
         queries = folded if is_all else folded[list(block.heads)]
-        out, lse = flash(queries[None], block.k[None], block.v[None], 0.0, False, scale=scale)
+        out, lse = flash(queries, block.k, block.v, False, scale)
         found = Partial(out.reshape(-1, chunk, dim).float(), lse.reshape(-1, chunk))
         if is_all:
             partial = merge(partial, found)

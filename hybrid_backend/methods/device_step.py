@@ -68,6 +68,7 @@ class DeviceStep:
             [tiers.slots.layers[layer] for layer in range(model.num_layers)],
             tiers.slots.generation,
             workers.native,
+            tiers.host.layers,
         )
         self._last: tuple[int, _Plan] | None = None
 

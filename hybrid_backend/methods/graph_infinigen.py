@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ class GraphInfinigen(GraphStep):
 
     always_copies = True
 
-    def _prepare(self, pool: Pool) -> None:
+    def _prepare(self, pool: Pool, host_pages: Sequence[Tensor]) -> None:
         self._copied: dict[int, torch.cuda.Event] = {}
 
     def lookahead(self, layer: int, q: Tensor) -> None:

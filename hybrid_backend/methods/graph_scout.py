@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,12 @@ from hybrid_backend.step import ModelSpec
 class GraphScout(GraphStep):
     """`Scout` as launches: the CPU's partial is awaited inside the stream, recalls are visible from the next step."""
 
-    def _prepare(self, pool: Pool) -> None:
+    def _prepare(self, pool: Pool, host_pages: Sequence[Tensor]) -> None:
         self.late = torch.zeros(1, dtype=torch.int32, pin_memory=self._slots[0].is_cuda)
         # An exact layer leaves to the CPU whatever its slots cannot hold.
         shape, current = self.shape, self.generations
         sizes = shape.heads, shape.rows, shape.lists, shape.columns
-        self.mail = Mailboxes(pool, self._host, *sizes, shape.scale, current=current)
+        self.mail = Mailboxes(pool, host_pages, *sizes, shape.scale, current=current)
 
     def check(self, number: int) -> None:
         late = int(self.late)

@@ -126,6 +126,7 @@ class GraphStep(ABC):
         generations: ``[regions]`` int64, of the regions (`tiers.slots`); pinned where there is a GPU: the device reads
             it, and the workers do.
         pool: CPU workers.
+        host_pages: ``host`` as the workers see it.
     """
 
     always_copies: ClassVar[bool] = False  # in every step, whatever `recall` says
@@ -138,6 +139,7 @@ class GraphStep(ABC):
         slots: Sequence[Tensor],
         generations: Tensor,
         pool: Pool,
+        host_pages: Sequence[Tensor],
     ) -> None:
         self.shape = shape
         self._host, self._digests, self._slots = list(host), list(digests), list(slots)
@@ -150,9 +152,9 @@ class GraphStep(ABC):
         self._selected: dict[int, tuple[kernels.SelectedPages, Tensor]] = {}
         # Pages cross the bus beside the step.
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._prepare(pool)
+        self._prepare(pool, host_pages)
 
-    def _prepare(self, pool: Pool) -> None:
+    def _prepare(self, pool: Pool, host_pages: Sequence[Tensor]) -> None:
         """What a subclass keeps beside that."""
 
     # --- between steps, by the host ---

@@ -50,6 +50,7 @@ class Engine:
     num_pages: int = 256
     max_requests: int = 8
     seed: int = 0
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
     sequences: dict[str, Sequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,9 +59,13 @@ class Engine:
         shape = (self.num_pages, m.num_kv_heads, 2, self.cfg.page_size, m.head_dim)
         # Garbage, not zeros: nothing may rely on fresh memory.
         self.kv = [torch.randn(shape, generator=self.rng).to(m.dtype) for _ in range(m.num_layers)]
-        self.runtime = HybridRuntime(self.cfg, m, self.kv, self.max_requests, torch.device("cpu"))
+        self.runtime = HybridRuntime(self.cfg, m, self.kv, self.max_requests, self.device, self.seen_by_device())
         self.free = list(range(self.num_pages - 1, 0, -1))
         self.refs = [0] * self.num_pages
+
+    def seen_by_device(self) -> list[Tensor]:
+        """The KV memory as the device sees it, where that is not the host."""
+        return []
 
     # --- requests ---
 
@@ -114,7 +119,9 @@ class Engine:
             kv = torch.randn(total, m.num_kv_heads, 2, m.head_dim, generator=self.rng).to(m.dtype)
             out = torch.full_like(queries[layer], float("nan"))
             k, v = kv[:, :, 0].contiguous(), kv[:, :, 1].contiguous()
-            self.runtime.forward(layer, step, queries[layer], k, v, out)
+            there = [x.to(self.device) for x in (queries[layer], k, v, out)]
+            self.runtime.forward(layer, step, *there)
+            out = there[-1].cpu()
             for r, name in enumerate(work):
                 start, end = query_start[r], query_start[r + 1]
                 self.sequences[name].kv[layer] = self.sequences[name].kv[layer] + list(kv[start:end])
@@ -156,14 +163,15 @@ class Engine:
             table[r, : len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
             decode.append(count == 1 and s.tokens >= s.prompt)
             seq_lens.append(s.tokens + count)
-        batch = Batch(list(work), query_start, seq_lens, decode, table, torch.tensor(slots))
+        there = table.to(self.device), torch.tensor(slots).to(self.device)
+        batch = Batch(list(work), query_start, seq_lens, decode, *there)
         return self.runtime.begin_step(batch), query_start
 
     def _look_ahead(self, layer: int, step: Step, queries: Tensor, noise: float) -> None:
         if self.runtime.wants_lookahead(layer, step) and step.decode is not None:
             real = step.decode.gather(queries[layer])
             jitter = torch.randn(real.shape, generator=self.rng) * noise
-            self.runtime.lookahead(layer, step, real + jitter.to(real.dtype))
+            self.runtime.lookahead(layer, step, (real + jitter.to(real.dtype)).to(self.device))
 
     def dense(self, name: str, layer: int, q: Tensor) -> Tensor:
         """fp64 causal attention of the last ``len(q)`` tokens over everything that the request wrote."""

@@ -1,0 +1,215 @@
+"""A device that is not the host, for machines without a GPU.
+
+Its tensors say ``cuda:0`` and keep their values in host memory. They obey the rules that a real one's obey: whatever
+mixes them with the host's tensors is an error (but for copies, scalars and indices), so is an operator that has no CUDA
+kernel, and a Triton kernel (which runs under the interpreter) may touch the device's tensors and pinned ones only.
+Streams and events are there and do nothing. What it cannot show: whatever a real GPU does at another time than the host.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from kernels.cpu.build import compiler
+
+DEVICE = torch.device("cuda:0")
+# PyTorch without CUDA lacks the guard that its dispatcher asks for the current device.
+_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::Device one() const { return c10::Device(c10::DeviceType::CUDA, 0); }
+  c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
+  c10::Device exchangeDevice(c10::Device) const override { return one(); }
+  c10::Device getDevice() const override { return one(); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device d) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, d); }
+  c10::Stream exchangeStream(c10::Stream s) const noexcept override { return s; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+"""
+
+
+class Far(Tensor):
+    """A tensor of the device; ``inner`` holds its values."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Far:
+        made: Far = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device=DEVICE,
+        )  # fmt: skip
+        made.inner = inner
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        raise AssertionError("the address of device memory was asked for on the host")
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
+    def __repr__(self, *_: object, **__: object) -> str:
+        return f"Far({self.inner})"
+
+
+_pinned: set[int] = set()  # addresses of pinned storages
+
+
+def _near(x: Any) -> Any:
+    return x.inner if isinstance(x, Far) else x
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name.removeprefix("aten::")
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    on_device = any(isinstance(x, Far) for x in tensors)
+    if on_device:
+        _check(name, args, tensors)
+    wanted = dict(kwargs)
+    if wanted.get("device") is not None:
+        on_device = torch.device(wanted["device"]).type == "cuda"
+        wanted["device"] = torch.device("cpu")
+    elif name == "copy_":
+        on_device = isinstance(args[0], Far)
+    pin = wanted.pop("pin_memory", False) or name in ("pin_memory", "_pin_memory")
+    if pin and name in ("pin_memory", "_pin_memory"):
+        out = args[0].clone()
+    elif name == "is_pinned":
+        return args[0].untyped_storage().data_ptr() in _pinned
+    elif name in _ON_CUDA_ONLY:
+        out = _ON_CUDA_ONLY[name](*tree_map(_near, args), **tree_map(_near, wanted))
+    else:
+        out = func(*tree_map(_near, args), **tree_map(_near, wanted))
+    if pin:
+        assert not on_device
+        _pinned.add(out.untyped_storage().data_ptr())
+    if func._schema.is_mutable and name.endswith("_") and isinstance(args[0], Far):
+        return args[0]
+    return tree_map(lambda x: Far(x) if on_device and isinstance(x, Tensor) else x, out)
+
+
+def _check(name: str, args: Any, tensors: list[Tensor]) -> None:
+    """What a real device would refuse."""
+    assert not name.endswith(("_for_cpu", "_cpu")), f"{name} has no CUDA kernel"
+    if name in ("_to_copy", "copy_"):
+        return
+    if name.startswith("index") and name.rstrip("_") in ("index", "index_put") and isinstance(args[0], Far):
+        tensors = [args[0], *(x for x in tree_leaves(args[2:]) if isinstance(x, Tensor))]  # indices may be the host's
+    strangers = [tuple(x.shape) for x in tensors if not isinstance(x, Far) and x.dim()]
+    assert not strangers, f"{name} mixes the device's tensors with the host's: {strangers}"
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any, scale: float) -> Any:
+    assert q.dtype in (torch.float16, torch.bfloat16), "FlashAttention on CUDA takes 16-bit types only"
+    none = torch.empty(0)
+    return (*_dense(q, k, v, causal, scale), none, none, q.shape[2], k.shape[2], none, none, none)
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, dropout: float = 0.0, causal: bool = False,
+    *, scale: float,
+) -> Any:  # fmt: skip
+    assert lse and bias is None
+    out, sums = _dense(q, k, v, causal, scale)
+    padded = sums.new_full((*sums.shape[:2], -(-sums.shape[2] // 32) * 32), float("inf"))
+    padded[..., : sums.shape[2]] = sums
+    return out, padded, torch.empty(0), torch.empty(0)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    assert q.shape[1] == k.shape[1] == v.shape[1], "as many query heads as KV heads"
+    logits = q.float() @ k.float().transpose(-1, -2) * scale
+    if causal:
+        assert q.shape[2] == k.shape[2]
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), float("-inf"))
+    return (logits.softmax(-1) @ v.float()).to(q.dtype), logits.logsumexp(-1)
+
+
+_ON_CUDA_ONLY = {
+    "_scaled_dot_product_flash_attention": _flash,
+    "_scaled_dot_product_efficient_attention": _efficient,
+}
+
+
+class _Rules(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Stream:
+    def __init__(self, *_: object) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> object:
+        return object()
+
+
+def _kernel_arguments(launch: Any) -> Any:
+    """A launch under the interpreter that sees what a kernel on the device could see."""
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and not isinstance(x, Far) and x.numel():
+                pinned = x.untyped_storage().data_ptr() in _pinned
+                assert pinned, f"{self.fn.__name__} was given a tensor {tuple(x.shape)} that the device cannot see"
+        return launch(self, *map(_near, args), **{name: _near(x) for name, x in kwargs.items()})
+
+    return launched
+
+
+def build_guard(folder: Path) -> None:
+    """To be called once per process, before `far_device`."""
+    torch_folder = Path(torch.__file__).parent
+    source, library = folder / "guard.cpp", folder / "guard.so"
+    source.write_text(_GUARD)
+    flags = ["-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", f"-L{torch_folder}/lib", "-lc10"]
+    subprocess.run([*compiler(), str(source), *flags, "-o", str(library)], check=True, timeout=120)
+    torch.ops.load_library(str(library))
+
+
+@contextmanager
+def far_device() -> Iterator[torch.device]:
+    """The device is there."""
+    from triton.runtime.interpreter import GridExecutor
+
+    cuda, patch = torch.cuda, pytest.MonkeyPatch()
+    patch.setattr(torch, "inference_mode", torch.no_grad)  # which wrapped tensors do not know
+    patch.setattr(cuda, "_lazy_init", lambda: None)
+    patch.setattr(cuda, "is_available", lambda: True)
+    patch.setattr(cuda, "Stream", _Stream)
+    patch.setattr(cuda, "current_stream", lambda *_: _Stream())
+    patch.setattr(cuda, "stream", lambda _: nullcontext())
+    patch.setattr(cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=4))
+    patch.setattr(GridExecutor, "__call__", _kernel_arguments(GridExecutor.__call__))
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is a copy that the rules see
+    try:
+        with torch.no_grad(), _Rules():
+            yield DEVICE
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+        patch.undo()
+        _pinned.clear()
