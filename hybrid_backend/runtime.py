@@ -7,6 +7,7 @@ Query path: engine -> `lookahead`, `forward` -> method -> kernels.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class HybridRuntime:
                 f"set page_size: {page_size} or start the engine with --block-size {config.page_size}"
             )
         method = resolve_method(config.method)
+        method.check_device(config, device)
         method.check(config, device, model.num_layers, model.num_kv_heads)
         self.config = config
         self.model = model
@@ -61,6 +63,7 @@ class HybridRuntime:
         self.tiers = Tiers.build(layout, config, model, host, max_requests, device)
         self.workers = make_pool(config.workers)
         self.method = method(config, model, self.tiers, self.workers, self.stats)
+        self._plans_on_host = device.type != "cpu" and not method.runs_kernels(config, device)
         self._steps = 0
         self._open: Step | None = None
 
@@ -74,6 +77,8 @@ class HybridRuntime:
     def begin_step(self, batch: Batch) -> Step:
         """Start a step over the layers with full attention. A step left open by a failed forward is dropped."""
         self._drop_open()
+        if self._plans_on_host:  # and reads there what the device wrote in earlier steps: this copy waits for them
+            batch = replace(batch, page_table=batch.page_table.cpu())
         step = make_step(self._steps, batch, self.config.page_size)
         self.method.begin_step(step)
         self._steps += 1
@@ -186,7 +191,7 @@ class HybridRuntime:
         if rows.whole_batch:
             out[: rows.count] = result
         else:
-            out.index_copy_(0, rows.tokens, result.to(out.dtype))
+            out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
 
     # --- the end ---
 

@@ -88,6 +88,7 @@ def weighted_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) ->
     """`paged_partial` over one list per row, and the attention weights that it is made of.
 
     Args:
+        q, layer: on one device; the page list is the host's.
         pages: ``ids`` ``[rows, 1, k]``; a row's last page may be partial, padding last.
 
     Returns:
@@ -96,12 +97,12 @@ def weighted_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) ->
     rows, heads, dim = q.shape
     _, kv_heads, _, page_size, _ = layer.shape
     if not pages.ids.shape[2]:
-        return empty_partial(q), torch.zeros(rows, heads, 0, page_size)
+        return empty_partial(q), q.new_zeros(rows, heads, 0, page_size, dtype=torch.float32)
     heads_of = torch.arange(kv_heads)[None, :, None]
     index = (pages.ids.clamp(min=0) * kv_heads + heads_of).flatten() * 2  # [rows, kv_heads, k]
-    gathered = layer.flatten(0, 2).index_select(0, torch.cat([index, index + 1]))
+    gathered = layer.flatten(0, 2).index_select(0, torch.cat([index, index + 1]).to(layer.device))
     k, v = gathered.view(2, rows, kv_heads, -1, dim).float()  # [rows, kv_heads, tokens, dim]
-    written = (torch.arange(page_size) < pages.valid[:, 0, :, None]).flatten(1)[:, None, None]
+    written = (torch.arange(page_size) < pages.valid[:, 0, :, None]).flatten(1)[:, None, None].to(layer.device)
     logits = torch.matmul(q.float().view(rows, kv_heads, -1, dim) * scale, k.transpose(2, 3))
     logits = logits.masked_fill(~written, float("-inf"))
     lse = logits.logsumexp(-1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.in_place import InPlace
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import ModelSpec, PrefillRow, Step
@@ -86,6 +87,22 @@ class Method(ABC):
     def runs_kernels(cls, config: HybridConfig, device: torch.device) -> bool:
         """Whether a decode step is nothing but launches on the device, so that a CUDA graph can hold it."""
         return False
+
+    @classmethod
+    def runs_on(cls, config: HybridConfig, device: torch.device) -> bool:
+        """Whether the method can use this device tier."""
+        return device.type == "cpu" or cls.runs_kernels(config, device)
+
+    @classmethod
+    def check_device(cls, config: HybridConfig, device: torch.device) -> None:
+        """Raise ConfigError if the method, or its tiers, cannot use this device tier."""
+        if not cls.runs_on(config, device):
+            raise ConfigError(
+                f"method: {config.method} (device_kernels: {config.device_kernels}) does not run on a GPU in this "
+                "version; write device_kernels: auto"
+            )
+        if device.type != "cpu" and not is_separate(config, device):
+            raise ConfigError("tiers: unified needs a device tier that is the host itself, not a GPU; write auto")
 
     @classmethod
     @abstractmethod

@@ -45,6 +45,10 @@ class HeadInfer(Method):
             raise ConfigError(f"headinfer.resident_heads: {both[0]} is in headinfer.streaming_heads too; remove one")
 
     @classmethod
+    def runs_on(cls, config: HybridConfig, device: torch.device) -> bool:
+        return True  # planned on the host; tensors go where they are needed
+
+    @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         """A buffer holds all heads of the longest context that is not yet cut into groups."""
         separate = is_separate(config, device)

@@ -71,6 +71,10 @@ class Hgca(Method):
         self._pending: dict[int, list[Future[None]]] = {}
 
     @classmethod
+    def runs_on(cls, config: HybridConfig, device: torch.device) -> bool:
+        return True  # planned on the host; tensors go where they are needed
+
+    @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         return TierLayout(
             separate=is_separate(config, device),
@@ -148,7 +152,7 @@ class Hgca(Method):
         rows, plan = step.decode, step.plan
         assert rows is not None
         self._settle(layer)
-        ticket = self._submit(layer, rows, plan, q)
+        ticket = self._submit(layer, rows, plan, q.cpu())
         kv, table = self.tiers.host.layers[layer], rows.page_table
         if self.tiers.slots.separate:
             kv = self.tiers.slots.layers[layer]
@@ -157,10 +161,11 @@ class Hgca(Method):
         result, weights = weighted_partial(q, kv, pages, self.model.scale)
         self._note(layer, plan, weights)
         if ticket is not None:
-            result = merge(result, self._wait(layer, ticket))
+            of_cpu = self._wait(layer, ticket)
+            result = merge(result, Partial(*(x.to(q.device) for x in of_cpu)))
             plan.tickets.clear()
         if plan.sampled:
-            self._sample(layer, rows, plan, q)
+            self._sample(layer, rows, plan, q.cpu())
         return result.out
 
     def release(self, request_id: str) -> None:
@@ -194,7 +199,8 @@ class Hgca(Method):
             for layer in residency.layers:
                 self._regions.fill(layer, rows, r, region, held % slots.size, held, held)
                 if known:
-                    self._start(layer, region, first, known, table, queries.get(layer))
+                    asked = queries.get(layer)
+                    self._start(layer, region, first, known, table, asked.cpu() if asked is not None else None)
             self._evicted[region] = first
         elif self._regions.begins_page(rows, r):
             for page in range(self._evicted[region], first):
@@ -329,7 +335,7 @@ class Hgca(Method):
         """Algorithm 1: A = (1 - alpha) A + alpha A_new. ``weights``: ``[rows, heads, W, page_size]``."""
         rows, _, ring, page_size = weights.shape
         grouped = weights.view(rows, self.model.num_kv_heads, -1, ring, page_size)
-        new = self._over_group(grouped, 2).transpose(1, 2)  # [rows, W, kv_heads, page_size]
+        new = self._over_group(grouped, 2).transpose(1, 2).cpu()  # [rows, W, kv_heads, page_size]
         region = plan.regions[:, None].expand(-1, ring)
         slot = plan.window[:, 0].clamp(min=0) % self.tiers.slots.size
         listed = plan.window[:, 0] >= 0
@@ -358,7 +364,7 @@ class Hgca(Method):
                 for head, positions in enumerate(self._caches[layer].positions(int(plan.regions[r]))):
                     covered[head, positions] = True
             pages = rows.page_table[r, : int(rows.num_pages[r])]
-            blocks, heads = self.tiers.host.blocks(layer), self.model.num_kv_heads
+            blocks, heads = self.tiers.host.layers[layer].flatten(0, 2), self.model.num_kv_heads
             stats.mass_sum += mass_recall(q[r], blocks, pages, covered, heads, self.model.scale)
             stats.mass_samples += 1
 

@@ -130,6 +130,7 @@ class MethodMemory:
         try:
             self.config.validate_for(self.shape.layers)
             method = resolve_method(self.config.method)
+            method.check_device(self.config, self.device)
             method.check(self.config, self.device, self.shape.layers, self.shape.kv_heads)
         except HybridError as error:
             return str(error)

@@ -33,6 +33,17 @@ def test_distributions_equal_the_stock_backends(resident: Server, tmp_path: Path
     assert sum(c.kl for c in compared) / len(compared) <= 2e-3
 
 
+@pytest.mark.parametrize("keys", [{"method": "headinfer"}, {"method": "hgca", "sparse": "never"}], ids=str)
+def test_methods_planned_on_the_host_equal_the_stock_backend(
+    keys: dict[str, object], tmp_path: Path, model_dir: Path
+) -> None:
+    with stock_server(tmp_path, model_dir, FLAGS) as stock:
+        dense = short_distributions(stock)
+    with hybrid_server(tmp_path, {"host_pool.size": "2GiB", "hgca.window_tokens": 256, **keys}, FLAGS) as server:
+        compared = [compare(a, b) for a, b in zip(dense, short_distributions(server), strict=True)]
+    assert sum(c.kl for c in compared) / len(compared) <= 2e-3
+
+
 def test_random_aborts_leave_nothing_behind(resident: Server) -> None:
     abort_storm(resident, (8, 40, 150, 400), aborted_length=1600, aborted_tokens=400)
     assert "Traceback" not in resident.log.read_text()

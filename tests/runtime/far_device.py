@@ -3,7 +3,7 @@
 Its tensors say ``cuda:0`` and keep their values in host memory. They obey the rules that a real one's obey: whatever
 mixes them with the host's tensors is an error (but for copies, scalars and indices), so is an operator that has no CUDA
 kernel, and a Triton kernel (which runs under the interpreter) may touch the device's tensors and pinned ones only.
-Streams and events are there and do nothing. What it cannot show: whatever a real GPU does at another time than the host.
+Streams and events are there and do nothing. What it cannot show: what a real GPU does at another time than the host.
 """
 
 from __future__ import annotations

@@ -42,11 +42,7 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     config.validate_for(layers)
     device = torch.device(vllm_config.device_config.device_type)
-    if device.type == "cuda" and not method.runs_kernels(config, device):
-        raise ConfigError(
-            f"method: {config.method} (device_kernels: {config.device_kernels}) does not run on a GPU in this version; "
-            "write method: scout (or infinigen) and device_kernels: auto"
-        )
+    method.check_device(config, device)
     method.check(config, device, layers, vllm_config.model_config.get_num_kv_heads(parallel))
     _check_host_pool(vllm_config, config)
 
