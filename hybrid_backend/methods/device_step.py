@@ -219,7 +219,7 @@ def own_memory(
     """What `DeviceStep` allocates over a host pool of ``pages`` pages. Allocates nothing."""
     shape = _shape(launches, config, model, pages, max_requests, slots)
     state = DeviceState.make(shape, model.num_layers, torch.device("meta"))
-    return OwnMemory(device=state.nbytes, host=launches.planned_host_bytes(shape, model))
+    return OwnMemory(device=state.nbytes, host=launches.planned_host_bytes(shape, model, len(config.exact_layers)))
 
 
 def check(config: HybridConfig, device: torch.device) -> None:

@@ -21,8 +21,8 @@ class GraphScout(GraphStep):
         self.late = torch.zeros(1, dtype=torch.int32, pin_memory=self._slots[0].is_cuda)
         # An exact layer leaves to the CPU whatever its slots cannot hold.
         shape, current = self.shape, self.generations
-        sizes = shape.heads, shape.rows, shape.lists, shape.columns
-        self.mail = Mailboxes(pool, host_pages, *sizes, shape.scale, current=current)
+        lists = [(1, shape.columns) if digests is None else (shape.lists, shape.most) for digests in self._digests]
+        self.mail = Mailboxes(pool, host_pages, shape.heads, shape.rows, lists, shape.scale, current=current)
 
     def check(self, number: int) -> None:
         late = int(self.late)
@@ -35,14 +35,18 @@ class GraphScout(GraphStep):
         self.mail.check(number)
 
     def cpu_pages(self, layer: int, rows: int) -> int:
-        return int(self.mail.layers[layer].counts[:rows].sum()) // self.shape.lists
+        counts = self.mail.layers[layer].counts
+        return int(counts[:rows].sum()) // counts.shape[1]
 
     @classmethod
-    def planned_host_bytes(cls, shape: GraphShape, model: ModelSpec) -> int:
+    def planned_host_bytes(cls, shape: GraphShape, model: ModelSpec, exact_layers: int) -> int:
         vector = shape.heads * model.head_dim
-        per_row = vector * (model.dtype.itemsize + 4) + 4 * shape.heads + 4 * shape.lists * (shape.columns + 1)
+        each = vector * (model.dtype.itemsize + 4) + 4 * shape.heads  # `Letters`: q and out, lse
+        sparse = 4 * shape.lists * (shape.most + 1)  # ids and counts
+        exact = 4 * (shape.columns + 1)
+        rows = model.num_layers * each + exact_layers * exact + (model.num_layers - exact_layers) * sparse
         flags = 3 * 64
-        return model.num_layers * (shape.rows * per_row + flags)
+        return model.num_layers * flags + shape.rows * rows
 
     @property
     def host_bytes(self) -> int:
@@ -54,7 +58,8 @@ class GraphScout(GraphStep):
 
     def begin(self) -> None:
         now = self.inputs
-        self.mail.regions.copy_(now.regions, non_blocking=True)
+        # Plain copies to pinned memory: one that converts, or has gaps, would wait for the device.
+        self.mail.regions.copy_(now.regions.long(), non_blocking=True)
         generations = self.generations.to(now.regions.device, non_blocking=True)[now.regions.long()]
         # The workers drop rows of padding, so that what their lists held before does not matter.
         self.mail.generations.copy_(generations.masked_fill(now.num_pages == 0, -1), non_blocking=True)
@@ -83,8 +88,8 @@ class GraphScout(GraphStep):
 
     def _ask(self, layer: int, q: Tensor) -> None:
         letters, (chosen, _) = self.mail.layers[layer], self._selected[layer]
-        rows, width = len(q), chosen.missing.shape[2]  # the one list of an exact layer goes to every head
+        rows = len(q)
         letters.q[:rows].copy_(q, non_blocking=True)
-        letters.ids[:rows, :, :width].copy_(chosen.missing, non_blocking=True)
+        letters.ids[:rows].copy_(chosen.missing, non_blocking=True)
         letters.counts[:rows].copy_(chosen.missing_listed, non_blocking=True)
         kernels.ask(letters.asked, self.inputs.number)

@@ -46,6 +46,11 @@ class GraphShape:
     deadline_seconds: float  # the same, for people
     multiprocessors: int = 1  # of the device; what `kernels.triton.splits_for` divides
 
+    @property
+    def most(self) -> int:
+        """Pages that a list of a sparse layer may hold."""
+        return min(self.columns, max(self.budget, self.slots))
+
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -209,7 +214,7 @@ class GraphStep(ABC):
         return self._state.nbytes
 
     @classmethod
-    def planned_host_bytes(cls, shape: GraphShape, model: ModelSpec) -> int:
+    def planned_host_bytes(cls, shape: GraphShape, model: ModelSpec, exact_layers: int) -> int:
         """What `host_bytes` will be. Allocates nothing."""
         return 0
 
@@ -272,7 +277,7 @@ class GraphStep(ABC):
         if self._digests[layer] is None:
             budgets, most = now.num_pages, shape.columns
         else:
-            budgets, most = now.budgets, min(shape.columns, max(shape.budget, shape.slots))
+            budgets, most = now.budgets, shape.most
         return kernels.select_pages(
             scores, now.num_pages, now.lengths, budgets, now.regions, self.maps.slot_of[layer], now.table, self._page,
             shape.sinks, shape.recent, most,

@@ -41,7 +41,8 @@ class Mailboxes:
         pool: whose threads help.
         layers: host pages of each layer, ``[pages, kv_heads, 2, page_size, head_dim]``.
         heads: query heads.
-        rows: of a step, at most; lists: 1, or one per KV head; capacity: pages of a list, at most.
+        rows: of a step, at most.
+        lists: per layer, how many (1, or one per KV head) and the pages of each, at most.
         scale: multiplies the logits.
         current: ``[regions]`` int64 generations: a row whose region moved on since the device wrote ``generations`` is
             dropped (the empty partial).
@@ -57,8 +58,7 @@ class Mailboxes:
         layers: Sequence[Tensor],
         heads: int,
         rows: int,
-        lists: int,
-        capacity: int,
+        lists: Sequence[tuple[int, int]],
         scale: float,
         *,
         current: Tensor | None = None,
@@ -77,20 +77,20 @@ class Mailboxes:
         self.layers = [
             Letters(
                 q=pinned(rows, heads, dim, dtype=dtype),
-                ids=pinned(rows, lists, capacity),
-                counts=pinned(rows, lists),
+                ids=pinned(rows, count, capacity),
+                counts=pinned(rows, count),
                 out=pinned(rows, heads, dim, dtype=torch.float32),
                 lse=pinned(rows, heads, dtype=torch.float32),
                 asked=pinned(_LINE),
                 answered=pinned(_LINE),
                 failed=pinned(_LINE),
             )
-            for _ in layers
+            for count, capacity in lists
         ]
         boxes = (lib.MailboxArgs * len(layers))()
         for box, layer, letters in zip(boxes, layers, self.layers, strict=True):
             box.cache = lib.cache_of(layer)
-            box.rows, box.lists, box.capacity = rows, lists, capacity
+            box.rows, box.lists, box.capacity = letters.ids.shape
             for name in ("q", "ids", "counts", "out", "lse", "asked", "answered", "failed"):
                 setattr(box, name, getattr(letters, name).data_ptr())
             if current is not None:

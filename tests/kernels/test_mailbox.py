@@ -35,7 +35,9 @@ def current() -> Tensor:
 def mail(layers: list[Tensor], current: Tensor) -> Iterator[cpu.Mailboxes]:
     with (
         cpu.Pool(2) as pool,
-        cpu.Mailboxes(pool, layers, KV_HEADS * GROUP, ROWS, 1, CAPACITY, SCALE, current=current) as boxes,
+        cpu.Mailboxes(
+            pool, layers, KV_HEADS * GROUP, ROWS, [(1, CAPACITY)] * len(layers), SCALE, current=current
+        ) as boxes,
     ):
         boxes.regions.copy_(torch.arange(ROWS))
         yield boxes
@@ -168,7 +170,7 @@ def test_a_job_that_cannot_be_computed_is_answered_empty_and_told(mail: cpu.Mail
 
 def test_shapes_without_a_kernel_are_refused(layers: list[Tensor]) -> None:
     with cpu.Pool(1) as pool, pytest.raises(WorkerError, match="lists"):
-        cpu.Mailboxes(pool, layers, KV_HEADS * GROUP, ROWS, 5, CAPACITY, SCALE)
+        cpu.Mailboxes(pool, layers, KV_HEADS * GROUP, ROWS, [(5, CAPACITY)] * len(layers), SCALE)
 
 
 def test_the_devices_own_kernels_ask_and_wait(mail: cpu.Mailboxes, layers: list[Tensor]) -> None:

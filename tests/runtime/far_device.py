@@ -66,6 +66,7 @@ class Far(Tensor):
         raise AssertionError("the address of device memory was asked for on the host")
 
     def tolist(self) -> Any:
+        assert not _capture.on, "tolist waits for the device"
         return self.inner.tolist()
 
     def __repr__(self, *_: object, **__: object) -> str:
@@ -73,6 +74,18 @@ class Far(Tensor):
 
 
 _pinned: set[int] = set()  # addresses of pinned storages
+_capture = SimpleNamespace(on=False)  # whether a graph is being captured
+_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2")
+
+
+@contextmanager
+def capture() -> Iterator[None]:
+    """Nothing may wait for the device, and what crosses over must be a plain copy to or from pinned memory."""
+    _capture.on = True
+    try:
+        yield
+    finally:
+        _capture.on = False
 
 
 def _near(x: Any) -> Any:
@@ -87,6 +100,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check(name, args, tensors)
     wanted = dict(kwargs)
     if wanted.get("device") is not None:
+        crosses = on_device != (torch.device(wanted["device"]).type == "cuda") and bool(tensors)
+        assert not (_capture.on and crosses), f"{name} crosses over while a graph is captured"
         on_device = torch.device(wanted["device"]).type == "cuda"
         wanted["device"] = torch.device("cpu")
     elif name == "copy_":
@@ -111,12 +126,27 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _check(name: str, args: Any, tensors: list[Tensor]) -> None:
     """What a real device would refuse."""
     assert not name.endswith(("_for_cpu", "_cpu")), f"{name} has no CUDA kernel"
+    assert not (_capture.on and name in _WAITS), f"{name} waits for the device"
     if name in ("_to_copy", "copy_"):
+        _check_crossing(name, args)
         return
     if name.startswith("index") and name.rstrip("_") in ("index", "index_put") and isinstance(args[0], Far):
         tensors = [args[0], *(x for x in tree_leaves(args[2:]) if isinstance(x, Tensor))]  # indices may be the host's
     strangers = [tuple(x.shape) for x in tensors if not isinstance(x, Far) and x.dim()]
     assert not strangers, f"{name} mixes the device's tensors with the host's: {strangers}"
+
+
+def _check_crossing(name: str, args: Any) -> None:
+    """A copy to the host that converts, or whose sides are not contiguous, goes through pageable memory: it waits for
+    the device, and a graph would replay it without its second half."""
+    if name == "_to_copy" or all(isinstance(x, Far) for x in args[:2]):
+        return
+    to, source = args[:2]
+    plain = to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous() and to.shape == source.shape
+    assert plain or isinstance(to, Far), f"a copy to the host of {tuple(source.shape)} needs temporaries"
+    if _capture.on:
+        host = source if isinstance(to, Far) else to
+        assert plain and host.untyped_storage().data_ptr() in _pinned, "a captured copy needs pinned memory"
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any, scale: float) -> Any:

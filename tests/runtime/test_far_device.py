@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from tests.runtime.far_device import Far, _pinned, build_guard, far_device
+from tests.runtime.far_device import Far, _pinned, build_guard, capture, far_device
 from tests.runtime.harness import PAGE, Engine, config, spec
+from tests.runtime.test_graph_step import ROWS, replay_as_a_graph
 
 SLOTS = 6
 
@@ -75,6 +76,25 @@ def test_prompts_and_decoding_on_a_device_that_is_not_the_host(
         for request in ("a", "b", "c"):
             made.drop(request)
         assert made.runtime.gauges()["hybrid_slots_in_use"] == 0
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("name", ["scout", "scout-per-head", "scout-real", "infinigen"])
+def test_a_captured_step_never_waits_for_the_device(device: torch.device, name: str) -> None:
+    """Every launch of a decode step could be captured: nothing reads a value back, every copy is a plain one."""
+    settings = config(
+        slots_per_request=SLOTS, exact_layers=[0], recall={"intervals": 2}, metrics={"sample_interval": 1}, **KEYS[name]
+    )
+    made = FarEngine(settings, spec(2), num_pages=64, max_requests=ROWS, device=device)
+    replay_as_a_graph(made, capture)
+    try:
+        made.add("a", SLOTS * PAGE - 1)
+        made.add("b", 3 * PAGE)
+        for name in ("a", "b"):
+            made.step({name: made.sequences[name].prompt})
+        for _ in range(4):
+            made.step({"a": 1, "b": 1}, lookahead_noise=0.3, tolerance=None)
     finally:
         made.close()
 

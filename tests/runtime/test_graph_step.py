@@ -5,6 +5,9 @@ Where no GPU is, its kernels run under Triton's interpreter; the CPU workers are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,7 +38,7 @@ def engine(kernels: str, deadline: float = 20, **keys: object) -> Engine:
     return made
 
 
-def replay_as_a_graph(made: Engine) -> None:
+def replay_as_a_graph(made: Engine, capture: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
     """Decoding layers run as captured: with as many rows as there can be, whatever the batch is."""
     runtime, captured = made.runtime, captured_step(ROWS)
     forward, lookahead = runtime.forward, runtime.lookahead
@@ -48,14 +51,18 @@ def replay_as_a_graph(made: Engine) -> None:
     def replayed(layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         if step.prefill:
             return forward(layer, step, q, k, v, out)
-        result = torch.full((ROWS, *q.shape[1:]), float("nan"))
-        forward(layer, captured, padded(q), padded(k), padded(v), result)
+        inputs = [padded(x) for x in (q, k, v)]
+        result = torch.full((ROWS, *q.shape[1:]), float("nan"), device=q.device)
+        with capture():
+            forward(layer, captured, *inputs, result)
         out.copy_(result[: len(q)])
         assert not result[len(q) :].any(), "rows of padding attend nothing"
 
     def replayed_lookahead(layer: int, step: Step, q: Tensor) -> None:
         assert runtime.wants_lookahead(layer, captured)
-        lookahead(layer, captured, padded(q))
+        predicted = padded(q)
+        with capture():
+            lookahead(layer, captured, predicted)
 
     runtime.forward, runtime.lookahead = replayed, replayed_lookahead  # type: ignore[method-assign]
 
