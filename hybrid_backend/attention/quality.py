@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.prefill import gather_tokens
-
 
 def mass_recall(q: Tensor, blocks: Tensor, pages: Tensor, covered: Tensor, kv_heads: int, scale: float) -> float:
     """Share of the dense attention weights that falls on the covered tokens, mean over heads.
 
     Args:
         q: ``[heads, head_dim]``, the true query of one sequence.
+        blocks: ``[pages * kv_heads * 2, page_size, head_dim]`` (`HostPool.blocks`).
         pages: ``[n]`` host pages of the sequence.
         covered: ``[1 | kv_heads, tokens]`` bool, over all tokens of the sequence.
     """
-    k, _ = gather_tokens(blocks, pages, kv_heads, 0, covered.shape[1])
+    keys = (pages[None] * kv_heads + torch.arange(kv_heads)[:, None]).flatten() * 2
+    k = blocks.index_select(0, keys).view(kv_heads, -1, q.shape[1])[:, : covered.shape[1]]
     logits = torch.matmul(q.float().view(kv_heads, -1, q.shape[1]), k.float().transpose(1, 2)) * scale
     weights = logits.softmax(-1)  # [kv_heads, group, tokens]
     return float((weights * covered[:, None]).sum(-1).mean())

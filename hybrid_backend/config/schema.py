@@ -211,9 +211,9 @@ class HeadInferConfig(Section):
 class MetricsConfig(Section):
     """What the backend reports about its own approximations."""
 
-    sample_interval: Annotated[int, integer(0)] = 64
-    """Decode steps between samples of predicted-query cosine and attention-mass recall; 0 turns them off.
-    Source: default."""
+    sample_interval: Annotated[int, integer(0)] = 256
+    """Decode steps between a layer's samples of predicted-query cosine and attention-mass recall, which read all keys
+    of one sequence; layers take turns. 0 turns them off. Source: default."""
 
 
 class HybridConfig(Section):
@@ -285,6 +285,11 @@ class HybridConfig(Section):
     def automatic_slots(self) -> int:
         """Slots per request that `auto` means on the CPU: the budget, a recent window, one page in flight."""
         return self.budget_pages + self.recent + 1
+
+    def is_sampled(self, step: int, layer: int) -> bool:
+        """Whether the layer's approximation is measured in decode step ``step``."""
+        interval = self.metrics.sample_interval
+        return interval > 0 and (step + layer) % interval == 0
 
     def recall_interval(self, layer: int) -> int:
         """Decode steps between two recalls of this layer."""

@@ -50,7 +50,6 @@ class _Plan:
     owners: Owners
     window: Tensor  # [R, 1, W] logical pages on the device, ascending, -1 for padding; W of the longest row
     older: Tensor | None  # [R, 1, P] all logical pages before the window; None where no row has one
-    sampled: bool
     tickets: list[Ticket] = field(default_factory=list)
 
 
@@ -135,13 +134,11 @@ class Hgca(Method):
         first = (rows.num_pages - ring).clamp(min=0)
         column = torch.arange(int((rows.num_pages - first).max()))[None]
         window = torch.where(column < (rows.num_pages - first)[:, None], first[:, None] + column, -1)[:, None]
-        interval = self.config.metrics.sample_interval
         step.plan = _Plan(
             regions=regions,
             owners=Owners(regions, self.tiers.slots.generation[regions], self.tiers.slots.generation),
             window=window,
             older=_before(first) if bool(first.any()) else None,
-            sampled=interval > 0 and step.number % interval == 0,
         )
 
     def append(self, layer: int, step: Step, kv: Tensor) -> None:
@@ -164,8 +161,8 @@ class Hgca(Method):
             of_cpu = self._wait(layer, ticket)
             result = merge(result, Partial(*(x.to(q.device) for x in of_cpu)))
             plan.tickets.clear()
-        if plan.sampled:
-            self._sample(layer, rows, plan, q.cpu())
+        if self.config.is_sampled(step.number, layer):
+            self._sample(layer, rows, plan, q.cpu(), step.number % rows.count)
         return result.out
 
     def release(self, request_id: str) -> None:
@@ -353,20 +350,19 @@ class Hgca(Method):
         self.stats.layers[layer].wait_seconds += time.perf_counter() - needed
         return partial
 
-    def _sample(self, layer: int, rows: DecodeRows, plan: _Plan, q: Tensor) -> None:
-        stats = self.stats.layers[layer]
-        exact = self.config.sparse == "never" or layer in self.config.exact_layers
-        for r in range(rows.count):
-            older = int(plan.window[r, 0, 0]) * self.config.page_size
-            covered = torch.ones(self.model.num_kv_heads, int(rows.seq_lens[r]), dtype=torch.bool)
-            if not exact:
-                covered[:, :older] = False
-                for head, positions in enumerate(self._caches[layer].positions(int(plan.regions[r]))):
-                    covered[head, positions] = True
-            pages = rows.page_table[r, : int(rows.num_pages[r])]
-            blocks, heads = self.tiers.host.layers[layer].flatten(0, 2), self.model.num_kv_heads
-            stats.mass_sum += mass_recall(q[r], blocks, pages, covered, heads, self.model.scale)
-            stats.mass_samples += 1
+    def _sample(self, layer: int, rows: DecodeRows, plan: _Plan, q: Tensor, r: int) -> None:
+        """Attention mass of row ``r``."""
+        stats, heads = self.stats.layers[layer], self.model.num_kv_heads
+        older = int(plan.window[r, 0, 0]) * self.config.page_size
+        covered = torch.ones(heads, int(rows.seq_lens[r]), dtype=torch.bool)
+        if self.config.sparse != "never" and layer not in self.config.exact_layers:
+            covered[:, :older] = False
+            for head, positions in enumerate(self._caches[layer].positions(int(plan.regions[r]))):
+                covered[head, positions] = True
+        pages = rows.page_table[r, : int(rows.num_pages[r])]
+        blocks = self.tiers.host.layers[layer].flatten(0, 2)
+        stats.mass_sum += mass_recall(q[r], blocks, pages, covered, heads, self.model.scale)
+        stats.mass_samples += 1
 
 
 def _ring(config: HybridConfig) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.quality import covered_tokens, mass_recall
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu.library import byte_row
@@ -20,7 +19,7 @@ from hybrid_backend.tiers import Tiers
 class _Plan:
     dense_tokens: int
     selected_tokens: int
-    sampled: list[int]  # rows whose attention-mass recall is measured in this step
+    selecting: Tensor  # [rows] bool: rows that attend fewer pages than they have
 
 
 def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
@@ -82,14 +81,11 @@ class InPlace:
             candidates=config.selection.candidates,
         )
         unattended = (rows.num_pages - config.budget_pages).clamp(min=0) * config.page_size
-        interval = config.metrics.sample_interval
         dense = int(rows.seq_lens.sum())
-        is_sampled = interval > 0 and step.number % interval == 0
-        selecting = sparse & (rows.num_pages > config.budget_pages)  # the decoder keeps no list for the others
         step.plan = _Plan(
             dense_tokens=dense,
             selected_tokens=dense - int((unattended * sparse).sum()),
-            sampled=selecting.nonzero().flatten().tolist() if is_sampled else [],
+            selecting=sparse & (rows.num_pages > config.budget_pages),
         )
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -98,8 +94,8 @@ class InPlace:
         self._decoder.layer(layer, q, k, v, out)
         is_sparse = layer in self._sparse_layers
         self._stats.attended(layer, plan.selected_tokens if is_sparse else plan.dense_tokens, 0)
-        if plan.sampled and is_sparse and step.decode is not None:
-            self._sample(layer, step.decode, step.decode.gather(q), plan.sampled)
+        if is_sparse and step.decode is not None and self._config.is_sampled(step.number, layer):
+            self._sample(layer, step.decode, step.decode.gather(q), plan.selecting.nonzero().flatten(), step.number)
 
     def release(self, request_id: str) -> None:
         """The request is gone, or its pages are about to be others."""
@@ -135,19 +131,22 @@ class InPlace:
             self._next_sequence += 1
         return self._sequences[request_id]
 
-    def _sample(self, layer: int, rows: DecodeRows, q: Tensor, sampled: list[int]) -> None:
+    def _sample(self, layer: int, rows: DecodeRows, q: Tensor, selecting: Tensor, turn: int) -> None:
+        """Attention mass that one of the selecting rows covers, by what the kernels say of the sums: a head's share is
+        ``exp(lse of the selected pages - lse of all)``."""
+        if not len(selecting):
+            return
+        r = int(selecting[turn % len(selecting)])
+        heads = range(self._model.num_kv_heads if self._per_head else 1)
+        chosen = torch.stack([self._decoder.selected(r, head).long() for head in heads])  # [lists, k]
+        pages = rows.page_table[r, : int(rows.num_pages[r])]
+        valid = torch.full_like(pages, self._config.page_size)
+        valid[-1] = int(rows.seq_lens[r]) - (len(pages) - 1) * self._config.page_size
+        kv = self._tiers.host.layers[layer]
+        selected, every = (
+            cpu.partial(q[r : r + 1], kv, pages[which][None], valid[which][None], self._model.scale)[1]
+            for which in (chosen, torch.arange(len(pages))[None])
+        )
         stats = self._stats.layers[layer]
-        for r in sampled:
-            lists = [
-                self._decoder.selected(r, head).long()
-                for head in range(self._model.num_kv_heads if self._per_head else 1)
-            ]
-            stats.mass_sum += mass_recall(
-                q[r],
-                self._tiers.host.blocks(layer),
-                rows.page_table[r, : int(rows.num_pages[r])],
-                covered_tokens(torch.stack(lists), int(rows.seq_lens[r]), self._config.page_size),
-                self._model.num_kv_heads,
-                self._model.scale,
-            )
-            stats.mass_samples += 1
+        stats.mass_sum += float((selected - every).exp().mean())
+        stats.mass_samples += 1

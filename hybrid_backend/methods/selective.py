@@ -50,7 +50,6 @@ class StepPlan:
     is_sparse: bool  # any of them
     owners: Owners  # of CPU jobs
     fits: bool  # every row is wholly resident and dense
-    sampled: bool
     everything: PageList | None = None  # all host pages of each row, once a layer asked for them
     layers: dict[int, LayerPlan] = field(default_factory=dict)
 
@@ -161,7 +160,6 @@ class Selective(Method):
             self.in_place.begin_step(step, sparse)
             return
         regions = torch.tensor([self._region(rows, r) for r in range(rows.count)])
-        interval = self.config.metrics.sample_interval
         is_sparse = bool(sparse.any())
         step.plan = StepPlan(
             regions=regions,
@@ -169,7 +167,6 @@ class Selective(Method):
             is_sparse=is_sparse,
             owners=Owners(regions, self.tiers.slots.generation[regions], self.tiers.slots.generation),
             fits=not is_sparse and bool((rows.num_pages <= slots).all()),
-            sampled=interval > 0 and step.number % interval == 0,
         )
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
@@ -178,7 +175,7 @@ class Selective(Method):
         plan: StepPlan | None = step.plan
         if not self._ahead or plan is None or layer in self.config.exact_layers:
             return False
-        return plan.is_sparse or plan.sampled
+        return plan.is_sparse or self.config.is_sampled(step.number, layer)
 
     def lookahead(self, layer: int, step: Step, predicted_q: Tensor) -> None:
         assert step.decode is not None
@@ -206,8 +203,8 @@ class Selective(Method):
         if entry is None:
             entry = self._plan_layer(layer, step.decode, plan, q)
         out = self._attend_planned(layer, step, plan, entry, q)
-        if plan.sampled:
-            self._sample(layer, step.decode, entry, q)
+        if self.config.is_sampled(step.number, layer):
+            self._sample(layer, step.decode, entry, q, step.number % step.decode.count)
         return out
 
     @abstractmethod
@@ -345,22 +342,21 @@ class Selective(Method):
         on_cpu = missing.tokens if missing is not None else 0
         self.stats.attended(layer, device.tokens + on_cpu, on_cpu)
 
-    def _sample(self, layer: int, rows: DecodeRows, entry: LayerPlan, q: Tensor) -> None:
+    def _sample(self, layer: int, rows: DecodeRows, entry: LayerPlan, q: Tensor, r: int) -> None:
+        """Cosines of all rows; attention mass, which reads all keys of a sequence, of row ``r``."""
         stats = self.stats.layers[layer]
         if entry.query is not None:
             stats.cosine_sum += query_cosine(entry.query, q)
             stats.cosine_samples += 1
-        for r in range(rows.count):
-            seq_len = int(rows.seq_lens[r])
-            stats.mass_sum += mass_recall(
-                q[r],
-                self.tiers.host.blocks(layer),
-                rows.page_table[r, : int(rows.num_pages[r])],
-                covered_tokens(entry.selected[r], seq_len, self.config.page_size),
-                self.model.num_kv_heads,
-                self.model.scale,
-            )
-            stats.mass_samples += 1
+        stats.mass_sum += mass_recall(
+            q[r],
+            self.tiers.host.blocks(layer),
+            rows.page_table[r, : int(rows.num_pages[r])],
+            covered_tokens(entry.selected[r], int(rows.seq_lens[r]), self.config.page_size),
+            self.model.num_kv_heads,
+            self.model.scale,
+        )
+        stats.mass_samples += 1
 
 
 def _bytes_suffice(config: HybridConfig) -> bool:
