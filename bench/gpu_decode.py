@@ -8,7 +8,8 @@ Random weights; prompts' KV is filled with random numbers, digests included (ben
 prefilled. ``--card-gb`` caps the memory that the engine takes, to stand for a smaller card. Each engine runs in a
 process of its own: at the largest batch that its memory holds, and at ``--equal-batch``. Variants of scout:
 ``no-lookahead`` (the CPU starts when the layer does), ``no-recall``, ``neither``, ``dense`` (never sparse: the CPU
-attends all that the slots cannot hold). Time per step is a difference between two lengths, so start-up cancels; idle is
+attends all that the slots cannot hold). ``hgca`` judges by the one prompt token that is computed, and has a third of
+the host memory for its pool, because its context caches come beside it. Time per step is a difference between two lengths, so start-up cancels; idle is
 what kernels leave of a profiled step. Prints a table, writes bench/out/gpu_decode.json and, beside the paper's numbers,
 gpu_decode.png. Needs a GPU.
 """
@@ -37,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no-recall": {"recall": {"enabled": False}},
     "neither": {"lookahead": {"enabled": False}, "recall": {"enabled": False}},
     "infinigen": {"method": "infinigen"},
+    "hgca": {"method": "hgca"},
     "dense": {"sparse": "never"},
 }
 FIGURES = ("step_ms", "tokens_per_second", "idle")
@@ -59,6 +61,7 @@ def engine(kind: str, model: str, most_tokens: int, batch: int, card: float, hos
     }  # fmt: skip
     if kind not in VARIANTS:
         return LLM(model, attention_backend=kind, **options)
+    host_gb //= 3 if kind == "hgca" else 1
     config = {
         "model": {"match": "*"}, "page_size": PAGE, "exact_layers": [0, 1, 2],
         "host_pool": {"size": f"{host_gb}GiB"}, **VARIANTS[kind],

@@ -58,14 +58,15 @@ def plot(rows: Sequence[Row], stock: Sequence[str], path: Path) -> None:
         )
         axis.legend()
     largest = [row for row in rows if row["most"]]
-    idle = {kind: best(largest, [kind], "idle") for kind in ("scout", "infinigen")}
+    idle = {kind: best(largest, [kind], "idle") for kind in ("scout", "hgca", "infinigen")}
     bars(axes[1, 0], "device idle, share of a step (Figure 11)", {
         f"{kind}\n{context // 1024}k": (share, paper_numbers.IDLE[kind])
         for kind, by_context in idle.items() for context, share in sorted(by_context.items())
     })  # fmt: skip
     claims = (
         ("scout over stock, 64k", ratios(largest, ["scout"], stock).get(65536), paper_numbers.OVER_STOCK_AT_64K),
-        ("scout over infinigen, best", max(ratios(largest, ["scout"], ["infinigen"]).values(), default=None),
+        ("scout over hgca, infinigen, best",
+         max(ratios(largest, ["scout"], ["hgca", "infinigen"]).values(), default=None),
          paper_numbers.OVER_BEST_OFFLOADING),
         ("lookahead, no recall", ratios(largest, ["no-recall"], ["neither"]).get(32768), paper_numbers.PRECOMPUTATION),
         ("recall", ratios(largest, ["scout"], ["no-recall"]).get(32768), paper_numbers.PERIODIC_RECALL),
