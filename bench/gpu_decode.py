@@ -9,9 +9,9 @@ prefilled. ``--card-gb`` caps the memory that the engine takes, to stand for a s
 process of its own: at the largest batch that its memory holds, and at ``--equal-batch``. Variants of scout:
 ``no-lookahead`` (the CPU starts when the layer does), ``no-recall``, ``neither``, ``dense`` (never sparse: the CPU
 attends all that the slots cannot hold). ``hgca`` judges by the one prompt token that is computed, and has a third of
-the host memory for its pool, because its context caches come beside it. Time per step is a difference between two lengths, so start-up cancels; idle is
-what kernels leave of a profiled step. Prints a table, writes bench/out/gpu_decode.json and, beside the paper's numbers,
-gpu_decode.png. Needs a GPU.
+the host memory for its pool, because its context caches come beside it. Time per step is a difference between two
+lengths, so start-up cancels; idle is what kernels leave of a profiled step. Prints a table, writes
+bench/out/gpu_decode.json and, beside the paper's numbers, gpu_decode.png. Needs a GPU.
 """
 
 from __future__ import annotations
