@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -80,9 +81,11 @@ def measure(
         for prompt in prompts:  # into the prefix cache
             server.client().completions.create(model=server.model, prompt=prompt, max_tokens=1)
     rates: dict[str, list[float]] = {name: [] for name in servers}
+    order = list(servers.items())
     for _ in range(arguments.rounds):
-        for name, server in servers.items():
+        for name, server in order:
             rates[name].append(decode_rate(server, prompts, arguments.tokens))
+        order.reverse()  # whatever else the machine does in turns must not meet the same server each time
     return rates
 
 
@@ -119,7 +122,8 @@ def main() -> None:
         shape = json.loads((model / "config.json").read_text())
         head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
         layers = shape["num_hidden_layers"]
-        kv_bytes = layers * shape["num_key_value_heads"] * head_dim * 4
+        element = getattr(torch, arguments.dtype).itemsize
+        kv_bytes = layers * shape["num_key_value_heads"] * head_dim * 2 * element
         tokens = int((max(contexts) + 256) * max(batches) * 1.1)
         mapping = apply_overrides(load_mapping(find_config(str(model))), arguments.set)
         config = config_from_mapping(mapping, "bench")

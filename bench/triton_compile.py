@@ -127,7 +127,7 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
         for lists in (1, kv_heads):
             chosen = table[:, None, :k].expand(-1, lists, -1).contiguous(), line[:, None].expand(-1, lists).contiguous()
             kernels.plan_recall(
-                small.of(0), copies.of(0), scores, table, chosen, absent, line, line, long, line[:1], keep
+                small.of(0), copies.of(0), scores, table, chosen, absent, line, line, line, line[:1], keep
             )
         kernels.note_scores(small.of(0), scores, line, line, line, 1, 2)
         kernels.open_pages(small, line, line, line, page)

@@ -125,7 +125,7 @@ class HybridRuntime:
             for row in step.prefill:
                 first = (row.seq_len - (row.end - row.start)) // self.config.page_size
                 pages = row.pages[first:]
-                tokens_in = torch.full((len(pages),), self.config.page_size)
+                tokens_in = torch.full_like(pages, self.config.page_size)
                 tokens_in[-1] = row.seq_len - (len(row.pages) - 1) * self.config.page_size
                 digests.rebuild(layer, pages, tokens_in)
         if self.method.in_place is not None:

@@ -65,7 +65,8 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """The decoding rows of a step, all tensors on the host but perhaps the page table. R rows, P columns."""
+    """The decoding rows of a step. R rows, P columns; ``tokens`` and ``page_table`` lie where the batch's page table
+    does, the others on the host."""
 
     request_ids: list[str]
     tokens: Tensor  # [R] int64: index of the row's query token in the batch
@@ -95,6 +96,11 @@ class Step:
     write_offsets: Tensor
     plan: Any = None
     is_captured: bool = False  # of a graph: its rows stand for those of whatever step is open when it is replayed
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """``x``, of the host, on ``device``; from pinned memory, so that nobody waits for a GPU that is behind."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)
 
 
 def captured_step(rows: int) -> Step:
@@ -133,16 +139,15 @@ def _decode_rows(batch: Batch, rows: list[int], page_size: int) -> DecodeRows | 
     seq_lens = torch.tensor([batch.seq_lens[r] for r in rows])
     num_pages = (seq_lens + page_size - 1) // page_size
     columns = int(num_pages.max())
-    table = (
-        batch.page_table[: len(rows), :columns] if rows == list(range(len(rows))) else batch.page_table[rows, :columns]
-    )
-    beyond = torch.arange(columns)[None] >= num_pages[:, None]
+    table, device = batch.page_table[:, :columns], batch.page_table.device
+    table = table[: len(rows)] if rows == list(range(len(rows))) else table[sent(torch.tensor(rows), device)]
+    beyond = torch.arange(columns, device=device)[None] >= sent(num_pages, device)[:, None]
     tokens = [batch.query_start[r] for r in rows]
     return DecodeRows(
         request_ids=[batch.request_ids[r] for r in rows],
-        tokens=torch.tensor(tokens),
+        tokens=sent(torch.tensor(tokens), device),
         seq_lens=seq_lens,
         num_pages=num_pages,
-        page_table=table.long().masked_fill(beyond.to(table.device), 0),
+        page_table=table.long().masked_fill(beyond, 0),
         whole_batch=tokens == list(range(batch.query_start[-1])),
     )

@@ -16,7 +16,7 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.base import OwnMemory
 from hybrid_backend.methods.graph_step import DeviceState, GraphShape, GraphStep
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows, ModelSpec, Step
+from hybrid_backend.step import DecodeRows, ModelSpec, Step, sent
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.workers import NativePool, WorkerPool
 
@@ -70,7 +70,8 @@ class DeviceStep:
             workers.native,
             tiers.host.layers,
         )
-        self._last: tuple[int, _Plan] | None = None
+        self._last: _Plan | None = None
+        self._resident: dict[int, int] = {}  # per region, the pages in its slots, of one layer
 
     # --- between steps ---
 
@@ -80,23 +81,26 @@ class DeviceStep:
         Raises:
             DeadlineError: in an earlier step the CPU's answer came too late.
             WorkerError: in an earlier step a CPU job could not be computed.
+
+        Does not wait for the device, but for requests that begin to decode.
         """
         rows = step.decode
         assert rows is not None
         self._settle()
         regions = [self._region(rows, r) for r in range(rows.count)]
+        self._resident.update(zip(regions, rows.num_pages.clamp(max=self._tiers.slots.size).tolist(), strict=True))
         budgets = torch.where(sparse, self._config.budget_pages, rows.num_pages)
         step.plan = plan = _Plan(regions, rows.seq_lens, budgets)
         self._write(step.number, rows, plan)
         self.graph.begin()
-        self._last = (step.number + 1, plan)
+        self._last = plan
 
     def _settle(self) -> None:
         """What the last step did, as far as the device has come: errors first, then the counters."""
         if self._last is None:
             return
-        number, plan = self._last
-        self.graph.check(number)
+        plan = self._last
+        self.graph.check()
         page, rows = self._config.page_size, len(plan.regions)
         digests = self._tiers.digests
         for layer in range(self._model.num_layers):
@@ -117,11 +121,12 @@ class DeviceStep:
         """The step's inputs, in one copy to the device beside the page table."""
         now, config = self.graph.inputs, self._config
         count, columns = rows.count, rows.page_table.shape[1]
-        last = (rows.num_pages - 1)[:, None].to(rows.page_table.device)
-        tails = rows.page_table.gather(1, last)[:, 0]
-        small = torch.zeros(5, len(now.regions), dtype=torch.int32)
+        regions = torch.tensor(plan.regions)
+        # Generations as they are now: the host may be steps ahead of the device.
+        generations = self._tiers.slots.generation[regions]
+        small = torch.zeros(6, len(now.regions), dtype=torch.int32)
         small[:, :count] = torch.stack(
-            [rows.num_pages, rows.seq_lens, rows.seq_lens - 1, torch.tensor(plan.regions), plan.budgets]
+            [rows.num_pages, rows.seq_lens, rows.seq_lens - 1, regions, generations, plan.budgets]
         )
         due = [
             self.graph.always_copies
@@ -129,16 +134,15 @@ class DeviceStep:
             for layer in range(self._model.num_layers)
         ]
         packed = torch.cat([small.flatten(), torch.tensor([number + 1, *due], dtype=torch.int32)])
-        if now.number.is_cuda:  # pinned, so that the copy does not wait for the device
-            packed = packed.pin_memory()
-        there = packed.to(now.number.device, non_blocking=True)
-        for k, into in enumerate((now.num_pages, now.lengths, now.positions, now.regions, now.budgets)):
+        there = sent(packed, now.number.device)
+        each = (now.num_pages, now.lengths, now.positions, now.regions, now.generations, now.budgets)
+        for k, into in enumerate(each):
             into.copy_(there[k * len(into) : (k + 1) * len(into)])
         now.number.copy_(there[small.numel() : small.numel() + 1])
         now.due.copy_(there[small.numel() + 1 :])
-        now.table[:count, :columns].copy_(rows.page_table, non_blocking=True)
+        now.table[:count, :columns].copy_(rows.page_table)
         now.pages.fill_(-1)
-        now.pages[:count].copy_(tails, non_blocking=True)
+        now.pages[:count].copy_(rows.page_table.gather(1, now.num_pages[:count, None].long() - 1)[:, 0])
 
     # --- the step ---
 
@@ -159,7 +163,7 @@ class DeviceStep:
         if rows.whole_batch:
             out[: rows.count] = result
         else:
-            out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
+            out.index_copy_(0, rows.tokens, result.to(out.dtype))
 
     # --- requests and the end ---
 
@@ -168,11 +172,13 @@ class DeviceStep:
         region = self._tiers.slots.release(request_id)
         if region is not None:
             self.graph.release(region)
+            self._resident.pop(region, None)
 
     @property
     def resident_pages(self) -> int:
-        """Slots that hold a page, over all layers. Waits for the device."""
-        return self.graph.resident_pages
+        """Slots that hold a page, or are about to, over all layers. As the host knows: no slot of a region is left
+        empty while the request has pages that it could hold."""
+        return sum(self._resident.values()) * self._model.num_layers
 
     @property
     def device_bytes(self) -> int:

@@ -24,7 +24,7 @@ class GraphScout(GraphStep):
         lists = [(1, shape.columns) if digests is None else (shape.lists, shape.most) for digests in self._digests]
         self.mail = Mailboxes(pool, host_pages, shape.heads, shape.rows, lists, shape.scale, current=current)
 
-    def check(self, number: int) -> None:
+    def check(self) -> None:
         late = int(self.late)
         if late:
             self.late.zero_()
@@ -32,7 +32,7 @@ class GraphScout(GraphStep):
                 f"CPU workers did not answer step {late - 1} within "
                 f"workers.deadline_seconds={self.shape.deadline_seconds}"
             )
-        self.mail.check(number)
+        self.mail.check()
 
     def cpu_pages(self, layer: int, rows: int) -> int:
         counts = self.mail.layers[layer].counts
@@ -60,9 +60,9 @@ class GraphScout(GraphStep):
         now = self.inputs
         # Plain copies to pinned memory: one that converts, or has gaps, would wait for the device.
         self.mail.regions.copy_(now.regions.long(), non_blocking=True)
-        generations = self.generations.to(now.regions.device, non_blocking=True)[now.regions.long()]
         # The workers drop rows of padding, so that what their lists held before does not matter.
-        self.mail.generations.copy_(generations.masked_fill(now.num_pages == 0, -1), non_blocking=True)
+        generations = now.generations.long().masked_fill(now.num_pages == 0, -1)
+        self.mail.generations.copy_(generations, non_blocking=True)
         super().begin()
 
     def lookahead(self, layer: int, q: Tensor) -> None:

@@ -62,6 +62,7 @@ class StepInputs:
     positions: Tensor  # [rows] int32 of this step's token
     pages: Tensor  # [rows] int32 host page of this step's token
     regions: Tensor  # [rows] int32
+    generations: Tensor  # [rows] int32, of the regions when the host opened the step
     budgets: Tensor  # [rows] int32 pages: `GraphShape.budget`, or all of a row that is not under pressure
     number: Tensor  # [1] int32, grows by one per step
     due: Tensor  # [layers] int32: 1 where the layer recalls in this step
@@ -174,7 +175,7 @@ class GraphStep(ABC):
         count, first = len(pages), region * shape.slots
         head = min(count, shape.sinks, shape.slots)
         rest = min(count - head, shape.slots - head)
-        logical = torch.cat([torch.arange(head), torch.arange(count - rest, count)]).to(device)
+        logical = torch.cat([torch.arange(head, device=device), torch.arange(count - rest, count, device=device)])
         slots = torch.arange(first, first + len(logical), device=device)
         self.maps.slot_of[:, region, logical] = slots.int()
         self.maps.page_of[:, slots] = logical.int()
@@ -191,8 +192,8 @@ class GraphStep(ABC):
         self.maps.page_of[:, mine] = -1
         self.maps.importance[:, mine] = float("-inf")
 
-    def check(self, number: int) -> None:
-        """Raise for what went wrong in the step with this number (`StepInputs.number`), as far as the device has come.
+    def check(self) -> None:
+        """Raise, once, for what went wrong in earlier steps, as far as the device has come.
 
         Raises:
             DeadlineError: the CPU did not answer in time.
@@ -202,11 +203,6 @@ class GraphStep(ABC):
     def cpu_pages(self, layer: int, rows: int) -> int:
         """Pages that the CPU was asked for in the last step's first ``rows`` rows."""
         return 0
-
-    @property
-    def resident_pages(self) -> int:
-        """Slots that hold a page, over all layers. Waits for the device."""
-        return int((self.maps.page_of >= 0).sum())
 
     @property
     def device_bytes(self) -> int:
@@ -301,7 +297,7 @@ class GraphStep(ABC):
             absent = pages, listed
         kernels.plan_recall(
             maps, copies, scores, now.table, (chosen.slots, chosen.slots_listed), absent, now.num_pages, now.regions,
-            self.generations, now.due[layer : layer + 1], self._keep,
+            now.generations, now.due[layer : layer + 1], self._keep,
         )  # fmt: skip
         if self._copying is not None:
             self._copying.wait_stream(torch.cuda.current_stream())

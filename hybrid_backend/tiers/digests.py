@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.kernels.cpu import digests as native
+from hybrid_backend.step import sent
 from hybrid_backend.tiers.host_pool import HostPool
 
 
@@ -60,8 +61,8 @@ class Digests:
         if self.layers[layer].is_cuda:
             from hybrid_backend.kernels.triton import build_digests  # late: Triton is there where CUDA is
 
-            device = self.layers[layer].device
-            build_digests(self._host.seen[layer], self.layers[layer], pages.int().to(device), tokens.int().to(device))
+            lists = (sent(x.int(), self.layers[layer].device) for x in (pages, tokens))
+            build_digests(self._host.seen[layer], self.layers[layer], *lists)
             return
         keys = self._host.layers[layer][pages, :, 0]  # [n, heads, page_size, dim]
         written = (torch.arange(keys.shape[2])[None] < tokens[:, None])[:, None, :, None]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid_backend.attention.prefill import KVBlock
 from hybrid_backend.errors import DeadlineError
-from hybrid_backend.step import ModelSpec
+from hybrid_backend.step import ModelSpec, sent
 from hybrid_backend.tiers.host_pool import HostPool
 
 
@@ -161,8 +161,8 @@ class HeadStream:
     def _copy(self, turn: int, layer: int, piece: Piece) -> KVBlock:
         with torch.inference_mode():
             blocks = self._host.blocks(layer)  # as the device sees them
-            heads, halves = (torch.tensor(x, device=blocks.device) for x in (piece.heads, (0, 1)))
-            pages = piece.pages.to(blocks.device)
+            heads, pages = (sent(x, blocks.device) for x in (torch.tensor(piece.heads), piece.pages))
+            halves = torch.arange(2, device=blocks.device)
             index = (pages[None] * self._heads + heads[:, None])[:, None] * 2 + halves[None, :, None]
             index = index.flatten()  # [heads, K|V, pages]
             target = self._buffers[turn, : len(index)]

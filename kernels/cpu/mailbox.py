@@ -87,6 +87,7 @@ class Mailboxes:
             )
             for count, capacity in lists
         ]
+        self._told = [0] * len(layers)  # the last failed job of each layer that `check` has raised
         boxes = (lib.MailboxArgs * len(layers))()
         for box, layer, letters in zip(boxes, layers, self.layers, strict=True):
             box.cache = lib.cache_of(layer)
@@ -106,16 +107,18 @@ class Mailboxes:
         """Jobs answered so far."""
         return int(self._native.hb_mail_served(self._handle)) if self._handle else 0
 
-    def check(self, number: int) -> None:
-        """To call after step ``number``, once the device is through with it.
+    def check(self) -> None:
+        """To call at any time: the device may be steps behind the host.
 
         Raises:
-            WorkerError: a job of the step could not be computed; its answer was empty.
+            WorkerError: since the last call a job could not be computed; its answer was empty.
         """
-        for index, letters in enumerate(self.layers):
-            if int(letters.failed[0]) == number:
+        failed = [int(letters.failed[0]) for letters in self.layers]
+        told, self._told = self._told, failed
+        for layer, (number, before) in enumerate(zip(failed, told, strict=True)):
+            if number != before:
                 why = self._native.hb_mail_error(self._handle).decode()
-                raise WorkerError(f"a CPU worker failed on layer {index} of step {number}: {why}")
+                raise WorkerError(f"a CPU worker failed on layer {layer} of step {number}: {why}")
 
     def close(self) -> None:
         """Stop the server; what is asked from now on is never answered. To call before the pool is closed."""

@@ -128,7 +128,7 @@ def _plan_kernel(slot_of, page_of, importance, scores, table, selected, selected
         tl.store(to_pages + at, page, mask=paired)
         tl.store(to_importance + at, tl.load(scores + row * columns + page, mask=paired, other=0.0), mask=paired)
         tl.store(to_regions + row, region.to(tl.int32))
-        tl.store(to_started + row, tl.load(generations + region))
+        tl.store(to_started + row, tl.load(generations + row).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["columns", "all_slots", "most"])
@@ -192,6 +192,8 @@ def plan_recall(
         selected: slots ``[rows, lists, k]`` that hold selected pages, and how many ``[rows, lists]``.
         absent: logical pages ``[rows, 1, n]`` that were selected and are not resident, and how many ``[rows, 1]``
             (of several lists: `union_pages`).
+        generations: ``[rows]`` int32 of the rows' regions when the host opened the step: by now a request may be
+            released, and the copies are its own, not those of who comes after it.
         due: ``[1]`` int32: 0: plan nothing.
         keep: ``[rows, size]`` int32 scratch.
     """

@@ -264,8 +264,9 @@ def test_recalled_pages_equal_their_host_pages_and_show_when_committed() -> None
     integers = [torch.tensor(x, dtype=torch.int32) for x in ([[[4, 7, 0]]], [[2]], [[[1, 4, 0]]], [[2]], [8], [1], [1])]
     selected, selected_count, absent, absent_count, num_pages, regions, due = here(*integers)
     (generations, scores, table, host, slots) = here(torch.tensor([0, 5]), scores, table.int(), host, slots)
+    (opened,) = here(torch.tensor([5], dtype=torch.int32))  # the row's region then
     keep = torch.zeros(1, size, dtype=torch.int32, device=DEVICE)
-    arguments = (scores, table, (selected, selected_count), (absent, absent_count), num_pages, regions, generations)
+    arguments = (scores, table, (selected, selected_count), (absent, absent_count), num_pages, regions, opened)
     kernels.plan_recall(maps.of(0), copies.of(0), *arguments, torch.zeros_like(due), keep)
     assert copies.slots.tolist() == [[[-1, -1, -1]]], "not due"
     kernels.plan_recall(maps.of(0), copies.of(0), *arguments, due, keep)

@@ -66,7 +66,7 @@ class Far(Tensor):
         raise AssertionError("the address of device memory was asked for on the host")
 
     def tolist(self) -> Any:
-        assert not _capture.on, "tolist waits for the device"
+        assert not _forbids(), "tolist waits for the device"
         return self.inner.tolist()
 
     def __repr__(self, *_: object, **__: object) -> str:
@@ -74,7 +74,7 @@ class Far(Tensor):
 
 
 _pinned: set[int] = set()  # addresses of pinned storages
-_capture = SimpleNamespace(on=False)  # whether a graph is being captured
+_capture = SimpleNamespace(on=False, busy=False)  # whether a graph is being captured; whether nothing may wait
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2")
 
 
@@ -86,6 +86,20 @@ def capture() -> Iterator[None]:
         yield
     finally:
         _capture.on = False
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """The device has much to do: who waits for it loses a step. What crosses over must be pinned and not waited for."""
+    _capture.busy = True
+    try:
+        yield
+    finally:
+        _capture.busy = False
+
+
+def _forbids() -> bool:
+    return _capture.on or _capture.busy
 
 
 def _near(x: Any) -> Any:
@@ -102,6 +116,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if wanted.get("device") is not None:
         crosses = on_device != (torch.device(wanted["device"]).type == "cuda") and bool(tensors)
         assert not (_capture.on and crosses), f"{name} crosses over while a graph is captured"
+        is_ready = _is_pinned(tensors[0]) and kwargs.get("non_blocking") if crosses else True
+        assert not _capture.busy or is_ready, f"{name} waits for the device"
         on_device = torch.device(wanted["device"]).type == "cuda"
         wanted["device"] = torch.device("cpu")
     elif name == "copy_":
@@ -110,7 +126,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if pin and name in ("pin_memory", "_pin_memory"):
         out = args[0].clone()
     elif name == "is_pinned":
-        return args[0].untyped_storage().data_ptr() in _pinned
+        return _is_pinned(args[0])
     elif name in _ON_CUDA_ONLY:
         out = _ON_CUDA_ONLY[name](*tree_map(_near, args), **tree_map(_near, wanted))
     else:
@@ -123,14 +139,18 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: Far(x) if on_device and isinstance(x, Tensor) else x, out)
 
 
+def _is_pinned(x: Tensor) -> bool:
+    return not isinstance(x, Far) and x.untyped_storage().data_ptr() in _pinned
+
+
 def _check(name: str, args: Any, tensors: list[Tensor]) -> None:
     """What a real device would refuse."""
     assert not name.endswith(("_for_cpu", "_cpu")), f"{name} has no CUDA kernel"
-    assert not (_capture.on and name in _WAITS), f"{name} waits for the device"
+    assert not (_forbids() and name in _WAITS), f"{name} waits for the device"
     if name in ("_to_copy", "copy_"):
         _check_crossing(name, args)
         return
-    if name.startswith("index") and name.rstrip("_") in ("index", "index_put") and isinstance(args[0], Far):
+    if name.rstrip("_") in ("index", "index_put") and isinstance(args[0], Far) and not _forbids():
         tensors = [args[0], *(x for x in tree_leaves(args[2:]) if isinstance(x, Tensor))]  # indices may be the host's
     strangers = [tuple(x.shape) for x in tensors if not isinstance(x, Far) and x.dim()]
     assert not strangers, f"{name} mixes the device's tensors with the host's: {strangers}"
@@ -144,9 +164,10 @@ def _check_crossing(name: str, args: Any) -> None:
     to, source = args[:2]
     plain = to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous() and to.shape == source.shape
     assert plain or isinstance(to, Far), f"a copy to the host of {tuple(source.shape)} needs temporaries"
-    if _capture.on:
+    if _forbids():
         host = source if isinstance(to, Far) else to
-        assert plain and host.untyped_storage().data_ptr() in _pinned, "a captured copy needs pinned memory"
+        assert plain and _is_pinned(host), "a copy that nobody waits for needs pinned memory"
+        assert len(args) > 2 and args[2], "a copy that is not non_blocking waits for the device"
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any, scale: float) -> Any:
@@ -203,8 +224,9 @@ def _kernel_arguments(launch: Any) -> Any:
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor) and not isinstance(x, Far) and x.numel():
-                pinned = x.untyped_storage().data_ptr() in _pinned
-                assert pinned, f"{self.fn.__name__} was given a tensor {tuple(x.shape)} that the device cannot see"
+                assert _is_pinned(x), (
+                    f"{self.fn.__name__} was given a tensor {tuple(x.shape)} that the device cannot see"
+                )
         return launch(self, *map(_near, args), **{name: _near(x) for name, x in kwargs.items()})
 
     return launched

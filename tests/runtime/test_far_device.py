@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from tests.runtime.far_device import Far, _pinned, build_guard, capture, far_device
+from hybrid_backend.methods.device_step import DeviceStep
+from hybrid_backend.step import Batch, Step
+from tests.runtime.far_device import Far, _pinned, build_guard, busy, capture, far_device
 from tests.runtime.harness import PAGE, Engine, config, spec
 from tests.runtime.test_graph_step import ROWS, replay_as_a_graph
 
@@ -88,12 +91,21 @@ def test_prompts_and_decoding_on_a_device_that_is_not_the_host(
 
 @pytest.mark.parametrize("name", ["scout", "scout-real", "infinigen"])
 def test_a_captured_step_never_waits_for_the_device(device: torch.device, name: str) -> None:
-    """Every launch of a decode step could be captured: nothing reads a value back, every copy is a plain one."""
+    """Every launch of a decode step could be captured: nothing reads a value back, every copy is a plain one. And the
+    host opens the step, lets requests go and counts while the device is still busy with the step before."""
     settings = config(
         slots_per_request=SLOTS, exact_layers=[0], recall={"intervals": 2}, metrics={"sample_interval": 1}, **KEYS[name]
     )
     made = FarEngine(settings, spec(2), num_pages=64, max_requests=ROWS, device=device)
     replay_as_a_graph(made, capture)
+    begin = made.runtime.begin_step
+
+    def opened(batch: Batch) -> Step:
+        admits = any(made.runtime.tiers.slots.region(request) is None for request in batch.request_ids)
+        with nullcontext() if admits else busy():
+            return begin(batch)
+
+    made.runtime.begin_step = opened  # type: ignore[method-assign]
     try:
         made.add("a", SLOTS * PAGE - 1)
         made.add("b", 3 * PAGE)
@@ -101,6 +113,16 @@ def test_a_captured_step_never_waits_for_the_device(device: torch.device, name: 
             made.step({name: made.sequences[name].prompt})
         for _ in range(4):
             made.step({"a": 1, "b": 1}, lookahead_noise=0.3, tolerance=None)
+        made.add("c", 5)
+        made.step({"c": 5, "b": 1}, lookahead_noise=0.3, tolerance=None)
+        with busy():
+            made.drop("a")
+        made.step({"b": 1, "c": 1}, lookahead_noise=0.3, tolerance=None)
+        with busy():
+            held = made.runtime.gauges()["hybrid_slots_in_use"]
+        decoder = made.runtime.method.in_place
+        assert isinstance(decoder, DeviceStep)
+        assert held == int((decoder.graph.maps.page_of >= 0).sum())
     finally:
         made.close()
 

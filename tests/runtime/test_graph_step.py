@@ -59,6 +59,8 @@ def replay_as_a_graph(made: Engine, capture: Callable[[], AbstractContextManager
         assert not result[len(q) :].any(), "rows of padding attend nothing"
 
     def replayed_lookahead(layer: int, step: Step, q: Tensor) -> None:
+        if step.prefill:
+            return lookahead(layer, step, q)
         assert runtime.wants_lookahead(layer, captured)
         predicted = padded(q)
         with capture():
@@ -154,6 +156,39 @@ def test_what_fits_its_slots_is_dense_and_nothing_stays_of_it(method: str) -> No
         for name in ("a", "b"):
             made.drop(name)
         assert made.runtime.gauges()["hybrid_slots_in_use"] == made.runtime.gauges()["hybrid_regions_in_use"] == 0
+    finally:
+        made.close()
+
+
+def test_a_request_released_while_its_step_runs_leaves_nothing_to_who_comes_after() -> None:
+    """The host is steps ahead of a GPU: a recall that the device plans after its request's release is that request's,
+    not of the one that has its region by the time the recall would show."""
+    made = engine("triton", recall={"intervals": 1})
+    slots, forward, gone = made.runtime.tiers.slots, made.runtime.forward, []
+    try:
+        made.add("a", 3 * SLOTS * PAGE - 9)
+        made.prefill("a")
+        for _ in range(3):
+            made.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
+
+        def released_meanwhile(layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+            if layer == 0:
+                gone.append(slots.release("a"))
+            forward(layer, step, q, k, v, out)
+
+        made.runtime.forward = released_meanwhile  # type: ignore[method-assign]
+        made.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
+        made.runtime.forward = forward  # type: ignore[method-assign]
+        decoder = made.runtime.method.in_place
+        assert isinstance(decoder, DeviceStep)
+        assert (decoder.graph._copies.slots >= 0).any(), "no recall was under way: this test shows nothing"
+        decoder.graph.release(gone[0])
+        made.drop("a")
+        made.add("b", 3 * PAGE)
+        made.prefill("b")
+        made.step({"b": 1})
+        assert slots.region("b") == gone[0]
+        assert all(resident(made, "b", layer) == {0, 1, 2, 3} for layer in range(LAYERS))
     finally:
         made.close()
 
