@@ -249,6 +249,7 @@ def far_device() -> Iterator[torch.device]:
 
     cuda, patch = torch.cuda, pytest.MonkeyPatch()
     patch.setattr(torch, "inference_mode", torch.no_grad)  # which wrapped tensors do not know
+    patch.setattr(Tensor, "pin_memory", torch._C.TensorBase.pin_memory)  # vLLM for the CPU replaces it
     patch.setattr(cuda, "_lazy_init", lambda: None)
     patch.setattr(cuda, "is_available", lambda: True)
     patch.setattr(cuda, "Stream", _Stream)
