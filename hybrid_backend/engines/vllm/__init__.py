@@ -2,6 +2,6 @@
 
 VLLM_VERSION = "0.32"
 BACKEND = "CUSTOM"
-CPU_WORKER = "hybrid_backend.engines.vllm.worker.HybridCPUWorker"
+CPU_WORKER = "hybrid_backend.engines.vllm.cpu_worker.HybridCPUWorker"
 GPU_WORKER = "hybrid_backend.engines.vllm.gpu_worker.HybridGPUWorker"
 ADDITIONAL_CONFIG_KEY = "hybrid"

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class HybridMetadata:
-    """What vLLM carries from the builder to the layers."""
+    """What vLLM carries from the builder to the layers. No step: the rows are made up, nothing is attended."""
 
-    step: Step
+    step: Step | None
     num_actual_tokens: int
     causal: bool = True
 
@@ -100,8 +100,8 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HybridMetadata:
         m = common_attn_metadata
-        if self.session is None:
-            raise EngineError("the hybrid backend's builder was used before its worker set it up")
+        if self.session is None or not self.session.is_scheduled:
+            return HybridMetadata(None, m.num_actual_tokens)
         query_start = m.query_start_loc_cpu.tolist()
         if m.is_prefilling is None:
             raise EngineError("vLLM did not say which rows are prefilling (CommonAttentionMetadata.is_prefilling)")
@@ -177,7 +177,9 @@ class HybridImpl(AttentionImpl):
     def lookahead(self, metadata: HybridMetadata, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> None:
         """The input of an earlier layer is known (`lookahead.hook_for`)."""
         runtime, step = self.runtime, metadata.step
-        if runtime is None or self.predictor is None or not runtime.wants_lookahead(self.layer_index, step):
+        if runtime is None or self.predictor is None or step is None:
+            return
+        if not runtime.wants_lookahead(self.layer_index, step):
             return
         rows = step.decode
         assert rows is not None
@@ -199,7 +201,7 @@ class HybridImpl(AttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """``query``, ``output``: ``[tokens, heads, dim]``; ``key``, ``value``: ``[tokens, kv_heads, dim]``."""
-        if attn_metadata is None or self.runtime is None:
-            return output.zero_()  # profiling
+        if attn_metadata is None or attn_metadata.step is None or self.runtime is None:
+            return output.zero_()  # profiling, warm-up
         self.runtime.forward(self.layer_index, attn_metadata.step, query, key, value, output)
         return output

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +97,7 @@ class Session:
                 for builder in group.metadata_builders:
                     builder.session = self
         self._step: Step | None = None
+        self.is_scheduled = False
 
     def request_ids(self, metadata: CommonAttentionMetadata) -> list[str]:
         """Request of each row. vLLM's V1 runner keeps them on its input batch, the V2 runner in its request table."""
@@ -115,10 +117,17 @@ class Session:
         self._step = self.runtime.begin_step(batch)
         return self._step
 
-    def end_step(self) -> None:
-        if self._step is not None:
-            self.runtime.end_step(self._step)
-            self._step = None
+    @contextmanager
+    def scheduled(self) -> Iterator[None]:
+        """A batch of the scheduler runs. Other batches are the model runner's own: warm-up, the capture of graphs."""
+        self.is_scheduled = True
+        try:
+            yield
+        finally:
+            self.is_scheduled = False
+            if self._step is not None:
+                self.runtime.end_step(self._step)
+                self._step = None
 
     def _page_size(self, layer_name: str) -> int:
         context = self._runner.compilation_config.static_forward_context

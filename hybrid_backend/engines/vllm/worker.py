@@ -1,4 +1,4 @@
-"""The worker subclasses: the engine's block pool becomes the host pool (DESIGN.md section 3)."""
+"""What the workers of all devices share: the runtime beside vLLM's model runner (DESIGN.md section 3)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 from torch import Tensor
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.session import Session, attach_lookahead
@@ -22,7 +21,7 @@ else:
 
 
 class HybridWorker(_Worker):
-    """The runtime beside vLLM's model runner; mixed into the worker of each device."""
+    """Mixed into the worker of each device."""
 
     hybrid_config: HybridConfig
     session: Session | None = None
@@ -53,16 +52,12 @@ class HybridWorker(_Worker):
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         session.runtime.release(gone)
         try:
-            return super().execute_model(scheduler_output)
+            with session.scheduled():
+                return super().execute_model(scheduler_output)
         finally:
-            session.end_step()
             publisher.publish(force=bool(gone))
 
     def shutdown(self) -> None:
         if self.session is not None:
             self.session.runtime.close()
         super().shutdown()
-
-
-class HybridCPUWorker(HybridWorker, CPUWorker):
-    """vLLM's CPU worker. Its KV memory already is host memory."""
