@@ -42,10 +42,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"sparse": "never"},
 }
 FIGURES = ("step_ms", "tokens_per_second", "idle")
+MOST = 256  # sequences
+# Of batches that are known only when the engine has started: what it pads to is close.
+SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256]
 _ONE = "--one"
 
 
-def engine(kind: str, model: str, most_tokens: int, batch: int, card: float, host_gb: int) -> Any:
+def pool_gb(kind: str, host_gb: int) -> int:
+    """GiB of the host pool; hgca's context caches come beside it."""
+    return host_gb // (3 if kind == "hgca" else 1)
+
+
+def fits_in_host(model: str, most_tokens: int, gib: int) -> int:
+    """Sequences of ``most_tokens`` in a host pool of ``gib`` GiB, 16-bit. Known before the start, unlike what fits a
+    stock engine: slots and graphs are made for as many."""
+    from hybrid_backend.plan.model import find_shape
+
+    shape = find_shape(model, "bfloat16")
+    pages = (gib << 30) // (shape.page_bytes(PAGE) * shape.layers) - 1  # vLLM keeps one for itself
+    return max(1, pages // -(-most_tokens // PAGE))
+
+
+def engine(kind: str, model: str, most_tokens: int, batch: int | None, card: float, host_gb: int) -> Any:
     import torch
     from vllm import LLM
 
@@ -53,22 +71,23 @@ def engine(kind: str, model: str, most_tokens: int, batch: int, card: float, hos
     from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER
 
     total = torch.cuda.get_device_properties(0).total_memory
+    graphs = {"cudagraph_capture_sizes": [batch] if batch else SIZES}
     options: dict[str, Any] = {
-        "gpu_memory_utilization": min(0.92, card * 1e9 / total), "max_num_seqs": batch, "load_format": "dummy",
+        "gpu_memory_utilization": min(0.92, card * 1e9 / total), "max_num_seqs": batch or MOST, "load_format": "dummy",
         "max_model_len": most_tokens, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
         "skip_tokenizer_init": True, "disable_log_stats": True, "kv_transfer_config": CONNECTOR,
-        "compilation_config": {"cudagraph_capture_sizes": [batch]}, "hf_overrides": {"max_position_embeddings": 131072},
+        "compilation_config": graphs, "hf_overrides": {"max_position_embeddings": 131072},
     }  # fmt: skip
     if kind not in VARIANTS:
         return LLM(model, attention_backend=kind, **options)
-    host_gb //= 3 if kind == "hgca" else 1
+    pool = pool_gb(kind, host_gb)
     config = {
         "model": {"match": "*"}, "page_size": PAGE, "exact_layers": [0, 1, 2],
-        "host_pool": {"size": f"{host_gb}GiB"}, **VARIANTS[kind],
+        "host_pool": {"size": f"{pool}GiB"}, **VARIANTS[kind],
     }  # fmt: skip
     return LLM(
         model, attention_backend=BACKEND, worker_cls=GPU_WORKER, block_size=PAGE,
-        additional_config={"hybrid": config}, kv_cache_memory_bytes=host_gb << 30, **options,
+        additional_config={"hybrid": config}, kv_cache_memory_bytes=pool << 30, **options,
     )  # fmt: skip
 
 
@@ -77,10 +96,12 @@ def one(kind: str, model: str, context: int, batch: int | None, card: float, hos
     from vllm import SamplingParams
 
     most = context + max(steps) + PAGE
-    llm = engine(kind, model, most, batch or 256, card, host_gb)
+    if batch is None and kind in VARIANTS:
+        batch = min(MOST, fits_in_host(model, most, pool_gb(kind, host_gb)))
+    llm = engine(kind, model, most, batch, card, host_gb)
     cache = llm.llm_engine.vllm_config.cache_config
     fits = cache.num_gpu_blocks * cache.block_size // most
-    batch = min(batch or fits, 256)
+    batch = min(batch or fits, MOST)
     if fits < batch:
         print(json.dumps({"batch": batch, "fits": fits}))
         return

@@ -123,11 +123,7 @@ class HybridRuntime:
         has_digests = digests is not None and layer in digests.layers
         if digests is not None and has_digests:
             for row in step.prefill:
-                first = (row.seq_len - (row.end - row.start)) // self.config.page_size
-                pages = row.pages[first:]
-                tokens_in = torch.full_like(pages, self.config.page_size)
-                tokens_in[-1] = row.seq_len - (len(row.pages) - 1) * self.config.page_size
-                digests.rebuild(layer, pages, tokens_in)
+                digests.rebuild(layer, row.written, row.tokens_in)
         if self.method.in_place is not None:
             return  # it appends by itself
         if digests is not None and has_digests and step.decode is not None:

@@ -61,6 +61,8 @@ class PrefillRow:
     end: int
     seq_len: int
     pages: Tensor  # [ceil(seq_len / page_size)] int64
+    written: Tensor  # [W] int64: the last of `pages`, which the query tokens are written to
+    tokens_in: Tensor  # [W] int64: how many tokens each of them holds then
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,7 @@ def make_step(number: int, batch: Batch, page_size: int) -> Step:
         start, end = batch.query_start[r], batch.query_start[r + 1]
         if is_decode or start == end:
             continue
-        pages = -(-batch.seq_lens[r] // page_size)
-        prefill.append(
-            PrefillRow(batch.request_ids[r], start, end, batch.seq_lens[r], batch.page_table[r, :pages].long())
-        )
+        prefill.append(_prefill_row(batch, r, start, end, page_size))
     slots = batch.slot_mapping.long()
     return Step(
         number=number,
@@ -131,6 +130,16 @@ def make_step(number: int, batch: Batch, page_size: int) -> Step:
         write_pages=slots // page_size,
         write_offsets=slots % page_size,
     )
+
+
+def _prefill_row(batch: Batch, row: int, start: int, end: int, page_size: int) -> PrefillRow:
+    seq_len = batch.seq_lens[row]
+    first, count = (seq_len - (end - start)) // page_size, -(-seq_len // page_size)
+    tokens_in = torch.full((count - first,), page_size)
+    tokens_in[-1] = seq_len - (count - 1) * page_size
+    pages = batch.page_table[row, :count].long()
+    held = sent(tokens_in, pages.device)
+    return PrefillRow(batch.request_ids[row], start, end, seq_len, pages, written=pages[first:], tokens_in=held)
 
 
 def _decode_rows(batch: Batch, rows: list[int], page_size: int) -> DecodeRows | None:

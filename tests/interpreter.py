@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 
 def interpret_triton() -> None:
@@ -19,5 +20,34 @@ def interpret_triton() -> None:
         pass  # no wheel for this platform
     else:
         triton.knobs.runtime.interpret = True
+        _patch_once_per_launch()
     finally:
         del os.environ["TRITON_INTERPRET"]
+
+
+def _patch_once_per_launch() -> None:
+    """The interpreter changes triton.language for each call of a function within a kernel, which took half of its
+    time; once for each launch is enough."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    launches: list[tuple[Any, set[str]]] = []  # the one that runs: what restores the language, and what was changed
+
+    class Launch(interpreter._LangPatchScope):  # type: ignore[misc]
+        def restore(self) -> None:
+            launches.clear()
+            super().restore()
+
+    def patched(function: Any) -> Any:
+        seen = {id(x) for x in function.__globals__.values()}
+        wanted = {module.__name__ for module in (language, language.core) if id(module) in seen}
+        if not launches:
+            launches.append((Launch(), set()))
+        launch, done = launches[0]
+        if not wanted <= done:
+            launch._changes += patch(function)._changes
+            done |= wanted
+        return launch
+
+    interpreter._patch_lang = patched

@@ -306,21 +306,11 @@ def compiled(model: Path) -> dict[str, Any]:
         return found | {"mode": mode, "orders": [list(x) for x in {tuple(events) for events in order.values()}]}
 
 
-def kernels(model: Path) -> dict[str, Any]:
-    """The kernels of a GPU, under Triton's interpreter: slow, so with few tokens."""
-    found: dict[str, Any] = {}
-    for name, settings in (("resident", _EXACT | {"tiers": "separate"}), ("on_cpu", _ON_CPU)):
-        with engine(model, settings | {"device_kernels": "triton"}) as llm:
-            found[name] = served(llm, FEW)
-    return found
-
-
 # "MODEL" or "MODEL.PROBE" -> what to do with the model
 _PROBES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "": with_lookahead,
     "tiers": other_tiers,
     "sparse": sparse,
-    "kernels": kernels,
     "parallel": parallel,
     "refused": without_lookahead,
     "compiled": compiled,

@@ -39,7 +39,9 @@ def test_tokens_equal_the_stock_backends_four_at_once_with_prefix_cache_hits(
     promises.cached_prompts_answer_the_same(server, asked, expected, TOKENS, longest, "vllm:prefix_cache_hits_total")
 
 
+@pytest.mark.parametrize("hybrid", ["unified"], indirect=True, scope="module")
 def test_tokens_equal_the_stock_backends_through_a_forced_preemption(hybrid: Served, stock_fp32: StockAnswers) -> None:
+    """(Separate tiers: test_simulated_gpu.py.)"""
     server, _ = hybrid
     before = server.total("vllm:num_preemptions_total")
     answers = server.complete_all(fp32_crowd(), CROWD_TOKENS, extra_body={"ignore_eos": True})

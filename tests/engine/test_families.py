@@ -39,7 +39,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
         *(f"{name}.refused" for name in UNKNOWN),
         "gemma3.sparse",
         "llama.compiled",
-        "llama.kernels",
         "llama.parallel",
     ]
     log = folder / "log"
@@ -170,14 +169,6 @@ def test_layer_that_computes_its_query_otherwise_is_refused(family: str, attribu
         setattr(attention, name, True)
     with pytest.raises(EngineError, match=message):
         QueryPredictor(layer, family)
-
-
-@pytest.mark.parametrize("kind", ["resident", "on_cpu"])
-def test_a_gpus_step_driven_by_the_engine_answers_as_the_stock_backend(seen: Probe, kind: str) -> None:
-    """Its kernels run under Triton's interpreter."""
-    found = seen("llama.kernels")[kind]
-    assert_same_answers(found, seen("llama")["stock"])
-    assert (sum(found["on_cpu"]) > 0) == (kind == "on_cpu")
 
 
 def test_two_tensor_parallel_ranks_answer_as_one_and_share_the_heads(seen: Probe) -> None:

@@ -3,14 +3,15 @@
 Its tensors say ``cuda:0`` and keep their values in host memory. They obey the rules that a real one's obey: whatever
 mixes them with the host's tensors is an error (but for copies, scalars and indices), so is an operator that has no CUDA
 kernel, and a Triton kernel (which runs under the interpreter) may touch the device's tensors and pinned ones only.
-Streams and events are there and do nothing. What it cannot show: what a real GPU does at another time than the host.
+Streams and events are there and do nothing. A graph keeps what ran while it was captured, kernel by kernel, and runs
+that again on the same memory. What it cannot show: what a real GPU does at another time than the host.
 """
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,32 +75,89 @@ class Far(Tensor):
 
 
 _pinned: set[int] = set()  # addresses of pinned storages
-_capture = SimpleNamespace(on=False, busy=False)  # whether a graph is being captured; whether nothing may wait
+# Whether a graph is being captured, whether nothing may wait for the device, and the graph that keeps what runs.
+_state = SimpleNamespace(capturing=False, busy=False, graph=None)
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2")
+# Custom operators that are written in Python, by name: they run as they are, on the device's tensors.
+PYTHON_OPERATORS: dict[str, Callable[..., Any]] = {}
 
 
 @contextmanager
-def capture() -> Iterator[None]:
+def _while(**state: Any) -> Iterator[None]:
+    before = dict(vars(_state))
+    vars(_state).update(state)
+    try:
+        yield
+    finally:
+        vars(_state).update(before)
+
+
+def capture() -> AbstractContextManager[None]:
     """Nothing may wait for the device, and what crosses over must be a plain copy to or from pinned memory."""
-    _capture.on = True
-    try:
-        yield
-    finally:
-        _capture.on = False
+    return _while(capturing=True)
 
 
-@contextmanager
-def busy() -> Iterator[None]:
+def busy() -> AbstractContextManager[None]:
     """The device has much to do: who waits for it loses a step. What crosses over must be pinned and not waited for."""
-    _capture.busy = True
-    try:
-        yield
-    finally:
-        _capture.busy = False
+    return _while(busy=True)
 
 
 def _forbids() -> bool:
-    return _capture.on or _capture.busy
+    return _state.capturing or _state.busy
+
+
+class Graph:
+    """``torch.cuda.CUDAGraph``: what was launched while it was captured."""
+
+    replays = 0  # of all graphs
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._launches: list[Callable[[], object]] = []
+        self._captured = ExitStack()
+
+    def capture_begin(self, *_: object, **__: object) -> None:
+        self._captured.enter_context(_while(capturing=True, graph=self))
+
+    def capture_end(self) -> None:
+        self._captured.close()
+
+    def replay(self) -> None:
+        Graph.replays += 1
+        for launch in self._launches:
+            launch()
+
+    def reset(self) -> None:
+        self._launches.clear()
+
+    def keep(self, launch: Callable[[], object]) -> None:
+        self._launches.append(launch)
+
+    def keep_operator(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """When replayed, its results go to where they went when it was captured; views are still there."""
+        tensors = [x for x in map(_near, tree_leaves((args, kwargs))) if isinstance(x, Tensor)]
+        given = {x.untyped_storage().data_ptr() for x in tensors}
+        made = [x.inner if isinstance(x, Far) else None for x in tree_leaves(out)]
+        new = [x is not None and x.untyped_storage().data_ptr() not in given for x in made]
+        if not any(new) and not func._schema.is_mutable:
+            return
+
+        def launch() -> None:
+            again = tree_leaves(_run_here(func, args, kwargs))
+            for there, result, is_new in zip(made, again, new, strict=True):
+                if is_new and there is not None:
+                    there.copy_(result.inner)
+
+        self.keep(launch)
+
+
+@contextmanager
+def graph(made: Graph, *_: object, **__: object) -> Iterator[None]:
+    """``torch.cuda.graph``"""
+    made.capture_begin()
+    try:
+        yield
+    finally:
+        made.capture_end()
 
 
 def _near(x: Any) -> Any:
@@ -107,6 +165,16 @@ def _near(x: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if (python := PYTHON_OPERATORS.get(func._schema.name)) is not None:
+        with _Rules():
+            return python(*args, **kwargs)
+    out = _run_here(func, args, kwargs)
+    if _state.graph is not None:
+        _state.graph.keep_operator(func, args, kwargs, out)
+    return out
+
+
+def _run_here(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix("aten::")
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     on_device = any(isinstance(x, Far) for x in tensors)
@@ -115,9 +183,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     wanted = dict(kwargs)
     if wanted.get("device") is not None:
         crosses = on_device != (torch.device(wanted["device"]).type == "cuda") and bool(tensors)
-        assert not (_capture.on and crosses), f"{name} crosses over while a graph is captured"
-        is_ready = _is_pinned(tensors[0]) and kwargs.get("non_blocking") if crosses else True
-        assert not _capture.busy or is_ready, f"{name} waits for the device"
+        assert not (_state.capturing and crosses), f"{name} crosses over while a graph is captured"
+        # PyTorch pins by itself what it brings to the host without waiting.
+        is_ready = not crosses or (kwargs.get("non_blocking") and (on_device or _is_pinned(tensors[0])))
+        assert not _state.busy or is_ready, f"{name} waits for the device"
         on_device = torch.device(wanted["device"]).type == "cuda"
         wanted["device"] = torch.device("cpu")
     elif name == "copy_":
@@ -208,14 +277,36 @@ class _Rules(TorchDispatchMode):
 
 
 class _Stream:
-    def __init__(self, *_: object) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
 
     def wait_stream(self, other: object) -> None: ...
 
     def wait_event(self, event: object) -> None: ...
 
-    def record_event(self) -> object:
-        return object()
+    def record_event(self, event: object = None) -> object:
+        return event or Event()
+
+
+class Event:
+    """``torch.cuda.Event``"""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def wait(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
 
 def _kernel_arguments(launch: Any) -> Any:
@@ -227,7 +318,10 @@ def _kernel_arguments(launch: Any) -> Any:
                 assert _is_pinned(x), (
                     f"{self.fn.__name__} was given a tensor {tuple(x.shape)} that the device cannot see"
                 )
-        return launch(self, *map(_near, args), **{name: _near(x) for name, x in kwargs.items()})
+        near = [*map(_near, args)], {name: _near(x) for name, x in kwargs.items()}
+        if _state.graph is not None:
+            _state.graph.keep(lambda: launch(self, *near[0], **near[1]))
+        return launch(self, *near[0], **near[1])
 
     return launched
 
@@ -242,17 +336,27 @@ def build_guard(folder: Path) -> None:
     torch.ops.load_library(str(library))
 
 
+def _without_gradients(mode: Any = True) -> Any:
+    """``torch.inference_mode``, as a context or around a function."""
+    if callable(mode):
+        return torch.no_grad()(mode)
+    return torch.no_grad() if mode else nullcontext()
+
+
 @contextmanager
 def far_device() -> Iterator[torch.device]:
     """The device is there."""
     from triton.runtime.interpreter import GridExecutor
 
     cuda, patch = torch.cuda, pytest.MonkeyPatch()
-    patch.setattr(torch, "inference_mode", torch.no_grad)  # which wrapped tensors do not know
+    patch.setattr(torch, "inference_mode", _without_gradients)  # which wrapped tensors do not know
     patch.setattr(Tensor, "pin_memory", torch._C.TensorBase.pin_memory)  # vLLM for the CPU replaces it
     patch.setattr(cuda, "_lazy_init", lambda: None)
     patch.setattr(cuda, "is_available", lambda: True)
     patch.setattr(cuda, "Stream", _Stream)
+    patch.setattr(cuda, "Event", Event)
+    patch.setattr(cuda, "CUDAGraph", Graph)
+    patch.setattr(cuda, "graph", graph)
     patch.setattr(cuda, "current_stream", lambda *_: _Stream())
     patch.setattr(cuda, "stream", lambda _: nullcontext())
     patch.setattr(cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=4))

@@ -1,0 +1,169 @@
+"""Engines on the simulated GPU, in a process of their own: ``python -m tests.engine.gpu_probe FOLDER RUNNER CASE...``
+
+Writes FOLDER/CASE.json: the greedy tokens of all prompts. RUNNER: v1 or v2, vLLM's model runners.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_USE_V2_MODEL_RUNNER="1" if sys.argv[2] == "v2" else "0",
+    VLLM_USE_BREAKABLE_CUDAGRAPH="1" if sys.argv[2] == "v2" else "0",  # piecewise graphs without torch.compile
+    VLLM_USE_FLASHINFER_SAMPLER="0",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_PLUGINS="",
+    HF_HUB_OFFLINE="1",
+)
+
+from tests.engine import simulated_gpu
+
+PROMPTS, TOKENS, CHUNK, LONGEST = (46, 94, 142), 4, 64, 192
+BLOCK, BLOCKS = 16, 17  # the prompts take 17, three of which two of them share; they grow to 20: one is preempted
+ABORTED_AT = 5  # of the steps, when all prompts have been computed
+VOCABULARY, LAYERS, KV_HEADS, DIM = 256, 3, 2, 32
+FULL = {"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4]}
+MIXED = {**FULL, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [4, CHUNK]}
+# Everything is attended: by the device what its slots hold, by the CPU the rest. So answers are exact.
+EXACT = {
+    "budget_tokens": LONGEST,
+    "exact_layers": [0],
+    "lookahead": {"partial_query": "real"},
+    "recall": {"intervals": 2},
+}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "scout": ({**EXACT, "slots_per_request": 4}, MIXED),
+    "scout.full": ({**EXACT, "slots_per_request": 4}, FULL),
+    "infinigen": (
+        {"method": "infinigen", "budget_tokens": LONGEST, "exact_layers": [0], "slots_per_request": 13},
+        FULL,
+    ),
+    "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, None),
+    "headinfer": ({"method": "headinfer"}, None),
+    "dense": ({"method": "dense"}, None),
+}
+
+
+def build(folder: Path) -> Any:
+    """A random Llama whose attention is peaked."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=4 * DIM, intermediate_size=160, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=KV_HEADS, max_position_embeddings=512, initializer_range=0.2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).float()
+    model.save_pretrained(folder)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    import random
+
+    chosen = random.Random(1)
+    made = [[chosen.randrange(VOCABULARY) for _ in range(count)] for count in PROMPTS]
+    made[2][: 3 * BLOCK] = made[1][: 3 * BLOCK]
+    return made
+
+
+def expected(folder: Path) -> list[list[int]]:
+    """What transformers answers."""
+    import torch
+
+    model, answers = build(folder), []
+    for prompt in prompts():
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def run(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None) -> dict[str, Any]:
+    from prometheus_client import CollectorRegistry
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER, worker
+
+    vars(worker)["REGISTRY"] = CollectorRegistry()  # an engine per process is the rule; here there are several
+    llm = LLM(
+        str(model), attention_backend=BACKEND, worker_cls=GPU_WORKER, dtype="float32", skip_tokenizer_init=True,
+        max_model_len=LONGEST, max_num_seqs=4, max_num_batched_tokens=CHUNK, enforce_eager=graphs is None,
+        compilation_config=graphs or {"custom_ops": ["none"]}, block_size=BLOCK,
+        kv_cache_memory_bytes=(BLOCKS + 1) * LAYERS * KV_HEADS * 2 * BLOCK * DIM * 4,  # vLLM keeps one for itself
+        additional_config={"hybrid": {"page_size": BLOCK, "model": {"match": "*", "family": "llama"}, **hybrid}},
+        disable_log_stats=True,
+    )  # fmt: skip
+    try:
+        return serve(llm, waits=graphs is None)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def serve(llm: Any, waits: bool) -> dict[str, Any]:
+    """All prompts at once, and one more, which is aborted. ``waits``: a step may wait for the
+    device, as methods do that are planned on the host."""
+    from vllm import SamplingParams
+
+    from tests.runtime.far_device import Graph, busy
+
+    engine, held = llm.llm_engine, llm.llm_engine.model_executor.driver_worker.worker
+    execute, preempted, ran = held.execute_model, [], set()
+
+    def watched(scheduled: Any) -> Any:
+        preempted.extend(scheduled.preempted_req_ids or ())
+        ran.update(name.partition("-")[0] for name in scheduled.num_scheduled_tokens)
+        return execute(scheduled)
+
+    held.execute_model = watched
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    for name, prompt in [("aborted", list(range(20))), *enumerate(prompts())]:
+        engine.add_request(str(name), {"prompt_token_ids": prompt}, sampling)
+    tokens: dict[str, list[int]] = {}
+    before = Graph.replays
+    steps = 0
+    with nullcontext() if waits else busy():
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+            steps += 1
+            if steps == ABORTED_AT:
+                engine.abort_request(["aborted"])
+    runtime = held.session.runtime
+    return {
+        "tokens": [tokens[str(i)] for i in range(len(PROMPTS))],
+        "runner": type(held.model_runner).__module__,
+        "cpu_tokens": sum(layer.cpu_tokens for layer in runtime.stats.layers),
+        "replays": Graph.replays - before,
+        "preempted": sorted(name.partition("-")[0] for name in preempted),
+        "ran": sorted(ran),
+        "made_harmless": "vllm.v1.worker.cpu.shm" in sys.modules,
+        "left": runtime.tiers.slots.region("aborted"),
+    }
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[3:]
+    simulated_gpu.prepare(folder)
+    answers = expected(folder / "model")
+    with simulated_gpu.simulated_gpu():
+        for name in names:
+            try:
+                found = {**run(folder / "model", *CASES[name]), "expected": answers}
+            except Exception:
+                found = {"error": traceback.format_exc()[-3000:]}
+            (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""vLLM's CUDA engine with our plugin, on a GPU that is simulated (simulated_gpu.py): answers, graphs, what is left.
+
+Prompts come in chunks beside decoding rows, two share a prefix, one is preempted, another request is aborted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is there: tests/engine/test_gpu.py"),
+]
+
+V2 = ["scout", "infinigen", "hgca", "headinfer", "dense"]
+V1 = ["scout.full"]
+GRAPHS = ("scout", "scout.full", "infinigen")
+
+Probe = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    folder = tmp_path_factory.mktemp("simulated")
+    root = str(Path(__file__).parents[2])
+    for runner, names in (("v2", V2), ("v1", V1)):
+        command = [sys.executable, "-m", "tests.engine.gpu_probe", folder, runner, *names]
+        with (folder / "log").open("ab") as log:
+            subprocess.run(
+                command, stdout=log, stderr=log, cwd=root, env={**os.environ, "PYTHONPATH": root}, timeout=600,
+                check=False,
+            )  # fmt: skip
+
+    def read(name: str) -> dict[str, Any]:
+        path = folder / f"{name}.json"
+        assert path.exists(), f"the probe died:\n{(folder / 'log').read_text()[-4000:]}"
+        found: dict[str, Any] = json.loads(path.read_text())
+        assert "error" not in found, found["error"]
+        return found
+
+    return read
+
+
+@pytest.mark.parametrize("name", [*V2, *V1])
+def test_answers_are_those_of_the_model(seen: Probe, name: str) -> None:
+    """Token for token as transformers, although the slots hold a part only."""
+    found = seen(name)
+    assert found["tokens"] == found["expected"]
+    assert found["preempted"] == ["2"] and "aborted" in found["ran"]
+    if name.startswith(("scout", "hgca")):
+        assert found["cpu_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_decode_steps_are_replayed_graphs(seen: Probe, name: str) -> None:
+    """Captured at start with rows that nobody scheduled; replayed without a wait for the device."""
+    assert seen(name)["replays"] > 0
+
+
+@pytest.mark.parametrize(("name", "runner"), [("scout", "gpu.model_runner"), ("scout.full", "gpu_model_runner")])
+def test_both_model_runners_are_driven(seen: Probe, name: str, runner: str) -> None:
+    assert seen(name)["runner"] == f"vllm.v1.worker.{runner}"
+
+
+def test_an_aborted_request_leaves_no_region(seen: Probe) -> None:
+    assert seen("scout")["left"] is None
+
+
+def test_the_cuda_worker_leaves_torch_cuda_as_it_is(seen: Probe) -> None:
+    """vLLM's CPU worker, when imported, replaces streams, events, pinning and UVA buffers by nothing."""
+    assert not seen("scout")["made_harmless"]
