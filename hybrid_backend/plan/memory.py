@@ -42,6 +42,7 @@ class Room:
     chunk_tokens: int  # of one step (``--max-num-batched-tokens``)
     device_overhead: int = DEVICE_OVERHEAD
     host_overhead: int = HOST_OVERHEAD
+    utilization: float = UTILIZATION
 
     @property
     def on_host(self) -> bool:
@@ -53,7 +54,7 @@ class Room:
 
     def limit(self, place: Place) -> int:
         """Bytes that the server may take there."""
-        return self.host if place == "host" else int(self.device * UTILIZATION)
+        return self.host if place == "host" else int(self.device * self.utilization)
 
 
 def default_chunk(device_bytes: int) -> int:

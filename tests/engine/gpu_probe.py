@@ -1,6 +1,7 @@
 """Engines on the simulated GPU, in a process of their own: ``python -m tests.engine.gpu_probe FOLDER RUNNER CASE...``
 
-Writes FOLDER/CASE.json: the greedy tokens of all prompts. RUNNER: v1 or v2, vLLM's model runners.
+Writes FOLDER/CASE.json: the greedy tokens of all prompts; for ``at_once`` how many requests GPUs of some sizes admit.
+RUNNER: v1 or v2, vLLM's model runners.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ EXACT = {
     "lookahead": {"partial_query": "real"},
     "recall": {"intervals": 2},
 }
+CARDS = (1600, 1900, 8000)  # MiB
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout": ({**EXACT, "slots_per_request": 4}, MIXED),
     "scout.full": ({**EXACT, "slots_per_request": 4}, FULL),
@@ -86,22 +88,42 @@ def expected(folder: Path) -> list[list[int]]:
     return answers
 
 
-def run(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None) -> dict[str, Any]:
-    from prometheus_client import CollectorRegistry
-    from vllm import LLM
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+def options(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None) -> dict[str, Any]:
+    from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER
 
-    from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER, worker
-
-    vars(worker)["REGISTRY"] = CollectorRegistry()  # an engine per process is the rule; here there are several
-    llm = LLM(
-        str(model), attention_backend=BACKEND, worker_cls=GPU_WORKER, dtype="float32", skip_tokenizer_init=True,
+    return dict(
+        model=str(model), attention_backend=BACKEND, worker_cls=GPU_WORKER, dtype="float32", skip_tokenizer_init=True,
         max_model_len=LONGEST, max_num_seqs=4, max_num_batched_tokens=CHUNK, enforce_eager=graphs is None,
         compilation_config=graphs or {"custom_ops": ["none"]}, block_size=BLOCK,
         kv_cache_memory_bytes=(BLOCKS + 1) * LAYERS * KV_HEADS * 2 * BLOCK * DIM * 4,  # vLLM keeps one for itself
         additional_config={"hybrid": {"page_size": BLOCK, "model": {"match": "*", "family": "llama"}, **hybrid}},
         disable_log_stats=True,
     )  # fmt: skip
+
+
+def at_once(model: Path, card: int) -> dict[str, Any]:
+    """How many of 1,024 requests a GPU of so many bytes admits at once."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    simulated_gpu.card_of(card)
+    asked = {**options(model, EXACT, None), "max_num_seqs": 1024, "max_num_batched_tokens": 2048}
+    try:
+        return {"admitted": EngineArgs(**asked).create_engine_config().scheduler_config.max_num_seqs}
+    except Exception as error:
+        return {"refused": str(error)}
+    finally:
+        simulated_gpu.card_of(simulated_gpu.TOTAL)
+
+
+def run(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None) -> dict[str, Any]:
+    from prometheus_client import CollectorRegistry
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    from hybrid_backend.engines.vllm import worker
+
+    vars(worker)["REGISTRY"] = CollectorRegistry()  # an engine per process is the rule; here there are several
+    llm = LLM(**options(model, hybrid, graphs))
     try:
         return serve(llm, waits=graphs is None)
     finally:
@@ -159,7 +181,10 @@ def main() -> None:
     with simulated_gpu.simulated_gpu():
         for name in names:
             try:
-                found = {**run(folder / "model", *CASES[name]), "expected": answers}
+                if name == "at_once":
+                    found = {str(mib): at_once(folder / "model", mib << 20) for mib in CARDS}
+                else:
+                    found = {**run(folder / "model", *CASES[name]), "expected": answers}
             except Exception:
                 found = {"error": traceback.format_exc()[-3000:]}
             (folder / f"{name}.json").write_text(json.dumps(found))

@@ -63,6 +63,13 @@ def simulated_gpu() -> Iterator[None]:
         yield
 
 
+def card_of(size: int) -> None:
+    """The driver says that the GPU has so many bytes."""
+    import vllm.third_party.pynvml as nvml
+
+    _answer(nvml, {"nvmlDeviceGetMemoryInfo": types.SimpleNamespace(total=size, free=size, used=0)})
+
+
 class _Absent(types.ModuleType):
     """A compiled package that nothing here calls."""
 
@@ -92,13 +99,13 @@ def _pretend_driver() -> None:
 
     import vllm.third_party.pynvml as nvml
 
-    memory = types.SimpleNamespace(total=TOTAL, free=FREE, used=TOTAL - FREE)
     answers: dict[str, Any] = {
         "nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": 1, "nvmlDeviceGetHandleByIndex": object(),
         "nvmlDeviceGetCudaComputeCapability": (9, 0), "nvmlDeviceGetName": _DEVICE.name,
-        "nvmlDeviceGetUUID": _DEVICE.uuid, "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetUUID": _DEVICE.uuid,
     }  # fmt: skip
     _answer(nvml, answers)
+    card_of(TOTAL)
     memory_of = (FREE, TOTAL)
     _answer(torch._C, {"_cuda_getDeviceCount": 1})
     _answer(torch.accelerator, {

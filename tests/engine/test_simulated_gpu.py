@@ -33,7 +33,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     folder = tmp_path_factory.mktemp("simulated")
     root = str(Path(__file__).parents[2])
-    for runner, names in (("v2", V2), ("v1", V1)):
+    for runner, names in (("v2", [*V2, "at_once"]), ("v1", V1)):
         command = [sys.executable, "-m", "tests.engine.gpu_probe", folder, runner, *names]
         with (folder / "log").open("ab") as log:
             subprocess.run(
@@ -79,3 +79,12 @@ def test_an_aborted_request_leaves_no_region(seen: Probe) -> None:
 def test_the_cuda_worker_leaves_torch_cuda_as_it_is(seen: Probe) -> None:
     """vLLM's CPU worker, when imported, replaces streams, events, pinning and UVA buffers by nothing."""
     assert not seen("scout")["made_harmless"]
+
+
+def test_a_gpu_admits_as_many_requests_at_once_as_it_has_memory_for(seen: Probe) -> None:
+    """1,024 were asked for, which is vLLM's default on large GPUs."""
+    small, middle, large = (found for _, found in sorted(seen("at_once").items(), key=lambda item: int(item[0])))
+    assert "slots_per_request: auto: one request needs" in small["refused"]
+    assert "choose fewer slots or a smaller host_pool.size" in small["refused"]
+    assert 1 < middle["admitted"] < 1024
+    assert large["admitted"] == 1024

@@ -91,6 +91,7 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
             "leave out --speculative-config",
         ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --pipeline-parallel-size 1"),
+        (parallel.use_ubatching, "steps that are run in parts", "leave out --enable-dbo and --ubatch-size"),
         (
             parallel.decode_context_parallel_size > 1,
             "decode context parallelism",

@@ -46,13 +46,13 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
         stock(vllm_config)
         return
     config = attach_config(vllm_config)
-    cache = vllm_config.cache_config
+    cache, on_cpu = vllm_config.cache_config, worker_cls == CPU_WORKER
     if not cache.user_specified_block_size:
         cache.block_size = config.page_size
         cache.user_specified_block_size = True
     if config.host_pool.size_bytes is not None:
         cache.kv_cache_memory_bytes = config.host_pool.size_bytes
-    elif cache.kv_cache_memory_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+    elif cache.kv_cache_memory_bytes is None and not (on_cpu and os.environ.get("VLLM_CPU_KVCACHE_SPACE")):
         # vLLM's own default asks for 92 % of the machine's memory and does not start if anything else runs there.
         cache.kv_cache_memory_bytes = available_memory() // 2 // vllm_config.parallel_config.local_world_size
     stock(vllm_config)
