@@ -137,7 +137,7 @@ def serve(llm: Any, waits: bool) -> dict[str, Any]:
     device, as methods do that are planned on the host."""
     from vllm import SamplingParams
 
-    from tests.runtime.far_device import Graph, busy
+    from tests.runtime.far_device import Graph, busy, late
 
     engine, held = llm.llm_engine, llm.llm_engine.model_executor.driver_worker.worker
     execute, preempted, ran = held.execute_model, [], set()
@@ -154,7 +154,7 @@ def serve(llm: Any, waits: bool) -> dict[str, Any]:
     tokens: dict[str, list[int]] = {}
     before = Graph.replays
     steps = 0
-    with nullcontext() if waits else busy():
+    with late(), nullcontext() if waits else busy():
         while engine.has_unfinished_requests():
             for output in engine.step():
                 tokens[output.request_id] = list(output.outputs[0].token_ids)

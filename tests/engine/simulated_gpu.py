@@ -1,8 +1,8 @@
 """vLLM's CUDA engine on the simulated device (tests/runtime/far_device.py), for machines without a GPU.
 
-What runs is vLLM's own: platform, worker, model runner, scheduler, its Triton kernels under the interpreter, and CUDA
-graphs that are captured and replayed. What stands in: the driver's answers, compiled operators (three of them in
-torch), and torch.compile, which is left out. For a process of its own, which is changed for good.
+What runs is vLLM's own: platform, worker, model runners, scheduler, its Triton kernels under the interpreter; CUDA
+graphs are captured and replayed. What stands in: the driver's answers, compiled operators, and torch.compile, which is
+left out. For a process of its own, which is changed for good.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def simulated_gpu() -> Iterator[None]:
     """The device is there; make engines within."""
     with far_device.far_device():
         torch.cuda.get_device_properties = lambda *_: _DEVICE
-        Far.data_ptr = lambda self: self.inner.data_ptr()  # vLLM keeps tables of them
+        Far.data_ptr = _address
         _leave_out()
         yield
 
@@ -68,6 +68,15 @@ def card_of(size: int) -> None:
     import vllm.third_party.pynvml as nvml
 
     _answer(nvml, {"nvmlDeviceGetMemoryInfo": types.SimpleNamespace(total=size, free=size, used=0)})
+
+
+_addressed: list[Tensor] = []
+
+
+def _address(self: Far) -> int:
+    """vLLM makes tables of addresses. What lies there must stay: the device may come to it late."""
+    _addressed.append(self.inner)
+    return self.inner.data_ptr()
 
 
 class _Absent(types.ModuleType):
@@ -111,16 +120,17 @@ def _pretend_driver() -> None:
     _answer(torch.accelerator, {
         "device_count": 1, "current_device_index": 0, "get_memory_info": memory_of, "memory_stats": {},
         **dict.fromkeys(("memory_reserved", "memory_allocated", "max_memory_allocated", "max_memory_reserved"), 0),
-        **dict.fromkeys(("set_device_index", "synchronize", "empty_cache", "empty_host_cache"), None),
+        **dict.fromkeys(("set_device_index", "empty_cache", "empty_host_cache"), None),
         "reset_peak_memory_stats": None, "current_stream": far_device._Stream(),
     })  # fmt: skip
     _answer(torch.cuda, {
         "device_count": 1, "_device_count_nvml": 1, "current_device": 0, "mem_get_info": memory_of,
         "max_memory_allocated": 0, "graph_pool_handle": (0, 0), "cudart": _Registers(),
-        **dict.fromkeys(("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all"), None),
+        **dict.fromkeys(("set_device", "empty_cache", "manual_seed", "manual_seed_all"), None),
         **dict.fromkeys(("set_stream", "reset_peak_memory_stats"), None),
     })  # fmt: skip
     _answer(torch.cuda.memory, {"get_allocator_backend": "none"})
+    torch.cuda.synchronize = torch.accelerator.synchronize = lambda *_: far_device._work.finish()
     torch.Event = Event
     tensor = torch.tensor
 
@@ -146,10 +156,11 @@ class _Registers:
     """``torch.cuda.cudart()``"""
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        _pinned.add(address)
+        _pinned[address] = None
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        del _pinned[address]
         return 0
 
 

@@ -1,6 +1,7 @@
 """vLLM's CUDA engine with our plugin, on a GPU that is simulated (simulated_gpu.py): answers, graphs, what is left.
 
-Prompts come in chunks beside decoding rows, two share a prefix, one is preempted, another request is aborted.
+Prompts come in chunks beside decoding rows, two share a prefix, one is preempted, another request is aborted. The
+device does nothing before the host waits for it.
 """
 
 from __future__ import annotations

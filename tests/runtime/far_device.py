@@ -3,13 +3,16 @@
 Its tensors say ``cuda:0`` and keep their values in host memory. They obey the rules that a real one's obey: whatever
 mixes them with the host's tensors is an error (but for copies, scalars and indices), so is an operator that has no CUDA
 kernel, and a Triton kernel (which runs under the interpreter) may touch the device's tensors and pinned ones only.
-Streams and events are there and do nothing. A graph keeps what ran while it was captured, kernel by kernel, and runs
-that again on the same memory. What it cannot show: what a real GPU does at another time than the host.
+A graph keeps what was launched while it was captured, kernel by kernel, and launches that again on the same memory.
+
+The device may be `late`: then what is launched waits, in order, until the host waits for it. All streams are one.
 """
 
 from __future__ import annotations
 
 import subprocess
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -68,15 +71,17 @@ class Far(Tensor):
 
     def tolist(self) -> Any:
         assert not _forbids(), "tolist waits for the device"
+        _work.finish()
         return self.inner.tolist()
 
     def __repr__(self, *_: object, **__: object) -> str:
         return f"Far({self.inner})"
 
 
-_pinned: set[int] = set()  # addresses of pinned storages
-# Whether a graph is being captured, whether nothing may wait for the device, and the graph that keeps what runs.
-_state = SimpleNamespace(capturing=False, busy=False, graph=None)
+_pinned: dict[int, object] = {}  # by its address, pinned memory; kept, so that nothing else comes to lie there
+# Whether a graph is being captured, whether nothing may wait for the device, whether it does things late, and the graph
+# that keeps what is launched.
+_state = SimpleNamespace(capturing=False, busy=False, late=False, graph=None)
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2")
 # Custom operators that are written in Python, by name: they run as they are, on the device's tensors.
 PYTHON_OPERATORS: dict[str, Callable[..., Any]] = {}
@@ -102,8 +107,44 @@ def busy() -> AbstractContextManager[None]:
     return _while(busy=True)
 
 
+@contextmanager
+def late() -> Iterator[None]:
+    """The device does nothing before the host waits for it. Meanwhile the host may write what was not read yet."""
+    with _while(late=True):
+        yield
+        _work.finish()
+
+
 def _forbids() -> bool:
     return _state.capturing or _state.busy
+
+
+class _Work:
+    """What was launched, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._lock = threading.RLock()
+        self.launched = self._done = 0
+
+    def launch(self, work: Callable[[], object]) -> None:
+        if _state.graph is not None:
+            _state.graph.launches.append(work)
+        elif _state.late:
+            self._waiting.append(work)
+            self.launched += 1
+        else:
+            work()
+
+    def finish(self, count: int | None = None) -> None:
+        """Wait for the first ``count`` launches, or for all."""
+        with self._lock:
+            while self._waiting and (count is None or self._done < count):
+                self._waiting.popleft()()
+                self._done += 1
+
+
+_work = _Work()
 
 
 class Graph:
@@ -112,7 +153,7 @@ class Graph:
     replays = 0  # of all graphs
 
     def __init__(self, *_: object, **__: object) -> None:
-        self._launches: list[Callable[[], object]] = []
+        self.launches: list[Callable[[], object]] = []
         self._captured = ExitStack()
 
     def capture_begin(self, *_: object, **__: object) -> None:
@@ -123,31 +164,11 @@ class Graph:
 
     def replay(self) -> None:
         Graph.replays += 1
-        for launch in self._launches:
-            launch()
+        for work in self.launches:
+            _work.launch(work)
 
     def reset(self) -> None:
-        self._launches.clear()
-
-    def keep(self, launch: Callable[[], object]) -> None:
-        self._launches.append(launch)
-
-    def keep_operator(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """When replayed, its results go to where they went when it was captured; views are still there."""
-        tensors = [x for x in map(_near, tree_leaves((args, kwargs))) if isinstance(x, Tensor)]
-        given = {x.untyped_storage().data_ptr() for x in tensors}
-        made = [x.inner if isinstance(x, Far) else None for x in tree_leaves(out)]
-        new = [x is not None and x.untyped_storage().data_ptr() not in given for x in made]
-        if not any(new) and not func._schema.is_mutable:
-            return
-
-        def launch() -> None:
-            again = tree_leaves(_run_here(func, args, kwargs))
-            for there, result, is_new in zip(made, again, new, strict=True):
-                if is_new and there is not None:
-                    there.copy_(result.inner)
-
-        self.keep(launch)
+        self.launches.clear()
 
 
 @contextmanager
@@ -168,44 +189,104 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if (python := PYTHON_OPERATORS.get(func._schema.name)) is not None:
         with _Rules():
             return python(*args, **kwargs)
-    out = _run_here(func, args, kwargs)
-    if _state.graph is not None:
-        _state.graph.keep_operator(func, args, kwargs, out)
+    name = func._schema.name.removeprefix("aten::")
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    has_far = any(isinstance(x, Far) for x in tensors)
+    if has_far and not _at_once() and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        with _Rules():  # it may be a view, or a copy: its parts say which
+            return func.decompose(*args, **kwargs)
+    if has_far:
+        _check(name, args, tensors)
+    to_device, wanted = has_far, dict(kwargs)
+    if wanted.get("device") is not None:
+        to_device = torch.device(wanted["device"]).type == "cuda"
+        crosses = has_far != to_device and bool(tensors)
+        assert not (_state.capturing and crosses), f"{name} crosses over while a graph is captured"
+        # PyTorch pins by itself what it brings to the host without waiting.
+        is_ready = not crosses or (kwargs.get("non_blocking") and (has_far or _is_pinned(tensors[0])))
+        assert not _state.busy or is_ready, f"{name} waits for the device"
+        wanted["device"] = torch.device("cpu")
+    elif name == "copy_":
+        to_device = isinstance(args[0], Far)
+    if has_far or to_device:
+        return _launch(func, name, args, wanted, has_far, to_device)
+    if name == "is_pinned":
+        return _is_pinned(args[0])
+    pins = name in ("pin_memory", "_pin_memory")
+    pins_result = wanted.pop("pin_memory", False) or pins
+    out = args[0].clone() if pins else func(*args, **wanted)
+    if pins_result:
+        pin(out)
     return out
 
 
-def _run_here(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    name = func._schema.name.removeprefix("aten::")
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    on_device = any(isinstance(x, Far) for x in tensors)
-    if on_device:
-        _check(name, args, tensors)
-    wanted = dict(kwargs)
-    if wanted.get("device") is not None:
-        crosses = on_device != (torch.device(wanted["device"]).type == "cuda") and bool(tensors)
-        assert not (_state.capturing and crosses), f"{name} crosses over while a graph is captured"
-        # PyTorch pins by itself what it brings to the host without waiting.
-        is_ready = not crosses or (kwargs.get("non_blocking") and (on_device or _is_pinned(tensors[0])))
-        assert not _state.busy or is_ready, f"{name} waits for the device"
-        on_device = torch.device(wanted["device"]).type == "cuda"
-        wanted["device"] = torch.device("cpu")
-    elif name == "copy_":
-        on_device = isinstance(args[0], Far)
-    pin = wanted.pop("pin_memory", False) or name in ("pin_memory", "_pin_memory")
-    if pin and name in ("pin_memory", "_pin_memory"):
-        out = args[0].clone()
-    elif name == "is_pinned":
-        return _is_pinned(args[0])
-    elif name in _ON_CUDA_ONLY:
-        out = _ON_CUDA_ONLY[name](*tree_map(_near, args), **tree_map(_near, wanted))
-    else:
-        out = func(*tree_map(_near, args), **tree_map(_near, wanted))
-    if pin:
-        assert not on_device
-        _pinned.add(out.untyped_storage().data_ptr())
-    if func._schema.is_mutable and name.endswith("_") and isinstance(args[0], Far):
-        return args[0]
-    return tree_map(lambda x: Far(x) if on_device and isinstance(x, Tensor) else x, out)
+def _at_once() -> bool:
+    return not _state.late and _state.graph is None
+
+
+def _launch(func: Any, name: str, args: Any, kwargs: dict[str, Any], has_far: bool, to_device: bool) -> Any:
+    """An operator of the device: done at once, or launched, if the device is late or a graph is captured."""
+    call = _ON_CUDA_ONLY.get(name, func)
+    near, options = tree_map(_snapshot if _state.late and to_device else _near, (args, kwargs))
+    goes_on = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+
+    def now() -> Any:
+        out = call(*near, **options)
+        if not to_device and goes_on:
+            pin(out)
+        return tree_map(lambda x: Far(x) if to_device and isinstance(x, Tensor) else x, out)
+
+    is_made_there = not has_far and name not in ("_to_copy", "copy_")
+    waits = name in _WAITS or not (to_device or goes_on)
+    if waits:
+        _work.finish()
+    if func._schema.is_mutable:
+        given = args[0] if name.endswith("_") else kwargs["out"]
+        if _at_once() or waits:
+            now()
+        else:
+            _work.launch(lambda: call(*near, **options))
+        return given
+    if _at_once() or waits or is_made_there or func.is_view:
+        return now()
+    on_meta = {**options, "device": "meta"} if options.get("device") is not None else options
+    try:
+        made = tree_map(_space_for, call(*tree_map(_on_meta, near), **tree_map(_on_meta, on_meta)))
+    except NotImplementedError:  # its shape is not known before its values are, as of an index that is a mask
+        assert not _forbids(), f"{name} waits for the device"
+        _work.finish()
+        return now()
+
+    def work() -> None:
+        for space, result in zip(tree_leaves(made), tree_leaves(call(*near, **options)), strict=True):
+            if isinstance(space, Tensor):
+                space.copy_(result)
+
+    _work.launch(work)
+    if to_device:
+        return tree_map(lambda x: Far(x) if isinstance(x, Tensor) else x, made)
+    pin(made)
+    return made
+
+
+def _snapshot(x: Any) -> Any:
+    """An argument as a late device sees it: memory that is not pinned as it is now, pinned memory as it will be."""
+    if isinstance(x, Tensor) and not isinstance(x, Far) and not _is_pinned(x):
+        return x.clone()
+    return _near(x)
+
+
+def _on_meta(x: Any) -> Any:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+
+def _space_for(x: Any) -> Any:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, Tensor) else x
+
+
+def pin(x: Tensor) -> None:
+    """``x`` lies in pinned memory."""
+    _pinned[x.untyped_storage().data_ptr()] = x
 
 
 def _is_pinned(x: Tensor) -> bool:
@@ -284,28 +365,35 @@ class _Stream:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _work.finish()
 
     def wait_stream(self, other: object) -> None: ...
 
     def wait_event(self, event: object) -> None: ...
 
-    def record_event(self, event: object = None) -> object:
-        return event or Event()
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
 
 
 class Event:
     """``torch.cuda.Event``"""
 
-    def __init__(self, *_: object, **__: object) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None:
+        self._after = 0
 
-    def record(self, *_: object) -> None: ...
+    def record(self, *_: object) -> None:
+        self._after = _work.launched
 
     def wait(self, *_: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _work.finish(self._after)
 
     def query(self) -> bool:
+        self.synchronize()
         return True
 
 
@@ -319,9 +407,7 @@ def _kernel_arguments(launch: Any) -> Any:
                     f"{self.fn.__name__} was given a tensor {tuple(x.shape)} that the device cannot see"
                 )
         near = [*map(_near, args)], {name: _near(x) for name, x in kwargs.items()}
-        if _state.graph is not None:
-            _state.graph.keep(lambda: launch(self, *near[0], **near[1]))
-        return launch(self, *near[0], **near[1])
+        _work.launch(lambda: launch(self, *near[0], **near[1]))
 
     return launched
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.methods.device_step import DeviceStep
 from hybrid_backend.step import Batch, Step
-from tests.runtime.far_device import Far, _pinned, build_guard, busy, capture, far_device
+from tests.runtime.far_device import Far, build_guard, busy, capture, far_device, pin
 from tests.runtime.harness import PAGE, Engine, config, spec
 from tests.runtime.test_graph_step import ROWS, replay_as_a_graph
 
@@ -22,7 +22,8 @@ SLOTS = 6
 
 class FarEngine(Engine):
     def seen_by_device(self) -> list[Tensor]:
-        _pinned.update(layer.untyped_storage().data_ptr() for layer in self.kv)
+        for layer in self.kv:
+            pin(layer)
         return [Far(layer) for layer in self.kv]
 
 
