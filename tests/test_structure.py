@@ -13,8 +13,9 @@ ROOT = Path(__file__).parents[1]
 # Each layer may import itself and the layers after it.
 LAYERS = [
     ["cli"],
-    ["plan", "profile", "doctor"],
+    ["profile", "doctor"],
     ["engines"],
+    ["plan"],
     ["runtime"],
     ["methods"],
     ["tiers", "workers"],
