@@ -101,12 +101,12 @@ def options(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None) 
     )  # fmt: skip
 
 
-def at_once(model: Path, card: int) -> dict[str, Any]:
+def at_once(model: Path, card: int, **more: Any) -> dict[str, Any]:
     """How many of 1,024 requests a GPU of so many bytes admits at once."""
     from vllm.engine.arg_utils import EngineArgs
 
     simulated_gpu.card_of(card)
-    asked = {**options(model, EXACT, None), "max_num_seqs": 1024, "max_num_batched_tokens": 2048}
+    asked = {**options(model, EXACT, None), "max_num_seqs": 1024, "max_num_batched_tokens": 2048, **more}
     try:
         return {"admitted": EngineArgs(**asked).create_engine_config().scheduler_config.max_num_seqs}
     except Exception as error:
@@ -183,6 +183,7 @@ def main() -> None:
             try:
                 if name == "at_once":
                     found = {str(mib): at_once(folder / "model", mib << 20) for mib in CARDS}
+                    found["in parts"] = at_once(folder / "model", 8 << 30, ubatch_size=2)
                 else:
                     found = {**run(folder / "model", *CASES[name]), "expected": answers}
             except Exception:

@@ -159,7 +159,6 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
     ),
     "speculative decoding": (MODEL, [], ["--speculative-config", _NGRAM], ["leave out --speculative-config"]),
     "pipeline parallelism": (MODEL, [], ["--pipeline-parallel-size", "2"], ["use --pipeline-parallel-size 1"]),
-    "steps in parts": (MODEL, [], ["--enable-dbo"], ["steps that are run in parts", "leave out --enable-dbo"]),
     "decode context parallelism": (
         "llama",
         [],

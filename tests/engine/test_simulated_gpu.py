@@ -84,8 +84,12 @@ def test_the_cuda_worker_leaves_torch_cuda_as_it_is(seen: Probe) -> None:
 
 def test_a_gpu_admits_as_many_requests_at_once_as_it_has_memory_for(seen: Probe) -> None:
     """1,024 were asked for, which is vLLM's default on large GPUs."""
-    small, middle, large = (found for _, found in sorted(seen("at_once").items(), key=lambda item: int(item[0])))
+    small, middle, large = list(seen("at_once").values())[:3]
     assert "slots_per_request: auto: one request needs" in small["refused"]
     assert "choose fewer slots or a smaller host_pool.size" in small["refused"]
     assert 1 < middle["admitted"] < 1024
     assert large["admitted"] == 1024
+
+
+def test_steps_in_parts_are_refused(seen: Probe) -> None:
+    assert "leave out --enable-dbo and --ubatch-size" in seen("at_once")["in parts"]["refused"]
