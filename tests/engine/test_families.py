@@ -5,10 +5,8 @@ Tiny random-weight models, fp32, in one process (family_probe.py), which the fir
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import nn
 
 from hybrid_backend.attention.lookahead import QueryPredictor, family_of
 from hybrid_backend.errors import EngineError
+from tests.engine.probes import Probe, reader
 
 pytestmark = pytest.mark.engine
 
@@ -25,8 +24,6 @@ UNKNOWN = ["stablelm", "glm"]
 GEMMA3_FULL, GEMMA3_LOCAL = [2, 5], [0, 1, 3, 4]
 # fp32 sums in another order; a wrong window, scale or position changes them by more than 0.1
 NOISE = 1e-3
-
-Probe = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +42,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     with log.open("wb") as sink:
         script = Path(__file__).with_name("family_probe.py")
         subprocess.run([sys.executable, script, folder, *names], stdout=sink, stderr=sink, timeout=900, check=False)
-
-    def read(name: str) -> dict[str, Any]:
-        path = folder / f"{name}.json"
-        assert path.exists(), f"the probe died:\n{log.read_text()[-4000:]}"
-        found: dict[str, Any] = json.loads(path.read_text())
-        assert "error" not in found, found["error"]
-        return found
-
-    return read
+    return reader(folder, log)
 
 
 def assert_same_answers(mine: dict[str, Any], stock: dict[str, Any]) -> None:

@@ -6,16 +6,15 @@ device does nothing before the host waits for it.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+
+from tests.engine.probes import Probe, reader
 
 pytestmark = [
     pytest.mark.engine,
@@ -25,8 +24,6 @@ pytestmark = [
 V2 = ["scout", "infinigen", "hgca", "headinfer", "dense"]
 V1 = ["scout.full"]
 GRAPHS = ("scout", "scout.full", "infinigen")
-
-Probe = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +38,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
                 command, stdout=log, stderr=log, cwd=root, env={**os.environ, "PYTHONPATH": root}, timeout=600,
                 check=False,
             )  # fmt: skip
-
-    def read(name: str) -> dict[str, Any]:
-        path = folder / f"{name}.json"
-        assert path.exists(), f"the probe died:\n{(folder / 'log').read_text()[-4000:]}"
-        found: dict[str, Any] = json.loads(path.read_text())
-        assert "error" not in found, found["error"]
-        return found
-
-    return read
+    return reader(folder, folder / "log")
 
 
 @pytest.mark.parametrize("name", [*V2, *V1])

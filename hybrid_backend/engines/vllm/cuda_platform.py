@@ -10,7 +10,6 @@ from vllm.platforms.cuda import CudaPlatform
 from hybrid_backend.engines.vllm import GPU_WORKER
 from hybrid_backend.engines.vllm.platform import prepare
 from hybrid_backend.engines.vllm.requests import bound_requests
-from hybrid_backend.engines.vllm.settings import attached_config, chosen
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,8 +20,8 @@ class HybridCudaPlatform(CudaPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        prepare(vllm_config, super().check_and_update_config, GPU_WORKER)
-        if chosen(vllm_config):
-            changed = bound_requests(vllm_config, attached_config(vllm_config), cls.get_device_total_memory())
+        config = prepare(vllm_config, super().check_and_update_config, GPU_WORKER)
+        if config is not None:
+            changed = bound_requests(vllm_config, config, cls.get_device_total_memory())
             if changed:
                 init_logger("vllm.hybrid_backend").warning_once(changed)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import CPU_WORKER
 from hybrid_backend.engines.vllm.checks import available_memory, check_engine_config
 from hybrid_backend.engines.vllm.settings import attach_config, chosen
@@ -37,14 +38,14 @@ class HybridCpuPlatform(CpuPlatform):
         prepare(vllm_config, super().check_and_update_config, CPU_WORKER)
 
 
-def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker_cls: str) -> None:
+def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker_cls: str) -> HybridConfig | None:
     """A platform's ``check_and_update_config``: attach our configuration, size the pool, refuse what cannot work.
 
-    ``stock``: what the platform itself does.
+    ``stock``: what the platform itself does. Returns our configuration, None where another backend was asked for.
     """
     if not chosen(vllm_config):
         stock(vllm_config)
-        return
+        return None
     config = attach_config(vllm_config)
     cache, on_cpu = vllm_config.cache_config, worker_cls == CPU_WORKER
     if not cache.user_specified_block_size:
@@ -57,3 +58,4 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
         cache.kv_cache_memory_bytes = available_memory() // 2 // vllm_config.parallel_config.local_world_size
     stock(vllm_config)
     check_engine_config(vllm_config, config, worker_cls)
+    return config

@@ -44,9 +44,9 @@ def bound_requests(vllm_config: VllmConfig, config: HybridConfig, device_bytes: 
 
     limit, asked = room.limit("device"), scheduler.max_num_seqs
     fits = largest(lambda batch: needed(batch) <= limit, asked)
-    each = needed(2) - needed(1)
     if fits == asked:
         return None
+    each = needed(2) - needed(1)
     if not fits:
         raise ConfigError(
             f"slots_per_request: {config.slots_per_request}: one request needs {size(needed(1))} of the GPU's "
