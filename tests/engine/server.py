@@ -98,7 +98,9 @@ def hybrid_server(
 
 
 @contextmanager
-def stock_server(folder: Path, model_dir: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
+def stock_server(
+    folder: Path, model_dir: Path, flags: Sequence[str] = (), environment: dict[str, str] | None = None
+) -> Iterator[Server]:
     """The engine without our plugin."""
     port = free_port()
     command = [
@@ -113,7 +115,8 @@ def stock_server(folder: Path, model_dir: Path, flags: Sequence[str] = ()) -> It
         str(port),
         *flags,
     ]
-    with running(command, port, folder / f"stock-{port}.log", {"VLLM_PLUGINS": "none"}) as server:
+    environment = {"VLLM_PLUGINS": "none", **(environment or {})}
+    with running(command, port, folder / f"stock-{port}.log", environment) as server:
         yield server
 
 
