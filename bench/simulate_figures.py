@@ -108,8 +108,8 @@ def plot(out: Path) -> None:
     runs = own_runs()
     axis = axes[1, 2]
     for method, mark in (("stock", "o"), ("scout", "s")):
-        mine = [run for run in runs if run.method in (method,)]
-        axis.plot([r.measured for r in mine], [r.simulated for r in mine], mark, label=method)
+        those = [run for run in runs if run.method in (method,)]
+        axis.plot([r.measured for r in those], [r.simulated for r in those], mark, label=method)
     axis.plot([0, 80], [0, 80], color="grey", linewidth=0.8)
     axis.set(xlabel="measured tokens/s", ylabel="simulated", title="our own runs, two CPU cores")
     axis.legend()
