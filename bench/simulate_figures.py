@@ -102,7 +102,7 @@ def plot(out: Path) -> None:
         places = range(len(mine))
         axis.bar([x - 0.2 for x in places], [c.paper for c in mine], 0.4, label="paper")
         axis.bar([x + 0.2 for x in places], [c.simulated for c in mine], 0.4, label="simulated")
-        axis.set_xticks(list(places), [textwrap.fill(c.what, 20) for c in mine], fontsize=7)
+        axis.set_xticks(list(places), [textwrap.fill(c.what, 12) for c in mine], fontsize=6)
         axis.set_title(title)
         axis.legend()
     runs = own_runs()
