@@ -41,4 +41,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
     },
+    # https://huggingface.co/Qwen/Qwen3-32B/blob/main/config.json
+    "qwen3-32b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
 }

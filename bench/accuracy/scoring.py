@@ -38,7 +38,16 @@ def token_f1(answer: str, text: str) -> float:
 
 def rouge_l(answer: str, text: str) -> float:
     """F1 of the longest common subsequence of words (Lin 2004, ROUGE-L with beta 1), over the whole text at once."""
-    wanted, given = answer.lower().split(), text.lower().split()
+    return _longest_common(answer.lower().split(), text.lower().split())
+
+
+def rouge_l_characters(answer: str, text: str) -> float:
+    """The same over characters, for Chinese, which has no spaces (LongBench segments it into words with jieba)."""
+    return _longest_common("".join(answer.lower().split()), "".join(text.lower().split()))
+
+
+def _longest_common(wanted: Sequence[str], given: Sequence[str]) -> float:
+    """F1 of the longest common subsequence."""
     row = [0] * (len(given) + 1)
     for word in wanted:
         diagonal = 0
@@ -57,6 +66,12 @@ def classification(answer: str, text: str, classes: Sequence[str]) -> float:
     named = [c for c in classes if c in text]
     named = [c for c in named if not any(c != other and c in other for other in named)]
     return 1 / len(named) if answer in named else 0.0
+
+
+def retrieval(answer: str, text: str) -> float:
+    """Share of the numbers in the text that are the one in the answer, "Paragraph 7" (LongBench's retrieval score)."""
+    numbers = re.findall(r"\d+", text)
+    return numbers.count(re.findall(r"\d+", answer)[0]) / len(numbers) if numbers else 0.0
 
 
 def field_f1(records: Sequence[str], text: str) -> float:
@@ -112,6 +127,8 @@ METRICS: dict[str, Callable[[Task, str], float]] = {
     "f1_line": lambda task, text: max(token_f1(answer, _first_line(text)) for answer in task.answers),
     "rouge_l": lambda task, text: max(rouge_l(answer, text) for answer in task.answers),
     "rouge_l_line": lambda task, text: max(rouge_l(answer, _first_line(text)) for answer in task.answers),
+    "rouge_l_characters": lambda task, text: max(rouge_l_characters(answer, text) for answer in task.answers),
+    "retrieval": lambda task, text: max(retrieval(answer, text) for answer in task.answers),
     "classification": lambda task, text: max(
         classification(answer, _first_line(text), task.classes) for answer in task.answers
     ),

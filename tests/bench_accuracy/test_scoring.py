@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.accuracy.scoring import classification, field_f1, match_all, match_any, rouge_l, score, token_f1
+from bench.accuracy.scoring import (
+    classification,
+    field_f1,
+    match_all,
+    match_any,
+    retrieval,
+    rouge_l,
+    rouge_l_characters,
+    score,
+    token_f1,
+)
 from bench.accuracy.task import Task
 
 WORDS = st.lists(st.sampled_from(["red", "green", "blue", "sea"]), min_size=1, max_size=8)
@@ -46,6 +56,18 @@ def test_rouge_l_equals_a_subsequence_search(a: list[str], b: list[str]) -> None
 
     longest = max(len(part) for part in subsequences if within(part))
     assert rouge_l(" ".join(a), " ".join(b)) == pytest.approx(2 * longest / (len(a) + len(b)))
+
+
+def test_chinese_is_compared_by_characters() -> None:
+    # 3 of 4 characters in order, of 6 given.
+    assert rouge_l_characters("安娜写的", "安娜 写了一本") == pytest.approx(2 * 3 / (4 + 6))
+    assert rouge_l_characters("安娜", "安 娜") == 1.0 and rouge_l_characters("安娜", "") == 0.0
+
+
+def test_retrieval_is_the_share_of_the_numbers_that_are_right() -> None:
+    assert retrieval("Paragraph 7", "Paragraph 7") == 1.0
+    assert retrieval("Paragraph 7", "7 or 17") == 0.5
+    assert retrieval("Paragraph 7", "the seventh") == 0.0
 
 
 def test_classification_counts_named_classes_but_no_class_inside_another() -> None:
