@@ -1,0 +1,55 @@
+"""What `hybrid serve` chooses on a CPU where the user chose nothing. The measurements are in docs/cpu-start.md."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+# What /proc/cpuinfo calls instructions that multiply bf16: x86-64 (AVX-512, AMX, AVX without 512 bits), AArch64.
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
+FEW_CORES = 4
+"""Up to so many physical cores, one kept free for vLLM's front end costs more prefill than it gains elsewhere."""
+
+
+def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies bf16 by instructions of its own. True where it does not say what it has."""
+    try:
+        lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        return True
+    return not lines or not BF16_FLAGS.isdisjoint(lines[0].split())
+
+
+def float32_is_better(dtype: str, weight_bytes: int, available: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether to serve in fp32 a model that would be served in ``dtype``: bf16 and fp16 are emulated on a CPU without
+    bf16 instructions (prefill was five times slower there), so fp32 is better if its weights leave most of the memory.
+
+    Args:
+        dtype: as torch names it, without ``torch.``.
+        weight_bytes: of the weights in ``dtype``.
+        available: bytes of memory for weights and host pool.
+    """
+    return dtype in ("bfloat16", "float16") and not has_bf16(cpuinfo) and 2 * weight_bytes <= available // 3
+
+
+def float32_line(dtype: str) -> str:
+    """What a log says of it."""
+    return (
+        f"dtype float32 instead of {dtype}: this CPU has no bf16 instructions, and emulates them several times slower; "
+        f"--dtype {dtype} halves the memory of weights and KV cache"
+    )
+
+
+def cores_to_bind(cores: Iterable[int], environment: Mapping[str, str] = os.environ, ranks: int = 1) -> str | None:
+    """``VLLM_CPU_OMP_THREADS_BIND`` for a machine of few cores: all of them. None: vLLM's own choice stays.
+
+    Args:
+        cores: one logical CPU of each physical core that this process may use.
+    """
+    chosen = {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"} & set(environment)
+    listed = sorted(cores)
+    if chosen or ranks > 1 or not 1 < len(listed) <= FEW_CORES:
+        return None
+    return ",".join(map(str, listed))
