@@ -10,7 +10,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 
-from hybrid_backend.engines.sglang.session import batch_of, real_rows
+from hybrid_backend.engines.sglang.session import batch_of, decoding, real_rows
 from hybrid_backend.step import captured_step, make_step
 
 pytestmark = pytest.mark.engine
@@ -35,7 +35,8 @@ def test_a_replays_padded_view_is_the_batch_without_its_padding(mirrored: bool) 
     view = build_replay_fb_view(batch, buffers, CAPTURED, ROWS, CAPTURED, None, 1, ForwardMode.DECODE, False)
     rows = real_rows(view)
     assert rows.tolist() == [4, 2, 9]
-    made = make_step(0, batch_of(view, ["a", "b", "c"], req_to_token, rows, PAGE), PAGE)
+    names = ["a", "b", "c"]
+    made = make_step(0, batch_of(view, names, decoding(view, names, set()), req_to_token, rows, PAGE), PAGE)
     assert made.decode is not None and made.decode.whole_batch and not made.prefill
     assert made.decode.seq_lens.tolist() == lengths.tolist() and made.decode.num_pages.tolist() == [3, 1, 1]
     expected = (req_to_token[rows][:, :48:PAGE] // PAGE).tolist()
