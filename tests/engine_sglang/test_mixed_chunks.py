@@ -9,13 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_context
 
 from hybrid_backend.config import config_from_mapping
-from hybrid_backend.engines.sglang.pool import HostTokenPool
-from hybrid_backend.engines.sglang.session import Session
 from tests.engine.answers import StockAnswers
 from tests.engine.server import Server
 from tests.engine_sglang.conftest import TOKENS, prompts
@@ -33,6 +28,12 @@ class Scheduler:
     """SGLang's row table and token pool over a `Session`, and batches as its eager runner hands them on."""
 
     def __init__(self, **keys: Any) -> None:
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+        from sglang.srt.runtime_context import get_context
+
+        from hybrid_backend.engines.sglang.pool import HostTokenPool
+        from hybrid_backend.engines.sglang.session import Session
+
         pool = HostTokenPool(64 * PAGE, PAGE, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
         self.rows = ReqToTokenPool(4, 32 * PAGE, "cpu", False)
         layer = SimpleNamespace(tp_q_head_num=HEADS, tp_k_head_num=HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=0.25)
@@ -49,12 +50,14 @@ class Scheduler:
         self.prompts[row] = prompt
         return row
 
-    def forward(self, work: dict[int, tuple[int, int]], mode: ForwardMode = ForwardMode.EXTEND) -> list[bool]:
+    def forward(self, work: dict[int, tuple[int, int]], mode: str = "EXTEND") -> list[bool]:
         """One step: ``{row: (tokens before, tokens now)}``. Returns which rows decoded."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
         rows, lengths = torch.tensor(list(work)), torch.tensor([sum(x) for x in work.values()])
         slots = [self.rows.req_to_token[row, before : before + now] for row, (before, now) in work.items()]
         batch = SimpleNamespace(
-            forward_mode=mode, req_pool_indices=rows, seq_lens=lengths, seq_lens_cpu=lengths,
+            forward_mode=ForwardMode[mode], req_pool_indices=rows, seq_lens=lengths, seq_lens_cpu=lengths,
             extend_seq_lens_cpu=[now for _, now in work.values()], out_cache_loc=torch.cat(slots),
             orig_seq_lens=torch.tensor([max(sum(x), self.prompts[row]) for row, x in work.items()]),
         )  # fmt: skip
@@ -85,7 +88,7 @@ def scheduler() -> Iterator[Scheduler]:
 def test_a_running_row_keeps_its_slots_in_a_mixed_step(scheduler: Scheduler) -> None:
     a = scheduler.admit(6 * PAGE)
     assert scheduler.forward({a: (0, 6 * PAGE)}) == [False]
-    assert scheduler.forward({a: (6 * PAGE, 1)}, ForwardMode.DECODE) == [True]
+    assert scheduler.forward({a: (6 * PAGE, 1)}, "DECODE") == [True]
     held = scheduler.region(a)
     b = scheduler.admit(3 * PAGE)
     assert scheduler.forward({b: (0, PAGE), a: (6 * PAGE + 1, 1)}) == [False, True]
@@ -104,7 +107,7 @@ def test_the_last_token_of_a_prompt_is_part_of_the_prompt(scheduler: Scheduler) 
     a, b = scheduler.admit(PAGE), scheduler.admit(PAGE + 1)
     assert scheduler.forward({a: (0, PAGE), b: (0, PAGE)}) == [False, False]
     assert scheduler.forward({b: (PAGE, 1), a: (PAGE, 1)}) == [False, True]
-    assert scheduler.forward({a: (PAGE + 1, 1), b: (PAGE + 1, 1)}, ForwardMode.DECODE) == [True, True]
+    assert scheduler.forward({a: (PAGE + 1, 1), b: (PAGE + 1, 1)}, "DECODE") == [True, True]
 
 
 def test_a_row_that_was_given_back_begins_with_a_prompt_again(scheduler: Scheduler) -> None:
