@@ -7,6 +7,7 @@ the launches of all layers may be captured in a CUDA graph.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class DeviceStep:
     """All decoding rows of a step by kernels that run in the device's stream, layer by layer.
 
     Raises:
-        ConfigError: the workers' kernel is not the native one, which alone serves mailboxes.
+        ConfigError: the workers' kernel is not the native one, which alone serves mailboxes; there is no Triton.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class DeviceStep:
     ) -> None:
         if not isinstance(workers, NativePool):
             raise ConfigError("workers.kernel: device_kernels: triton needs the native kernel; write auto or native")
+        _triton()
         self._config, self._model, self._tiers, self._stats = config, model, tiers, stats
         device = tiers.device
         on_gpu = device.type == "cuda"
@@ -229,11 +231,25 @@ def own_memory(
 
 
 def check(config: HybridConfig, device: torch.device) -> None:
-    """Raise ConfigError for what these kernels cannot serve."""
-    import triton
-
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+    """Raise ConfigError for what these kernels cannot serve. A GPU may be one of another machine: no Triton is needed
+    to plan for it."""
+    if device.type != "cuda" and not _triton().knobs.runtime.interpret:
         raise ConfigError(
             f"device_kernels: triton needs a GPU, but the device tier is the {device.type}; write auto "
             "(or set TRITON_INTERPRET=1, which runs them slowly, for tests)"
         )
+
+
+def _triton() -> Any:
+    """Imported where kernels will run, not where their memory is planned.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import triton
+    except ImportError as error:
+        raise ConfigError(
+            f"device_kernels: triton needs Triton, which cannot be imported here ({error}); pip install triton"
+        ) from None
+    return triton

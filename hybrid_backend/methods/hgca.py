@@ -3,15 +3,15 @@
 
 The device keeps the last `hgca.window_tokens` tokens of every layer as a ring of pages and, for each of them and each
 KV head, a moving average of its attention weight. When a page leaves the ring, a head keeps those of its tokens whose
-average is above ``beta / (tokens on the device)``: they are copied to the head's context cache, which the CPU attends
+average is above ``beta / (tokens of the ring)``: they are copied to the head's context cache, which the CPU attends
 in parallel with the device (not ahead); the partials merge by log-sum-exp.
 
 After a prompt (also one that continues a cached prefix) every token before the window is judged again, by the mean
 weights of the prompt's last queries over all of them against ``beta / (tokens on the CPU)``: tokens drop out of the
 context cache and come back. The host pool keeps every token, whatever a head attends.
 
-The first pages (`sinks`) are always kept and count for nothing in judging: with them in it, the attention sink takes so
-much of the weight that the rest falls below uniform (measured: docs/measurements.md).
+The first pages (`sinks`) stay on the device beside the ring and count for nothing in judging: with them in it, the
+attention sink takes so much of the weight that the rest falls below uniform (measured: docs/measurements.md).
 
 Deviations, beside the sinks: a KV head stands for its group of query heads (`hgca.aggregate`); prompts are attended
 densely through the staging buffers, which is exact; judging takes the prompt's last `hgca.append_queries` queries.
@@ -48,21 +48,26 @@ class _Plan:
 
     regions: Tensor  # [R]
     owners: Owners
-    window: Tensor  # [R, 1, W] logical pages on the device, ascending, -1 for padding; W of the longest row
-    older: Tensor | None  # [R, 1, P] all logical pages before the window; None where no row has one
+    first: Tensor  # [R] the ring's first logical page
+    window: Tensor  # [R, 1, W] logical pages on the device, sinks first, -1 for padding; W of the longest row
+    older: Tensor | None  # [R, 1, P] the logical pages between sinks and ring; None where no row has one
     tickets: list[Ticket] = field(default_factory=list)
 
 
 class Hgca(Method):
-    """A ring of recent pages on the device; a context cache per KV head on the CPU."""
+    """First pages and a ring of recent ones on the device; a context cache per KV head on the CPU.
+
+    A sink's slot is its page's number; the ring has the slots after those of the sinks.
+    """
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
         super().__init__(config, model, tiers, workers, stats)
         layers, regions = tiers.residency.layers, len(tiers.slots.generation)
         self._regions = Regions(tiers, config.page_size)
+        self._ring = _ring(config)
         self._row = {layer: i for i, layer in enumerate(layers)}
         self._caches = {layer: ContextCache(tiers.host.layers[layer], regions) for layer in layers}
-        self._average = torch.zeros(_average_shape(config, model, len(layers), regions))  # moving, by slot
+        self._average = torch.zeros(_average_shape(config, model, len(layers), regions))  # moving, by ring slot
         self._evicted = [0] * regions  # pages of the region's request that have left the ring
         self._queries: dict[str, dict[int, Tensor]] = {}  # the last queries of each request's prompt, by layer
         # Judging runs beside the model; a layer waits for its own share before it attends.
@@ -77,7 +82,7 @@ class Hgca(Method):
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         return TierLayout(
             separate=is_separate(config, device),
-            slots_per_request=_ring(config),
+            slots_per_request=config.sinks + _ring(config),
             staging_tokens=staging_tokens(config),
         )
 
@@ -90,8 +95,8 @@ class Hgca(Method):
 
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
-        """Every token before the window kept by some head, in caches that grew by half when it came."""
-        older = max(0, -(-tokens // config.page_size) - _ring(config))
+        """Every token between sinks and ring kept by some head, in caches that grew by half when it came."""
+        older = max(0, -(-tokens // config.page_size) - config.sinks - _ring(config))
         layers = len(cls.layout(config, model, device).full_layers(model))
         return layers * -(-older * 3 // 2) * model.page_bytes(config.page_size)
 
@@ -128,17 +133,18 @@ class Hgca(Method):
         if step.decode is None:
             return
         rows = step.decode
-        ring = self.tiers.slots.size
         found = [self._region(rows, r) for r in range(rows.count)]
-        regions = torch.tensor(found)
-        first = (rows.num_pages - ring).clamp(min=0)
-        column = torch.arange(int((rows.num_pages - first).max()))[None]
-        window = torch.where(column < (rows.num_pages - first)[:, None], first[:, None] + column, -1)[:, None]
+        regions, sinks = torch.tensor(found), self.config.sinks
+        first = (rows.num_pages - self._ring).clamp(min=sinks)
+        column = torch.arange(sinks + int((rows.num_pages - first).max().clamp(min=0)))[None]
+        pages = torch.where(column < sinks, column, first[:, None] + column - sinks)
+        window = pages.masked_fill(pages >= rows.num_pages[:, None], -1)[:, None]
         step.plan = _Plan(
             regions=regions,
             owners=Owners(regions, self.tiers.slots.generation[regions], self.tiers.slots.generation),
+            first=first,
             window=window,
-            older=_before(first) if bool(first.any()) else None,
+            older=_between(sinks, first) if bool((first > sinks).any()) else None,
         )
 
     def append(self, layer: int, step: Step, kv: Tensor) -> None:
@@ -183,18 +189,18 @@ class Hgca(Method):
     def _region(self, rows: DecodeRows, r: int) -> int:
         """The row's region: a new one is filled from the host pool and all older tokens are judged; in a running one
         the page that begins takes the place of the oldest, whose tokens are judged by their moving averages."""
-        slots, residency = self.tiers.slots, self.tiers.residency
+        residency, sinks = self.tiers.residency, self.config.sinks
         region, is_new = self._regions.find(rows, r)
         pages = int(rows.num_pages[r])
-        first = max(0, pages - slots.size)
+        first = max(sinks, pages - self._ring)
         if is_new:
             # The step's own token is not in the host pool yet. The others are, in all layers.
             known = int(rows.seq_lens[r]) - 1
-            held = torch.arange(first, pages)
+            held = torch.cat([torch.arange(min(sinks, pages)), torch.arange(first, max(first, pages))])
             queries = self._queries.pop(rows.request_ids[r], {})
             table = rows.page_table[r]
             for layer in residency.layers:
-                self._regions.fill(layer, rows, r, region, held % slots.size, held, held)
+                self._regions.fill(layer, rows, r, region, self._slot(held), held, held)
                 if known:
                     asked = queries.get(layer)
                     self._start(layer, region, first, known, table, asked.cpu() if asked is not None else None)
@@ -206,10 +212,19 @@ class Hgca(Method):
             self._evicted[region] = max(first, self._evicted[region])
             newest = torch.tensor([pages - 1])
             for layer in residency.layers:
-                residency.put(layer, region, newest % slots.size, newest, newest)
-            # A step that failed half-way may have begun this page before.
-            self._average[:, region, (pages - 1) % slots.size] = 0
+                residency.put(layer, region, self._slot(newest), newest, newest)
+            if pages > sinks:  # a step that failed half-way may have begun this page before
+                self._average[:, region, self._place(pages - 1)] = 0
         return region
+
+    def _slot(self, pages: Tensor) -> Tensor:
+        """Slots (0..size) of logical pages that are on the device."""
+        sinks = self.config.sinks
+        return torch.where(pages < sinks, pages, sinks + (pages - sinks) % self._ring)
+
+    def _place(self, page: int) -> int:
+        """Of a page in the ring."""
+        return (page - self.config.sinks) % self._ring
 
     def _forget(self, request_id: str) -> None:
         region = self.tiers.slots.region(request_id)
@@ -228,42 +243,40 @@ class Hgca(Method):
         self._pending.setdefault(layer, []).append(job)
 
     def _evict(self, layer: int, region: int, page: int, table: Tensor) -> None:
-        slot = page % self.tiers.slots.size
-        average = self._average[self._row[layer], region, slot].clone()
+        average = self._average[self._row[layer], region, self._place(page)].clone()
         job = self._judge.submit(self._judge_page, layer, region, page, table, average)
         self._pending.setdefault(layer, []).append(job)
 
     def _judge_prompt(
         self, layer: int, region: int, first: int, known: int, table: Tensor, queries: Tensor | None
     ) -> None:
-        """Which of the tokens before page ``first`` each head keeps, and the first averages of the window's tokens.
+        """Which of the tokens between sinks and page ``first`` each head keeps, and the first averages of the ring's.
 
         ``known``: tokens of the sequence in the host pool; the queries are those of the last of them. Without queries
         (none was seen: the whole prompt came from a cache) every token is kept.
         """
         with torch.inference_mode():
-            page_size, ring = self.config.page_size, self.tiers.slots.size
+            page_size, ring = self.config.page_size, self._ring
             pages = table[: -(-known // page_size)]
-            older = first * page_size
+            sinks, older = self.config.sinks * page_size, first * page_size
             # Head by head: a long context's K of all heads, in fp32, would be larger than its bf16 KV.
             for head in range(self.model.num_kv_heads):
-                kept = torch.arange(older)
+                kept = torch.arange(sinks, older)
                 if queries is not None:
                     k = self.tiers.host.layers[layer][pages, head, 0].flatten(0, 1)[:known]
-                    sinks = min(older, self.config.sinks * page_size)
                     weights = self._mean_weights(queries, k, head, sinks, older)
                     heavy = weights[sinks:older] > self.config.hgca.beta / max(1, older - sinks)
-                    kept = torch.cat([torch.arange(sinks), heavy.nonzero().flatten() + sinks])
+                    kept = heavy.nonzero().flatten() + sinks
                     recent = torch.zeros(ring * page_size)
-                    recent[: known - older] = weights[older:]
-                    slots = torch.arange(first, first + ring) % ring
-                    self._average[self._row[layer], region, slots, head] = recent.view(ring, page_size)
+                    recent[: max(0, known - older)] = weights[older:]
+                    places = torch.arange(first - self.config.sinks, first - self.config.sinks + ring) % ring
+                    self._average[self._row[layer], region, places, head] = recent.view(ring, page_size)
                 self._keep(layer, region, head, table, kept)
 
     def _mean_weights(self, queries: Tensor, k: Tensor, head: int, sinks: int, older: int) -> Tensor:
         """``[tokens]``: mean over the queries of their softmax over the sinks, over the other older tokens and over the
-        recent ones, each alone: the recent ones as the device will see them, and the sinks, which take most of many
-        heads' attention whatever they hold, apart, because beside them nothing would look heavy. ``queries``:
+        recent ones, each alone: the sinks take most of many heads' attention whatever they hold, and beside them
+        nothing would look heavy. ``queries``:
         ``[n, heads, head_dim]`` of the last n of the tokens whose keys are ``k`` ``[tokens, head_dim]``."""
         count, group = len(queries), self.model.num_heads // self.model.num_kv_heads
         mine = queries[:, head * group : (head + 1) * group].float().transpose(0, 1)  # [group, n, dim]
@@ -288,7 +301,7 @@ class Hgca(Method):
         beta times uniform."""
         with torch.inference_mode():
             page_size = self.config.page_size
-            keep = average > self.config.hgca.beta / (self.tiers.slots.size * page_size)
+            keep = average > self.config.hgca.beta / (self._ring * page_size)
             for head in range(self.model.num_kv_heads):
                 self._keep(layer, region, head, table, keep[head].nonzero().flatten() + page * page_size)
 
@@ -311,7 +324,7 @@ class Hgca(Method):
 
     def _submit(self, layer: int, rows: DecodeRows, plan: _Plan, q: Tensor) -> Ticket | None:
         """The CPU's part: the context caches, or every older token where the configuration wants exact attention."""
-        device = _tokens(rows, plan.window, self.config.page_size)
+        device = int((rows.seq_lens - (plan.first - self.config.sinks) * self.config.page_size).sum())
         if plan.older is None:
             self.stats.attended(layer, device, 0)
             return None
@@ -329,15 +342,18 @@ class Hgca(Method):
         return ticket
 
     def _note(self, layer: int, plan: _Plan, weights: Tensor) -> None:
-        """Algorithm 1: A = (1 - alpha) A + alpha A_new. ``weights``: ``[rows, heads, W, page_size]``."""
-        rows, _, ring, page_size = weights.shape
-        grouped = weights.view(rows, self.model.num_kv_heads, -1, ring, page_size)
-        new = self._over_group(grouped, 2).transpose(1, 2).cpu()  # [rows, W, kv_heads, page_size]
-        region = plan.regions[:, None].expand(-1, ring)
-        slot = plan.window[:, 0].clamp(min=0) % self.tiers.slots.size
-        listed = plan.window[:, 0] >= 0
+        """Algorithm 1: A = (1 - alpha) A + alpha A_new, the softmax over the ring's tokens without the sinks.
+        ``weights``: ``[rows, heads, W, page_size]``, over both."""
+        sinks = self.config.sinks
+        weights, window = weights[:, :, sinks:], plan.window[:, 0, sinks:]
+        (rows, heads, columns, page_size), kv_heads = weights.shape, self.model.num_kv_heads
+        weights = weights / weights.sum((2, 3), keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        grouped = weights.view(rows, kv_heads, heads // kv_heads, columns, page_size)
+        new = self._over_group(grouped, 2).transpose(1, 2).cpu()  # [rows, columns, kv_heads, page_size]
+        region = plan.regions[:, None].expand(-1, columns)
+        listed = window >= 0
         alpha = self.config.hgca.alpha
-        where = (region[listed], slot[listed])
+        where = (region[listed], (window[listed] - sinks) % self._ring)
         average = self._average[self._row[layer]]
         average[where] = (1 - alpha) * average[where] + alpha * new[listed]
 
@@ -353,10 +369,10 @@ class Hgca(Method):
     def _sample(self, layer: int, rows: DecodeRows, plan: _Plan, q: Tensor, r: int) -> None:
         """Attention mass of row ``r``."""
         stats, heads = self.stats.layers[layer], self.model.num_kv_heads
-        older = int(plan.window[r, 0, 0]) * self.config.page_size
+        older = slice(self.config.sinks * self.config.page_size, int(plan.first[r]) * self.config.page_size)
         covered = torch.ones(heads, int(rows.seq_lens[r]), dtype=torch.bool)
         if self.config.sparse != "never" and layer not in self.config.exact_layers:
-            covered[:, :older] = False
+            covered[:, older] = False
             for head, positions in enumerate(self._caches[layer].positions(int(plan.regions[r]))):
                 covered[head, positions] = True
         pages = rows.page_table[r, : int(rows.num_pages[r])]
@@ -374,12 +390,7 @@ def _average_shape(config: HybridConfig, model: ModelSpec, layers: int, regions:
     return (layers, regions, _ring(config), model.num_kv_heads, config.page_size)
 
 
-def _before(first: Tensor) -> Tensor:
-    """``[R, 1, max(first)]``: the logical pages before page ``first`` of each row, padding (-1) last."""
-    column = torch.arange(int(first.max()))[None, None]
+def _between(sinks: int, first: Tensor) -> Tensor:
+    """``[R, 1, max(first) - sinks]``: the logical pages from ``sinks`` to ``first`` of each row, padding (-1) last."""
+    column = torch.arange(sinks, int(first.max()))[None, None]
     return torch.where(column < first[:, None, None], column, -1)
-
-
-def _tokens(rows: DecodeRows, window: Tensor, page_size: int) -> int:
-    first = window[:, 0, 0] * page_size
-    return int((rows.seq_lens - first).sum())

@@ -66,7 +66,7 @@ class Selective(Method):
         if not tiers.slots.size:
             self.in_place = InPlace(config, model, tiers, stats)
         elif self.runs_kernels(config, tiers.device):
-            from hybrid_backend.methods.device_step import DeviceStep  # late: it needs Triton
+            from hybrid_backend.methods.device_step import DeviceStep  # late, with the kernels
 
             self.in_place = DeviceStep(self.launches(), config, model, tiers, workers, stats)
 
@@ -79,14 +79,14 @@ class Selective(Method):
     @classmethod
     @abstractmethod
     def launches(cls) -> type[GraphStep]:
-        """Its decode step as launches on the device (imported late: it needs Triton)."""
+        """Its decode step as launches on the device (imported late, with the kernels)."""
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         if config.device_kernels == "triton" and not is_separate(config, device):
             raise ConfigError("device_kernels: triton works on slots: set tiers: separate, or device_kernels: auto")
         if cls.runs_kernels(config, device):
-            from hybrid_backend.methods.device_step import check  # late: it needs Triton
+            from hybrid_backend.methods.device_step import check  # late, with the kernels
 
             check(config, device)
         selection = config.selection
@@ -130,7 +130,7 @@ class Selective(Method):
         slots = cls.layout(config, model, device).slots_per_request
         if not slots or not cls.runs_kernels(config, device):
             return OwnMemory()
-        from hybrid_backend.methods.device_step import own_memory  # late: it needs Triton
+        from hybrid_backend.methods.device_step import own_memory  # late, with the kernels
 
         return own_memory(cls.launches(), config, model, pages, max_requests, slots)
 

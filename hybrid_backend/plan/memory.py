@@ -135,8 +135,6 @@ class MethodMemory:
             method.check(self.config, self.device, self.shape.layers, self.shape.kv_heads)
         except HybridError as error:
             return str(error)
-        except ImportError as error:
-            return f"the device's kernels cannot be loaded here ({error})"
         return None if self.shape.full_layers else "every layer has a sliding window: nothing to offload"
 
     def gauges(self, pages: int, batch: int, max_tokens: int | None = None) -> dict[str, int]:

@@ -5,38 +5,25 @@ Shapes that all of them share: pages ``[pages, kv_heads, 2 (K, V), page_size, he
 KV head) with the number of entries that count beside them. Nothing here synchronises or reads a tensor's values on the
 host, so every call can be captured in a CUDA graph: what varies from step to step lies in tensors, and rows of a padded
 batch are rows without pages.
+
+Sizes of what the kernels keep are asked for where there is no Triton (`hybrid plan`): it is imported with the first
+kernel that somebody asks this package for.
 """
 
 from __future__ import annotations
 
-from hybrid_backend.kernels.triton.decode import page_weights, paged_partial, splits_for
-from hybrid_backend.kernels.triton.digests import build_digests
-from hybrid_backend.kernels.triton.merge import merge_partials
-from hybrid_backend.kernels.triton.recall import copy_pages
-from hybrid_backend.kernels.triton.residency import Copies, Maps, commit_pages, note_scores, open_pages, plan_recall
-from hybrid_backend.kernels.triton.scores import page_scores
-from hybrid_backend.kernels.triton.select import SelectedPages, select_pages, union_pages
-from hybrid_backend.kernels.triton.signal import ask, await_answer
-from hybrid_backend.kernels.triton.tokens import append_tokens
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Copies",
-    "Maps",
-    "SelectedPages",
-    "append_tokens",
-    "ask",
-    "await_answer",
-    "build_digests",
-    "commit_pages",
-    "copy_pages",
-    "merge_partials",
-    "note_scores",
-    "open_pages",
-    "page_scores",
-    "page_weights",
-    "paged_partial",
-    "plan_recall",
-    "select_pages",
-    "splits_for",
-    "union_pages",
-]
+from hybrid_backend.kernels.triton.maps import Copies, Maps
+
+if TYPE_CHECKING:
+    from hybrid_backend.kernels.triton.launchers import *  # noqa: F403
+
+__all__ = ["Copies", "Maps"]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(import_module(f"{__name__}.launchers"), name)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_backend.engines.vllm.gpu_worker import HybridGPUWorker, _redirected
-from hybrid_backend.engines.vllm.session import as_pages
 from hybrid_backend.tiers.pinned import HostMemory
 
 pytestmark = pytest.mark.engine
 
 
 def test_only_the_kv_caches_allocation_goes_to_the_host() -> None:
+    from hybrid_backend.engines.vllm.gpu_worker import _redirected
+
     asked: list[int] = []
 
     def make(nbytes: int) -> torch.Tensor:
@@ -28,6 +28,9 @@ def test_only_the_kv_caches_allocation_goes_to_the_host() -> None:
 
 def test_the_hosts_tensor_of_a_layer_is_the_same_memory() -> None:
     """A layer's cache is a view in the midst of the buffer, as vLLM makes it."""
+    from hybrid_backend.engines.vllm.gpu_worker import HybridGPUWorker
+    from hybrid_backend.engines.vllm.session import as_pages
+
     worker = object.__new__(HybridGPUWorker)
     pages, heads, page, dim = 6, 2, 16, 8
     layer = pages * heads * page * 2 * dim

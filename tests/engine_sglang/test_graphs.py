@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 
-from hybrid_backend.engines.sglang.session import batch_of, real_rows
 from hybrid_backend.step import captured_step, make_step
 
 pytestmark = pytest.mark.engine
@@ -20,6 +17,11 @@ PAGE, ROWS, CAPTURED = 16, 3, 8
 @pytest.mark.parametrize("mirrored", [True, False], ids=["lengths on the host", "on the device only"])
 def test_a_replays_padded_view_is_the_batch_without_its_padding(mirrored: bool) -> None:
     """The view is SGLang's own, over buffers padded to the captured size."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
+
+    from hybrid_backend.engines.sglang.session import batch_of, decoding, real_rows
+
     lengths = torch.tensor([33, 16, 5])
     req_to_token = torch.arange(10 * 64).view(10, 64) + PAGE
     batch: Any = SimpleNamespace(
@@ -35,7 +37,8 @@ def test_a_replays_padded_view_is_the_batch_without_its_padding(mirrored: bool) 
     view = build_replay_fb_view(batch, buffers, CAPTURED, ROWS, CAPTURED, None, 1, ForwardMode.DECODE, False)
     rows = real_rows(view)
     assert rows.tolist() == [4, 2, 9]
-    made = make_step(0, batch_of(view, ["a", "b", "c"], req_to_token, rows, PAGE), PAGE)
+    names = ["a", "b", "c"]
+    made = make_step(0, batch_of(view, names, decoding(view, names, set()), req_to_token, rows, PAGE), PAGE)
     assert made.decode is not None and made.decode.whole_batch and not made.prefill
     assert made.decode.seq_lens.tolist() == lengths.tolist() and made.decode.num_pages.tolist() == [3, 1, 1]
     expected = (req_to_token[rows][:, :48:PAGE] // PAGE).tolist()

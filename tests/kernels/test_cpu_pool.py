@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -22,30 +23,53 @@ def pool():
         yield made
 
 
-def job(seed: int, rows: int = 3, k: int = 40, per_head: bool = False):
+def job(seed: int, rows: int = 3, k: int = 40, per_head: bool = False, dtype: torch.dtype = torch.bfloat16):
     rng = torch.Generator().manual_seed(seed)
-    layer = torch.randn(64, 2, 2, 32, 64, generator=rng).bfloat16()
-    q = torch.randn(rows, 6, 64, generator=rng).bfloat16()
+    layer = torch.randn(64, 2, 2, 32, 64, generator=rng).to(dtype)
+    q = torch.randn(rows, 6, 64, generator=rng).to(dtype)
     ids, valid = cases.page_lists(rows, 2 if per_head else 1, k, 64, 32, rng)
     return q, layer, ids, valid, 0.125
 
 
-def same(a, b):
-    # Splitting a list changes the order of summation, nothing else.
-    return torch.allclose(a[0], b[0], atol=1e-2) and torch.allclose(a[1], b[1], atol=1e-4)
+def same(a, b, isa=None, dtype=torch.bfloat16):
+    """Splitting a list changes the order of summation, nothing else. All kernels sum in fp32, whatever the inputs are:
+    of the largest element of a head's output, at most 3e-6 was measured. AMX alone rounds the weights to bf16, after
+    scaling them by the largest of the part; its LSE is of unrounded weights."""
+    rounds = dtype == torch.bfloat16 and (isa or cpu.isas()[0]) == "amx"
+    (out, lse), (expected, expected_lse) = a, b
+    error = (out - expected).abs() / expected.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return bool((error <= (1e-2 if rounds else 1e-5)).all()) and torch.allclose(lse, expected_lse, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("isa", cpu.isas() if cpu.available() else ["generic"])
+def test_what_is_split_and_merged_differs_by_the_order_of_summation_only(isa, dtype):
+    with cpu.Pool(3, isa=isa) as pool:
+        for seed, (rows, per_head, help_) in enumerate(product([1, 3, 17], [False, True], [False, True])):
+            arguments = job(seed, rows, per_head=per_head, dtype=dtype)
+            ticket = pool.submit(*arguments)
+            assert same(ticket.wait(20, help=help_), cpu.partial(*arguments, isa=isa), isa, dtype)
+
+
+def test_the_value_of_one_token_is_no_order_of_summation():
+    """Of 1,280 equally attended tokens, one that is read wrongly is beyond the limit."""
+    q, layer, ids, valid, _ = job(0)
+    scale = 1e-3  # all weigh alike
+    ids, valid = torch.arange(40).expand_as(ids).contiguous(), torch.full_like(valid, 32)
+    whole = cpu.partial(q, layer, ids, valid, scale)
+    layer[ids[0, 0, -1], :, 1, -1] = 0
+    wrong = cpu.partial(q, layer, ids, valid, scale)
+    assert not same((wrong[0][:1], wrong[1][:1]), (whole[0][:1], whole[1][:1]), isa="generic")
+
+
 @pytest.mark.parametrize("help_", [False, True])
-def test_splits_and_merges_exactly(pool, rows, per_head, help_):
+def test_a_job_is_timed_and_can_be_waited_for_twice(pool, help_):
     for seed in range(10):
-        arguments = job(seed, rows, per_head=per_head)
-        ticket = pool.submit(*arguments)
-        assert same(ticket.wait(20, help=help_), cpu.partial(*arguments))
+        ticket = pool.submit(*job(seed))
+        ticket.wait(20, help=help_)
         started, ended = ticket.span()
         assert 0 < started <= ended
-        assert ticket.wait(0) is not None  # waiting twice is fine
+        assert ticket.wait(0) is not None
 
 
 def test_empty_job(pool):

@@ -25,9 +25,13 @@ def hgca(running: Engine) -> Hgca:
 
 def kept(running: Engine, name: str = "a", layer: int = 0) -> list[set[int]]:
     """Per KV head, the positions of the tokens in a request's context cache."""
-    region = running.runtime.tiers.slots.region(name)
-    assert region is not None
-    return [set(p.tolist()) for p in hgca(running)._caches[layer].positions(region)]
+    return [set(p.tolist()) for p in hgca(running)._caches[layer].positions(region(running, name))]
+
+
+def region(running: Engine, name: str = "a") -> int:
+    found = running.runtime.tiers.slots.region(name)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("tiers", ["separate", "unified"])
@@ -35,17 +39,19 @@ def test_attention_is_dense_while_the_context_fits_the_window(tiers: str) -> Non
     running = engine(tiers=tiers)
     running.add("a", WINDOW // 2)
     running.prefill("a")
-    for _ in range(WINDOW // 2):
+    for _ in range(WINDOW // 2 + PAGE):  # the sink page has a slot of its own
         running.step({"a": 1})
     assert running.runtime.stats.cpu_ratio() == 0
     running.close()
 
 
+@pytest.mark.parametrize("prompt", [PAGE // 2, 10 * PAGE + 5], ids=["short prompt", "long prompt"])
+@pytest.mark.parametrize("sinks", [0, 1, 2])
 @pytest.mark.parametrize("tiers", ["separate", "unified"])
-def test_a_step_attends_the_window_and_what_each_head_kept(tiers: str) -> None:
-    """fp64 attention over exactly these tokens."""
-    running = engine(tiers=tiers)
-    running.add("a", 10 * PAGE + 5)
+def test_a_step_attends_the_sinks_the_window_and_what_each_head_kept(tiers: str, sinks: int, prompt: int) -> None:
+    """fp64 attention over exactly these tokens, of which the sinks and the window are on the device."""
+    running = engine(tiers=tiers, sinks=sinks)
+    running.add("a", prompt)
     running.prefill("a", chunk=50)
     queries: dict[int, torch.Tensor] = {}
     method = hgca(running)
@@ -57,18 +63,36 @@ def test_a_step_attends_the_window_and_what_each_head_kept(tiers: str) -> None:
         return out
 
     method.attend = log_attend  # type: ignore[method-assign]
-    for _ in range(3 * PAGE):
+    while running.sequences["a"].tokens < (prompt + 3 * PAGE if prompt > WINDOW else 8 * PAGE):
         running.step({"a": 1}, tolerance=None)
         tokens = running.sequences["a"].tokens
-        first = (-(-tokens // PAGE) - WINDOW // PAGE) * PAGE
+        first = max(sinks, -(-tokens // PAGE) - WINDOW // PAGE) * PAGE
+        device = {p for p in range(tokens) if p < sinks * PAGE or p >= first}
         for layer, (q, out) in queries.items():
+            held = running.runtime.tiers.residency.held(layer, torch.tensor([region(running)])).flatten().tolist()
+            assert {page for page in held if page >= 0} == {p // PAGE for p in device}
             kv = torch.stack(running.sequences["a"].kv[layer]).double()
             for head, positions in enumerate(kept(running, layer=layer)):
-                assert all(p < first for p in positions)
-                seen = [*sorted(positions), *range(first, tokens)]
+                assert not positions & device, "attended twice"
+                seen = sorted(positions | device)
                 logits = q[2 * head : 2 * head + 2].double() @ kv[seen, head, 0].T * running.model.scale
                 expected = logits.softmax(-1) @ kv[seen, head, 1]
                 torch.testing.assert_close(out[2 * head : 2 * head + 2].double(), expected, atol=1e-4, rtol=1e-4)
+    running.close()
+
+
+def test_sinks_stay_whatever_their_averages_when_the_window_passes_them() -> None:
+    """A page of the window, looked at as little, is dropped."""
+    running = engine(layers=1, sinks=1)
+    running.add("a", WINDOW)
+    running.prefill("a")
+    method = hgca(running)
+    for _ in range(4 * PAGE):
+        running.step({"a": 1}, tolerance=None)
+        method._average.zero_()
+    held = running.runtime.tiers.residency.held(0, torch.tensor([region(running)])).flatten().tolist()
+    assert sorted(held) == [0, 4, 5, 6, 7]
+    assert kept(running) == [set(), set()]
     running.close()
 
 
@@ -86,13 +110,12 @@ def test_heads_keep_different_numbers_of_tokens() -> None:
 def test_a_page_that_leaves_the_window_keeps_tokens_above_beta_times_uniform() -> None:
     """By the averages before the step in which the page leaves (the formula of which is checked below)."""
     running = engine(layers=1)
-    running.add("a", WINDOW - 1)
+    running.add("a", PAGE + WINDOW - 1)
     running.prefill("a")
-    running.step({"a": 1}, tolerance=None)  # the window is full now
-    region = running.runtime.tiers.slots.region("a")
+    running.step({"a": 1}, tolerance=None)  # sinks and window are full now
     partly = False
-    for page in range(3):  # page 0 by the prompt's averages alone, page 1 and 2 after 16 and 32 steps
-        average = hgca(running)._average[0, region, page].clone()
+    for page in range(1, 4):  # page 1 by the prompt's averages alone, page 2 and 3 after 16 and 32 steps
+        average = hgca(running)._average[0, region(running), page - 1].clone()
         running.step({"a": 1}, tolerance=None)
         expected = [set((line > 1 / WINDOW).nonzero().flatten().tolist()) for line in average]
         found = [{p - page * PAGE for p in positions if p >= page * PAGE} for positions in kept(running)]
@@ -105,12 +128,12 @@ def test_a_page_that_leaves_the_window_keeps_tokens_above_beta_times_uniform() -
 
 
 def test_averages_follow_the_formula() -> None:
+    """Of the tokens after the sinks, which count for nothing."""
     running = engine(layers=1)
-    running.add("a", 20)
+    running.add("a", PAGE + 20)
     running.prefill("a")
     running.step({"a": 1})
     method, m = hgca(running), running.model
-    region = running.runtime.tiers.slots.region("a")
     attend = method.attend
     seen: list[torch.Tensor] = []
 
@@ -120,13 +143,13 @@ def test_averages_follow_the_formula() -> None:
 
     method.attend = log_attend  # type: ignore[method-assign]
     for _ in range(5):
-        before = method._average[0, region].transpose(0, 1).flatten(1).clone()
+        before = method._average[0, region(running)].transpose(0, 1).flatten(1).clone()
         running.step({"a": 1})
-        kv = torch.stack(running.sequences["a"].kv[0])
+        kv = torch.stack(running.sequences["a"].kv[0])[PAGE:]
         logits = torch.einsum("hgd,thd->hgt", seen[-1].view(2, 2, -1), kv[:, :, 0]) * m.scale
         new = logits.softmax(-1).amax(1)
         expected = 0.75 * before[:, : len(kv)] + 0.25 * new
-        after = method._average[0, region].transpose(0, 1).flatten(1)[:, : len(kv)]
+        after = method._average[0, region(running)].transpose(0, 1).flatten(1)[:, : len(kv)]
         torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-4)
     running.close()
 

@@ -52,6 +52,7 @@ class Session:
         model = ModelSpec(len(layers), heads, kv_heads, head_dim, float(scale), pool.dtype)
         self.runtime = HybridRuntime(config, model, pool.pages, self._rows.size, torch.device("cpu"))
         self.step: Step | None = None
+        self._answering: set[str] = set()
         self._publisher: Publisher | None = None
         if get_observability().enable_metrics:
             runtime = self.runtime
@@ -62,7 +63,9 @@ class Session:
     def begin_step(self, forward_batch: Any) -> None:
         """Start the runtime's step for SGLang's batch. If a graph is replayed, no layer of it is seen here."""
         rows = real_rows(forward_batch)
-        batch = batch_of(forward_batch, self._request_ids(rows), self._rows.req_to_token, rows, self._page_size)
+        ids = self._request_ids(rows)
+        decode = decoding(forward_batch, ids, self._answering)
+        batch = batch_of(forward_batch, ids, decode, self._rows.req_to_token, rows, self._page_size)
         self.step = self.runtime.begin_step(batch)
         self._publish()
 
@@ -92,7 +95,9 @@ class Session:
 
     def _freed(self, rows: list[int]) -> None:
         """Rows of requests that finished, were aborted or retracted. SGLang gives a row out again only after this."""
-        self.runtime.release(self._request_ids(torch.tensor(rows)))
+        ids = self._request_ids(torch.tensor(rows))
+        self._answering.difference_update(ids)
+        self.runtime.release(ids)
         self._publish(force=True)
 
 
@@ -101,13 +106,39 @@ def real_rows(fb: Any) -> Tensor:
     return fb.req_pool_indices[: len(fb.req_pool_indices) - getattr(fb, "num_padding", 0)].long()
 
 
-def batch_of(fb: Any, request_ids: list[str], req_to_token: Tensor, rows: Tensor, page_size: int) -> Batch:
-    """SGLang's batch in the runtime's words. ``fb``: a ForwardBatch, or the view of one that a graph's replay makes."""
-    lengths = fb.seq_lens if fb.seq_lens_cpu is None else fb.seq_lens_cpu
-    seq_lens = lengths[: len(rows)].tolist()
-    is_decode = fb.forward_mode.is_decode()
+def decoding(fb: Any, request_ids: list[str], answering: set[str]) -> list[bool]:
+    """Which rows of a batch generate: one token each, after their whole prompt.
+
+    With ``--enable-mixed-chunk`` running rows come at the end of a batch of prompts, as such of one token, and SGLang
+    says "extend" of all. What tells them from the last token of a prompt is that their prompt has ended, in an earlier
+    batch: ``answering`` holds the requests of which that is known, and takes those whose prompt ends in this one.
+    """
+    if fb.forward_mode.is_decode():
+        return [True] * len(request_ids)
+    decode = [
+        length == 1 and request in answering
+        for request, length in zip(request_ids, fb.extend_seq_lens_cpu, strict=True)
+    ]
+    # A prompt's whole length, or of a retracted request, which computes its answer again, that of the chunk's end.
+    wanted = fb.orig_seq_lens.tolist()
+    answering.update(r for r, done, whole in zip(request_ids, _lengths(fb), wanted, strict=True) if done >= whole)
+    return decode
+
+
+def _lengths(fb: Any) -> list[int]:
+    """Tokens of each row's sequence including this step's, padding rows with them."""
+    lengths: Tensor = fb.seq_lens if fb.seq_lens_cpu is None else fb.seq_lens_cpu
+    return [int(length) for length in lengths.tolist()]
+
+
+def batch_of(
+    fb: Any, request_ids: list[str], decode: list[bool], req_to_token: Tensor, rows: Tensor, page_size: int
+) -> Batch:
+    """SGLang's batch in the runtime's words. ``fb``: a ForwardBatch, or the view of one that a graph's replay makes;
+    ``decode`` as of `decoding`."""
+    seq_lens = _lengths(fb)[: len(rows)]
     query_start = [0]
-    for length in [1] * len(rows) if is_decode else fb.extend_seq_lens_cpu:
+    for length in [1] * len(rows) if fb.forward_mode.is_decode() else fb.extend_seq_lens_cpu:
         query_start.append(query_start[-1] + length)
     # Slots of a page are consecutive: every page_size-th one names the page.
     slots = req_to_token[:, : max(seq_lens) : page_size].index_select(0, rows)
@@ -115,8 +146,7 @@ def batch_of(fb: Any, request_ids: list[str], req_to_token: Tensor, rows: Tensor
         request_ids=request_ids,
         query_start=query_start,
         seq_lens=seq_lens,
-        # Decoding rows that SGLang mixes into a prompt batch come as prompts of one token, and are as exact.
-        decode=[is_decode] * len(seq_lens),
+        decode=decode,
         page_table=slots // page_size,
         slot_mapping=fb.out_cache_loc[: query_start[-1]],
     )
