@@ -148,6 +148,5 @@ def answers_in_a_row(server: Server, asked: Sequence[Lookup]) -> list[bool]:
         text += lookup.answer + stop
     likely = [max(p, key=p.__getitem__) for p in follow(server, asked[0].prompt, text)]
     return [
-        likely[place : place + len(lookup.answer)] == lookup.answer
-        for place, lookup in zip(places, asked, strict=True)
+        likely[place : place + len(lookup.answer)] == lookup.answer for place, lookup in zip(places, asked, strict=True)
     ]

@@ -27,8 +27,8 @@ class Attended(NamedTuple):
 class Witness:
     """Looks on while a runtime decodes; after each `forward` it says what each row attended in that layer.
 
-    Logical pages and token positions only: which host page, slot and offset they are, how many tokens a page holds, what
-    was computed where and how it was merged is what the outputs prove.
+    Logical pages and token positions only: which host page, slot and offset they are, how many tokens a page holds,
+    what was computed where and how it was merged is what the outputs prove.
     """
 
     def __init__(self, runtime: HybridRuntime) -> None:
