@@ -84,8 +84,21 @@ class Lookup:
     answer: list[int]
 
 
-def lookups(haystacks: int, facts: int, tokens: int, seed: int = 0) -> list[Lookup]:
-    """Needle-style key lookups: ``facts`` passwords in each of ``haystacks`` texts of about ``tokens`` tokens.
+@dataclass(frozen=True)
+class Fact:
+    """How an animal's word is stated in prose, and what asks for it."""
+
+    statement: str
+    question: str
+
+
+PASSWORD = Fact("Password of {animal}: {word}. Again, password of {animal}: {word}.", " Password of {animal}:")
+# The key right before its value: what a model of 135 million parameters finds in 7,000 tokens most of the time.
+PAIR = Fact("The {animal} {word}. Again, the {animal} {word}.", " The {animal}")
+
+
+def lookups(haystacks: int, facts: int, tokens: int, seed: int = 0, fact: Fact = PASSWORD) -> list[Lookup]:
+    """Needle-style key lookups: ``facts`` facts in each of ``haystacks`` texts of about ``tokens`` tokens.
 
     Each is stated twice in a row, which lifts what a model of 135 million parameters finds. The questions of one
     haystack share it as a prefix, so an engine with prefix caching computes it once.
@@ -103,12 +116,12 @@ def lookups(haystacks: int, facts: int, tokens: int, seed: int = 0) -> list[Look
         passwords = dict(zip(rng.sample(_ANIMALS, facts), rng.sample(_WORDS, facts), strict=True))
         for animal, word in passwords.items():
             place = rng.randrange(len(body) // 20, len(body) * 19 // 20)
-            body.insert(place, f"Password of {animal}: {word}. Again, password of {animal}: {word}.")
+            body.insert(place, fact.statement.format(animal=animal, word=word))
         prompt = list(tokenizer()(" ".join(body)).input_ids)
         found += [
             Lookup(
                 prompt,
-                list(tokenizer()(f" Password of {animal}:").input_ids),
+                list(tokenizer()(fact.question.format(animal=animal)).input_ids),
                 list(tokenizer()(f" {word}").input_ids),
             )
             for animal, word in passwords.items()
@@ -121,3 +134,19 @@ def answers(server: Server, lookup: Lookup) -> bool:
     text = lookup.question + lookup.answer
     after = follow(server, lookup.prompt, text)[len(lookup.question) :]
     return [max(p, key=p.__getitem__) for p in after] == lookup.answer
+
+
+def answers_in_a_row(server: Server, asked: Sequence[Lookup]) -> list[bool]:
+    """`answers` to all questions of one haystack, in one request: each follows the right answers to those before it,
+    which show what is wanted."""
+    stop = list(tokenizer()(".").input_ids)
+    text: list[int] = []
+    places = []
+    for lookup in asked:
+        text += lookup.question
+        places.append(len(text))
+        text += lookup.answer + stop
+    likely = [max(p, key=p.__getitem__) for p in follow(server, asked[0].prompt, text)]
+    return [
+        likely[place : place + len(lookup.answer)] == lookup.answer for place, lookup in zip(places, asked, strict=True)
+    ]

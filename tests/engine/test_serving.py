@@ -20,11 +20,12 @@ import pytest
 
 from bench.throughput.point import Point
 from bench.throughput.sweep import WARM_UP
+from hybrid_backend.config import find_config, load_config
 from hybrid_backend.status import MIDDLEWARE
 from hybrid_backend.status.app import PAGE
 from tests.engine import promises
 from tests.engine.conftest import ROOT
-from tests.engine.server import API_KEY, Server, hybrid_server
+from tests.engine.server import API_KEY, MODEL, Server, hybrid_server
 from tests.engine.storm import abort_storm
 from tests.engine.texts import english
 from tests.status.test_app import status_of
@@ -83,7 +84,8 @@ def test_logprobs_are_those_of_a_distribution(server: Server) -> None:
 def test_the_lookahead_runs_inside_the_traced_model(server: Server) -> None:
     server.complete(english(2500), 96)
     assert server.total("hybrid_cpu_tokens_total") > 0
-    assert server.total("hybrid_lead_seconds_total") > 0, "no CPU partial started ahead"
+    exact = set(load_config(find_config(MODEL)).exact_layers)
+    promises.the_cpu_starts_a_layer_ahead(server, set(range(30)) - exact, exact)
 
 
 def test_the_status_page_in_the_server_shows_what_it_does(server: Server) -> None:

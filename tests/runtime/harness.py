@@ -10,8 +10,10 @@ from torch import Tensor
 from hybrid_backend.config import HybridConfig, config_from_mapping
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Batch, ModelSpec, Step
+from tests.runtime.attended import Attended, Witness
 
 PAGE = 16
+WITNESSED = 2e-5  # of outputs in fp32, against fp64
 
 
 def config(**keys: object) -> HybridConfig:
@@ -51,6 +53,7 @@ class Engine:
     max_requests: int = 8
     seed: int = 0
     device: torch.device = torch.device("cpu")  # noqa: RUF009
+    is_witnessed: bool = False  # every decoding row is checked against what the method says that it attended
     sequences: dict[str, Sequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,6 +63,7 @@ class Engine:
         # Garbage, not zeros: nothing may rely on fresh memory.
         self.kv = [torch.randn(shape, generator=self.rng).to(m.dtype) for _ in range(m.num_layers)]
         self.runtime = HybridRuntime(self.cfg, m, self.kv, self.max_requests, self.device, self.seen_by_device())
+        self.witness = Witness(self.runtime) if self.is_witnessed else None
         self.free = list(range(self.num_pages - 1, 0, -1))
         self.refs = [0] * self.num_pages
 
@@ -106,9 +110,13 @@ class Engine:
         """Run ``{request: query tokens}`` through all layers.
 
         Returns the outputs of the last layer per request. With a ``tolerance``, every layer's output is checked
-        against dense attention in fp64. The predicted query is the true one plus ``lookahead_noise``.
+        against dense attention in fp64. The predicted query is the true one plus ``lookahead_noise``. An engine that is
+        witnessed also checks every prompt chunk against dense attention and every decoding row against attention in
+        fp64 of exactly what the method says that it attended.
         """
         m = self.model
+        if self.witness is not None:
+            self.witness.begin()
         step, query_start = self._begin(work)
         total = query_start[-1]
         queries = torch.randn(m.num_layers, total, m.num_heads, m.head_dim, generator=self.rng).to(m.dtype)
@@ -123,18 +131,32 @@ class Engine:
             self.runtime.forward(layer, step, *there)
             out = there[-1].cpu()
             for r, name in enumerate(work):
-                start, end = query_start[r], query_start[r + 1]
-                self.sequences[name].kv[layer] = self.sequences[name].kv[layer] + list(kv[start:end])
-                outs[name] = out[start:end]
-                assert not out[start:end].isnan().any(), f"{name}: layer {layer} left output unwritten"
+                mine = slice(query_start[r], query_start[r + 1])
+                self.sequences[name].kv[layer] = self.sequences[name].kv[layer] + list(kv[mine])
+                outs[name] = out[mine]
+                assert not out[mine].isnan().any(), f"{name}: layer {layer} left output unwritten"
                 if tolerance is not None:
-                    expected = self.dense(name, layer, queries[layer, start:end])
-                    error = (out[start:end].double() - expected).abs().max()
-                    assert error < tolerance, f"{name}: layer {layer} is off by {error}"
+                    expected = self.dense(name, layer, queries[layer, mine])
+                    self._compare(name, layer, out[mine], expected, tolerance, "dense attention")
+                if self.witness is not None:
+                    attended = self._attended(self.witness, layer, step, name)
+                    expected = self.dense(name, layer, queries[layer, mine], attended)
+                    self._compare(name, layer, out[mine], expected, WITNESSED, "attention of what it attended")
         self.runtime.end_step(step)
         for name, count in work.items():
             self.sequences[name].tokens += count
         return outs
+
+    def _attended(self, witness: Witness, layer: int, step: Step, name: str) -> Attended | None:
+        """None: everything before each token (a prompt chunk, a sliding window)."""
+        if self.model.window(layer) is not None or step.decode is None or name not in step.decode.request_ids:
+            return None
+        return witness.of(layer, step, step.decode.request_ids.index(name))
+
+    @staticmethod
+    def _compare(name: str, layer: int, out: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+        error = (out.double() - expected).abs().max()
+        assert error < tolerance, f"{name}: layer {layer} is off by {error} from {what}"
 
     def begin_and_die(self, name: str) -> None:
         """Start a decode step of one request and fail after the first lookahead; the engine retries it later."""
@@ -173,11 +195,13 @@ class Engine:
             jitter = torch.randn(real.shape, generator=self.rng) * noise
             self.runtime.lookahead(layer, step, (real + jitter.to(real.dtype)).to(self.device))
 
-    def dense(self, name: str, layer: int, q: Tensor) -> Tensor:
-        """fp64 causal attention of the last ``len(q)`` tokens over everything that the request wrote."""
+    def dense(self, name: str, layer: int, q: Tensor, attended: Attended | None = None) -> Tensor:
+        """fp64 causal attention of the last ``len(q)`` tokens over everything that the request wrote, or of the last
+        one over what was ``attended``."""
         m = self.model
+        group = m.num_heads // m.num_kv_heads
         kv = torch.stack(self.sequences[name].kv[layer]).double()
-        k, v = (kv[:, :, i].repeat_interleave(m.num_heads // m.num_kv_heads, 1) for i in (0, 1))
+        k, v = (kv[:, :, i].repeat_interleave(group, 1) for i in (0, 1))
         logits = torch.einsum("qhd,thd->hqt", q.double(), k) * m.scale
         position = torch.arange(len(kv) - len(q), len(kv))[:, None]
         key = torch.arange(len(kv))[None]
@@ -185,6 +209,11 @@ class Engine:
         window = m.window(layer)
         if window is not None:
             seen &= key > position - window
+        if attended is not None:
+            if attended.guess is not None:
+                guessed = torch.einsum("hd,thd->ht", attended.guess.double(), k)[:, None] * m.scale
+                logits = torch.where(attended.guessed.repeat_interleave(group, 0)[:, None], guessed, logits)
+            seen = seen & attended.tokens.repeat_interleave(group, 0)[:, None]
         weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
         return torch.einsum("hqt,thd->qhd", weights, v)
 

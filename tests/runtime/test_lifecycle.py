@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -17,8 +20,9 @@ MAX_REQUESTS = 5
 class Life(RuleBasedStateMachine):
     """An engine that does everything an engine may do; after each step every invariant holds.
 
-    ``sparse: never`` with fewer slots than pages is the sharpest check: residency, CPU partials, evictions and merges
-    all happen, and every output must still be dense attention.
+    Every output is attention in fp64 of exactly the pages or tokens that the method says that it selected. With
+    ``sparse: never`` and fewer slots than pages residency, CPU partials, evictions and merges all happen, and every
+    output must still be dense attention.
     """
 
     method = "scout"
@@ -48,7 +52,8 @@ class Life(RuleBasedStateMachine):
             headinfer={"group_thresholds": [3 * PAGE, 6 * PAGE], "resident_heads": ["0:1"]},
             metrics={"sample_interval": 7},
         )
-        self.engine = Engine(cfg, spec(layers=4, windows=(None, None, 24, None)), max_requests=MAX_REQUESTS, seed=seed)
+        model = spec(layers=4, windows=(None, None, 24, None))
+        self.engine = Engine(cfg, model, max_requests=MAX_REQUESTS, seed=seed, is_witnessed=True)
         self.count = 0
 
     def exact(self, names: list[str]) -> bool:
@@ -218,6 +223,43 @@ class HgcaLife(Life):
 
 class InfiniGenLife(Life):
     method = "infinigen"
+
+
+STEPS = 2 * PAGE
+SPARSE = [
+    *product(["scout"], ["separate", "unified"], ["predicted", "real", "none"], ["layer", "kv_head"]),
+    *product(["infinigen"], ["separate", "unified"], ["predicted", "none"], ["layer"]),
+    *product(["hgca"], ["separate", "unified"], ["none"], ["layer"]),
+]
+
+
+@pytest.mark.parametrize(("method", "tiers", "query", "granularity"), SPARSE)
+def test_sparse_steps_attend_exactly_what_was_selected(method: str, tiers: str, query: str, granularity: str) -> None:
+    """The random lives below may happen to stay dense: here a long and a short request grow over several pages, and the
+    rows that left tokens out (and, with the paper's query, those whose CPU part used the prediction) are counted."""
+    cfg = config(
+        method=method,
+        tiers=tiers,
+        selection={"granularity": granularity},
+        lookahead={"enabled": False} if query == "none" else {"enabled": True, "partial_query": query},
+        recall={"intervals": 2},
+        exact_layers=[1],
+        slots_per_request=5,
+        hgca={"window_tokens": 4 * PAGE, "append_queries": 20},
+    )
+    engine = Engine(cfg, spec(layers=4), seed=3, is_witnessed=True)
+    witness = engine.witness
+    assert witness is not None
+    for name, prompt in (("long", 12 * PAGE - 3), ("short", 20)):
+        engine.add(name, prompt)
+        engine.prefill(name)
+    for _ in range(STEPS):
+        engine.step({"short": 1, "long": 1}, lookahead_noise=0.3, tolerance=None)
+    assert witness.sparse_rows >= 3 * STEPS, "the long request was dense in a layer that is not exact"
+    # Layer 0 has no layer before it, layer 1 is exact.
+    guessed = 2 * STEPS if method == "scout" and query == "predicted" else 0
+    assert guessed / 2 <= witness.guessed_rows <= guessed
+    engine.close()
 
 
 # No shrinking: it takes minutes here; the printed blob reproduces a failure.

@@ -56,7 +56,6 @@ def test_cpu_partials_start_a_layer_before_they_are_merged() -> None:
     for now, after in itertools.pairwise(events):
         if now[0] == "submit" and now[1] > 0:
             assert after == ("attend", now[1] - 1), "a layer's job starts before the layer before it attends"
-    assert sum(layer.lead_seconds for layer in engine.runtime.stats.layers[1:]) > 0
     engine.close()
 
 
