@@ -21,7 +21,8 @@ from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import Batch, DecodeRows, ModelSpec, Step, make_step, window_rows
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
-from hybrid_backend.workers import kernel_name, make_pool
+from hybrid_backend.tiers.pinned import node_of_gpu
+from hybrid_backend.workers import ALONE, Rank, kernel_name, make_pool
 
 
 class HybridRuntime:
@@ -40,9 +41,11 @@ class HybridRuntime:
         max_requests: int,
         device: torch.device,
         seen: Sequence[Tensor] = (),
+        rank: Rank = ALONE,
     ) -> None:
         """``kv_layers``: per layer ``[pages, kv_heads, 2, page_size, head_dim]`` host memory of the engine; ``seen``:
-        the same memory as the device sees it, where that is not the host."""
+        the same memory as the device sees it, where that is not the host; ``rank``: this process among the engine's
+        on this machine, rank i on GPU i."""
         config.validate_for(model.num_layers)
         host = HostPool(kv_layers, seen)
         full = next((layer for layer in range(model.num_layers) if model.window(layer) is None), None)
@@ -62,7 +65,7 @@ class HybridRuntime:
         self.stats = Stats.of(model.num_layers)
         layout = method.layout(config, model, device)
         self.tiers = Tiers.build(layout, config, model, host, max_requests, device)
-        self.workers = make_pool(config.workers)
+        self.workers = make_pool(config.workers, rank if device.type != "cuda" else _on_gpus(rank, device))
         self.method = method(config, model, self.tiers, self.workers, self.stats)
         native = device.type == "cpu" and kernel_name(config.workers.kernel) == "native"
         self._local = LocalLayers.of(model, host.layers) if native else None
@@ -207,3 +210,10 @@ class HybridRuntime:
         if self._open is not None:
             self.method.abandon(self._open)
             self._open = None
+
+
+def _on_gpus(rank: Rank, device: torch.device) -> Rank:
+    """``rank`` with what is known of the ranks' GPUs; a process may see its own alone."""
+    if torch.cuda.device_count() < rank.count:
+        return rank._replace(on_gpu=True, node=node_of_gpu(device))
+    return rank.with_gpus([node_of_gpu(torch.device("cuda", index)) for index in range(rank.count)])

@@ -38,8 +38,8 @@ class LocalLayers:
         return cls(model, layers)
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Append, attend. ``q``, ``out``: ``[tokens, heads, head_dim]``; ``k``, ``v``: ``[tokens, kv_heads, head_dim]``;
-        only the decoding rows' tokens are touched."""
+        """Append, attend. ``q``, ``out``: ``[tokens, heads, head_dim]``; ``k``, ``v``: ``[tokens, kv_heads,
+        head_dim]``; only the decoding rows' tokens are touched."""
         rows, window, page_size = step.decode, self._windows[layer], self._page_sizes[layer]
         assert rows is not None and window is not None
         decoder, seen = self._decoders[page_size], window_rows(step, window, page_size)
