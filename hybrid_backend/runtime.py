@@ -215,5 +215,5 @@ class HybridRuntime:
 def _on_gpus(rank: Rank, device: torch.device) -> Rank:
     """``rank`` with what is known of the ranks' GPUs; a process may see its own alone."""
     if torch.cuda.device_count() < rank.count:
-        return rank._replace(on_gpu=True, node=node_of_gpu(device))
+        return replace(rank, on_gpu=True, node=node_of_gpu(device))
     return rank.with_gpus([node_of_gpu(torch.device("cuda", index)) for index in range(rank.count)])

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from hybrid_backend.errors import ConfigError
 
 THREAD_NAME = "hybrid-worker"  # kernels/cpu/src/pool.cpp, `pin_to`, gives its threads the same
 
 
-class Rank(NamedTuple):
+@dataclass(frozen=True)
+class Rank:
     """This process among the engine's ranks on this machine. ``on_gpu``: the engine computes on GPUs, of which this
     rank's hangs on NUMA node ``node`` (None: the machine does not say)."""
 
