@@ -12,15 +12,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hybrid_backend.attention.local import LocalLayers, decode_windows
 from hybrid_backend.attention.prefill import windowed
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import Batch, DecodeRows, ModelSpec, Step, make_step
+from hybrid_backend.step import Batch, DecodeRows, ModelSpec, Step, make_step, window_rows
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
-from hybrid_backend.workers import make_pool
+from hybrid_backend.tiers.pinned import node_of_gpu
+from hybrid_backend.workers import ALONE, Rank, kernel_name, make_pool
 
 
 class HybridRuntime:
@@ -39,9 +41,11 @@ class HybridRuntime:
         max_requests: int,
         device: torch.device,
         seen: Sequence[Tensor] = (),
+        rank: Rank = ALONE,
     ) -> None:
         """``kv_layers``: per layer ``[pages, kv_heads, 2, page_size, head_dim]`` host memory of the engine; ``seen``:
-        the same memory as the device sees it, where that is not the host."""
+        the same memory as the device sees it, where that is not the host; ``rank``: this process among the engine's
+        on this machine, rank i on GPU i."""
         config.validate_for(model.num_layers)
         host = HostPool(kv_layers, seen)
         full = next((layer for layer in range(model.num_layers) if model.window(layer) is None), None)
@@ -61,8 +65,10 @@ class HybridRuntime:
         self.stats = Stats.of(model.num_layers)
         layout = method.layout(config, model, device)
         self.tiers = Tiers.build(layout, config, model, host, max_requests, device)
-        self.workers = make_pool(config.workers)
+        self.workers = make_pool(config.workers, rank if device.type != "cuda" else _on_gpus(rank, device))
         self.method = method(config, model, self.tiers, self.workers, self.stats)
+        native = device.type == "cpu" and kernel_name(config.workers.kernel) == "native"
+        self._local = LocalLayers.of(model, host.layers) if native else None
         self._plans_on_host = device.type != "cpu" and not method.runs_kernels(config, device)
         self._steps = 0
         self._open: Step | None = None
@@ -102,7 +108,7 @@ class HybridRuntime:
 
         ``q``, ``out``: ``[tokens, heads, head_dim]``; ``k``, ``v``: ``[tokens, kv_heads, head_dim]``.
         """
-        in_place = self.method.in_place if self.model.window(layer) is None else None
+        in_place = self.method.in_place if self.model.window(layer) is None else self._local
         if step.prefill or in_place is None:
             self._append(layer, step, k, v)
         self._attend_prompts(layer, step, q, k, v, out)
@@ -167,23 +173,9 @@ class HybridRuntime:
         if window is None:
             result = self.method.attend(layer, step, rows.gather(q))
         else:
-            mine = rows.gather(q)
             blocks = self.tiers.host.blocks(layer)
-            heads, scale = self.model.num_kv_heads, self.model.scale
-            result = torch.cat(
-                [
-                    windowed(
-                        mine[r : r + 1],
-                        blocks,
-                        rows.page_table[r],
-                        int(rows.seq_lens[r]),
-                        heads,
-                        scale,
-                        window,
-                    )
-                    for r in range(rows.count)
-                ]
-            )
+            seen = window_rows(step, window, blocks.shape[1])
+            result = decode_windows(rows.gather(q), blocks, seen, self.model.num_kv_heads, self.model.scale)
         if rows.whole_batch:
             out[: rows.count] = result
         else:
@@ -209,6 +201,8 @@ class HybridRuntime:
         """Stop all threads."""
         self._drop_open()
         self.method.close()
+        if self._local is not None:
+            self._local.close()
         self.workers.close()
         self.tiers.close()
 
@@ -216,3 +210,10 @@ class HybridRuntime:
         if self._open is not None:
             self.method.abandon(self._open)
             self._open = None
+
+
+def _on_gpus(rank: Rank, device: torch.device) -> Rank:
+    """``rank`` with what is known of the ranks' GPUs; a process may see its own alone."""
+    if torch.cuda.device_count() < rank.count:
+        return replace(rank, on_gpu=True, node=node_of_gpu(device))
+    return rank.with_gpus([node_of_gpu(torch.device("cuda", index)) for index in range(rank.count)])

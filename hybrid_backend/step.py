@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,9 +86,28 @@ class DecodeRows:
         return x[: self.count] if self.whole_batch else x.index_select(0, self.tokens.to(x.device))
 
 
+class WindowRows(NamedTuple):
+    """What the decoding rows of a step attend of one sliding window, counted from the first page that the window
+    reaches into: tokens ``skips[r]`` to ``tokens[r]`` of ``pages[r]``, the row's own token last."""
+
+    pages: Tensor  # [R, P] int64 host page ids; what lies beyond `tokens` is any page
+    tokens: Tensor  # [R] int64
+    skips: Tensor  # [R] int64, less than a page
+
+    @classmethod
+    def of(cls, rows: DecodeRows, window: int, page_size: int) -> WindowRows:
+        first = (rows.seq_lens - window).clamp(min=0)
+        page = first // page_size
+        tokens = rows.seq_lens - page * page_size
+        columns = page[:, None] + torch.arange(-(-int(tokens.max()) // page_size))
+        columns = columns.clamp(max=rows.page_table.shape[1] - 1)
+        return cls(rows.page_table.gather(1, columns.to(rows.page_table.device)), tokens, first - page * page_size)
+
+
 @dataclass
 class Step:
-    """One step as the runtime sees it. ``plan`` is the method's own state for the step."""
+    """One step as the runtime sees it. ``plan`` is the method's own state for the step, ``windows`` what the local
+    layers of a window attend, made by the first of them."""
 
     number: int
     num_tokens: int
@@ -97,7 +116,16 @@ class Step:
     write_pages: Tensor  # [tokens] int64: where the batch's K and V go
     write_offsets: Tensor
     plan: Any = None
+    windows: dict[int, WindowRows] = field(default_factory=dict)
     is_captured: bool = False  # of a graph: its rows stand for those of whatever step is open when it is replayed
+
+
+def window_rows(step: Step, window: int, page_size: int) -> WindowRows:
+    """Of the decoding rows, which the step must have; all layers of a step have pages of one size."""
+    if window not in step.windows:
+        assert step.decode is not None
+        step.windows[window] = WindowRows.of(step.decode, window, page_size)
+    return step.windows[window]
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:

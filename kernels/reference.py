@@ -11,7 +11,13 @@ from torch import Tensor
 
 
 def paged_attention(
-    q: Tensor, pool: Tensor, pages: Tensor, valid: Tensor, scale: float, dtype: torch.dtype = torch.float64
+    q: Tensor,
+    pool: Tensor,
+    pages: Tensor,
+    valid: Tensor,
+    scale: float,
+    dtype: torch.dtype = torch.float64,
+    skips: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each row's single query over the tokens of its listed pages.
 
@@ -21,6 +27,7 @@ def paged_attention(
         pages: ``[rows, 1 | kv_heads, k]`` page ids, -1 for padding; one list per row, or one per KV head.
         valid: same shape, tokens to attend at the start of each page (0 for padding).
         scale: multiplies the logits.
+        skips: ``[rows]`` tokens left out at the start of the first page of each row's lists; None: none.
 
     Returns:
         ``(out [rows, heads, head_dim], lse [rows, heads])``, natural log. An empty list gives 0 and -inf.
@@ -37,8 +44,9 @@ def paged_attention(
             listed = [(int(p), int(n)) for p, n in zip(pages[r, line], valid[r, line], strict=True) if p >= 0 and n > 0]
             if not listed:
                 continue
-            k = torch.cat([pool[p, kv_head, 0, :n] for p, n in listed]).to(dtype)
-            v = torch.cat([pool[p, kv_head, 1, :n] for p, n in listed]).to(dtype)
+            skip = 0 if skips is None else int(skips[r])
+            k = torch.cat([pool[p, kv_head, 0, :n] for p, n in listed])[skip:].to(dtype)
+            v = torch.cat([pool[p, kv_head, 1, :n] for p, n in listed])[skip:].to(dtype)
             logits = (k @ q[r, h].to(dtype)) * scale
             lse[r, h] = logits.logsumexp(0)
             out[r, h] = logits.softmax(0) @ v

@@ -1,4 +1,4 @@
-"""Dense attention of prompt chunks over what came before them, and sliding-window attention of local layers."""
+"""Dense attention of prompt chunks over what came before them, in layers with a sliding window too."""
 
 from __future__ import annotations
 

@@ -146,12 +146,13 @@ class WorkersConfig(Section):
     kernel: Annotated[str, named(r"[a-z][a-z0-9_-]*", "auto, or a lowercase kernel name")] = "auto"
     """CPU attention kernel; auto takes the fastest one that is installed. Source: default."""
     threads: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
-    """Worker threads; auto is one per CPU in workers.cpus. Source: default."""
+    """Worker threads of each rank; auto is one per CPU in workers.cpus. Source: default."""
     cpus: Annotated[tuple[int, ...] | Literal["auto"], auto_or(list_of(integer(0), unique=True, empty=False))] = "auto"
-    """CPU numbers the workers may run on; auto takes those that the engine's threads leave.
-    Source: default."""
+    """CPU numbers the workers of every rank may run on; auto takes one per physical core that no thread of the engine
+    is pinned to, each rank its share. Source: default."""
     numa: Annotated[int | Literal["auto"], auto_or(integer(0))] = "auto"
-    """NUMA node whose CPUs the workers take when workers.cpus is auto; auto is any node. Source: default."""
+    """NUMA node whose CPUs the workers take when workers.cpus is auto; auto is that of the GPU, or of the
+    engine's own threads. Source: default."""
     per_sequence_groups: Annotated[bool, BOOL] = True
     """Each sequence is a job of its own; otherwise the whole batch is one.
     Source: ScoutAttention (a group of threads per sequence)."""

@@ -56,10 +56,7 @@ class InPlace:
         return (
             device.type == "cpu"
             and cpu.available()
-            and model.head_dim % 16 == 0
-            and model.head_dim <= 256
-            and model.num_heads // model.num_kv_heads <= 16
-            and page_size % 16 == 0
+            and cpu.decodes(model.num_heads, model.num_kv_heads, model.head_dim, page_size)
         )
 
     def begin_step(self, step: Step, sparse: Tensor) -> None:

@@ -1,6 +1,18 @@
 """Who computes on the CPU: a registry of partial-attention kernels and the pools that run them."""
 
+from hybrid_backend.workers.cpus import ALONE, Rank
 from hybrid_backend.workers.pool import NativePool, Owners, Ticket, WorkerPool, make_pool
 from hybrid_backend.workers.registry import kernel_name, kernel_names, resolve_kernel
 
-__all__ = ["NativePool", "Owners", "Ticket", "WorkerPool", "kernel_name", "kernel_names", "make_pool", "resolve_kernel"]
+__all__ = [
+    "ALONE",
+    "NativePool",
+    "Owners",
+    "Rank",
+    "Ticket",
+    "WorkerPool",
+    "kernel_name",
+    "kernel_names",
+    "make_pool",
+    "resolve_kernel",
+]

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import PageList, Partial, empty_partial
 from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
+from hybrid_backend.workers.cpus import name_thread
 from hybrid_backend.workers.pool import Owners, Ticket, WorkerPool
 from hybrid_backend.workers.registry import HOW_TO_GET_IPEX, ipex_python
 
@@ -184,6 +185,7 @@ class IpexPool(WorkerPool):
 
     def _stage_jobs(self) -> None:
         """A thread: copies pages into a free area and sends the job."""
+        name_thread()
         os.sched_setaffinity(0, self.cpus)
         # One thread copies: a second OpenMP team would compete with the engine's. As in `TorchPool`.
         torch._C.set_num_threads(1)

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -90,6 +91,7 @@ def end_with(parent: int, link: socket.socket) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
+    Path("/proc/self/comm").write_text("hybrid-worker")  # and of the threads to come; see `cpus.name_thread`
     link = socket.socket(fileno=int(arguments[0]))
     threading.Thread(target=end_with, args=(int(arguments[1]), link), daemon=True).start()
     ipex = importlib.import_module("intel_extension_for_pytorch")

@@ -6,7 +6,6 @@ import os
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,6 +15,7 @@ from hybrid_backend.attention.partial import PageList, Partial
 from hybrid_backend.config import WorkersConfig
 from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
 from hybrid_backend.kernels import cpu
+from hybrid_backend.workers.cpus import ALONE, Bound, Rank, Topology, check_cpus, name_thread, spare_cpus
 from hybrid_backend.workers.registry import IPEX, PartialKernel, kernel_name, resolve_kernel
 
 
@@ -65,47 +65,32 @@ class WorkerPool(ABC):
         """Stop the threads."""
 
 
-def make_pool(config: WorkersConfig) -> WorkerPool:
-    """The pool that fits the kernel: C++ threads for the native one, a process for IPEX, Python threads for others."""
-    cpus = spare_cpus(config.numa) if config.cpus == "auto" else list(config.cpus)
+def make_pool(config: WorkersConfig, rank: Rank = ALONE) -> WorkerPool:
+    """The pool that fits the kernel: C++ threads for the native one, a process for IPEX, Python threads for others.
+
+    Args:
+        rank: this process among those of this machine that need workers; by default it is the only one.
+
+    Raises:
+        ConfigError: ``workers`` asks for CPUs, a node, threads or a kernel that this machine lacks.
+    """
+    bound = Bound.now()
+    if config.cpus == "auto":
+        cpus = spare_cpus(bound, Topology.read(), config.numa, rank)
+    else:
+        cpus = check_cpus(config.cpus, bound.allowed)
     threads = len(cpus) if config.threads == "auto" else config.threads
     if kernel_name(config.kernel) == "native":
         resolve_kernel("native")  # refuses with a reason where it does not run
-        return NativePool(threads, cpus)
+        try:
+            return NativePool(threads, cpus)
+        except WorkerError as error:
+            raise ConfigError(f"workers.threads: {threads} threads cannot be started ({error}); write fewer") from error
     if config.kernel == IPEX:
         from hybrid_backend.workers.ipex import IpexPool  # late: it is built on this module
 
         return IpexPool(threads, cpus)
     return TorchPool(threads, cpus, resolve_kernel(config.kernel), config.per_sequence_groups)
-
-
-def spare_cpus(node: int | str = "auto") -> list[int]:
-    """CPUs for the workers: those that the engine's compute threads are not pinned to, or all if none is spare.
-
-    An engine may have pinned this thread to its compute cores, so what the process may use is read from its parent.
-    ``node``: a NUMA node that they must belong to, or auto.
-
-    Raises:
-        ConfigError: no such node, or none of its CPUs may be used.
-    """
-    pinned = os.sched_getaffinity(0)
-    try:
-        allowed = os.sched_getaffinity(os.getppid()) | pinned
-    except (PermissionError, ProcessLookupError):
-        allowed = pinned
-    if isinstance(node, int):
-        allowed &= _cpus_of_node(node)
-        if not allowed:
-            raise ConfigError(f"workers.numa: this process may use no CPU of node {node}; write auto or another node")
-    return sorted(allowed - pinned or allowed)
-
-
-def _cpus_of_node(node: int) -> set[int]:
-    path = Path(f"/sys/devices/system/node/node{node}/cpulist")
-    if not path.exists():
-        raise ConfigError(f"workers.numa: this machine has no NUMA node {node}; write auto or another node")
-    spans = (span.partition("-") for span in path.read_text().strip().split(",") if span)
-    return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
 class NativePool(WorkerPool):
@@ -170,6 +155,7 @@ class TorchPool(WorkerPool):
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _pin(self) -> None:
+        name_thread()
         os.sched_setaffinity(0, self.cpus)
         # One OpenMP thread per worker: the pool is the parallelism. vLLM replaces torch.set_num_threads by a no-op, and
         # the setting is this thread's own, so ask the C function.

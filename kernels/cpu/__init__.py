@@ -7,7 +7,7 @@ that worked here; where it did not, everything else raises `WorkerError` with wh
 from __future__ import annotations
 
 from hybrid_backend.errors import WorkerError
-from hybrid_backend.kernels.cpu.decode import Decoder, openmp_entry
+from hybrid_backend.kernels.cpu.decode import Decoder, decodes, openmp_entry
 from hybrid_backend.kernels.cpu.library import isas, native
 from hybrid_backend.kernels.cpu.mailbox import Mailboxes
 from hybrid_backend.kernels.cpu.partial import NativeTicket, Pool, partial
@@ -18,6 +18,7 @@ __all__ = [
     "NativeTicket",
     "Pool",
     "available",
+    "decodes",
     "isas",
     "openmp_entry",
     "partial",

@@ -40,6 +40,11 @@ def openmp_entry() -> int | None:
     return None
 
 
+def decodes(heads: int, kv_heads: int, head_dim: int, page_size: int) -> bool:
+    """Whether `Decoder` has kernels for a model of this shape, where the library is available."""
+    return head_dim % 16 == 0 and head_dim <= 256 and heads // kv_heads <= 16 and page_size % 16 == 0
+
+
 class Decoder:
     """The layers of one model over their KV memory; `begin` once per step, `layer` once per layer.
 
@@ -129,6 +134,7 @@ class Decoder:
         aggregate: str = "sum",
         sequences: Tensor | None = None,
         candidates: int = 0,
+        skips: Tensor | None = None,
     ) -> None:
         """Start a step; everything is copied.
 
@@ -143,6 +149,8 @@ class Decoder:
             sequences: ``[rows]`` ids of the sequences, all different, until `forget`. With them and digests in bytes,
                 long rows are searched in two levels: spans of 8 pages first, then the pages of the best spans.
             candidates: pages scored per page of budget in such a search; 0: all pages are scored.
+            skips: ``[rows]`` tokens at the start of each row's first page that are not attended, fewer than the page
+                and the sequence have; None: none.
         """
         seq_lens, budgets = seq_lens.long().contiguous(), budgets.long().contiguous()
         if page_table.dtype not in (torch.int32, torch.int64):
@@ -161,11 +169,15 @@ class Decoder:
             tokens = tokens.long().contiguous()
         if sequences is not None:
             sequences = sequences.long().contiguous()
+        if skips is not None:
+            skips = skips.long().contiguous()
+            if len(skips) != rows:
+                raise ValueError(f"{rows} rows of pages, {len(skips)} skips")
         step = lib.StepArgs(
             rows, sinks, recent, per_head, AGGREGATES.index(aggregate), candidates,
             sequences.data_ptr() if sequences is not None else None,
             tokens.data_ptr() if tokens is not None else None,
-            seq_lens.data_ptr(), budgets.data_ptr(),
+            seq_lens.data_ptr(), budgets.data_ptr(), skips.data_ptr() if skips is not None else None,
             page_table.data_ptr(), page_table.stride(0), page_table.dtype == torch.int64,
         )  # fmt: skip
         lib.check(self._native.hb_decode_begin(self._handle, C.byref(step)))

@@ -98,6 +98,7 @@ class StepArgs(C.Structure):
         ("tokens", C.c_void_p),
         ("seq_lens", C.c_void_p),
         ("budgets", C.c_void_p),
+        ("skips", C.c_void_p),
         ("table", C.c_void_p),
         ("table_stride", C.c_int64),
         ("table_is_64", C.c_int32),

@@ -169,6 +169,38 @@ def test_matches_the_references(team, pool, data):
     case.check(decoder, budgets, how, sinks=1, recent=data.draw(st.integers(1, 3)), score_q=score_q)
 
 
+@pytest.mark.parametrize("isa", cpu.isas() if cpu.available() else [])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_tokens_that_a_row_leaves_out_at_the_start_do_not_count(isa, data):
+    """They may even be NaN. What a sliding window that begins in the middle of a page asks for."""
+    dtype = data.draw(st.sampled_from(list(TOLERANCE)))
+    kv_heads, group, dim = data.draw(st.sampled_from([(3, 3, 64), (2, 4, 128), (1, 8, 256), (2, 1, 80), (1, 16, 96)]))
+    size, rows = data.draw(st.sampled_from([16, 32, 64])), data.draw(st.integers(1, 5))
+    case = Case(data.draw(st.integers(0, 2**31)), dtype, kv_heads, group, dim, size, rows, columns=4)
+    skips = torch.tensor([data.draw(st.integers(0, min(size, int(n)) - 1)) for n in case.seq_lens])
+    for row, skip in enumerate(skips.tolist()):
+        case.layer[case.table[row, 0], :, :, :skip] = float("nan")
+    decoder = cpu.Decoder([case.layer], {}, kv_heads * group, case.scale, team="caller", isa=isa)
+    decoder.begin(case.table, case.seq_lens, torch.full((rows,), -1), tokens=case.tokens, skips=skips)
+    decoder.layer(0, case.q, case.k, case.v, case.out, lse=case.lse)
+    column = torch.arange(4)[None]
+    valid = (case.seq_lens[:, None] - column * size).clamp(0, size)[:, None]
+    out, lse = reference.paged_attention(
+        case.q[case.tokens], case.layer, case.table[:, None], valid, case.scale, skips=skips
+    )
+    assert cases.relative_error(case.out[case.tokens], out) <= TOLERANCE[dtype]
+    assert torch.allclose(case.lse.double(), lse, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize(("length", "skip"), [(40, 16), (40, -1), (5, 5)])
+def test_a_row_cannot_leave_out_a_whole_page_nor_its_own_token(length, skip):
+    case = Case(0, torch.float32, 1, 1, 64, 16, rows=1)
+    decoder = cpu.Decoder([case.layer], {}, 1, case.scale)
+    with pytest.raises(WorkerError, match="cannot leave out its first page, nor its own token"):
+        decoder.begin(case.table, torch.tensor([length]), torch.tensor([-1]), skips=torch.tensor([skip]))
+
+
 def test_long_sequence_on_several_threads(pool):
     """Enough digests and pages for every split: scoring ranges, attention chunks, merges."""
     for seed in range(4):

@@ -177,6 +177,26 @@ def test_eight_submitters(pool):
     assert not wrong
 
 
+@pytest.mark.parametrize("threads", [200, 384])
+def test_as_many_threads_as_large_servers_have_cores(threads):
+    """Far more than this machine's; partials, and a decode layer that they share with its caller."""
+    with cpu.Pool(threads) as many:
+        arguments = job(1, rows=24)
+        expected = cpu.partial(*arguments)
+        for help_ in (False, True):
+            assert same(many.submit(*arguments).wait(60, help=help_), expected)
+        q, layer, _, _, scale = arguments
+        table = torch.stack([torch.randperm(64) for _ in range(len(q))])
+        lengths = torch.randint(1, 64 * 32 + 1, (len(q),))
+        outs = []
+        for team in (many, "caller"):
+            decoder = cpu.Decoder([layer], {}, 6, scale, team=team)
+            decoder.begin(table, lengths, torch.full_like(lengths, -1))
+            outs.append(torch.empty_like(q))
+            decoder.layer(0, q, None, None, outs[-1])
+        assert torch.allclose(outs[0].float(), outs[1].float(), atol=1e-2)
+
+
 def test_closes_with_work_in_flight():
     made = cpu.Pool(2, sorted(os.sched_getaffinity(0))[:1] * 2)
     tickets = [made.submit(*job(seed, rows=8)) for seed in range(8)]

@@ -18,9 +18,10 @@ from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Batch, ModelSpec, Step
+from hybrid_backend.workers import Rank
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
@@ -33,6 +34,13 @@ def attention_layers(model: nn.Module) -> list[tuple[str, Attention, nn.Module]]
             decoder = path.rsplit(".", 2)[0]  # decoder layer . self_attn . attn
             found.append((module.layer_name, module, modules[decoder]))
     return found
+
+
+def rank_of(parallel: ParallelConfig) -> Rank:
+    """This worker among those of this machine, in vLLM's order: data parallel, then pipeline, then tensor parallel."""
+    world = parallel.local_world_size
+    index = (parallel.data_parallel_rank_local or 0) * world + parallel.rank % world
+    return Rank(index, max(parallel.data_parallel_size_local * world, index + 1))
 
 
 def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridConfig, device: torch.device) -> None:
@@ -88,6 +96,7 @@ class Session:
             vllm_config.scheduler_config.max_num_seqs,
             device,
             seen,
+            rank_of(vllm_config.parallel_config),
         )
         self._full_layers = {name for name, a, _ in layers if a.sliding_window is None}
         for index, (_, attention, _) in enumerate(layers):

@@ -160,7 +160,7 @@ HB_API int hb_select(const float* scores, int32_t columns, int32_t budget, int32
 HB_API hb_pool* hb_pool_new(int threads, const int* cpus, int isa) {
   hb_pool* pool = nullptr;
   guarded([&] {
-    require(threads >= 1 && threads <= hb::kMaxLanes, "a pool has 1 to 64 threads");
+    require(threads >= 1, "a pool has at least one thread");
     require(hb::isa_runs(isa), "this instruction set is not available on this CPU");
     pool = new hb_pool(threads, cpus, isa);
   });

@@ -152,6 +152,7 @@ typedef struct hb_step {
   const int64_t* tokens;        // [rows] row of q, k, v and out, or null for 0, 1, 2...
   const int64_t* seq_lens;      // [rows] tokens, with this step's
   const int64_t* budgets;       // [rows] pages to attend; negative or >= the row's pages: all of them
+  const int64_t* skips;         // [rows] tokens of the row's first page that do not count, or null for none
   const void* table;            // [rows, columns] page ids
   int64_t table_stride;         // elements
   int32_t table_is_64;          // int64, else int32

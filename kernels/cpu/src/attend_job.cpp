@@ -83,7 +83,11 @@ void AttendJob::build_prefetch_order() {
 }
 
 void AttendJob::plan(int lanes) {
-  lanes_ = std::min(std::max(lanes, 1), kMaxLanes);
+  lanes_ = std::max(lanes, 1);
+  if (lanes_ > cursor_capacity_) {
+    cursors_.reset(new Cursor[lanes_]);
+    cursor_capacity_ = lanes_;
+  }
   items_ = io.rows * model_.kv_heads;
   grown(item_begin_, items_ + 1);
   int64_t total = 0;
@@ -174,7 +178,7 @@ void AttendJob::run_chunk(int c) {
     const ListedPage* listed = lists.pages(list_of(item)) + (at - begin);
     const char* base = cache_.base + head * cache_.head_stride;
     for (int p = 0; p < seg.count; p++)
-      refs_[at + p] = {base + listed[p].id * cache_.page_stride, listed[p].tokens};
+      refs_[at + p] = {base + listed[p].id * cache_.page_stride, listed[p].tokens, listed[p].skip};
     at = end;
   }
   kernels_.attend(&shape_, segments, count, &refs_[chunk.begin], (int)(chunk.end - chunk.begin));

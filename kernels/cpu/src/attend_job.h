@@ -1,6 +1,7 @@
 // Partial attention of many (row, KV head) items, cut into chunks that threads claim, merged by log-sum-exp.
 #pragma once
 #include <atomic>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -10,12 +11,11 @@
 
 namespace hb {
 
-constexpr int kMaxLanes = 64;
-
-// A page of a list: id, and how many of its tokens count.
+// A page of a list: id, and which of its tokens count: the first `tokens` but for the first `skip`.
 struct ListedPage {
   int64_t id;
   int32_t tokens;
+  int32_t skip = 0;
 };
 
 // The lists of all rows. Row r has one list for all KV heads, or one per KV head.
@@ -66,8 +66,8 @@ class AttendJob {
     int first_item;
   };
   struct alignas(64) Cursor {
-    std::atomic<int> next;
-    int end;
+    std::atomic<int> next{0};
+    int end = 0;
   };
 
   void build_prefetch_order();
@@ -101,7 +101,8 @@ class AttendJob {
   std::vector<float> part_out_, part_lse_; // two per chunk: its first and its last item may be split
   std::vector<float> item_out_, item_lse_; // whole items that need a conversion
   AtomicArray parts_left_;
-  Cursor cursors_[kMaxLanes];
+  std::unique_ptr<Cursor[]> cursors_;  // one per lane
+  int cursor_capacity_ = 0;
   std::atomic<int> done_{0};
 };
 

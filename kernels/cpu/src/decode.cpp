@@ -22,7 +22,6 @@ DecodeLayer::DecodeLayer(const hb_model& model, int layers, int isa) : model_(mo
   shape.group = model.group;
   kernels_ = kernels_for(isa, shape);
   byte_kernels_ = byte_kernels_for(isa);
-  lane_state_.resize(kMaxLanes);
 }
 
 void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes) {
@@ -42,6 +41,8 @@ void DecodeLayer::begin(const hb_step& step) {
   tokens_.clear();
   if (step.tokens) tokens_.assign(step.tokens, step.tokens + rows_);
   seq_lens_.assign(step.seq_lens, step.seq_lens + rows_);
+  skips_.clear();
+  if (step.skips) skips_.assign(step.skips, step.skips + rows_);
   budgets_.resize(rows_);
   num_pages_.resize(rows_);
   counts_.assign(rows_, 0);
@@ -52,6 +53,8 @@ void DecodeLayer::begin(const hb_step& step) {
     columns_ = std::max(columns_, num_pages_[r]);
     budgets_[r] = (int32_t)std::min<int64_t>(step.budgets[r], INT32_MAX);
     if (budgets_[r] >= 0) budgets_[r] = std::max(budgets_[r], sinks_ + recent_);
+    if (step.skips && (step.skips[r] < 0 || step.skips[r] >= std::min<int64_t>(seq_lens_[r], model_.page_size)))
+      throw std::invalid_argument("a row cannot leave out its first page, nor its own token");
   }
   candidates_ = std::max(step.candidates, 0);
   row_spans_.assign(rows_, nullptr);
@@ -84,7 +87,10 @@ void DecodeLayer::run(int layer, const hb_layer& args, Pool* pool, void* gomp_pa
     throw std::out_of_range("the page table holds ids from " + std::to_string(lowest_page_) + " to " +
                             std::to_string(highest_page_) + ", but the cache of layer " + std::to_string(layer) + " has " +
                             std::to_string(layer_->cache.pages) + " pages");
-  lanes_ = std::min(std::max(threads, 1), kMaxLanes);
+  lanes_ = std::max(threads, 1);
+  // Any thread of the pool may come, and each that does needs a state of its own.
+  const size_t comers = std::max(lanes_, pool ? pool->threads() + 1 : 1);
+  if (lane_state_.size() < comers) lane_state_.resize(comers);
   job_.configure(model_, layer_->cache, isa_);
   job_.lists.reset(rows_, model_.kv_heads, columns_);
   make_tasks(lanes_);
@@ -171,7 +177,7 @@ void DecodeLayer::prepare_scorer(Scorer& scorer, int r) {
 
 void DecodeLayer::score(const RowTask& task, int lane) {
   const int r = task.row;
-  Scorer& scorer = lane_state_[lane % kMaxLanes].scorer;
+  Scorer& scorer = lane_state_[lane].scorer;
   prepare_scorer(scorer, r);
   // The tail page is selected whatever its score, and its digest may be in the writing right now.
   const int end = std::min(task.end, num_pages_[r] - 1);
@@ -196,7 +202,7 @@ bool DecodeLayer::searches(int r) const {
 }
 
 void DecodeLayer::search(int r, int lane) {
-  Lane& mine = lane_state_[lane % kMaxLanes];
+  Lane& mine = lane_state_[lane];
   SpanDigests& digests = (*row_spans_[r])[layer_ - layers_.data()];
   const int pages = num_pages_[r], spans = (pages - 1) / kSpan;  // of whole pages: the last page may be growing
   const int64_t* ids = &table_[(size_t)r * columns_];
@@ -273,7 +279,7 @@ void DecodeLayer::select_row(int r, int lane) {
       continue;
     }
     const float* scores = combined(&scores_[(size_t)r * score_lists_ * columns_], columns_, l, pages - 1,
-                                   lane_state_[lane % kMaxLanes].total);
+                                   lane_state_[lane].total);
     counts_[r] = select_best(scores, pages, budgets_[r], sinks_, recent_, chosen);
     list_row(r, l, chosen, counts_[r]);
   }
@@ -283,6 +289,7 @@ void DecodeLayer::list_row(int r, int list, const int32_t* pages, int count) {
   const int index = job_.lists.of(r, list);
   ListedPage* to = job_.lists.pages(index);
   for (int i = 0; i < count; i++) to[i] = {page_id(r, pages[i]), model_.page_size};
+  if (count && pages[0] == 0 && !skips_.empty()) to[0].skip = (int32_t)skips_[r];
   // Ascending pages: only the last one can be the tail.
   if (count && pages[count - 1] == num_pages_[r] - 1)
     to[count - 1].tokens = (int32_t)(seq_lens_[r] - (int64_t)(num_pages_[r] - 1) * model_.page_size);

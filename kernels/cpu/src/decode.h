@@ -83,7 +83,7 @@ class DecodeLayer : public Task {
   bool per_head_ = false;
   Aggregate aggregate_ = SUM;
   int score_lists_ = 1;  // per row: query heads with SOFTMAX, else KV heads
-  std::vector<int64_t> tokens_, seq_lens_, table_;
+  std::vector<int64_t> tokens_, seq_lens_, skips_, table_;
   std::vector<int32_t> budgets_, num_pages_;
   int candidates_ = 0;
   std::unordered_map<int64_t, std::vector<SpanDigests>> spans_;  // by sequence, per layer

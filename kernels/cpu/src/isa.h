@@ -18,6 +18,7 @@ inline int element_size(int type) { return type == FP32 ? 4 : 2; }
 struct PageRef {
   const char* keys;
   int32_t tokens;  // valid tokens at the start of the page, 1..page_size
+  int32_t skip;    // of them, the first that are left out, 0..tokens - 1
 };
 
 // What all segments of a call share.

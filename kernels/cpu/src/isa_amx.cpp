@@ -258,10 +258,10 @@ struct Kernel {
     }
   }
 
-  // Rows beyond the last token may hold NaN, and 0 * NaN is NaN: give the tile zeros instead.
-  INLINE const char* zero_padded(const char* values, int tokens) {
+  // Rows that do not count may hold NaN, and 0 * NaN is NaN: give the tile zeros instead.
+  INLINE const char* zero_padded(const char* values, int skip, int tokens) {
     memset(tail, 0, sizeof tail);
-    for (int t = 0; t < tokens; t++) memcpy(tail + t * DIM * 2, values + t * shape->token_stride, DIM * 2);
+    for (int t = skip; t < tokens; t++) memcpy(tail + t * DIM * 2, values + t * shape->token_stride, DIM * 2);
     memory_barrier();
     return tail;
   }
@@ -271,6 +271,7 @@ struct Kernel {
                    Prefetch key_ahead) {
     constexpr int LINES = CHANNELS32 * 16 / GROUP;  // a store_weights step's share of the lines that values read
     const int page_size = shape->page_size;
+    for (int i = 0; i < current.skip * GROUP; i++) s[i] = -INFINITY;
     for (int i = current.tokens * GROUP; i < page_size * GROUP; i++) s[i] = -INFINITY;
     const __m512 best = head_maximum(s);
     const __mmask16 grown =
@@ -284,11 +285,12 @@ struct Kernel {
         value_ahead.lines<LINES>();
         store_weights(s + t * GROUP + j * 16, j);
       }
-      if (t >= current.tokens) continue;
+      if (t >= current.tokens || t + 16 <= current.skip) continue;
       load_weights();
       const char* rows = values + t * shape->token_stride;
-      if (current.tokens - t >= 16) add_values(rows, shape->token_stride);
-      else add_values(zero_padded(rows, current.tokens - t), DIM * 2);
+      const int skip = current.skip > t ? current.skip - t : 0, end = current.tokens - t < 16 ? current.tokens - t : 16;
+      if (!skip && end == 16) add_values(rows, shape->token_stride);
+      else add_values(zero_padded(rows, skip, end), DIM * 2);
     }
   }
 

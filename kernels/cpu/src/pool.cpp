@@ -20,10 +20,13 @@ double now() {
 }  // namespace
 
 void pin_to(int cpu) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(cpu, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // a CPU that is gone: run unpinned
+  pthread_setname_np(pthread_self(), "hybrid-worker");  // workers/cpus.py tells it from the engine's own by this
+  cpu_set_t* set = CPU_ALLOC(cpu + 1);  // cpu_set_t itself ends at 1024
+  const size_t size = CPU_ALLOC_SIZE(cpu + 1);
+  CPU_ZERO_S(size, set);
+  CPU_SET_S(cpu, size, set);
+  pthread_setaffinity_np(pthread_self(), size, set);  // a CPU that is gone: run unpinned
+  CPU_FREE(set);
 }
 
 void relax() {
@@ -42,10 +45,17 @@ void Backoff::pause() {
 // --- the pool --------------------------------------------------------------------------------------------------
 
 Pool::Pool(int threads, const int* cpus, int isa) : isa_(isa) {
-  for (int i = 0; i < threads; i++) threads_.emplace_back([this, i, cpu = cpus ? cpus[i] : -1] { loop(i, cpu); });
+  try {
+    for (int i = 0; i < threads; i++) threads_.emplace_back([this, i, cpu = cpus ? cpus[i] : -1] { loop(i, cpu); });
+  } catch (...) {  // no more threads to be had: those that run must end before they are forgotten
+    stop();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;

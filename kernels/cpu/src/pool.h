@@ -44,6 +44,7 @@ class Pool {
   void give_spare(std::unique_ptr<class PartialTask> task);
 
  private:
+  void stop();
   void loop(int lane, int cpu);
   void unlist(Task& task);
 
@@ -91,7 +92,7 @@ class PartialTask : public Task {
 // Fills the job of a partial: page lists, inputs and outputs. Throws what AttendJob throws, and for bad page ids.
 void prepare_partial(AttendJob& job, const hb_partial_args& args, int isa, int lanes);
 
-void pin_to(int cpu);  // the calling thread
+void pin_to(int cpu);  // the calling thread, and names it
 void relax();          // a moment's rest of a thread that polls
 
 // For short waits on threads that may have lost their core.

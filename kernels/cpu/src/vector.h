@@ -206,11 +206,12 @@ INLINE void page_logits(State& st, int head, const char* keys, Prefetch& ahead) 
   }
 }
 
-// Logits -> weights, relative to the running maximum. Positions beyond `tokens` get weight 0.
-INLINE void page_weights(State& st, int head, int tokens) {
+// Logits -> weights, relative to the running maximum. Positions that do not count get weight 0.
+INLINE void page_weights(State& st, int head, const PageRef& page) {
   float* s = &st.s[head * kMaxPageSize];
   const int page_size = st.shape->page_size;
-  for (int t = tokens; t < page_size; t++) s[t] = -INFINITY;
+  for (int t = 0; t < page.skip; t++) s[t] = -INFINITY;
+  for (int t = page.tokens; t < page_size; t++) s[t] = -INFINITY;
   vf top = *(vf*)s;
   for (int t = LANES; t < page_size; t += LANES) top = larger(*(vf*)&s[t], top);
   float best = top[0];
@@ -232,10 +233,10 @@ INLINE void page_weights(State& st, int head, int tokens) {
   }
 }
 
-// Adds the weighted values of PAIRS pairs of the rows, from pair `first` on. Only valid tokens are read: what lies
-// beyond them may be NaN.
+// Adds the weighted values of PAIRS pairs of the rows, from pair `first` on. Only tokens that count are read: what
+// lies around them may be NaN.
 template <int TYPE, int HEADS, int PAIRS, bool PREFETCH, bool HALF>
-INLINE void add_values(State& st, int head, const char* values, int tokens, int first, Prefetch& ahead) {
+INLINE void add_values(State& st, int head, const PageRef& page, int first, Prefetch& ahead) {
   constexpr int BYTES = PAIR * kSize<TYPE>;
   const int64_t stride = st.shape->token_stride;
   float* o = &st.o[head * st.padded + first * HEADS * PAIR];
@@ -245,8 +246,8 @@ INLINE void add_values(State& st, int head, const char* values, int tokens, int 
   for (int g = 0; g < HEADS; g++)
 #pragma GCC unroll 16
     for (int k = 0; k < 2 * PAIRS; k++) acc[g][k] = *(vf*)&o[(k / 2 * HEADS + g) * PAIR + k % 2 * LANES];
-  const char* at = values + (int64_t)first * BYTES;
-  for (int t = 0; t < tokens; t++, at += stride) {
+  const char* at = page.keys + st.shape->value_offset + page.skip * stride + (int64_t)first * BYTES;
+  for (int t = page.skip; t < page.tokens; t++, at += stride) {
     if constexpr (PREFETCH) ahead.step<PAIRS * BYTES>(t);
 #pragma GCC unroll 8
     for (int k = 0; k < PAIRS; k++) {
@@ -266,15 +267,15 @@ INLINE void add_values(State& st, int head, const char* values, int tokens, int 
 }
 
 template <int TYPE, int HEADS, bool PREFETCH>
-INLINE void page_values(State& st, int head, const char* values, int tokens, Prefetch& ahead) {
+INLINE void page_values(State& st, int head, const PageRef& page, Prefetch& ahead) {
   // As many pairs at once as registers hold: accumulators, two loaded vectors, one weight, some slack.
   constexpr int FIT = (REGISTERS - 6) / (2 * HEADS);
   constexpr int PAIRS = FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;
   int p = 0;
   for (; p + PAIRS <= st.pairs; p += PAIRS)
-    add_values<TYPE, HEADS, PAIRS, PREFETCH, false>(st, head, values, tokens, p, ahead);
-  for (; p < st.pairs; p++) add_values<TYPE, HEADS, 1, PREFETCH, false>(st, head, values, tokens, p, ahead);
-  if (st.half_pair) add_values<TYPE, HEADS, 1, PREFETCH, true>(st, head, values, tokens, p, ahead);
+    add_values<TYPE, HEADS, PAIRS, PREFETCH, false>(st, head, page, p, ahead);
+  for (; p < st.pairs; p++) add_values<TYPE, HEADS, 1, PREFETCH, false>(st, head, page, p, ahead);
+  if (st.half_pair) add_values<TYPE, HEADS, 1, PREFETCH, true>(st, head, page, p, ahead);
 }
 
 // One page for HEADS heads. Groups of more than 4 heads come by several times: the page is in L1 or L2 by then.
@@ -282,8 +283,8 @@ template <int TYPE, int HEADS, bool PREFETCH>
 void attend_page(State& st, int head, const PageRef& page, const char* upcoming) {
   Prefetch ahead{upcoming, st.shape->prefetch_order};
   page_logits<TYPE, HEADS, PREFETCH>(st, head, page.keys, ahead);
-  for (int g = 0; g < HEADS; g++) page_weights(st, head + g, page.tokens);
-  page_values<TYPE, HEADS, PREFETCH>(st, head, page.keys + st.shape->value_offset, page.tokens, ahead);
+  for (int g = 0; g < HEADS; g++) page_weights(st, head + g, page);
+  page_values<TYPE, HEADS, PREFETCH>(st, head, page, ahead);
 }
 
 template <int TYPE, bool PREFETCH>

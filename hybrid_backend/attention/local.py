@@ -1,0 +1,79 @@
+"""Decoding rows of local (sliding-window) layers: all rows of a layer at once, natively or with torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid_backend.kernels import cpu
+from hybrid_backend.step import ModelSpec, Step, WindowRows, window_rows
+
+
+class LocalLayers:
+    """The local layers of a model on the host: one native call per layer appends and attends."""
+
+    def __init__(self, model: ModelSpec, layers: Sequence[Tensor]) -> None:
+        """``layers``: `HostPool.layers`, of which those with a window are taken."""
+        self._windows = model.windows
+        self._decoders: dict[int, cpu.Decoder] = {}  # by page size: of a decoder all layers are alike
+        for size in {layer.shape[3] for layer, window in zip(layers, model.windows, strict=True) if window is not None}:
+            mine = [
+                layer if window is not None and layer.shape[3] == size else None
+                for layer, window in zip(layers, model.windows, strict=True)
+            ]
+            self._decoders[size] = cpu.Decoder(mine, {}, model.num_heads, model.scale)
+        self._page_sizes = [layer.shape[3] for layer in layers]
+        self._begun: dict[int, WindowRows] = {}  # by page size: what its decoder was told last
+
+    @classmethod
+    def of(cls, model: ModelSpec, layers: Sequence[Tensor]) -> LocalLayers | None:
+        """None if no layer has a window, or the native kernels cannot serve them here."""
+        sizes = {x.shape[3] for x, window in zip(layers, model.windows, strict=False) if window is not None}
+        shape = model.num_heads, model.num_kv_heads, model.head_dim
+        if not sizes or not cpu.available() or not all(cpu.decodes(*shape, size) for size in sizes):
+            return None
+        return cls(model, layers)
+
+    def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Append, attend. ``q``, ``out``: ``[tokens, heads, head_dim]``; ``k``, ``v``: ``[tokens, kv_heads,
+        head_dim]``; only the decoding rows' tokens are touched."""
+        rows, window, page_size = step.decode, self._windows[layer], self._page_sizes[layer]
+        assert rows is not None and window is not None
+        decoder, seen = self._decoders[page_size], window_rows(step, window, page_size)
+        if self._begun.get(page_size) is not seen:
+            tokens = None if rows.whole_batch else rows.tokens
+            everything = torch.full_like(seen.tokens, -1)
+            decoder.begin(seen.pages, seen.tokens, everything, tokens=tokens, skips=seen.skips)
+            self._begun[page_size] = seen
+        decoder.layer(layer, q, k, v, out)
+
+    def close(self) -> None:
+        for decoder in self._decoders.values():
+            decoder.close()
+
+
+def decode_windows(q: Tensor, blocks: Tensor, seen: WindowRows, kv_heads: int, scale: float) -> Tensor:
+    """Sliding-window attention of one query token per row, with torch.
+
+    Args:
+        q: ``[rows, heads, head_dim]``.
+        blocks: ``[pages * kv_heads * 2, page_size, head_dim]`` (`HostPool.blocks`); the rows' tokens are in it already.
+        seen: what each row attends.
+
+    Returns:
+        ``[rows, heads, head_dim]`` fp32.
+    """
+    rows, _, dim = q.shape
+    index = (seen.pages[:, None] * kv_heads + torch.arange(kv_heads, device=q.device)[:, None]).flatten() * 2
+    kv = blocks.index_select(0, torch.cat([index, index + 1])).view(2, rows, kv_heads, -1, dim)
+    key = torch.arange(kv.shape[3])
+    mask = ((key >= seen.skips[:, None]) & (key < seen.tokens[:, None])).to(q.device)
+    # What was never written may be NaN, and 0 * NaN is NaN.
+    k, v = kv.masked_fill_(~mask[None, :, None, :, None], 0.0)
+    out = F.scaled_dot_product_attention(
+        q[:, :, None], k, v, attn_mask=mask[:, None, None], scale=scale, enable_gqa=True
+    )
+    return out[:, :, 0].float()
