@@ -9,6 +9,7 @@ from pathlib import Path
 
 # What /proc/cpuinfo calls instructions that multiply bf16: x86-64 (AVX-512, AMX, AVX without 512 bits), AArch64.
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
 FEW_CORES = 4
 """Up to so many physical cores, one kept free for vLLM's front end costs more prefill than it gains elsewhere."""
 
@@ -43,12 +44,12 @@ def float32_line(dtype: str) -> str:
 
 
 def cores_to_bind(cores: Iterable[int], environment: Mapping[str, str] = os.environ, ranks: int = 1) -> str | None:
-    """``VLLM_CPU_OMP_THREADS_BIND`` for a machine of few cores: all of them. None: vLLM's own choice stays.
+    """`BIND` for a machine of few cores: all of them. None: vLLM's own choice stays.
 
     Args:
         cores: one logical CPU of each physical core that this process may use.
     """
-    chosen = {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"} & set(environment)
+    chosen = {BIND, "VLLM_CPU_NUM_OF_RESERVED_CPU"} & set(environment)
     listed = sorted(cores)
     if chosen or ranks > 1 or not 1 < len(listed) <= FEW_CORES:
         return None

@@ -6,14 +6,18 @@ operator in torch instead, so that stock backends (torch_native) can be served h
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from hybrid_backend.engines.cpu_defaults import float32_is_better, float32_line, has_bf16
 from hybrid_backend.engines.sglang.checks import check_arguments
 from hybrid_backend.engines.sglang.settings import chosen, config_of
+from hybrid_backend.host_memory import System
+from hybrid_backend.plan.model import weights_to_load
 
 if TYPE_CHECKING:
     from hybrid_backend.engines.sglang.pool import HostTokenPool
@@ -38,6 +42,8 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MAX_RUNNING_REQUESTS
         server_args.sleep_on_idle = True  # the CPU is the device: an idle scheduler must not keep a core busy
+        if server_args.dtype == "auto" and not has_bf16():
+            _choose_dtype(server_args)
         check_arguments(server_args, config)
 
     def get_device(self, device_id: int | None = 0) -> str:
@@ -64,3 +70,17 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from hybrid_backend.engines.sglang.pool import HostTokenPool
 
         return HostTokenPool
+
+
+def _choose_dtype(server_args: Any) -> None:
+    """fp32 where bf16 would be emulated."""
+    import torch
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    model = model_config_of(getattr(server_args, "_cfg", server_args))
+    dtype = str(model.dtype).removeprefix("torch.")
+    weights, _ = weights_to_load(str(model.model_path), model.hf_config.to_dict(), dtype, model.revision)
+    if model.quantization is None and float32_is_better(dtype, weights, System().available()):
+        server_args.dtype = "float32"
+        model.dtype = torch.float32  # what was read before is kept
+        logging.getLogger(__name__).warning(float32_line(dtype))

@@ -15,8 +15,12 @@ from typing import Any, NoReturn
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.address import check_address
+from hybrid_backend.engines.cpu_defaults import BIND, cores_to_bind, float32_is_better, float32_line, has_bf16
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, VLLM_VERSION
 from hybrid_backend.errors import EngineError, HybridError
+from hybrid_backend.host_memory import System
+from hybrid_backend.plan.model import weights_to_load
+from hybrid_backend.workers.cpus import Topology
 
 NAME = "vLLM"
 _METRICS, _SOCKETS = "PROMETHEUS_MULTIPROC_DIR", "VLLM_RPC_BASE_PATH"
@@ -134,6 +138,9 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
     try:
         parsed = _parse(arguments)
         validate_parsed_serve_args(parsed)
+        if device == "cpu":
+            for line in _choose_for_cpu(parsed):
+                logger.info(line)
         AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
         address, listener = setup_server(parsed, reuse_port=False)
     except HybridError:
@@ -143,6 +150,24 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
         model = arguments[arguments.index("--model") + 1]
         raise EngineError(f"vLLM cannot serve {model}: {_reason(error)}") from error
     return parsed, address, listener
+
+
+def _choose_for_cpu(parsed: Any) -> Iterator[str]:
+    """Set dtype and cores where the user did not; a line for the log of each."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    if parsed.dtype == "auto" and not has_bf16():
+        model = AsyncEngineArgs.from_cli_args(parsed).create_model_config()
+        dtype = str(model.dtype).removeprefix("torch.")
+        weights, _ = weights_to_load(str(model.model), model.hf_config.to_dict(), dtype, model.revision)
+        if model.quantization is None and float32_is_better(dtype, weights, System().available()):
+            parsed.dtype = "float32"
+            yield float32_line(dtype)
+    ranks = parsed.tensor_parallel_size * parsed.pipeline_parallel_size * parsed.data_parallel_size
+    cores = cores_to_bind(Topology.read().one_per_core(os.sched_getaffinity(0)), os.environ, ranks)
+    if cores is not None:
+        os.environ[BIND] = cores
+        yield f"{BIND}={cores}: all cores compute, where vLLM would keep one of so few for itself"
 
 
 def _parse(arguments: Sequence[str]) -> Any:
