@@ -25,6 +25,7 @@ LAYERS = [
     ["kernels"],
     ["observe", "hub", "status"],
     ["step"],
+    ["host_memory"],
     ["config"],
     ["errors"],
 ]

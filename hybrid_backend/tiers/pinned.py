@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
+import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from hybrid_backend.errors import ConfigError
 
 _CHUNK = 1 << 30  # bytes pinned at a time: pinning takes seconds per ten GiB, and somebody watches
 _HUGE_PAGE = 2 << 20
-_MPOL_BIND = 2
+_MPOL_PREFERRED, _MPOL_BIND = 1, 2
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
@@ -25,7 +28,9 @@ class HostMemory:
 
     Args:
         nbytes: size; rounded up to huge pages.
-        node: NUMA node that it must lie on, None for any.
+        node: NUMA node that it shall lie on, None for any.
+        strict: it must lie there. Else the kernel takes other nodes once that one is full, and a container that
+            forbids the call is warned of.
         pin: register it with CUDA, which gives it the same address on the device.
         progress: called with the bytes that are ready so far.
 
@@ -34,7 +39,12 @@ class HostMemory:
     """
 
     def __init__(
-        self, nbytes: int, node: int | None = None, pin: bool = False, progress: Callable[[int], None] | None = None
+        self,
+        nbytes: int,
+        node: int | None = None,
+        pin: bool = False,
+        progress: Callable[[int], None] | None = None,
+        strict: bool = True,
     ) -> None:
         size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
         try:
@@ -48,7 +58,17 @@ class HostMemory:
         self.tensor: Tensor = whole[aligned : aligned + size][:nbytes]
         self._pinned: list[int] = []
         if node is not None:
-            _bind(whole.data_ptr() + aligned, size, node)
+            refused = _place(whole.data_ptr() + aligned, size, node, _MPOL_BIND if strict else _MPOL_PREFERRED)
+            if refused and strict:
+                raise ConfigError(f"workers.numa: memory cannot be bound to NUMA node {node}: {refused}; write auto")
+            if refused:
+                logging.getLogger(__name__).warning(
+                    "workers.numa: auto: the host pool cannot be put on NUMA node %d, which its GPU hangs on (%s); it "
+                    "lies where the kernel likes, and may be read slower. Docker: --cap-add SYS_NICE; Kubernetes: "
+                    "securityContext.capabilities.add: [SYS_NICE]",
+                    node,
+                    refused,
+                )
         for first in range(0, size, _CHUNK):
             part = whole[aligned + first : aligned + min(size, first + _CHUNK)]
             part.zero_()  # the kernel finds the pages now, on the node that they are bound to
@@ -92,20 +112,16 @@ def node_of_pci(domain: int, bus: int, device: int, devices: Path) -> int | None
     return node if node >= 0 else None
 
 
-def _bind(address: int, size: int, node: int) -> None:
-    """mbind(2): pages of the range come from ``node`` alone."""
-    import platform
-
+def _place(address: int, size: int, node: int, policy: int) -> str | None:
+    """mbind(2): pages of the range come from ``node``. Returns why they do not, None: they do."""
     number = _SYS_MBIND.get(platform.machine())
     if number is None:
-        raise ConfigError(f"workers.numa: memory cannot be bound to a node on {platform.machine()}; write auto")
+        return f"the system call is not known on {platform.machine()}"
     mask = (ctypes.c_ulong * (node // 64 + 1))()
     mask[node // 64] = 1 << (node % 64)
     libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(size), ctypes.c_int(_MPOL_BIND), mask)
+    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(size), ctypes.c_int(policy), mask)
     # The kernel wants one more than the number of bits.
     if libc.syscall(number, *arguments, ctypes.c_ulong(len(mask) * 64 + 1), ctypes.c_uint(0)):
-        import os
-
-        reason = os.strerror(ctypes.get_errno())
-        raise ConfigError(f"workers.numa: memory cannot be bound to NUMA node {node}: {reason}; write auto")
+        return os.strerror(ctypes.get_errno())
+    return None

@@ -14,6 +14,7 @@ from hybrid_backend.engines.sglang import BACKEND, SGLANG_VERSION
 from hybrid_backend.engines.sglang.settings import host_pool_bytes
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
+from hybrid_backend.plan.model import weights_to_load
 from hybrid_backend.workers import resolve_kernel
 
 # Their decoder layers add plainly to the residual stream, which is what the lookahead reads.
@@ -54,7 +55,9 @@ def check_arguments(arguments: Any, config: HybridConfig) -> None:
     layers = model.num_hidden_layers
     config.validate_for(layers)
     method.check(config, device, layers, model.get_num_kv_heads(1))
-    host_pool_bytes(config)
+    dtype = str(model.dtype).removeprefix("torch.")
+    weights, _ = weights_to_load(str(model.model_path), model.hf_config.to_dict(), dtype, model.revision)
+    host_pool_bytes(config, weights)
 
 
 def _refuse(found: list[tuple[Any, str, str]]) -> None:

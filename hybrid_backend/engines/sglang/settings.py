@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
-import psutil
-
-from hybrid_backend.config import HybridConfig, config_from_mapping, format_size, resolve_config
+from hybrid_backend.config import HybridConfig, config_from_mapping, resolve_config
 from hybrid_backend.engines.sglang import BACKEND
 from hybrid_backend.errors import ConfigError, EngineError
+from hybrid_backend.host_memory import RESERVE, System, check_pool, room
 
 ENV_RESOLVED = "HYBRID_SGLANG_CONFIG"  # JSON; set by `hybrid serve` only
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def chosen(arguments: Any) -> bool:
@@ -44,31 +41,20 @@ def config_of(arguments: Any) -> HybridConfig:
     return resolve_config(str(name), None, os.environ)[0]
 
 
-def host_pool_bytes(config: HybridConfig) -> int:
-    """Bytes of the host pool: ``host_pool.size``, else half of the memory that is available now.
+def host_pool_bytes(config: HybridConfig, weights: int | None = None, system: System | None = None) -> int:
+    """Bytes of the host pool: ``host_pool.size``, else half of what the weights leave of the memory available now.
+
+    Args:
+        weights: bytes that are yet to be loaded; None: the engine is up, and all but the pool is there.
 
     Raises:
-        ConfigError: more than there is.
+        ConfigError: more than there is, or there is none.
     """
-    available, wanted = _available_memory(), config.host_pool.size_bytes
-    if wanted is None:
-        return available // 2
-    if wanted > available:
-        raise ConfigError(
-            f"host_pool.size: {format_size(wanted)} is more than the {available / 2**30:.1f} GiB of memory available; "
-            "choose a smaller size"
-        )
-    return wanted
-
-
-def _available_memory() -> int:
-    """Bytes that can still be used; a container's limit counts."""
-    available = int(psutil.virtual_memory().available)
-    for name in _CGROUP_LIMITS:
-        try:
-            limit = Path(name).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            available = min(available, int(limit))
-    return available
+    here = room(system or System(), [None], weights or 0, reserve=0 if weights is None else RESERVE)
+    wanted = config.host_pool.size_bytes
+    if wanted is not None:
+        check_pool("host_pool.size", wanted, here)
+        return wanted
+    if not here.auto:
+        raise ConfigError(f"host_pool.size: auto finds no memory ({here.why}); free some, or choose a smaller model")
+    return here.auto

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 import vllm
-from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
 from hybrid_backend.attention.lookahead import family_of
-from hybrid_backend.config import HybridConfig, format_size
+from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import VLLM_VERSION
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
@@ -44,7 +42,6 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
     device = torch.device(vllm_config.device_config.device_type)
     method.check_device(config, device)
     method.check(config, device, layers, vllm_config.model_config.get_num_kv_heads(parallel))
-    _check_host_pool(vllm_config, config)
 
 
 def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[str, str]]:
@@ -126,47 +123,3 @@ def _updates_digests(connector: KVTransferConfig) -> bool:
     except (ValueError, ImportError, AttributeError):
         return False  # the engine says what is wrong with it
     return bool(getattr(kind, "updates_digests", False))
-
-
-def available_memory() -> int:
-    """Bytes that can still be used; a container's limit counts."""
-    available = int(psutil.virtual_memory().available)
-    limit = get_cgroup_memory_limit()
-    return available if limit is None else min(available, int(limit))
-
-
-def _check_host_pool(vllm_config: VllmConfig, config: HybridConfig) -> None:
-    size, wanted = vllm_config.cache_config.kv_cache_memory_bytes, config.host_pool.size_bytes
-    if wanted is not None and size != wanted:
-        raise ConfigError(
-            f"host_pool.size: {format_size(wanted)} is overruled by VLLM_CPU_KVCACHE_SPACE; unset one of the two"
-        )
-    available = available_memory()
-    ranks, name = 1, "--kv-cache-memory-bytes"  # which may be our own choice for this rank, see platform.py
-    if wanted is not None:
-        ranks, name = vllm_config.parallel_config.local_world_size, "host_pool.size"
-    # The engine's core checks its configuration once more when the pool exists: then it is no longer available memory.
-    exists = vllm_config.cache_config.num_gpu_blocks is not None
-    if size is not None and size * ranks > available and not exists:
-        on = f" on each of {ranks} ranks" if ranks > 1 else ""
-        raise ConfigError(
-            f"{name}: {format_size(size)}{on} is more than the {available / 2**30:.1f} GiB of memory available; "
-            "choose a smaller size"
-        )
-    needed, longest = _smallest_pool(vllm_config), vllm_config.model_config.max_model_len
-    if wanted is not None and wanted < needed:
-        raise ConfigError(
-            f"host_pool.size: {format_size(wanted)} holds less than one sequence of --max-model-len {longest} "
-            f"({-(-needed // 2**20)} MiB); choose a larger size or a shorter --max-model-len"
-        )
-
-
-def _smallest_pool(vllm_config: VllmConfig) -> int:
-    """Bytes of the longest sequence in the layers with full attention; the engine adds up the other ones itself."""
-    model, page = vllm_config.model_config, vllm_config.cache_config.block_size
-    kinds = getattr(model.hf_text_config, "layer_types", None) if model.get_sliding_window() is not None else None
-    layers = model.get_total_num_hidden_layers()
-    if kinds:
-        layers = sum(kind != "sliding_attention" for kind in kinds)
-    per_token = 2 * model.get_head_size() * model.get_num_kv_heads(vllm_config.parallel_config) * model.dtype.itemsize
-    return int(-(-model.max_model_len // page) * page * per_token * layers)

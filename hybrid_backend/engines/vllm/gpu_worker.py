@@ -45,7 +45,7 @@ class HybridGPUWorker(HybridWorker, Worker):
         numa = self.hybrid_config.workers.numa
         node = node_of_gpu(self.device) if numa == "auto" else int(numa)
         with _progress(nbytes, f"pinning the host pool of rank {self.rank}") as advance:
-            self.memory = HostMemory(nbytes, node, pin=True, progress=advance)
+            self.memory = HostMemory(nbytes, node, pin=True, progress=advance, strict=numa != "auto")
         self.seen = get_accelerator_view_from_cpu_tensor(self.memory.tensor)
         if self.seen.data_ptr() != self.memory.tensor.data_ptr():
             raise EngineError("this GPU sees pinned host memory at another address than the CPU; it is not supported")

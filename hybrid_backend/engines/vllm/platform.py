@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import CPU_WORKER
-from hybrid_backend.engines.vllm.checks import available_memory, check_engine_config
+from hybrid_backend.engines.vllm.checks import check_engine_config
+from hybrid_backend.engines.vllm.memory import size_host_pool
 from hybrid_backend.engines.vllm.settings import attach_config, chosen
 
 if TYPE_CHECKING:
@@ -47,15 +47,11 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
         stock(vllm_config)
         return None
     config = attach_config(vllm_config)
-    cache, on_cpu = vllm_config.cache_config, worker_cls == CPU_WORKER
+    cache = vllm_config.cache_config
     if not cache.user_specified_block_size:
         cache.block_size = config.page_size
         cache.user_specified_block_size = True
-    if config.host_pool.size_bytes is not None:
-        cache.kv_cache_memory_bytes = config.host_pool.size_bytes
-    elif cache.kv_cache_memory_bytes is None and not (on_cpu and os.environ.get("VLLM_CPU_KVCACHE_SPACE")):
-        # vLLM's own default asks for 92 % of the machine's memory and does not start if anything else runs there.
-        cache.kv_cache_memory_bytes = available_memory() // 2 // vllm_config.parallel_config.local_world_size
     stock(vllm_config)
     check_engine_config(vllm_config, config, worker_cls)
+    size_host_pool(vllm_config, config, on_cpu=worker_cls == CPU_WORKER)
     return config
