@@ -27,6 +27,7 @@ from hybrid_backend.doctor.software import (
     plugin_groups,
 )
 from hybrid_backend.errors import WorkerError
+from hybrid_backend.host_memory import System
 from hybrid_backend.kernels.cpu import library
 
 GIB = 2**30
@@ -290,20 +291,21 @@ def test_numa_nodes_and_library(tmp_path: Path) -> None:
 # --- memory ---
 
 
-def meminfo(folder: Path, gib: float, **files: str) -> dict[str, Path]:
+def meminfo(folder: Path, gib: float, **files: str) -> System:
     """/proc and /sys/fs/cgroup of a machine with so much available memory."""
     write(folder, {"proc/meminfo": f"MemTotal: 99999999 kB\nMemAvailable:   {int(gib * 2**20)} kB\n", **files})
-    return {"proc": folder / "proc", "cgroup": folder / "cgroup"}
+    return System(folder / "proc", folder / "cgroup", folder / "nodes")
 
 
 def test_a_pool_larger_than_memory_is_a_problem(tmp_path: Path) -> None:
     here = meminfo(tmp_path, 32)
-    assert check_ram(16 * GIB, **here) == Finding("RAM", "ok", "32.0 GiB available; host pool 16GiB")
-    assert "host pool 16.0 GiB (auto)" in check_ram(None, **here).found
-    finding = check_ram(33 * GIB, **here)
+    found = "32.0 GiB available on this machine; host pool 16GiB"
+    assert check_ram(16 * GIB, system=here) == Finding("RAM", "ok", found)
+    assert "host pool 16.0 GiB (auto" in check_ram(None, system=here).found
+    finding = check_ram(33 * GIB, system=here)
     assert finding.state == "problem"
-    assert "host_pool.size to less than 32.0 GiB" in finding.fix
-    assert check_ram(None, **meminfo(tmp_path, 2)).state == "warning"
+    assert "host_pool.size: 33GiB" in finding.fix and "at most 31232MiB" in finding.fix
+    assert check_ram(None, system=meminfo(tmp_path, 2)).state == "warning"
 
 
 @pytest.mark.parametrize(
@@ -329,14 +331,14 @@ def test_a_pool_larger_than_memory_is_a_problem(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_containers_limit_counts(tmp_path: Path, files: dict[str, str], left: str | None) -> None:
-    finding = check_ram(None, **meminfo(tmp_path, 64, **files))
+    finding = check_ram(None, system=meminfo(tmp_path, 64, **files))
     assert finding.found.startswith("64.0 GiB available" if left is None else f"{left} GiB left under the container's")
 
 
 def test_memory_that_cannot_be_read_is_said_to_be_unknown(tmp_path: Path) -> None:
-    assert not check_ram(None, proc=tmp_path).checked
+    assert not check_ram(None, system=System(proc=tmp_path)).checked
     write(tmp_path, {"meminfo": "MemTotal: 1 kB\n"})
-    assert not check_ram(None, proc=tmp_path).checked
+    assert not check_ram(None, system=System(proc=tmp_path)).checked
 
 
 def test_small_shared_memory_is_told(tmp_path: Path) -> None:

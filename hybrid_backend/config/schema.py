@@ -164,7 +164,7 @@ class HostPoolConfig(Section):
     """The host pool: all pages of all sequences, in DRAM."""
 
     size: Annotated[int | Literal["auto"], auto_or(SIZE)] = "auto"
-    """Memory of the host pool on this rank; auto sizes it from the free DRAM and the digest budget.
+    """Memory of the host pool on this rank; auto is half of what the weights leave of the memory at hand.
     Source: default."""
 
     @property

@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         MODEL,
         ["--set=host_pool.size=64MiB"],
         [],
-        ["host_pool.size: 64MiB", "one sequence", "--max-model-len 8192", "180 MiB"],
+        ["host_pool.size: 64MiB", "one sequence", "--max-model-len 8192", "181 MiB"],
     ),
     "an exact layer beyond the model": (
         MODEL,
