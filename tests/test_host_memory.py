@@ -49,7 +49,7 @@ def machine(
         files["proc/self/cgroup" if name == "self" else f"sys/fs/cgroup/{name}"] = content
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"{content}\n")
+        (root / name).write_text(f"{content}".rstrip() + "\n")
     return System(root / "proc", root / "sys/fs/cgroup", root / "sys/devices/system/node")
 
 
@@ -210,7 +210,8 @@ def test_weights_are_counted_as_the_engine_will_hold_them(tmp_path: Path) -> Non
 def test_weights_whose_files_are_not_here_are_counted_by_the_shape(tmp_path: Path) -> None:
     counted = weights_to_load(str(tmp_path), CONFIG, "bfloat16")
     assert counted[0] > 2 * 2 * 512 * 64 and counted[1] == 0
-    assert weights_to_load("nobody/no-such-model", CONFIG, "bfloat16") == counted
+    for elsewhere in ("nobody/no-such-model", "/nowhere/model.gguf", "s3://bucket/model"):
+        assert weights_to_load(elsewhere, CONFIG, "bfloat16") == counted
     assert weights_to_load(str(tmp_path), {**CONFIG, "quantization_config": {}, "dtype": "int4"}, "bfloat16")[0] > 0
     assert weights_to_load(str(tmp_path), {**CONFIG, "quantization_config": {"bits": 4}}, "bfloat16") == (0, 0)
     assert weights_to_load(str(tmp_path), {"model_type": "unheard of"}, "bfloat16") == (0, 0)

@@ -118,8 +118,12 @@ def weights_to_load(model: str, config: Mapping[str, Any], dtype: str, revision:
 def _cached(model: str, revision: str | None) -> Path | None:
     """Folder of a hub model in the hub's own cache."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:  # a file, an address of another kind
+        return None
     return Path(found).parent if isinstance(found, str) else None
 
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import vllm.utils.cpu_resource_utils as readings
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -151,9 +151,12 @@ class _Files:
     def _there(self, path: str) -> str:
         return f"{self._root}{path.replace(str(os.getpid()), 'self')}"
 
+    def _open(self, path: str) -> IO[str]:
+        return builtins.open(self._there(path))
+
     def __enter__(self) -> None:
         self._before = (os.path.exists, os.sched_getaffinity, readings._get_cpu_list)
-        readings.open = lambda path, *rest: builtins.open(self._there(path), *rest)
+        readings.open = self._open
         os.path.exists = lambda path: self._before[0](self._there(path))
         os.sched_getaffinity = lambda _: set(self._cpus)
         readings._get_cpu_list = lambda: [readings.LogicalCPUInfo(i, i, i // 4) for i in range(8)]

@@ -108,6 +108,24 @@ _CONNECTOR = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
 # What the promise is -> model, options of `hybrid serve`, engine flags, words of the one line.
 REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
     "a host pool larger than the memory": (MODEL, ["--set=host_pool.size=64TiB"], [], ["host_pool.size: 64TiB", "GiB"]),
+    "a host pool of vLLM's flag larger than the memory": (
+        MODEL,
+        [],
+        ["--kv-cache-memory-bytes", str(2**46)],
+        ["--kv-cache-memory-bytes: 64TiB", "GiB", "choose at most"],
+    ),
+    "a host pool of vLLM's variable larger than the memory": (
+        MODEL,
+        [],
+        [],
+        ["VLLM_CPU_KVCACHE_SPACE: 64TiB", "GiB", "choose at most"],
+    ),
+    "a host pool of vLLM's flag smaller than one sequence": (
+        MODEL,
+        [],
+        ["--kv-cache-memory-bytes", str(2**26)],
+        ["--kv-cache-memory-bytes: 64MiB", "--max-model-len 8192 (181 MiB)", "--max-model-len 2896 or less"],
+    ),
     "a host pool smaller than one sequence": (
         MODEL,
         ["--set=host_pool.size=64MiB"],
@@ -242,6 +260,9 @@ def answers(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         model = models[model] if model in TINY_MODELS else model
         jobs[name] = {"command": ["serve", model, *options, "--", "--port", port, *flags]}
     jobs["a memory size that the environment overrules"]["environment"] = {"VLLM_CPU_KVCACHE_SPACE": "2"}
+    jobs["a host pool of vLLM's variable larger than the memory"]["environment"] = {
+        "VLLM_CPU_KVCACHE_SPACE": str(2**16)
+    }
     jobs["help"] = {"command": ["serve", MODEL, "--", "--port", port, "--help=max-model-len"]}
     bare = ["--model", models[MODEL], "--attention-backend", BACKEND]
     jobs["bare, no worker"] = {"engine": bare}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from hybrid_backend.config import HybridConfig
 from hybrid_backend.tiers.pinned import HostMemory
 
 pytestmark = pytest.mark.engine
@@ -24,6 +27,29 @@ def test_only_the_kv_caches_allocation_goes_to_the_host() -> None:
         torch.zeros(8, dtype=torch.float32, device="cpu")
         torch.zeros(8, dtype=torch.int8, device="cpu")
     assert asked == [640] and buffer.device.type == "cpu"
+
+
+@pytest.mark.parametrize(("numa", "expected"), [("auto", (7, False)), (1, (1, True))])
+def test_only_a_node_that_the_user_names_is_insisted_on(
+    monkeypatch: pytest.MonkeyPatch, numa: int | str, expected: tuple[int, bool]
+) -> None:
+    """A container with the usual system call filter must start with `auto`."""
+    from hybrid_backend.engines.vllm import gpu_worker
+
+    asked: list[tuple[int, bool]] = []
+
+    def memory(nbytes: int, node: int, *, strict: bool, **_: object) -> HostMemory:
+        asked.append((node, strict))
+        raise MemoryError  # there is no GPU to pin it for
+
+    monkeypatch.setattr(gpu_worker, "HostMemory", memory)
+    monkeypatch.setattr(gpu_worker, "node_of_gpu", lambda device: 7)
+    worker: Any = object.__new__(gpu_worker.HybridGPUWorker)
+    worker.hybrid_config = HybridConfig.model_validate({"workers": {"numa": numa}})
+    worker.device, worker.rank = torch.device("cuda:0"), 0
+    with pytest.raises(MemoryError):
+        worker._host_pool(4096)
+    assert asked == [expected]
 
 
 def test_the_hosts_tensor_of_a_layer_is_the_same_memory() -> None:

@@ -33,14 +33,16 @@ def size_host_pool(vllm_config: VllmConfig, config: HybridConfig, on_cpu: bool, 
     vllm_config.additional_config = {**vllm_config.additional_config, _SIZED: True}
     key, size = _asked(vllm_config, config, on_cpu)
     here = room_of(vllm_config, config, on_cpu, system or System())
-    cache, block = vllm_config.cache_config, _block_bytes(vllm_config)
-    if cache.num_gpu_blocks_override is not None:
-        key, size = "--num-gpu-blocks-override", cache.num_gpu_blocks_override * block
-    if cache.kv_cache_memory_bytes is None:
-        cache.kv_cache_memory_bytes = here.auto  # vLLM's own default is 92 % of the node's memory
+    cache = vllm_config.cache_config
+    asked = f"host_pool.size: auto, which is {size_text(here.auto)} here ({here.why}),"
     if size is None:
-        size, asked = here.auto, f"host_pool.size: auto, {size_text(here.auto)} here ({here.why}; half of the rest),"
+        # vLLM's own default is 92 % of the node's memory.
+        cache.kv_cache_memory_bytes = size = here.auto
     else:
+        check_pool(key, size, here)
+        asked = f"{key}: {format_size(size)}"
+    if cache.num_gpu_blocks_override is not None and vllm_config.model_config.get_sliding_window() is None:
+        key, size = "--num-gpu-blocks-override", cache.num_gpu_blocks_override * _block_bytes(vllm_config)
         check_pool(key, size, here)
         asked = f"{key}: {format_size(size)}"
     _check_longest(vllm_config, asked, size, here.most)
