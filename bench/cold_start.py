@@ -56,9 +56,7 @@ def start(stack: ExitStack, name: str, folder: Path, caches: Path, isa: str, mem
         flags = [*flags, "--kv-cache-memory-bytes", str(memory)]
         server = stack.enter_context(stock_server(folder, fetch(MODEL), flags, environment))
     else:
-        server = stack.enter_context(
-            hybrid_server(folder, {"host_pool.size": memory}, flags, environment=environment)
-        )
+        server = stack.enter_context(hybrid_server(folder, {"host_pool.size": memory}, flags, environment=environment))
     return server, time.perf_counter() - began
 
 
@@ -86,7 +84,9 @@ def main() -> None:
             caches = Path(folder) / f"caches{len(servers)}"  # a space in it breaks Inductor's call of the compiler
             caches.mkdir()
             with ExitStack() as alone:
-                server, rows[name]["cold start"] = start(alone, name, Path(folder), caches, arguments.isa, arguments.memory)
+                server, rows[name]["cold start"] = start(
+                    alone, name, Path(folder), caches, arguments.isa, arguments.memory
+                )
                 rows[name]["first token, cold"] = first_token(server, arguments.prompt, 0)
             server, rows[name]["warm start"] = start(
                 all_servers, name, Path(folder), caches, arguments.isa, arguments.memory
@@ -112,7 +112,9 @@ def main() -> None:
     Console(width=120).print(table)
     out = Path(__file__).parent / "out"
     out.mkdir(exist_ok=True)
-    (out / "cold_start.json").write_text(json.dumps({"arguments": vars(arguments), "rows": rows, "rates": rates}, indent=1))
+    (out / "cold_start.json").write_text(
+        json.dumps({"arguments": vars(arguments), "rows": rows, "rates": rates}, indent=1)
+    )
 
 
 if __name__ == "__main__":
