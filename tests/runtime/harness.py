@@ -143,6 +143,7 @@ class Engine:
                     expected = self.dense(name, layer, queries[layer, mine], attended)
                     self._compare(name, layer, out[mine], expected, WITNESSED, "attention of what it attended")
         self.runtime.end_step(step)
+        self.failure = self.runtime.failure(step)
         for name, count in work.items():
             self.sequences[name].tokens += count
         return outs

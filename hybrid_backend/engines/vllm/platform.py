@@ -10,7 +10,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm import CPU_WORKER
+from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, SCHEDULER
 from hybrid_backend.engines.vllm.checks import available_memory, check_engine_config
 from hybrid_backend.engines.vllm.settings import attach_config, chosen
 
@@ -58,4 +58,6 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
         cache.kv_cache_memory_bytes = available_memory() // 2 // vllm_config.parallel_config.local_world_size
     stock(vllm_config)
     check_engine_config(vllm_config, config, worker_cls)
+    scheduler = vllm_config.scheduler_config  # after the stock platform, which may turn asynchronous scheduling off
+    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     return config
