@@ -27,9 +27,9 @@ class HybridRuntime:
     """One rank's hybrid attention: the tiers, the workers and the method, over the engine's KV memory.
 
     Per engine step: `release` for requests that are gone, `begin_step`, then for every layer `lookahead` (of the next
-    layer) and `forward`; `end_step`, or `abandon` if the engine's forward raised. `failure` tells, when the step's
-    results are there, whether they may be used. Local (sliding-window) layers have no lookahead, and their own step if the engine
-    gives them another page table.
+    layer) and `forward`; `end_step`, or `abandon` if the engine's forward raised. When the step's results are there,
+    `failure` tells whether they may be used. Local (sliding-window) layers have no lookahead, and their own step if the
+    engine gives them another page table.
     """
 
     def __init__(
@@ -168,7 +168,9 @@ class HybridRuntime:
         """Whether `lookahead` should be called for ``layer`` in this step."""
         if self.model.window(layer) is not None or step.decode is None:
             return False
-        return (step.is_captured or self._open is step) and step.error is None and self.method.wants_lookahead(layer, step)
+        return (
+            (step.is_captured or self._open is step) and step.error is None and self.method.wants_lookahead(layer, step)
+        )
 
     def lookahead(self, layer: int, step: Step, predicted_q: Tensor) -> None:
         """The predicted query of ``layer`` is known: ``[decode rows, heads, head_dim]``. Returns at once."""

@@ -21,7 +21,7 @@ from hybrid_backend.step import DecodeRows, ModelSpec, Step, StepFailure, sent
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.workers import NativePool, WorkerPool
 
-_LOOKS_PER_SECOND = 10**5  # of a waiting kernel under Triton's interpreter
+_LOOKS_PER_SECOND = 2000  # of a waiting kernel under Triton's interpreter, about
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class DeviceStep:
     ) -> None:
         if not isinstance(workers, NativePool):
             raise ConfigError("workers.kernel: device_kernels: triton needs the native kernel; write auto or native")
-        _triton()
+        triton = _triton()
         self._config, self._model, self._tiers, self._stats = config, model, tiers, stats
         device = tiers.device
         on_gpu = device.type == "cuda"
@@ -62,7 +62,7 @@ class DeviceStep:
         self.graph = launches(
             replace(
                 shape,
-                patience=round(config.workers.deadline_seconds * (1e9 if on_gpu else _LOOKS_PER_SECOND)),
+                patience=round(config.workers.deadline_seconds * (_LOOKS_PER_SECOND if triton.knobs.runtime.interpret else 1e9)),
                 multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1,
             ),
             tiers.host.seen,

@@ -55,7 +55,11 @@ class GraphScout(GraphStep):
     @property
     def host_bytes(self) -> int:
         """Of the mailboxes, and what is remembered of the last steps."""
-        return self.late.nbytes + self._written.nbytes + sum(x.nbytes for letters in self.mail.layers for x in vars(letters).values())
+        return (
+            self.late.nbytes
+            + self._written.nbytes
+            + sum(x.nbytes for letters in self.mail.layers for x in vars(letters).values())
+        )
 
     def close(self) -> None:
         self.mail.close()

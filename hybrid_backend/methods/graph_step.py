@@ -229,7 +229,8 @@ class GraphStep(ABC):
     # --- the step: launches only ---
 
     def begin(self, number: int) -> None:
-        """`inputs` are written, ``number`` too: what the last step copied becomes visible; pages that begin get their slots."""
+        """`inputs` are written, ``number`` among them: what the last step copied becomes visible; pages that begin get
+        their slots."""
         now = self.inputs
         self._selected.clear()  # of a forward that raised
         kernels.commit_pages(self.maps, self._copies, self.generations)

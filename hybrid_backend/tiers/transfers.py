@@ -58,8 +58,8 @@ class Transfers:
         self._in_flight.append((recall, future))
 
     def finish(self, layer: int | None = None) -> int:
-        """Wait for all copies (of one layer), commit those whose request still owns its region. A copy that is late, and
-        those after it, stay under way: they are waited for the next time.
+        """Wait for all copies (of one layer), commit those whose request still owns its region. A copy that is late,
+        and those after it, stay under way: they are waited for the next time.
 
         Returns:
             Pages committed.

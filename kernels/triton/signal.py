@@ -67,10 +67,9 @@ def await_answer(answered: Tensor, number: Tensor, late: Tensor, patience: Tenso
     """Hold the stream until the flag ``answered`` (int32, pinned) has reached ``number`` (``[1]`` int32 on the device).
 
     Args:
-        late: ``[steps]`` int32 (pinned): ``late[number % steps]`` becomes ``number`` if the answer is not there when the
-            patience is at an end; the stream then goes on, and nothing that the step computes may be used.
-        patience: ``[1]`` int64 on the device, what is left of the step's: nanoseconds (under Triton's interpreter: looks
-            at the flag). The wait is taken off, so that all waits of a step together are no longer than the first could
-            have been.
+        late: ``[steps]`` int32 (pinned): ``late[number % steps]`` becomes ``number`` if the answer is not there when
+            the patience is at an end; the stream then goes on, and nothing that the step computes may be used.
+        patience: ``[1]`` int64 on the device, what is left of the step's: nanoseconds (under Triton's interpreter:
+            looks at the flag). The wait is taken off: all waits of a step together are no longer than one may be.
     """
     _await_kernel[(1,)](answered, number, late, patience, len(late), not triton.knobs.runtime.interpret, num_warps=1)
