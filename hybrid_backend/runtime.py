@@ -249,5 +249,7 @@ class HybridRuntime:
 
     def _fail(self, step: Step, error: WorkerError) -> None:
         """Nothing more is computed for the step, and nobody is waited for."""
+        if step.is_captured:
+            raise error  # it stands for many steps
         step.error = error
         self.abandon(step)

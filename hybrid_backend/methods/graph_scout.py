@@ -55,11 +55,8 @@ class GraphScout(GraphStep):
     @property
     def host_bytes(self) -> int:
         """Of the mailboxes, and what is remembered of the last steps."""
-        return (
-            self.late.nbytes
-            + self._written.nbytes
-            + sum(x.nbytes for letters in self.mail.layers for x in vars(letters).values())
-        )
+        mail: int = sum(x.nbytes for letters in self.mail.layers for x in vars(letters).values())
+        return mail + self.late.nbytes + self._written.nbytes
 
     def close(self) -> None:
         self.mail.close()
