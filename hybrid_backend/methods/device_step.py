@@ -62,7 +62,9 @@ class DeviceStep:
         self.graph = launches(
             replace(
                 shape,
-                patience=round(config.workers.deadline_seconds * (_LOOKS_PER_SECOND if triton.knobs.runtime.interpret else 1e9)),
+                patience=round(
+                    config.workers.deadline_seconds * (_LOOKS_PER_SECOND if triton.knobs.runtime.interpret else 1e9)
+                ),
                 multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1,
             ),
             tiers.host.seen,
