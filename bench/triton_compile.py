@@ -134,7 +134,7 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     kernels.commit_pages(maps, copies, long)
     kernels.copy_pages(host, host, line, line)
     kernels.ask(line, line[:1])
-    kernels.await_answer(line, line[:1], line[1:2], 10**9)
+    kernels.await_answer(line, line[:1], line, long[:1])
 
 
 def _resources(kernel: Any) -> dict[str, int]:

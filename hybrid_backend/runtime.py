@@ -15,10 +15,10 @@ from torch import Tensor
 from hybrid_backend.attention.local import LocalLayers, decode_windows
 from hybrid_backend.attention.prefill import windowed
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.errors import ConfigError
+from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import Batch, DecodeRows, ModelSpec, Step, make_step, window_rows
+from hybrid_backend.step import Batch, DecodeRows, ModelSpec, Step, StepFailure, make_step, window_rows
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.pinned import node_of_gpu
@@ -29,8 +29,9 @@ class HybridRuntime:
     """One rank's hybrid attention: the tiers, the workers and the method, over the engine's KV memory.
 
     Per engine step: `release` for requests that are gone, `begin_step`, then for every layer `lookahead` (of the next
-    layer) and `forward`; `end_step`. Local (sliding-window) layers have no lookahead, and their own step if the engine
-    gives them another page table.
+    layer) and `forward`; `end_step`, or `abandon` if the engine's forward raised. When the step's results are there,
+    `failure` tells whether they may be used. Local (sliding-window) layers have no lookahead, and their own step if the
+    engine gives them another page table.
     """
 
     def __init__(
@@ -81,14 +82,17 @@ class HybridRuntime:
             self.method.release(request_id)
 
     def begin_step(self, batch: Batch) -> Step:
-        """Start a step over the layers with full attention. A step left open by a failed forward is dropped."""
-        self._drop_open()
+        """Start a step over the layers with full attention. A step that was left open is abandoned."""
+        self._abandon_open()
         if self._plans_on_host:  # and reads there what the device wrote in earlier steps: this copy waits for them
             batch = replace(batch, page_table=batch.page_table.cpu())
         step = make_step(self._steps, batch, self.config.page_size)
-        self.method.begin_step(step)
         self._steps += 1
         self._open = step
+        try:
+            self.method.begin_step(step)
+        except WorkerError as error:
+            self._fail(step, error)
         return step
 
     def begin_local_step(self, batch: Batch, page_size: int) -> Step:
@@ -101,6 +105,18 @@ class HybridRuntime:
             self._open = None
             self.method.end_step(step)
 
+    def abandon(self, step: Step) -> None:
+        """The engine's forward raised: nothing stays under way for the step."""
+        if self._open is step:
+            self._abandon_open()
+
+    def failure(self, step: Step) -> StepFailure | None:
+        """What must not be used of a step whose results have come; None: all is right. A CPU that is late or fails does
+        not stop the forward, which other ranks and a captured graph would not notice; its outputs say nothing."""
+        if step.error is not None:
+            return StepFailure(step.error, step.request_ids, step.write_pages.unique().tolist())
+        return self.method.failure(step)
+
     # --- data path ---
 
     def forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -108,6 +124,15 @@ class HybridRuntime:
 
         ``q``, ``out``: ``[tokens, heads, head_dim]``; ``k``, ``v``: ``[tokens, kv_heads, head_dim]``.
         """
+        if step.error is None:
+            try:
+                self._forward(layer, step, q, k, v, out)
+            except WorkerError as error:
+                self._fail(step, error)
+        if step.error is not None:
+            out.zero_()
+
+    def _forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         in_place = self.method.in_place if self.model.window(layer) is None else self._local
         if step.prefill or in_place is None:
             self._append(layer, step, k, v)
@@ -149,11 +174,16 @@ class HybridRuntime:
         """Whether `lookahead` should be called for ``layer`` in this step."""
         if self.model.window(layer) is not None or step.decode is None:
             return False
-        return (step.is_captured or self._open is step) and self.method.wants_lookahead(layer, step)
+        return (
+            (step.is_captured or self._open is step) and step.error is None and self.method.wants_lookahead(layer, step)
+        )
 
     def lookahead(self, layer: int, step: Step, predicted_q: Tensor) -> None:
         """The predicted query of ``layer`` is known: ``[decode rows, heads, head_dim]``. Returns at once."""
-        self.method.lookahead(layer, step, predicted_q)
+        try:
+            self.method.lookahead(layer, step, predicted_q)
+        except WorkerError as error:
+            self._fail(step, error)
 
     def _attend_prompts(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """All prompt chunks, each exactly."""
@@ -199,17 +229,24 @@ class HybridRuntime:
 
     def close(self) -> None:
         """Stop all threads."""
-        self._drop_open()
+        self._abandon_open()
         self.method.close()
         if self._local is not None:
             self._local.close()
         self.workers.close()
         self.tiers.close()
 
-    def _drop_open(self) -> None:
-        if self._open is not None:
-            self.method.abandon(self._open)
-            self._open = None
+    def _abandon_open(self) -> None:
+        step, self._open = self._open, None
+        if step is not None:
+            self.method.abandon(step)
+
+    def _fail(self, step: Step, error: WorkerError) -> None:
+        """Nothing more is computed for the step, and nobody is waited for."""
+        if step.is_captured:
+            raise error  # it stands for many steps
+        step.error = error
+        self.abandon(step)
 
 
 def _on_gpus(rank: Rank, device: torch.device) -> Rank:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid_backend.errors import WorkerError
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -118,6 +120,21 @@ class Step:
     plan: Any = None
     windows: dict[int, WindowRows] = field(default_factory=dict)
     is_captured: bool = False  # of a graph: its rows stand for those of whatever step is open when it is replayed
+    error: WorkerError | None = None  # what a layer met; nothing is computed after it
+
+    @property
+    def request_ids(self) -> list[str]:
+        rows = [] if self.decode is None else self.decode.request_ids
+        return [*rows, *(row.request_id for row in self.prefill)]
+
+
+@dataclass(frozen=True)
+class StepFailure:
+    """What must not be used of a step: the outputs of these requests, and what it wrote to these pages."""
+
+    error: WorkerError
+    request_ids: list[str]
+    pages: list[int]  # host page ids
 
 
 def window_rows(step: Step, window: int, page_size: int) -> WindowRows:

@@ -15,7 +15,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.in_place import InPlace
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import ModelSpec, PrefillRow, Step
+from hybrid_backend.step import ModelSpec, PrefillRow, Step, StepFailure
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.workers import WorkerPool, kernel_name
 
@@ -32,6 +32,9 @@ class LayerDecoder(Protocol):
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """``q``, ``out``: ``[tokens, heads, head_dim]`` of the batch; only the decoding rows' tokens are touched."""
+
+    def failure(self, step: Step) -> StepFailure | None:
+        """What went wrong in a step that the device has passed, where it goes on by itself."""
 
     def release(self, request_id: str) -> None: ...
 
@@ -146,6 +149,10 @@ class Method(ABC):
 
     def end_step(self, step: Step) -> None:
         """After the last layer."""
+
+    def failure(self, step: Step) -> StepFailure | None:
+        """What went wrong, unseen by the host, in a step that the device has passed."""
+        return None if self.in_place is None else self.in_place.failure(step)
 
     # --- requests and the end ---
 

@@ -17,11 +17,11 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.base import OwnMemory
 from hybrid_backend.methods.graph_step import DeviceState, GraphShape, GraphStep
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows, ModelSpec, Step, sent
+from hybrid_backend.step import DecodeRows, ModelSpec, Step, StepFailure, sent
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.workers import NativePool, WorkerPool
 
-_LOOKS_PER_SECOND = 10**5  # of a waiting kernel under Triton's interpreter
+_LOOKS_PER_SECOND = 2000  # of a waiting kernel under Triton's interpreter, about
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class DeviceStep:
     ) -> None:
         if not isinstance(workers, NativePool):
             raise ConfigError("workers.kernel: device_kernels: triton needs the native kernel; write auto or native")
-        _triton()
+        triton = _triton()
         self._config, self._model, self._tiers, self._stats = config, model, tiers, stats
         device = tiers.device
         on_gpu = device.type == "cuda"
@@ -62,7 +62,9 @@ class DeviceStep:
         self.graph = launches(
             replace(
                 shape,
-                patience=round(config.workers.deadline_seconds * (1e9 if on_gpu else _LOOKS_PER_SECOND)),
+                patience=round(
+                    config.workers.deadline_seconds * (_LOOKS_PER_SECOND if triton.knobs.runtime.interpret else 1e9)
+                ),
                 multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1,
             ),
             tiers.host.seen,
@@ -80,10 +82,6 @@ class DeviceStep:
     def begin_step(self, step: Step, sparse: Tensor) -> None:
         """``sparse``: ``[rows]`` bool, rows under the budget.
 
-        Raises:
-            DeadlineError: in an earlier step the CPU's answer came too late.
-            WorkerError: in an earlier step a CPU job could not be computed.
-
         Does not wait for the device, but for requests that begin to decode.
         """
         rows = step.decode
@@ -94,15 +92,14 @@ class DeviceStep:
         budgets = torch.where(sparse, self._config.budget_pages, rows.num_pages)
         step.plan = plan = _Plan(regions, rows.seq_lens, budgets)
         self._write(step.number, rows, plan)
-        self.graph.begin()
+        self.graph.begin(step.number + 1)
         self._last = plan
 
     def _settle(self) -> None:
-        """What the last step did, as far as the device has come: errors first, then the counters."""
+        """What the last step did, as far as the device has come: the counters."""
         if self._last is None:
             return
         plan = self._last
-        self.graph.check()
         page, rows = self._config.page_size, len(plan.regions)
         digests = self._tiers.digests
         for layer in range(self._model.num_layers):
@@ -110,6 +107,14 @@ class DeviceStep:
             is_sparse = digests is not None and layer in digests.layers
             tokens = torch.minimum(plan.seq_lens, plan.budgets * page) if is_sparse else plan.seq_lens
             self._stats.attended(layer, int(tokens.sum()), on_cpu)
+
+    def failure(self, step: Step) -> StepFailure | None:
+        """What went wrong for the decoding rows of a step that the device has passed."""
+        rows, number = step.decode, step.number + 1  # `StepInputs.number`
+        error = None if rows is None else self.graph.failure(number)
+        if rows is None or error is None:
+            return None
+        return StepFailure(error, rows.request_ids, self.graph.written(number, rows.count))
 
     def _region(self, rows: DecodeRows, r: int) -> int:
         slots = self._tiers.slots

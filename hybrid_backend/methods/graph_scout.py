@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybrid_backend.errors import DeadlineError
+from hybrid_backend.errors import DeadlineError, WorkerError
 from hybrid_backend.kernels import triton as kernels
-from hybrid_backend.kernels.cpu import Mailboxes, Pool
+from hybrid_backend.kernels.cpu import STEPS, Mailboxes, Pool
 from hybrid_backend.methods.graph_step import GraphShape, GraphStep, StepInputs
 from hybrid_backend.step import ModelSpec
 
@@ -18,21 +18,25 @@ class GraphScout(GraphStep):
     """`Scout` as launches: the CPU's partial is awaited inside the stream, recalls are visible from the next step."""
 
     def _prepare(self, pool: Pool, host_pages: Sequence[Tensor]) -> None:
-        self.late = torch.zeros(1, dtype=torch.int32, pin_memory=self._slots[0].is_cuda)
+        # Of the last steps, since the host is behind the device when it asks.
+        pinned = self._slots[0].is_cuda
+        self.late = torch.zeros(STEPS, dtype=torch.int32, pin_memory=pinned)
+        self._written = torch.zeros(STEPS, self.shape.rows, dtype=torch.int32, pin_memory=pinned)
         # An exact layer leaves to the CPU whatever its slots cannot hold.
         shape, current = self.shape, self.generations
         lists = [(1, shape.columns) if digests is None else (shape.lists, shape.most) for digests in self._digests]
         self.mail = Mailboxes(pool, host_pages, shape.heads, shape.rows, lists, shape.scale, current=current)
 
-    def check(self) -> None:
-        late = int(self.late)
-        if late:
-            self.late.zero_()
-            raise DeadlineError(
-                f"CPU workers did not answer step {late - 1} within "
-                f"workers.deadline_seconds={self.shape.deadline_seconds}"
+    def failure(self, number: int) -> WorkerError | None:
+        if int(self.late[number % STEPS]) == number:
+            return DeadlineError(
+                f"CPU workers did not answer within workers.deadline_seconds={self.shape.deadline_seconds}"
             )
-        self.mail.check()
+        why = self.mail.failure(number)
+        return None if why is None else WorkerError(why)
+
+    def written(self, number: int, rows: int) -> list[int]:
+        return [int(page) for page in self._written[number % STEPS, :rows]]
 
     def cpu_pages(self, layer: int, rows: int) -> int:
         counts = self.mail.layers[layer].counts
@@ -46,24 +50,27 @@ class GraphScout(GraphStep):
         exact = 4 * (shape.columns + 1)
         rows = model.num_layers * each + exact_layers * exact + (model.num_layers - exact_layers) * sparse
         flags = 3 * 64
-        return model.num_layers * flags + shape.rows * rows
+        return model.num_layers * flags + shape.rows * rows + 4 * STEPS * (1 + shape.rows)
 
     @property
     def host_bytes(self) -> int:
-        """Of the mailboxes."""
-        return sum(x.nbytes for letters in self.mail.layers for x in vars(letters).values())
+        """Of the mailboxes, and what is remembered of the last steps."""
+        mail: int = sum(x.nbytes for letters in self.mail.layers for x in vars(letters).values())
+        return mail + self.late.nbytes + self._written.nbytes
 
     def close(self) -> None:
         self.mail.close()
 
-    def begin(self) -> None:
+    def begin(self, number: int) -> None:
         now = self.inputs
         # Plain copies to pinned memory: one that converts, or has gaps, would wait for the device.
         self.mail.regions.copy_(now.regions.long(), non_blocking=True)
         # The workers drop rows of padding, so that what their lists held before does not matter.
         generations = now.generations.long().masked_fill(now.num_pages == 0, -1)
         self.mail.generations.copy_(generations, non_blocking=True)
-        super().begin()
+        self._written[number % STEPS].copy_(now.pages, non_blocking=True)
+        self._patience.fill_(self.shape.patience)
+        super().begin(number)
 
     def lookahead(self, layer: int, q: Tensor) -> None:
         self._select(layer, q)
@@ -78,7 +85,7 @@ class GraphScout(GraphStep):
             self._ask(layer, q)
         chosen, _ = self._selected[layer]
         parts = self._partial(q, self._slots[layer], chosen.slots, chosen.tokens, self.shape.slots)
-        kernels.await_answer(letters.answered, now.number, self.late, self.shape.patience)
+        kernels.await_answer(letters.answered, now.number, self.late, self._patience)
         of_cpu = letters.out[: len(q)], letters.lse[: len(q)]
         out, _ = kernels.merge_partials(*parts, cpu=of_cpu, dtype=q.dtype)
         if self._copies_pages(layer):

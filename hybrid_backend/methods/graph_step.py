@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels import triton as kernels
 from hybrid_backend.kernels.cpu import Pool
 from hybrid_backend.step import ModelSpec
@@ -42,7 +43,7 @@ class GraphShape:
     scale: float
     recalls: int  # pages that a row recalls in one layer and step, at most
     predicted: bool  # the CPU's partial takes the predicted query, one layer ahead (`lookahead.partial_query`)
-    patience: int  # of the waiting stream, see `kernels.triton.await_answer`
+    patience: int  # of the stream for the CPU in one step, see `kernels.triton.await_answer`
     deadline_seconds: float  # the same, for people
     multiprocessors: int = 1  # of the device; what `kernels.triton.splits_for` divides
 
@@ -92,6 +93,7 @@ class DeviceState:
     copies: kernels.Copies
     no_scores: Tensor  # [rows, 1, columns], of exact layers
     keep: Tensor  # [rows, slots] int32
+    patience: Tensor  # [1] int64, what is left of `GraphShape.patience` in this step
 
     @classmethod
     def make(cls, shape: GraphShape, layers: int, device: torch.device) -> DeviceState:
@@ -114,12 +116,13 @@ class DeviceState:
             ),
             no_scores=torch.zeros(shape.rows, 1, shape.columns, device=device),
             keep=torch.zeros(shape.rows, shape.slots, dtype=torch.int32, device=device),
+            patience=torch.zeros(1, dtype=torch.int64, device=device),
         )
 
     @property
     def nbytes(self) -> int:
         inputs = [getattr(self.inputs, f.name) for f in fields(self.inputs)]
-        return sum(x.nbytes for x in (*inputs, *self.maps, *self.copies, self.no_scores, self.keep))
+        return sum(x.nbytes for x in (*inputs, *self.maps, *self.copies, self.no_scores, self.keep, self.patience))
 
 
 class GraphStep(ABC):
@@ -154,6 +157,7 @@ class GraphStep(ABC):
         self._state = state = DeviceState.make(shape, layers, device)
         self.inputs, self.maps = state.inputs, state.maps
         self._copies, self._no_scores, self._keep = state.copies, state.no_scores, state.keep
+        self._patience = state.patience
         self.generations = generations
         self._selected: dict[int, tuple[kernels.SelectedPages, Tensor]] = {}
         # Pages cross the bus beside the step.
@@ -192,13 +196,14 @@ class GraphStep(ABC):
         self.maps.page_of[:, mine] = -1
         self.maps.importance[:, mine] = float("-inf")
 
-    def check(self) -> None:
-        """Raise, once, for what went wrong in earlier steps, as far as the device has come.
+    def failure(self, number: int) -> WorkerError | None:
+        """What went wrong in the step of this `StepInputs.number`, which the device has passed, but not long ago: the
+        CPU did not answer in time (a DeadlineError), or could not compute what it was asked."""
+        return None
 
-        Raises:
-            DeadlineError: the CPU did not answer in time.
-            WorkerError: a CPU job could not be computed.
-        """
+    def written(self, number: int, rows: int) -> list[int]:
+        """The host pages that the first ``rows`` rows of a step with a `failure` wrote to."""
+        return []
 
     def cpu_pages(self, layer: int, rows: int) -> int:
         """Pages that the CPU was asked for in the last step's first ``rows`` rows."""
@@ -223,9 +228,11 @@ class GraphStep(ABC):
 
     # --- the step: launches only ---
 
-    def begin(self) -> None:
-        """`inputs` are written: what the last step copied becomes visible; pages that begin get their slots."""
+    def begin(self, number: int) -> None:
+        """`inputs` are written, ``number`` among them: what the last step copied becomes visible; pages that begin get
+        their slots."""
         now = self.inputs
+        self._selected.clear()  # of a forward that raised
         kernels.commit_pages(self.maps, self._copies, self.generations)
         kernels.open_pages(self.maps, now.regions, now.pages, now.positions, self._page)
 

@@ -94,6 +94,9 @@ class InPlace:
         if is_sparse and step.decode is not None and self._config.is_sampled(step.number, layer):
             self._sample(layer, step.decode, step.decode.gather(q), plan.selecting.nonzero().flatten(), step.number)
 
+    def failure(self, step: Step) -> None:
+        return None  # `decode` raises
+
     def release(self, request_id: str) -> None:
         """The request is gone, or its pages are about to be others."""
         sequence = self._sequences.pop(request_id, None)

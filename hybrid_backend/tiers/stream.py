@@ -47,8 +47,6 @@ class _Pending(Protocol):
 
     def result(self, timeout: float) -> KVBlock: ...
 
-    def exception(self, timeout: float) -> BaseException | None: ...
-
 
 @dataclass(frozen=True)
 class _OnDevice:
@@ -60,9 +58,6 @@ class _OnDevice:
     def result(self, timeout: float) -> KVBlock:
         torch.cuda.current_stream().wait_event(self.done)
         return self.block
-
-    def exception(self, timeout: float) -> None:
-        return None
 
 
 class HeadStream:
@@ -130,10 +125,9 @@ class HeadStream:
                 raise DeadlineError(f"staging copy of layer {layer} did not end within {self._deadline} s") from None
 
     def drop(self) -> None:
-        """Forget what was fetched ahead; the step that it was for failed or is over."""
-        if self._ahead is not None:
-            self._ahead[2].exception(self._deadline)
-            self._ahead = None
+        """Forget what was fetched ahead; the step that it was for failed or is over. Nobody waits for it: whatever is
+        fetched next comes after it."""
+        self._ahead = None
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -58,7 +58,8 @@ class Transfers:
         self._in_flight.append((recall, future))
 
     def finish(self, layer: int | None = None) -> int:
-        """Wait for all copies (of one layer), commit those whose request still owns its region.
+        """Wait for all copies (of one layer), commit those whose request still owns its region. A copy that is late,
+        and those after it, stay under way: they are waited for the next time.
 
         Returns:
             Pages committed.
@@ -66,21 +67,24 @@ class Transfers:
         Raises:
             DeadlineError: a copy did not end in time.
         """
-        started = [entry for entry in self._in_flight if layer in (None, entry[0].layer)]
+        waiting = [entry for entry in self._in_flight if layer in (None, entry[0].layer)]
         self._in_flight = [entry for entry in self._in_flight if layer not in (None, entry[0].layer)]
         pages = 0
-        for recall, future in started:
-            if future is not None:
-                try:
+        try:
+            while waiting:
+                recall, future = waiting[0]
+                if future is not None:
                     future.result(self._deadline)
-                except Late:
-                    raise DeadlineError(
-                        f"the copy of {len(recall.slots)} pages of layer {recall.layer} did not end within "
-                        f"{self._deadline} s"
-                    ) from None
-            if recall.generation == int(self._slots.generation[recall.region]):
-                recall.commit()
-                pages += len(recall.slots)
+                del waiting[0]
+                if recall.generation == int(self._slots.generation[recall.region]):
+                    recall.commit()
+                    pages += len(recall.slots)
+        except Late:
+            raise DeadlineError(
+                f"the copy of {len(recall.slots)} pages of layer {recall.layer} did not end within {self._deadline} s"
+            ) from None
+        finally:
+            self._in_flight += waiting
         return pages
 
     def close(self) -> None:

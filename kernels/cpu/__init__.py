@@ -9,10 +9,11 @@ from __future__ import annotations
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu.decode import Decoder, decodes, openmp_entry
 from hybrid_backend.kernels.cpu.library import isas, native
-from hybrid_backend.kernels.cpu.mailbox import Mailboxes
+from hybrid_backend.kernels.cpu.mailbox import STEPS, Mailboxes
 from hybrid_backend.kernels.cpu.partial import NativeTicket, Pool, partial
 
 __all__ = [
+    "STEPS",
     "Decoder",
     "Mailboxes",
     "NativeTicket",

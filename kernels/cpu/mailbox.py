@@ -14,6 +14,7 @@ from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.partial import Pool
 
 _LINE = 16  # int32 of a cache line: each flag has one of its own
+STEPS = 16  # HB_MAIL_STEPS: so many steps' failures are remembered
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Letters:
     lse: Tensor  # [rows, heads] fp32, natural log
     asked: Tensor  # [16] int32, the first counts
     answered: Tensor  # the same
-    failed: Tensor  # the same: number of the last job that could not be computed
+    failed: Tensor  # [STEPS] int32: of a job that could not be computed its number, at number % STEPS
 
 
 class Mailboxes:
@@ -83,11 +84,10 @@ class Mailboxes:
                 lse=pinned(rows, heads, dtype=torch.float32),
                 asked=pinned(_LINE),
                 answered=pinned(_LINE),
-                failed=pinned(_LINE),
+                failed=pinned(STEPS),
             )
             for count, capacity in lists
         ]
-        self._told = [0] * len(layers)  # the last failed job of each layer that `check` has raised
         boxes = (lib.MailboxArgs * len(layers))()
         for box, layer, letters in zip(boxes, layers, self.layers, strict=True):
             box.cache = lib.cache_of(layer)
@@ -107,18 +107,14 @@ class Mailboxes:
         """Jobs answered so far."""
         return int(self._native.hb_mail_served(self._handle)) if self._handle else 0
 
-    def check(self) -> None:
-        """To call at any time: the device may be steps behind the host.
-
-        Raises:
-            WorkerError: since the last call a job could not be computed; its answer was empty.
-        """
-        failed = [int(letters.failed[0]) for letters in self.layers]
-        told, self._told = self._told, failed
-        for layer, (number, before) in enumerate(zip(failed, told, strict=True)):
-            if number != before:
-                why = self._native.hb_mail_error(self._handle).decode()
-                raise WorkerError(f"a CPU worker failed on layer {layer} of step {number}: {why}")
+    def failure(self, number: int) -> str | None:
+        """Why a job of this number could not be computed (its answer was empty), None: all could. Known for the last
+        `STEPS` numbers, when their answers are there."""
+        for layer, letters in enumerate(self.layers):
+            if int(letters.failed[number % STEPS]) == number:
+                why = self._native.hb_mail_error(self._handle).decode() if self._handle else "the workers are gone"
+                return f"a CPU worker failed on layer {layer}: {why}"
+        return None
 
     def close(self) -> None:
         """Stop the server; what is asked from now on is never answered. To call before the pool is closed."""

@@ -36,22 +36,25 @@ def _look(flag, REAL: tl.constexpr):
 
 
 @triton.jit
-def _await_kernel(answered, number, late, patience, REAL: tl.constexpr):
+def _await_kernel(answered, number, late, patience, STEPS: tl.constexpr, REAL: tl.constexpr):
     wanted = tl.load(number)
+    left = tl.load(patience)
     seen = _look(answered, REAL)
     if REAL:
         began = cuda.globaltimer()
         waited = began - began
-        while (seen < wanted) & (waited < patience):
+        while (seen < wanted) & (waited < left):
             seen = _look(answered, REAL)
             waited = cuda.globaltimer() - began
+        tl.store(patience, tl.maximum(left - waited, 0))
     else:
         looks = 0
-        while (seen < wanted) & (looks < patience):
+        while (seen < wanted) & (looks < left):
             seen = _look(answered, REAL)
             looks += 1
+        tl.store(patience, left - looks)
     if seen < wanted:
-        tl.store(late, wanted)
+        tl.store(late + wanted % STEPS, wanted)
 
 
 def ask(asked: Tensor, number: Tensor) -> None:
@@ -60,12 +63,13 @@ def ask(asked: Tensor, number: Tensor) -> None:
     _ask_kernel[(1,)](asked, number, not triton.knobs.runtime.interpret, num_warps=1)
 
 
-def await_answer(answered: Tensor, number: Tensor, late: Tensor, patience: int) -> None:
+def await_answer(answered: Tensor, number: Tensor, late: Tensor, patience: Tensor) -> None:
     """Hold the stream until the flag ``answered`` (int32, pinned) has reached ``number`` (``[1]`` int32 on the device).
 
     Args:
-        late: ``[1]`` int32 (pinned): becomes ``number`` if the answer is not there after ``patience``; the stream then
-            goes on, and whoever reads ``late`` after the step must fail its requests.
-        patience: nanoseconds (under Triton's interpreter: looks at the flag).
+        late: ``[steps]`` int32 (pinned): ``late[number % steps]`` becomes ``number`` if the answer is not there when
+            the patience is at an end; the stream then goes on, and nothing that the step computes may be used.
+        patience: ``[1]`` int64 on the device, what is left of the step's: nanoseconds (under Triton's interpreter:
+            looks at the flag). The wait is taken off: all waits of a step together are no longer than one may be.
     """
-    _await_kernel[(1,)](answered, number, late, patience, not triton.knobs.runtime.interpret, num_warps=1)
+    _await_kernel[(1,)](answered, number, late, patience, len(late), not triton.knobs.runtime.interpret, num_warps=1)

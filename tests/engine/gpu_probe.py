@@ -10,7 +10,9 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 
-from tests.engine import simulated_gpu
+from tests.engine import late_probe, simulated_gpu
 
 PROMPTS, TOKENS, CHUNK, LONGEST = (46, 94, 142), 4, 64, 192
 BLOCK, BLOCKS = 16, 17  # the prompts take 17, three of which two of them share; they grow to 20: one is preempted
@@ -39,6 +41,7 @@ EXACT = {
     "lookahead": {"partial_query": "real"},
     "recall": {"intervals": 2},
 }
+LATE = {**EXACT, "slots_per_request": 4, "workers": {"deadline_seconds": late_probe.DEADLINE}}
 CARDS = (1600, 1900, 8000)  # MiB
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout": ({**EXACT, "slots_per_request": 4}, MIXED),
@@ -50,6 +53,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, None),
     "headinfer": ({"method": "headinfer"}, None),
     "dense": ({"method": "dense"}, None),
+    **dict.fromkeys(("late", "late.always"), (LATE, MIXED)),
+    "late.full": (LATE, FULL),
 }
 
 
@@ -88,14 +93,14 @@ def expected(folder: Path) -> list[list[int]]:
     return answers
 
 
-def options(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None) -> dict[str, Any]:
+def options(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None, blocks: int = BLOCKS) -> dict[str, Any]:
     from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER
 
     return dict(
         model=str(model), attention_backend=BACKEND, worker_cls=GPU_WORKER, dtype="float32", skip_tokenizer_init=True,
         max_model_len=LONGEST, max_num_seqs=4, max_num_batched_tokens=CHUNK, enforce_eager=graphs is None,
         compilation_config=graphs or {"custom_ops": ["none"]}, block_size=BLOCK,
-        kv_cache_memory_bytes=(BLOCKS + 1) * LAYERS * KV_HEADS * 2 * BLOCK * DIM * 4,  # vLLM keeps one for itself
+        kv_cache_memory_bytes=(blocks + 1) * LAYERS * KV_HEADS * 2 * BLOCK * DIM * 4,  # vLLM keeps one for itself
         additional_config={"hybrid": {"page_size": BLOCK, "model": {"match": "*", "family": "llama"}, **hybrid}},
         disable_log_stats=True,
     )  # fmt: skip
@@ -115,7 +120,13 @@ def at_once(model: Path, card: int, **more: Any) -> dict[str, Any]:
         simulated_gpu.card_of(simulated_gpu.TOTAL)
 
 
-def run(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None) -> dict[str, Any]:
+def run(
+    model: Path,
+    hybrid: dict[str, Any],
+    graphs: dict[str, Any] | None,
+    serve: Callable[[Any], dict[str, Any]],
+    blocks: int = BLOCKS,
+) -> dict[str, Any]:
     from prometheus_client import CollectorRegistry
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -123,9 +134,9 @@ def run(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None) -> d
     from hybrid_backend.engines.vllm import worker
 
     vars(worker)["REGISTRY"] = CollectorRegistry()  # an engine per process is the rule; here there are several
-    llm = LLM(**options(model, hybrid, graphs))
+    llm = LLM(**options(model, hybrid, graphs, blocks))
     try:
-        return serve(llm, waits=graphs is None)
+        return serve(llm)
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -178,14 +189,23 @@ def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[3:]
     simulated_gpu.prepare(folder)
     answers = expected(folder / "model")
+    late_answers = late_probe.expected(folder / "model", prompts())
     with simulated_gpu.simulated_gpu():
         for name in names:
             try:
                 if name == "at_once":
                     found = {str(mib): at_once(folder / "model", mib << 20) for mib in CARDS}
                     found["in parts"] = at_once(folder / "model", 8 << 30, ubatch_size=2)
+                elif name.startswith("late"):
+                    with late_probe.held_up() as numbers:
+                        serving = partial(
+                            late_probe.serve, prompts=prompts(), numbers=numbers, always=name == "late.always"
+                        )
+                        found = run(folder / "model", *CASES[name], serving, late_probe.BLOCKS)
+                    found["expected"] = late_answers
                 else:
-                    found = {**run(folder / "model", *CASES[name]), "expected": answers}
+                    serving = partial(serve, waits=CASES[name][1] is None)
+                    found = {**run(folder / "model", *CASES[name], serving), "expected": answers}
             except Exception:
                 found = {"error": traceback.format_exc()[-3000:]}
             (folder / f"{name}.json").write_text(json.dumps(found))

@@ -23,6 +23,7 @@ pytestmark = [
 
 V2 = ["scout", "infinigen", "hgca", "headinfer", "dense"]
 V1 = ["scout.full"]
+LATE_V2, LATE_V1 = ["late", "late.always"], ["late.full"]
 GRAPHS = ("scout", "scout.full", "infinigen")
 
 
@@ -31,7 +32,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     folder = tmp_path_factory.mktemp("simulated")
     root = str(Path(__file__).parents[2])
-    for runner, names in (("v2", [*V2, "at_once"]), ("v1", V1)):
+    for runner, names in (("v2", [*V2, *LATE_V2, "at_once"]), ("v1", [*V1, *LATE_V1])):
         command = [sys.executable, "-m", "tests.engine.gpu_probe", folder, runner, *names]
         with (folder / "log").open("ab") as log:
             subprocess.run(
@@ -60,6 +61,27 @@ def test_decode_steps_are_replayed_graphs(seen: Probe, name: str) -> None:
 @pytest.mark.parametrize(("name", "runner"), [("scout", "gpu.model_runner"), ("scout.full", "gpu_model_runner")])
 def test_both_model_runners_are_driven(seen: Probe, name: str, runner: str) -> None:
     assert seen(name)["runner"] == f"vllm.v1.worker.{runner}"
+
+
+@pytest.mark.parametrize("name", ["late", "late.full"])
+def test_a_step_without_the_cpu_s_answers_is_computed_again_and_nobody_else_s(seen: Probe, name: str) -> None:
+    """The workers get none of one step's questions, while the step after it is under way. Its two requests, of which
+    one would have ended in it, answer as if nothing had been; the third is not touched."""
+    found = seen(name)
+    assert found["late"] == [["0", "1"]] == found["preempted"]
+    assert found["tokens"] == found["expected"]
+    assert set(found["reasons"].values()) == {"length"}
+    assert found["scheduler"] == "RecomputingAsyncScheduler"
+    assert found["regions"] == 0
+
+
+def test_requests_that_are_late_again_end_with_an_error_and_no_wrong_token(seen: Probe) -> None:
+    """The workers never answer: the engine lives, and ends each request after its second try."""
+    found = seen("late.always")
+    assert set(found["reasons"].values()) == {"error"}
+    for name, tokens in found["tokens"].items():
+        assert tokens == found["expected"][name][: len(tokens)]
+    assert found["regions"] == 0
 
 
 def test_an_aborted_request_leaves_no_region(seen: Probe) -> None:

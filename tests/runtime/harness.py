@@ -143,6 +143,7 @@ class Engine:
                     expected = self.dense(name, layer, queries[layer, mine], attended)
                     self._compare(name, layer, out[mine], expected, WITNESSED, "attention of what it attended")
         self.runtime.end_step(step)
+        self.ran = step
         for name, count in work.items():
             self.sequences[name].tokens += count
         return outs
@@ -158,12 +159,15 @@ class Engine:
         error = (out.double() - expected).abs().max()
         assert error < tolerance, f"{name}: layer {layer} is off by {error} from {what}"
 
-    def begin_and_die(self, name: str) -> None:
-        """Start a decode step of one request and fail after the first lookahead; the engine retries it later."""
+    def begin_and_die(self, name: str, is_told: bool) -> None:
+        """Start a decode step of one request whose forward raises after the first lookahead; the engine retries it.
+        ``is_told``: the runtime hears of it at once, else when the next step begins."""
         step, _ = self._begin({name: 1})
         m = self.model
         if self.runtime.wants_lookahead(0, step):
             self.runtime.lookahead(0, step, torch.randn(1, m.num_heads, m.head_dim, generator=self.rng).to(m.dtype))
+        if is_told:
+            self.runtime.abandon(step)
 
     def _begin(self, work: dict[str, int]) -> tuple[Step, list[int]]:
         page_size = self.cfg.page_size

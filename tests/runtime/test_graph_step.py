@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ from hybrid_backend.methods.device_step import DeviceStep
 from hybrid_backend.methods.graph_scout import GraphScout
 from hybrid_backend.step import Step, captured_step
 from tests.runtime.harness import PAGE, Engine, config, spec
+from tests.runtime.held_up import HeldUp
 
 SLOTS, ROWS, INTERVAL, LAYERS = 6, 3, 2, 2
 EXACT = 0  # the exact layer
 
 
-def engine(kernels: str, deadline: float = 20, **keys: object) -> Engine:
+def engine(kernels: str, deadline: float = 20, layers: int = LAYERS, replayed: bool = True, **keys: object) -> Engine:
     """Both kinds draw the same random numbers: they look ahead in the same steps, the sampled ones."""
     base: dict[str, object] = {
         "tiers": "separate", "slots_per_request": SLOTS, "exact_layers": [EXACT], "device_kernels": kernels,
@@ -32,8 +34,8 @@ def engine(kernels: str, deadline: float = 20, **keys: object) -> Engine:
         "workers": {"threads": 2, "deadline_seconds": deadline},
     }  # fmt: skip
     settings = config(**base | keys)
-    made = Engine(settings, spec(LAYERS), num_pages=64, max_requests=ROWS)
-    if kernels == "triton":
+    made = Engine(settings, spec(layers), num_pages=64, max_requests=ROWS)
+    if kernels == "triton" and replayed:
         replay_as_a_graph(made)
     return made
 
@@ -193,17 +195,63 @@ def test_a_request_released_while_its_step_runs_leaves_nothing_to_who_comes_afte
         made.close()
 
 
-def test_a_late_cpu_is_an_error_and_the_device_goes_on() -> None:
-    made = engine("triton", deadline=0.001)
+def test_a_late_step_waits_once_and_fails_its_own_requests_only() -> None:
+    """The workers get none of one step's questions: all its layers together wait as long as one may. Its requests are
+    named, with the pages that it wrote; those of the steps before and after it are served exactly."""
+    made, layers, held = engine("triton", 0.5, layers=6, replayed=False, sparse="never"), 6, list[int]()
+    decoder = made.runtime.method.in_place
+    assert isinstance(decoder, DeviceStep) and isinstance(decoder.graph, GraphScout)
+    slow = HeldUp(decoder.graph, held.__contains__)
     try:
-        made.add("a", SLOTS * PAGE)
+        for name in ("a", "b", "c"):
+            made.add(name, 2 * SLOTS * PAGE - 3)
+            made.prefill(name)
+        made.step({"a": 1, "b": 1, "c": 1})
+        before = made.ran
+        patience, waited = decoder.graph._patience, []
+        forward = made.runtime.forward
+
+        def timed(*args: Any) -> None:
+            left = int(patience)
+            forward(*args)
+            waited.append(left - int(patience))
+
+        made.runtime.forward = timed  # type: ignore[method-assign]
+        held.append(before.number + 2)  # `StepInputs.number` of the next step
+        made.step({"c": 1, "a": 1}, tolerance=None)
+        late = made.ran
+        assert len(waited) == layers and sum(waited) == decoder.graph.shape.patience
+        made.step({"b": 1})
+        failure = made.runtime.failure(late)
+        assert failure is not None and isinstance(failure.error, DeadlineError)
+        assert "workers.deadline_seconds=0.5" in str(failure.error)
+        assert failure.request_ids == ["c", "a"]
+        assert failure.pages == [made.sequences[name].pages[-1] for name in ("c", "a")]
+        assert made.runtime.failure(before) is made.runtime.failure(made.ran) is None
+        for name in ("a", "c"):
+            made.preempt(name)
+            made.prefill(name)
+        made.step({"a": 1, "b": 1, "c": 1})
+    finally:
+        slow.close()
+        made.close()
+
+
+def test_a_forward_that_raised_leaves_no_selection_behind() -> None:
+    """What was selected for the step that died is not taken for the next one's."""
+    made = engine("triton", recall={"enabled": False})
+    try:
+        made.add("a", 3 * SLOTS * PAGE)
         made.prefill("a")
         decoder = made.runtime.method.in_place
-        assert isinstance(decoder, DeviceStep) and isinstance(decoder.graph, GraphScout)
-        decoder.graph.mail.close()  # nobody answers
-        made.step({"a": 1}, tolerance=None)
-        with pytest.raises(DeadlineError, match=r"workers\.deadline_seconds"):
-            made.step({"a": 1}, tolerance=None)
+        assert isinstance(decoder, DeviceStep)
+        step, _ = made._begin({"a": 1})
+        q = torch.randn(1, made.model.num_heads, made.model.head_dim)
+        made.runtime.lookahead(1, step, q)
+        assert decoder.graph._selected
+        made.runtime.abandon(step)
+        made._begin({"a": 1})
+        assert not decoder.graph._selected
     finally:
         made.close()
 

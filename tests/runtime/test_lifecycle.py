@@ -123,7 +123,7 @@ class Life(RuleBasedStateMachine):
     def fail_half_way(self, data: st.DataObject) -> None:
         """A forward that dies between lookahead and attend leaves nothing behind."""
         name = data.draw(st.sampled_from(self.ready()))
-        self.engine.begin_and_die(name)
+        self.engine.begin_and_die(name, is_told=data.draw(st.booleans()))
 
     @invariant()
     def digests_cover_exactly_what_was_written(self) -> None:

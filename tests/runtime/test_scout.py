@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import threading
 import time
 
 import pytest
@@ -244,6 +245,70 @@ def test_a_worker_that_fails_or_hangs_turns_into_an_error_that_names_the_layer()
         with pytest.raises(error, match=text):
             ticket.wait(0.2)
         pool.close()
+
+
+@pytest.mark.parametrize("fault", ["slow", "broken"])
+def test_a_step_whose_workers_fail_goes_on_without_them_and_fails_its_requests_only(fault: str) -> None:
+    """Two of three requests are in the step; seven layers remain. One deadline passes, the forward does not raise, the
+    workers' jobs are forgotten; the third request, and the two when they are computed again, are served exactly."""
+    deadline, held = 0.5, threading.Event()
+
+    def kernel(q, layer, pages, scale):  # type: ignore[no-untyped-def]
+        if held.is_set():
+            if fault == "broken":
+                raise ValueError("bad page")
+            time.sleep(0.7)
+        return paged_partial(q, layer, pages, scale)
+
+    settings = config(
+        tiers="separate", sparse="never", slots_per_request=4, workers={"threads": 2, "deadline_seconds": deadline}
+    )
+    engine = Engine(settings, spec(layers=8))
+    engine.runtime.workers.close()
+    engine.runtime.workers = scout(engine).workers = TorchPool(2, CPUS, kernel)
+    for name in ("a", "b", "c"):
+        long_context(engine, name)
+    engine.step({"a": 1, "b": 1, "c": 1})
+    assert engine.runtime.failure(engine.ran) is None
+    held.set()
+    began = time.monotonic()
+    engine.step({"c": 1, "a": 1}, tolerance=None)
+    assert time.monotonic() - began < 2 * deadline
+    late = engine.ran
+    held.clear()
+    engine.step({"b": 1})
+    failure = engine.runtime.failure(late)
+    assert failure is not None and engine.runtime.failure(engine.ran) is None
+    assert ("deadline_seconds=0.5" if fault == "slow" else "bad page") in str(failure.error)
+    assert sorted(failure.request_ids) == ["a", "c"]
+    assert sorted(failure.pages) == sorted(engine.sequences[name].pages[-1] for name in ("a", "c"))
+    for name in ("a", "c"):
+        engine.preempt(name)
+        engine.prefill(name)
+    engine.step({"a": 1, "b": 1, "c": 1})
+    assert engine.runtime.failure(engine.ran) is None
+    engine.close()
+
+
+def test_when_one_copy_is_late_the_others_are_finished_later() -> None:
+    """The copy thread is held up; what was planned beside the late copy is not forgotten."""
+    workers = {"threads": 2, "deadline_seconds": 0.3}
+    engine = Engine(config(tiers="separate", recall={"intervals": 1}, workers=workers), spec(layers=4))
+    long_context(engine)
+    transfers, held = engine.runtime.tiers.transfers, threading.Event()
+    assert transfers._thread is not None
+    blocked = transfers._thread.submit(held.wait)
+    while not transfers.in_flight > 1:
+        engine.step({"a": 1}, lookahead_noise=0.5, tolerance=None)
+    planned = [recall for recall, _ in transfers._in_flight]
+    engine.step({"a": 1}, tolerance=None)
+    failure = engine.runtime.failure(engine.ran)
+    assert failure is not None and "did not end within 0.3 s" in str(failure.error)
+    assert [recall for recall, _ in transfers._in_flight] == planned
+    held.set()
+    blocked.result()
+    assert transfers.finish() == sum(len(recall.slots) for recall in planned) and transfers.in_flight == 0
+    engine.close()
 
 
 def test_results_of_many_sequences_come_back_in_order() -> None:

@@ -82,6 +82,9 @@ class Session:
             step, self.step = self.step, None
             self.runtime.end_step(step)
             self._publish()
+            failure = self.runtime.failure(step)
+            if failure is not None:  # SGLang has no way to take one step back
+                raise failure.error
 
     def _publish(self, force: bool = False) -> None:
         if self._publisher is not None:

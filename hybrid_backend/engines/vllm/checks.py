@@ -9,7 +9,7 @@ import vllm
 
 from hybrid_backend.attention.lookahead import family_of
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm import VLLM_VERSION
+from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, SCHEDULER, VLLM_VERSION
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.workers import resolve_kernel
@@ -86,6 +86,11 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
             vllm_config.speculative_config is not None,
             "speculative decoding",
             "leave out --speculative-config",
+        ),
+        (
+            vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER, ASYNC_SCHEDULER),
+            "a scheduler of another kind, which would use tokens that a late CPU has no part in",
+            "leave out --scheduler-cls",
         ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --pipeline-parallel-size 1"),
         (parallel.use_ubatching, "steps that are run in parts", "leave out --enable-dbo and --ubatch-size"),

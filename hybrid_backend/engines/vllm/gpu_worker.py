@@ -59,6 +59,8 @@ class HybridGPUWorker(HybridWorker, Worker):
         return whole.as_strided(view.size(), view.stride())
 
     def shutdown(self) -> None:
+        if self.session is not None:
+            torch.cuda.synchronize(self.device)  # what still runs asks the CPU workers, which go now
         super().shutdown()
         if self.memory is not None:
             self.memory.close()

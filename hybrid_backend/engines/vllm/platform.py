@@ -9,7 +9,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm import CPU_WORKER
+from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, SCHEDULER
 from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.memory import size_host_pool
 from hybrid_backend.engines.vllm.settings import attach_config, chosen
@@ -54,4 +54,6 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
     stock(vllm_config)
     check_engine_config(vllm_config, config, worker_cls)
     size_host_pool(vllm_config, config, on_cpu=worker_cls == CPU_WORKER)
+    scheduler = vllm_config.scheduler_config  # after the stock platform, which may turn asynchronous scheduling off
+    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     return config

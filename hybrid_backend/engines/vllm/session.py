@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid_backend.attention.lookahead import QueryPredictor, family_of
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.backend import HybridImpl
 from hybrid_backend.engines.vllm.hooks import hook_for
+from hybrid_backend.engines.vllm.outputs import CheckedOutput, checked
 from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.runtime import HybridRuntime
@@ -105,7 +107,7 @@ class Session:
             for group in groups:
                 for builder in group.metadata_builders:
                     builder.session = self
-        self._step: Step | None = None
+        self._step: Step | None = None  # that runs, or ran last
         self.is_scheduled = False
 
     def request_ids(self, metadata: CommonAttentionMetadata) -> list[str]:
@@ -129,14 +131,26 @@ class Session:
     @contextmanager
     def scheduled(self) -> Iterator[None]:
         """A batch of the scheduler runs. Other batches are the model runner's own: warm-up, the capture of graphs."""
-        self.is_scheduled = True
+        self._step, self.is_scheduled = None, True
         try:
             yield
+        except BaseException:
+            if self._step is not None:
+                self.runtime.abandon(self._step)
+            raise
         finally:
             self.is_scheduled = False
-            if self._step is not None:
-                self.runtime.end_step(self._step)
-                self._step = None
+        if self._step is not None:
+            self.runtime.end_step(self._step)
+
+    def checked(self, output: ModelRunnerOutput | AsyncModelRunnerOutput | None) -> Any:
+        """The output of the last step; when it is there, whether it may be used."""
+        step, self._step = self._step, None
+        if step is None or output is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return CheckedOutput(output, self.runtime, step)
+        return checked(output, self.runtime.failure(step))
 
     def _page_size(self, layer_name: str) -> int:
         context = self._runner.compilation_config.static_forward_context

@@ -13,7 +13,7 @@ from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.observe.metrics import Publisher
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.worker_base import WorkerBase as _Worker
 else:
@@ -56,6 +56,10 @@ class HybridWorker(_Worker):
                 return super().execute_model(scheduler_output)
         finally:
             publisher.publish(force=bool(gone))
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        output = super().sample_tokens(grammar_output)
+        return output if self.session is None else self.session.checked(output)
 
     def shutdown(self) -> None:
         if self.session is not None:

@@ -117,6 +117,7 @@ void hb_ticket_free(hb_ticket* ticket);  // waits for threads inside
 
 // One per layer, in memory that the device reads and writes (pinned). The device writes what it asks, then a new number
 // to `asked` (release, system scope); a thread here computes, writes the partial, then the same number to `answered`.
+#define HB_MAIL_STEPS 16
 typedef struct hb_mailbox {
   hb_cache cache;
   int32_t rows, lists, capacity;
@@ -126,7 +127,8 @@ typedef struct hb_mailbox {
   const int64_t *region, *generation, *current;  // as in hb_partial_args, or null
   float *out, *lse;       // [rows, heads, head_dim], [rows, heads]
   const uint32_t* asked;
-  uint32_t *answered, *failed;  // failed: the number of the last job that could not be computed (its answer is empty)
+  uint32_t* answered;
+  uint32_t* failed;  // [HB_MAIL_STEPS]: of a job that could not be computed (its answer is empty) its number
 } hb_mailbox;
 
 typedef struct hb_mail hb_mail;

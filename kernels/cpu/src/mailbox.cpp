@@ -75,7 +75,7 @@ void MailServer::serve(const hb_mailbox& box, uint32_t number) {
     const size_t heads = (size_t)box.rows * model_.kv_heads * model_.group;
     std::memset(box.out, 0, heads * model_.head_dim * sizeof(float));
     std::fill(box.lse, box.lse + heads, -std::numeric_limits<float>::infinity());
-    __atomic_store_n(box.failed, number, __ATOMIC_RELEASE);
+    __atomic_store_n(box.failed + number % HB_MAIL_STEPS, number, __ATOMIC_RELEASE);
   }
   served_.fetch_add(1, std::memory_order_relaxed);
   __atomic_store_n(box.answered, number, __ATOMIC_RELEASE);

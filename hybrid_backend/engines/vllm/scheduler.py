@@ -1,0 +1,85 @@
+"""vLLM's schedulers, which do not use a token that was computed without the CPU's part.
+
+A step that failed (`outputs.FailedOutput`) is taken back: its requests are preempted, their output of this step and of
+those already under way is dropped, and they are computed again from what the prefix cache holds of their right tokens.
+vLLM does the same when the prefix cache is reset under running requests (``Scheduler.reset_prefix_cache``). A request
+whose step fails again at the same token ends with an error. Nobody else's request is touched.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from hybrid_backend.engines.vllm.outputs import FailedOutput
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
+
+_logger = init_logger("vllm.hybrid_backend")
+
+
+class Recomputing(Scheduler):
+    """Mixed into both of vLLM's schedulers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._failed_at: dict[str, int] = {}  # of requests whose step failed, how many tokens they had then
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if isinstance(model_runner_output, FailedOutput):
+            self._take_back(model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _take_back(self, output: FailedOutput) -> None:
+        """Before the output is used."""
+        mine = [self.requests[name] for name in output.failed if name in self.requests]
+        # Output that was given up already, when an earlier step failed, does not fail once more.
+        mine = [each for each in mine if not (each.is_finished() or (_is_stale(each) and each.drop_stale_output))]
+        bad = set(output.blocks)
+        # Others may have found such a block in the prefix cache since.
+        victims = {each.request_id: each for each in mine}
+        victims |= {each.request_id: each for each in self.running if bad.intersection(self._blocks(each))}
+        for request in victims.values():
+            blocks = self._blocks(request)
+            first = next((at for at, block in enumerate(blocks) if block in bad), len(blocks))
+            bad.update(blocks[first:])
+        self.kv_cache_manager.evict_blocks(bad)
+        given_up = [each.request_id for each in mine if self._failed_at.get(each.request_id) == each.num_tokens]
+        self._failed_at = {name: tokens for name, tokens in self._failed_at.items() if name in self.requests}
+        self._failed_at |= {each.request_id: each.num_tokens for each in mine}
+        now = time.monotonic()
+        for request in reversed(list(victims.values())):  # each goes to the front of the queue
+            if request.status == RequestStatus.RUNNING:
+                self.running.remove(request)
+                self._preempt_request(request, now, drop_stale_output=True)
+            else:  # preempted since; what is on its way would still be delivered
+                request.drop_stale_output = True
+        self.prev_step_scheduled_req_ids.difference_update(victims)
+        self.grammar_compile_error_reqs.update(given_up)  # whose requests vLLM ends with an error
+        again = [name for name in victims if name not in given_up]
+        _logger.error("%s; computed again: %s; ended with an error: %s", output.why, again, given_up)
+
+    def _blocks(self, request: Request) -> list[int]:
+        return [block for group in self.kv_cache_manager.get_block_ids(request.request_id) for block in group]
+
+
+def _is_stale(request: Request) -> bool:
+    return request.num_stale_output_tokens > 0
+
+
+class RecomputingScheduler(Recomputing):
+    pass
+
+
+class RecomputingAsyncScheduler(Recomputing, AsyncScheduler):
+    pass
