@@ -58,12 +58,13 @@ class HybridRuntime:
         method.check(config, device, model.num_layers, model.num_kv_heads)
         self.config = config
         self.model = model
-        self.stats = Stats.of(model.num_layers)
+        self._stats = Stats.of(model.num_layers)
         layout = method.layout(config, model, device)
         self.tiers = Tiers.build(layout, config, model, host, max_requests, device)
         self.workers = make_pool(config.workers)
-        self.method = method(config, model, self.tiers, self.workers, self.stats)
-        self._plans_on_host = device.type != "cpu" and not method.runs_kernels(config, device)
+        self.method = method(config, model, self.tiers, self.workers, self._stats)
+        self._decodes_alone = method.runs_kernels(config, device)
+        self._plans_on_host = device.type != "cpu" and not self._decodes_alone
         self._steps = 0
         self._open: Step | None = None
 
@@ -191,12 +192,20 @@ class HybridRuntime:
 
     # --- the end ---
 
+    @property
+    def stats(self) -> Stats:
+        """All counters, as far as the device has come: it may be a step behind."""
+        self.method.count()
+        return self._stats
+
     def gauges(self) -> dict[str, float]:
-        """What is in use now, by metric name."""
-        return {
+        """What is in use now, by metric name. Brings `stats` up to date. A GPU's own kernels do not say which of their
+        recalls are under way."""
+        self.method.count()
+        in_flight = {} if self._decodes_alone else {"hybrid_recalls_in_flight": self.tiers.transfers.in_flight}
+        return in_flight | {
             "hybrid_regions_in_use": self.tiers.slots.regions_in_use,
             "hybrid_slots_in_use": self.method.resident_pages,
-            "hybrid_recalls_in_flight": self.tiers.transfers.in_flight,
             "hybrid_host_pool_pages": self.tiers.host.layers[0].shape[0],
             "hybrid_digest_bytes": self.tiers.digests.nbytes if self.tiers.digests else 0,
             "hybrid_slot_bytes": self.tiers.slots.nbytes,
