@@ -25,6 +25,7 @@ os.environ.update(
 )
 
 from tests.engine import simulated_gpu
+from tests.engine.watched_attention import Watch, watch_attention
 
 PROMPTS, TOKENS, CHUNK, LONGEST = (46, 94, 142), 4, 64, 192
 BLOCK, BLOCKS = 16, 17  # the prompts take 17, three of which two of them share; they grow to 20: one is preempted
@@ -39,6 +40,17 @@ EXACT = {
     "lookahead": {"partial_query": "real"},
     "recall": {"intervals": 2},
 }
+# Contexts of up to ten pages attend three, or four of what their slots hold and miss.
+SPARSE = {
+    "budget_tokens": 3 * BLOCK,
+    "exact_layers": [0],
+    "sinks": 1,
+    "recent": 1,
+    "lookahead": {"partial_query": "real"},
+    "recall": {"intervals": 2},
+    "slots_per_request": 4,
+}
+LONGER = 8  # tokens of sparse answers
 CARDS = (1600, 1900, 8000)  # MiB
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout": ({**EXACT, "slots_per_request": 4}, MIXED),
@@ -47,6 +59,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         {"method": "infinigen", "budget_tokens": LONGEST, "exact_layers": [0], "slots_per_request": 13},
         FULL,
     ),
+    "scout.sparse": (SPARSE, MIXED),
+    "scout.per_head": ({**SPARSE, "selection": {"granularity": "kv_head"}}, FULL),
+    "infinigen.sparse": ({**SPARSE, "method": "infinigen"}, FULL),
     "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, None),
     "headinfer": ({"method": "headinfer"}, None),
     "dense": ({"method": "dense"}, None),
@@ -115,7 +130,9 @@ def at_once(model: Path, card: int, **more: Any) -> dict[str, Any]:
         simulated_gpu.card_of(simulated_gpu.TOTAL)
 
 
-def run(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None) -> dict[str, Any]:
+def run(
+    model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None, tokens: int, watch: Watch
+) -> dict[str, Any]:
     from prometheus_client import CollectorRegistry
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -125,14 +142,14 @@ def run(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None) -> d
     vars(worker)["REGISTRY"] = CollectorRegistry()  # an engine per process is the rule; here there are several
     llm = LLM(**options(model, hybrid, graphs))
     try:
-        return serve(llm, waits=graphs is None)
+        return serve(llm, tokens, waits=graphs is None) | {"attention": watch.take()}
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
 
 
-def serve(llm: Any, waits: bool) -> dict[str, Any]:
+def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     """All prompts at once, and one more, which is aborted. ``waits``: a step may wait for the
     device, as methods do that are planned on the host."""
     from vllm import SamplingParams
@@ -148,7 +165,7 @@ def serve(llm: Any, waits: bool) -> dict[str, Any]:
         return execute(scheduled)
 
     held.execute_model = watched
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
     for name, prompt in [("aborted", list(range(20))), *enumerate(prompts())]:
         engine.add_request(str(name), {"prompt_token_ids": prompt}, sampling)
     tokens: dict[str, list[int]] = {}
@@ -166,6 +183,8 @@ def serve(llm: Any, waits: bool) -> dict[str, Any]:
         "tokens": [tokens[str(i)] for i in range(len(PROMPTS))],
         "runner": type(held.model_runner).__module__,
         "cpu_tokens": sum(layer.cpu_tokens for layer in runtime.stats.layers),
+        "layers": [vars(layer) for layer in runtime.stats.layers],
+        "copied_bytes": runtime.gauges()["hybrid_copied_bytes"],
         "replays": Graph.replays - before,
         "preempted": sorted(name.partition("-")[0] for name in preempted),
         "ran": sorted(ran),
@@ -178,6 +197,7 @@ def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[3:]
     simulated_gpu.prepare(folder)
     answers = expected(folder / "model")
+    watch = watch_attention()
     with simulated_gpu.simulated_gpu():
         for name in names:
             try:
@@ -185,7 +205,8 @@ def main() -> None:
                     found = {str(mib): at_once(folder / "model", mib << 20) for mib in CARDS}
                     found["in parts"] = at_once(folder / "model", 8 << 30, ubatch_size=2)
                 else:
-                    found = {**run(folder / "model", *CASES[name]), "expected": answers}
+                    tokens = LONGER if CASES[name][0].get("sinks") else TOKENS
+                    found = {**run(folder / "model", *CASES[name], tokens, watch), "expected": answers}
             except Exception:
                 found = {"error": traceback.format_exc()[-3000:]}
             (folder / f"{name}.json").write_text(json.dumps(found))
