@@ -202,8 +202,7 @@ class HybridRuntime:
         """What is in use now, by metric name. Brings `stats` up to date. A GPU's own kernels do not say which of their
         recalls are under way."""
         self.method.count()
-        in_flight = {} if self._decodes_alone else {"hybrid_recalls_in_flight": self.tiers.transfers.in_flight}
-        return in_flight | {
+        found: dict[str, float] = {
             "hybrid_regions_in_use": self.tiers.slots.regions_in_use,
             "hybrid_slots_in_use": self.method.resident_pages,
             "hybrid_host_pool_pages": self.tiers.host.layers[0].shape[0],
@@ -213,6 +212,9 @@ class HybridRuntime:
             "hybrid_context_cache_bytes": self.method.host_bytes,
             "hybrid_copied_bytes": self.tiers.copied_bytes,
         }
+        if not self._decodes_alone:
+            found["hybrid_recalls_in_flight"] = self.tiers.transfers.in_flight
+        return found
 
     def close(self) -> None:
         """Stop all threads."""

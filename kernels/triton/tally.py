@@ -1,19 +1,19 @@
 """What the kernels of a step count by themselves, so that nobody reads lists back to count them.
 
-A layer's tally is one row ``[COLUMNS]`` int64 on the device, each column added to by whichever kernel knows the number
-anyway. A kernel that is given none counts nothing.
+A layer's tally is one row ``[COLUMNS]`` int64 on the device (`maps.Tally`), each column added to by whichever kernel knows
+the number anyway. A kernel that is given none counts nothing.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
 from hybrid_backend.kernels.triton.maps import Tally
-
 
 COLUMNS = len(Tally._fields)
 # fmt: off
@@ -24,13 +24,13 @@ COLUMNS = len(Tally._fields)
 
 if triton.knobs.runtime.interpret:
 
-    def clock():  # type: ignore[no-untyped-def]
+    def clock() -> Any:
         """The host's, on which the interpreter runs."""
         return tl.full([], time.perf_counter_ns(), tl.int64)
 
 else:
 
     @triton.jit
-    def clock():
+    def clock() -> Any:
         """Nanoseconds, the same on all of the device."""
         return cuda.globaltimer()

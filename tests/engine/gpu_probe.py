@@ -40,9 +40,9 @@ EXACT = {
     "lookahead": {"partial_query": "real"},
     "recall": {"intervals": 2},
 }
-# Contexts of up to ten pages attend three, or four of what their slots hold and miss.
+# Contexts of up to ten pages attend four, two of which their digests choose.
 SPARSE = {
-    "budget_tokens": 3 * BLOCK,
+    "budget_tokens": 4 * BLOCK,
     "exact_layers": [0],
     "sinks": 1,
     "recent": 1,
@@ -55,13 +55,9 @@ CARDS = (1600, 1900, 8000)  # MiB
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout": ({**EXACT, "slots_per_request": 4}, MIXED),
     "scout.full": ({**EXACT, "slots_per_request": 4}, FULL),
-    "infinigen": (
-        {"method": "infinigen", "budget_tokens": LONGEST, "exact_layers": [0], "slots_per_request": 13},
-        FULL,
-    ),
     "scout.sparse": (SPARSE, MIXED),
     "scout.per_head": ({**SPARSE, "selection": {"granularity": "kv_head"}}, FULL),
-    "infinigen.sparse": ({**SPARSE, "method": "infinigen"}, FULL),
+    "infinigen.sparse": ({**SPARSE, "method": "infinigen", "slots_per_request": 5}, FULL),
     "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, None),
     "headinfer": ({"method": "headinfer"}, None),
     "dense": ({"method": "dense"}, None),
