@@ -1,7 +1,7 @@
 """What the kernels of a step count by themselves, so that nobody reads lists back to count them.
 
-A layer's tally is one row ``[COLUMNS]`` int64 on the device (`maps.Tally`), each column added to by whichever kernel knows
-the number anyway. A kernel that is given none counts nothing.
+A layer's tally is one row ``[COLUMNS]`` int64 on the device (`maps.Tally`), each column added to by whichever kernel
+knows the number anyway. A kernel that is given none counts nothing.
 """
 
 from __future__ import annotations

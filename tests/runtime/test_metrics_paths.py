@@ -306,7 +306,7 @@ def test_methods_without_slots_attend_whole_contexts_where_they_lie(name: str) -
 
 @pytest.mark.parametrize("tiers", ["unified", "separate"])
 def test_hgca_counts_tokens_and_looks_no_page_up(tiers: str) -> None:
-    """What its heads keep lies in no page. Its CPU is asked when its device begins, and its window is copied once."""
+    """What its heads keep lies in no page. Its CPU is asked when its device begins, and sinks and window are copied once."""
     ring = 2
     made = Engine(config(method="hgca", tiers=tiers, sparse="never", hgca={"window_tokens": ring * PAGE}), spec(2))
     try:
@@ -316,10 +316,10 @@ def test_hgca_counts_tokens_and_looks_no_page_up(tiers: str) -> None:
             made.step({"a": 1})
         for entry in made.runtime.stats.layers:
             assert entry.selected_tokens == sum(4 * PAGE + step for step in (1, 2, 3))
-            assert entry.cpu_tokens == 3 * (5 - ring) * PAGE
+            assert entry.cpu_tokens == 3 * (5 - ring - made.cfg.sinks) * PAGE
             assert entry.resident_lookups == entry.resident_hits == entry.recalled_pages == entry.mass_samples == 0
             assert entry.wait_seconds > 0 and entry.lead_seconds > 0
-        copied = ring * 2 * made.model.page_bytes(PAGE)
+        copied = (ring + made.cfg.sinks) * 2 * made.model.page_bytes(PAGE)
         assert made.runtime.gauges()["hybrid_copied_bytes"] == (copied if tiers == "separate" else 0)
     finally:
         made.close()
