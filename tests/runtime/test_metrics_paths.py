@@ -306,7 +306,7 @@ def test_methods_without_slots_attend_whole_contexts_where_they_lie(name: str) -
 
 @pytest.mark.parametrize("tiers", ["unified", "separate"])
 def test_hgca_counts_tokens_and_looks_no_page_up(tiers: str) -> None:
-    """What its heads keep lies in no page. Its CPU is asked when its device begins, and sinks and window are copied once."""
+    """What its heads keep lies in no page. Its CPU is asked when its device begins, and what it holds is copied once."""
     ring = 2
     made = Engine(config(method="hgca", tiers=tiers, sparse="never", hgca={"window_tokens": ring * PAGE}), spec(2))
     try:
