@@ -96,6 +96,7 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     long = torch.zeros(rows, dtype=torch.int64)
     table = torch.zeros(rows, max(COLUMNS), dtype=torch.int32)
     cpu = torch.empty(rows, heads, dim), torch.empty(rows, heads)
+    tally = torch.zeros(len(kernels.Tally._fields), dtype=torch.int64)
     for lists in (1, kv_heads):
         ids, tokens = torch.zeros(rows, lists, k, dtype=torch.int32), torch.zeros(rows, lists, dtype=torch.int32)
         for splits in (1, 32):
@@ -115,7 +116,10 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
                     q, digests, table[:, :width], line, line, aggregate, per_head, 0.5, dim**-0.5
                 )
             slot_of = torch.zeros(rows, width, dtype=torch.int32)
-            chosen = kernels.select_pages(scores, line, line, line, line, slot_of, table[:, :width], page, 1, 2, k)
+            for counted in (None, tally):
+                chosen = kernels.select_pages(
+                    scores, line, line, line, line, slot_of, table[:, :width], page, 1, 2, k, counted
+                )
         kernels.union_pages(chosen.absent, chosen.missing_listed, scores)
     maps = kernels.Maps(table[None], table, torch.zeros(1, max(COLUMNS)))
     copies = kernels.Copies(*[table[None, :, :k]] * 3, torch.zeros(1, rows, k), line[None], long[None])
@@ -127,14 +131,14 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
         for lists in (1, kv_heads):
             chosen = table[:, None, :k].expand(-1, lists, -1).contiguous(), line[:, None].expand(-1, lists).contiguous()
             kernels.plan_recall(
-                small.of(0), copies.of(0), scores, table, chosen, absent, line, line, line, line[:1], keep
+                small.of(0), copies.of(0), scores, table, chosen, absent, line, line, line, line[:1], keep, tally
             )
         kernels.note_scores(small.of(0), scores, line, line, line, 1, 2)
         kernels.open_pages(small, line, line, line, page)
     kernels.commit_pages(maps, copies, long)
     kernels.copy_pages(host, host, line, line)
-    kernels.ask(line, line[:1])
-    kernels.await_answer(line, line[:1], line, long[:1])
+    kernels.ask(line, line[:1], line[:, None], tally)
+    kernels.await_answer(line, line[:1], line, long[:1], tally)
 
 
 def _resources(kernel: Any) -> dict[str, int]:

@@ -63,14 +63,15 @@ class HybridRuntime:
         method.check(config, device, model.num_layers, model.num_kv_heads)
         self.config = config
         self.model = model
-        self.stats = Stats.of(model.num_layers)
+        self._stats = Stats.of(model.num_layers)
         layout = method.layout(config, model, device)
         self.tiers = Tiers.build(layout, config, model, host, max_requests, device)
         self.workers = make_pool(config.workers, rank if device.type != "cuda" else _on_gpus(rank, device))
-        self.method = method(config, model, self.tiers, self.workers, self.stats)
+        self.method = method(config, model, self.tiers, self.workers, self._stats)
         native = device.type == "cpu" and kernel_name(config.workers.kernel) == "native"
         self._local = LocalLayers.of(model, host.layers) if native else None
-        self._plans_on_host = device.type != "cpu" and not method.runs_kernels(config, device)
+        self._decodes_alone = method.runs_kernels(config, device)
+        self._plans_on_host = device.type != "cpu" and not self._decodes_alone
         self._steps = 0
         self._open: Step | None = None
 
@@ -213,12 +214,19 @@ class HybridRuntime:
 
     # --- the end ---
 
+    @property
+    def stats(self) -> Stats:
+        """All counters, as far as the device has come: it may be a step behind."""
+        self.method.count()
+        return self._stats
+
     def gauges(self) -> dict[str, float]:
-        """What is in use now, by metric name."""
-        return {
+        """What is in use now, by metric name. Brings `stats` up to date. A GPU's own kernels do not say which of their
+        recalls are under way."""
+        self.method.count()
+        found: dict[str, float] = {
             "hybrid_regions_in_use": self.tiers.slots.regions_in_use,
             "hybrid_slots_in_use": self.method.resident_pages,
-            "hybrid_recalls_in_flight": self.tiers.transfers.in_flight,
             "hybrid_host_pool_pages": self.tiers.host.layers[0].shape[0],
             "hybrid_digest_bytes": self.tiers.digests.nbytes if self.tiers.digests else 0,
             "hybrid_slot_bytes": self.tiers.slots.nbytes,
@@ -226,6 +234,9 @@ class HybridRuntime:
             "hybrid_context_cache_bytes": self.method.host_bytes,
             "hybrid_copied_bytes": self.tiers.copied_bytes,
         }
+        if not self._decodes_alone:
+            found["hybrid_recalls_in_flight"] = self.tiers.transfers.in_flight
+        return found
 
     def close(self) -> None:
         """Stop all threads."""

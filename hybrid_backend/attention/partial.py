@@ -29,9 +29,14 @@ class PageList(NamedTuple):
     valid: Tensor
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         """Tokens attended, summed over rows; the mean over the lists of a row."""
-        return int(self.valid.sum()) // max(1, self.ids.shape[1])
+        return int(self.valid.sum()) / max(1, self.ids.shape[1])
+
+    @property
+    def pages(self) -> float:
+        """Pages listed, counted in the same way."""
+        return int((self.ids >= 0).sum()) / max(1, self.ids.shape[1])
 
 
 def paged_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Partial:

@@ -38,6 +38,9 @@ class LayerDecoder(Protocol):
 
     def release(self, request_id: str) -> None: ...
 
+    def count(self) -> None:
+        """Bring the counters up to date, without waiting for the device."""
+
     @property
     def resident_pages(self) -> int: ...
 
@@ -169,6 +172,11 @@ class Method(ABC):
         if self.in_place is not None:
             self.in_place.close()
 
+    def count(self) -> None:
+        """Bring the counters up to date, without waiting for the device."""
+        if self.in_place is not None:
+            self.in_place.count()
+
     # --- for methods ---
 
     @property
@@ -178,9 +186,9 @@ class Method(ABC):
 
     @property
     def resident_pages(self) -> int:
-        """Slots that hold a page, over all layers."""
+        """Slots that hold a page or are being filled, over all layers."""
         mine = 0 if self.in_place is None else self.in_place.resident_pages
-        return self.tiers.residency.resident_pages + mine
+        return self.tiers.residency.resident_pages + self.tiers.transfers.pages_in_flight + mine
 
     @property
     def host_bytes(self) -> int:

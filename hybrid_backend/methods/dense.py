@@ -44,6 +44,7 @@ class Dense(Method):
 
     def attend(self, layer: int, step: Step, q: Tensor) -> Tensor:
         self.stats.attended(layer, selected=step.plan.tokens, on_cpu=0)
+        self.stats.looked_up(layer, step.plan.pages, 0 if q.is_cuda else step.plan.pages)  # a GPU reads over the bus
         if q.is_cuda:
             return self._over_the_bus(layer, step, q)
         return paged_partial(q, self.tiers.host.layers[layer], step.plan, self.model.scale).out

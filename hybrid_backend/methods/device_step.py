@@ -29,7 +29,6 @@ class _Plan:
     """What `begin_step` decided: rows in the order of the kernels."""
 
     regions: list[int]
-    seq_lens: Tensor  # [rows] int64
     budgets: Tensor  # [rows] int64 pages
 
 
@@ -90,7 +89,7 @@ class DeviceStep:
         regions = [self._region(rows, r) for r in range(rows.count)]
         self._resident.update(zip(regions, rows.num_pages.clamp(max=self._tiers.slots.size).tolist(), strict=True))
         budgets = torch.where(sparse, self._config.budget_pages, rows.num_pages)
-        step.plan = plan = _Plan(regions, rows.seq_lens, budgets)
+        step.plan = plan = _Plan(regions, budgets)
         self._write(step.number, rows, plan)
         self.graph.begin(step.number + 1)
         self._last = plan
@@ -99,14 +98,21 @@ class DeviceStep:
         """What the last step did, as far as the device has come: the counters."""
         if self._last is None:
             return
-        plan = self._last
-        page, rows = self._config.page_size, len(plan.regions)
-        digests = self._tiers.digests
-        for layer in range(self._model.num_layers):
-            on_cpu = self.graph.cpu_pages(layer, rows) * page
-            is_sparse = digests is not None and layer in digests.layers
-            tokens = torch.minimum(plan.seq_lens, plan.budgets * page) if is_sparse else plan.seq_lens
-            self._stats.attended(layer, int(tokens.sum()), on_cpu)
+        self.count()
+
+    def count(self) -> None:
+        """Take over what the kernels have counted, as far as the device has come."""
+        page_bytes = self._model.page_bytes(self._config.page_size)
+        for layer, entry in enumerate(self._stats.layers):
+            told, lists = self.graph.tally(layer), self.graph.lists(layer)
+            on_cpu = 0 if self.graph.always_copies else told.missing_tokens
+            entry.selected_tokens = (told.resident_tokens + told.missing_tokens) / lists
+            entry.cpu_tokens = on_cpu / lists
+            entry.resident_hits = told.resident_pages / lists
+            entry.resident_lookups = (told.resident_pages + told.missing_pages) / lists
+            self._tiers.transfers.copied_bytes += (told.recalled_pages - entry.recalled_pages) * page_bytes
+            entry.recalled_pages = told.recalled_pages
+            entry.wait_seconds, entry.lead_seconds = told.waited / 1e9, told.ahead / 1e9
 
     def failure(self, step: Step) -> StepFailure | None:
         """What went wrong for the decoding rows of a step that the device has passed."""
@@ -121,7 +127,8 @@ class DeviceStep:
         region = slots.region(rows.request_ids[r])
         if region is None:
             region = slots.allocate(rows.request_ids[r])
-            self.graph.admit(region, rows.page_table[r, : int(rows.num_pages[r])])
+            copied = self.graph.admit(region, rows.page_table[r, : int(rows.num_pages[r])])
+            self._tiers.transfers.copied_bytes += copied * self._model.page_bytes(self._config.page_size)
         return region
 
     def _write(self, number: int, rows: DecodeRows, plan: _Plan) -> None:

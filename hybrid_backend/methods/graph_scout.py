@@ -38,10 +38,6 @@ class GraphScout(GraphStep):
     def written(self, number: int, rows: int) -> list[int]:
         return [int(page) for page in self._written[number % STEPS, :rows]]
 
-    def cpu_pages(self, layer: int, rows: int) -> int:
-        counts = self.mail.layers[layer].counts
-        return int(counts[:rows].sum()) // counts.shape[1]
-
     @classmethod
     def planned_host_bytes(cls, shape: GraphShape, model: ModelSpec, exact_layers: int) -> int:
         vector = shape.heads * model.head_dim
@@ -85,7 +81,7 @@ class GraphScout(GraphStep):
             self._ask(layer, q)
         chosen, _ = self._selected[layer]
         parts = self._partial(q, self._slots[layer], chosen.slots, chosen.tokens, self.shape.slots)
-        kernels.await_answer(letters.answered, now.number, self.late, self._patience)
+        kernels.await_answer(letters.answered, now.number, self.late, self._patience, self._tally[layer])
         of_cpu = letters.out[: len(q)], letters.lse[: len(q)]
         out, _ = kernels.merge_partials(*parts, cpu=of_cpu, dtype=q.dtype)
         if self._copies_pages(layer):
@@ -99,4 +95,4 @@ class GraphScout(GraphStep):
         letters.q[:rows].copy_(q, non_blocking=True)
         letters.ids[:rows].copy_(chosen.missing, non_blocking=True)
         letters.counts[:rows].copy_(chosen.missing_listed, non_blocking=True)
-        kernels.ask(letters.asked, self.inputs.number)
+        kernels.ask(letters.asked, self.inputs.number, chosen.missing_listed, self._tally[layer])

@@ -94,6 +94,7 @@ class DeviceState:
     no_scores: Tensor  # [rows, 1, columns], of exact layers
     keep: Tensor  # [rows, slots] int32
     patience: Tensor  # [1] int64, what is left of `GraphShape.patience` in this step
+    tally: Tensor  # [layers, len(kernels.Tally)] int64
 
     @classmethod
     def make(cls, shape: GraphShape, layers: int, device: torch.device) -> DeviceState:
@@ -117,12 +118,14 @@ class DeviceState:
             no_scores=torch.zeros(shape.rows, 1, shape.columns, device=device),
             keep=torch.zeros(shape.rows, shape.slots, dtype=torch.int32, device=device),
             patience=torch.zeros(1, dtype=torch.int64, device=device),
+            tally=torch.zeros(layers, len(kernels.Tally._fields), dtype=torch.int64, device=device),
         )
 
     @property
     def nbytes(self) -> int:
         inputs = [getattr(self.inputs, f.name) for f in fields(self.inputs)]
-        return sum(x.nbytes for x in (*inputs, *self.maps, *self.copies, self.no_scores, self.keep, self.patience))
+        parts = (*inputs, *self.maps, *self.copies, self.no_scores, self.keep, self.patience, self.tally)
+        return sum(x.nbytes for x in parts)
 
 
 class GraphStep(ABC):
@@ -159,6 +162,8 @@ class GraphStep(ABC):
         self._copies, self._no_scores, self._keep = state.copies, state.no_scores, state.keep
         self._patience = state.patience
         self.generations = generations
+        self._tally = state.tally
+        self._told = torch.zeros(state.tally.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._selected: dict[int, tuple[kernels.SelectedPages, Tensor]] = {}
         # Pages cross the bus beside the step.
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -169,11 +174,14 @@ class GraphStep(ABC):
 
     # --- between steps, by the host ---
 
-    def admit(self, region: int, pages: Tensor) -> None:
+    def admit(self, region: int, pages: Tensor) -> int:
         """Fill the region of a request whose prompt is in the host pool: its first pages and its last ones.
 
         Args:
             pages: ``[n]`` int32 host pages of the sequence, the one of its next token included.
+
+        Returns:
+            Pages copied, of all layers.
         """
         shape, device = self.shape, self.maps.page_of.device
         count, first = len(pages), region * shape.slots
@@ -188,6 +196,7 @@ class GraphStep(ABC):
         chosen = pages.to(device)[logical].int()
         for host, slot_pages in zip(self._host, self._slots, strict=True):
             kernels.copy_pages(host, slot_pages, chosen, slots.int())
+        return len(logical) * len(self._host)
 
     def release(self, region: int) -> None:
         """The region's request is gone (and its generation has moved on): its slots hold nothing."""
@@ -205,9 +214,13 @@ class GraphStep(ABC):
         """The host pages that the first ``rows`` rows of a step with a `failure` wrote to."""
         return []
 
-    def cpu_pages(self, layer: int, rows: int) -> int:
-        """Pages that the CPU was asked for in the last step's first ``rows`` rows."""
-        return 0
+    def tally(self, layer: int) -> kernels.Tally:
+        """What the layer's kernels have counted, as far as the device has come: it may be a step behind."""
+        return kernels.Tally(*self._told[layer].tolist())
+
+    def lists(self, layer: int) -> int:
+        """Selections of each row in the layer."""
+        return 1 if self._digests[layer] is None else self.shape.lists
 
     @property
     def device_bytes(self) -> int:
@@ -250,6 +263,8 @@ class GraphStep(ABC):
         out = self._attend(layer, now, q)
         if self._copying is not None and layer == len(self._host) - 1:
             torch.cuda.current_stream().wait_stream(self._copying)
+        if layer == len(self._host) - 1:
+            self._told.copy_(self._tally, non_blocking=True)
         return out
 
     @abstractmethod
@@ -272,9 +287,9 @@ class GraphStep(ABC):
                 q, digests, now.table, now.num_pages, now.budgets, shape.aggregate, shape.lists > 1, shape.bound,
                 shape.scale,
             )  # fmt: skip
-        self._selected[layer] = self._split(layer, now, scores), scores
+        self._selected[layer] = self._split(layer, now, scores, self._tally[layer]), scores
 
-    def _split(self, layer: int, now: StepInputs, scores: Tensor) -> kernels.SelectedPages:
+    def _split(self, layer: int, now: StepInputs, scores: Tensor, tally: Tensor | None = None) -> kernels.SelectedPages:
         """The best pages by residency, as it is now."""
         shape = self.shape
         if self._digests[layer] is None:
@@ -283,7 +298,7 @@ class GraphStep(ABC):
             budgets, most = now.budgets, shape.most
         return kernels.select_pages(
             scores, now.num_pages, now.lengths, budgets, now.regions, self.maps.slot_of[layer], now.table, self._page,
-            shape.sinks, shape.recent, most,
+            shape.sinks, shape.recent, most, tally,
         )  # fmt: skip
 
     def _partial(self, q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -304,7 +319,7 @@ class GraphStep(ABC):
             absent = pages, listed
         kernels.plan_recall(
             maps, copies, scores, now.table, (chosen.slots, chosen.slots_listed), absent, now.num_pages, now.regions,
-            now.generations, now.due[layer : layer + 1], self._keep,
+            now.generations, now.due[layer : layer + 1], self._keep, self._tally[layer],
         )  # fmt: skip
         if self._copying is not None:
             self._copying.wait_stream(torch.cuda.current_stream())

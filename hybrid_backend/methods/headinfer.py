@@ -141,7 +141,7 @@ class HeadInfer(Method):
             mine = chain(self._resident_blocks(layer, rows.page_table[r], before[r]), islice(blocks, counts[r]))
             k, v = new[r : r + 1].unbind(2)
             outs.append(attend_chunk(q[r : r + 1], k, v, mine, self.model.scale))
-        self.stats.attended(layer, self._attended(layer, before), 0)
+        self._count(layer, before)
         return torch.cat(outs)
 
     def end_step(self, step: Step) -> None:
@@ -195,11 +195,19 @@ class HeadInfer(Method):
             k, v = gather_tokens(self.tiers.host.blocks(layer), piece.pages, self.model.num_kv_heads, 0, piece.tokens)
             yield KVBlock(piece.heads, k[list(piece.heads)], v[list(piece.heads)])
 
-    def _attended(self, layer: int, before: list[int]) -> int:
-        """Tokens attended by all rows, the mean over heads."""
-        few = len(self._sinks_only.get(layer, ())) / self.model.num_kv_heads
-        kept = (self.config.sinks + self.config.recent) * self.config.page_size
-        return sum(1 + round((1 - few) * tokens + few * min(tokens, kept)) for tokens in before)
+    def _count(self, layer: int, before: list[int]) -> None:
+        """What the rows attended, the mean over KV heads: every head the step's token, most heads all ``before`` it."""
+        page, heads, stream = self.config.page_size, self.model.num_kv_heads, self.tiers.stream
+        few, held = len(self._sinks_only.get(layer, ())), len(self._resident.get(layer, ((), None))[0])
+        tokens = pages = away = 0
+        for count in before:
+            used = -(-count // page)
+            ends = min(used, self.config.sinks + self.config.recent)  # pages that a streaming head attends
+            tokens += heads + (heads - few) * count + few * (count - (used - ends) * page)
+            pages += (heads - few) * used + few * ends + (heads if count % page == 0 else 0)
+            away += (heads - few - held) * used + few * ends
+        self.stats.attended(layer, tokens / heads, 0)
+        self.stats.looked_up(layer, pages / heads, (pages - (away if stream is not None else 0)) / heads)
 
 
 def _whole(row: int, heads: tuple[int, ...], groups: int, pages: Tensor, tokens: int) -> list[Piece]:

@@ -168,7 +168,7 @@ class Hgca(Method):
             result = merge(result, Partial(*(x.to(q.device) for x in of_cpu)))
             plan.tickets.clear()
         if self.config.is_sampled(step.number, layer):
-            self._sample(layer, rows, plan, q.cpu(), step.number % rows.count)
+            self._sample(layer, rows, plan, q.cpu(), step.number)
         return result.out
 
     def release(self, request_id: str) -> None:
@@ -363,18 +363,23 @@ class Hgca(Method):
     def _wait(self, layer: int, ticket: Ticket) -> Partial:
         needed = time.perf_counter()
         partial = ticket.wait(self.config.workers.deadline_seconds)
-        self.stats.layers[layer].wait_seconds += time.perf_counter() - needed
+        entry = self.stats.layers[layer]
+        entry.wait_seconds += time.perf_counter() - needed
+        entry.lead_seconds += needed - ticket.asked
         return partial
 
-    def _sample(self, layer: int, rows: DecodeRows, plan: _Plan, q: Tensor, r: int) -> None:
-        """Attention mass of row ``r``."""
+    def _sample(self, layer: int, rows: DecodeRows, plan: _Plan, q: Tensor, turn: int) -> None:
+        """Attention mass of one of the rows with pages between sinks and ring."""
+        longer = (plan.first > self.config.sinks).nonzero().flatten().tolist()
+        if not longer or self.config.sparse == "never" or layer in self.config.exact_layers:
+            return
+        r = longer[turn % len(longer)]
         stats, heads = self.stats.layers[layer], self.model.num_kv_heads
         older = slice(self.config.sinks * self.config.page_size, int(plan.first[r]) * self.config.page_size)
         covered = torch.ones(heads, int(rows.seq_lens[r]), dtype=torch.bool)
-        if self.config.sparse != "never" and layer not in self.config.exact_layers:
-            covered[:, older] = False
-            for head, positions in enumerate(self._caches[layer].positions(int(plan.regions[r]))):
-                covered[head, positions] = True
+        covered[:, older] = False
+        for head, positions in enumerate(self._caches[layer].positions(int(plan.regions[r]))):
+            covered[head, positions] = True
         pages = rows.page_table[r, : int(rows.num_pages[r])]
         blocks = self.tiers.host.layers[layer].flatten(0, 2)
         stats.mass_sum += mass_recall(q[r], blocks, pages, covered, heads, self.model.scale)

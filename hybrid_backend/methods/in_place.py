@@ -18,7 +18,8 @@ from hybrid_backend.tiers import Tiers
 @dataclass(frozen=True)
 class _Plan:
     dense_tokens: int
-    selected_tokens: int
+    dense_pages: int
+    unattended_pages: int  # of layers that select
     selecting: Tensor  # [rows] bool: rows that attend fewer pages than they have
 
 
@@ -77,11 +78,11 @@ class InPlace:
             sequences=torch.tensor([self._sequence(request_id) for request_id in rows.request_ids]),
             candidates=config.selection.candidates,
         )
-        unattended = (rows.num_pages - config.budget_pages).clamp(min=0) * config.page_size
-        dense = int(rows.seq_lens.sum())
+        unattended = (rows.num_pages - config.budget_pages).clamp(min=0)
         step.plan = _Plan(
-            dense_tokens=dense,
-            selected_tokens=dense - int((unattended * sparse).sum()),
+            dense_tokens=int(rows.seq_lens.sum()),
+            dense_pages=int(rows.num_pages.sum()),
+            unattended_pages=int((unattended * sparse).sum()),
             selecting=sparse & (rows.num_pages > config.budget_pages),
         )
 
@@ -90,7 +91,9 @@ class InPlace:
         plan: _Plan = step.plan
         self._decoder.layer(layer, q, k, v, out)
         is_sparse = layer in self._sparse_layers
-        self._stats.attended(layer, plan.selected_tokens if is_sparse else plan.dense_tokens, 0)
+        left_out = plan.unattended_pages if is_sparse else 0  # whole pages: the growing one is always attended
+        self._stats.attended(layer, plan.dense_tokens - left_out * self._config.page_size, 0)
+        self._stats.looked_up(layer, plan.dense_pages - left_out, plan.dense_pages - left_out)
         if is_sparse and step.decode is not None and self._config.is_sampled(step.number, layer):
             self._sample(layer, step.decode, step.decode.gather(q), plan.selecting.nonzero().flatten(), step.number)
 
@@ -105,6 +108,9 @@ class InPlace:
 
     def wants_lookahead(self, layer: int) -> bool:
         return False
+
+    def count(self) -> None:
+        """Each layer counts when it is called."""
 
     def lookahead(self, layer: int, q: Tensor) -> None:
         raise NotImplementedError("the true query selects")

@@ -71,5 +71,5 @@ class Scout(Selective):
         partial = ticket.wait(self.config.workers.deadline_seconds)
         entry = self.stats.layers[layer]
         entry.wait_seconds += time.perf_counter() - needed
-        entry.lead_seconds += max(0.0, needed - ticket.span()[0])
+        entry.lead_seconds += needed - ticket.asked
         return partial

@@ -199,12 +199,13 @@ class Selective(Method):
         if plan.fits and not self.tiers.slots.separate and entry is None:
             everything = self._everything(step.decode, plan)
             self._count(layer, everything, None)
+            self.stats.looked_up(layer, everything.pages, everything.pages)
             return self._device_partial(layer, q, everything).out
         if entry is None:
             entry = self._plan_layer(layer, step.decode, plan, q)
         out = self._attend_planned(layer, step, plan, entry, q)
         if self.config.is_sampled(step.number, layer):
-            self._sample(layer, step.decode, entry, q, step.number % step.decode.count)
+            self._sample(layer, step, plan, entry, q)
         return out
 
     @abstractmethod
@@ -300,7 +301,7 @@ class Selective(Method):
         if not exact:  # a request that attends everything keeps its pages by age, whatever others of its batch do
             residency.note_scores(layer, plan.regions[plan.sparse], scores[plan.sparse])
         entry = self._split(layer, rows, plan, selected, scores)
-        self.stats.looked_up(layer, int((selected >= 0).sum()), int((entry.device.ids >= 0).sum()))
+        self.stats.looked_up(layer, entry.device.pages + entry.missing.pages, entry.device.pages)
         return entry
 
     def _split(self, layer: int, rows: DecodeRows, plan: StepPlan, selected: Tensor, scores: Tensor) -> LayerPlan:
@@ -342,12 +343,18 @@ class Selective(Method):
         on_cpu = missing.tokens if missing is not None else 0
         self.stats.attended(layer, device.tokens + on_cpu, on_cpu)
 
-    def _sample(self, layer: int, rows: DecodeRows, entry: LayerPlan, q: Tensor, r: int) -> None:
-        """Cosines of all rows; attention mass, which reads all keys of a sequence, of row ``r``."""
-        stats = self.stats.layers[layer]
+    def _sample(self, layer: int, step: Step, plan: StepPlan, entry: LayerPlan, q: Tensor) -> None:
+        """Cosines of all rows; attention mass, which reads all keys of a sequence, of one that leaves pages out."""
+        stats, rows = self.stats.layers[layer], step.decode
+        assert rows is not None
         if entry.query is not None:
             stats.cosine_sum += query_cosine(entry.query, q)
             stats.cosine_samples += 1
+        partial = plan.sparse & (rows.num_pages > self.config.budget_pages)
+        selecting = partial.nonzero().flatten().tolist() if layer not in self.config.exact_layers else []
+        if not selecting:
+            return
+        r = selecting[step.number % len(selecting)]
         stats.mass_sum += mass_recall(
             q[r],
             self.tiers.host.blocks(layer),

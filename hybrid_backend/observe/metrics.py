@@ -1,4 +1,6 @@
-"""Prometheus metrics of one rank, published on the engine's /metrics.
+"""Prometheus metrics of one rank, published on the engine's /metrics. What they mean: `observe.stats`.
+
+A figure that was not counted or sampled yet has no sample, nor has one that the path that decodes cannot know.
 
 The engine's worker and its API server are different processes. prometheus_client joins them through a directory
 (``PROMETHEUS_MULTIPROC_DIR``), which `hybrid serve` creates and removes; without that variable the metrics stay in the
@@ -26,24 +28,24 @@ _COUNTERS = (
     _LayerMetric("hybrid_selected_tokens", "Tokens attended by decoding rows", lambda s: s.selected_tokens),
     _LayerMetric("hybrid_cpu_tokens", "Tokens attended by the CPU workers", lambda s: s.cpu_tokens),
     _LayerMetric("hybrid_recalled_pages", "Pages recalled into slots", lambda s: s.recalled_pages),
-    _LayerMetric("hybrid_resident_hits", "Selected pages that were resident", lambda s: s.resident_hits),
+    _LayerMetric("hybrid_resident_hits", "Selected pages that the device tier held", lambda s: s.resident_hits),
     _LayerMetric("hybrid_resident_lookups", "Selected pages, resident or not", lambda s: s.resident_lookups),
     _LayerMetric(
         "hybrid_wait_seconds",
-        "Seconds that the device tier waited for CPU partials",
+        "Seconds that the device tier stood still for CPU partials, or for InfiniGen's copies",
         lambda s: s.wait_seconds,
     ),
     _LayerMetric(
         "hybrid_lead_seconds",
-        "Seconds by which CPU partials started before they were needed",
+        "Seconds by which CPU partials were asked for before they were needed",
         lambda s: s.lead_seconds,
     ),
 )
 _GAUGES = (
     _LayerMetric(
         "hybrid_resident_hit_ratio",
-        "Share of selected pages that were resident, since start",
-        lambda s: s.resident_hits / s.resident_lookups if s.resident_lookups else 1.0,
+        "Share of selected pages that the device tier held, since start",
+        lambda s: s.resident_hits / s.resident_lookups if s.resident_lookups else float("nan"),
     ),
     _LayerMetric(
         "hybrid_predicted_query_cosine",
@@ -52,20 +54,20 @@ _GAUGES = (
     ),
     _LayerMetric(
         "hybrid_attention_mass_recall",
-        "Attention mass on the selected pages, mean of the samples",
+        "Attention mass on the selected tokens of rows that attend less than their context, mean of the samples",
         lambda s: s.mass_sum / s.mass_samples if s.mass_samples else float("nan"),
     ),
 )
 _POOL_GAUGES: Mapping[str, str] = {
     "hybrid_regions_in_use": "Slot regions owned by running requests",
-    "hybrid_slots_in_use": "Slots that hold a page, summed over layers",
+    "hybrid_slots_in_use": "Slots that hold a page or are being filled, summed over layers",
     "hybrid_recalls_in_flight": "Recall copies not yet visible",
     "hybrid_host_pool_pages": "Pages of the host pool",
     "hybrid_digest_bytes": "Bytes of digests",
     "hybrid_slot_bytes": "Bytes of slots in the device tier",
     "hybrid_device_bytes": "Bytes of the device tier: slots, staging, digests and what the method keeps there",
     "hybrid_context_cache_bytes": "Bytes of host memory that the method keeps beside the host pool",
-    "hybrid_copied_bytes": "Bytes copied from the host pool to the device tier since start",
+    "hybrid_copied_bytes": "Bytes copied from the host pool into slots and staging since start",
 }
 
 
@@ -94,6 +96,8 @@ class Publisher:
             for name, text in _POOL_GAUGES.items()
         }
         self._rank = str(rank)
+        for layer in range(len(stats.layers)):
+            self._counters[0].labels(self._rank, str(layer))  # who reads learns of every layer from the start
         self._published = [[0.0] * len(_COUNTERS) for _ in stats.layers]
 
     def publish(self, force: bool = False) -> None:
@@ -102,6 +106,7 @@ class Publisher:
         if not force and now - self._last < self._interval:
             return
         self._last = now
+        gauges = self._gauges()  # first: it brings the counters up to date
         for layer, entry in enumerate(self._stats.layers):
             before = self._published[layer]
             for i, metric in enumerate(_COUNTERS):
@@ -113,5 +118,5 @@ class Publisher:
                 value = metric.value(entry)
                 if value == value:  # not NaN: nothing sampled yet
                     gauge.labels(self._rank, str(layer)).set(value)
-        for name, value in self._gauges().items():
+        for name, value in gauges.items():
             self._pool_gauges[name].labels(self._rank).set(value)

@@ -1,4 +1,24 @@
-"""Plain counters, per layer, kept by the runtime; `metrics` publishes them."""
+"""What a rank counts, layer by layer, since start; `metrics` publishes it under the same names with ``hybrid_``.
+
+One meaning each, whatever computes the step (torch, the native decoder in place, a GPU's own kernels). All of them are
+about decoding rows in layers with full attention; prompts count nothing here. *Mean over the selections*: where KV heads
+select for themselves, a layer's number is the mean over its KV heads, so it may be a fraction.
+
+| figure | unit | what | counted |
+| --- | --- | --- | --- |
+| selected_tokens | tokens, mean over the selections | attended by the device tier or the CPU workers, the step's own included | each layer and step |
+| cpu_tokens | the same | those of them that the CPU workers attended | the same |
+| resident_lookups | pages, mean over the selections | that hold the selected tokens | each layer and step, when selected |
+| resident_hits | the same | those of them that the device tier held before the step copied any: in a slot or a store there, or anywhere in the host pool where that is the device tier and there are no slots | the same |
+| recalled_pages | pages | given a slot because a selection lacked them; not those that fill a new request's slots | when the copy begins |
+| wait_seconds | seconds | in which the device tier stood still for a CPU partial, or InfiniGen's for a copy | when the wait is over |
+| lead_seconds | seconds | from asking the CPU workers for a partial of at least one page to needing it, by one clock | when it is needed |
+| cosine_* | | of predicted and true query, mean over rows and heads | sampled steps, by layer with a prediction |
+| mass_* | share | of the dense attention weights that the selected tokens hold, one row that attends less than its context | sampled steps |
+
+The tokens of HGCA's context caches lie in no page, so `hgca` looks no page up. What a path cannot know it leaves out, and
+nothing is published: sampled figures, and InfiniGen's waits, where a GPU's own kernels decode.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -9,13 +29,13 @@ from dataclasses import dataclass
 class LayerStats:
     """Totals of one layer since start."""
 
-    selected_tokens: int = 0
-    cpu_tokens: int = 0
-    resident_hits: int = 0
-    resident_lookups: int = 0
+    selected_tokens: float = 0
+    cpu_tokens: float = 0
+    resident_hits: float = 0
+    resident_lookups: float = 0
     recalled_pages: int = 0
     wait_seconds: float = 0.0
-    lead_seconds: float = 0.0  # from the start of a layer's CPU partial to the moment it was needed
+    lead_seconds: float = 0.0
     cosine_sum: float = 0.0
     cosine_samples: int = 0
     mass_sum: float = 0.0
@@ -32,13 +52,13 @@ class Stats:
     def of(cls, num_layers: int) -> Stats:
         return cls([LayerStats() for _ in range(num_layers)])
 
-    def attended(self, layer: int, selected: int, on_cpu: int) -> None:
+    def attended(self, layer: int, selected: float, on_cpu: float) -> None:
         """Tokens that one layer attended in one step, and how many of them the CPU workers did."""
         entry = self.layers[layer]
         entry.selected_tokens += selected
         entry.cpu_tokens += on_cpu
 
-    def looked_up(self, layer: int, pages: int, resident: int) -> None:
+    def looked_up(self, layer: int, pages: float, resident: float) -> None:
         entry = self.layers[layer]
         entry.resident_lookups += pages
         entry.resident_hits += resident

@@ -28,7 +28,7 @@ _SAMPLED = {
     "hybrid_predicted_query_cosine": "query_cosine",
     "hybrid_attention_mass_recall": "mass_recall",
 }
-_EVERY_LAYER = "hybrid_resident_hit_ratio"  # written for every layer from the start, counters only once they count
+_EVERY_LAYER = "hybrid_selected_tokens_total"  # written for every layer from the start, the others once they count
 _SUMMED = (
     "hybrid_slots_in_use",
     "hybrid_slots",
@@ -42,7 +42,7 @@ _SUMMED = (
 _SAME_ON_EVERY_RANK = ("hybrid_regions_in_use", "hybrid_host_pool_pages")
 _WANTED = (
     *(name for names in (RUNNING, WAITING, POOL_FILL, GENERATED, PROMPTED, PREEMPTED) for name in names),
-    *_COUNTS, *_SECONDS, *_SAMPLED, _EVERY_LAYER, *_SUMMED, *_SAME_ON_EVERY_RANK,
+    *_COUNTS, *_SECONDS, *_SAMPLED, *_SUMMED, *_SAME_ON_EVERY_RANK,
 )  # fmt: skip
 
 

@@ -42,6 +42,12 @@ class Transfers:
     def in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def pages_in_flight(self) -> int:
+        """Pages of those copies whose request still owns its region."""
+        current = self._slots.generation
+        return sum(len(r.slots) for r, _ in self._in_flight if r.generation == int(current[r.region]))
+
     def copy(self, recall: Recall) -> None:
         """Make the copy now, in the calling thread (used to fill a cold region)."""
         if recall.generation != int(self._slots.generation[recall.region]) or not self._slots.separate:

@@ -196,7 +196,6 @@ class IpexPool(WorkerPool):
 
     def _stage(self, job: _Job) -> None:
         area = self._free.get()
-        job.started = time.perf_counter()
         try:
             staged = None if job.abandoned else job.stage()
             if staged is None:
@@ -230,7 +229,7 @@ class IpexPool(WorkerPool):
                 if "error" in answer:
                     job.fail(answer["error"])
                 else:
-                    job.finish(job.unpack(area.view("out"), area.view("lse")), answer["ended"])
+                    job.finish(job.unpack(area.view("out"), area.view("lse")))
                 self._free.put(area)
         with self._lock:
             dead = self._dead = self._dead or self._cause_of_death()
@@ -339,8 +338,7 @@ class _Job:
         self.q = q
         self.scale = scale
         self.abandoned = False
-        self.started = 0.0
-        self._ended = 0.0
+        self.asked = time.perf_counter()
         self._layer = layer
         self._pages = pages
         self._what = what
@@ -362,16 +360,12 @@ class _Job:
             raise WorkerError(f"the IPEX worker failed on {self._what}: {self._error}")
         return self._result
 
-    def span(self) -> tuple[float, float]:
-        return self.started, self._ended
-
     def abandon(self) -> None:
         self.abandoned = True
 
     # --- for the pool's threads ---
 
-    def finish(self, result: Partial, ended: float | None = None) -> None:
-        self._ended = time.perf_counter() if ended is None else ended
+    def finish(self, result: Partial) -> None:
         self._result = result
         self._done.set()
 

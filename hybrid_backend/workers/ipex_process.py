@@ -7,7 +7,7 @@ Runs by path in an environment of its own, so it imports torch, IPEX and the sta
 SOCKET is a descriptor of a SOCK_SEQPACKET socket, PARENT the parent's process id, CPUS numbers joined by commas, each
 AREA a descriptor of shared memory. A packet is a JSON object; the first, to the parent, is ``{"torch", "ipex"}``. A job
 is ``{"job", "area", "size", "scale", "fields"}``, where ``fields`` says where in the area each tensor lies:
-``[offset, dtype, shape]``. The answer is ``{"job", "ended"}`` or ``{"job", "error"}``. The program ends with the socket
+``[offset, dtype, shape]``. The answer is ``{"job"}`` or ``{"job", "error"}``. The program ends with the socket
 or with its parent.
 """
 
@@ -22,7 +22,6 @@ import select
 import socket
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -74,7 +73,6 @@ def serve(link: socket.socket, areas: Sequence[int]) -> None:
                 area = maps[job["area"]] = mmap.mmap(areas[job["area"]], job["size"])
             fields = {name: view(area, *field) for name, field in job["fields"].items()}
             attend(fields, job["scale"])
-            answer["ended"] = time.perf_counter()
         except Exception as error:
             answer["error"] = f"{type(error).__name__}: {error}"[:2000]
         link.send(json.dumps(answer).encode())

@@ -28,7 +28,9 @@ class Owners(NamedTuple):
 
 
 class Ticket(Protocol):
-    """A submitted set of jobs."""
+    """A submitted set of jobs. ``asked``: when (`time.perf_counter`)."""
+
+    asked: float
 
     def wait(self, deadline: float) -> Partial:
         """The partial ``[rows, heads, head_dim]``.
@@ -37,9 +39,6 @@ class Ticket(Protocol):
             DeadlineError: the workers did not answer within ``deadline`` seconds; names the job.
             WorkerError: a worker failed; says why.
         """
-
-    def span(self) -> tuple[float, float]:
-        """When the first job started and the last one ended (`time.perf_counter`); all must have ended."""
 
     def abandon(self) -> None:
         """Forget the jobs: those not begun are dropped, a running one ends into memory that nobody reads."""
@@ -114,21 +113,13 @@ class NativePool(WorkerPool):
 class _NativeTicket:
     def __init__(self, ticket: cpu.NativeTicket) -> None:
         self._ticket = ticket
+        self.asked = time.perf_counter()
 
     def wait(self, deadline: float) -> Partial:
         return Partial(*self._ticket.wait(deadline))
 
-    def span(self) -> tuple[float, float]:
-        return self._ticket.span()
-
     def abandon(self) -> None:
         self._ticket.abandon()
-
-
-class _Timed(NamedTuple):
-    partial: Partial
-    started: float
-    ended: float
 
 
 class TorchPool(WorkerPool):
@@ -161,17 +152,16 @@ class TorchPool(WorkerPool):
         # the setting is this thread's own, so ask the C function.
         torch._C.set_num_threads(1)
 
-    def _run(self, rows: slice, q: Tensor, layer: Tensor, pages: PageList, scale: float) -> _Timed:
+    def _run(self, rows: slice, q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Partial:
         with torch.inference_mode():
-            started = time.perf_counter()
-            partial = self._kernel(q[rows], layer, PageList(pages.ids[rows], pages.valid[rows]), scale)
-            return _Timed(partial, started, time.perf_counter())
+            return self._kernel(q[rows], layer, PageList(pages.ids[rows], pages.valid[rows]), scale)
 
 
 class _TorchTicket:
-    def __init__(self, futures: list[Future[_Timed]], description: str) -> None:
+    def __init__(self, futures: list[Future[Partial]], description: str) -> None:
         self._futures = futures
         self._description = description
+        self.asked = time.perf_counter()
 
     def wait(self, deadline: float) -> Partial:
         late = wait(self._futures, timeout=deadline).not_done
@@ -182,16 +172,12 @@ class _TorchTicket:
                 f"within workers.deadline_seconds={deadline}"
             )
         try:
-            parts = [future.result().partial for future in self._futures]
+            parts = [future.result() for future in self._futures]
         except Exception as error:
             raise WorkerError(f"a CPU worker failed on {self._description}: {error}") from error
         if len(parts) == 1:
             return parts[0]
         return Partial(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
-
-    def span(self) -> tuple[float, float]:
-        timed = [future.result() for future in self._futures]
-        return min(t.started for t in timed), max(t.ended for t in timed)
 
     def abandon(self) -> None:
         for future in self._futures:

@@ -15,12 +15,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hybrid_backend.kernels.triton.maps import Copies, Maps
+from hybrid_backend.kernels.triton.maps import Copies, Maps, Tally
 
 if TYPE_CHECKING:
     from hybrid_backend.kernels.triton.launchers import *  # noqa: F403
 
-__all__ = ["Copies", "Maps"]
+__all__ = ["Copies", "Maps", "Tally"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The tensors that residency on the device is kept in (`residency`). They need no Triton."""
+"""What residency on the device is kept in (`residency`), and what is counted there (`tally`). Needs no Triton."""
 
 from __future__ import annotations
 
@@ -30,3 +30,16 @@ class Copies(NamedTuple):
 
     def of(self, layer: int) -> Copies:
         return Copies(*(x[layer] for x in self))
+
+
+class Tally(NamedTuple):
+    """A row as the host reads it: totals since start. Pages and tokens are summed over the lists of each row."""
+
+    resident_pages: int  # selected, in a slot
+    missing_pages: int  # selected, in none
+    resident_tokens: int  # that those pages hold
+    missing_tokens: int
+    recalled_pages: int  # copies into slots that were begun
+    waited: int  # nanoseconds in which the stream stood still for the CPU
+    ahead: int  # nanoseconds from asking the CPU for pages to waiting for them
+    asked_at: int  # the device's clock at the last question; 0: it was about no page

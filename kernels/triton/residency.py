@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.triton.maps import Copies, Maps
+from hybrid_backend.kernels.triton.tally import RECALLED_PAGES
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def _note_kernel(page_of, importance, scores, num_pages, budgets, regions, sinks
 @triton.jit(do_not_specialize=["selected_k", "absent_k", "columns", "size", "table_stride"])
 def _plan_kernel(slot_of, page_of, importance, scores, table, selected, selected_count, absent, absent_count,
                  num_pages, regions, generations, due, keep, to_slots, to_host, to_pages, to_importance, to_regions,
-                 to_started, selected_k, absent_k, most, columns, size, table_stride,
+                 to_started, tally, selected_k, absent_k, most, columns, size, table_stride,
                  LISTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -104,6 +105,8 @@ def _plan_kernel(slot_of, page_of, importance, scores, table, selected, selected
         tl.store(to_importance + at, tl.load(scores + row * columns + page, mask=paired, other=0.0), mask=paired)
         tl.store(to_regions + row, region.to(tl.int32))
         tl.store(to_started + row, tl.load(generations + row).to(tl.int64))
+        if tally is not None:
+            tl.atomic_add(tally + RECALLED_PAGES, tl.sum(paired.to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["columns", "all_slots", "most"])
@@ -158,6 +161,7 @@ def note_scores(
 def plan_recall(
     maps: Maps, copies: Copies, scores: Tensor, table: Tensor, selected: tuple[Tensor, Tensor],
     absent: tuple[Tensor, Tensor], num_pages: Tensor, regions: Tensor, generations: Tensor, due: Tensor, keep: Tensor,
+    tally: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Pair the most important absent pages of one layer with its least important slots. These hold nothing from now on.
 
@@ -171,12 +175,13 @@ def plan_recall(
             released, and the copies are its own, not those of who comes after it.
         due: ``[1]`` int32: 0: plan nothing.
         keep: ``[rows, size]`` int32 scratch.
+        tally: ``[COLUMNS]`` int64 of the layer, see `tally`: the copies are added.
     """
     rows, _, columns = scores.shape
     _, lists, k = selected[0].shape
     size, n, most = keep.shape[1], absent[0].shape[2], copies.slots.shape[1]
     _plan_kernel[(rows,)](
-        *maps, scores, table, *selected, *absent, num_pages, regions, generations, due, keep, *copies,
+        *maps, scores, table, *selected, *absent, num_pages, regions, generations, due, keep, *copies, tally,
         k, n, most, columns, size, table.stride(0), lists, triton.next_power_of_2(max(k, n, size, most, 2)),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.triton.residency import ordered
+from hybrid_backend.kernels.triton.tally import MISSING_PAGES, MISSING_TOKENS, RESIDENT_PAGES, RESIDENT_TOKENS
 
 _MAX_TILE = 2048  # columns that a program holds at a time
 
@@ -37,7 +38,7 @@ def _keys_of(scores, first, pages, sinks, recent, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sinks", "recent", "k", "table_stride", "slot_columns"])
 def _select_kernel(scores, num_pages, lengths, budgets, regions, slot_of, table, chosen, count, slots, slot_count,
-                   tokens, missing, absent, missing_count, sinks, recent, columns, k, table_stride, slot_columns,
+                   tokens, missing, absent, missing_count, tally, sinks, recent, columns, k, table_stride, slot_columns,
                    LISTS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, ONE_TILE: tl.constexpr):  # fmt: skip
     row, listing = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * LISTS + listing
@@ -94,12 +95,19 @@ def _select_kernel(scores, num_pages, lengths, budgets, regions, slot_of, table,
     tl.store(slot_count + at, resident)
     tl.store(missing_count + at, lacking)
     tail = pages * PAGE - tl.load(lengths + row)  # what the growing page lacks
-    tl.store(tokens + at, tl.where(resident > 0, resident * PAGE - tail, 0))
+    held = tl.where(resident > 0, resident * PAGE - tail, 0)
+    tl.store(tokens + at, held)
+    if tally is not None:
+        tl.atomic_add(tally + RESIDENT_PAGES, resident.to(tl.int64), sem="relaxed")
+        tl.atomic_add(tally + MISSING_PAGES, lacking.to(tl.int64), sem="relaxed")
+        tl.atomic_add(tally + RESIDENT_TOKENS, held.to(tl.int64), sem="relaxed")
+        tl.atomic_add(tally + MISSING_TOKENS, lacking.to(tl.int64) * PAGE, sem="relaxed")
 
 
 def select_pages(
     scores: Tensor, num_pages: Tensor, lengths: Tensor, budgets: Tensor, regions: Tensor, slot_of: Tensor,
     table: Tensor, page_size: int, sinks: int, recent: int, most: int,
+    tally: Tensor | None = None,
 ) -> SelectedPages:  # fmt: skip
     """The best pages of each list, the first ``sinks`` and last ``recent`` always among them, and where they are.
 
@@ -110,6 +118,7 @@ def select_pages(
         regions: ``[rows]`` int32; ``slot_of``: ``[regions, columns]`` int32 slot of each logical page, -1: none.
         table: ``[rows, columns]`` int32 host page ids.
         most: pages that any list may hold; what is returned has that many columns.
+        tally: ``[COLUMNS]`` int64 of the layer, see `tally`: what was selected is added.
     """
     rows, lists, columns = scores.shape
     number = num_pages.new_zeros(4, rows, lists)
@@ -118,8 +127,8 @@ def select_pages(
     if rows:
         _select_kernel[(rows, lists)](
             scores, num_pages, lengths, budgets, regions, slot_of, table, out.pages, out.pages_listed, out.slots,
-            out.slots_listed, out.tokens, out.missing, out.absent, out.missing_listed, sinks, max(recent, 1), columns,
-            most, table.stride(0), slot_of.shape[1],
+            out.slots_listed, out.tokens, out.missing, out.absent, out.missing_listed, tally, sinks, max(recent, 1),
+            columns, most, table.stride(0), slot_of.shape[1],
             lists, page_size, min(_MAX_TILE, triton.next_power_of_2(max(columns, 16))), columns <= _MAX_TILE,
         )  # fmt: skip
     return out

@@ -10,10 +10,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from hybrid_backend.kernels.triton.tally import AHEAD, ASKED_AT, WAITED, clock
 
-@triton.jit
-def _ask_kernel(asked, number, REAL: tl.constexpr):
+_BLOCK = 256
+
+
+@triton.jit(do_not_specialize=["lists"])
+def _ask_kernel(asked, number, listed, tally, lists, REAL: tl.constexpr, BLOCK: tl.constexpr):
     value = tl.load(number)
+    if tally is not None:
+        i, pages = tl.arange(0, BLOCK), tl.zeros([], tl.int32)
+        for first in range(0, lists, BLOCK):
+            pages += tl.sum(tl.load(listed + first + i, mask=first + i < lists, other=0), 0)
+        tl.store(tally + ASKED_AT, tl.where(pages > 0, clock(), 0))
     if REAL:
         # What earlier kernels of the stream wrote to host memory is there before this number is.
         tl.inline_asm_elementwise(
@@ -36,9 +45,13 @@ def _look(flag, REAL: tl.constexpr):
 
 
 @triton.jit
-def _await_kernel(answered, number, late, patience, STEPS: tl.constexpr, REAL: tl.constexpr):
+def _await_kernel(answered, number, late, patience, tally, STEPS: tl.constexpr, REAL: tl.constexpr):
     wanted = tl.load(number)
     left = tl.load(patience)
+    if tally is not None:
+        needed, asked_at = clock(), tl.load(tally + ASKED_AT)
+        ahead = tl.where(asked_at > 0, needed - asked_at, 0)
+        tl.store(tally + AHEAD, tl.load(tally + AHEAD) + ahead)
     seen = _look(answered, REAL)
     if REAL:
         began = cuda.globaltimer()
@@ -53,17 +66,25 @@ def _await_kernel(answered, number, late, patience, STEPS: tl.constexpr, REAL: t
             seen = _look(answered, REAL)
             looks += 1
         tl.store(patience, left - looks)
+    if tally is not None:
+        tl.store(tally + WAITED, tl.load(tally + WAITED) + (clock() - needed))
     if seen < wanted:
         tl.store(late + wanted % STEPS, wanted)
 
 
-def ask(asked: Tensor, number: Tensor) -> None:
+def ask(asked: Tensor, number: Tensor, listed: Tensor | None = None, tally: Tensor | None = None) -> None:
     """Store ``number`` (``[1]`` int32 on the device) to the flag ``asked`` (int32, pinned), after all that the stream
-    has written."""
-    _ask_kernel[(1,)](asked, number, not triton.knobs.runtime.interpret, num_warps=1)
+    has written.
+
+    Args:
+        listed: ``[rows, lists]`` int32 on the device, how many pages the CPU is asked for; given with ``tally``.
+        tally: ``[COLUMNS]`` int64 of the layer, see `tally`: remembers when pages were asked for.
+    """
+    real = not triton.knobs.runtime.interpret
+    _ask_kernel[(1,)](asked, number, listed, tally, 0 if listed is None else listed.numel(), real, _BLOCK, num_warps=1)
 
 
-def await_answer(answered: Tensor, number: Tensor, late: Tensor, patience: Tensor) -> None:
+def await_answer(answered: Tensor, number: Tensor, late: Tensor, patience: Tensor, tally: Tensor | None = None) -> None:
     """Hold the stream until the flag ``answered`` (int32, pinned) has reached ``number`` (``[1]`` int32 on the device).
 
     Args:
@@ -71,5 +92,7 @@ def await_answer(answered: Tensor, number: Tensor, late: Tensor, patience: Tenso
             the patience is at an end; the stream then goes on, and nothing that the step computes may be used.
         patience: ``[1]`` int64 on the device, what is left of the step's: nanoseconds (under Triton's interpreter:
             looks at the flag). The wait is taken off: all waits of a step together are no longer than one may be.
+        tally: ``[COLUMNS]`` int64 of the layer, see `tally`: the wait is added, and how far ahead `ask` was of it.
     """
-    _await_kernel[(1,)](answered, number, late, patience, len(late), not triton.knobs.runtime.interpret, num_warps=1)
+    real = not triton.knobs.runtime.interpret
+    _await_kernel[(1,)](answered, number, late, patience, tally, len(late), real, num_warps=1)

@@ -27,6 +27,7 @@ os.environ.update(
 )
 
 from tests.engine import late_probe, simulated_gpu
+from tests.engine.watched_attention import Watch, watch_attention
 
 PROMPTS, TOKENS, CHUNK, LONGEST = (46, 94, 142), 4, 64, 192
 BLOCK, BLOCKS = 16, 17  # the prompts take 17, three of which two of them share; they grow to 20: one is preempted
@@ -42,14 +43,24 @@ EXACT = {
     "recall": {"intervals": 2},
 }
 LATE = {**EXACT, "slots_per_request": 4, "workers": {"deadline_seconds": late_probe.DEADLINE}}
+# Contexts of up to ten pages attend four, two of which their digests choose.
+SPARSE = {
+    "budget_tokens": 4 * BLOCK,
+    "exact_layers": [0],
+    "sinks": 1,
+    "recent": 1,
+    "lookahead": {"partial_query": "real"},
+    "recall": {"intervals": 2},
+    "slots_per_request": 4,
+}
+LONGER = 8  # tokens of sparse answers
 CARDS = (1600, 1900, 8000)  # MiB
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout": ({**EXACT, "slots_per_request": 4}, MIXED),
     "scout.full": ({**EXACT, "slots_per_request": 4}, FULL),
-    "infinigen": (
-        {"method": "infinigen", "budget_tokens": LONGEST, "exact_layers": [0], "slots_per_request": 13},
-        FULL,
-    ),
+    "scout.sparse": (SPARSE, MIXED),
+    "scout.per_head": ({**SPARSE, "selection": {"granularity": "kv_head"}}, FULL),
+    "infinigen.sparse": ({**SPARSE, "method": "infinigen", "slots_per_request": 5}, FULL),
     "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, None),
     "headinfer": ({"method": "headinfer"}, None),
     "dense": ({"method": "dense"}, None),
@@ -126,6 +137,7 @@ def run(
     graphs: dict[str, Any] | None,
     serve: Callable[[Any], dict[str, Any]],
     blocks: int = BLOCKS,
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     from prometheus_client import CollectorRegistry
     from vllm import LLM
@@ -136,14 +148,15 @@ def run(
     vars(worker)["REGISTRY"] = CollectorRegistry()  # an engine per process is the rule; here there are several
     llm = LLM(**options(model, hybrid, graphs, blocks))
     try:
-        return serve(llm)
+        found = serve(llm)
+        return found if watch is None else found | {"attention": watch.take()}
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
 
 
-def serve(llm: Any, waits: bool) -> dict[str, Any]:
+def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     """All prompts at once, and one more, which is aborted. ``waits``: a step may wait for the
     device, as methods do that are planned on the host."""
     from vllm import SamplingParams
@@ -159,7 +172,7 @@ def serve(llm: Any, waits: bool) -> dict[str, Any]:
         return execute(scheduled)
 
     held.execute_model = watched
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
     for name, prompt in [("aborted", list(range(20))), *enumerate(prompts())]:
         engine.add_request(str(name), {"prompt_token_ids": prompt}, sampling)
     tokens: dict[str, list[int]] = {}
@@ -177,6 +190,8 @@ def serve(llm: Any, waits: bool) -> dict[str, Any]:
         "tokens": [tokens[str(i)] for i in range(len(PROMPTS))],
         "runner": type(held.model_runner).__module__,
         "cpu_tokens": sum(layer.cpu_tokens for layer in runtime.stats.layers),
+        "layers": [vars(layer) for layer in runtime.stats.layers],
+        "copied_bytes": runtime.gauges()["hybrid_copied_bytes"],
         "replays": Graph.replays - before,
         "preempted": sorted(name.partition("-")[0] for name in preempted),
         "ran": sorted(ran),
@@ -190,6 +205,7 @@ def main() -> None:
     simulated_gpu.prepare(folder)
     answers = expected(folder / "model")
     late_answers = late_probe.expected(folder / "model", prompts())
+    watch = watch_attention()
     with simulated_gpu.simulated_gpu():
         for name in names:
             try:
@@ -204,8 +220,9 @@ def main() -> None:
                         found = run(folder / "model", *CASES[name], serving, late_probe.BLOCKS)
                     found["expected"] = late_answers
                 else:
-                    serving = partial(serve, waits=CASES[name][1] is None)
-                    found = {**run(folder / "model", *CASES[name], serving), "expected": answers}
+                    tokens = LONGER if CASES[name][0].get("sinks") else TOKENS
+                    serving = partial(serve, count=tokens, waits=CASES[name][1] is None)
+                    found = {**run(folder / "model", *CASES[name], serving, watch=watch), "expected": answers}
             except Exception:
                 found = {"error": traceback.format_exc()[-3000:]}
             (folder / f"{name}.json").write_text(json.dumps(found))

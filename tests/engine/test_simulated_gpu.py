@@ -21,10 +21,11 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is there: tests/engine/test_gpu.py"),
 ]
 
-V2 = ["scout", "infinigen", "hgca", "headinfer", "dense"]
+SPARSE = ["scout.sparse", "scout.per_head", "infinigen.sparse"]
+V2 = ["scout", "hgca", "headinfer", "dense"]
 V1 = ["scout.full"]
 LATE_V2, LATE_V1 = ["late", "late.always"], ["late.full"]
-GRAPHS = ("scout", "scout.full", "infinigen")
+EXACT = ("scout", "scout.full")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     folder = tmp_path_factory.mktemp("simulated")
     root = str(Path(__file__).parents[2])
-    for runner, names in (("v2", [*V2, *LATE_V2, "at_once"]), ("v1", [*V1, *LATE_V1])):
+    for runner, names in (("v2", [*V2, *SPARSE, *LATE_V2, "at_once"]), ("v1", [*V1, *LATE_V1])):
         command = [sys.executable, "-m", "tests.engine.gpu_probe", folder, runner, *names]
         with (folder / "log").open("ab") as log:
             subprocess.run(
@@ -52,7 +53,31 @@ def test_answers_are_those_of_the_model(seen: Probe, name: str) -> None:
         assert found["cpu_tokens"] > 0
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) -> None:
+    """In replayed graphs on a late device, recalls and copies under way: every row of every layer as fp64 attention
+    over the pages of the host pool that were selected. And the figures are those of what the device did."""
+    found, attention = seen(name), seen(name)["attention"]
+    assert attention["worst"] < 1e-4
+    assert attention["sparse_rows"] > 20 and found["replays"] > 0
+    assert found["preempted"] == ["2"]
+    for layer, counted in enumerate(found["layers"]):
+        assert counted["resident_lookups"] == attention["pages"][str(layer)]
+        assert 0 < counted["resident_hits"] < counted["resident_lookups"]
+        if layer > 0:
+            assert counted["recalled_pages"] > 0
+            assert (counted["cpu_tokens"] > 0) == name.startswith("scout")
+            assert (counted["lead_seconds"] > 0) == (counted["wait_seconds"] > 0) == name.startswith("scout")
+    assert found["copied_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_steps_attend_everything(seen: Probe, name: str) -> None:
+    assert seen(name)["attention"]["worst"] < 1e-4
+    assert seen(name)["attention"]["rows"] > 0 and seen(name)["attention"]["sparse_rows"] == 0
+
+
+@pytest.mark.parametrize("name", [*EXACT, *SPARSE])
 def test_decode_steps_are_replayed_graphs(seen: Probe, name: str) -> None:
     """Captured at start with rows that nobody scheduled; replayed without a wait for the device."""
     assert seen(name)["replays"] > 0

@@ -213,3 +213,29 @@ def test_a_server_that_never_answers_makes_the_step_late_and_does_not_hang(mail:
         elif not torch.cuda.is_available():
             assert time.monotonic() - before < first / 3
     assert late.nonzero().flatten().tolist() == [3] and int(late[3]) == step
+
+
+def test_the_devices_kernels_tell_how_long_they_waited_and_how_early_they_asked(mail: cpu.Mailboxes) -> None:
+    """By one clock; a question about no page is not counted as asked early."""
+    kernels = pytest.importorskip("hybrid_backend.kernels.triton", reason="Triton has no wheel for this platform")
+    mail.close()  # the answer comes from here, late
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    late, letters = torch.zeros(cpu.STEPS, dtype=torch.int32, pin_memory=device == "cuda"), mail.layers[0]
+    tally = torch.zeros(len(kernels.Tally._fields), dtype=torch.int64, device=device)
+    told = []
+    for step, pages in ((1, 3), (2, 0)):
+        number = torch.full((1,), step, dtype=torch.int32, device=device)
+        listed = torch.full((ROWS, 1), pages, dtype=torch.int32, device=device)
+        kernels.ask(letters.asked, number, listed, tally)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        time.sleep(0.02)
+        answered = threading.Timer(0.05, letters.answered.fill_, (step,))
+        answered.start()
+        patience = torch.full((1,), 10**10 if device == "cuda" else 10**6, device=device)
+        kernels.await_answer(letters.answered, number, late, patience, tally)
+        told.append(kernels.Tally(*tally.tolist()))
+        answered.join()
+    assert not late.any()
+    assert 0.04e9 < told[0].waited < told[1].waited - 0.04e9 < 20e9
+    assert 0.02e9 <= told[0].ahead == told[1].ahead < 20e9

@@ -228,3 +228,20 @@ class Engine:
 
     def close(self) -> None:
         self.runtime.close()
+
+
+def resident(engine: Engine, name: str, layer: int) -> set[int]:
+    """Logical pages of a request that the device tier holds now: in a slot, or all where there are none."""
+    runtime = engine.runtime
+    tiers, decoder = runtime.tiers, runtime.method.in_place
+    if not tiers.slots.size:
+        return set(range(-(-engine.sequences[name].tokens // engine.cfg.page_size)))
+    region = tiers.slots.region(name)
+    if region is None:
+        return set()
+    if decoder is None:
+        held = tiers.residency.held(layer, torch.tensor([region]))[0]
+    else:
+        mine = slice(region * tiers.slots.size, (region + 1) * tiers.slots.size)
+        held = decoder.graph.maps.page_of[layer, mine].cpu()  # type: ignore[attr-defined]
+    return {page for page in held.tolist() if page >= 0}

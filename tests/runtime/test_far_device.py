@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -13,7 +12,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.methods.device_step import DeviceStep
 from hybrid_backend.step import Batch, Step
-from tests.runtime.far_device import Far, build_guard, busy, capture, far_device, pin
+from tests.runtime.far_device import Far, busy, capture, pin
 from tests.runtime.harness import PAGE, Engine, config, spec
 from tests.runtime.test_graph_step import ROWS, replay_as_a_graph
 
@@ -25,20 +24,6 @@ class FarEngine(Engine):
         for layer in self.kv:
             pin(layer)
         return [Far(layer) for layer in self.kv]
-
-
-@pytest.fixture(scope="module")
-def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
-    if not torch.cuda.is_available():
-        build_guard(tmp_path_factory.mktemp("guard"))
-
-
-@pytest.fixture
-def device(guard: None) -> Iterator[torch.device]:
-    if torch.cuda.is_available():
-        pytest.skip("a real device is there: tests/engine/test_gpu.py")
-    with far_device() as device:
-        yield device
 
 
 KEYS = {

@@ -19,7 +19,7 @@ from hybrid_backend.errors import ConfigError, DeadlineError
 from hybrid_backend.methods.device_step import DeviceStep
 from hybrid_backend.methods.graph_scout import GraphScout
 from hybrid_backend.step import Step, captured_step
-from tests.runtime.harness import PAGE, Engine, config, spec
+from tests.runtime.harness import PAGE, Engine, config, resident, spec
 from tests.runtime.held_up import HeldUp
 
 SLOTS, ROWS, INTERVAL, LAYERS = 6, 3, 2, 2
@@ -69,19 +69,6 @@ def replay_as_a_graph(made: Engine, capture: Callable[[], AbstractContextManager
             lookahead(layer, captured, predicted)
 
     runtime.forward, runtime.lookahead = replayed, replayed_lookahead  # type: ignore[method-assign]
-
-
-def resident(made: Engine, name: str, layer: int) -> set[int]:
-    """Logical pages of a request that have a slot."""
-    tiers = made.runtime.tiers
-    region = tiers.slots.region(name)
-    assert region is not None
-    decoder = made.runtime.method.in_place
-    if isinstance(decoder, DeviceStep):
-        held = decoder.graph.maps.page_of[layer, region * SLOTS : (region + 1) * SLOTS]
-    else:
-        held = tiers.residency.held(layer, torch.tensor([region]))[0]
-    return {int(p) for p in held if p >= 0}
 
 
 @pytest.mark.parametrize(
