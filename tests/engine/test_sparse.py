@@ -87,7 +87,7 @@ def decoded(sparse: Server) -> Decoded:
 
 
 def test_next_token_distributions_stay_near_dense(sparse: Server, stock_fp32: StockAnswers) -> None:
-    """Measured: 0.0REAL nats with the true query, 0.026 with the predicted one."""
+    """Measured with the predicted query: 0.026 nats."""
     dense = stock_fp32.distributions("long", long)
     results = [compare(a, b) for a, b in zip(dense, long(sparse), strict=True)]
     kl = sum(r.kl for r in results) / len(results)
@@ -106,8 +106,7 @@ def test_attention_mass_recall_of_sparse_layers_is_at_least_ninety_percent(spars
 
 
 def test_keys_that_dense_finds_stay_found(sparse: Server, stock_fp32: StockAnswers) -> None:
-    """Measured: dense finds 16 of 20; sparse keeps REAL with the true query, 8 with the predicted one, and TINY when
-    the budget is 128 tokens (of which sinks and recent pages leave 80 to choose)."""
+    """Measured with the predicted query: dense finds 16 of 20, sparse keeps 8."""
     dense, ours = stock_fp32.once("pairs", found), found(sparse)
     asked = sum(dense)
     kept = sum(a and b for a, b in zip(dense, ours, strict=True))

@@ -23,6 +23,11 @@ class Attended(NamedTuple):
     guessed: Tensor  # [H, T] bool: those whose logits are of the predicted query
     guess: Tensor | None  # [heads, head_dim] the predicted query
 
+    @property
+    def is_everything(self) -> bool:
+        """Dense attention with the true query."""
+        return bool(self.tokens.all()) and not bool(self.guessed.any())
+
 
 class Witness:
     """Looks on while a runtime decodes; after each `forward` it says what each row attended in that layer.
