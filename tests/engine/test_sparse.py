@@ -87,7 +87,7 @@ def decoded(sparse: Server) -> Decoded:
 
 
 def test_next_token_distributions_stay_near_dense(sparse: Server, stock_fp32: StockAnswers) -> None:
-    """Measured with the predicted query: 0.026 nats."""
+    """Measured: 0.019 nats with the true query, 0.026 with the predicted one."""
     dense = stock_fp32.distributions("long", long)
     results = [compare(a, b) for a, b in zip(dense, long(sparse), strict=True)]
     kl = sum(r.kl for r in results) / len(results)
@@ -106,17 +106,18 @@ def test_attention_mass_recall_of_sparse_layers_is_at_least_ninety_percent(spars
 
 
 def test_keys_that_dense_finds_stay_found(sparse: Server, stock_fp32: StockAnswers) -> None:
-    """Measured with the predicted query: dense finds 16 of 20, sparse keeps 8."""
+    """Measured: dense finds 16 of 20; sparse keeps 10 with the true query, 8 with the predicted one, and 2 when the
+    budget is 128 tokens (what is not sinks and recent pages: 80), which fails here."""
     dense, ours = stock_fp32.once("pairs", found), found(sparse)
     asked = sum(dense)
     kept = sum(a and b for a, b in zip(dense, ours, strict=True))
     print(f"\nkeys: dense finds {asked} of {len(ours)}, sparse keeps {kept}")
     assert asked >= 10, "the dense model itself finds few: this test shows nothing"
-    assert kept >= 0.3 * asked
+    assert kept >= 0.35 * asked
 
 
 def test_the_cpu_workers_did_their_part_and_recall_kept_it_small(decoded: Decoded) -> None:
-    """The paper reports 8.2 % on average at its recall threshold of 12 %; measured here: 15.5 %, with slots for the
+    """The paper reports 8.2 % on average at its recall threshold of 12 %; measured here: 16 %, with slots for the
     budget and three pages more."""
     print(f"\nCPU share of attended tokens over {STEPS} steps: {decoded.cpu_share:.4f}")
     assert 0 < decoded.cpu_share < 0.2
@@ -125,7 +126,7 @@ def test_the_cpu_workers_did_their_part_and_recall_kept_it_small(decoded: Decode
 
 def test_the_cpu_starts_a_layer_ahead_where_the_query_is_predicted(decoded: Decoded, query: str) -> None:
     """A partial that starts inside its own layer, as all do without a lookahead and with the true query, leads by the
-    device's partial only: measured 0.005 of a layer's time, against 0.92 with the predicted query."""
+    device's partial only: measured 0.005 to 0.023 of a layer's time, against 0.92 with the predicted query."""
     print(f"\nlead of the CPU partial: {decoded.lead:.3f} of a layer's time, in exact layers {decoded.exact_lead:.3f}")
     assert decoded.exact_lead < 0.2
     if query == "predicted":
