@@ -23,6 +23,8 @@ from hybrid_backend.engines.vllm.scheduler import RecomputingAsyncScheduler, Rec
 from hybrid_backend.errors import DeadlineError
 from hybrid_backend.step import StepFailure
 
+pytestmark = pytest.mark.engine
+
 BLOCK, BLOCKS = 16, 40
 
 

@@ -10,6 +10,8 @@ from hybrid_backend.engines.vllm.session import Session
 from hybrid_backend.methods.selective import StepPlan
 from tests.runtime.harness import PAGE, Engine, config, spec
 
+pytestmark = pytest.mark.engine
+
 
 def test_a_forward_that_raised_abandons_its_step() -> None:
     """Its CPU jobs are given up and the step is not ended as if all layers had run; the next one is exact."""
