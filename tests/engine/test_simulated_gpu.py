@@ -59,8 +59,8 @@ def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) ->
     over the pages of the host pool that were selected. And the figures are those of what the device did."""
     found, attention = seen(name), seen(name)["attention"]
     assert attention["worst"] < 1e-4
-    assert attention["sparse_rows"] > 20 and found["replays"] > 0
-    assert found["preempted"] == ["2"]
+    assert attention["sparse_rows"] > 15 and found["replays"] > 0
+    assert set(found["preempted"]) == {"2"}
     for layer, counted in enumerate(found["layers"]):
         assert counted["resident_lookups"] == attention["pages"][str(layer)]
         assert 0 < counted["resident_hits"] < counted["resident_lookups"]

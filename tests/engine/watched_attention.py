@@ -34,14 +34,17 @@ class Watch:
         """``q``, ``out``: ``[rows, heads, head_dim]``; ``chosen``: `SelectedPages`; fp64 over the host pool."""
         host, now, page_size = _near(graph._host[layer]), graph.inputs, graph._page
         table, lengths, counts = (_near(x) for x in (now.table, now.lengths, now.num_pages))
+        regions, generations = _near(now.regions), _near(now.generations)
         pages, listed = _near(chosen.pages), _near(chosen.pages_listed)
         group = q.shape[1] // host.shape[1]
         for r in range(len(q)):
             if not int(counts[r]):
                 continue
+            self.pages[layer] += int(listed[r].sum()) // listed.shape[1]
+            if int(graph.generations[regions[r]]) != int(generations[r]):
+                continue  # released after the host opened the step: nobody reads its output, and the CPU drops its part
             self.rows += 1
             self.sparse_rows += int(listed[r].min()) < int(counts[r])
-            self.pages[layer] += int(listed[r].sum()) // listed.shape[1]
             for head in range(q.shape[1]):
                 mine = pages[r, min(head // group, listed.shape[1] - 1)]
                 logical = mine[: int(listed[r, min(head // group, listed.shape[1] - 1)])].long()
