@@ -48,6 +48,7 @@ def both_servers(
         stock = sglang.sglang_server(place, model, [*stock_flags, *flags])
         hybrid = sglang.hybrid_server(place, {"host_pool.size": memory, **overrides}, flags, model=str(model))
     else:
+        flags = [*flags, "--no-enforce-eager"]  # stock's default, on machines of few cores too
         stock = stock_server(place, model, [*flags, "--kv-cache-memory-bytes", str(memory)])
         hybrid = hybrid_server(place, {"host_pool.size": memory, **overrides}, flags, str(model))
     with stock as first, hybrid as second:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_backend.engines.cpu_defaults import cores_to_bind, float32_is_better, has_bf16
+from hybrid_backend.engines.cpu_defaults import cores_to_bind, float32_is_better, has_bf16, starts_eager
 
 GIB = 2**30
 # The `flags` line of /proc/cpuinfo, shortened to what matters.
@@ -73,3 +73,13 @@ def test_a_users_own_binding_stays(name: str) -> None:
 
 def test_several_ranks_share_cores_as_the_engine_divides_them() -> None:
     assert cores_to_bind([0, 1], {}, ranks=2) is None
+
+
+def test_a_small_machine_answers_before_it_would_have_compiled() -> None:
+    assert starts_eager(2, {"--port", "--dtype"}) and starts_eager(4, ())
+    assert not starts_eager(8, ())
+
+
+@pytest.mark.parametrize("flag", ["--no-enforce-eager", "--enforce-eager", "-O3", "-cc.mode", "--optimization-level"])
+def test_whoever_says_how_to_compile_is_heard(flag: str) -> None:
+    assert not starts_eager(2, {"--port", flag})

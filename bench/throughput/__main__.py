@@ -96,6 +96,7 @@ def started(arguments: argparse.Namespace) -> Iterator[list[Endpoint]]:
     length = arguments.input + arguments.output + 64
     memory = int(token * length * arguments.batch * 1.1)
     flags = ["--dtype", arguments.dtype, "--max-num-seqs", str(arguments.batch), "--max-model-len", str(length)]
+    flags += ["--no-enforce-eager"]  # stock's default, on machines of few cores too
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         stock = stock_server(place, model, [*flags, "--kv-cache-memory-bytes", str(memory)])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 # What /proc/cpuinfo calls instructions that multiply bf16: x86-64 (AVX-512, AMX, AVX without 512 bits), AArch64.
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 FEW_CORES = 4
-"""Up to so many physical cores, one kept free for vLLM's front end costs more prefill than it gains elsewhere."""
+"""Up to so many physical cores, one kept free for vLLM's front end costs more prefill than it gains elsewhere, and
+compiling takes minutes."""
+# How a user says whether, and how, vLLM compiles.
+_COMPILATION = ("--enforce-eager", "--no-enforce-eager", "--optimization-level", "-O", "--compilation-config", "-cc")
 
 
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -54,3 +57,12 @@ def cores_to_bind(cores: Iterable[int], environment: Mapping[str, str] = os.envi
     if chosen or ranks > 1 or not 1 < len(listed) <= FEW_CORES:
         return None
     return ",".join(map(str, listed))
+
+
+def starts_eager(cores: int, flags: Collection[str]) -> bool:
+    """Whether a server on so many physical cores starts without compiling the model.
+
+    Args:
+        flags: names of the engine flags that the user wrote.
+    """
+    return cores <= FEW_CORES and not any(flag.startswith(_COMPILATION) for flag in flags)

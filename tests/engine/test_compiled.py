@@ -1,4 +1,4 @@
-"""As `make serve` starts it: compiled, bf16, unified tiers, native in-place decoding."""
+"""Compiled, in bf16, with unified tiers: native decoding in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.engine.server import Server, hybrid_server
 
 pytestmark = pytest.mark.engine
 # In chunks: a warm-up of thousands of tokens takes long on CPUs without bf16 instructions.
-FLAGS = ("--max-num-seqs", "4", "--max-model-len", "4096", "--max-num-batched-tokens", "512", *FIDELITY_FLAGS)
+FLAGS = ("--dtype", "bfloat16", "--no-enforce-eager", "--max-num-seqs", "4", "--max-model-len", "4096")
+FLAGS += ("--max-num-batched-tokens", "512", *FIDELITY_FLAGS)
 
 
 @pytest.fixture(scope="module")

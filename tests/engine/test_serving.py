@@ -36,7 +36,7 @@ GREEDY = 16
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ["--dtype", "float32", "--max-num-seqs", "32", "--max-model-len", "4096"]
+    flags = ["--dtype", "float32", "--no-enforce-eager", "--max-num-seqs", "32", "--max-model-len", "4096"]
     flags += ["--middleware", MIDDLEWARE, "--api-key", API_KEY]
     config = {
         "host_pool.size": "512MiB",
