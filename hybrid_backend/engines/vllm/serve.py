@@ -145,10 +145,10 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
     try:
         parsed = _parse(arguments)
         validate_parsed_serve_args(parsed)
-        if device == "cpu":
-            for line in _choose_for_cpu(parsed, _flags(arguments)):
-                logger.info(line)
+        choices = list(_choose_for_cpu(parsed, _flags(arguments))) if device == "cpu" else []
         AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+        for line in choices:  # now vLLM's logging is set up
+            logger.info(line)
         address, listener = setup_server(parsed, reuse_port=False)
     except HybridError:
         raise
