@@ -64,6 +64,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, None),
     "headinfer": ({"method": "headinfer"}, None),
     "dense": ({"method": "dense"}, None),
+    "again": ({**EXACT, "slots_per_request": 4}, MIXED),
     **dict.fromkeys(("late", "late.always"), (LATE, MIXED)),
     "late.full": (LATE, FULL),
 }
@@ -200,11 +201,20 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     }
 
 
+def ask_twice(llm: Any) -> dict[str, Any]:
+    """The second time all but the last token of the prompt comes from the prefix cache: a batch of one token."""
+    from vllm import SamplingParams
+
+    prompt = {"prompt_token_ids": prompts()[1][: 2 * BLOCK + 1]}
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    return {"tokens": [list(llm.generate(prompt, sampling)[0].outputs[0].token_ids) for _ in range(2)]}
+
+
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[3:]
     simulated_gpu.prepare(folder)
     answers = expected(folder / "model")
-    late_answers = late_probe.expected(folder / "model", prompts())
+    late_answers = late_probe.expected(build(folder / "model"), prompts())
     watch = watch_attention()
     with simulated_gpu.simulated_gpu():
         for name in names:
@@ -212,6 +222,8 @@ def main() -> None:
                 if name == "at_once":
                     found = {str(mib): at_once(folder / "model", mib << 20) for mib in CARDS}
                     found["in parts"] = at_once(folder / "model", 8 << 30, ubatch_size=2)
+                elif name == "again":
+                    found = run(folder / "model", *CASES[name], ask_twice)
                 elif name.startswith("late"):
                     with late_probe.held_up() as numbers:
                         serving = partial(

@@ -33,7 +33,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     folder = tmp_path_factory.mktemp("simulated")
     root = str(Path(__file__).parents[2])
-    for runner, names in (("v2", [*V2, *SPARSE, *LATE_V2, "at_once"]), ("v1", [*V1, *LATE_V1])):
+    for runner, names in (("v2", [*V2, *SPARSE, "again", *LATE_V2, "at_once"]), ("v1", [*V1, *LATE_V1])):
         command = [sys.executable, "-m", "tests.engine.gpu_probe", folder, runner, *names]
         with (folder / "log").open("ab") as log:
             subprocess.run(
@@ -88,6 +88,11 @@ def test_both_model_runners_are_driven(seen: Probe, name: str, runner: str) -> N
     assert seen(name)["runner"] == f"vllm.v1.worker.{runner}"
 
 
+def test_the_last_token_of_a_cached_prompt_is_answered_by_the_graph_it_replays(seen: Probe) -> None:
+    first, second = seen("again")["tokens"]
+    assert first == second
+
+
 @pytest.mark.parametrize("name", ["late", "late.full"])
 def test_a_step_without_the_cpu_s_answers_is_computed_again_and_nobody_else_s(seen: Probe, name: str) -> None:
     """The workers get none of one step's questions, while the step after it is under way. Its two requests, of which
@@ -101,9 +106,10 @@ def test_a_step_without_the_cpu_s_answers_is_computed_again_and_nobody_else_s(se
 
 
 def test_requests_that_are_late_again_end_with_an_error_and_no_wrong_token(seen: Probe) -> None:
-    """The workers never answer: the engine lives, and ends each request after its second try."""
+    """The workers never answer: the engine lives, and ends a request after its second try at a token. Some come to
+    their end all the same: what is computed again as a prompt asks no worker."""
     found = seen("late.always")
-    assert set(found["reasons"].values()) == {"error"}
+    assert "error" in found["reasons"].values() and set(found["reasons"].values()) <= {"error", "length"}
     for name, tokens in found["tokens"].items():
         assert tokens == found["expected"][name][: len(tokens)]
     assert found["regions"] == 0

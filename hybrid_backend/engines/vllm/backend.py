@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -95,6 +96,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
         if device.type not in ("cpu", "cuda"):
             raise EngineError(f"the hybrid backend runs on vLLM's CPU and CUDA engines, not on {device.type}")
         self.session: Session | None = None  # set by the worker when the KV memory is there
+        self._is_captured = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -105,15 +107,16 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
         query_start = m.query_start_loc_cpu.tolist()
         if m.is_prefilling is None:
             raise EngineError("vLLM did not say which rows are prefilling (CommonAttentionMetadata.is_prefilling)")
+        counts = [end - start for start, end in itertools.pairwise(query_start)]
+        # A batch of single tokens replays the graph of a decode step, also where one is the last token of a prompt.
+        is_replayed = self._is_captured and max(counts) == 1
         batch = Batch(
             request_ids=self.session.request_ids(m),
             query_start=query_start,
             seq_lens=_lengths(m).tolist(),
             decode=[
-                not prefilling and end - start == 1
-                for prefilling, start, end in zip(
-                    m.is_prefilling.tolist(), query_start[:-1], query_start[1:], strict=False
-                )
+                count == 1 and (is_replayed or not prefilling)
+                for count, prefilling in zip(counts, m.is_prefilling.tolist(), strict=False)
             ],
             page_table=m.block_table_tensor,
             slot_mapping=m.slot_mapping[: query_start[-1]],
