@@ -254,8 +254,8 @@ class HybridRuntime:
 
     def _fail(self, step: Step, error: WorkerError) -> None:
         """Nothing more is computed for the step, and nobody is waited for."""
-        if step.is_captured:
-            raise error  # it stands for many steps
+        if step.is_captured or step is not self._open:
+            raise error  # it stands for many steps, or for local layers, of which nobody asks `failure`
         step.error = error
         self.abandon(step)
 

@@ -73,7 +73,6 @@ class DeviceStep:
             workers.native,
             tiers.host.layers,
         )
-        self._last: _Plan | None = None
         self._resident: dict[int, int] = {}  # per region, the pages in its slots, of one layer
 
     # --- between steps ---
@@ -85,20 +84,12 @@ class DeviceStep:
         """
         rows = step.decode
         assert rows is not None
-        self._settle()
         regions = [self._region(rows, r) for r in range(rows.count)]
         self._resident.update(zip(regions, rows.num_pages.clamp(max=self._tiers.slots.size).tolist(), strict=True))
         budgets = torch.where(sparse, self._config.budget_pages, rows.num_pages)
         step.plan = plan = _Plan(regions, budgets)
         self._write(step.number, rows, plan)
         self.graph.begin(step.number + 1)
-        self._last = plan
-
-    def _settle(self) -> None:
-        """What the last step did, as far as the device has come: the counters."""
-        if self._last is None:
-            return
-        self.count()
 
     def count(self) -> None:
         """Take over what the kernels have counted, as far as the device has come."""

@@ -20,8 +20,7 @@ densely through the staging buffers, which is exact; judging takes the prompt's 
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import prod
 
@@ -306,15 +305,15 @@ class Hgca(Method):
                 self._keep(layer, region, head, table, keep[head].nonzero().flatten() + page * page_size)
 
     def _settle(self, layer: int) -> None:
-        """Wait until all judging of a layer is done."""
-        for job in self._pending.pop(layer, ()):
-            try:
-                job.result(self.config.workers.deadline_seconds)
-            except Late:
+        """Wait until all judging of a layer is done. What is late is waited for again, before its region is anybody's."""
+        jobs = self._pending.get(layer, [])
+        while jobs:
+            if wait(jobs[:1], self.config.workers.deadline_seconds).not_done:
                 raise DeadlineError(
                     f"judging evicted tokens of layer {layer} did not end within "
                     f"workers.deadline_seconds={self.config.workers.deadline_seconds}"
-                ) from None
+                )
+            jobs.pop(0).result()
 
     def _settle_all(self) -> None:
         for layer in list(self._pending):

@@ -10,7 +10,7 @@ from tests.runtime.far_device import busy, late
 
 SHORT, LONG = 4, 6  # tokens that the first request and the others ask for
 BLOCKS = 40  # nobody is preempted for room
-DEADLINE = 1  # of steps, in seconds
+DEADLINE = 2  # of steps, in seconds
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from tests.engine.server import Server
 METRICS = {
     "hybrid_selected_tokens_total", "hybrid_cpu_tokens_total", "hybrid_resident_hit_ratio",
     "hybrid_recalled_pages_total", "hybrid_wait_seconds_total", "hybrid_predicted_query_cosine",
-    "hybrid_attention_mass_recall", "hybrid_slots_in_use", "hybrid_regions_in_use", "hybrid_host_pool_pages",
+    "hybrid_slots_in_use", "hybrid_regions_in_use", "hybrid_host_pool_pages",
 }  # fmt: skip
 # Gauges that are zero when no request is there.
 NOTHING_LEFT = ("hybrid_regions_in_use", "hybrid_slots_in_use", "hybrid_recalls_in_flight")

@@ -230,7 +230,7 @@ def test_the_devices_kernels_tell_how_long_they_waited_and_how_early_they_asked(
         if device == "cuda":
             torch.cuda.synchronize()
         time.sleep(0.02)
-        answered = threading.Timer(0.05, letters.answered.fill_, (step,))
+        answered = threading.Timer(0.2, letters.answered.fill_, (step,))
         answered.start()
         patience = torch.full((1,), 10**10 if device == "cuda" else 10**6, device=device)
         kernels.await_answer(letters.answered, number, late, patience, tally)

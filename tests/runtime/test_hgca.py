@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -219,4 +221,25 @@ def test_a_released_request_leaves_no_context_cache() -> None:
     running.drop("a")
     assert len(cache.store) == len(cache._free)
     assert not hgca(running)._queries
+    running.close()
+
+
+def test_late_judging_ends_before_its_request_is_forgotten() -> None:
+    """Else it would write into the context cache of whoever comes next."""
+    running = engine(tiers="separate", workers={"threads": 2, "deadline_seconds": 0.3})
+    held, method = threading.Event(), hgca(running)
+    running.add("a", 10 * PAGE + 5)
+    running.prefill("a")
+    blocked = method._judge.submit(held.wait)
+    for _ in range(PAGE + 1):
+        running.step({"a": 1}, tolerance=None)
+        if running.runtime.failure(running.ran) is not None:
+            break
+    assert "judging" in str(running.runtime.failure(running.ran)) and method._pending
+    mine = region(running)
+    threading.Timer(0.1, held.set).start()
+    running.drop("a")
+    assert blocked.done() and not any(method._pending.values())
+    for cache in method._caches.values():
+        assert not any(len(positions) for positions in cache.positions(mine))
     running.close()

@@ -251,13 +251,13 @@ def test_a_worker_that_fails_or_hangs_turns_into_an_error_that_names_the_layer()
 def test_a_step_whose_workers_fail_goes_on_without_them_and_fails_its_requests_only(fault: str) -> None:
     """Two of three requests are in the step; seven layers remain. One deadline passes, the forward does not raise, the
     workers' jobs are forgotten; the third request, and the two when they are computed again, are served exactly."""
-    deadline, held = 0.5, threading.Event()
+    deadline, held = 1.0, threading.Event()
 
     def kernel(q, layer, pages, scale):  # type: ignore[no-untyped-def]
         if held.is_set():
             if fault == "broken":
                 raise ValueError("bad page")
-            time.sleep(0.7)
+            time.sleep(1.4)
         return paged_partial(q, layer, pages, scale)
 
     settings = config(
@@ -273,13 +273,13 @@ def test_a_step_whose_workers_fail_goes_on_without_them_and_fails_its_requests_o
     held.set()
     began = time.monotonic()
     engine.step({"c": 1, "a": 1}, tolerance=None)
-    assert time.monotonic() - began < 2 * deadline
+    assert time.monotonic() - began < 4 * deadline
     late = engine.ran
     held.clear()
     engine.step({"b": 1})
     failure = engine.runtime.failure(late)
     assert failure is not None and engine.runtime.failure(engine.ran) is None
-    assert ("deadline_seconds=0.5" if fault == "slow" else "bad page") in str(failure.error)
+    assert ("deadline_seconds=1.0" if fault == "slow" else "bad page") in str(failure.error)
     assert sorted(failure.request_ids) == ["a", "c"]
     assert sorted(failure.pages) == sorted(engine.sequences[name].pages[-1] for name in ("a", "c"))
     for name in ("a", "c"):
@@ -298,8 +298,10 @@ def test_when_one_copy_is_late_the_others_are_finished_later() -> None:
     transfers, held = engine.runtime.tiers.transfers, threading.Event()
     assert transfers._thread is not None
     blocked = transfers._thread.submit(held.wait)
-    while not transfers.in_flight > 1:
-        engine.step({"a": 1}, lookahead_noise=0.5, tolerance=None)
+    for _ in range(20):
+        if transfers.in_flight <= 1:
+            engine.step({"a": 1}, lookahead_noise=0.5, tolerance=None)
+    assert transfers.in_flight > 1
     planned = [recall for recall, _ in transfers._in_flight]
     engine.step({"a": 1}, tolerance=None)
     failure = engine.runtime.failure(engine.ran)
