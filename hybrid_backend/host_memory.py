@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -205,10 +206,14 @@ def check_pool(key: str, size: int, here: Room) -> None:
 
 
 def uncached_bytes(files: Iterable[Path]) -> int:
-    """Bytes of files that reading them will add to the page cache. 0 for a file of which the kernel does not tell."""
+    """Bytes of files that reading them will add to the page cache. The kernel tells it of files that this process may
+    write to; others count in full."""
     libc, missing = ctypes.CDLL(None), 0
     for file in files:
         try:
+            if not os.access(file, os.W_OK):
+                missing += file.stat().st_size
+                continue
             with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 content = np.frombuffer(mapped, np.uint8)
                 pages = np.ones(-(-len(content) // mmap.PAGESIZE), np.uint8)

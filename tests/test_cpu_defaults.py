@@ -25,7 +25,7 @@ def cpuinfo(folder: Path, flags: str, key: str = "flags") -> Path:
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [(AVX2_DESKTOP, False), (SKYLAKE, False), (ZEN4, True), (SAPPHIRE_RAPIDS, True), (SIERRA_FOREST, True)],
+    [(AVX2_DESKTOP, False), (SKYLAKE, False), (ZEN4, True), (SAPPHIRE_RAPIDS, True), (SIERRA_FOREST, False)],
 )
 def test_bf16_is_known_by_its_instructions(tmp_path: Path, flags: str, expected: bool) -> None:
     assert has_bf16(cpuinfo(tmp_path, flags)) is expected
@@ -57,6 +57,7 @@ def test_weights_that_would_fill_the_memory_in_fp32_stay_as_they_are(tmp_path: P
     old = cpuinfo(tmp_path, AVX2_DESKTOP)
     assert float32_is_better("bfloat16", 2 * GIB, 12 * GIB, old)
     assert not float32_is_better("bfloat16", 2 * GIB, 11 * GIB, old)
+    assert not float32_is_better("bfloat16", 0, 16 * GIB, old), "nobody knows how large they are"
 
 
 def test_a_small_machine_keeps_no_core_free() -> None:
@@ -80,6 +81,8 @@ def test_a_small_machine_answers_before_it_would_have_compiled() -> None:
     assert not starts_eager(8, ())
 
 
-@pytest.mark.parametrize("flag", ["--no-enforce-eager", "--enforce-eager", "-O3", "-cc.mode", "--optimization-level"])
+@pytest.mark.parametrize(
+    "flag", ["--no-enforce-eager", "--enforce-eager", "-O3", "-cc.mode", "--optimization-level", "--config"]
+)
 def test_whoever_says_how_to_compile_is_heard(flag: str) -> None:
     assert not starts_eager(2, {"--port", flag})

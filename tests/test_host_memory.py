@@ -209,7 +209,8 @@ def test_weights_are_counted_as_the_engine_will_hold_them(tmp_path: Path) -> Non
 
 def test_weights_whose_files_are_not_here_are_counted_by_the_shape(tmp_path: Path) -> None:
     counted = weights_to_load(str(tmp_path), CONFIG, "bfloat16")
-    assert counted[0] > 2 * 2 * 512 * 64 and counted[1] == 0
+    assert counted[0] > 2 * 2 * 512 * 64 and counted[1] == counted[0], "all of them are to be read"
+    assert weights_to_load(str(tmp_path), CONFIG, "float32") == (2 * counted[0], counted[1])
     for elsewhere in ("nobody/no-such-model", "/nowhere/model.gguf", "s3://bucket/model"):
         assert weights_to_load(elsewhere, CONFIG, "bfloat16") == counted
     assert weights_to_load(str(tmp_path), {**CONFIG, "quantization_config": {}, "dtype": "int4"}, "bfloat16")[0] > 0

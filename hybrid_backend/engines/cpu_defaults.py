@@ -7,14 +7,22 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-# What /proc/cpuinfo calls instructions that multiply bf16: x86-64 (AVX-512, AMX, AVX without 512 bits), AArch64.
-BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
+# What /proc/cpuinfo calls instructions that multiply bf16: AVX-512, AMX, AArch64. (AVX-NE-CONVERT only converts.)
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 FEW_CORES = 4
 """Up to so many physical cores, one kept free for vLLM's front end costs more prefill than it gains elsewhere, and
 compiling takes minutes."""
-# How a user says whether, and how, vLLM compiles.
-_COMPILATION = ("--enforce-eager", "--no-enforce-eager", "--optimization-level", "-O", "--compilation-config", "-cc")
+# How a user says whether, and how, vLLM compiles; a file of flags may.
+_COMPILATION = (
+    "--enforce-eager",
+    "--no-enforce-eager",
+    "--optimization-level",
+    "-O",
+    "--compilation-config",
+    "-cc",
+    "--config",
+)
 
 
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -32,10 +40,11 @@ def float32_is_better(dtype: str, weight_bytes: int, available: int, cpuinfo: Pa
 
     Args:
         dtype: as torch names it, without ``torch.``.
-        weight_bytes: of the weights in ``dtype``.
+        weight_bytes: of the weights in ``dtype``, 0 if that is not known.
         available: bytes of memory for weights and host pool.
     """
-    return dtype in ("bfloat16", "float16") and not has_bf16(cpuinfo) and 2 * weight_bytes <= available // 3
+    fits = 0 < 2 * weight_bytes <= available // 3  # 0: nobody knows
+    return dtype in ("bfloat16", "float16") and fits and not has_bf16(cpuinfo)
 
 
 def float32_line(dtype: str) -> str:

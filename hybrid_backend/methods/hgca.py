@@ -305,7 +305,7 @@ class Hgca(Method):
                 self._keep(layer, region, head, table, keep[head].nonzero().flatten() + page * page_size)
 
     def _settle(self, layer: int) -> None:
-        """Wait until all judging of a layer is done. What is late is waited for again, before its region is anybody's."""
+        """Wait until all judging of a layer is done; what is late stays to be waited for."""
         jobs = self._pending.get(layer, [])
         while jobs:
             if wait(jobs[:1], self.config.workers.deadline_seconds).not_done:

@@ -108,11 +108,13 @@ def weights_to_load(model: str, config: Mapping[str, Any], dtype: str, revision:
     folder = Path(model)
     if not folder.is_dir():
         found = _cached(model, revision)
-        if found is None:
-            return _counted(config, dtype), 0
+        if found is None:  # all of it is fetched, and read
+            counted = _counted(config, dtype)
+            return counted, counted // size * stated_size
         folder = found
-    stored = weight_bytes(folder, size, stated_size)
-    return stored or _counted(config, dtype), uncached_bytes(weight_files(folder))
+    files, stored = weight_files(folder), weight_bytes(folder, size, stated_size)
+    counted = stored or _counted(config, dtype)
+    return counted, uncached_bytes(files) if files else counted // size * stated_size
 
 
 def _cached(model: str, revision: str | None) -> Path | None:

@@ -51,14 +51,15 @@ def size_host_pool(vllm_config: VllmConfig, config: HybridConfig, on_cpu: bool, 
 def room_of(vllm_config: VllmConfig, config: HybridConfig, on_cpu: bool, system: System) -> Room:
     """What each rank's host pool may take on this machine."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    ranks = parallel.local_world_size * max(1, parallel.data_parallel_size_local)
+    engines = max(1, parallel.data_parallel_size_local)
+    ranks = parallel.local_world_size * engines
     if not on_cpu:  # weights go to the GPUs
         node = config.workers.numa
         return room(system, [node if isinstance(node, int) else None] * ranks)
     weights, uncached = weights_to_load(
         str(model.model), model.hf_config.to_dict(), str(model.dtype).removeprefix("torch."), model.revision
     )
-    nodes = rank_nodes(ranks, os.environ, os.sched_getaffinity(0), system)
+    nodes = rank_nodes(ranks, os.environ, os.sched_getaffinity(0), system, engines)
     return room(system, nodes, -(-weights // parallel.tensor_parallel_size), uncached)
 
 

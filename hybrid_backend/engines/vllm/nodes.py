@@ -9,12 +9,15 @@ from hybrid_backend.host_memory import System, numbers
 KVCACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of a rank's pool; overrules --kv-cache-memory-bytes
 
 
-def rank_nodes(ranks: int, env: Mapping[str, str], cpus: Collection[int], system: System) -> list[int | None]:
+def rank_nodes(
+    ranks: int, env: Mapping[str, str], cpus: Collection[int], system: System, engines: int = 1
+) -> list[int | None]:
     """The node of each rank's first CPU (vllm/v1/worker/cpu_worker.py); the CPUs are those that vLLM 0.32 binds it to
     (vllm/utils/ompmultiprocessing.py).
 
     Args:
-        ranks: on this machine.
+        ranks: on this machine, those of one engine after the other.
+        engines: of data parallelism. Left to itself, vLLM binds the ranks of each engine to the same nodes.
         env: of the process that will serve.
         cpus: that it may run on.
 
@@ -34,7 +37,7 @@ def rank_nodes(ranks: int, env: Mapping[str, str], cpus: Collection[int], system
         ordered, each = sorted(mine, key=lambda cpu: node_of.get(cpu, 0)), max(1, len(mine) // ranks)
         lists = [sorted(ordered[rank * each : (rank + 1) * each]) for rank in range(ranks)]
     elif bound == "auto":
-        lists = [[cpu for cpu in mine if node_of.get(cpu) == node] for node in visible[:ranks]]
+        lists = [[cpu for cpu in mine if node_of.get(cpu) == node] for node in visible[: ranks // engines]] * engines
     elif bound != "nobind":
         lists = [[cpu for cpu in numbers(part) if cpu in mine] for part in bound.split("|")[:ranks]]
     lists += [[]] * (ranks - len(lists))

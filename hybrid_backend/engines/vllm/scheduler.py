@@ -49,10 +49,14 @@ class Recomputing(Scheduler):
         # Others may have found such a block in the prefix cache since.
         victims = {each.request_id: each for each in mine}
         victims |= {each.request_id: each for each in self.running if bad.intersection(self._blocks(each))}
+        wrong = set(bad)
         for request in victims.values():
-            blocks = self._blocks(request)
-            first = next((at for at, block in enumerate(blocks) if block in bad), len(blocks))
-            bad.update(blocks[first:])
+            if not wrong.intersection(self._blocks(request)):
+                continue
+            for blocks in self.kv_cache_manager.get_block_ids(request.request_id):
+                # The step wrote to every group, and names the pages of the one with full attention.
+                first = next((at for at, block in enumerate(blocks) if block in wrong), 0)
+                bad.update(blocks[first:])
         self.kv_cache_manager.evict_blocks(bad)
         given_up = [each.request_id for each in mine if self._failed_at.get(each.request_id) == each.num_tokens]
         self._failed_at = {name: tokens for name, tokens in self._failed_at.items() if name in self.requests}

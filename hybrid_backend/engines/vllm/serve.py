@@ -163,14 +163,15 @@ def _choose_for_cpu(parsed: Any, flags: Collection[str]) -> Iterator[str]:
     """Set dtype, cores and compilation where the user did not; a line for the log of each."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    if parsed.dtype == "auto" and not has_bf16():
+    ranks = parsed.tensor_parallel_size * parsed.pipeline_parallel_size * parsed.data_parallel_size
+    if parsed.dtype == "auto" and "--dtype" not in flags and not has_bf16():
         model = AsyncEngineArgs.from_cli_args(parsed).create_model_config()
         dtype = str(model.dtype).removeprefix("torch.")
         weights, _ = weights_to_load(str(model.model), model.hf_config.to_dict(), dtype, model.revision)
-        if model.quantization is None and float32_is_better(dtype, weights, System().available()):
+        available = System().available() // parsed.data_parallel_size  # each replica has weights of its own
+        if model.quantization is None and float32_is_better(dtype, weights, available):
             parsed.dtype = "float32"
             yield float32_line(dtype)
-    ranks = parsed.tensor_parallel_size * parsed.pipeline_parallel_size * parsed.data_parallel_size
     cores = Topology.read().one_per_core(os.sched_getaffinity(0))
     bound = cores_to_bind(cores, os.environ, ranks)
     if bound is not None:

@@ -108,6 +108,7 @@ class Session:
                 for builder in group.metadata_builders:
                     builder.session = self
         self._step: Step | None = None  # that runs, or ran last
+        self._is_heard = vllm_config.parallel_config.rank == 0  # vLLM takes the output of one rank only
         self.is_scheduled = False
 
     def request_ids(self, metadata: CommonAttentionMetadata) -> list[str]:
@@ -146,11 +147,14 @@ class Session:
     def checked(self, output: ModelRunnerOutput | AsyncModelRunnerOutput | None) -> Any:
         """The output of the last step; when it is there, whether it may be used."""
         step, self._step = self._step, None
-        if step is None or output is None:
+        if step is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
             return CheckedOutput(output, self.runtime, step)
-        return checked(output, self.runtime.failure(step))
+        failure = self.runtime.failure(step)
+        if failure is not None and not self._is_heard:
+            raise EngineError(f"{failure.error}; vLLM does not ask this rank, so the engine ends")
+        return output if output is None else checked(output, failure)
 
     def _page_size(self, layer_name: str) -> int:
         context = self._runner.compilation_config.static_forward_context
