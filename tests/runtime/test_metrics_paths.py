@@ -198,6 +198,7 @@ def check(made: Watched, by_kernels: bool, elapsed: float) -> None:
     stats, gauges = runtime.stats.layers, runtime.gauges()
     before = sum(entry.recalled_pages for entry in made.layers)
     made._begin({"a": 1})  # what the last step recalled is there now
+    copied = runtime.gauges()["hybrid_copied_bytes"]
     landed = sum(entry.recalled_pages for entry in made.layers) - before
 
     for layer, (counted, expected) in enumerate(zip(stats, made.layers, strict=True)):
@@ -225,7 +226,7 @@ def check(made: Watched, by_kernels: bool, elapsed: float) -> None:
     pages = made.filled + sum(entry.recalled_pages for entry in stats) + made.staged
     if copies_in and not by_kernels:
         pages += stats[EXACT].resident_lookups - stats[EXACT].resident_hits
-    assert gauges["hybrid_copied_bytes"] == (pages * page_bytes if separate else 0)
+    assert copied == (pages * page_bytes if separate else 0)
     assert not separate or made.staged > 0
     held = sum(map(len, made.held.values())) if has_slots else 0
     assert gauges["hybrid_slots_in_use"] == runtime.gauges()["hybrid_slots_in_use"] == held
