@@ -36,17 +36,12 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 # --no-compile: only a part is ever imported; Python compiles that at the first use, and keeps it.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(PY) -m pip --disable-pip-version-check --no-input
-INSTALL := $(PIP) install --quiet --no-compile
-LOCKED := $(INSTALL) --no-deps --require-hashes
-SGLANG_PIP := $(SGLANG)/bin/python -m pip --disable-pip-version-check --no-input
-SGLANG_INSTALL := $(SGLANG_PIP) install --quiet --no-compile
-IPEX_INSTALL = $(IPEX)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile
+install = $(1)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile
+locked = $(call install,$(1)) --no-deps --require-hashes
 
 # A stamp's name holds a checksum of what its step depends on.
 checksum = $(firstword $(shell cat $(1) | cksum))
 PACKAGE_SOURCES := pyproject.toml setup.py kernels/cpu/build.py $(sort $(wildcard kernels/cpu/src/*))  # what is built
-PYTHON_STAMP  := $(VENV)/.python
 ENGINE_STAMP  := $(VENV)/.engine-$(DEVICE)-$(call checksum,requirements/$(DEVICE)-engine.txt)
 TORCH_STAMP   := $(VENV)/.torch-$(DEVICE)-$(TORCH)
 PACKAGE_STAMP := $(VENV)/.package-$(DEVICE)-$(call checksum,$(PACKAGE_SOURCES))
@@ -54,6 +49,7 @@ TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt)
 SGLANG_ENGINE_STAMP  := $(SGLANG)/.engine-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py)
 SGLANG_PACKAGE_STAMP := $(SGLANG)/.package-$(call checksum,$(PACKAGE_SOURCES))
 SGLANG_TEST_STAMP    := $(SGLANG)/.test-$(call checksum,requirements/test.txt)
+ENVIRONMENTS := $(addsuffix /.python,$(VENV) $(SGLANG) $(IPEX))
 
 # What ENGINE stands for: each engine has an environment of its own, because their pinned dependencies differ.
 ifeq ($(ENGINE),sglang)
@@ -64,7 +60,7 @@ ENGINE_VENV  := $(VENV)
 ENGINE_READY := $(PACKAGE_STAMP)
 endif
 
-.PHONY: help venv install ipex model serve test test-sglang test-install lint mypy format lock clean
+.PHONY: help venv install ipex model serve test test-fast test-sglang test-install lint mypy format lock clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -74,80 +70,71 @@ help: ## Show this help
 
 # -- install -------------------------------------------------------------------------------------------------
 
-venv: $(PYTHON_STAMP) ## Create .venv with PYTHON
+venv: $(VENV)/.python ## Create .venv with PYTHON
 
 install: $(ENGINE_READY) ## Install the engine, torch and this package (editable) into .venv (or .venv-sglang)
 
-$(PYTHON_STAMP):
+$(ENVIRONMENTS):
 	@command -v "$(PYTHON)" >/dev/null || { echo "error: no '$(PYTHON)'; install Python 3.11 to 3.13, or give PYTHON=/path/to/python" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else "error: %s is Python %d.%d, but the engine needs 3.11 to 3.13; give another one with PYTHON=..." % (sys.executable, *v))'
-	@echo "==> creating $(VENV)"
-	"$(PYTHON)" -m venv $(VENV)
+	@echo "==> creating $(@D)"
+	"$(PYTHON)" -m venv $(@D)
 	@touch $@
 
-$(ENGINE_STAMP): $(PYTHON_STAMP)
+$(ENGINE_STAMP): $(VENV)/.python
 	@rm -f $(VENV)/.engine-* $(VENV)/.torch-*
 ifeq ($(DEVICE),cpu)
 	@$(PY) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "error: vLLM's CPU engine needs libnuma.so.1; install it (Debian, Ubuntu: apt-get install libnuma1) and run make again" >&2; exit 1; }
 	@echo "==> installing vLLM's CPU engine (about 150 packages, a minute or two)"
-	$(LOCKED) -r requirements/cpu-engine.txt
+	$(call locked,$(VENV)) -r requirements/cpu-engine.txt
 else
 	@echo "==> installing vLLM's CUDA engine (several GB)"
-	$(INSTALL) -r requirements/cuda-engine.txt
+	$(call install,$(VENV)) -r requirements/cuda-engine.txt
 endif
 	@touch $@
 
-# --no-deps: the engine's lock file holds everything that torch needs.
-$(TORCH_STAMP): $(ENGINE_STAMP)
-ifeq ($(DEVICE),cpu)
-	@echo "==> installing torch $(TORCH)"
-	@$(INSTALL) --no-deps torch==$(TORCH) || { \
+# --no-deps: the engine's lock file holds everything that torch needs. $(1): environment
+define install_torch
+	@echo "==> installing torch $(TORCH) into $(1)"
+	@$(call install,$(1)) --no-deps torch==$(TORCH) || { \
 	  echo "==> pip's own index does not have it, so from PyTorch's: $(TORCH_INDEX)"; \
-	  $(INSTALL) --no-deps --index-url $(TORCH_INDEX) torch==$(TORCH); }
-endif
-	@touch $@
+	  $(call install,$(1)) --no-deps --index-url $(TORCH_INDEX) torch==$(TORCH); }
+endef
 
-$(PACKAGE_STAMP): $(TORCH_STAMP)
-	@echo "==> installing this package (editable)"
-	@rm -f $(VENV)/.package-*
-	$(INSTALL) --no-build-isolation $(if $(filter cpu,$(DEVICE)),--no-deps) -e .
-	@touch $@
-
-$(TEST_STAMP): $(PACKAGE_STAMP)
-	@echo "==> installing the test and lint tools"
-	@rm -f $(VENV)/.test-*
-	$(LOCKED) -r requirements/test.txt
+$(TORCH_STAMP): $(ENGINE_STAMP)
+	$(if $(filter cpu,$(DEVICE)),$(call install_torch,$(VENV)))
 	@touch $@
 
 # torchvision is imported by SGLang and its wheel is the CUDA build; the shim lets it load beside a CPU torch, here only.
-$(SGLANG_ENGINE_STAMP): requirements/sglang-engine.txt
-	@command -v "$(PYTHON)" >/dev/null || { echo "error: no '$(PYTHON)'; install Python 3.11 to 3.13, or give PYTHON=/path/to/python" >&2; exit 1; }
-	@echo "==> creating $(SGLANG): torch $(TORCH) and SGLang (about 150 packages, two minutes)"
-	@[ -x $(SGLANG)/bin/python ] || "$(PYTHON)" -m venv $(SGLANG)
+$(SGLANG_ENGINE_STAMP): requirements/sglang-engine.txt | $(SGLANG)/.python
+	@echo "==> installing SGLang (about 150 packages, two minutes)"
 	@rm -f $(SGLANG)/.engine-* $(SGLANG)/.package-*
-	$(SGLANG_INSTALL) --no-deps --require-hashes -r requirements/sglang-engine.txt
-	@$(SGLANG_INSTALL) --no-deps torch==$(TORCH) || \
-	  $(SGLANG_INSTALL) --no-deps --index-url $(TORCH_INDEX) torch==$(TORCH)
-	@cp requirements/sglang_torchvision.py "$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/"
-	@echo "import sglang_torchvision" > "$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_torchvision.pth"
+	$(call locked,$(SGLANG)) -r requirements/sglang-engine.txt
+	$(call install_torch,$(SGLANG))
+	@site="$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+	  cp requirements/sglang_torchvision.py "$$site/"; echo "import sglang_torchvision" > "$$site/sglang_torchvision.pth"
 	@touch $@
 
+$(PACKAGE_STAMP): $(TORCH_STAMP)
 $(SGLANG_PACKAGE_STAMP): $(SGLANG_ENGINE_STAMP)
-	@echo "==> installing this package (editable) into $(SGLANG)"
-	@rm -f $(SGLANG)/.package-*
-	$(SGLANG_INSTALL) --no-build-isolation --no-deps -e .
+$(PACKAGE_STAMP) $(SGLANG_PACKAGE_STAMP):
+	@echo "==> installing this package (editable) into $(@D)"
+	@rm -f $(@D)/.package-*
+	$(call install,$(@D)) --no-build-isolation $(if $(filter $(VENV)-cuda,$(@D)-$(DEVICE)),,--no-deps) -e .
 	@touch $@
 
+$(TEST_STAMP): $(PACKAGE_STAMP)
 $(SGLANG_TEST_STAMP): $(SGLANG_PACKAGE_STAMP)
-	@rm -f $(SGLANG)/.test-*
-	$(SGLANG_INSTALL) --no-deps --require-hashes -r requirements/test.txt
+$(TEST_STAMP) $(SGLANG_TEST_STAMP):
+	@echo "==> installing the test and lint tools into $(@D)"
+	@rm -f $(@D)/.test-*
+	$(call locked,$(@D)) -r requirements/test.txt
 	@touch $@
 
-ipex: ## Create .venv-ipex, where workers.kernel: ipex finds IPEX and the torch that it needs
-	"$(PYTHON)" -m venv $(IPEX)
-	@$(IPEX_INSTALL) --index-url $(TORCH_INDEX) --retries 1 "$$(grep ^torch== requirements/ipex.txt)" || \
+ipex: $(IPEX)/.python ## Create .venv-ipex, where workers.kernel: ipex finds IPEX and the torch that it needs
+	@$(call install,$(IPEX)) --index-url $(TORCH_INDEX) --retries 1 "$$(grep ^torch== requirements/ipex.txt)" || \
 	  echo "==> PyTorch's own index is out of reach: pip's has the CUDA build only (several GB)"
-	$(IPEX_INSTALL) -r requirements/ipex.txt
+	$(call install,$(IPEX)) -r requirements/ipex.txt
 	@echo "now: export HYBRID_IPEX_PYTHON=$(CURDIR)/$(IPEX)/bin/python"
 
 # -- run -----------------------------------------------------------------------------------------------------
@@ -164,19 +151,25 @@ serve: install $(if $(filter $(DEMO),$(MODEL)),model) ## Serve MODEL on PORT wit
 test-install: $(TEST_STAMP) ## Install what the tests need
 
 # SGLang is installed beside vLLM, since pip keeps one core busy (if that fails, test-sglang tries again and says why).
-# pytest ends with 5 when nothing was selected; for the engine tests that is fine (TESTS=tests/hub).
-test: ## Run the tests: first the quick ones, then those with vLLM, then with SGLang, in two processes
+# pytest ends with 5 when nothing was selected; for the engine tests that is fine (TESTS=tests/unit/hub).
+test: ## Run all tests: first those without an engine, then those with vLLM, then with SGLang, in two processes
 	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory $(SGLANG_ENGINE_STAMP) & )$(MAKE) --no-print-directory test-install; wait
-	$(PY) -m pytest $(TESTS) -q -n 2 --dist worksteal -m "not engine and not gpu" --ignore tests/engine_sglang --durations 20 || [ $$? -eq 5 ]
-	$(PY) -m pytest $(TESTS) -q -n 2 --dist loadfile -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" --ignore tests/engine_sglang --durations 20 || [ $$? -eq 5 ]
+	$(PY) -m pytest $(TESTS) -q -n 2 --dist worksteal -m "not engine and not gpu" --ignore tests/engines/sglang --durations 20 || [ $$? -eq 5 ]
+	$(PY) -m pytest $(TESTS) -q -n 2 --dist loadfile -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" --ignore tests/engines/sglang --durations 20 || [ $$? -eq 5 ]
 	$(if $(filter tests,$(TESTS)),@$(MAKE) --no-print-directory test-sglang)
 
+test-fast: test-install ## Run the quick tests, which need no engine: two minutes on two quiet cores
+	$(PY) -m pytest tests/unit -q -n 2 --dist worksteal -m "not gpu"
+
 test-sglang: $(SGLANG_TEST_STAMP) ## Run the tests with SGLang, in its own environment
-	$(SGLANG)/bin/python -m pytest tests/engine_sglang -q -n 2 --dist loadfile --durations 20
+	$(SGLANG)/bin/python -m pytest tests/engines --ignore tests/engines/vllm -q -n 2 --dist loadfile --durations 20
+
+CPP = $(wildcard $(addprefix kernels/cpu/,src/*.cpp src/*.h tests/*.cpp tests/*.h))
 
 lint: test-install ## Check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
 	@$(MAKE) --no-print-directory mypy
 
 # mypy looks for hybrid_backend.kernels where Python's editable finder cannot help it: show it the mapping.
@@ -189,12 +182,13 @@ mypy: test-install
 format: test-install ## Format the code
 	$(VENV)/bin/ruff check --fix-only --quiet .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CPP)
 
 UV := $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 UV += --upgrade
 
-lock: $(PYTHON_STAMP) ## Renew the lock files in requirements/ (needs the network)
-	$(PIP) install --quiet uv
+lock: $(VENV)/.python ## Renew the lock files in requirements/ (needs the network)
+	$(call install,$(VENV)) uv
 	$(UV) --override requirements/cpu-engine.overrides.txt requirements/cpu-engine.in -o $(VENV)/cpu-engine.txt
 	$(UV) --override requirements/sglang-engine.overrides.txt requirements/sglang-engine.in -o $(VENV)/sglang-engine.txt
 	$(UV) -c $(VENV)/cpu-engine.txt requirements/test.in -o $(VENV)/test.txt

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.decode_cpu import decode_rate
-from hybrid_backend.hub import fetch
-from tests.engine.server import MODEL, Server, hybrid_server, stock_server
-from tests.engine.texts import tokens_of_prose
+from hybrid_backend.tools.hub import fetch
+from tests.engines.server import MODEL, Server, hybrid_server, stock_server
+from tests.engines.texts import tokens_of_prose
 
 _EAGER, _COMPILED = ["--enforce-eager"], ["--no-enforce-eager"]
 _ALL_CORES, _ONE_RESERVED = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}

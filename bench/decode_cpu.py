@@ -31,10 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_backend.config import HybridConfig, apply_overrides, config_from_mapping, find_config, load_mapping
-from hybrid_backend.hub import fetch
-from tests.engine.server import MODEL, Server, hybrid_server, stock_server
-from tests.engine.texts import tokens_of_prose
-from tests.engine_sglang import server as sglang
+from hybrid_backend.tools.hub import fetch
+from tests.engines.server import MODEL, Server, hybrid_server, stock_server
+from tests.engines.sglang import server as sglang
+from tests.engines.texts import tokens_of_prose
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.engine.server import Server
-from tests.engine.texts import PROSE, tokenizer
+from tests.engines.server import Server
+from tests.engines.texts import PROSE, tokenizer
 
 TOP = 200  # log-probabilities asked for per position; the rest of the vocabulary is one bucket
 FIDELITY_FLAGS = ("--logits-processors", "bench.teacher:Forced", "--max-logprobs", str(TOP))

@@ -20,9 +20,9 @@ from rich.table import Table
 
 from bench.fidelity import FIDELITY_FLAGS, answers, compare, follow, lookups
 from hybrid_backend.config import find_config, load_config
-from hybrid_backend.hub import fetch
-from tests.engine.server import MODEL, Server, hybrid_server, stock_server
-from tests.engine.texts import tokens_of_prose
+from hybrid_backend.tools.hub import fetch
+from tests.engines.server import MODEL, Server, hybrid_server, stock_server
+from tests.engines.texts import tokens_of_prose
 
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "4", "--enforce-eager", *FIDELITY_FLAGS)
 POSITIONS, STEPS, STARTS = 64, 256, (0, 20000)

@@ -56,7 +56,7 @@ def pool_gb(kind: str, host_gb: int) -> int:
 def fits_in_host(model: str, most_tokens: int, gib: int) -> int:
     """Sequences of ``most_tokens`` in a host pool of ``gib`` GiB, 16-bit. Known before the start, unlike what fits a
     stock engine: slots and graphs are made for as many."""
-    from hybrid_backend.plan.model import find_shape
+    from hybrid_backend.tools.plan.model import find_shape
 
     shape = find_shape(model, "bfloat16")
     pages = (gib << 30) // (shape.page_bytes(PAGE) * shape.layers) - 1  # vLLM keeps one for itself

@@ -50,27 +50,27 @@ def rates() -> dict[str, float]:
 
 def measure(rows: int, context: int, budget: int) -> dict[str, tuple[int, str, float]]:
     """``{kernel: (bytes that it must move, what they cross, seconds)}``."""
-    from hybrid_backend.kernels import triton as kernels
+    from hybrid_backend.kernels.triton import operations as kernels
 
     pages, columns, k = rows * context // PAGE, context // PAGE, budget // PAGE
     page_bytes = KV_HEADS * 2 * PAGE * DIM * 2
     cuda: dict[str, Any] = {"device": "cuda"}
     # Host pages stand for many: what is recalled is read from a pool of 4,096 of them.
     host = torch.randn(4096, KV_HEADS, 2, PAGE, DIM).bfloat16().pin_memory()
-    slots = torch.randn(rows * k, KV_HEADS, 2, PAGE, DIM, dtype=torch.bfloat16, **cuda)
+    frames = torch.randn(rows * k, KV_HEADS, 2, PAGE, DIM, dtype=torch.bfloat16, **cuda)
     digests = torch.randn(pages, KV_HEADS, 2, DIM, dtype=torch.bfloat16, **cuda)
     table = torch.randperm(pages, **cuda).int().view(rows, columns)
     full = torch.full((rows,), columns, dtype=torch.int32, **cuda)
-    lengths, budgets = full * PAGE, torch.full_like(full, k)
-    regions = torch.arange(rows, dtype=torch.int32, **cuda)
-    slot_of = torch.full((rows, columns), -1, dtype=torch.int32, **cuda)
-    slot_of[:, :k] = torch.arange(rows * k, dtype=torch.int32, **cuda).view(rows, k)
+    seq_lens, budgets = full * PAGE, torch.full_like(full, k)
+    requests = torch.arange(rows, dtype=torch.int32, **cuda)
+    frame_of = torch.full((rows, columns), -1, dtype=torch.int32, **cuda)
+    frame_of[:, :k] = torch.arange(rows * k, dtype=torch.int32, **cuda).view(rows, k)
     q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, **cuda)
     scores = kernels.page_scores(q, digests, table, full, budgets, "softmax", False, 0.5, DIM**-0.5)
     ids = torch.arange(rows * k, dtype=torch.int32, **cuda).view(rows, 1, k)
     tokens = torch.full((rows, 1), budget, dtype=torch.int32, **cuda)
-    splits = kernels.splits_for(rows, KV_HEADS, budget, torch.cuda.get_device_properties("cuda").multi_processor_count)
-    parts = kernels.paged_partial(q, slots, ids, tokens, DIM**-0.5, splits)
+    parts = kernels.parts_for(rows, KV_HEADS, budget, torch.cuda.get_device_properties("cuda").multi_processor_count)
+    partials = kernels.paged_partial(q, frames, ids, tokens, DIM**-0.5, parts)
     of_cpu = (torch.randn(rows, HEADS, DIM).pin_memory(), torch.randn(rows, HEADS).pin_memory())
     recalled = torch.randint(0, len(host), (rows, 8), dtype=torch.int32, **cuda)
     to = torch.arange(rows * 8, dtype=torch.int32, **cuda).view(rows, 8)
@@ -82,17 +82,17 @@ def measure(rows: int, context: int, budget: int) -> dict[str, tuple[int, str, f
         "select_pages": (
             scores.nbytes, "device",
             lambda: kernels.select_pages(
-                scores, full, lengths, budgets, regions, slot_of, table, PAGE, 1, 2, k
+                scores, full, seq_lens, budgets, requests, frame_of, table, PAGE, 1, 2, k
             ),
         ),
         "paged_partial": (
             rows * k * page_bytes, "device",
-            lambda: kernels.paged_partial(q, slots, ids, tokens, DIM**-0.5, splits),
+            lambda: kernels.paged_partial(q, frames, ids, tokens, DIM**-0.5, parts),
         ),
         "merge_partials": (
-            of_cpu[0].nbytes, "bus", lambda: kernels.merge_partials(*parts, cpu=of_cpu, dtype=torch.bfloat16),
+            of_cpu[0].nbytes, "bus", lambda: kernels.merge_partials(*partials, of_cpu, torch.bfloat16),
         ),
-        "copy_pages": (recalled.numel() * page_bytes, "bus", lambda: kernels.copy_pages(host, slots, recalled, to)),
+        "copy_pages": (recalled.numel() * page_bytes, "bus", lambda: kernels.copy_pages(host, frames, recalled, to)),
     }  # fmt: skip
     return {name: (size, over, seconds(call)) for name, (size, over, call) in calls.items()}
 

@@ -24,9 +24,9 @@ from rich.table import Table
 
 from bench.fidelity import FIDELITY_FLAGS, follow
 from hybrid_backend.config import apply_overrides, config_from_mapping, find_config, load_config, load_mapping
-from hybrid_backend.hub import fetch
-from tests.engine.server import MODEL, Server, hybrid_server, stock_server
-from tests.engine.texts import tokens_of_prose
+from hybrid_backend.tools.hub import fetch
+from tests.engines.server import MODEL, Server, hybrid_server, stock_server
+from tests.engines.texts import tokens_of_prose
 
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "2", "--enforce-eager", *FIDELITY_FLAGS)
 START = 3000

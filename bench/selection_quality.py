@@ -3,7 +3,7 @@
     python -m bench.selection_quality [--texts 2] [--budget 1024] [--page-size 16] [--ways layer/softmax/0.5,...]
 
 Each text hides ten passwords in 6,900 tokens of prose; a question and its answer are forced token by token, and every
-layer but the exact ones attends the pages that `attention.selection` chooses with the true query. A way is
+layer but the exact ones attends the pages that the oracle's operations choose with the true query. A way is
 granularity/aggregate/bound; ``oracle`` chooses by the true attention weights. Lookups are counted where dense attention
 is right. One line per way.
 """
@@ -22,10 +22,10 @@ from transformers.cache_utils import DynamicCache
 
 from bench.fidelity import lookups
 from hybrid_backend.attention.quality import covered_tokens
-from hybrid_backend.attention.selection import force_pages, page_scores, select_pages
 from hybrid_backend.config import SelectionConfig, find_config, load_config
-from hybrid_backend.hub import fetch
-from tests.engine.server import MODEL
+from hybrid_backend.kernels import oracle
+from hybrid_backend.tools.hub import fetch
+from tests.engines.server import MODEL
 
 WAYS = (
     "layer/sum/1,layer/max/1,kv_head/sum/1,kv_head/max/1,layer/softmax/1,layer/softmax/0.5,layer/softmax/0.3,"
@@ -60,6 +60,8 @@ class Attention:
         pages = -(-tokens // self.page_size)
         weights = (torch.matmul(q.view(kv_heads, -1, dim), k.transpose(1, 2)) * scale).softmax(-1)
         padding = pages * self.page_size - tokens
+        table, whole = torch.arange(pages, dtype=torch.int32)[None], torch.tensor([pages], dtype=torch.int32)
+        budget = min(pages, self.budget // self.page_size)
         if way == "oracle":
             shares = F.pad(weights, (0, padding)).unflatten(-1, (pages, self.page_size)).sum(-1)
             scores = shares.sum((0, 1))[None, None]
@@ -71,9 +73,15 @@ class Attention:
             # The last page, which is selected anyway, is filled up with copies of its last key.
             paged = F.pad(k[None], (0, 0, 0, padding), mode="replicate")[0].unflatten(1, (pages, self.page_size))
             digests = torch.stack([paged.amax(2), paged.amin(2)], 2).transpose(0, 1)
-            scores = page_scores(q[None], digests, torch.arange(pages)[None], torch.tensor([pages]), how, scale)
-        scores = force_pages(scores, torch.tensor([pages]), sinks=1, recent=2)
-        lists = select_pages(scores, torch.tensor([self.budget // self.page_size]))[0]
+            scores = oracle.page_scores(
+                q[None], digests, table, whole, torch.zeros_like(whole), how.aggregate, how.granularity == "kv_head",
+                how.bound, scale,
+            )  # fmt: skip
+        picked = oracle.select_pages(
+            scores, whole, torch.tensor([tokens], dtype=torch.int32), torch.full_like(whole, budget),
+            torch.zeros_like(whole), None, table, self.page_size, 1, 2, budget,
+        )  # fmt: skip
+        lists = picked.pages[0].long()
         covered = covered_tokens(lists, tokens, self.page_size)
         self.mass.setdefault(way, []).append(float((weights * covered[:, None]).sum(-1).mean()))
         return covered.expand(kv_heads, -1).repeat_interleave(len(q) // kv_heads, 0)[None, :, None]

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
 )
 
 from bench.model_configs import SHAPES
-from hybrid_backend.hub import fetch
+from hybrid_backend.tools.hub import fetch
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext

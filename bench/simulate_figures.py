@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bench import simulate_paper as paper
 from bench.simulate_runs import own_runs, validation_error
-from hybrid_backend.simulate import StepTime
+from hybrid_backend.tools.plan.simulate import StepTime
 
 
 def show(console: Console) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.kernels import cpu, reference
-from tests.kernels import cases
+from tests.support import cases
 
 DEADLINE = 120.0
 CHECKED = 0.2  # of the results
@@ -190,7 +190,7 @@ class Soak:
         if fate != "none":
             current = torch.full((rows + 2,), 7)
             generations = torch.full((rows,), 6 if fate == "stale" else 7)
-            owners = {"regions": torch.arange(rows) + 1, "generations": generations, "current": current}
+            owners = {"requests": torch.arange(rows) + 1, "generations": generations, "current": current}
         ticket = pool.submit(q, self._layers[which], ids, valid, dim**-0.5, what=f"shape {which}", **owners)
         if fate == "freed":
             owners["current"] += 1

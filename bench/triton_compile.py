@@ -25,7 +25,9 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from hybrid_backend.kernels import triton as kernels
+from hybrid_backend.kernels.operations import AGGREGATES, Copies, Counters, Maps
+from hybrid_backend.kernels.triton import operations as kernels
+from hybrid_backend.kernels.triton import signal
 
 # kv_heads, group, head_dim, page_size of models that people serve: SmolLM2-135M, Qwen3-0.6B, Llama-3-8B, Qwen3-14B,
 # Phi-3 (head_dim 96), Gemma-3 (256); with large pages, and a model with 16 query heads per KV head.
@@ -96,49 +98,50 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     long = torch.zeros(rows, dtype=torch.int64)
     table = torch.zeros(rows, max(COLUMNS), dtype=torch.int32)
     cpu = torch.empty(rows, heads, dim), torch.empty(rows, heads)
-    tally = torch.zeros(len(kernels.Tally._fields), dtype=torch.int64)
+    counters = torch.zeros(len(Counters._fields), dtype=torch.int64)
     for lists in (1, kv_heads):
         ids, tokens = torch.zeros(rows, lists, k, dtype=torch.int32), torch.zeros(rows, lists, dtype=torch.int32)
-        for splits in (1, 32):
-            parts = kernels.paged_partial(q, host, ids, tokens, dim**-0.5, splits)
-            for of_cpu in (None, cpu):
-                kernels.merge_partials(*parts, cpu=of_cpu, dtype=dtype)
+        for parts in (1, 32):
+            partials = kernels.paged_partial(q, host, ids, tokens, dim**-0.5, parts)
+            for other in (None, cpu):
+                kernels.merge_partials(*partials, other, dtype)
     kernels.page_weights(
-        q, host, table[:, None, :k], line[:, None], cpu[1], torch.empty(8, kv_heads, page), dim**-0.5, 0.3, True
-    )
+        q, host, table[:, None, :k], table[:, None, :k], line[:, None], cpu[1], torch.empty(8, kv_heads, page),
+        dim**-0.5, 0.3, True,
+    )  # fmt: skip
     kernels.build_digests(host, digests, line, line)
     kernels.append_tokens(new, new, host, line, line, host, line, table, digests)
     kernels.append_tokens(new, new, host, line, long)
     for width in columns:
         for per_head in (False, True):
-            for aggregate in ("sum", "max", "softmax"):
+            for aggregate in AGGREGATES:
                 scores = kernels.page_scores(
                     q, digests, table[:, :width], line, line, aggregate, per_head, 0.5, dim**-0.5
                 )
-            slot_of = torch.zeros(rows, width, dtype=torch.int32)
-            for counted in (None, tally):
+            frame_of = torch.zeros(rows, width, dtype=torch.int32)
+            for resident, counted in ((frame_of, None), (frame_of, counters), (None, counters)):
                 chosen = kernels.select_pages(
-                    scores, line, line, line, line, slot_of, table[:, :width], page, 1, 2, k, counted
+                    scores, line, line, line, line, resident, table[:, :width], page, 1, 2, k, counted
                 )
         kernels.union_pages(chosen.absent, chosen.missing_listed, scores)
-    maps = kernels.Maps(table[None], table, torch.zeros(1, max(COLUMNS)))
-    copies = kernels.Copies(*[table[None, :, :k]] * 3, torch.zeros(1, rows, k), line[None], long[None])
+    maps = Maps(table[None], table, torch.zeros(1, max(COLUMNS)))
+    copies = Copies(*[table[None, :, :k]] * 3, torch.zeros(1, rows, k), line[None], long[None])
     scores = torch.zeros(rows, 1, max(COLUMNS))
-    for size in (k, 4 * k):  # slots of a region
-        small = kernels.Maps(table[None], torch.zeros(1, rows * size, dtype=torch.int32), torch.zeros(1, rows * size))
+    for size in (k, 4 * k):  # frames of a request
+        small = Maps(table[None], torch.zeros(1, rows * size, dtype=torch.int32), torch.zeros(1, rows * size))
         keep = torch.zeros(rows, size, dtype=torch.int32)
         absent = (table[:, None, :k], line[:, None])
         for lists in (1, kv_heads):
             chosen = table[:, None, :k].expand(-1, lists, -1).contiguous(), line[:, None].expand(-1, lists).contiguous()
             kernels.plan_recall(
-                small.of(0), copies.of(0), scores, table, chosen, absent, line, line, line, line[:1], keep, tally
+                small.of(0), copies.of(0), scores, table, chosen, absent, line, line, line, line, 8, 3, keep, counters
             )
         kernels.note_scores(small.of(0), scores, line, line, line, 1, 2)
-        kernels.open_pages(small, line, line, line, page)
+        kernels.open_pages(small, line, line, line, page, 1)
     kernels.commit_pages(maps, copies, long)
     kernels.copy_pages(host, host, line, line)
-    kernels.ask(line, line[:1], line[:, None], tally)
-    kernels.await_answer(line, line[:1], line, long[:1], tally)
+    signal.ask(line, line[:1], line[:, None], counters)
+    signal.await_answer(line, line[:1], line, long[:1], counters)
 
 
 def _resources(kernel: Any) -> dict[str, int]:

@@ -15,11 +15,11 @@ from rich.text import Text
 
 from hybrid_backend import __version__
 from hybrid_backend.config import resolve_config
-from hybrid_backend.doctor.command import doctor
 from hybrid_backend.engines.registry import resolve_server
 from hybrid_backend.errors import HybridError
-from hybrid_backend.plan.command import plan
-from hybrid_backend.profile.command import profile
+from hybrid_backend.tools.doctor.command import doctor
+from hybrid_backend.tools.plan.command import plan
+from hybrid_backend.tools.profile.command import profile
 
 Parameters = ParamSpec("Parameters")
 app = typer.Typer(
@@ -69,7 +69,7 @@ def serve(
     with _one_line_errors():
         server = resolve_server(engine)
         settings, source = resolve_config(model, config, os.environ, overrides or ())
-        # Imports are late and checks come cheapest first, so that a mistake is told at once.
+        # Imports are late and checks come cheapest first, so that a mistake is reported at once.
         server.check_installation()
         server.check_port(context.args)
         from hybrid_backend.methods import resolve_method
@@ -77,7 +77,7 @@ def serve(
 
         resolve_method(settings.method)
         resolve_kernel(settings.workers.kernel)
-        from hybrid_backend.hub import resolve_model
+        from hybrid_backend.tools.hub import resolve_model
 
         directory = resolve_model(model)
         Console(stderr=True).print(
@@ -97,7 +97,7 @@ def fetch_model(
 ) -> None:
     """Fetch, verify and convert a catalog model; prints its directory."""
     with _one_line_errors():
-        from hybrid_backend.hub import fetch
+        from hybrid_backend.tools.hub import fetch
 
         typer.echo(fetch(name, cache_dir=cache))
 
@@ -105,7 +105,7 @@ def fetch_model(
 @models.command("list")
 def list_models() -> None:
     """The catalog."""
-    from hybrid_backend.hub import entries
+    from hybrid_backend.tools.hub import entries
 
     for entry in entries():
         typer.echo(f"{entry.name}  ({entry.package})")
@@ -120,7 +120,7 @@ def top(
 ) -> None:
     """The status page of a running server, in a browser."""
     with _one_line_errors():
-        from hybrid_backend.status.sidecar import serve as serve_page
+        from hybrid_backend.tools.status.sidecar import serve as serve_page
 
         serve_page(url, host, port, interval, tell=typer.echo)
 

@@ -2,7 +2,7 @@
 
 
 class HybridError(Exception):
-    """An error for the user, told in one line; the command line prints it without a traceback."""
+    """An error for the user, one line; the command line prints it without a traceback."""
 
 
 class ConfigError(HybridError):

@@ -217,8 +217,8 @@ def uncached_bytes(files: Iterable[Path]) -> int:
             with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 content = np.frombuffer(mapped, np.uint8)
                 pages = np.ones(-(-len(content) // mmap.PAGESIZE), np.uint8)
-                start, told = (ctypes.c_void_p(array.ctypes.data) for array in (content, pages))
-                libc.mincore(start, ctypes.c_size_t(len(content)), told)
+                start, cached = (ctypes.c_void_p(array.ctypes.data) for array in (content, pages))
+                libc.mincore(start, ctypes.c_size_t(len(content)), cached)
                 del content  # or the map cannot be closed
         except (OSError, ValueError):  # gone, or empty
             continue
@@ -255,5 +255,5 @@ def _file_cache(folder: Path) -> int:
 
 
 def size_text(size: int) -> str:
-    """For people."""
+    """Bytes, for messages."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"

@@ -1,7 +1,7 @@
 """HybridRuntime: the step lifecycle that engines drive. Knows no engine; engines know nothing below it.
 
-Data path:  engine -> `forward` -> host pool, digests, slots.
-Query path: engine -> `lookahead`, `forward` -> method -> kernels.
+Data path:  engine -> `forward` -> host pool and digests (prompts), the executor (decoding rows).
+Query path: engine -> `lookahead`, `forward` -> executor -> method -> operations.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from hybrid_backend.attention.local import LocalLayers, decode_windows
 from hybrid_backend.attention.prefill import windowed
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
+from hybrid_backend.execution import make_executor
+from hybrid_backend.execution.operations import are_launches, resolve_operations
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import Batch, DecodeRows, ModelSpec, Step, StepFailure, make_step, window_rows
+from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure, make_step, window_rows
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.pinned import node_of_gpu
@@ -41,14 +43,14 @@ class HybridRuntime:
         kv_layers: Sequence[Tensor],
         max_requests: int,
         device: torch.device,
-        seen: Sequence[Tensor] = (),
+        device_views: Sequence[Tensor] = (),
         rank: Rank = ALONE,
     ) -> None:
-        """``kv_layers``: per layer ``[pages, kv_heads, 2, page_size, head_dim]`` host memory of the engine; ``seen``:
-        the same memory as the device sees it, where that is not the host; ``rank``: this process among the engine's
-        on this machine, rank i on GPU i."""
+        """``kv_layers``: per layer ``[pages, kv_heads, 2, page_size, head_dim]`` host memory of the engine;
+        ``device_views``: the same memory as the device sees it, where that is not the host; ``rank``: this process
+        among the engine's on this machine, rank i on GPU i."""
         config.validate_for(model.num_layers)
-        host = HostPool(kv_layers, seen)
+        host = HostPool(kv_layers, device_views)
         full = next((layer for layer in range(model.num_layers) if model.window(layer) is None), None)
         if full is None:
             raise ConfigError("every layer has a sliding window: nothing to offload; use the engine's own backend")
@@ -59,19 +61,18 @@ class HybridRuntime:
                 f"set page_size: {page_size} or start the engine with --block-size {config.page_size}"
             )
         method = resolve_method(config.method)
-        method.check_device(config, device)
         method.check(config, device, model.num_layers, model.num_kv_heads)
         self.config = config
         self.model = model
         self._stats = Stats.of(model.num_layers)
-        layout = method.layout(config, model, device)
-        self.tiers = Tiers.build(layout, config, model, host, max_requests, device)
+        layout, operations = method.layout(config, model, device), resolve_operations(config, device)
+        by_itself = are_launches(config, device)
+        self.tiers = Tiers.build(layout, config, model, host, max_requests, device, operations, by_itself)
         self.workers = make_pool(config.workers, rank if device.type != "cuda" else _on_gpus(rank, device))
-        self.method = method(config, model, self.tiers, self.workers, self._stats)
+        self.method = method(config, model, self.tiers)
+        self.executor = make_executor(self.method, config, model, self.tiers, self.workers, self._stats)
         native = device.type == "cpu" and kernel_name(config.workers.kernel) == "native"
         self._local = LocalLayers.of(model, host.layers) if native else None
-        self._decodes_alone = method.runs_kernels(config, device)
-        self._plans_on_host = device.type != "cpu" and not self._decodes_alone
         self._steps = 0
         self._open: Step | None = None
 
@@ -81,17 +82,20 @@ class HybridRuntime:
         """Forget requests that ended, were aborted or were preempted. Unknown ids are ignored."""
         for request_id in request_ids:
             self.method.release(request_id)
+            self.executor.release(request_id)
 
     def begin_step(self, batch: Batch) -> Step:
         """Start a step over the layers with full attention. A step that was left open is abandoned."""
         self._abandon_open()
-        if self._plans_on_host:  # and reads there what the device wrote in earlier steps: this copy waits for them
-            batch = replace(batch, page_table=batch.page_table.cpu())
         step = make_step(self._steps, batch, self.config.page_size)
         self._steps += 1
         self._open = step
+        for row in step.prefill:  # if it had frames, they are out of date: it computes prompt tokens again
+            self.executor.release(row.request_id)
         try:
             self.method.begin_step(step)
+            if step.decode is not None:
+                self.executor.begin(step)
         except WorkerError as error:
             self._fail(step, error)
         return step
@@ -104,7 +108,6 @@ class HybridRuntime:
         """All layers of the step have run."""
         if self._open is step:
             self._open = None
-            self.method.end_step(step)
 
     def abandon(self, step: Step) -> None:
         """The engine's forward raised: nothing stays under way for the step."""
@@ -116,7 +119,7 @@ class HybridRuntime:
         not stop the forward, which other ranks and a captured graph would not notice; its outputs say nothing."""
         if step.error is not None:
             return StepFailure(step.error, step.request_ids, step.write_pages.unique().tolist())
-        return self.method.failure(step)
+        return self.executor.failure(step)
 
     # --- data path ---
 
@@ -127,41 +130,54 @@ class HybridRuntime:
         """
         if step.error is None:
             try:
-                self._forward(layer, step, q, k, v, out)
+                if self.model.window(layer) is None:
+                    self._forward(layer, step, q, k, v, out)
+                else:
+                    self._forward_local(layer, step, q, k, v, out)
             except WorkerError as error:
                 self._fail(step, error)
         if step.error is not None:
             out.zero_()
 
     def _forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        in_place = self.method.in_place if self.model.window(layer) is None else self._local
-        if step.prefill or in_place is None:
+        if step.prefill:
             self._append(layer, step, k, v)
-        self._attend_prompts(layer, step, q, k, v, out)
-        if step.decode is None:
+            for row in step.prefill:
+                mine = slice(row.start, row.end)
+                if self.tiers.has_digests(layer):
+                    assert self.tiers.digests is not None
+                    self.tiers.digests.rebuild(layer, row.written, row.tokens_in)
+                out[mine] = self.method.prefill(layer, row, q[mine], k[mine], v[mine])
+                self.executor.saw_prompt(layer, row, q[mine])
+        if step.decode is not None:
+            self.executor.decode(layer, step, q, k, v, out)
+
+    def _forward_local(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """A layer with a sliding window."""
+        window, rows = self.model.window(layer), step.decode
+        assert window is not None
+        heads, scale, blocks = self.model.num_kv_heads, self.model.scale, self.tiers.host.blocks(layer)
+        if step.prefill or self._local is None:
+            self._append(layer, step, k, v)
+        for row in step.prefill:
+            mine = slice(row.start, row.end)
+            out[mine] = windowed(q[mine], blocks, row.pages, row.seq_len, heads, scale, window)
+        if rows is None:
             return
-        if in_place is not None:
-            in_place.decode(layer, step, q, k, v, out)
-        else:
-            self._attend_decoding(layer, step, step.decode, q, out)
+        if self._local is not None:
+            self._local.decode(layer, step, q, k, v, out)
+            return
+        attended = window_rows(step, window, blocks.shape[1])
+        result = decode_windows(rows.gather(q), blocks, attended, heads, scale)
+        out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
 
     def _append(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
-        tokens = step.num_tokens
-        kv = torch.stack([k[:tokens], v[:tokens]], 2)
-        self.tiers.host.write(layer, step.write_pages, step.write_offsets, kv)
-        if self.model.window(layer) is not None:
-            return
-        digests = self.tiers.digests
-        has_digests = digests is not None and layer in digests.layers
-        if digests is not None and has_digests:
-            for row in step.prefill:
-                digests.rebuild(layer, row.written, row.tokens_in)
-        if self.method.in_place is not None:
-            return  # it appends by itself
-        if digests is not None and has_digests and step.decode is not None:
-            pages, offsets = step.decode.gather(step.write_pages), step.decode.gather(step.write_offsets)
-            digests.append(layer, pages, offsets, step.decode.gather(kv)[:, :, 0])
-        self.method.append(layer, step, kv)
+        """The batch's tokens to the host pool (the executor stores those of decoding rows itself, and more of them)."""
+        k, v = (x[: step.num_tokens].contiguous() for x in (k, v))
+        pages, offsets = step.write_pages, step.write_offsets
+        self.tiers.operations.append_tokens(k, v, self.tiers.host.views[layer], pages, offsets)
+        if self.model.window(layer) is None:
+            self.method.append(layer, pages, offsets, k, v)
 
     def imported(self, pages: Tensor) -> None:
         """Whole pages (``[n]`` int64 host page ids, all layers) that somebody else wrote: a KV connector."""
@@ -173,83 +189,53 @@ class HybridRuntime:
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
         """Whether `lookahead` should be called for ``layer`` in this step."""
-        if self.model.window(layer) is not None or step.decode is None:
+        if self.model.window(layer) is not None or step.decode is None or step.error is not None:
             return False
-        return (
-            (step.is_captured or self._open is step) and step.error is None and self.method.wants_lookahead(layer, step)
-        )
+        return (step.is_captured or self._open is step) and self.executor.wants_lookahead(layer, step)
 
     def lookahead(self, layer: int, step: Step, predicted_q: Tensor) -> None:
         """The predicted query of ``layer`` is known: ``[decode rows, heads, head_dim]``. Returns at once."""
         try:
-            self.method.lookahead(layer, step, predicted_q)
+            self.executor.lookahead(layer, step, predicted_q)
         except WorkerError as error:
             self._fail(step, error)
-
-    def _attend_prompts(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """All prompt chunks, each exactly."""
-        window = self.model.window(layer)
-        heads, scale = self.model.num_kv_heads, self.model.scale
-        for row in step.prefill:
-            mine = slice(row.start, row.end)
-            if window is None:
-                out[mine] = self.method.prefill(layer, row, q[mine], k[mine], v[mine])
-            else:
-                out[mine] = windowed(
-                    q[mine], self.tiers.host.blocks(layer), row.pages, row.seq_len, heads, scale, window
-                )
-
-    def _attend_decoding(self, layer: int, step: Step, rows: DecodeRows, q: Tensor, out: Tensor) -> None:
-        window = self.model.window(layer)
-        if window is None:
-            result = self.method.attend(layer, step, rows.gather(q))
-        else:
-            blocks = self.tiers.host.blocks(layer)
-            seen = window_rows(step, window, blocks.shape[1])
-            result = decode_windows(rows.gather(q), blocks, seen, self.model.num_kv_heads, self.model.scale)
-        if rows.whole_batch:
-            out[: rows.count] = result
-        else:
-            out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
 
     # --- the end ---
 
     @property
     def stats(self) -> Stats:
         """All counters, as far as the device has come: it may be a step behind."""
-        self.method.count()
+        self.executor.count()
         return self._stats
 
     def gauges(self) -> dict[str, float]:
-        """What is in use now, by metric name. Brings `stats` up to date. A GPU's own kernels do not say which of their
-        recalls are under way."""
-        self.method.count()
-        found: dict[str, float] = {
-            "hybrid_regions_in_use": self.tiers.slots.regions_in_use,
-            "hybrid_slots_in_use": self.method.resident_pages,
-            "hybrid_host_pool_pages": self.tiers.host.layers[0].shape[0],
-            "hybrid_digest_bytes": self.tiers.digests.nbytes if self.tiers.digests else 0,
-            "hybrid_slot_bytes": self.tiers.slots.nbytes,
-            "hybrid_device_bytes": self.tiers.device_bytes + self.method.device_bytes,
-            "hybrid_context_cache_bytes": self.method.host_bytes,
-            "hybrid_copied_bytes": self.tiers.copied_bytes,
+        """What is in use now, by metric name. Brings `stats` up to date."""
+        self.executor.count()
+        tiers, executor = self.tiers, self.executor
+        return {
+            "hybrid_resident_requests": tiers.frames.running if tiers.frames.size else 0,
+            "hybrid_frames_in_use": executor.resident_pages,
+            "hybrid_host_pool_pages": tiers.host.layers[0].shape[0],
+            "hybrid_digest_bytes": tiers.digests.nbytes if tiers.digests else 0,
+            "hybrid_frame_bytes": tiers.frames.nbytes,
+            "hybrid_device_bytes": tiers.device_bytes + executor.device_bytes + self.method.device_bytes,
+            "hybrid_context_cache_bytes": executor.host_bytes + self.method.host_bytes,
+            "hybrid_copied_bytes": tiers.copied_bytes,
         }
-        if not self._decodes_alone:
-            found["hybrid_recalls_in_flight"] = self.tiers.transfers.in_flight
-        return found
 
     def close(self) -> None:
         """Stop all threads."""
         self._abandon_open()
+        self.executor.close()
         self.method.close()
         if self._local is not None:
             self._local.close()
         self.workers.close()
-        self.tiers.close()
 
     def _abandon_open(self) -> None:
         step, self._open = self._open, None
         if step is not None:
+            self.executor.abandon()
             self.method.abandon(step)
 
     def _fail(self, step: Step, error: WorkerError) -> None:

@@ -115,8 +115,8 @@ class Step:
     num_tokens: int
     decode: DecodeRows | None
     prefill: list[PrefillRow]
-    write_pages: Tensor  # [tokens] int64: where the batch's K and V go
-    write_offsets: Tensor
+    write_pages: Tensor  # [tokens] int32: where the batch's K and V go
+    write_offsets: Tensor  # int64
     plan: Any = None
     windows: dict[int, WindowRows] = field(default_factory=dict)
     is_captured: bool = False  # of a graph: its rows stand for those of whatever step is open when it is replayed
@@ -172,7 +172,7 @@ def make_step(number: int, batch: Batch, page_size: int) -> Step:
         num_tokens=batch.query_start[-1],
         decode=_decode_rows(batch, decoding, page_size),
         prefill=prefill,
-        write_pages=slots // page_size,
+        write_pages=(slots // page_size).int(),
         write_offsets=slots % page_size,
     )
 

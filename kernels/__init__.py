@@ -1,4 +1,4 @@
 """Kernels, installed as ``hybrid_backend.kernels``.
 
-``reference`` is the oracle of every kernel; faster implementations sit beside it, one folder per target.
+``operations`` says what a decode step is made of; ``oracle``, ``cpu.operations`` and ``triton.operations`` do it.
 """

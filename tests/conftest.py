@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
-from tests.interpreter import interpret_triton
+from tests.support.interpreter import interpret_triton
 
 
 def keep_to_own_cores() -> None:
@@ -44,6 +44,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The demo model's folder."""
-    from hybrid_backend.hub import fetch
+    from hybrid_backend.tools.hub import fetch
 
     return fetch("smollm2-135m-instruct")

@@ -30,8 +30,8 @@ from bench.accuracy.task import ModelTokenizer
 from bench.accuracy.tasks import chosen
 from hybrid_backend.config import find_config, load_config
 from hybrid_backend.errors import ConfigError, HybridError
-from hybrid_backend.hub import resolve_model
 from hybrid_backend.methods import method_names
+from hybrid_backend.tools.hub import resolve_model
 
 ROOT = Path(__file__).parents[2]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

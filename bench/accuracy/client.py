@@ -13,7 +13,7 @@ from openai import APIConnectionError, APIStatusError, OpenAI
 from bench.accuracy.task import Task
 from bench.fidelity import TOP, compare
 from hybrid_backend.errors import EngineError
-from tests.engine.server import Server
+from tests.engines.server import Server
 
 FLAGS = ("--logits-processors", "bench.teacher:Forced", "--max-logprobs", str(TOP))
 Distribution = dict[int, float]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tests.engine.server import Server
+from tests.engines.server import Server
 
 _METRIC = "hybrid_attention_mass_recall"
 _PUBLISHED = 0.6  # seconds; the worker publishes at most every half second

@@ -20,7 +20,7 @@ from bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settin
 from bench.accuracy.task import ModelTokenizer, Task
 from bench.accuracy.tasks import GENERATORS
 from hybrid_backend.config import find_config, load_config
-from tests.engine.server import Server, hybrid_server, stock_server
+from tests.engines.server import Server, hybrid_server, stock_server
 
 STOCK = "stock"
 WHOLE = ("dense", "headinfer")  # they attend everything: a budget means nothing to them

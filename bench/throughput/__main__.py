@@ -86,8 +86,8 @@ def given(items: Sequence[str], model: str, tokenizer: str) -> list[Endpoint]:
 @contextmanager
 def started(arguments: argparse.Namespace) -> Iterator[list[Endpoint]]:
     """Stock vLLM and `hybrid serve`, both up the whole time, of which one is asked at a time."""
-    from hybrid_backend.hub import fetch
-    from tests.engine.server import MODEL, hybrid_server, stock_server
+    from hybrid_backend.tools.hub import fetch
+    from tests.engines.server import MODEL, hybrid_server, stock_server
 
     model = fetch(MODEL)
     shape = json.loads((model / "config.json").read_text())

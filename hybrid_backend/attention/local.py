@@ -26,7 +26,7 @@ class LocalLayers:
             ]
             self._decoders[size] = cpu.Decoder(mine, {}, model.num_heads, model.scale)
         self._page_sizes = [layer.shape[3] for layer in layers]
-        self._begun: dict[int, WindowRows] = {}  # by page size: what its decoder was told last
+        self._begun: dict[int, WindowRows] = {}  # by page size: the step that its decoder holds
 
     @classmethod
     def of(cls, model: ModelSpec, layers: Sequence[Tensor]) -> LocalLayers | None:
@@ -42,12 +42,12 @@ class LocalLayers:
         head_dim]``; only the decoding rows' tokens are touched."""
         rows, window, page_size = step.decode, self._windows[layer], self._page_sizes[layer]
         assert rows is not None and window is not None
-        decoder, seen = self._decoders[page_size], window_rows(step, window, page_size)
-        if self._begun.get(page_size) is not seen:
+        decoder, attended = self._decoders[page_size], window_rows(step, window, page_size)
+        if self._begun.get(page_size) is not attended:
             tokens = None if rows.whole_batch else rows.tokens
-            everything = torch.full_like(seen.tokens, -1)
-            decoder.begin(seen.pages, seen.tokens, everything, tokens=tokens, skips=seen.skips)
-            self._begun[page_size] = seen
+            everything = torch.full_like(attended.tokens, -1)
+            decoder.begin(attended.pages, attended.tokens, everything, tokens=tokens, skips=attended.skips)
+            self._begun[page_size] = attended
         decoder.layer(layer, q, k, v, out)
 
     def close(self) -> None:
@@ -55,22 +55,22 @@ class LocalLayers:
             decoder.close()
 
 
-def decode_windows(q: Tensor, blocks: Tensor, seen: WindowRows, kv_heads: int, scale: float) -> Tensor:
+def decode_windows(q: Tensor, blocks: Tensor, attended: WindowRows, kv_heads: int, scale: float) -> Tensor:
     """Sliding-window attention of one query token per row, with torch.
 
     Args:
         q: ``[rows, heads, head_dim]``.
         blocks: ``[pages * kv_heads * 2, page_size, head_dim]`` (`HostPool.blocks`); the rows' tokens are in it already.
-        seen: what each row attends.
+        attended: what each row attends.
 
     Returns:
         ``[rows, heads, head_dim]`` fp32.
     """
     rows, _, dim = q.shape
-    index = (seen.pages[:, None] * kv_heads + torch.arange(kv_heads, device=q.device)[:, None]).flatten() * 2
+    index = (attended.pages[:, None] * kv_heads + torch.arange(kv_heads, device=q.device)[:, None]).flatten() * 2
     kv = blocks.index_select(0, torch.cat([index, index + 1])).view(2, rows, kv_heads, -1, dim)
     key = torch.arange(kv.shape[3])
-    mask = ((key >= seen.skips[:, None]) & (key < seen.tokens[:, None])).to(q.device)
+    mask = ((key >= attended.skips[:, None]) & (key < attended.tokens[:, None])).to(q.device)
     # What was never written may be NaN, and 0 * NaN is NaN.
     k, v = kv.masked_fill_(~mask[None, :, None, :, None], 0.0)
     out = F.scaled_dot_product_attention(

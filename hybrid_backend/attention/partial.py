@@ -89,34 +89,6 @@ def paged_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Pa
     return Partial(out, lse.reshape(rows, heads))
 
 
-def weighted_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) -> tuple[Partial, Tensor]:
-    """`paged_partial` over one list per row, and the attention weights that it is made of.
-
-    Args:
-        q, layer: on one device; the page list is the host's.
-        pages: ``ids`` ``[rows, 1, k]``; a row's last page may be partial, padding last.
-
-    Returns:
-        The partial, and the softmax weights over the listed tokens alone, ``[rows, heads, k, page_size]`` fp32.
-    """
-    rows, heads, dim = q.shape
-    _, kv_heads, _, page_size, _ = layer.shape
-    if not pages.ids.shape[2]:
-        return empty_partial(q), q.new_zeros(rows, heads, 0, page_size, dtype=torch.float32)
-    heads_of = torch.arange(kv_heads)[None, :, None]
-    index = (pages.ids.clamp(min=0) * kv_heads + heads_of).flatten() * 2  # [rows, kv_heads, k]
-    gathered = layer.flatten(0, 2).index_select(0, torch.cat([index, index + 1]).to(layer.device))
-    k, v = gathered.view(2, rows, kv_heads, -1, dim).float()  # [rows, kv_heads, tokens, dim]
-    written = (torch.arange(page_size) < pages.valid[:, 0, :, None]).flatten(1)[:, None, None].to(layer.device)
-    logits = torch.matmul(q.float().view(rows, kv_heads, -1, dim) * scale, k.transpose(2, 3))
-    logits = logits.masked_fill(~written, float("-inf"))
-    lse = logits.logsumexp(-1)
-    weights = (logits - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
-    # What was never written may be NaN, and 0 * NaN is NaN.
-    out = torch.matmul(weights, v.masked_fill(~written.transpose(2, 3), 0.0))
-    return Partial(out.view(rows, heads, dim), lse.view(rows, heads)), weights.view(rows, heads, -1, page_size)
-
-
 def empty_partial(q: Tensor) -> Partial:
     """The partial over no key, for queries ``[rows, heads, head_dim]``."""
     return Partial(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial, merge
+from hybrid_backend.step import sent
 
 
 class KVBlock(NamedTuple):
@@ -20,21 +21,25 @@ class KVBlock(NamedTuple):
     v: Tensor
 
 
-def gather_tokens(blocks: Tensor, pages: Tensor, kv_heads: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+def gather_tokens(
+    blocks: Tensor, pages: Tensor, kv_heads: int, start: int, end: int, heads: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
     """K and V of the tokens ``start:end`` of a sequence.
 
     Args:
         blocks: ``[pages * kv_heads * 2, page_size, head_dim]``.
         pages: ``[n]`` host page ids of the whole sequence.
+        heads: KV heads that are wanted, None: all.
 
     Returns:
-        ``(k, v)``, each ``[kv_heads, end - start, head_dim]``.
+        ``(k, v)``, each ``[heads, end - start, head_dim]``.
     """
     page_size, dim = blocks.shape[1:]
     first = start // page_size
     ids = pages[first : -(-end // page_size)]
-    index = (ids[None] * kv_heads + torch.arange(kv_heads)[:, None]).flatten() * 2
-    gathered = blocks.index_select(0, torch.cat([index, index + 1])).view(2, kv_heads, -1, dim)
+    wanted = sent(torch.tensor(range(kv_heads) if heads is None else heads), ids.device)
+    index = (ids[None] * kv_heads + wanted[:, None]).flatten() * 2
+    gathered = blocks.index_select(0, torch.cat([index, index + 1])).view(2, len(wanted), -1, dim)
     k, v = gathered.narrow(2, start - first * page_size, end - start)
     return k, v
 
@@ -86,14 +91,14 @@ def merge_blocks(partial: Partial, q: Tensor, before: Iterable[KVBlock], scale: 
     # The group's queries attend the same keys: fold them into the query length instead of repeating K and V.
     folded = q.view(chunk, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * chunk, dim)
     for block in before:
-        is_all = len(block.heads) == kv_heads
-        queries = folded if is_all else folded[list(block.heads)]
-        out, lse = flash(queries, block.k, block.v, False, scale)
-        found = Partial(out.reshape(-1, chunk, dim).float(), lse.reshape(-1, chunk))
-        if is_all:
-            partial = merge(partial, found)
+        if len(block.heads) == kv_heads:
+            out, lse = flash(folded, block.k, block.v, False, scale)
+            partial = merge(partial, Partial(out.reshape(-1, chunk, dim).float(), lse.reshape(-1, chunk)))
             continue
-        mine = (torch.tensor(block.heads)[:, None] * group + torch.arange(group)).flatten()
+        some = sent(torch.tensor(block.heads), q.device)
+        mine = (some[:, None] * group + torch.arange(group, device=q.device)).flatten()
+        out, lse = flash(folded[some], block.k, block.v, False, scale)
+        found = Partial(out.reshape(-1, chunk, dim).float(), lse.reshape(-1, chunk))
         partial.out[mine], partial.lse[mine] = merge(Partial(partial.out[mine], partial.lse[mine]), found)
     return partial
 

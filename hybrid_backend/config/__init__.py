@@ -22,7 +22,6 @@ from hybrid_backend.config.schema import (
     SelectionConfig,
     WorkersConfig,
     iter_keys,
-    rule_of,
 )
 
 __all__ = [
@@ -46,6 +45,5 @@ __all__ = [
     "load_mapping",
     "parse_size",
     "resolve_config",
-    "rule_of",
     "shipped_configs",
 ]

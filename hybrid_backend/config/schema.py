@@ -11,13 +11,10 @@ HGCA is arXiv 2507.03153, HeadInfer is arXiv 2502.12574, DuoAttention is arXiv 2
 from __future__ import annotations
 
 import fnmatch
-import hashlib
-import json
 import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
@@ -30,7 +27,6 @@ from hybrid_backend.config.rules import (
     choice,
     either,
     fail,
-    format_size,
     integer,
     integer_of,
     list_of,
@@ -235,21 +231,24 @@ class HybridConfig(Section):
     """Last pages that are always attended, the growing tail page among them.
     Source: default (Quest: the last page is not up for selection)."""
     sparse: Annotated[Literal["auto", "always", "never"], choice("auto", "always", "never")] = "auto"
-    """auto: exact while the whole context fits the slots; always: sparse beyond the budget; never: exact.
+    """auto: exact while the whole context fits the frames; always: sparse beyond the budget; never: exact.
     Source: default."""
     tiers: Annotated[Literal["auto", "separate", "unified"], choice("auto", "separate", "unified")] = "auto"
-    """separate: the device tier holds copies in slots; unified: it reads the host pool itself; auto: unified
+    """separate: the device tier holds copies in frames; unified: it reads the host pool itself; auto: unified
     when the device tier is the CPU. Source: default."""
-    slots_per_request: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
+    frames_per_request: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
     """Pages of the device tier per running request, at least sinks + recent + 1; auto is budget + recent + 1
     pages on the CPU. Source: default."""
     staging_tokens: Annotated[int | Literal["auto"], auto_or(integer(16))] = "auto"
     """Tokens of all KV heads that each of the two staging buffers of separate tiers holds; what is longer passes
     through in pieces. auto is 4096, for headinfer its first group threshold, and never more than the host pool.
     Source: default."""
-    device_kernels: Annotated[Literal["auto", "torch", "triton"], choice("auto", "torch", "triton")] = "auto"
-    """What runs a decode step of method scout on the device tier: torch operations, planned on the host step by step,
-    or Triton kernels, planned on the device, which a CUDA graph can hold; auto is triton on a GPU. Source: default."""
+    device_kernels: Annotated[
+        Literal["auto", "native", "torch", "triton"], choice("auto", "native", "torch", "triton")
+    ] = "auto"
+    """Which implementation of the decode step's operations runs on the device tier: native C++, Triton (a GPU, and CUDA
+    graphs can hold it), or plain torch, the slow oracle of both; auto is triton on a GPU, else native where
+    workers.kernel is. Source: default."""
     exact_layers: Annotated[tuple[int, ...], list_of(integer(0), ordered=True, unique=True)] = ()
     """Layers that always attend every token.
     Source: default (none; Quest keeps the first two dense, and `hybrid profile` measures them per model)."""
@@ -273,9 +272,9 @@ class HybridConfig(Section):
         if budget < least:
             expected = f"more than the sinks {self.sinks} + recent {self.recent} pages, always attended"
             refuse("budget_tokens", budget, expected, f"write {least} or more at page_size {page}")
-        if isinstance(self.slots_per_request, int) and self.slots_per_request <= always:
+        if isinstance(self.frames_per_request, int) and self.frames_per_request <= always:
             expected = f"auto, or an integer >= sinks {self.sinks} + recent {self.recent} + 1"
-            refuse("slots_per_request", self.slots_per_request, expected, f"write {always + 1} or more")
+            refuse("frames_per_request", self.frames_per_request, expected, f"write {always + 1} or more")
         return self
 
     @property
@@ -283,8 +282,8 @@ class HybridConfig(Section):
         return self.budget_tokens // self.page_size
 
     @property
-    def automatic_slots(self) -> int:
-        """Slots per request that `auto` means on the CPU: the budget, a recent window, one page in flight."""
+    def automatic_frames(self) -> int:
+        """Frames per request that `auto` means on the CPU: the budget, a recent window, one page in flight."""
         return self.budget_pages + self.recent + 1
 
     def is_sampled(self, step: int, layer: int) -> bool:
@@ -319,18 +318,6 @@ class HybridConfig(Section):
                 "one per layer of the model (or write a single integer for all layers)"
             )
 
-    def canonical_hash(self) -> str:
-        """16 hex digits that change exactly when the content does; part of the engine's compile-cache key."""
-        content = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-    def to_yaml(self) -> str:
-        """All keys, in the order of the documentation; `load_config` reads the same configuration back."""
-        data = self.model_dump(mode="json")
-        if isinstance(self.host_pool.size, int):
-            data["host_pool"]["size"] = format_size(self.host_pool.size)
-        return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True)
-
 
 def iter_keys(model: type[BaseModel] = HybridConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every key that can be set, dotted, with its declaration."""
@@ -340,10 +327,6 @@ def iter_keys(model: type[BaseModel] = HybridConfig, prefix: str = "") -> Iterat
             yield prefix + name, field
         else:
             yield from iter_keys(section, f"{prefix}{name}.")
-
-
-def rule_of(field: FieldInfo) -> Rule:
-    return next(item for item in field.metadata if isinstance(item, Rule))
 
 
 def section_of(field: FieldInfo | None) -> type[Section] | None:

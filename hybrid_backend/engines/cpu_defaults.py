@@ -6,6 +6,9 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from hybrid_backend.model import weights_to_load
 
 # What /proc/cpuinfo calls instructions that multiply bf16: AVX-512, AMX, AArch64. (AVX-NE-CONVERT only converts.)
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -34,25 +37,39 @@ def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return not lines or not BF16_FLAGS.isdisjoint(lines[0].split())
 
 
-def float32_is_better(dtype: str, weight_bytes: int, available: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether to serve in fp32 a model that would be served in ``dtype``: bf16 and fp16 are emulated on a CPU without
-    bf16 instructions (prefill was five times slower there), so fp32 is better if its weights leave most of the memory.
+def float32_line(model: Any, path: str, available: int) -> str | None:
+    """Whether to serve in fp32 a model whose dtype the user left open, by `float32_is_better`.
 
     Args:
-        dtype: as torch names it, without ``torch.``.
-        weight_bytes: of the weights in ``dtype``, 0 if that is not known.
+        model: the engine's configuration of the model; both engines' have ``dtype``, ``hf_config``, ``revision`` and
+            ``quantization``.
+        path: directory or hub id of the model.
         available: bytes of memory for weights and host pool.
+
+    Returns:
+        what to log if it is to be served in fp32, None if in its own dtype.
     """
-    fits = 0 < 2 * weight_bytes <= available // 3  # 0: nobody knows
-    return dtype in ("bfloat16", "float16") and fits and not has_bf16(cpuinfo)
-
-
-def float32_line(dtype: str) -> str:
-    """What a log says of it."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    weights, _ = weights_to_load(path, model.hf_config.to_dict(), dtype, model.revision)
+    if model.quantization is not None or not float32_is_better(dtype, weights, available):
+        return None
     return (
         f"dtype float32 instead of {dtype}: this CPU has no bf16 instructions, and emulates them several times slower; "
         f"--dtype {dtype} halves the memory of weights and KV cache"
     )
+
+
+def float32_is_better(dtype: str, weight_bytes: int, available: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """bf16 and fp16 are emulated on a CPU without bf16 instructions (prefill was five times slower there), so fp32 is
+    better if its weights leave most of the memory.
+
+    Args:
+        dtype: of the model, as torch names it, without ``torch.``.
+        weight_bytes: of the weights in ``dtype``, 0 if that is not known.
+        available: bytes of memory for weights and host pool.
+    """
+    fits = 0 < 2 * weight_bytes <= available // 3
+    return dtype in ("bfloat16", "float16") and fits and not has_bf16(cpuinfo)
 
 
 def cores_to_bind(cores: Iterable[int], environment: Mapping[str, str] = os.environ, ranks: int = 1) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, cast
@@ -40,3 +41,11 @@ def resolve_server(name: str) -> Server:
     if name not in _MODULES:
         raise ConfigError(f"--engine: got {name!r}, expected one of {', '.join(_MODULES)}")
     return cast(Server, importlib.import_module(_MODULES[name]))
+
+
+def installed_version(package: str) -> str | None:
+    """None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

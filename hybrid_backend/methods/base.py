@@ -1,11 +1,11 @@
-"""The Method interface: a policy over the same tiers, kernels and workers."""
+"""The Method interface: a policy over operations. What runs, and over which buffers, is `execution`'s."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,76 +13,49 @@ from torch import Tensor
 from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods.in_place import InPlace
-from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import ModelSpec, PrefillRow, Step, StepFailure
+from hybrid_backend.execution.fused import supports_fused
+from hybrid_backend.execution.operations import are_launches, check_operations, operations_name
+from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import TierLayout, Tiers
-from hybrid_backend.workers import WorkerPool, kernel_name
+from hybrid_backend.tiers.sizes import StepShape
+from hybrid_backend.workers import kernel_name
 
-
-class LayerDecoder(Protocol):
-    """Decodes all rows of a layer by itself: appends, selects and attends (`InPlace`, `DeviceStep`)."""
-
-    def begin_step(self, step: Step, sparse: Tensor) -> None:
-        """``sparse``: ``[rows]`` bool, rows under the budget."""
-
-    def wants_lookahead(self, layer: int) -> bool: ...
-
-    def lookahead(self, layer: int, q: Tensor) -> None: ...
-
-    def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """``q``, ``out``: ``[tokens, heads, head_dim]`` of the batch; only the decoding rows' tokens are touched."""
-
-    def failure(self, step: Step) -> StepFailure | None:
-        """What went wrong in a step that the device has passed, where it goes on by itself."""
-
-    def release(self, request_id: str) -> None: ...
-
-    def count(self) -> None:
-        """Bring the counters up to date, without waiting for the device."""
-
-    @property
-    def resident_pages(self) -> int: ...
-
-    @property
-    def device_bytes(self) -> int: ...
-
-    @property
-    def host_bytes(self) -> int: ...
-
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from hybrid_backend.execution import DecodeStep
 
 
 @dataclass(frozen=True)
 class OwnMemory:
-    """Bytes that a method allocates at start beside the tiers and the host pool."""
+    """Bytes that are allocated at start beside the tiers and the host pool."""
 
     device: int = 0
     host: int = 0
 
 
 class Method(ABC):
-    """Says what is resident, what is selected, who computes it, what is copied and when.
+    """Says what is resident, what is selected, who attends what is not resident, what is copied and when.
 
-    The runtime calls, per step: `begin_step`; then per layer with full attention `lookahead` (if `wants_lookahead`),
-    `append`, `prefill` for each prompt chunk and `attend` for all decoding rows, or `in_place` instead of the last;
-    then `end_step`.
+    The runtime calls `begin_step` for every step and `prefill` for each prompt chunk and layer. For decoding rows
+    `execution` calls `begin_decode`, then per layer `lookahead` (with a predicted query, one layer earlier, where the
+    method looks ahead), `append` and `attend`; both are sequences of the operations that `DecodeStep` offers, the same
+    in every step, and read nothing of the device's on the host.
     """
 
-    in_place: LayerDecoder | None = None  # set by a method whose decoding is one call per layer
+    uses_workers: ClassVar[bool] = False  # the CPU workers attend what is not resident
 
-    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         self.config = config
         self.model = model
         self.tiers = tiers
-        self.workers = workers
-        self.stats = stats
 
     # --- before anything is allocated ---
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
-        """Raise ConfigError for a combination of keys that this method cannot serve."""
+        """Raise ConfigError for a combination of keys that this method cannot serve on this device tier."""
+        if device.type != "cpu" and not is_separate(config, device):
+            raise ConfigError("tiers: unified needs a device tier that is the host itself, not a GPU; write auto")
+        check_operations(config, device)
 
     @classmethod
     def looks_ahead(cls, config: HybridConfig, device: torch.device) -> bool:
@@ -90,25 +63,15 @@ class Method(ABC):
         return False
 
     @classmethod
-    def runs_kernels(cls, config: HybridConfig, device: torch.device) -> bool:
-        """Whether a decode step is nothing but launches on the device, so that a CUDA graph can hold it."""
+    def is_capturable(cls, config: HybridConfig, device: torch.device) -> bool:
+        """Whether a CUDA graph can hold the method's decode step."""
+        return are_launches(config, device)
+
+    @classmethod
+    def is_fused(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
+        """Whether one native call per layer does the whole sequence: it attends in place what the true query
+        selects."""
         return False
-
-    @classmethod
-    def runs_on(cls, config: HybridConfig, device: torch.device) -> bool:
-        """Whether the method can use this device tier."""
-        return device.type == "cpu" or cls.runs_kernels(config, device)
-
-    @classmethod
-    def check_device(cls, config: HybridConfig, device: torch.device) -> None:
-        """Raise ConfigError if the method, or its tiers, cannot use this device tier."""
-        if not cls.runs_on(config, device):
-            raise ConfigError(
-                f"method: {config.method} (device_kernels: {config.device_kernels}) does not run on a GPU in this "
-                "version; write device_kernels: auto"
-            )
-        if device.type != "cpu" and not is_separate(config, device):
-            raise ConfigError("tiers: unified needs a device tier that is the host itself, not a GPU; write auto")
 
     @classmethod
     @abstractmethod
@@ -116,94 +79,100 @@ class Method(ABC):
         """The tiers it needs."""
 
     @classmethod
+    def recalls(cls, config: HybridConfig) -> bool:
+        """Whether pages are copied into frames while it decodes."""
+        return False
+
+    @classmethod
     def own_memory(
         cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
     ) -> OwnMemory:
-        """What `device_bytes` and `host_bytes` are at start, over a host pool of ``pages`` pages. Allocates nothing."""
-        return OwnMemory()
+        """Bytes beside the tiers, over a host pool of ``pages`` pages: what a decode step keeps. Allocates nothing."""
+        if cls.is_fused(config, model, device):
+            return OwnMemory()
+        layout = cls.layout(config, model, device)
+        shape = StepShape.of(config, model, layout, pages, max_requests, cls.recalls(config))
+        has_mailboxes = cls.uses_workers and are_launches(config, device)
+        return OwnMemory(
+            device=shape.state_bytes(len(layout.full_layers(model))),
+            host=shape.mailbox_bytes(config, model, layout) if has_mailboxes else 0,
+        )
 
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
         """Host memory that a running request of ``tokens`` tokens takes beside the host pool, at most."""
         return 0
 
-    # --- the step ---
+    # --- prompts ---
 
     def begin_step(self, step: Step) -> None:
-        """Plan the step; everything that last step copied becomes visible here."""
-
-    def wants_lookahead(self, layer: int, step: Step) -> bool:
-        """Whether a predicted query of ``layer`` is of use in this step."""
-        return False
-
-    def lookahead(self, layer: int, step: Step, predicted_q: Tensor) -> None:
-        """Before layer ``layer - 1`` runs. ``predicted_q``: ``[decode rows, heads, head_dim]`` of ``layer``."""
-
-    def append(self, layer: int, step: Step, kv: Tensor) -> None:
-        """The step's new tokens, now in the host pool. ``kv``: ``[tokens, kv_heads, 2, head_dim]``."""
+        """A step of the engine begins, before its decoding rows are planned."""
 
     def prefill(self, layer: int, row: PrefillRow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Exact attention of a prompt chunk: ``[chunk, heads, head_dim]`` in, the same shape in fp32 out."""
         return attend_chunk(q, k, v, self.prefix(layer, row.pages, row.seq_len - len(q)), self.model.scale)
 
+    def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """New tokens are in the host pool. ``pages``, ``positions``: ``[tokens]`` host page (int32, -1: none) and
+        position in the sequence (modulo the page size) of each; ``k``, ``v``: ``[tokens, kv_heads, head_dim]``."""
+
+    # --- decoding rows ---
+
     @abstractmethod
-    def attend(self, layer: int, step: Step, q: Tensor) -> Tensor:
-        """Attention of the decoding rows. ``q``: ``[rows, heads, head_dim]``; returns the same shape, fp32."""
+    def budgets(self, rows: DecodeRows) -> Tensor:
+        """``[rows]`` int64 pages that a layer attends of each row; as many as the row has: all."""
 
-    def end_step(self, step: Step) -> None:
-        """After the last layer."""
+    def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
+        """The step is open: requests are admitted, its inputs are written, what was copied is visible."""
 
-    def failure(self, step: Step) -> StepFailure | None:
-        """What went wrong, unseen by the host, in a step that the device has passed."""
-        return None if self.in_place is None else self.in_place.failure(step)
+    def lookahead(self, step: DecodeStep, layer: int, q: Tensor) -> None:
+        """Before layer ``layer - 1`` runs. ``q``: ``[rows, heads, head_dim]``, predicted for ``layer``."""
+
+    @abstractmethod
+    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+        """``[rows, heads, head_dim]`` in, the same out; the step's tokens are stored."""
+
+    def covered(self, step: DecodeStep, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
+        """``[1 | kv_heads, tokens]`` bool: what row ``r`` attended in ``layer``, which has just run; None: the layer
+        leaves nothing out. For samples, where the device tier is the host."""
+        return step.covered(layer, rows, r)
+
+    def abandon(self, step: Step) -> None:
+        """The step failed half-way: drop what is in flight for it."""
 
     # --- requests and the end ---
 
     def release(self, request_id: str) -> None:
         """The request ended, was aborted or was preempted: nothing of it may stay."""
-        if self.in_place is not None:
-            self.in_place.release(request_id)
-
-    def abandon(self, step: Step) -> None:
-        """The step failed half-way: drop what is in flight for it."""
 
     def close(self) -> None:
-        """Give native memory back."""
-        if self.in_place is not None:
-            self.in_place.close()
-
-    def count(self) -> None:
-        """Bring the counters up to date, without waiting for the device."""
-        if self.in_place is not None:
-            self.in_place.count()
-
-    # --- for methods ---
+        """Stop threads, give native memory back."""
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that the method holds beside the tiers."""
-        return 0 if self.in_place is None else self.in_place.device_bytes
-
-    @property
-    def resident_pages(self) -> int:
-        """Slots that hold a page or are being filled, over all layers."""
-        mine = 0 if self.in_place is None else self.in_place.resident_pages
-        return self.tiers.residency.resident_pages + self.tiers.transfers.pages_in_flight + mine
+        """Device memory that the method holds beside the tiers and the step's buffers."""
+        return 0
 
     @property
     def host_bytes(self) -> int:
         """Host memory that the method holds beside the host pool and the digests."""
-        return 0 if self.in_place is None else self.in_place.host_bytes
+        return 0
 
-    def prefix(self, layer: int, pages: Tensor, tokens: int, groups: int = 1) -> Iterable[KVBlock]:
-        """The first ``tokens`` tokens of a sequence on the device tier: in place where that is the host, else streamed
-        through the staging buffers, ``groups`` groups of KV heads (or more) one after the other."""
-        if not tokens:
+    # --- for methods ---
+
+    def prefix(
+        self, layer: int, pages: Tensor, tokens: int, heads: tuple[int, ...] | None = None, groups: int = 1
+    ) -> Iterable[KVBlock]:
+        """The first ``tokens`` tokens of a sequence on the device tier, of some KV heads (None: all): in place where
+        that is the host, else streamed through the staging buffers, ``groups`` groups of heads (or more) one after the
+        other."""
+        every = self.model.num_kv_heads
+        heads = tuple(range(every)) if heads is None else heads
+        if self.tiers.stream is not None:
+            return self.tiers.stream.blocks(layer, heads, groups, pages, tokens)
+        if not heads or not tokens:
             return []
-        heads = tuple(range(self.model.num_kv_heads))
-        if self.tiers.stream is None:
-            return [KVBlock(heads, *gather_tokens(self.tiers.host.blocks(layer), pages, len(heads), 0, tokens))]
-        return self.tiers.stream.blocks(layer, self.tiers.stream.pieces(0, heads, groups, pages, tokens))
+        return [KVBlock(heads, *gather_tokens(self.tiers.host.blocks(layer), pages, every, 0, tokens, heads))]
 
 
 def is_separate(config: HybridConfig, device: torch.device) -> bool:
@@ -211,12 +180,18 @@ def is_separate(config: HybridConfig, device: torch.device) -> bool:
     return config.tiers == "separate" or (config.tiers == "auto" and device.type != "cpu")
 
 
-def decodes_in_place(config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
-    """Whether `InPlace` can serve this model on this device tier, given that it attends host pages itself."""
-    return kernel_name(config.workers.kernel) == "native" and InPlace.supports(model, config.page_size, device)
+def can_fuse(config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
+    """Whether unified tiers have the native decoder for this model on this machine."""
+    native = kernel_name(config.workers.kernel) == "native" and operations_name(config, device) == "native"
+    return native and not is_separate(config, device) and supports_fused(model, config.page_size, device)
 
 
 def staging_tokens(config: HybridConfig, automatic: int = 4096) -> int:
     """Tokens of a staging buffer, in whole pages."""
     wanted = automatic if config.staging_tokens == "auto" else config.staging_tokens
     return -(-wanted // config.page_size) * config.page_size
+
+
+def frames_per_request(config: HybridConfig) -> int:
+    """Pages that a request may keep on the device tier; a longer one is under pressure."""
+    return config.automatic_frames if config.frames_per_request == "auto" else config.frames_per_request

@@ -1,21 +1,20 @@
 """Method ``headinfer``: exact head-wise streaming (HeadInfer, arXiv 2502.12574).
 
-The device holds two staging buffers. While the heads in one are attended, the next group of KV heads is copied into the
-other, through all rows, groups and layers of a step. A context longer than a buffer is cut into more groups and, when
-one head alone does not fit, along its tokens. The step's own K and V never come from the host; they are written to the
-host pool by the runtime as everywhere else. Prompts stream the same way, chunk by chunk.
+All KV lies in host memory and passes through two staging buffers: while one is attended, the next pages are copied into
+the other, through all groups of KV heads and layers of a step. A sequence's last page, which grows, is attended where
+it lies; so the others can be copied before a layer has its K and V. Prompts stream the same way, chunk by chunk.
 
 Optional (``headinfer.resident_heads``): heads whose KV also stays on the device, for every page of the host pool.
-Optional (``headinfer.streaming_heads``): heads that attend sink and recent pages only, as in DuoAttention (arXiv
-2410.10819); this alone is not exact.
+Optional (``headinfer.streaming_heads``): heads that attend the first ``sinks`` and last ``recent`` pages only, as in
+DuoAttention (arXiv 2410.10819); this alone is not exact.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from itertools import chain, islice
-from math import prod
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +22,43 @@ from torch import Tensor
 from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods.base import Method, OwnMemory, decodes_in_place, is_separate, staging_tokens
-from hybrid_backend.methods.in_place import InPlace
-from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import ModelSpec, PrefillRow, Step
+from hybrid_backend.methods.base import Method, OwnMemory, can_fuse, is_separate, staging_tokens
+from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import TierLayout, Tiers
-from hybrid_backend.tiers.stream import Piece
-from hybrid_backend.workers import WorkerPool
+from hybrid_backend.tiers.stream import Piece, cut, head_pages
+
+if TYPE_CHECKING:
+    from hybrid_backend.execution import DecodeStep
+
+_PIECES = 16
+"""Pieces of a layer that a captured graph holds, for each group of heads. What is beyond them is attended where it
+lies: a GPU reads it over the bus."""
+
+
+class _Heads:
+    """What becomes of the KV heads of some layers. ``few``: those that attend sinks and recent pages only."""
+
+    def __init__(
+        self, resident: tuple[int, ...], few: tuple[int, ...], few_pages: int, kv_heads: int, device: torch.device
+    ) -> None:
+        """``few_pages``: that those attend, but for the last one."""
+        every = range(kv_heads)
+        self.resident, self.few = tuple(sorted(resident)), few
+        self.whole = tuple(head for head in every if head not in resident + few)
+        # Pages that each head streams, at most, but for the last one; the same, and the resident heads, on the device.
+        self.limits = [0 if head in resident else few_pages if head in few else 2**30 for head in every]
+        self.limit = torch.tensor(self.limits, dtype=torch.int32, device=device)
+        self.kept = torch.tensor(self.resident, dtype=torch.int64, device=device)
+
+
+class _Plan(NamedTuple):
+    """What a step attends in the layers of the same heads: a list of head pages for each row and KV head. Ids ``[lists,
+    1, n]``, tokens ``[lists, 1]``, int32."""
+
+    in_place: tuple[Tensor, Tensor]  # in the host pool
+    resident: tuple[Tensor, Tensor] | None  # in the layer's store
+    pieces: list[Piece]  # what passes through the buffers
+    along: Tensor  # [n] int32 0, 1, ..: as many as a list may have in a piece
 
 
 class HeadInfer(Method):
@@ -37,16 +66,15 @@ class HeadInfer(Method):
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
-        keys = config.headinfer
-        resident = _by_layer("headinfer.resident_heads", keys.resident_heads, num_layers, num_kv_heads)
-        _by_layer("headinfer.streaming_heads", keys.streaming_heads, num_layers, num_kv_heads)
-        both = [name for name in keys.resident_heads if name in keys.streaming_heads]
-        if resident and both:
+        super().check(config, device, num_layers, num_kv_heads)
+        for key in ("resident_heads", "streaming_heads"):
+            _by_layer(key, config, num_layers, num_kv_heads)
+        if both := [name for name in config.headinfer.resident_heads if name in config.headinfer.streaming_heads]:
             raise ConfigError(f"headinfer.resident_heads: {both[0]} is in headinfer.streaming_heads too; remove one")
 
     @classmethod
-    def runs_on(cls, config: HybridConfig, device: torch.device) -> bool:
-        return True  # planned on the host; tensors go where they are needed
+    def is_fused(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
+        return can_fuse(config, model, device) and not config.headinfer.streaming_heads
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
@@ -59,174 +87,159 @@ class HeadInfer(Method):
     def own_memory(
         cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
     ) -> OwnMemory:
-        if not is_separate(config, device):
-            return OwnMemory()
-        names, shape = config.headinfer.resident_heads, (model.num_layers, model.num_kv_heads)
-        resident = _by_layer("headinfer.resident_heads", names, *shape)
-        stores = [
-            prod(_store_shape(model, config.page_size, pages, len(heads)))
-            for layer, heads in resident.items()
-            if model.window(layer) is None
-        ]
-        return OwnMemory(device=sum(stores) * model.dtype.itemsize)
+        step = super().own_memory(config, model, device, pages, max_requests)
+        resident = sum(len(heads) for heads in _resident(config, model, device).values())
+        stores = resident * pages * model.page_bytes(config.page_size) // model.num_kv_heads
+        return OwnMemory(step.device + stores, step.host)
 
-    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
-        super().__init__(config, model, tiers, workers, stats)
-        self._full = tiers.residency.layers
-        keys, shape = config.headinfer, (model.num_layers, model.num_kv_heads)
-        resident = _by_layer("headinfer.resident_heads", keys.resident_heads, *shape)
-        self._sinks_only = _by_layer("headinfer.streaming_heads", keys.streaming_heads, *shape)
-        # [pages, heads, 2, page_size, head_dim], indexed by host page id as digests are: a prefix hit finds it ready.
-        self._resident = {
-            layer: (
-                heads,
-                torch.zeros(
-                    _store_shape(model, config.page_size, len(tiers.host.layers[layer]), len(heads)),
-                    dtype=model.dtype,
-                    device=tiers.device,
-                ),
-            )
-            for layer, heads in resident.items()
-            if tiers.stream is not None and layer in self._full
-        }
-        self._new: Tensor | None = None  # [rows, kv_heads, 2, head_dim]: the decoding rows' own K and V of this layer
-        if tiers.stream is None and not self._sinks_only and decodes_in_place(config, model, tiers.device):
-            self.in_place = InPlace(config, model, tiers, stats)
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
+        super().__init__(config, model, tiers)
+        self._layers, kv_heads = tiers.layout.full_layers(model), model.num_kv_heads
+        self._few_pages = config.sinks + config.recent - 1  # that a head of few attends, but for the last one
+        resident = _resident(config, model, tiers.device)
+        few = _by_layer("streaming_heads", config, model.num_layers, kv_heads)
+        kinds, self._heads = dict[object, _Heads](), dict[int, _Heads]()
+        self._stores: dict[int, Tensor] = {}  # indexed by host page id, as digests are: a prefix hit finds them ready
+        for layer in self._layers:
+            some = resident.get(layer, ()), few.get(layer, ())
+            self._heads[layer] = kinds.setdefault(some, _Heads(*some, self._few_pages, kv_heads, tiers.device))
+            if some[0]:
+                pages, _, *page = tiers.host.layers[layer].shape
+                self._stores[layer] = torch.zeros(pages, len(some[0]), *page, dtype=model.dtype, device=tiers.device)
+        self._plans: dict[_Heads, _Plan] = {}  # of the open step
+        self._staged: Iterator[Tensor] = iter(())
+        self._longest, self._has_prompts = 0, False  # tokens of a sequence of the open step
 
     @property
     def device_bytes(self) -> int:
-        return sum(store.nbytes for _, store in self._resident.values())
+        return sum(store.nbytes for store in self._stores.values())
 
     def groups(self, tokens: int) -> int:
         """Groups of KV heads for a context of ``tokens`` tokens: 1, then twice as many beyond each threshold."""
         return int(2 ** sum(tokens > threshold for threshold in self.config.headinfer.group_thresholds))
 
-    # --- the step ---
-
-    def begin_step(self, step: Step) -> None:
-        if step.decode is None:
-            return
-        if self.in_place is not None:
-            self.in_place.begin_step(step, torch.zeros(step.decode.count, dtype=torch.bool))
-        else:
-            step.plan = {}  # layer kind -> pieces; made once, for all layers that stream the same heads
-
-    def append(self, layer: int, step: Step, kv: Tensor) -> None:
-        if layer in self._resident:
-            heads, store = self._resident[layer]
-            store[step.write_pages, :, :, step.write_offsets] = kv[:, list(heads)].to(store.device)
-        self._new = step.decode.gather(kv) if step.decode is not None else None
+    # --- prompts ---
 
     def prefill(self, layer: int, row: PrefillRow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        tokens = row.seq_len - len(q)
-        pieces = self._pieces(layer, 0, row.pages, tokens)
-        stream = self.tiers.stream
-        streamed = stream.blocks(layer, pieces) if stream else self._in_place_blocks(layer, pieces)
-        return attend_chunk(q, k, v, chain(self._resident_blocks(layer, row.pages, tokens), streamed), self.model.scale)
+        heads, page, tokens = self._heads[layer], self.config.page_size, row.seq_len - len(q)
+        used = -(-tokens // page)
+        first = min(self.config.sinks, used)
+        last = max(first, used - self.config.recent)
+        resident: list[KVBlock] = []
+        if heads.resident and tokens:
+            store = self._stores[layer].flatten(0, 2)
+            resident.append(KVBlock(heads.resident, *gather_tokens(store, row.pages, len(heads.resident), 0, tokens)))
+        before = chain(
+            resident,
+            self.prefix(layer, row.pages, tokens, heads.whole, self.groups(tokens)),
+            self.prefix(layer, row.pages[:first], min(tokens, first * page), heads.few),
+            self.prefix(layer, row.pages[last:used], max(0, tokens - last * page), heads.few),
+        )
+        return attend_chunk(q, k, v, before, self.model.scale)
 
-    def attend(self, layer: int, step: Step, q: Tensor) -> Tensor:
-        rows, new, stream = step.decode, self._new, self.tiers.stream
-        assert rows is not None and new is not None
-        before = (rows.seq_lens - 1).tolist()
-        pieces = self._step_pieces(layer, step)
-        following = self._full[self._full.index(layer) + 1 :][:1]
-        same = following and self._step_pieces(following[0], step) is pieces
-        if stream is not None:
-            blocks = iter(stream.blocks(layer, pieces, following[0] if same else None))
-        else:
-            blocks = iter(self._in_place_blocks(layer, pieces))
-        counts = Counter(piece.row for piece in pieces)
-        outs = []
-        for r in range(rows.count):
-            mine = chain(self._resident_blocks(layer, rows.page_table[r], before[r]), islice(blocks, counts[r]))
-            k, v = new[r : r + 1].unbind(2)
-            outs.append(attend_chunk(q[r : r + 1], k, v, mine, self.model.scale))
-        self._count(layer, before)
-        return torch.cat(outs)
+    def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        if layer in self._stores:
+            k, v = (x.index_select(1, self._heads[layer].kept) for x in (k, v))
+            self.tiers.operations.append_tokens(k, v, self._stores[layer], pages, positions)
 
-    def end_step(self, step: Step) -> None:
-        self._new = None
-        if self.tiers.stream is not None:
-            self.tiers.stream.drop()
+    # --- decoding rows ---
+
+    def budgets(self, rows: DecodeRows) -> Tensor:
+        return rows.num_pages
+
+    def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
+        self._longest, self._has_prompts = int(rows.seq_lens.max()), not rows.whole_batch
+        every, stream, page = self.model.num_kv_heads, self.tiers.stream, self.config.page_size
+        tokens, pages, before = int(rows.seq_lens.sum()), int(rows.num_pages.sum()), rows.num_pages - 1
+        whole, few = int(before.sum()), int(before.clamp(max=self._few_pages).sum())
+        for layer, heads in self._heads.items():
+            left_out = len(heads.few) * (whole - few) / every  # pages, mean over the heads
+            attended = pages - left_out
+            held = attended if stream is None else len(heads.resident) * pages / every
+            step.count_tokens(tokens - left_out * page, held, missing_pages=attended - held, layers=[layer])
+            if stream is not None:  # as if no graph had too few pieces
+                passed = len(heads.whole) * whole + len(heads.few) * few
+                stream.copied_bytes += passed * self.tiers.page_bytes // every
+
+    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+        if layer == self._layers[0]:
+            self._plans = {heads: self._plan(step, heads, len(q)) for heads in dict.fromkeys(self._heads.values())}
+            self._staged = self._passing(self._layers)
+        if self._has_prompts and not step.is_captured:  # their chunks pass through the buffers between two layers
+            self._staged = self._passing([layer])
+        plan, merge, host = self._plans[self._heads[layer]], self.tiers.operations.merge_partials, self.tiers.host.views
+        lists, found = q.view(len(q) * self.model.num_kv_heads, -1, q.shape[2]), None
+        if plan.resident is not None:
+            found = merge(*step.attend(lists, head_pages(self._stores[layer]), *plan.resident))
+        for piece in plan.pieces:
+            staged = step.attend(lists, next(self._staged), piece.first + plan.along, piece.tokens)
+            found = merge(*staged, other=found)
+        last = step.attend(lists, head_pages(host[layer]), *plan.in_place)
+        return step.merge(last, found, q.dtype).view_as(q)
 
     def abandon(self, step: Step) -> None:
-        self.end_step(step)
+        self._staged = iter(())
 
-    # --- pieces ---
+    def _passing(self, layers: list[int]) -> Iterator[Tensor]:
+        """The staging buffers, as they are filled piece by piece."""
+        if self.tiers.stream is None:
+            return iter(())
+        copy_pages, host = self.tiers.operations.copy_pages, self.tiers.host.views
+        return self.tiers.stream.through(
+            partial(copy_pages, head_pages(host[layer]), host_pages=piece.pages, frame_ids=piece.places)
+            for layer in layers
+            for piece in self._plans[self._heads[layer]].pieces
+        )
 
-    def _step_pieces(self, layer: int, step: Step) -> list[Piece]:
-        """All rows' pieces; layers that stream the same heads share the list, so that one can be fetched ahead."""
-        rows = step.decode
-        assert rows is not None
-        kind = (self._streamed_heads(layer), self._sinks_only.get(layer, ()))
-        if kind not in step.plan:
-            step.plan[kind] = [
-                piece
-                for r in range(rows.count)
-                for piece in self._pieces(layer, r, rows.page_table[r], int(rows.seq_lens[r]) - 1)
-            ]
-        pieces: list[Piece] = step.plan[kind]
-        return pieces
+    def _plan(self, step: DecodeStep, heads: _Heads, rows: int) -> _Plan:
+        """From the step's inputs: a graph makes it whenever it is replayed, for the longest sequences there may be."""
+        now, page, every = step.now(rows), self.config.page_size, self.model.num_kv_heads
+        capacity = 0 if self.tiers.stream is None else self.tiers.stream.capacity
+        longest = step.shape.columns * page if step.is_captured else self._longest
+        columns = -(-longest // page)
+        numbers = partial(torch.arange, dtype=torch.int32, device=self.tiers.device)
+        head, lists, along = numbers(every), numbers(rows * every)[:, None], numbers(columns)
+        before = (now.num_pages[:, None] - 1).clamp(min=0)  # [rows, 1] pages, but for the last one
+        wanted = torch.minimum(before, heads.limit)  # [rows, kv_heads] of them
 
-    def _pieces(self, layer: int, row: int, pages: Tensor, tokens: int) -> list[Piece]:
-        """What streams of the first ``tokens`` tokens of one sequence."""
-        page_size, config = self.config.page_size, self.config
-        used = -(-tokens // page_size)
-        cut = self.tiers.stream.pieces if self.tiers.stream else _whole
-        found = cut(row, self._streamed_heads(layer), self.groups(tokens), pages, tokens)
-        few = self._sinks_only.get(layer, ())
-        first, last = min(config.sinks, used), max(min(config.sinks, used), used - config.recent)
-        found += cut(row, few, 1, pages[:first], min(tokens, first * page_size))
-        return found + cut(row, few, 1, pages[last:used], max(0, tokens - last * page_size))
+        def nth_of(lists: Tensor, nth: Tensor) -> Tensor:
+            """Head pages of the host pool: sinks, then the last ones of as many as are wanted, then the last one."""
+            count, row = wanted.flatten()[lists], lists // every
+            pages = nth + (nth >= count.clamp(max=self.config.sinks)) * (before[row, 0] - count)
+            return (now.table[row, pages.clamp(max=columns - 1)] * every + lists % every).int()
 
-    def _streamed_heads(self, layer: int) -> tuple[int, ...]:
-        elsewhere = {*self._resident.get(layer, ((), None))[0], *self._sinks_only.get(layer, ())}
-        return tuple(head for head in range(self.model.num_kv_heads) if head not in elsewhere)
-
-    def _resident_blocks(self, layer: int, pages: Tensor, tokens: int) -> list[KVBlock]:
-        if layer not in self._resident or not tokens:
-            return []
-        heads, store = self._resident[layer]
-        return [KVBlock(heads, *gather_tokens(store.flatten(0, 2), pages, len(heads), 0, tokens))]
-
-    def _in_place_blocks(self, layer: int, pieces: list[Piece]) -> Iterable[KVBlock]:
-        """Unified tiers: the same pieces, read from the host pool."""
-        for piece in pieces:
-            k, v = gather_tokens(self.tiers.host.blocks(layer), piece.pages, self.model.num_kv_heads, 0, piece.tokens)
-            yield KVBlock(piece.heads, k[list(piece.heads)], v[list(piece.heads)])
-
-    def _count(self, layer: int, before: list[int]) -> None:
-        """What the rows attended, the mean over KV heads: every head the step's token, most heads all ``before`` it."""
-        page, heads, stream = self.config.page_size, self.model.num_kv_heads, self.tiers.stream
-        few, held = len(self._sinks_only.get(layer, ())), len(self._resident.get(layer, ((), None))[0])
-        tokens = pages = away = 0
-        for count in before:
-            used = -(-count // page)
-            ends = min(used, self.config.sinks + self.config.recent)  # pages that a streaming head attends
-            tokens += heads + (heads - few) * count + few * (count - (used - ends) * page)
-            pages += (heads - few) * used + few * ends + (heads if count % page == 0 else 0)
-            away += (heads - few - held) * used + few * ends
-        self.stats.attended(layer, tokens / heads, 0)
-        self.stats.looked_up(layer, pages / heads, (pages - (away if stream is not None else 0)) / heads)
+        pieces, size, in_place = list[Piece](), -(-every // self.groups(longest)), along[: 1 if capacity else None]
+        for first in range(0, every if capacity else 0, size):
+            of_group = wanted * ((head >= first) & (head < first + size))
+            most = rows * sum(min(pages, columns - 1) for pages in heads.limits[first : first + size])
+            if step.is_captured and most > _PIECES * capacity:
+                most, in_place = _PIECES * capacity, along
+            pieces += cut(of_group.flatten(), most, capacity, page, nth_of)
+        staged = sum((piece.tokens for piece in pieces), torch.zeros_like(lists))
+        attended, is_kept = now.seq_lens[:, None] - (before - wanted) * page, (head[:, None] == heads.kept).any(1)
+        here = nth_of(lists, staged // page + in_place)[:, None], (attended * ~is_kept).view(-1, 1) - staged
+        resident = None
+        if heads.resident:
+            place = is_kept.cumsum(0, dtype=torch.int32) - 1
+            ids = now.table[:, None, :columns] * len(heads.resident) + place[:, None]
+            resident = ids.view(len(lists), 1, columns), (now.seq_lens[:, None] * is_kept).view(-1, 1)
+        return _Plan(here, resident, pieces, along[:capacity])
 
 
-def _whole(row: int, heads: tuple[int, ...], groups: int, pages: Tensor, tokens: int) -> list[Piece]:
-    return [Piece(row, heads, pages, tokens)] if tokens and heads else []
+def _resident(config: HybridConfig, model: ModelSpec, device: torch.device) -> dict[int, tuple[int, ...]]:
+    """Of the layers with full attention; where the device tier is the host pool, all heads are there anyhow."""
+    found = _by_layer("resident_heads", config, model.num_layers, model.num_kv_heads)
+    return {x: found[x] for x in found if model.window(x) is None} if is_separate(config, device) else {}
 
 
-def _store_shape(model: ModelSpec, page_size: int, pages: int, heads: int) -> tuple[int, ...]:
-    """Of the heads of one layer that stay on the device."""
-    return (pages, heads, 2, page_size, model.head_dim)
-
-
-def _by_layer(key: str, names: tuple[str, ...], layers: int, kv_heads: int) -> dict[int, tuple[int, ...]]:
-    """``layer:head`` names by layer; sliding-window layers are not ours, and what is said of them has no effect."""
+def _by_layer(key: str, config: HybridConfig, layers: int, kv_heads: int) -> dict[int, tuple[int, ...]]:
+    """``layer:head`` names by layer."""
     found: dict[int, tuple[int, ...]] = {}
-    for name in names:
+    for name in getattr(config.headinfer, key):
         layer, head = map(int, name.split(":"))
         if layer >= layers or head >= kv_heads:
             raise ConfigError(
-                f"{key}: {name} is no layer:head of the model, which has layers 0..{layers - 1} and KV heads "
+                f"headinfer.{key}: {name} is no layer:head of the model, which has layers 0..{layers - 1} and KV heads "
                 f"0..{kv_heads - 1} on this rank; remove it"
             )
         found[layer] = (*found.get(layer, ()), head)

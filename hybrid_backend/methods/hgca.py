@@ -1,5 +1,5 @@
-"""Method ``hgca``: dense attention of a recent window on the device, per-head sparse attention of the rest on the CPU
-(HGCA, arXiv 2507.03153, algorithms 1 and 2).
+"""Method ``hgca``: dense attention of a recent window on the device, per-head sparse attention of older tokens on the
+CPU (HGCA, arXiv 2507.03153, algorithms 1 and 2).
 
 The device keeps the last `hgca.window_tokens` tokens of every layer as a ring of pages and, for each of them and each
 KV head, a moving average of its attention weight. When a page leaves the ring, a head keeps those of its tokens whose
@@ -11,7 +11,9 @@ weights of the prompt's last queries over all of them against ``beta / (tokens o
 context cache and come back. The host pool keeps every token, whatever a head attends.
 
 The first pages (`sinks`) stay on the device beside the ring and count for nothing in judging: with them in it, the
-attention sink takes so much of the weight that the rest falls below uniform (measured: docs/measurements.md).
+attention sink takes so much of the weight that every other token falls below uniform (docs/measurements.md).
+
+All judging is done between steps, on the host; what a step launches is the same whatever was judged.
 
 Deviations, beside the sinks: a KV head stands for its group of query heads (`hgca.aggregate`); prompts are attended
 densely through the staging buffers, which is exact; judging takes the prompt's last `hgca.append_queries` queries.
@@ -19,370 +21,266 @@ densely through the staging buffers, which is exact; judging takes the prompt's 
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.partial import Partial, merge, weighted_partial
-from hybrid_backend.attention.quality import mass_recall
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.errors import DeadlineError
 from hybrid_backend.methods.base import Method, OwnMemory, is_separate, staging_tokens
-from hybrid_backend.methods.lists import page_list
-from hybrid_backend.methods.regions import Regions
-from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
+from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step, sent
 from hybrid_backend.tiers import TierLayout, Tiers
-from hybrid_backend.tiers.context_cache import ContextCache
-from hybrid_backend.workers import Owners, Ticket, WorkerPool
+from hybrid_backend.tiers.sizes import pages_of_a_sequence
+
+if TYPE_CHECKING:
+    from hybrid_backend.execution import DecodeStep
 
 
-@dataclass
-class _Plan:
-    """R rows."""
+class _Lists(NamedTuple):
+    """What a step's rows attend, the same in all layers: int32 buffers on the device tier that stay where they are."""
 
-    regions: Tensor  # [R]
-    owners: Owners
-    first: Tensor  # [R] the ring's first logical page
-    window: Tensor  # [R, 1, W] logical pages on the device, sinks first, -1 for padding; W of the longest row
-    older: Tensor | None  # [R, 1, P] the logical pages between sinks and ring; None where no row has one
-    tickets: list[Ticket] = field(default_factory=list)
+    sinks: Tensor  # [rows, 1, sinks] frames, or host pages where there are no frames
+    sink_tokens: Tensor  # [rows, 1]
+    ring: Tensor  # [rows, 1, ring], as the sinks
+    ring_tokens: Tensor  # [rows, 1]
+    places: Tensor  # [rows, 1, ring] of the ring's pages in the moving averages
+    older: Tensor  # [rows, 1, columns] host pages between sinks and ring, for layers that attend them all
+    older_pages: Tensor  # [rows, 1] how many
+
+    def first(self, rows: int) -> _Lists:
+        return _Lists(*(x[:rows] for x in self))
+
+
+class _Held(NamedTuple):
+    """A running request."""
+
+    request: int  # `FramePool.index`
+    first: int  # logical page that its ring begins with: all before it, but for the sinks, were judged
 
 
 class Hgca(Method):
-    """First pages and a ring of recent ones on the device; a context cache per KV head on the CPU.
+    """First pages and a ring of recent ones on the device; a context cache per KV head on the CPU."""
 
-    A sink's slot is its page's number; the ring has the slots after those of the sinks.
-    """
+    uses_workers = True
 
-    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats) -> None:
-        super().__init__(config, model, tiers, workers, stats)
-        layers, regions = tiers.residency.layers, len(tiers.slots.generation)
-        self._regions = Regions(tiers, config.page_size)
-        self._ring = _ring(config)
-        self._row = {layer: i for i, layer in enumerate(layers)}
-        self._caches = {layer: ContextCache(tiers.host.layers[layer], regions) for layer in layers}
-        self._average = torch.zeros(_average_shape(config, model, len(layers), regions))  # moving, by ring slot
-        self._evicted = [0] * regions  # pages of the region's request that have left the ring
-        self._queries: dict[str, dict[int, Tensor]] = {}  # the last queries of each request's prompt, by layer
-        # Judging runs beside the model; a layer waits for its own share before it attends.
-        self._judge = ThreadPoolExecutor(1, thread_name_prefix="hybrid-judge")
-        self._pending: dict[int, list[Future[None]]] = {}
-
-    @classmethod
-    def runs_on(cls, config: HybridConfig, device: torch.device) -> bool:
-        return True  # planned on the host; tensors go where they are needed
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
+        super().__init__(config, model, tiers)
+        full = tiers.layout.full_layers(model)
+        self._ring, self._cached = _ring(config), [full.index(layer) for layer in tiers.cache.stores]
+        # A_gpu of algorithm 1, by layer with a context cache and place. Every request has a place for each page of its
+        # ring: that of a page is its number after the sinks modulo the ring.
+        self._average, self._lists = _buffers(
+            config, model, tiers.layout, len(tiers.host.layers[full[0]]), tiers.frames.requests, tiers.device
+        )
+        self._held: dict[str, _Held] = {}
+        self._queries: dict[str, dict[int, tuple[int, Tensor]]] = {}  # last ones of a prompt by layer, and its tokens
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
+        separate = is_separate(config, device)
         return TierLayout(
-            separate=is_separate(config, device),
-            slots_per_request=config.sinks + _ring(config),
+            separate=separate,
+            frames_per_request=config.sinks + _ring(config) if separate else 0,
             staging_tokens=staging_tokens(config),
+            context_caches=True,
         )
 
     @classmethod
     def own_memory(
         cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
     ) -> OwnMemory:
-        layers = len(cls.layout(config, model, device).full_layers(model))
-        return OwnMemory(host=prod(_average_shape(config, model, layers, max_requests)) * torch.float32.itemsize)
+        step = super().own_memory(config, model, device, pages, max_requests)
+        layout = cls.layout(config, model, device)
+        average, lists = _buffers(config, model, layout, pages, max_requests, torch.device("meta"))
+        return replace(step, device=step.device + average.nbytes + sum(x.nbytes for x in lists))
 
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
-        """Every token between sinks and ring kept by some head, in caches that grew by half when it came."""
+        """Every token between sinks and ring kept by all heads."""
         older = max(0, -(-tokens // config.page_size) - config.sinks - _ring(config))
-        layers = len(cls.layout(config, model, device).full_layers(model))
-        return layers * -(-older * 3 // 2) * model.page_bytes(config.page_size)
+        cached = len(cls.layout(config, model, device).cached_layers(config, model))
+        return cached * older * model.page_bytes(config.page_size)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._average.nbytes + sum(x.nbytes for x in self._lists)
 
     @property
     def host_bytes(self) -> int:
-        """Of the context caches and the moving averages."""
-        return self._average.nbytes + sum(cache.nbytes for cache in self._caches.values())
+        return self.tiers.cache.nbytes
 
     def kept_tokens(self) -> list[list[int]]:
-        """Per layer and KV head, the tokens in the context caches of all running requests."""
-        regions = range(len(self.tiers.slots.generation))
-        return [
-            [sum(len(cache.positions(r)[head]) for r in regions) for head in range(self.model.num_kv_heads)]
-            for cache in self._caches.values()
-        ]
+        """Per layer with context caches and KV head, the tokens in those of all running requests."""
+        kept: list[list[int]] = self.tiers.cache.tokens.sum(1).tolist()
+        return kept
 
-    # --- prompts ---
+    def budgets(self, rows: DecodeRows) -> Tensor:
+        if self.config.sparse == "never":
+            return rows.num_pages
+        return rows.num_pages.clamp(max=self.config.sinks + self._ring)
+
+    # --- prompts and requests ---
 
     def prefill(self, layer: int, row: PrefillRow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        held = self._queries.setdefault(row.request_id, {})
-        held[layer] = (
-            torch.cat([held[layer], q])[-self.config.hgca.append_queries :]
-            if layer in held
-            else q[-self.config.hgca.append_queries :].clone()
-        )
+        if layer in self.tiers.cache.stores:
+            held, most = self._queries.setdefault(row.request_id, {}), self.config.hgca.append_queries
+            tokens, before = held.get(layer, (-1, q))
+            goes_on = tokens == row.seq_len - len(q)  # else the prompt begins, perhaps once more
+            held[layer] = row.seq_len, torch.cat([before, q])[-most:] if goes_on else q[-most:].clone()
         return super().prefill(layer, row, q, k, v)
 
-    # --- the step ---
-
     def begin_step(self, step: Step) -> None:
-        self._settle_all()  # only a step that failed half-way left anything
-        for row in step.prefill:
-            self._forget(row.request_id)  # its region is out of date: it computes prompt tokens again
-        if step.decode is None:
-            return
-        rows = step.decode
-        found = [self._region(rows, r) for r in range(rows.count)]
-        regions, sinks = torch.tensor(found), self.config.sinks
-        first = (rows.num_pages - self._ring).clamp(min=sinks)
-        column = torch.arange(sinks + int((rows.num_pages - first).max().clamp(min=0)))[None]
-        pages = torch.where(column < sinks, column, first[:, None] + column - sinks)
-        window = pages.masked_fill(pages >= rows.num_pages[:, None], -1)[:, None]
-        step.plan = _Plan(
-            regions=regions,
-            owners=Owners(regions, self.tiers.slots.generation[regions], self.tiers.slots.generation),
-            first=first,
-            window=window,
-            older=_between(sinks, first) if bool((first > sinks).any()) else None,
-        )
-
-    def append(self, layer: int, step: Step, kv: Tensor) -> None:
-        if step.decode is not None:
-            self._regions.append(layer, step.decode, step.plan.regions, step.decode.gather(kv))
-
-    def attend(self, layer: int, step: Step, q: Tensor) -> Tensor:
-        rows, plan = step.decode, step.plan
-        assert rows is not None
-        self._settle(layer)
-        ticket = self._submit(layer, rows, plan, q.cpu())
-        kv, table = self.tiers.host.layers[layer], rows.page_table
-        if self.tiers.slots.separate:
-            kv = self.tiers.slots.layers[layer]
-            table = self.tiers.residency.slot_of(layer, plan.regions, rows.page_table.shape[1])
-        pages = page_list(rows, plan.window, table, self.config.page_size)
-        result, weights = weighted_partial(q, kv, pages, self.model.scale)
-        self._note(layer, plan, weights)
-        if ticket is not None:
-            of_cpu = self._wait(layer, ticket)
-            result = merge(result, Partial(*(x.to(q.device) for x in of_cpu)))
-            plan.tickets.clear()
-        if self.config.is_sampled(step.number, layer):
-            self._sample(layer, rows, plan, q.cpu(), step.number)
-        return result.out
+        for row in step.prefill:  # it computes prompt tokens again: what was judged is out of date
+            self._forget(row.request_id)
 
     def release(self, request_id: str) -> None:
         self._queries.pop(request_id, None)
         self._forget(request_id)
 
-    def abandon(self, step: Step) -> None:
-        if isinstance(step.plan, _Plan):
-            for ticket in step.plan.tickets:
-                ticket.abandon()
-
-    def close(self) -> None:
-        self._judge.shutdown(wait=True, cancel_futures=True)
-        super().close()
-
-    # --- placement: runs in the engine's thread, once per step ---
-
-    def _region(self, rows: DecodeRows, r: int) -> int:
-        """The row's region: a new one is filled from the host pool and all older tokens are judged; in a running one
-        the page that begins takes the place of the oldest, whose tokens are judged by their moving averages."""
-        residency, sinks = self.tiers.residency, self.config.sinks
-        region, is_new = self._regions.find(rows, r)
-        pages = int(rows.num_pages[r])
-        first = max(sinks, pages - self._ring)
-        if is_new:
-            # The step's own token is not in the host pool yet. The others are, in all layers.
-            known = int(rows.seq_lens[r]) - 1
-            held = torch.cat([torch.arange(min(sinks, pages)), torch.arange(first, max(first, pages))])
-            queries = self._queries.pop(rows.request_ids[r], {})
-            table = rows.page_table[r]
-            for layer in residency.layers:
-                self._regions.fill(layer, rows, r, region, self._slot(held), held, held)
-                if known:
-                    asked = queries.get(layer)
-                    self._start(layer, region, first, known, table, asked.cpu() if asked is not None else None)
-            self._evicted[region] = first
-        elif self._regions.begins_page(rows, r):
-            for page in range(self._evicted[region], first):
-                for layer in residency.layers:
-                    self._evict(layer, region, page, rows.page_table[r])
-            self._evicted[region] = max(first, self._evicted[region])
-            newest = torch.tensor([pages - 1])
-            for layer in residency.layers:
-                residency.put(layer, region, self._slot(newest), newest, newest)
-            if pages > sinks:  # a step that failed half-way may have begun this page before
-                self._average[:, region, self._place(pages - 1)] = 0
-        return region
-
-    def _slot(self, pages: Tensor) -> Tensor:
-        """Slots (0..size) of logical pages that are on the device."""
-        sinks = self.config.sinks
-        return torch.where(pages < sinks, pages, sinks + (pages - sinks) % self._ring)
-
-    def _place(self, page: int) -> int:
-        """Of a page in the ring."""
-        return (page - self.config.sinks) % self._ring
-
     def _forget(self, request_id: str) -> None:
-        region = self.tiers.slots.region(request_id)
-        if region is None:
-            return
-        self._settle_all()  # nothing may judge for a request that is gone
-        self._regions.release(request_id)
-        self._average[:, region] = 0
-        for cache in self._caches.values():
-            cache.release(region)
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self.tiers.cache.release(held.request)
 
-    # --- judging: runs in a thread of its own, a layer's jobs in order ---
+    # --- the step ---
 
-    def _start(self, layer: int, region: int, first: int, known: int, table: Tensor, queries: Tensor | None) -> None:
-        job = self._judge.submit(self._judge_prompt, layer, region, first, known, table, queries)
-        self._pending.setdefault(layer, []).append(job)
+    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+        config, tiers, lists = self.config, self.tiers, self._lists.first(len(q))
+        row = tiers.cache.row.get(layer)  # None: the layer attends every older page
+        step.ask_for(layer, q, lists.older if row is None else None, lists.older_pages)
+        kv = tiers.frames.layers[layer] if tiers.frames.size else tiers.host.views[layer]
+        out, lse = step.attend(q, kv, lists.ring, lists.ring_tokens, self._ring)
+        if row is not None:
+            tiers.operations.page_weights(
+                q, kv, lists.ring, lists.places, lists.ring_tokens, lse.logsumexp(-1), self._average[row],
+                self.model.scale, config.hgca.alpha, config.hgca.aggregate == "max",
+            )  # fmt: skip
+        if config.sinks:
+            sinks = step.attend(q, kv, lists.sinks, lists.sink_tokens, config.sinks)
+            out, lse = torch.cat([out, sinks[0]], 2), torch.cat([lse, sinks[1]], 2)
+        return step.merge((out, lse), step.answer(layer, len(q)), q.dtype)
 
-    def _evict(self, layer: int, region: int, page: int, table: Tensor) -> None:
-        average = self._average[self._row[layer], region, self._place(page)].clone()
-        job = self._judge.submit(self._judge_page, layer, region, page, table, average)
-        self._pending.setdefault(layer, []).append(job)
+    def covered(self, step: DecodeStep, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
+        if layer not in self.tiers.cache.stores:
+            return None
+        held, page_size = self._held[rows.request_ids[r]], self.config.page_size
+        covered = torch.ones(self.model.num_kv_heads, int(rows.seq_lens[r]), dtype=torch.bool)
+        covered[:, self.config.sinks * page_size : held.first * page_size] = False
+        for head, positions in enumerate(self.tiers.cache.positions(layer, held.request)):
+            covered[head, positions] = True
+        return covered
 
-    def _judge_prompt(
-        self, layer: int, region: int, first: int, known: int, table: Tensor, queries: Tensor | None
-    ) -> None:
-        """Which of the tokens between sinks and page ``first`` each head keeps, and the first averages of the ring's.
+    # --- between steps ---
 
-        ``known``: tokens of the sequence in the host pool; the queries are those of the last of them. Without queries
-        (none was seen: the whole prompt came from a cache) every token is kept.
+    def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
+        config, cache, page_size = self.config, self.tiers.cache, self.config.page_size
+        first = (rows.num_pages - self._ring).clamp(min=config.sinks)
+        requests = self.tiers.frames.indices(rows.request_ids)
+        if cache.stores:
+            self._judge(rows, requests, first.tolist())
+        self._write_lists(step)
+        older = (first - config.sinks) * page_size
+        on_cpu = torch.full((len(step.maps.page_of),), float(older.sum()))
+        on_cpu[self._cached] = cache.tokens[:, requests].sum((1, 2)) / self.model.num_kv_heads
+        step.count_tokens(int((rows.seq_lens - older).sum()), 0, on_cpu.tolist())
+
+    def _write_lists(self, step: DecodeStep) -> None:
+        """From the step's inputs, where they lie."""
+        lists, now, ring, config = self._lists, step.inputs, self._ring, self.config
+        requests, page_size = now.requests[:, None].long(), config.page_size
+        first = (now.num_pages - ring).clamp(min=config.sinks)[:, None]
+        pages = first + torch.arange(ring, device=first.device, dtype=torch.int32)
+        reachable = pages.clamp(max=now.table.shape[1] - 1).long()
+        if step.shape.frames:  # the same in all layers
+            frame_of = step.maps.frame_of[0]
+            lists.ring[:, 0] = frame_of[requests, reachable]
+            lists.sinks[:, 0] = frame_of[requests[:, 0], : config.sinks]
+        else:
+            lists.ring[:, 0] = now.table.gather(1, reachable)
+            lists.sinks[:, 0] = now.table[:, : config.sinks]
+        lists.places[:, 0] = now.requests[:, None] * ring + (pages - config.sinks) % ring
+        lists.ring_tokens.copy_((now.seq_lens[:, None] - first * page_size).clamp(min=0))
+        lists.sink_tokens.copy_(now.seq_lens[:, None].clamp(max=config.sinks * page_size))
+        lists.older_pages.copy_(first - config.sinks)
+        if lists.older.shape[2]:
+            lists.older[:, 0] = now.table.roll(-config.sinks, 1)
+
+    # --- judging ---
+
+    def _judge(self, rows: DecodeRows, requests: list[int], first: list[int]) -> None:
+        """Judge all older tokens of requests that begin to decode, and the tokens of pages that leave a ring. A GPU is
+        waited for in steps that have either."""
+        ring, sinks, page_size = self._ring, self.config.sinks, self.config.page_size
+        left: list[tuple[int, int]] = []
+        for r, (request_id, request, page) in enumerate(zip(rows.request_ids, requests, first, strict=True)):
+            held = self._held.get(request_id)
+            if held is None:
+                self._judge_prompt(rows, r, request, page)
+            else:
+                left += [(r, before) for before in range(held.first, page)]
+            self._held[request_id] = _Held(request, page)
+        if left:
+            self._judge_pages(rows, left)
+        newest = rows.num_pages - 1
+        begins = ((rows.seq_lens - 1) % page_size == 0) & (newest >= sinks)  # also once more, if a step failed half-way
+        if bool(begins.any()):
+            places = torch.tensor(requests) * ring + (newest - sinks) % ring
+            self._average.index_fill_(1, sent(places[begins], self.tiers.device), 0.0)
+
+    def _judge_pages(self, rows: DecodeRows, left: list[tuple[int, int]]) -> None:
+        """Algorithm 1: tokens of a page that leaves the ring stay if their average is above beta times uniform.
+        ``left``: rows, and the pages that leave theirs."""
+        device, page_size = self.tiers.device, self.config.page_size
+        row, page = torch.tensor(left).T
+        requests = torch.tensor([self._held[rows.request_ids[r]].request for r, _ in left])
+        places = requests * self._ring + (page - self.config.sinks) % self._ring
+        average = self._average.index_select(1, sent(places, device)).cpu()  # [layers, left, kv_heads, page_size]
+        host_pages = rows.page_table[sent(row, device), sent(page, device)].cpu()
+        keep = average > self.config.hgca.beta / (self._ring * page_size)
+        for i, request in enumerate(requests.tolist()):
+            self.tiers.cache.add(request, int(page[i]) * page_size, keep[:, i], host_pages[i : i + 1])
+
+    def _judge_prompt(self, rows: DecodeRows, r: int, request: int, first: int) -> None:
+        """Which of the tokens between sinks and page ``first`` each head keeps, and the first averages of the ring's,
+        by the mean weights of the prompt's last queries. Without queries (there were none: the whole prompt came from a
+        cache) every token is kept.
+
+        The step's own token is not in the host pool yet; once the table is here the others are, in all layers.
         """
-        with torch.inference_mode():
-            page_size, ring = self.config.page_size, self._ring
-            pages = table[: -(-known // page_size)]
-            sinks, older = self.config.sinks * page_size, first * page_size
+        config, ring, page_size = self.config, self._ring, self.config.page_size
+        table, known = rows.page_table[r].cpu(), int(rows.seq_lens[r]) - 1
+        sinks, older = config.sinks * page_size, first * page_size
+        queries = self._queries.pop(rows.request_ids[r], {})
+        averages = torch.zeros(self._average[:, :ring].shape)
+        places = torch.arange(first - config.sinks, first - config.sinks + ring) % ring
+        keep = torch.ones(len(averages), self.model.num_kv_heads, older - sinks, dtype=torch.bool)
+        pages = table[: -(-known // page_size)]
+        for layer, (_, asked) in queries.items():
+            at, asked = self.tiers.cache.row[layer], asked.cpu()
             # Head by head: a long context's K of all heads, in fp32, would be larger than its bf16 KV.
             for head in range(self.model.num_kv_heads):
-                kept = torch.arange(sinks, older)
-                if queries is not None:
-                    k = self.tiers.host.layers[layer][pages, head, 0].flatten(0, 1)[:known]
-                    weights = self._mean_weights(queries, k, head, sinks, older)
-                    heavy = weights[sinks:older] > self.config.hgca.beta / max(1, older - sinks)
-                    kept = heavy.nonzero().flatten() + sinks
-                    recent = torch.zeros(ring * page_size)
-                    recent[: max(0, known - older)] = weights[older:]
-                    places = torch.arange(first - self.config.sinks, first - self.config.sinks + ring) % ring
-                    self._average[self._row[layer], region, places, head] = recent.view(ring, page_size)
-                self._keep(layer, region, head, table, kept)
+                k = self.tiers.host.layers[layer][pages, head, 0].flatten(0, 1)[:known]
+                weights = self._mean_weights(asked, k, head, sinks, older)
+                keep[at, head] = weights[sinks:older] > config.hgca.beta / max(1, older - sinks)
+                recent = torch.zeros(ring * page_size)
+                recent[: max(0, known - older)] = weights[older:]
+                averages[at, places, head] = recent.view(ring, page_size)
+        self.tiers.cache.add(request, sinks, keep, table[config.sinks : first])
+        self._average[:, request * ring : (request + 1) * ring] = sent(averages, self.tiers.device)
 
     def _mean_weights(self, queries: Tensor, k: Tensor, head: int, sinks: int, older: int) -> Tensor:
         """``[tokens]``: mean over the queries of their softmax over the sinks, over the other older tokens and over the
         recent ones, each alone: the sinks take most of many heads' attention whatever they hold, and beside them
-        nothing would look heavy. ``queries``:
-        ``[n, heads, head_dim]`` of the last n of the tokens whose keys are ``k`` ``[tokens, head_dim]``."""
+        nothing would look heavy. ``queries``: ``[n, heads, head_dim]`` of the last n of the tokens whose keys are ``k``
+        ``[tokens, head_dim]``."""
         count, group = len(queries), self.model.num_heads // self.model.num_kv_heads
         mine = queries[:, head * group : (head + 1) * group].float().transpose(0, 1)  # [group, n, dim]
         logits = torch.matmul(mine * self.model.scale, k.float().T)
-        position = torch.arange(len(k) - count, len(k))[:, None]
-        logits = logits.masked_fill(torch.arange(len(k)) > position, float("-inf"))
+        logits[..., len(k) - count :].masked_fill_(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
         parts = (logits[..., :sinks], logits[..., sinks:older], logits[..., older:])
-        tiers = [part.softmax(-1).nan_to_num(0.0) for part in parts]
-        return self._over_group(torch.cat(tiers, -1).mean(1), 0)
-
-    def _keep(self, layer: int, region: int, head: int, table: Tensor, positions: Tensor) -> None:
-        """Copy tokens (``positions`` in the sequence with page table ``table``) to a head's context cache."""
-        if not len(positions):
-            return
-        page_size = self.config.page_size
-        pages, offsets = table[positions // page_size], positions % page_size
-        kv = self.tiers.host.layers[layer][pages, head, :, offsets]
-        self._caches[layer].add(region, head, kv, positions)
-
-    def _judge_page(self, layer: int, region: int, page: int, table: Tensor, average: Tensor) -> None:
-        """Algorithm 1: tokens of a page that leaves the ring stay if their average (``[kv_heads, page_size]``) is above
-        beta times uniform."""
-        with torch.inference_mode():
-            page_size = self.config.page_size
-            keep = average > self.config.hgca.beta / (self._ring * page_size)
-            for head in range(self.model.num_kv_heads):
-                self._keep(layer, region, head, table, keep[head].nonzero().flatten() + page * page_size)
-
-    def _settle(self, layer: int) -> None:
-        """Wait until all judging of a layer is done; what is late stays to be waited for."""
-        jobs = self._pending.get(layer, [])
-        while jobs:
-            if wait(jobs[:1], self.config.workers.deadline_seconds).not_done:
-                raise DeadlineError(
-                    f"judging evicted tokens of layer {layer} did not end within "
-                    f"workers.deadline_seconds={self.config.workers.deadline_seconds}"
-                )
-            jobs.pop(0).result()
-
-    def _settle_all(self) -> None:
-        for layer in list(self._pending):
-            self._settle(layer)
-
-    # --- attention ---
-
-    def _submit(self, layer: int, rows: DecodeRows, plan: _Plan, q: Tensor) -> Ticket | None:
-        """The CPU's part: the context caches, or every older token where the configuration wants exact attention."""
-        device = int((rows.seq_lens - (plan.first - self.config.sinks) * self.config.page_size).sum())
-        if plan.older is None:
-            self.stats.attended(layer, device, 0)
-            return None
-        if self.config.sparse == "never" or layer in self.config.exact_layers:
-            store = self.tiers.host.layers[layer]
-            pages = page_list(rows, plan.older, rows.page_table, self.config.page_size)
-        else:
-            cache = self._caches[layer]
-            store, pages = cache.store, cache.lists(plan.regions.tolist())
-        self.stats.attended(layer, device + pages.tokens, pages.tokens)
-        if not pages.ids.shape[2]:
-            return None
-        ticket = self.workers.submit(q, store, pages, self.model.scale, f"layer {layer}", plan.owners)
-        plan.tickets.append(ticket)
-        return ticket
-
-    def _note(self, layer: int, plan: _Plan, weights: Tensor) -> None:
-        """Algorithm 1: A = (1 - alpha) A + alpha A_new, the softmax over the ring's tokens without the sinks.
-        ``weights``: ``[rows, heads, W, page_size]``, over both."""
-        sinks = self.config.sinks
-        weights, window = weights[:, :, sinks:], plan.window[:, 0, sinks:]
-        (rows, heads, columns, page_size), kv_heads = weights.shape, self.model.num_kv_heads
-        weights = weights / weights.sum((2, 3), keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-        grouped = weights.view(rows, kv_heads, heads // kv_heads, columns, page_size)
-        new = self._over_group(grouped, 2).transpose(1, 2).cpu()  # [rows, columns, kv_heads, page_size]
-        region = plan.regions[:, None].expand(-1, columns)
-        listed = window >= 0
-        alpha = self.config.hgca.alpha
-        where = (region[listed], (window[listed] - sinks) % self._ring)
-        average = self._average[self._row[layer]]
-        average[where] = (1 - alpha) * average[where] + alpha * new[listed]
-
-    def _over_group(self, weights: Tensor, dim: int) -> Tensor:
-        return weights.amax(dim) if self.config.hgca.aggregate == "max" else weights.mean(dim)
-
-    def _wait(self, layer: int, ticket: Ticket) -> Partial:
-        needed = time.perf_counter()
-        partial = ticket.wait(self.config.workers.deadline_seconds)
-        entry = self.stats.layers[layer]
-        entry.wait_seconds += time.perf_counter() - needed
-        entry.lead_seconds += needed - ticket.asked
-        return partial
-
-    def _sample(self, layer: int, rows: DecodeRows, plan: _Plan, q: Tensor, turn: int) -> None:
-        """Attention mass of one of the rows with pages between sinks and ring."""
-        longer = (plan.first > self.config.sinks).nonzero().flatten().tolist()
-        if not longer or self.config.sparse == "never" or layer in self.config.exact_layers:
-            return
-        r = longer[turn % len(longer)]
-        stats, heads = self.stats.layers[layer], self.model.num_kv_heads
-        older = slice(self.config.sinks * self.config.page_size, int(plan.first[r]) * self.config.page_size)
-        covered = torch.ones(heads, int(rows.seq_lens[r]), dtype=torch.bool)
-        covered[:, older] = False
-        for head, positions in enumerate(self._caches[layer].positions(int(plan.regions[r]))):
-            covered[head, positions] = True
-        pages = rows.page_table[r, : int(rows.num_pages[r])]
-        blocks = self.tiers.host.layers[layer].flatten(0, 2)
-        stats.mass_sum += mass_recall(q[r], blocks, pages, covered, heads, self.model.scale)
-        stats.mass_samples += 1
+        weights = torch.cat([part.softmax(-1).nan_to_num(0.0) for part in parts], -1).mean(1)
+        return weights.amax(0) if self.config.hgca.aggregate == "max" else weights.mean(0)
 
 
 def _ring(config: HybridConfig) -> int:
@@ -390,11 +288,13 @@ def _ring(config: HybridConfig) -> int:
     return max(2, -(-config.hgca.window_tokens // config.page_size))
 
 
-def _average_shape(config: HybridConfig, model: ModelSpec, layers: int, regions: int) -> tuple[int, ...]:
-    return (layers, regions, _ring(config), model.num_kv_heads, config.page_size)
-
-
-def _between(sinks: int, first: Tensor) -> Tensor:
-    """``[R, 1, max(first) - sinks]``: the logical pages from ``sinks`` to ``first`` of each row, padding (-1) last."""
-    column = torch.arange(sinks, int(first.max()))[None, None]
-    return torch.where(column < first[:, None, None], column, -1)
+def _buffers(
+    config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int, requests: int, device: torch.device
+) -> tuple[Tensor, _Lists]:
+    """``([layers, requests * ring, kv_heads, page_size] fp32 averages, lists)``. On ``meta``, to learn their size."""
+    ring, columns = _ring(config), pages_of_a_sequence(config, model, pages)
+    cached = len(layout.cached_layers(config, model))
+    all_older = columns if cached < len(layout.full_layers(model)) else 0
+    shapes = [(min(config.sinks, columns),), (), (ring,), (), (ring,), (all_older,), ()]
+    lists = _Lists(*(torch.zeros((requests, 1, *shape), dtype=torch.int32, device=device) for shape in shapes))
+    return torch.zeros(cached, requests * ring, model.num_kv_heads, config.page_size, device=device), lists

@@ -27,12 +27,12 @@ class _LayerMetric(NamedTuple):
 _COUNTERS = (
     _LayerMetric("hybrid_selected_tokens", "Tokens attended by decoding rows", lambda s: s.selected_tokens),
     _LayerMetric("hybrid_cpu_tokens", "Tokens attended by the CPU workers", lambda s: s.cpu_tokens),
-    _LayerMetric("hybrid_recalled_pages", "Pages recalled into slots", lambda s: s.recalled_pages),
+    _LayerMetric("hybrid_recalled_pages", "Pages recalled into frames", lambda s: s.recalled_pages),
     _LayerMetric("hybrid_resident_hits", "Selected pages that the device tier held", lambda s: s.resident_hits),
     _LayerMetric("hybrid_resident_lookups", "Selected pages, resident or not", lambda s: s.resident_lookups),
     _LayerMetric(
         "hybrid_wait_seconds",
-        "Seconds that the device tier stood still for CPU partials, or for InfiniGen's copies",
+        "Seconds that the device tier stood still for CPU partials",
         lambda s: s.wait_seconds,
     ),
     _LayerMetric(
@@ -59,15 +59,14 @@ _GAUGES = (
     ),
 )
 _POOL_GAUGES: Mapping[str, str] = {
-    "hybrid_regions_in_use": "Slot regions owned by running requests",
-    "hybrid_slots_in_use": "Slots that hold a page or are being filled, summed over layers",
-    "hybrid_recalls_in_flight": "Recall copies not yet visible",
+    "hybrid_resident_requests": "Running requests that own frames",
+    "hybrid_frames_in_use": "Frames that hold a page or are being filled, summed over layers",
     "hybrid_host_pool_pages": "Pages of the host pool",
     "hybrid_digest_bytes": "Bytes of digests",
-    "hybrid_slot_bytes": "Bytes of slots in the device tier",
-    "hybrid_device_bytes": "Bytes of the device tier: slots, staging, digests and what the method keeps there",
+    "hybrid_frame_bytes": "Bytes of frames in the device tier",
+    "hybrid_device_bytes": "Bytes of the device tier: frames, staging, digests and what the method keeps there",
     "hybrid_context_cache_bytes": "Bytes of host memory that the method keeps beside the host pool",
-    "hybrid_copied_bytes": "Bytes copied from the host pool into slots and staging since start",
+    "hybrid_copied_bytes": "Bytes copied from the host pool into frames and staging since start",
 }
 
 

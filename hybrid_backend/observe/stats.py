@@ -1,6 +1,6 @@
 """What a rank counts, layer by layer, since start; `metrics` publishes it under the same names with ``hybrid_``.
 
-One meaning each, whatever computes the step (torch, the native decoder in place, a GPU's own kernels). All of them are
+One meaning each, whatever runs the step's operations. All of them are
 about decoding rows in layers with full attention; prompts count nothing here. *Mean over the selections*: where KV heads
 select for themselves, a layer's number is the mean over its KV heads, so it may be a fraction.
 
@@ -9,15 +9,15 @@ select for themselves, a layer's number is the mean over its KV heads, so it may
 | selected_tokens | tokens, mean over the selections | attended by the device tier or the CPU workers, the step's own included | each layer and step |
 | cpu_tokens | the same | those of them that the CPU workers attended | the same |
 | resident_lookups | pages, mean over the selections | that hold the selected tokens | each layer and step, when selected |
-| resident_hits | the same | those of them that the device tier held before the step copied any: in a slot or a store there, or anywhere in the host pool where that is the device tier and there are no slots | the same |
-| recalled_pages | pages | given a slot because a selection lacked them; not those that fill a new request's slots | when the copy begins |
-| wait_seconds | seconds | in which the device tier stood still for a CPU partial, or InfiniGen's for a copy | when the wait is over |
+| resident_hits | the same | those of them that the device tier held before the step copied any: in a frame or a store there, or anywhere in the host pool where that is the device tier and there are no frames | the same |
+| recalled_pages | pages | given a frame because a selection lacked them; not those that fill a new request's frames | when the copy begins |
+| wait_seconds | seconds | in which the device tier stood still for a CPU partial | when the wait is over |
 | lead_seconds | seconds | from asking the CPU workers for a partial of at least one page to needing it, by one clock | when it is needed |
 | cosine_* | | of predicted and true query, mean over rows and heads | sampled steps, by layer with a prediction |
 | mass_* | share | of the dense attention weights that the selected tokens hold, one row that attends less than its context | sampled steps |
 
 The tokens of HGCA's context caches lie in no page, so `hgca` looks no page up. What a path cannot know it leaves out, and
-nothing is published: sampled figures, and InfiniGen's waits, where a GPU's own kernels decode.
+nothing is published: the sampled figures on a GPU, which read a whole sequence on the host.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Where KV lives: host pool, digests, slots, residency, transfers."""
+"""Where KV lives: the host pool, frames and residency, digests, staging, and their sizes."""
 
-from hybrid_backend.tiers.base import TierLayout, Tiers
+from hybrid_backend.tiers.base import Tiers
+from hybrid_backend.tiers.sizes import TierLayout
 
 __all__ = ["TierLayout", "Tiers"]

@@ -1,172 +1,156 @@
-"""Exact streaming: host pages pass through two staging buffers, a group of KV heads at a time (HeadInfer, section 3).
+"""Streaming: what the device tier does not hold passes through two staging buffers (HeadInfer, arXiv 2502.12574,
+section 3). While one is attended, the other is filled.
 
-While one buffer is attended, the next piece is copied into the other. Device memory is two buffers, whatever the
-context: ``2 (buffers) x tokens x heads of a group x 2 (K, V) x head_dim x element size``.
+Prompts of all methods attend what came before them this way; HeadInfer's decoding rows use the same buffers. Device
+memory is two buffers, whatever the context: ``2 (buffers) x tokens x heads of a group x 2 (K, V) x head_dim x element
+size``. A *head page* is K and V of one page and one KV head, ``[1, 2, page_size, head_dim]``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybrid_backend.attention.prefill import KVBlock
-from hybrid_backend.errors import DeadlineError
 from hybrid_backend.step import ModelSpec, sent
 from hybrid_backend.tiers.host_pool import HostPool
+from hybrid_backend.tiers.sizes import staging_shape
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What one staging buffer holds at a time: ``tokens`` tokens of some KV heads of batch row ``row``."""
+class Piece(NamedTuple):
+    """What a buffer holds at a time of lists of head pages that are laid end to end."""
 
-    row: int
-    heads: tuple[int, ...]
-    pages: Tensor  # host page ids
-    tokens: int
-
-
-def staging_bytes(model: ModelSpec, tokens: int, heads: int) -> int:
-    """Device bytes of both buffers when each holds ``tokens`` tokens of ``heads`` KV heads of one layer."""
-    return 2 * heads * tokens * model.head_dim * 2 * model.dtype.itemsize
+    pages: Tensor  # [capacity] int32 head pages of the host pool
+    places: Tensor  # [capacity] int32 where they go, -1: nowhere
+    first: Tensor  # [lists, 1, 1] int32 place of the first one of each list that is in the piece
+    tokens: Tensor  # [lists, 1] int32 that the piece holds of each list
 
 
-def buffer_shape(model: ModelSpec, page_size: int, tokens: int) -> tuple[int, ...]:
-    """Of both staging buffers, when each holds ``tokens`` tokens of all KV heads of one layer."""
-    return (2, tokens // page_size * model.num_kv_heads * 2, page_size, model.head_dim)
+def cut(
+    counts: Tensor, most: int, capacity: int, page_size: int, nth_of: Callable[[Tensor, Tensor], Tensor]
+) -> list[Piece]:
+    """Lists in pieces that fit a buffer: as many as ``most`` head pages need, so that a captured graph keeps its shape;
+    the last ones may be empty.
+
+    Args:
+        counts: ``[lists]`` head pages of each.
+        capacity: head pages of a buffer.
+        nth_of: the nth head pages ``[n]`` int32 of lists, both ``[n]`` int64; a number may be too high, and what comes
+            of it is not used.
+    """
+    ends = counts.cumsum(0)
+    begins = ends - counts
+
+    def piece(start: int) -> Piece:
+        at = torch.arange(start, start + capacity, device=counts.device)
+        lists = torch.searchsorted(ends, at, right=True).clamp(max=len(counts) - 1)
+        places = (at - start).masked_fill(at >= ends[-1], -1)
+        first, end = ((x - start).clamp(0, capacity).int() for x in (begins, ends))
+        pages = nth_of(lists, at - begins[lists])
+        return Piece(pages, places.int(), first[:, None, None], ((end - first) * page_size)[:, None])
+
+    return [piece(start) for start in range(0, most, capacity)]
 
 
-class _Pending(Protocol):
-    """A piece on its way into a buffer."""
-
-    def result(self, timeout: float) -> KVBlock: ...
-
-
-@dataclass(frozen=True)
-class _OnDevice:
-    """A copy that the device makes in a stream of its own; who uses the block waits for it in theirs."""
-
-    block: KVBlock
-    done: torch.cuda.Event
-
-    def result(self, timeout: float) -> KVBlock:
-        torch.cuda.current_stream().wait_event(self.done)
-        return self.block
+def head_pages(store: Tensor) -> Tensor:
+    """``[pages, heads, 2, page_size, head_dim]``, contiguous, as ``[pages * heads, 1, 2, page_size, head_dim]``."""
+    return store.flatten(0, 1)[:, None]
 
 
 class HeadStream:
-    """Two staging buffers of ``tokens`` tokens of all KV heads each, and who fills them: a thread, or a GPU itself,
-    which reads the host pages in a stream beside the step's."""
+    """Two staging buffers of ``tokens`` tokens of all KV heads each. A GPU fills them in a stream beside the step's; a
+    host copies at once, because the cores that would copy are those that attend."""
 
-    def __init__(
-        self, host: HostPool, model: ModelSpec, page_size: int, tokens: int, device: torch.device, deadline: float
-    ) -> None:
-        self._host = host
-        self._heads, self._dim, self._page_size = model.num_kv_heads, model.head_dim, page_size
-        self._head_pages = tokens // page_size * model.num_kv_heads  # pages of one head that a buffer holds
-        shape = buffer_shape(model, page_size, tokens)
+    def __init__(self, host: HostPool, model: ModelSpec, page_size: int, tokens: int, device: torch.device) -> None:
+        self._host, self._kv_heads = host, model.num_kv_heads
+        shape = staging_shape(model, page_size, tokens)
         self._buffers = torch.empty(shape, dtype=model.dtype, device=device)
-        self._deadline = deadline
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hybrid-stream", initializer=_alone)
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._turn = 0
-        self._ahead: tuple[int, Piece, _Pending] | None = None
-        self.copied_bytes = 0
+        self.copied_bytes = 0  # since start
+
+    @property
+    def capacity(self) -> int:
+        """Head pages that a buffer holds."""
+        return self._buffers.shape[1]
 
     @property
     def nbytes(self) -> int:
         return self._buffers.nbytes
 
-    def pieces(self, row: int, heads: Sequence[int], groups: int, pages: Tensor, tokens: int) -> list[Piece]:
-        """Cut the first ``tokens`` tokens of a sequence into pieces that fit a buffer, ``groups`` head groups or more.
+    def through(self, copies: Iterable[Callable[[Tensor], object]]) -> Iterator[Tensor]:
+        """A buffer for each copy, filled (on a GPU: waited for in the step's stream) when it is handed out. The next
+        copy begins before that, and overwrites the buffer that was handed out before.
 
-        A group whose context is longer than a buffer is cut along the tokens too.
+        Args:
+            copies: each writes a buffer, ``[capacity, 1, 2, page_size, head_dim]``, from host pages.
         """
-        found: list[Piece] = []
-        if not tokens or not heads:
-            return found
-        size = -(-len(heads) // min(groups, len(heads)))
-        size = min(size, self._head_pages)
-        used = -(-tokens // self._page_size)
-        for first in range(0, len(heads), size):
-            group = tuple(heads[first : first + size])
-            step = max(1, self._head_pages // len(group))
-            for start in range(0, used, step):
-                end = min(used, start + step)
-                inside = min(tokens, end * self._page_size) - start * self._page_size
-                found.append(Piece(row, group, pages[start:end], inside))
-        return found
+        ready: Callable[[], Tensor] | None = None
+        try:
+            for copy in copies:
+                now, ready = ready, self._fill(copy)
+                if now is not None:
+                    yield now()
+            if ready is not None:
+                now, ready = ready, None
+                yield now()
+        finally:
+            if ready is not None:
+                ready()  # the step failed: the copy still reads what the step's stream may reuse
 
-    def blocks(self, layer: int, pieces: Sequence[Piece], following: int | None = None) -> Iterator[KVBlock]:
-        """K and V of the pieces, in order; a block is overwritten after the one that follows it was asked for.
-
-        ``following``: the layer whose first piece is fetched while this layer's last one is attended; its pieces must
-        be the same.
-
-        Raises:
-            DeadlineError: a copy did not end in time.
-        """
-        order: list[tuple[int, Piece] | None] = [(layer, piece) for piece in pieces]
-        order.append((following, pieces[0]) if following is not None and pieces else None)
-        for now, then in pairwise(order):
-            assert now is not None
-            future = self._taken(*now)
-            if then is not None:
-                self._ahead = (*then, self._fetch(*then))
-            try:
-                yield future.result(self._deadline)
-            except Late:
-                raise DeadlineError(f"staging copy of layer {layer} did not end within {self._deadline} s") from None
-
-    def drop(self) -> None:
-        """Forget what was fetched ahead; the step that it was for failed or is over. Nobody waits for it: whatever is
-        fetched next comes after it."""
-        self._ahead = None
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _taken(self, layer: int, piece: Piece) -> _Pending:
-        """What was fetched ahead, if it is this; else a fetch that starts now."""
-        if self._ahead is not None:
-            ahead_layer, ahead_piece, future = self._ahead
-            if ahead_layer == layer and ahead_piece is piece:
-                self._ahead = None
-                return future
-            self.drop()
-        return self._fetch(layer, piece)
-
-    def _fetch(self, layer: int, piece: Piece) -> _Pending:
+    def _fill(self, copy: Callable[[Tensor], object]) -> Callable[[], Tensor]:
+        """Begin to fill the other buffer; the result waits for it."""
         self._turn ^= 1
-        if self._beside is None:
-            return self._thread.submit(self._copy, self._turn, layer, piece)
+        buffer = self._buffers[self._turn]
+        if self._copying is None:
+            copy(buffer)
+            return lambda: buffer
         # Whatever attended this buffer before, or wrote the host pages, is in the step's stream already.
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
-            block = self._copy(self._turn, layer, piece)
-            return _OnDevice(block, self._beside.record_event())
+        self._copying.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copying):
+            copy(buffer)
+            done = self._copying.record_event()
 
-    def _copy(self, turn: int, layer: int, piece: Piece) -> KVBlock:
-        with torch.inference_mode():
-            blocks = self._host.blocks(layer)  # as the device sees them
-            heads, pages = (sent(x, blocks.device) for x in (torch.tensor(piece.heads), piece.pages))
-            halves = torch.arange(2, device=blocks.device)
-            index = (pages[None] * self._heads + heads[:, None])[:, None] * 2 + halves[None, :, None]
-            index = index.flatten()  # [heads, K|V, pages]
-            target = self._buffers[turn, : len(index)]
-            torch.index_select(blocks, 0, index, out=target)
-            self.copied_bytes += target.nbytes
-            k, v = target.view(len(piece.heads), 2, -1, self._dim)[:, :, : piece.tokens].unbind(1)
-            return KVBlock(piece.heads, k, v)
+        def ready() -> Tensor:
+            torch.cuda.current_stream().wait_event(done)
+            return buffer
 
+        return ready
 
-def _alone() -> None:
-    # One OpenMP thread: a copy must not start a second team beside the engine's. vLLM replaces torch.set_num_threads by
-    # a no-op, and the setting is this thread's own, so ask the C function.
-    torch._C.set_num_threads(1)
+    def blocks(self, layer: int, heads: tuple[int, ...], groups: int, pages: Tensor, tokens: int) -> Iterator[KVBlock]:
+        """K and V of the first ``tokens`` tokens of a sequence: ``groups`` groups of the KV heads (or more) one after
+        the other, each cut along the tokens if it is longer than a buffer.
+
+        Args:
+            pages: ``[n]`` int64 host page ids.
+        """
+        page_size, dim = self._buffers.shape[-2:]
+        size = max(1, min(-(-len(heads) // groups), self.capacity))
+        step = self.capacity // size * page_size
+        pieces = [
+            (heads[first : first + size], start, min(tokens, start + step))
+            for first in range(0, len(heads), size)
+            for start in range(0, tokens, step)
+        ]
+        buffers = self.through(
+            partial(self._gather, layer, group, pages[start // page_size : -(-end // page_size)])
+            for group, start, end in pieces
+        )
+        for (group, start, end), buffer in zip(pieces, buffers, strict=True):
+            padded = -(-(end - start) // page_size) * page_size
+            kv = buffer.flatten()[: len(group) * 2 * padded * dim].view(len(group), 2, padded, dim)
+            yield KVBlock(group, *kv[:, :, : end - start].unbind(1))
+
+    def _gather(self, layer: int, heads: tuple[int, ...], pages: Tensor, buffer: Tensor) -> None:
+        """Head by head, K before V, because attention of many queries wants all tokens of each together."""
+        blocks = self._host.blocks(layer)  # as the device sees them
+        head, pages = (sent(x, blocks.device) for x in (torch.tensor(heads), pages))
+        half = torch.arange(2, device=blocks.device)
+        index = ((pages * self._kv_heads + head[:, None])[:, None] * 2 + half[:, None]).flatten()
+        target = buffer.flatten(0, 2)[: len(index)]
+        torch.index_select(blocks, 0, index, out=target)
+        self.copied_bytes += target.nbytes

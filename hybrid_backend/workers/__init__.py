@@ -1,7 +1,8 @@
 """Who computes on the CPU: a registry of partial-attention kernels and the pools that run them."""
 
+from hybrid_backend.workers.base import Owners, Ticket, WorkerPool
 from hybrid_backend.workers.cpus import ALONE, Rank
-from hybrid_backend.workers.pool import NativePool, Owners, Ticket, WorkerPool, make_pool
+from hybrid_backend.workers.pool import NativePool, make_pool
 from hybrid_backend.workers.registry import kernel_name, kernel_names, resolve_kernel
 
 __all__ = [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.host_memory import numbers
 
 THREAD_NAME = "hybrid-worker"  # kernels/cpu/src/pool.cpp, `pin_to`, gives its threads the same
 
@@ -178,13 +179,12 @@ def _pinned(tasks: Path, allowed: frozenset[int]) -> frozenset[int]:
 
 
 def _cpu_list(path: Path) -> frozenset[int]:
-    """The kernel's ``0-3,8`` as numbers; a node without CPUs has an empty line."""
-    spans = (span.partition("-") for span in path.read_text().strip().split(",") if span)
-    return frozenset(cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1))
+    """A node without CPUs has an empty line."""
+    return frozenset(numbers(path.read_text()))
 
 
 def _spans(cpus: Iterable[int]) -> str:
-    """As `_cpu_list` reads it."""
+    """As `host_memory.numbers` reads it."""
     found: list[list[int]] = []
     for cpu in sorted(cpus):
         if found and found[-1][1] == cpu - 1:

@@ -39,8 +39,8 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import PageList, Partial, empty_partial
 from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
+from hybrid_backend.workers.base import Owners, Ticket, WorkerPool
 from hybrid_backend.workers.cpus import name_thread
-from hybrid_backend.workers.pool import Owners, Ticket, WorkerPool
 from hybrid_backend.workers.registry import HOW_TO_GET_IPEX, ipex_python
 
 PROGRAM = Path(__file__).with_name("ipex_process.py")
@@ -155,17 +155,17 @@ class IpexPool(WorkerPool):
         self._link.settimeout(None)
         if hello:
             return
-        self._end_process(patience=1.0)
+        self._end_process(timeout=1.0)
         complaint = f"no answer within {START_SECONDS:.0f} s" if late else self._last_complaint()
         self._release()
         raise ConfigError(
             f"workers.kernel: IPEX does not start with HYBRID_IPEX_PYTHON={command[0]}: {complaint}; {HOW_TO_GET_IPEX}"
         )
 
-    def _end_process(self, patience: float = 5.0) -> int:
+    def _end_process(self, timeout: float = 5.0) -> int:
         """The exit status. The process ends by itself once the socket is shut; a stopped one is killed."""
         try:
-            return self._process.wait(patience)
+            return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
@@ -374,7 +374,7 @@ class _Job:
         self._done.set()
 
     def stage(self) -> _Staged | None:
-        """The lists as the process wants them. None if no page is left, of rows whose region was not released.
+        """The lists as the process wants them. None if no page is left, of rows whose request was not released.
 
         Raises:
             WorkerError: a page id beyond the cache, or a page that is partly filled and not the last.
@@ -412,7 +412,7 @@ class _Job:
         return _Staged(q[self._order], layer.view(-1, page_size * dim), torch.cat(index), torch.tensor(groups))
 
     def unpack(self, out: Tensor, lse: Tensor) -> Partial:
-        """The result, out of the shared memory. Rows whose region was released meanwhile are empty."""
+        """The result, out of the shared memory. Rows whose request was released meanwhile are empty."""
         partial = empty_partial(self.q)
         sequences = self._pages.ids.shape[0] * self._pages.ids.shape[1]
         partial.out.view(sequences, -1, out.shape[2])[self._order] = out
@@ -423,4 +423,4 @@ class _Job:
         return partial
 
     def _stale(self, owners: Owners) -> Tensor:
-        return owners.current[owners.regions] != owners.generations
+        return owners.current[owners.requests] != owners.generations

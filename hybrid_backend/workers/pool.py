@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,53 +13,10 @@ from hybrid_backend.attention.partial import PageList, Partial
 from hybrid_backend.config import WorkersConfig
 from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
 from hybrid_backend.kernels import cpu
+from hybrid_backend.workers.base import Owners, Ticket, WorkerPool
 from hybrid_backend.workers.cpus import ALONE, Bound, Rank, Topology, check_cpus, name_thread, spare_cpus
+from hybrid_backend.workers.ipex import IpexPool
 from hybrid_backend.workers.registry import IPEX, PartialKernel, kernel_name, resolve_kernel
-
-
-class Owners(NamedTuple):
-    """Whose jobs they are: row r is dropped once ``current[regions[r]] != generations[r]``. All int64."""
-
-    regions: Tensor  # [rows]
-    generations: Tensor  # [rows]
-    current: Tensor  # [regions]
-
-
-class Ticket(Protocol):
-    """A submitted set of jobs. ``asked``: when (`time.perf_counter`)."""
-
-    asked: float
-
-    def wait(self, deadline: float) -> Partial:
-        """The partial ``[rows, heads, head_dim]``.
-
-        Raises:
-            DeadlineError: the workers did not answer within ``deadline`` seconds; names the job.
-            WorkerError: a worker failed; says why.
-        """
-
-    def abandon(self) -> None:
-        """Forget the jobs: those not begun are dropped, a running one ends into memory that nobody reads."""
-
-
-class WorkerPool(ABC):
-    """Threads, pinned away from the engine's compute cores, that run one partial-attention kernel.
-
-    A job owns its output, so a job of a request that is gone can never write into another request's result.
-    """
-
-    cpus: list[int]
-    threads: int
-
-    @abstractmethod
-    def submit(
-        self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
-    ) -> Ticket:
-        """Start the jobs of one layer and return at once. ``q`` ``[rows, heads, head_dim]`` must not change."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop the threads."""
 
 
 def make_pool(config: WorkersConfig, rank: Rank = ALONE) -> WorkerPool:
@@ -86,8 +41,6 @@ def make_pool(config: WorkersConfig, rank: Rank = ALONE) -> WorkerPool:
         except WorkerError as error:
             raise ConfigError(f"workers.threads: {threads} threads cannot be started ({error}); write fewer") from error
     if config.kernel == IPEX:
-        from hybrid_backend.workers.ipex import IpexPool  # late: it is built on this module
-
         return IpexPool(threads, cpus)
     return TorchPool(threads, cpus, resolve_kernel(config.kernel), config.per_sequence_groups)
 

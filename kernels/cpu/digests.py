@@ -1,4 +1,4 @@
-"""Page digests on the CPU: append, rebuild, score, select. Same numbers as `hybrid_backend.attention.selection`."""
+"""Page digests on the CPU, in bytes too: what `Decoder` scores and selects by. (`operations` has what methods use.)"""
 
 from __future__ import annotations
 
@@ -8,41 +8,6 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.kernels.cpu import library as lib
-
-
-def append(digests: Tensor, pages: Tensor, offsets: Tensor, keys: Tensor) -> None:
-    """Fold one key per listed page into its digest; a key at offset 0 starts it anew.
-
-    Args:
-        digests: ``[pages, kv_heads, 2 (max, min), head_dim]``.
-        pages, offsets: ``[tokens]`` int64.
-        keys: ``[tokens, kv_heads, head_dim]`` in the digests' dtype.
-    """
-    model, store = _model(digests), lib.digests_of(digests)
-    pages, offsets = pages.long().contiguous(), offsets.long().contiguous()
-    if keys.dtype != digests.dtype or keys.stride(2) != 1:
-        keys = keys.to(digests.dtype).contiguous()
-    size = keys.element_size()
-    lib.check(
-        lib.native().hb_digest_append(
-            C.byref(model), C.byref(store), digests.shape[0], len(pages), pages.data_ptr(), offsets.data_ptr(),
-            keys.data_ptr(), keys.stride(0) * size, keys.stride(1) * size,
-        )
-    )  # fmt: skip
-
-
-def rebuild(digests: Tensor, layer: Tensor, pages: Tensor, tokens: Tensor) -> None:
-    """Recompute the digests of ``pages`` (``[n]`` int64) from their first ``tokens`` (``[n]``, at least 1) keys.
-
-    ``layer``: ``[pages, kv_heads, 2, page_size, head_dim]``.
-    """
-    model, store, cache = _model(digests, layer.shape[3]), lib.digests_of(digests), lib.cache_of(layer)
-    pages, tokens = pages.long().contiguous(), tokens.long().contiguous()
-    lib.check(
-        lib.native().hb_digest_rebuild(
-            C.byref(model), C.byref(store), C.byref(cache), len(pages), pages.data_ptr(), tokens.data_ptr()
-        )
-    )
 
 
 def scores(

@@ -6,6 +6,7 @@ import ctypes as C
 import sys
 from functools import cache, lru_cache
 from pathlib import Path
+from struct import Struct
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class PartialArgs(C.Structure):
         ("out_row_stride", C.c_int64),
         ("out_head_stride", C.c_int64),
         ("lse", C.c_void_p),
-        ("region", C.c_void_p),
+        ("request", C.c_void_p),
         ("generation", C.c_void_p),
         ("current", C.c_void_p),
     ]
@@ -134,7 +135,7 @@ class MailboxArgs(C.Structure):
         ("q", C.c_void_p),
         ("ids", C.c_void_p),
         ("counts", C.c_void_p),
-        ("region", C.c_void_p),
+        ("request", C.c_void_p),
         ("generation", C.c_void_p),
         ("current", C.c_void_p),
         ("out", C.c_void_p),
@@ -147,6 +148,26 @@ class MailboxArgs(C.Structure):
 
 # In the order of src/api.h.
 STRUCTURES = (Cache, DigestStore, ByteStore, Model, PartialArgs, StepArgs, LayerArgs, MailboxArgs)
+
+# Arguments of the operations, in the order of src/api.h; every member takes 8 bytes. A packed string costs a fifth of
+# what a ctypes structure costs to make, and a decode step makes ten per layer.
+_PAGED, _TEAM, _MAPS, _COPIES = "P5q", "Pq", "3P4q", "6P2q"
+OPERATIONS = {
+    "hb_append_tokens": Struct(f"{_PAGED}8P5q"),
+    "hb_build_digests": Struct(f"{_PAGED}3Pq{_TEAM}"),
+    "hb_page_scores": Struct(f"6P11q{_TEAM}2d"),
+    "hb_select_pages": Struct(f"10P10q{_TEAM}"),
+    "hb_union_pages": Struct(f"6P5q{_TEAM}"),
+    "hb_paged_partial": Struct(f"{_PAGED}5P7q{_TEAM}d"),
+    "hb_merge_partials": Struct(f"6P6q{_TEAM}"),
+    "hb_page_weights": Struct(f"{_PAGED}6P8q{_TEAM}2d"),
+    "hb_note_scores": Struct(f"{_MAPS}4P5q"),
+    "hb_plan_recall": Struct(f"{_MAPS}{_COPIES}12P8q"),
+    "hb_copy_pages": Struct(f"4P4q{_TEAM}"),
+    "hb_commit_pages": Struct(f"{_MAPS}{_COPIES}P"),
+    "hb_open_pages": Struct(f"{_MAPS}3P3q"),
+}
+
 _P = C.POINTER
 _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "hb_last_error": (C.c_char_p, []),
@@ -157,14 +178,6 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "hb_isa_best": (C.c_int, []),
     "hb_partial": (C.c_int, [_P(PartialArgs), C.c_int]),
     "hb_read": (C.c_uint64, [C.c_void_p, C.c_int64]),
-    "hb_digest_append": (
-        C.c_int,
-        [_P(Model), _P(DigestStore), C.c_int64, C.c_int32, C.c_void_p, C.c_void_p, C.c_void_p, C.c_int64, C.c_int64],
-    ),
-    "hb_digest_rebuild": (
-        C.c_int,
-        [_P(Model), _P(DigestStore), _P(Cache), C.c_int32, C.c_void_p, C.c_void_p],
-    ),
     "hb_scores": (
         C.c_int,
         [
@@ -228,6 +241,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "hb_decode_layer": (C.c_int, [C.c_void_p, C.c_int, _P(LayerArgs), C.c_void_p, C.c_void_p, C.c_int]),
     "hb_decode_counts": (C.c_void_p, [C.c_void_p]),
     "hb_decode_selected": (C.c_int, [C.c_void_p, C.c_int, C.c_int, _P(C.c_void_p)]),
+    **{name: (C.c_int, [C.c_char_p]) for name in OPERATIONS},
 }
 
 
@@ -250,8 +264,8 @@ def native() -> C.CDLL:
         for name, (result, arguments) in _PROTOTYPES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-        sizes = [library.hb_struct_size(which) for which in range(len(STRUCTURES) + 1)]
-        if sizes != [*map(C.sizeof, STRUCTURES), 0]:
+        expected = [*map(C.sizeof, STRUCTURES), *(arguments.size for arguments in OPERATIONS.values()), 0]
+        if [library.hb_struct_size(which) for which in range(len(expected))] != expected:
             raise OSError("the library was built from another version's src/api.h")
     except (OSError, AttributeError) as error:
         raise WorkerError(

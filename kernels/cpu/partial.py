@@ -220,7 +220,7 @@ class Pool:
         valid: Tensor,
         scale: float,
         *,
-        regions: Tensor | None = None,
+        requests: Tensor | None = None,
         generations: Tensor | None = None,
         current: Tensor | None = None,
         what: str = "a job",
@@ -228,8 +228,9 @@ class Pool:
         """Start a partial (`partial`'s arguments) and return at once; its tensors must not change until `wait`.
 
         Args:
-            regions: ``[rows]`` int64, with ``generations`` ``[rows]`` and ``current`` ``[any]`` int64: row r is dropped
-                (its result is the empty partial) once ``current[regions[r]] != generations[r]``.
+            requests: ``[rows]`` int64, with ``generations`` ``[rows]`` and ``current`` ``[any]`` int64: row r is
+            dropped
+                (its result is the empty partial) once ``current[requests[r]] != generations[r]``.
             what: names the job in errors.
         """
         if self._handle is None:
@@ -242,12 +243,12 @@ class Pool:
                 template = self._remember(layer, scale)
             out, lse, alive = template.fill(q, layer, ids, valid)
             args = template.args
-            if current is not None and regions is not None and generations is not None:
-                args.region, args.generation = regions.data_ptr(), generations.data_ptr()
+            if current is not None and requests is not None and generations is not None:
+                args.request, args.generation = requests.data_ptr(), generations.data_ptr()
                 args.current = current.data_ptr()
-                alive = (*alive, regions, generations, current)
+                alive = (*alive, requests, generations, current)
             elif args.current is not None:
-                args.region = args.generation = args.current = None
+                args.request = args.generation = args.current = None
             handle = self.native.hb_submit(self._handle, template.pointer)
         if not handle:
             raise WorkerError(f"native CPU kernel: {lib.failure()}")

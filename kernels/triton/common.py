@@ -27,3 +27,11 @@ def precision_of(dtype: torch.dtype) -> str:
 def group_block(group: int) -> int:
     """Rows of a tile of query heads: tensor cores take 16."""
     return max(16, int(triton.next_power_of_2(group)))
+
+
+@triton.jit
+def ordered(x):
+    """fp32 -> int64 in the same order; NaN counts as the lowest, and the zeros are equal."""
+    number = tl.where(x == x, x, float("-inf"))
+    bits = tl.where(number == 0, 0.0, number).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_backend.kernels.operations import AGGREGATES
 from hybrid_backend.kernels.triton.common import dot, group_block, precision_of
 
 _TILE = 64  # pages that a program scores
-AGGREGATES = ("sum", "max", "softmax")
 
 
 @triton.jit(do_not_specialize=["tiles", "stride"])
@@ -82,25 +82,9 @@ def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, colum
 
 
 def page_scores(
-    q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str, per_head: bool,
-    bound: float, scale: float,
+    q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
+    per_head: bool, bound: float, scale: float,
 ) -> Tensor:  # fmt: skip
-    """`attention.selection.page_scores` on the device: estimates of the largest logit in each page (Quest, section
-    3.2), combined over query heads.
-
-    Args:
-        q: ``[rows, heads, head_dim]``.
-        digests: ``[pages, kv_heads, 2, head_dim]``.
-        table: ``[rows, columns]`` int32 host page ids; entries beyond a row's pages are not read.
-        num_pages: ``[rows]`` int32; 0: a row of padding.
-        budgets: ``[rows]`` int32 pages; a row that may take all of its pages is not scored.
-        aggregate: how query heads combine, see `AGGREGATES`; ``per_head``: a list per KV head instead of one.
-        bound: share of the digest's half-width that counts; 1 is Quest's upper end.
-        scale: of the attention's softmax.
-
-    Returns:
-        ``[rows, 1 | kv_heads, columns]`` fp32, -inf beyond a row's pages, 0 in a row that is not scored.
-    """
     rows, heads, dim = q.shape
     kv_heads = digests.shape[1]
     columns = table.shape[1]

@@ -1,30 +1,16 @@
-"""Top-k pages with forced ones, split by residency: out come the device's list and the CPU's, compact."""
+"""Top-k pages with forced ones, split by residency: out come the lists of frames and of missing pages, compact."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_backend.kernels.triton.residency import ordered
-from hybrid_backend.kernels.triton.tally import MISSING_PAGES, MISSING_TOKENS, RESIDENT_PAGES, RESIDENT_TOKENS
+from hybrid_backend.kernels.operations import Selection
+from hybrid_backend.kernels.triton.common import ordered
+from hybrid_backend.kernels.triton.counters import MISSING_PAGES, MISSING_TOKENS, RESIDENT_PAGES, RESIDENT_TOKENS
 
 _MAX_TILE = 2048  # columns that a program holds at a time
-
-
-class SelectedPages(NamedTuple):
-    """Lists ``[rows, lists, k]`` int32 with their lengths ``[rows, lists]`` int32; ascending by logical page."""
-
-    pages: Tensor  # logical pages, all that were selected
-    pages_listed: Tensor
-    slots: Tensor  # of the resident ones
-    slots_listed: Tensor
-    tokens: Tensor  # that the resident ones hold: the growing page is always resident, and last
-    missing: Tensor  # host page ids of the others
-    absent: Tensor  # their logical pages
-    missing_listed: Tensor
 
 
 @triton.jit
@@ -36,16 +22,17 @@ def _keys_of(scores, first, pages, sinks, recent, TILE: tl.constexpr):
     return column, tl.where(column < pages, key, -(1 << 31) - 1)
 
 
-@triton.jit(do_not_specialize=["sinks", "recent", "k", "table_stride", "slot_columns"])
-def _select_kernel(scores, num_pages, lengths, budgets, regions, slot_of, table, chosen, count, slots, slot_count,
-                   tokens, missing, absent, missing_count, tally, sinks, recent, columns, k, table_stride, slot_columns,
+@triton.jit(do_not_specialize=["sinks", "recent", "k", "table_stride", "frame_columns"])
+def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, table, chosen, count, frames, frame_count,
+                   tokens, missing, absent, missing_count, counters, sinks, recent, columns, k, table_stride,
+                   frame_columns,
                    LISTS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, ONE_TILE: tl.constexpr):  # fmt: skip
     row, listing = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * LISTS + listing
     scores += at * columns
     pages = tl.load(num_pages + row)
     budget = tl.minimum(tl.minimum(tl.load(budgets + row), pages), k)
-    region = tl.load(regions + row).to(tl.int64)
+    request = tl.load(requests + row).to(tl.int64)
 
     # The budget-th largest key, found bit by bit: how many keys are at least this?
     low = tl.full([], -(1 << 32), tl.int64)
@@ -79,12 +66,14 @@ def _select_kernel(scores, num_pages, lengths, budgets, regions, slot_of, table,
         rank = equals + tl.cumsum(equal, 0)
         pick = (column < pages) & ((key > low) | ((equal > 0) & (rank <= ties)))
         equals += tl.sum(equal, 0)
-        slot = tl.load(slot_of + region * slot_columns + column, mask=pick & (column < slot_columns), other=-1)
-        here, away = (pick & (slot >= 0)).to(tl.int32), (pick & (slot < 0)).to(tl.int32)
+        page = tl.load(table + row * table_stride + column, mask=pick, other=-1)
+        frame = page  # the device reads the host pool
+        if frame_of is not None:
+            frame = tl.load(frame_of + request * frame_columns + column, mask=pick & (column < frame_columns), other=-1)
+        here, away = (pick & (frame >= 0)).to(tl.int32), (pick & (frame < 0)).to(tl.int32)
         picked = pick.to(tl.int32)
         tl.store(chosen + at * k + taken + tl.cumsum(picked, 0) - 1, column, mask=pick)
-        tl.store(slots + at * k + resident + tl.cumsum(here, 0) - 1, slot, mask=here > 0)
-        page = tl.load(table + row * table_stride + column, mask=away > 0, other=-1)
+        tl.store(frames + at * k + resident + tl.cumsum(here, 0) - 1, frame, mask=here > 0)
         to = at * k + lacking + tl.cumsum(away, 0) - 1
         tl.store(missing + to, page, mask=away > 0)
         tl.store(absent + to, column, mask=away > 0)
@@ -92,43 +81,32 @@ def _select_kernel(scores, num_pages, lengths, budgets, regions, slot_of, table,
         resident += tl.sum(here, 0)
         lacking += tl.sum(away, 0)
     tl.store(count + at, taken)
-    tl.store(slot_count + at, resident)
+    tl.store(frame_count + at, resident)
     tl.store(missing_count + at, lacking)
-    tail = pages * PAGE - tl.load(lengths + row)  # what the growing page lacks
+    tail = pages * PAGE - tl.load(seq_lens + row)  # what the growing page lacks
     held = tl.where(resident > 0, resident * PAGE - tail, 0)
     tl.store(tokens + at, held)
-    if tally is not None:
-        tl.atomic_add(tally + RESIDENT_PAGES, resident.to(tl.int64), sem="relaxed")
-        tl.atomic_add(tally + MISSING_PAGES, lacking.to(tl.int64), sem="relaxed")
-        tl.atomic_add(tally + RESIDENT_TOKENS, held.to(tl.int64), sem="relaxed")
-        tl.atomic_add(tally + MISSING_TOKENS, lacking.to(tl.int64) * PAGE, sem="relaxed")
+    if counters is not None:
+        tl.atomic_add(counters + RESIDENT_PAGES, resident.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counters + MISSING_PAGES, lacking.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counters + RESIDENT_TOKENS, held.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counters + MISSING_TOKENS, lacking.to(tl.int64) * PAGE, sem="relaxed")
 
 
 def select_pages(
-    scores: Tensor, num_pages: Tensor, lengths: Tensor, budgets: Tensor, regions: Tensor, slot_of: Tensor,
-    table: Tensor, page_size: int, sinks: int, recent: int, most: int,
-    tally: Tensor | None = None,
-) -> SelectedPages:  # fmt: skip
-    """The best pages of each list, the first ``sinks`` and last ``recent`` always among them, and where they are.
-
-    Args:
-        scores: ``[rows, lists, columns]`` fp32 (`page_scores`).
-        num_pages, lengths: ``[rows]`` int32 pages and tokens of each sequence; 0 pages: a row of padding.
-        budgets: ``[rows]`` int32 pages, at least ``sinks + recent``.
-        regions: ``[rows]`` int32; ``slot_of``: ``[regions, columns]`` int32 slot of each logical page, -1: none.
-        table: ``[rows, columns]`` int32 host page ids.
-        most: pages that any list may hold; what is returned has that many columns.
-        tally: ``[COLUMNS]`` int64 of the layer, see `tally`: what was selected is added.
-    """
+    scores: Tensor, num_pages: Tensor, seq_lens: Tensor, budgets: Tensor, requests: Tensor,
+    frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, most: int,
+    counters: Tensor | None = None,
+) -> Selection:  # fmt: skip
     rows, lists, columns = scores.shape
     number = num_pages.new_zeros(4, rows, lists)
     listed = num_pages.new_full((4, rows, lists, most), -1)
-    out = SelectedPages(listed[0], number[0], listed[1], number[1], number[2], listed[2], listed[3], number[3])
+    out = Selection(listed[0], number[0], listed[1], number[1], number[2], listed[2], listed[3], number[3])
     if rows:
         _select_kernel[(rows, lists)](
-            scores, num_pages, lengths, budgets, regions, slot_of, table, out.pages, out.pages_listed, out.slots,
-            out.slots_listed, out.tokens, out.missing, out.absent, out.missing_listed, tally, sinks, max(recent, 1),
-            columns, most, table.stride(0), slot_of.shape[1],
+            scores, num_pages, seq_lens, budgets, requests, frame_of, table, out.pages, out.pages_listed, out.frames,
+            out.frames_listed, out.tokens, out.missing, out.absent, out.missing_listed, counters, sinks, max(recent, 1),
+            columns, most, table.stride(0), 0 if frame_of is None else frame_of.shape[1],
             lists, page_size, min(_MAX_TILE, triton.next_power_of_2(max(columns, 16))), columns <= _MAX_TILE,
         )  # fmt: skip
     return out
@@ -163,16 +141,6 @@ def _union_kernel(absent, absent_count, scores, marked, union, union_count, best
 
 
 def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What any list of a row lacks, each page once, and every page's highest score.
-
-    Args:
-        absent: ``[rows, lists, k]`` int32 logical pages, ``listed`` ``[rows, lists]`` int32 of them valid
-            (`SelectedPages.absent`).
-        scores: ``[rows, lists, columns]`` fp32.
-
-    Returns:
-        ``(pages [rows, 1, min(lists * k, columns)] int32, how many [rows, 1] int32, scores [rows, 1, columns])``.
-    """
     rows, lists, k = absent.shape
     columns = scores.shape[2]
     most = min(lists * k, columns)

@@ -10,19 +10,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from hybrid_backend.kernels.triton.tally import AHEAD, ASKED_AT, WAITED, clock
+from hybrid_backend.kernels.triton.counters import AHEAD, ASKED_AT, WAITED, clock
 
 _BLOCK = 256
 
 
 @triton.jit(do_not_specialize=["lists"])
-def _ask_kernel(asked, number, listed, tally, lists, REAL: tl.constexpr, BLOCK: tl.constexpr):
+def _ask_kernel(asked, number, listed, counters, lists, REAL: tl.constexpr, BLOCK: tl.constexpr):
     value = tl.load(number)
-    if tally is not None:
+    if counters is not None:
         i, pages = tl.arange(0, BLOCK), tl.zeros([], tl.int32)
         for first in range(0, lists, BLOCK):
             pages += tl.sum(tl.load(listed + first + i, mask=first + i < lists, other=0), 0)
-        tl.store(tally + ASKED_AT, tl.where(pages > 0, clock(), 0))
+        tl.store(counters + ASKED_AT, tl.where(pages > 0, clock(), 0))
     if REAL:
         # What earlier kernels of the stream wrote to host memory is there before this number is.
         tl.inline_asm_elementwise(
@@ -36,63 +36,66 @@ def _ask_kernel(asked, number, listed, tally, lists, REAL: tl.constexpr, BLOCK: 
 @triton.jit
 def _look(flag, REAL: tl.constexpr):
     if REAL:
-        seen = tl.inline_asm_elementwise(
+        found = tl.inline_asm_elementwise(
             "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [flag.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
         )
     else:
-        seen = tl.load(flag)
-    return seen
+        found = tl.load(flag)
+    return found
 
 
 @triton.jit
-def _await_kernel(answered, number, late, patience, tally, STEPS: tl.constexpr, REAL: tl.constexpr):
+def _await_kernel(answered, number, timed_out, time_left, counters, STEPS: tl.constexpr, REAL: tl.constexpr):
     wanted = tl.load(number)
-    left = tl.load(patience)
-    if tally is not None:
-        needed, asked_at = clock(), tl.load(tally + ASKED_AT)
+    left = tl.load(time_left)
+    if counters is not None:
+        needed, asked_at = clock(), tl.load(counters + ASKED_AT)
         ahead = tl.where(asked_at > 0, needed - asked_at, 0)
-        tl.store(tally + AHEAD, tl.load(tally + AHEAD) + ahead)
-    seen = _look(answered, REAL)
+        tl.store(counters + AHEAD, tl.load(counters + AHEAD) + ahead)
+    reached = _look(answered, REAL)
     if REAL:
         began = cuda.globaltimer()
         waited = began - began
-        while (seen < wanted) & (waited < left):
-            seen = _look(answered, REAL)
+        while (reached < wanted) & (waited < left):
+            reached = _look(answered, REAL)
             waited = cuda.globaltimer() - began
-        tl.store(patience, tl.maximum(left - waited, 0))
+        tl.store(time_left, tl.maximum(left - waited, 0))
     else:
         looks = 0
-        while (seen < wanted) & (looks < left):
-            seen = _look(answered, REAL)
+        while (reached < wanted) & (looks < left):
+            reached = _look(answered, REAL)
             looks += 1
-        tl.store(patience, left - looks)
-    if tally is not None:
-        tl.store(tally + WAITED, tl.load(tally + WAITED) + (clock() - needed))
-    if seen < wanted:
-        tl.store(late + wanted % STEPS, wanted)
+        tl.store(time_left, left - looks)
+    if counters is not None:
+        tl.store(counters + WAITED, tl.load(counters + WAITED) + (clock() - needed))
+    if reached < wanted:
+        tl.store(timed_out + wanted % STEPS, wanted)
 
 
-def ask(asked: Tensor, number: Tensor, listed: Tensor | None = None, tally: Tensor | None = None) -> None:
+def ask(asked: Tensor, number: Tensor, listed: Tensor | None = None, counters: Tensor | None = None) -> None:
     """Store ``number`` (``[1]`` int32 on the device) to the flag ``asked`` (int32, pinned), after all that the stream
     has written.
 
     Args:
-        listed: ``[rows, lists]`` int32 on the device, how many pages the CPU is asked for; given with ``tally``.
-        tally: ``[COLUMNS]`` int64 of the layer, see `tally`: remembers when pages were asked for.
+        listed: ``[rows, lists]`` int32 on the device, how many pages the CPU is asked for; given with ``counters``.
+        counters: ``[COUNTERS]`` int64 of the layer (`operations.Counters`): remembers when pages were asked for.
     """
-    real = not triton.knobs.runtime.interpret
-    _ask_kernel[(1,)](asked, number, listed, tally, 0 if listed is None else listed.numel(), real, _BLOCK, num_warps=1)
+    real, lists = not triton.knobs.runtime.interpret, 0 if listed is None else listed.numel()
+    _ask_kernel[(1,)](asked, number, listed, counters, lists, real, _BLOCK, num_warps=1)
 
 
-def await_answer(answered: Tensor, number: Tensor, late: Tensor, patience: Tensor, tally: Tensor | None = None) -> None:
+def await_answer(
+    answered: Tensor, number: Tensor, timed_out: Tensor, time_left: Tensor, counters: Tensor | None = None
+) -> None:
     """Hold the stream until the flag ``answered`` (int32, pinned) has reached ``number`` (``[1]`` int32 on the device).
 
     Args:
-        late: ``[steps]`` int32 (pinned): ``late[number % steps]`` becomes ``number`` if the answer is not there when
-            the patience is at an end; the stream then goes on, and nothing that the step computes may be used.
-        patience: ``[1]`` int64 on the device, what is left of the step's: nanoseconds (under Triton's interpreter:
-            looks at the flag). The wait is taken off: all waits of a step together are no longer than one may be.
-        tally: ``[COLUMNS]`` int64 of the layer, see `tally`: the wait is added, and how far ahead `ask` was of it.
+        timed_out: ``[steps]`` int32 (pinned): ``timed_out[number % steps]`` becomes ``number`` if the answer is not
+            there when no time is left; the stream then goes on, and nothing that the step computes may be used.
+        time_left: ``[1]`` int64 on the device, of the step: nanoseconds (under Triton's interpreter: looks at the
+            flag). The wait is taken off: all waits of a step together are no longer than one may be.
+        counters: ``[COUNTERS]`` int64 of the layer (`operations.Counters`): the wait is added, and how far ahead `ask`
+            was of it.
     """
     real = not triton.knobs.runtime.interpret
-    _await_kernel[(1,)](answered, number, late, patience, tally, len(late), real, num_warps=1)
+    _await_kernel[(1,)](answered, number, timed_out, time_left, counters, len(timed_out), real, num_warps=1)

@@ -34,7 +34,7 @@ class HybridBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.session.begin_step(forward_batch)
 
-    # Graphs of decode steps: launches over buffers that stay where they are (methods/device_step.py).
+    # Graphs of decode steps: launches over buffers that stay where they are (execution/step.py).
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """SGLang captures no more rows than ``--max-running-requests``, for which the runtime has its buffers."""

@@ -14,7 +14,7 @@ from hybrid_backend.engines.sglang import BACKEND, SGLANG_VERSION
 from hybrid_backend.engines.sglang.settings import host_pool_bytes
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
-from hybrid_backend.plan.model import weights_to_load
+from hybrid_backend.model import weights_to_load
 from hybrid_backend.workers import resolve_kernel
 
 # Their decoder layers add plainly to the residual stream, which is what the lookahead reads.

@@ -13,16 +13,15 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from hybrid_backend.engines.cpu_defaults import float32_is_better, float32_line, has_bf16
+from hybrid_backend.engines.cpu_defaults import float32_line, has_bf16
 from hybrid_backend.engines.sglang.checks import check_arguments
 from hybrid_backend.engines.sglang.settings import chosen, config_of
 from hybrid_backend.host_memory import System
-from hybrid_backend.plan.model import weights_to_load
 
 if TYPE_CHECKING:
     from hybrid_backend.engines.sglang.pool import HostTokenPool
 
-MAX_RUNNING_REQUESTS = 64  # SGLang's own default of at least 2048 would reserve slots for each of them
+MAX_RUNNING_REQUESTS = 64  # SGLang's own default of at least 2048 would reserve frames for each of them
 
 
 class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -78,9 +77,8 @@ def _choose_dtype(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import model_config_of
 
     model = model_config_of(getattr(server_args, "_cfg", server_args))
-    dtype = str(model.dtype).removeprefix("torch.")
-    weights, _ = weights_to_load(str(model.model_path), model.hf_config.to_dict(), dtype, model.revision)
-    if model.quantization is None and float32_is_better(dtype, weights, System().available()):
+    line = float32_line(model, str(model.model_path), System().available())
+    if line is not None:
         server_args.dtype = "float32"
         model.dtype = torch.float32  # what was read before is kept
-        logging.getLogger(__name__).warning(float32_line(dtype))
+        logging.getLogger(__name__).warning(line)

@@ -1,11 +1,8 @@
-"""Entry point ``sglang.srt.plugins``: the name ``hybrid``, its backend, and our two hooks.
-
-SGLang calls it in every process (launcher, scheduler, detokenizer) and only logs what it raises, so nothing here may
-fail quietly: without the name, SGLang refuses the flag; without a hook, `patches.verify` refuses to serve.
-"""
+"""SGLang's entry points. It calls them in every process (launcher, scheduler, detokenizer)."""
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from typing import Any
 
@@ -13,7 +10,11 @@ from hybrid_backend.engines.sglang import BACKEND, SGLANG_VERSION, patches
 
 
 def register() -> None:
-    """Make ``--attention-backend hybrid`` known."""
+    """``sglang.srt.plugins``: the name ``hybrid``, its backend, and our two hooks.
+
+    SGLang only logs what this raises, so nothing here may fail quietly: without the name, SGLang refuses the flag;
+    without a hook, `patches.verify` refuses to serve.
+    """
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -29,3 +30,13 @@ def _create(runner: Any) -> Any:
     from hybrid_backend.engines.sglang.backend import HybridBackend
 
     return HybridBackend(runner)
+
+
+def activate() -> str | None:
+    """``sglang.srt.platforms``: where there is no accelerator, the class path of a platform on which SGLang runs
+    without sgl_kernel; None where SGLang has a platform of its own."""
+    import torch
+
+    if torch.accelerator.is_available() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return None
+    return "hybrid_backend.engines.sglang.platform.HybridCpuPlatform"

@@ -13,7 +13,7 @@ from hybrid_backend.errors import EngineError
 
 class HostTokenPool(MHATokenToKVPool):
     """``pages[layer]``: ``[pages, kv_heads, 2, page_size, head_dim]``. Slot s lies in page ``s // page_size``; page 0
-    is SGLang's dummy. Only the runtime reads and writes it, so whoever asks SGLang's way is told."""
+    is SGLang's dummy. Only the runtime reads and writes it, so SGLang's own accessors raise."""
 
     pages: list[Tensor]
 

@@ -7,13 +7,13 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.address import check_address
+from hybrid_backend.engines.registry import installed_version
 from hybrid_backend.engines.sglang import BACKEND, SGLANG_VERSION
 from hybrid_backend.engines.sglang.settings import ENV_RESOLVED
 from hybrid_backend.errors import EngineError, HybridError
@@ -24,7 +24,7 @@ _HOST, _PORT = "127.0.0.1", 30000
 
 def check_installation() -> None:
     """Raise EngineError unless the supported SGLang is installed, before it is imported."""
-    installed = _version()
+    installed = installed_version("sglang")
     if installed is None:
         raise EngineError(
             f"SGLang is not installed here; install sglang=={SGLANG_VERSION} in an environment of its own, "
@@ -93,10 +93,3 @@ def _prepare(arguments: Sequence[str]) -> Any:
         model = arguments[arguments.index("--model-path") + 1]
         raise EngineError(f"SGLang cannot serve {model}: {error or type(error).__name__}") from error
     return server_args
-
-
-def _version() -> str | None:
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return None

@@ -40,7 +40,6 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     config.validate_for(layers)
     device = torch.device(vllm_config.device_config.device_type)
-    method.check_device(config, device)
     method.check(config, device, layers, vllm_config.model_config.get_num_kv_heads(parallel))
 
 
@@ -89,11 +88,11 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
         ),
         (
             vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER, ASYNC_SCHEDULER),
-            "a scheduler of another kind, which would use tokens that a late CPU has no part in",
+            "another scheduler, which would use tokens that were computed without the CPU's partials",
             "leave out --scheduler-cls",
         ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --pipeline-parallel-size 1"),
-        (parallel.use_ubatching, "steps that are run in parts", "leave out --enable-dbo and --ubatch-size"),
+        (parallel.use_ubatching, "micro-batching", "leave out --enable-dbo and --ubatch-size"),
         (
             parallel.decode_context_parallel_size > 1,
             "decode context parallelism",

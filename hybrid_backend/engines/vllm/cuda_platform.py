@@ -1,15 +1,24 @@
-"""vLLM's CUDA platform, which honours ``--attention-backend CUSTOM`` already. NOT YET RUN ON A GPU (docs/cuda.md)."""
+"""vLLM's CUDA platform, which honours ``--attention-backend CUSTOM`` already. NOT YET RUN ON A GPU (docs/cuda.md).
+
+A module of its own, because importing vLLM's CUDA platform loads its CUDA extensions.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.platforms.cuda import CudaPlatform
 
+from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
+from hybrid_backend.engines.vllm.blocks import Blocks
+from hybrid_backend.engines.vllm.footprint import MethodMemory, Room, engine_items, largest
 from hybrid_backend.engines.vllm.platform import prepare
-from hybrid_backend.engines.vllm.requests import bound_requests
+from hybrid_backend.errors import ConfigError, ModelError
+from hybrid_backend.host_memory import size_text
+from hybrid_backend.model import ModelShape, shape_from_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,3 +34,64 @@ class HybridCudaPlatform(CudaPlatform):
             changed = bound_requests(vllm_config, config, cls.get_device_total_memory())
             if changed:
                 init_logger("vllm.hybrid_backend").warning_once(changed)
+
+
+def bound_requests(vllm_config: VllmConfig, config: HybridConfig, device_bytes: int) -> str | None:
+    """Lower ``max_num_seqs`` to what a GPU of ``device_bytes`` holds; vLLM's default (256, or 1,024 on large GPUs) is
+    for engines that reserve nothing for a request.
+
+    Returns:
+        what was changed and why, for the log; None: nothing was.
+
+    Raises:
+        ConfigError: not even one request fits.
+    """
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    if vllm_config.model_config.quantization is not None:
+        return None  # what the weights take is not known before they are loaded
+    try:
+        shape = _share(vllm_config)
+    except ModelError as error:
+        return f"how many requests fit the GPU is not known ({error}); if it runs out of memory, set --max-num-seqs"
+    room = Room(device_bytes, 0, scheduler.max_num_batched_tokens, utilization=cache.gpu_memory_utilization)
+    memory = MethodMemory(shape, Blocks.of(shape, config.page_size), room, config)
+    pages = memory.blocks.in_bytes(cache.kv_cache_memory_bytes)
+
+    def needed(batch: int) -> int:
+        engine = sum(item.bytes for item in engine_items(shape, room, batch) if item.place == "device")
+        longest = vllm_config.model_config.max_model_len
+        return engine + memory.gauges(pages, batch, longest)["hybrid_device_bytes"]
+
+    limit, asked = room.limit("device"), scheduler.max_num_seqs
+    fits = largest(lambda batch: needed(batch) <= limit, asked)
+    if fits == asked:
+        return None
+    each = needed(2) - needed(1)
+    if not fits:
+        raise ConfigError(
+            f"frames_per_request: {config.frames_per_request}: one request needs {size_text(needed(1))} of the GPU's "
+            f"{size_text(limit)} (its memory times --gpu-memory-utilization): {size_text(each)} for its frames, the "
+            "remainder for weights, digests of the host pool and the engine; choose fewer frames or a smaller "
+            "host_pool.size"
+        )
+    scheduler.max_num_seqs = fits
+    return (
+        f"--max-num-seqs: {fits} requests run at once instead of {asked}: each takes {size_text(each)} of the GPU; "
+        "with a smaller frames_per_request there can be more"
+    )
+
+
+def _share(vllm_config: VllmConfig) -> ModelShape:
+    """What one rank holds of the model."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    shape = shape_from_config({**model.hf_text_config.to_dict(), "dtype": dtype}, str(model.model))
+    ranks = parallel.tensor_parallel_size
+    return replace(
+        shape,
+        heads=model.get_num_attention_heads(parallel),
+        kv_heads=model.get_num_kv_heads(parallel),
+        intermediate=shape.intermediate // ranks,
+        vocab=shape.vocab // ranks,
+        weight_bytes=shape.weight_bytes // ranks,
+    )

@@ -30,7 +30,7 @@ class HybridGPUWorker(HybridWorker, Worker):
     """The host pool is pinned memory that the device reads and writes by the same addresses."""
 
     memory: HostMemory | None = None
-    seen: Tensor  # the same memory as a tensor of the device
+    device_view: Tensor  # the same memory as a tensor of the device
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache":
@@ -41,19 +41,19 @@ class HybridGPUWorker(HybridWorker, Worker):
 
     def _host_pool(self, nbytes: int) -> Tensor:
         if self.memory is not None:
-            return self.seen[:nbytes]  # made once more, for an estimate
+            return self.device_view[:nbytes]  # made once more, for an estimate
         numa = self.hybrid_config.workers.numa
         node = node_of_gpu(self.device) if numa == "auto" else int(numa)
         with _progress(nbytes, f"pinning the host pool of rank {self.rank}") as advance:
             self.memory = HostMemory(nbytes, node, pin=True, progress=advance, strict=numa != "auto")
-        self.seen = get_accelerator_view_from_cpu_tensor(self.memory.tensor)
-        if self.seen.data_ptr() != self.memory.tensor.data_ptr():
+        self.device_view = get_accelerator_view_from_cpu_tensor(self.memory.tensor)
+        if self.device_view.data_ptr() != self.memory.tensor.data_ptr():
             raise EngineError("this GPU sees pinned host memory at another address than the CPU; it is not supported")
-        return self.seen
+        return self.device_view
 
     def on_host(self, view: Tensor) -> Tensor:
         assert self.memory is not None
-        first = view.data_ptr() - self.seen.data_ptr()
+        first = view.data_ptr() - self.device_view.data_ptr()
         whole = self.memory.tensor[first:]
         whole = whole[: whole.numel() // view.dtype.itemsize * view.dtype.itemsize].view(view.dtype)
         return whole.as_strided(view.size(), view.stride())

@@ -11,7 +11,7 @@ from hybrid_backend.config import HybridConfig, format_size
 from hybrid_backend.engines.vllm.nodes import KVCACHE_SPACE, rank_nodes
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import Room, System, check_pool, room, size_text
-from hybrid_backend.plan.model import weights_to_load
+from hybrid_backend.model import weights_to_load
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,11 +88,11 @@ def _check_longest(vllm_config: VllmConfig, asked: str, size: int, most: int) ->
     needed = (-(-model.max_model_len // page) + 1) * block  # one block is kept back by the engine
     if size >= needed:
         return
-    told, shorter = f"{-(-needed // 2**20)} MiB", (size // block - 1) * page
-    fixes = [f"at least {told}"] if needed <= most else []
+    least, shorter = f"{-(-needed // 2**20)} MiB", (size // block - 1) * page
+    fixes = [f"at least {least}"] if needed <= most else []
     fixes += [f"--max-model-len {shorter} or less"] if shorter > 0 else []
     raise ConfigError(
-        f"{asked} holds less than one sequence of --max-model-len {model.max_model_len} ({told}); "
+        f"{asked} holds less than one sequence of --max-model-len {model.max_model_len} ({least}); "
         f"choose {' or '.join(fixes or ['a machine with more memory'])}"
     )
 

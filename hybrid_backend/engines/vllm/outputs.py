@@ -1,4 +1,4 @@
-"""What a worker hands back of a step whose CPU answers were late, or could not be computed."""
+"""What a worker hands back of a step whose CPU partials missed the deadline, or could not be computed."""
 
 from __future__ import annotations
 

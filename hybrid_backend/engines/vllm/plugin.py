@@ -1,13 +1,23 @@
-"""Entry point ``vllm.general_plugins``: register the attention backend under vLLM's one name for plugins.
-
-vLLM calls it in every process (API server, engine core, workers).
-"""
+"""vLLM's entry points. It calls them in every process (API server, engine core, workers); imports are late."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Register ``--attention-backend CUSTOM``. A dynamic name would not survive unpickling in the engine core."""
+    """``vllm.general_plugins``: register ``--attention-backend CUSTOM``, vLLM's one name for plugins. A dynamic name
+    would not survive unpickling in the engine core."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, "hybrid_backend.engines.vllm.backend.HybridBackend")
+
+
+def detect() -> str | None:
+    """``vllm.platform_plugins``: the class path of our platform where vLLM would pick its plain CPU or CUDA platform,
+    None elsewhere."""
+    from vllm.platforms import cpu_platform_plugin, cuda_platform_plugin
+
+    if cpu_platform_plugin() == "vllm.platforms.cpu.CpuPlatform":
+        return "hybrid_backend.engines.vllm.platform.HybridCpuPlatform"
+    if cuda_platform_plugin() == "vllm.platforms.cuda.CudaPlatform":
+        return "hybrid_backend.engines.vllm.cuda_platform.HybridCudaPlatform"
+    return None

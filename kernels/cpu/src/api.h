@@ -1,7 +1,7 @@
 // The C ABI of the CPU kernels. No C++ type, no Python.h, no torch: one library serves every torch and Python.
 //
 // All strides are in bytes. Element types: 0 bf16, 1 fp16, 2 fp32. Functions that return int: 0 is success, negative an
-// error, told by hb_last_error() in the same thread.
+// error; hb_last_error() in the same thread says which.
 #pragma once
 #include <stdint.h>
 
@@ -51,8 +51,8 @@ typedef struct hb_partial_args {
   int32_t out_type;
   int64_t out_row_stride, out_head_stride;
   float* lse;
-  // Optional: row r is dropped (empty partial) unless current[region[r]] == generation[r].
-  const int64_t *region, *generation, *current;
+  // Optional: row r is dropped (empty partial) unless current[request[r]] == generation[r].
+  const int64_t *request, *generation, *current;
 } hb_partial_args;
 
 const char* hb_last_error(void);
@@ -72,18 +72,11 @@ uint64_t hb_read(const void* from, int64_t n);
 
 // --- digests ---------------------------------------------------------------------------------------------------
 
-// Folds one key per token into its page's digest; offset 0 resets it. keys: [tokens, kv_heads, head_dim].
-int hb_digest_append(const hb_model* model, const hb_digests* digests, int64_t pages_total, int32_t tokens,
-                     const int64_t* pages, const int64_t* offsets, const char* keys, int64_t key_token_stride,
-                     int64_t key_head_stride);
-// Recomputes the digests of n pages from their first tokens[i] keys.
-int hb_digest_rebuild(const hb_model* model, const hb_digests* digests, const hb_cache* cache, int32_t n,
-                      const int64_t* pages, const int64_t* tokens);
 // Quest scores, not scaled. per_head: 0 one list per row, 1 one per KV head. aggregate: 0 sum, 1 max over the group.
 // table: [rows, >= columns] int64, row stride in elements; out: [rows, lists, columns] fp32.
-int hb_scores(const hb_model* model, const hb_digests* digests, int64_t pages_total, const char* q, int64_t q_row_stride,
-              int64_t q_head_stride, int32_t rows, int32_t columns, const int64_t* table, int64_t table_stride,
-              int32_t per_head, int32_t aggregate, float* out, int isa);
+int hb_scores(const hb_model* model, const hb_digests* digests, int64_t pages_total, const char* q,
+              int64_t q_row_stride, int64_t q_head_stride, int32_t rows, int32_t columns, const int64_t* table,
+              int64_t table_stride, int32_t per_head, int32_t aggregate, float* out, int isa);
 // Brings the rows of n pages up to date with their digests.
 int hb_quantize(const hb_model* model, const hb_digests* digests, const hb_bytes* bytes, int64_t pages_total, int32_t n,
                 const int64_t* pages);
@@ -108,7 +101,7 @@ void hb_pool_pause(hb_pool* pool, int paused);  // paused workers take no new jo
 hb_ticket* hb_submit(hb_pool* pool, const hb_partial_args* args);
 // HB_TIMEOUT after `seconds`. help != 0: the calling thread works too.
 int hb_wait(hb_ticket* ticket, double seconds, int help);
-void hb_cancel(hb_ticket* ticket);      // what has not begun is dropped
+void hb_cancel(hb_ticket* ticket);  // what has not begun is dropped
 int hb_ticket_idle(hb_ticket* ticket);  // 1 if no thread will touch its memory any more
 void hb_ticket_span(hb_ticket* ticket, double* started, double* ended);  // CLOCK_MONOTONIC, seconds
 void hb_ticket_free(hb_ticket* ticket);  // waits for threads inside
@@ -121,11 +114,13 @@ void hb_ticket_free(hb_ticket* ticket);  // waits for threads inside
 typedef struct hb_mailbox {
   hb_cache cache;
   int32_t rows, lists, capacity;
-  const char* q;          // [rows, heads, head_dim] in the model's type
-  const int32_t* ids;     // [rows, lists, capacity] pages, all of them whole
-  const int32_t* counts;  // [rows, lists]; 0: nothing to do, the empty partial
-  const int64_t *region, *generation, *current;  // as in hb_partial_args, or null
-  float *out, *lse;       // [rows, heads, head_dim], [rows, heads]
+  const char* q;  // [rows, heads, head_dim] in the model's type
+  const int32_t* ids;  // [rows, lists, capacity] pages, all of them whole; or null
+  const int32_t* counts;  // [rows, lists] how many of them; 0: nothing to do, the empty partial
+  // Without ids the host keeps the lists between steps: the row whose request is g attends, in list l, the first counts[g,
+  // l] tokens of the pages g * capacity, g * capacity + 1... Then there are as many requests as rows.
+  const int64_t *request, *generation, *current;  // as in hb_partial_args, or null
+  float *out, *lse;  // [rows, heads, head_dim], [rows, heads]
   const uint32_t* asked;
   uint32_t* answered;
   uint32_t* failed;  // [HB_MAIL_STEPS]: of a job that could not be computed (its answer is empty) its number
@@ -145,26 +140,26 @@ typedef struct hb_decode hb_decode;
 
 typedef struct hb_step {
   int32_t rows;
-  int32_t sinks, recent;        // pages always selected; the tail page always is
+  int32_t sinks, recent;  // pages always selected; the tail page always is
   int32_t per_head, aggregate;  // as in hb_scores; aggregate 2: each head's softmax over the pages, then their sum
   // Pages to score per page of budget, where a row is so long that looking at spans of pages first reads less; 0: score
   // all. That needs digests in bytes and the rows' sequences.
   int32_t candidates;
-  const int64_t* sequences;     // [rows] ids, all different, of the sequences; or null. See hb_decode_forget
-  const int64_t* tokens;        // [rows] row of q, k, v and out, or null for 0, 1, 2...
-  const int64_t* seq_lens;      // [rows] tokens, with this step's
-  const int64_t* budgets;       // [rows] pages to attend; negative or >= the row's pages: all of them
-  const int64_t* skips;         // [rows] tokens of the row's first page that do not count, or null for none
-  const void* table;            // [rows, columns] page ids
-  int64_t table_stride;         // elements
-  int32_t table_is_64;          // int64, else int32
+  const int64_t* sequences;  // [rows] ids, all different, of the sequences; or null. See hb_decode_forget
+  const int64_t* tokens;  // [rows] row of q, k, v and out, or null for 0, 1, 2...
+  const int64_t* seq_lens;  // [rows] tokens, with this step's
+  const int64_t* budgets;  // [rows] pages to attend; negative or >= the row's pages: all of them
+  const int64_t* skips;  // [rows] tokens of the row's first page that do not count, or null for none
+  const void* table;  // [rows, columns] page ids
+  int64_t table_stride;  // elements
+  int32_t table_is_64;  // int64, else int32
 } hb_step;
 
 typedef struct hb_layer {
   const char *q, *k, *v;  // [tokens, heads, head_dim], [tokens, kv_heads, head_dim]; k null: nothing to write
-  const char* score_q;    // the query that selects, null for q
-  char* out;              // [tokens, heads, head_dim] in the model's type
-  float* lse;             // [rows, heads] or null
+  const char* score_q;  // the query that selects, null for q
+  char* out;  // [tokens, heads, head_dim] in the model's type
+  float* lse;  // [rows, heads] or null
   int64_t q_row_stride, k_row_stride, v_row_stride, score_q_row_stride, out_row_stride;  // heads are contiguous
 } hb_layer;
 
@@ -182,11 +177,173 @@ void hb_decode_forget(hb_decode* decode, int64_t sequence);
 int64_t hb_decode_span_bytes(hb_decode* decode);  // memory kept of all sequences
 // threads: 1 the caller alone; else the caller and `pool`, or, where pool is null, an OpenMP team of that many threads
 // made with `gomp_parallel`, the address of the engine's own GOMP_parallel.
-int hb_decode_layer(hb_decode* decode, int layer, const hb_layer* args, hb_pool* pool, void* gomp_parallel, int threads);
+int hb_decode_layer(hb_decode* decode, int layer, const hb_layer* args, hb_pool* pool, void* gomp_parallel,
+                    int threads);
 // Of the last layer: pages selected per row (per list), [rows].
 const int32_t* hb_decode_counts(hb_decode* decode);
 // Selected logical pages of a row's list, ascending; returns how many.
 int hb_decode_selected(hb_decode* decode, int row, int list, const int32_t** pages);
+
+// --- the operations of a decode step ---------------------------------------------------------------------------
+//
+// kernels/operations.py has their contract. Tensors are contiguous unless a stride (in elements) is given; ids, lists and
+// counts are int32. Every member of an argument takes 8 bytes, so that whoever packs them needs no padding.
+
+// Who works: the caller, and where gomp_parallel is not null an OpenMP team of that many threads (hb_decode_layer).
+typedef struct hb_team {
+  void* gomp_parallel;
+  int64_t threads;
+} hb_team;
+
+// Host pages or frames, [pages, kv_heads, 2, page_size, head_dim].
+typedef struct hb_paged {
+  char* base;
+  int64_t pages, type, kv_heads, page_size, head_dim;
+} hb_paged;
+
+// `frames` of each request.
+typedef struct hb_maps {
+  int32_t *frame_of, *page_of;  // [layers, requests, columns], [layers, requests * frames]
+  float* importance;  // [layers, requests * frames]
+  int64_t layers, requests, columns, frames;
+} hb_maps;
+
+typedef struct hb_copies {
+  int32_t *frames, *host_pages, *pages;  // [layers, rows, most]
+  float* importance;  // [layers, rows, most]
+  int32_t* requests;  // [layers, rows]
+  int64_t* started;  // [layers, rows]
+  int64_t rows, most;
+} hb_copies;
+
+typedef struct hb_append_tokens_args {
+  hb_paged host;
+  const char *k, *v;
+  const int32_t* pages;
+  const void* positions;
+  char* frames;  // null: none, nor the next two
+  const int32_t *requests, *frame_of;
+  char* digests;  // [host.pages, kv_heads, 2, head_dim], or null
+  int64_t rows, positions_are_64, frame_count, request_count, columns;
+} hb_append_tokens_args;
+int hb_append_tokens(const hb_append_tokens_args* args);
+
+typedef struct hb_build_digests_args {
+  hb_paged kv;
+  char* digests;
+  const int32_t *pages, *tokens;
+  int64_t n;
+  hb_team team;
+} hb_build_digests_args;
+int hb_build_digests(const hb_build_digests_args* args);
+
+typedef struct hb_page_scores_args {
+  const char *q, *digests;
+  const int32_t *table, *num_pages, *budgets;
+  float* out;
+  int64_t rows, columns, table_stride, pages, type, kv_heads, group, head_dim, aggregate, per_head, isa;
+  hb_team team;
+  double bound, scale;
+} hb_page_scores_args;
+int hb_page_scores(const hb_page_scores_args* args);
+
+typedef struct hb_select_pages_args {
+  const float* scores;
+  const int32_t *num_pages, *seq_lens, *budgets, *requests;
+  const int32_t* frame_of;  // null: every page is resident in the frame of its host page's id
+  const int32_t* table;
+  int64_t* counters;  // or null
+  int32_t* selected;  // [4 (pages, frames, missing, absent), rows, lists, most]
+  int32_t* listed;  // [4 (pages_listed, frames_listed, tokens, missing_listed), rows, lists]
+  int64_t rows, lists, columns, table_stride, request_count, frame_columns, page_size, sinks, recent, most;
+  hb_team team;
+} hb_select_pages_args;
+int hb_select_pages(const hb_select_pages_args* args);
+
+typedef struct hb_union_pages_args {
+  const int32_t *absent, *listed;
+  const float* scores;
+  int32_t *pages, *count;
+  float* best;
+  int64_t rows, lists, k, columns, most;
+  hb_team team;
+} hb_union_pages_args;
+int hb_union_pages(const hb_union_pages_args* args);
+
+typedef struct hb_paged_partial_args {
+  hb_paged kv;
+  const char* q;
+  const int32_t *ids, *tokens;
+  float *out, *lse;  // one part
+  int64_t rows, lists, n, row_stride, list_stride, group, isa;
+  hb_team team;
+  double scale;
+} hb_paged_partial_args;
+int hb_paged_partial(const hb_paged_partial_args* args);
+
+typedef struct hb_merge_partials_args {
+  const float *out, *lse, *other_out, *other_lse;  // the latter two or null
+  char* merged;
+  float* merged_lse;
+  int64_t rows, heads, parts, head_dim, type, isa;
+  hb_team team;
+} hb_merge_partials_args;
+int hb_merge_partials(const hb_merge_partials_args* args);
+
+typedef struct hb_page_weights_args {
+  hb_paged kv;
+  const char* q;
+  const int32_t *ids, *places, *tokens;
+  const float* lse;
+  float* average;  // [place_count, kv_heads, page_size]
+  int64_t rows, n, row_stride, place_stride, place_count, group, largest, isa;
+  hb_team team;
+  double scale, alpha;
+} hb_page_weights_args;
+int hb_page_weights(const hb_page_weights_args* args);
+
+typedef struct hb_note_scores_args {
+  hb_maps maps;
+  const float* scores;
+  const int32_t *num_pages, *budgets, *requests;
+  int64_t rows, lists, columns, sinks, recent;
+} hb_note_scores_args;
+int hb_note_scores(const hb_note_scores_args* args);
+
+typedef struct hb_plan_recall_args {
+  hb_maps maps;
+  hb_copies copies;
+  const float* scores;
+  const int32_t *table, *selected, *selected_listed, *absent, *absent_listed, *num_pages, *requests, *generations,
+      *ages;
+  int32_t* keep;  // [>= rows, frames]
+  int64_t* counters;  // or null
+  int64_t rows, columns, table_stride, lists, selected_k, absent_n, interval, phase;
+} hb_plan_recall_args;
+int hb_plan_recall(const hb_plan_recall_args* args);
+
+typedef struct hb_copy_pages_args {
+  const char* host;
+  char* frames;
+  const int32_t *host_pages, *frame_ids;
+  int64_t n, page_bytes, page_count, frame_count;
+  hb_team team;
+} hb_copy_pages_args;
+int hb_copy_pages(const hb_copy_pages_args* args);
+
+typedef struct hb_commit_pages_args {
+  hb_maps maps;
+  hb_copies copies;
+  const int64_t* generations;
+} hb_commit_pages_args;
+int hb_commit_pages(const hb_commit_pages_args* args);
+
+typedef struct hb_open_pages_args {
+  hb_maps maps;
+  const int32_t *requests, *pages, *positions;
+  int64_t rows, page_size, sinks;
+} hb_open_pages_args;
+int hb_open_pages(const hb_open_pages_args* args);
 
 #ifdef __cplusplus
 }

@@ -6,6 +6,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "guard.h"
+
 namespace hb {
 namespace {
 
@@ -14,10 +16,9 @@ constexpr int kChunksPerLane = 4;
 constexpr int64_t kMemoryPage = 4096, kLine = 64;
 constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 
-void check(const hb_model& m) {
-  auto require = [](bool ok, const char* what) {
-    if (!ok) throw std::invalid_argument(what);
-  };
+}  // namespace
+
+void check_model(const hb_model& m) {
   require(m.type >= BF16 && m.type <= FP32, "element type must be bf16, fp16 or fp32");
   require(m.head_dim >= 16 && m.head_dim <= kMaxHeadDim && m.head_dim % 16 == 0,
           "head_dim must be a multiple of 16 up to 256");
@@ -28,7 +29,14 @@ void check(const hb_model& m) {
   require(m.scale > 0 && std::isfinite(m.scale), "the softmax scale must be positive");
 }
 
-}  // namespace
+Kernels kernels_of(const hb_model& model, int isa) {
+  require(isa_runs(isa), "this instruction set is not available on this CPU");
+  Shape shape{};
+  shape.type = model.type;
+  shape.head_dim = model.head_dim;
+  shape.group = model.group;
+  return kernels_for(isa, shape);
+}
 
 void PageLists::reset(int rows, int kv_heads, int capacity) {
   kv_heads_ = kv_heads;
@@ -44,11 +52,12 @@ void AttendJob::configure(const hb_model& model, const hb_cache& cache, int isa)
   cache_ = cache;
   if (same_shape) return;
   isa_ = -1;
-  check(model);
-  if (!isa_runs(isa)) throw std::invalid_argument("this instruction set is not available on this CPU");
+  check_model(model);
+  require(isa_runs(isa), "this instruction set is not available on this CPU");
   model_ = model;
-  shape_ = {model.type,         model.head_dim,     model.group, model.page_size, model.scale,
-            cache.token_stride, cache.value_offset, nullptr,     1};
+  shape_ = {model.type,         model.head_dim, model.group,
+            model.page_size,    model.scale,    cache.token_stride,
+            cache.value_offset, nullptr,        1};
   build_prefetch_order();
   const int64_t page_bytes = 2 * (int64_t)model.page_size * model.head_dim * element_size(model.type);
   shape_.prefetch_distance = (int)std::max<int64_t>(1, 16384 / page_bytes);

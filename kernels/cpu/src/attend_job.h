@@ -11,6 +11,11 @@
 
 namespace hb {
 
+// Throws std::invalid_argument for a shape that no kernel has.
+void check_model(const hb_model& model);
+// Throws std::invalid_argument for an instruction set that this CPU lacks.
+Kernels kernels_of(const hb_model& model, int isa);
+
 // A page of a list: id, and which of its tokens count: the first `tokens` but for the first `skip`.
 struct ListedPage {
   int64_t id;
@@ -48,7 +53,7 @@ class AttendJob {
     int out_type;
     int64_t out_row_stride, out_head_stride;
     float* lse;  // [rows, heads] or null
-    const int64_t *region, *generation, *current;
+    const int64_t *request, *generation, *current;
   };
   Io io{};
   PageLists lists;
@@ -76,9 +81,9 @@ class AttendJob {
   void finish_split_item(int item);
   void write_item(int item, const float* out, const float* lse);
   void write_empty(int item);
-  // The owner of the generations may free a region while a job of it runs.
+  // The owner of the generations may free a request while a job of it runs.
   bool is_stale(int row) const {
-    return io.current && __atomic_load_n(&io.current[io.region[row]], __ATOMIC_RELAXED) != io.generation[row];
+    return io.current && __atomic_load_n(&io.current[io.request[row]], __ATOMIC_RELAXED) != io.generation[row];
   }
   int list_of(int item) const { return lists.of(item / model_.kv_heads, item % model_.kv_heads); }
   size_t item_floats() const { return (size_t)model_.group * model_.head_dim; }

@@ -4,23 +4,19 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "team.h"
+
 namespace hb {
 namespace {
 
 constexpr int64_t kScoreBytes = 64 * 1024;  // digests that one scoring task reads
-
-using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 }  // namespace
 
 DecodeLayer::DecodeLayer(const hb_model& model, int layers, int isa) : model_(model), isa_(isa), layers_(layers) {
   const int64_t row = (int64_t)model.head_dim * element_size(model.type);
   job_.configure(model, {nullptr, 0, 0, 0, row * model.page_size, row}, isa);  // throws for an impossible shape
-  Shape shape{};
-  shape.type = model.type;
-  shape.head_dim = model.head_dim;
-  shape.group = model.group;
-  kernels_ = kernels_for(isa, shape);
+  kernels_ = kernels_of(model, isa);
   byte_kernels_ = byte_kernels_for(isa);
 }
 
@@ -85,8 +81,8 @@ void DecodeLayer::run(int layer, const hb_layer& args, Pool* pool, void* gomp_pa
   if (!rows_) return;
   if (lowest_page_ < 0 || highest_page_ >= layer_->cache.pages)
     throw std::out_of_range("the page table holds ids from " + std::to_string(lowest_page_) + " to " +
-                            std::to_string(highest_page_) + ", but the cache of layer " + std::to_string(layer) + " has " +
-                            std::to_string(layer_->cache.pages) + " pages");
+                            std::to_string(highest_page_) + ", but the cache of layer " + std::to_string(layer) +
+                            " has " + std::to_string(layer_->cache.pages) + " pages");
   lanes_ = std::max(threads, 1);
   // Any thread of the pool may come, and each that does needs a state of its own.
   const size_t comers = std::max(lanes_, pool ? pool->threads() + 1 : 1);
@@ -116,13 +112,12 @@ void DecodeLayer::make_tasks(int lanes) {
     int parts = 1;
     if (row_is_sparse(r)) {
       const int64_t bytes = (int64_t)num_pages_[r] * model_.kv_heads * 2 * model_.head_dim * element_size(model_.type);
-      if (lanes > 1 && !searches(r)) parts = (int)std::min<int64_t>(std::max<int64_t>(1, bytes / kScoreBytes), 4 * lanes);
+      if (lanes > 1 && !searches(r))
+        parts = (int)std::min<int64_t>(std::max<int64_t>(1, bytes / kScoreBytes), 4 * lanes);
     }
-    for (int p = 0; p < parts; p++) {
-      // Ranges of whole tiles.
-      auto edge = [&](int i) { return i == parts ? num_pages_[r] : num_pages_[r] * i / parts / kScoreTile * kScoreTile; };
-      tasks_.push_back({r, p == 0, edge(p), edge(p + 1)});
-    }
+    for (int p = 0; p < parts; p++)
+      tasks_.push_back(
+          {r, p == 0, (int)score_edge(num_pages_[r], p, parts), (int)score_edge(num_pages_[r], p + 1, parts)});
     row_left_[r].store(parts, std::memory_order_relaxed);
   }
   next_task_ = 0;
@@ -169,10 +164,8 @@ void DecodeLayer::prepare_scorer(Scorer& scorer, int r) {
   const char* q = args_.score_q ? args_.score_q + token_row(r) * args_.score_q_row_stride
                                 : args_.q + token_row(r) * args_.q_row_stride;
   const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
-  if (scores_bytes())
-    scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_kernels_, aggregate_, q, head_stride);
-  else
-    scorer.prepare(model_, layer_->digests, kernels_, per_head_, aggregate_, q, head_stride);
+  if (scores_bytes()) scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_kernels_, aggregate_, q, head_stride);
+  else scorer.prepare(model_, layer_->digests, kernels_, per_head_, aggregate_, q, head_stride);
 }
 
 void DecodeLayer::score(const RowTask& task, int lane) {
@@ -278,8 +271,8 @@ void DecodeLayer::select_row(int r, int lane) {
       list_row(r, l, chosen, counts_[r]);
       continue;
     }
-    const float* scores = combined(&scores_[(size_t)r * score_lists_ * columns_], columns_, l, pages - 1,
-                                   lane_state_[lane].total);
+    const float* scores =
+        combined(&scores_[(size_t)r * score_lists_ * columns_], columns_, l, pages - 1, lane_state_[lane].total);
     counts_[r] = select_best(scores, pages, budgets_[r], sinks_, recent_, chosen);
     list_row(r, l, chosen, counts_[r]);
   }
@@ -298,10 +291,13 @@ void DecodeLayer::list_row(int r, int list, const int32_t* pages, int count) {
 
 void DecodeLayer::plan_attention() {
   const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
-  job_.io = {rows_,     tokens_.empty() ? nullptr : tokens_.data(),
-             args_.q,   args_.q_row_stride,   head_stride,
-             args_.out, model_.type,          args_.out_row_stride, head_stride,
-             args_.lse, nullptr,              nullptr,              nullptr};
+  job_.io = {rows_,       tokens_.empty() ? nullptr : tokens_.data(),
+             args_.q,     args_.q_row_stride,
+             head_stride, args_.out,
+             model_.type, args_.out_row_stride,
+             head_stride, args_.lse,
+             nullptr,     nullptr,
+             nullptr};
   job_.plan(lanes_);
   planned_.store(true, std::memory_order_release);
 }

@@ -64,9 +64,7 @@ class DecodeLayer : public Task {
   void fail(const char* what);
 
   int64_t token_row(int row) const { return tokens_.empty() ? row : tokens_[row]; }
-  int64_t page_id(int row, int column) const {
-    return table_[(size_t)row * columns_ + column];
-  }
+  int64_t page_id(int row, int column) const { return table_[(size_t)row * columns_ + column]; }
   bool row_is_sparse(int row) const {
     return layer_->sparse() && budgets_[row] >= 0 && budgets_[row] < num_pages_[row];
   }

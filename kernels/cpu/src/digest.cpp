@@ -151,8 +151,7 @@ void Scorer::prepare(const hb_model& model, const hb_digests& digests, const Ker
 }
 
 void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels,
-                           const ByteKernels& byte_kernels,
-                           Aggregate aggregate, const char* q, int64_t q_head_stride) {
+                           const ByteKernels& byte_kernels, Aggregate aggregate, const char* q, int64_t q_head_stride) {
   base_ = (const char*)bytes.base;
   page_stride_ = bytes.page_stride;
   bytes_ = byte_kernels;
@@ -196,7 +195,7 @@ void Scorer::score_tile_bytes(const char* const* rows, const char* const* upcomi
       ahead[i] = (const uint8_t*)upcoming[i] + skipped;
     }
     const int head = h * model_.group;
-    ByteWeights weights{&byte_weights_[(size_t)head * 2 * dim], &bias_[2 * head], &step_[2 * head], 2, dim,
+    ByteWeights weights{&byte_weights_[(size_t)head * 2 * dim],          &bias_[2 * head], &step_[2 * head], 2, dim,
                         scales_at - skipped + h * 2 * (int)sizeof(float)};
     if (bytes_.heads) {
       bytes_.heads(&weights, model_.group, at, ahead, sums);
@@ -254,13 +253,6 @@ void add_shares(const Isa& isa, float* scores, int64_t stride, int heads, int n,
 
 namespace {
 
-// Floats in the order of unsigned integers.
-inline uint32_t key_of(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  return u ^ ((uint32_t)((int32_t)u >> 31) | 0x80000000u);
-}
-
 constexpr int kBins = 4096;
 
 struct SelectScratch {
@@ -283,12 +275,14 @@ int select_best(const float* scores, int n, int budget, int sinks, int recent, i
     static thread_local SelectScratch scratch;
     uint32_t* keys = grown(scratch.keys, n);
     std::memset(scratch.histogram, 0, sizeof scratch.histogram);
+    uint32_t highest = 0;
     for (int i = first; i < last; i++) {
-      keys[i] = key_of(scores[i]);
+      keys[i] = ordered_key(scores[i]);
+      highest = std::max(highest, keys[i]);
       scratch.histogram[keys[i] >> 20]++;
     }
     // The bin in which the last wanted score lies, then that score itself.
-    int above = 0, bin = kBins - 1;
+    int above = 0, bin = (int)(highest >> 20);
     while (above + (int)scratch.histogram[bin] < wanted) above += scratch.histogram[bin--];
     scratch.boundary.clear();
     for (int i = first; i < last; i++)

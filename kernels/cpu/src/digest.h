@@ -1,5 +1,7 @@
 // Page digests (channel-wise max and min of K), Quest scores and top-k.
 #pragma once
+#include <cstring>
+#include <limits>
 #include <vector>
 
 #include "api.h"
@@ -46,6 +48,11 @@ class SpanDigests {
   std::vector<uint8_t> rows_;
 };
 
+// Where part i of `parts` begins that score `pages` pages: at whole tiles.
+inline int64_t score_edge(int64_t pages, int64_t i, int64_t parts) {
+  return i == parts ? pages : pages * i / parts / kScoreTile * kScoreTile;
+}
+
 // How the scores of query heads combine. SOFTMAX: each head's scores become shares first; a scorer then leaves them
 // apart, one list per query head, for add_shares.
 enum Aggregate { SUM = 0, MAX = 1, SOFTMAX = 2 };
@@ -58,8 +65,8 @@ class Scorer {
                Aggregate aggregate, const char* q, int64_t q_head_stride);
 
   // The same from bytes, with SUM for all heads together, or with SOFTMAX.
-  void prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, const ByteKernels& byte_kernels,
-                     Aggregate aggregate, const char* q, int64_t q_head_stride);
+  void prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels,
+                     const ByteKernels& byte_kernels, Aggregate aggregate, const char* q, int64_t q_head_stride);
 
   // The same query over other rows, and with SOFTMAX for one KV head's lists only (-1: all); only after prepare_bytes.
   void move_to(const hb_bytes& bytes, int kv_head = -1) {
@@ -109,6 +116,14 @@ class Scorer {
 
 // total[i] = sum over `heads` lists of scores (`stride` apart, overwritten) of softmax(scale * scores)[i].
 void add_shares(const Isa& isa, float* scores, int64_t stride, int heads, int n, float scale, float* total);
+
+// Scores in the order of unsigned integers: NaN counts as -inf, and the two zeros are equal.
+inline uint32_t ordered_key(float x) {
+  x = (x == x ? x : -std::numeric_limits<float>::infinity()) + 0.f;  // -0 + 0 is 0
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
+}
 
 // Indices of the `budget` best scores, ascending, with the first `sinks` and the last `recent` forced in.
 int select_best(const float* scores, int n, int budget, int sinks, int recent, int32_t* out);

@@ -2,6 +2,7 @@
 #pragma once
 #include <exception>
 #include <new>
+#include <stdexcept>
 #include <string>
 
 #include "api.h"
@@ -14,6 +15,20 @@ class Pool;
 
 std::string& last_error();  // of this thread
 Pool* pool_of(hb_pool* pool);
+
+inline void require(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+// `what` there are `count` of, in the singular.
+inline int64_t check_id(int64_t id, int64_t count, const char* what) {
+  if (id < 0 || id >= count) {
+    const std::string name = what;
+    throw std::out_of_range(name + " id " + std::to_string(id) + " is beyond the " + std::to_string(count) + " " +
+                            name + "s");
+  }
+  return id;
+}
 
 template <class Body>
 int guarded(const Body& body) {

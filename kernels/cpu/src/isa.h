@@ -69,6 +69,12 @@ struct ByteKernels {
   ByteHeadsFn heads;  // null: head by head with dots
 };
 
+// Blends the shares that a segment's tokens have in its attention, whose log-sum-exp is `lse`, into moving averages:
+//   averages[p][t] = (1 - alpha) * averages[p][t] + alpha * share, the mean (or the largest) over the group's heads
+// for the first `tokens` tokens of each page p of the segment. No page may skip tokens; `out` is not used.
+typedef void (*WeighFn)(const Shape*, const Segment*, const PageRef* pages, float* const* averages, float alpha,
+                        bool largest);
+
 struct Isa {
   const char* name;
   AttendFn (*attend)(const Shape*);  // null for a shape that this ISA leaves to the next one
@@ -81,6 +87,7 @@ struct Isa {
   // total[i] += softmax(scale * scores)[i]; overwrites scores.
   void (*softmax_add)(float* scores, int n, float scale, float* total);
   uint64_t (*read)(const void* from, int64_t n);  // reads n bytes, for benchmarks
+  WeighFn (*weigh)(const Shape*);
 };
 
 #define HB_HIDDEN __attribute__((visibility("hidden")))

@@ -52,7 +52,7 @@ template <int T> INLINE void tile_store(void* to, int64_t stride) {
 }
 
 // Roles of the eight tiles.
-constexpr int ROWS = 0;     // 16 rows of K, then of V
+constexpr int ROWS = 0;  // 16 rows of K, then of V
 constexpr int WEIGHTS = 1;  // P
 constexpr int QUERY = 2, LOGITS = 3, OUT = 4;  // OUT..OUT+3
 
@@ -274,8 +274,7 @@ struct Kernel {
     for (int i = 0; i < current.skip * GROUP; i++) s[i] = -INFINITY;
     for (int i = current.tokens * GROUP; i < page_size * GROUP; i++) s[i] = -INFINITY;
     const __m512 best = head_maximum(s);
-    const __mmask16 grown =
-        _mm512_cmp_ps_mask(best, _mm512_add_ps(maximum, _mm512_set1_ps(RESCALE_ABOVE)), _CMP_GT_OQ);
+    const __mmask16 grown = _mm512_cmp_ps_mask(best, _mm512_add_ps(maximum, _mm512_set1_ps(RESCALE_ABOVE)), _CMP_GT_OQ);
     if (__builtin_expect(grown != 0, 0)) rescale(grown, best);
     const char* values = current.keys + shape->value_offset;
     for (int t = 0; t < page_size; t += 16) {

@@ -77,8 +77,9 @@ void avx2_byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows
       }
       const __m256i bias = _mm256_setr_m128i(_mm_set1_epi32(w->bias[a + s]), _mm_set1_epi32(w->bias[b + s]));
       const __m256 step = _mm256_setr_m128(_mm_set1_ps(w->step[a + s]), _mm_set1_ps(w->step[b + s]));
-      const __m128 scale = _mm_setr_ps(((const float*)(rows[0] + w->scales_at))[s], ((const float*)(rows[1] + w->scales_at))[s],
-                                       ((const float*)(rows[2] + w->scales_at))[s], ((const float*)(rows[3] + w->scales_at))[s]);
+      const __m128 scale =
+          _mm_setr_ps(((const float*)(rows[0] + w->scales_at))[s], ((const float*)(rows[1] + w->scales_at))[s],
+                      ((const float*)(rows[2] + w->scales_at))[s], ((const float*)(rows[3] + w->scales_at))[s]);
       const __m256 factor = _mm256_mul_ps(_mm256_setr_m128(scale, scale), step);
       total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(sums_of(sum), bias)), factor, total);
     }

@@ -52,8 +52,7 @@ template <int HEADS, int TOKENS>
 static inline __attribute__((always_inline)) void reduce(vf (&acc)[HEADS][TOKENS], float* s, int s_stride) {
   __m512 flat[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; i++)
-    flat[i] = i / TOKENS < HEADS ? (__m512)acc[i / TOKENS][i % TOKENS] : _mm512_setzero_ps();
+  for (int i = 0; i < 16; i++) flat[i] = i / TOKENS < HEADS ? (__m512)acc[i / TOKENS][i % TOKENS] : _mm512_setzero_ps();
   const __m512 sums = sums_of(flat);
   if constexpr (TOKENS == 16) {
     _mm512_storeu_ps(s, sums);
@@ -81,5 +80,6 @@ static void to_fp16(const float* from, uint16_t* to, int n) {
 #define VECTOR_TYPES_DEFINED
 #include "vector.h"
 
-extern "C" const Isa hb_isa_avx512 = {"avx512", vector_attend, vector_dots, vector_prepare_weights, vector_convert,
-                                    vector_widen, vector_byte_dots, vector_softmax_add, vector_read};
+extern "C" const Isa hb_isa_avx512 = {"avx512",       vector_attend, vector_dots,      vector_prepare_weights,
+                                      vector_convert, vector_widen,  vector_byte_dots, vector_softmax_add,
+                                      vector_read,    vector_weigh};

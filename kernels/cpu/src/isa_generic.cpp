@@ -4,5 +4,6 @@
 #define REGISTERS 16
 #include "vector.h"
 
-extern "C" const Isa hb_isa_generic = {"generic", vector_attend, vector_dots, vector_prepare_weights, vector_convert,
-                                    vector_widen, vector_byte_dots, vector_softmax_add, vector_read};
+extern "C" const Isa hb_isa_generic = {"generic",      vector_attend, vector_dots,      vector_prepare_weights,
+                                       vector_convert, vector_widen,  vector_byte_dots, vector_softmax_add,
+                                       vector_read,    vector_weigh};

@@ -28,7 +28,8 @@ void vnni_byte_dots(const ByteWeights* w, const uint8_t* const* rows, const uint
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kScoreTile; r++)
-      total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), _mm512_set1_ps(((const float*)(rows[r] + scales_at))[s] * w->step[s]), total[r]);
+      total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]),
+                                 _mm512_set1_ps(((const float*)(rows[r] + scales_at))[s] * w->step[s]), total[r]);
   }
   for (int r = 0; r < kScoreTile; r++) out[r] = _mm512_reduce_add_ps(total[r]);
 }
@@ -37,10 +38,12 @@ void vnni_byte_dots(const ByteWeights* w, const uint8_t* const* rows, const uint
 inline __attribute__((always_inline)) __m512i sums_of(__m512i* a) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++)
-    a[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
+    a[i] =
+        _mm512_add_epi32(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++)
-    a[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
+    a[i] =
+        _mm512_add_epi32(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
   const __m512i y = _mm512_add_epi32(_mm512_shuffle_i32x4(a[0], a[1], 0x88), _mm512_shuffle_i32x4(a[0], a[1], 0xdd));
   const __m512i z = _mm512_add_epi32(_mm512_shuffle_i32x4(a[2], a[3], 0x88), _mm512_shuffle_i32x4(a[2], a[3], 0xdd));
   return _mm512_add_epi32(_mm512_shuffle_i32x4(y, z, 0x88), _mm512_shuffle_i32x4(y, z, 0xdd));
@@ -75,14 +78,16 @@ void vnni_byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows
         }
       }
       const int* at = segment;
-      const __m128i bias = _mm_setr_epi32(w->bias[at[0] + s], w->bias[at[1] + s], w->bias[at[2] + s], w->bias[at[3] + s]);
+      const __m128i bias =
+          _mm_setr_epi32(w->bias[at[0] + s], w->bias[at[1] + s], w->bias[at[2] + s], w->bias[at[3] + s]);
       const __m128 step = _mm_setr_ps(w->step[at[0] + s], w->step[at[1] + s], w->step[at[2] + s], w->step[at[3] + s]);
-      __m128 scale = _mm_setr_ps(((const float*)(rows[0] + w->scales_at))[s], ((const float*)(rows[1] + w->scales_at))[s],
-                                 ((const float*)(rows[2] + w->scales_at))[s], ((const float*)(rows[3] + w->scales_at))[s]);
+      __m128 scale =
+          _mm_setr_ps(((const float*)(rows[0] + w->scales_at))[s], ((const float*)(rows[1] + w->scales_at))[s],
+                      ((const float*)(rows[2] + w->scales_at))[s], ((const float*)(rows[3] + w->scales_at))[s]);
       const __m512i centred =
           _mm512_sub_epi32(sums_of(sum), _mm512_permutexvar_epi32(by_head, _mm512_castsi128_si512(bias)));
-      const __m512 factor = _mm512_mul_ps(_mm512_broadcast_f32x4(scale),
-                                          _mm512_permutexvar_ps(by_head, _mm512_castps128_ps512(step)));
+      const __m512 factor =
+          _mm512_mul_ps(_mm512_broadcast_f32x4(scale), _mm512_permutexvar_ps(by_head, _mm512_castps128_ps512(step)));
       total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(centred), factor, total);
     }
     const int left = heads - first;

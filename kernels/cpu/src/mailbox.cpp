@@ -2,6 +2,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -25,6 +26,8 @@ MailServer::MailServer(Pool& pool, const hb_model& model, const hb_mailbox* boxe
     round_.job.configure(model_, box.cache, pool_.isa());
     if (box.lists != 1 && box.lists != model_.kv_heads) throw std::invalid_argument("lists must be 1 or kv_heads");
     if (box.rows < 1 || box.capacity < 1) throw std::invalid_argument("a mailbox has rows and room for pages");
+    if (!box.ids && !box.request)
+      throw std::invalid_argument("lists that the host keeps are found by the rows' requests");
     answered_[b] = look_at(box.asked);
   }
   thread_ = std::thread([this, cpu] { loop(cpu); });
@@ -86,27 +89,42 @@ void MailServer::compute(const hb_mailbox& box) {
   job.configure(model_, box.cache, pool_.isa());
   const int64_t element = element_size(model_.type), head = model_.head_dim * element;
   const int64_t heads = (int64_t)model_.kv_heads * model_.group;
-  job.io = {box.rows,       nullptr,         box.q, heads * head, head, (char*)box.out, FP32, heads * model_.head_dim * 4,
-            model_.head_dim * 4, box.lse, box.region, box.generation, box.current};
+  job.io = {box.rows,
+            nullptr,
+            box.q,
+            heads * head,
+            head,
+            (char*)box.out,
+            FP32,
+            heads * model_.head_dim * 4,
+            model_.head_dim * 4,
+            box.lse,
+            box.request,
+            box.generation,
+            box.current};
   job.lists.reset(box.rows, model_.kv_heads, box.capacity);
+  const int whole = model_.page_size;
   for (int r = 0; r < box.rows; r++) {
     job.lists.set_row(r, box.lists);
+    const int64_t owner = box.ids ? r : box.request[r];
+    if (owner < 0 || owner >= box.rows)
+      throw std::out_of_range("row " + std::to_string(r) + " has request " + std::to_string(owner));
     for (int l = 0; l < box.lists; l++) {
-      const int64_t at = (int64_t)r * box.lists + l;
-      const int count = box.counts[at];
-      if (count < 0 || count > box.capacity)
-        throw std::out_of_range("row " + std::to_string(r) + " lists " + std::to_string(count) + " pages, but there is room for " +
-                                std::to_string(box.capacity));
+      const int64_t at = owner * box.lists + l, tokens = (int64_t)box.counts[at] * (box.ids ? whole : 1);
+      const int64_t count = (tokens + whole - 1) / whole;
+      if (tokens < 0 || count > box.capacity)
+        throw std::out_of_range("row " + std::to_string(r) + " lists " + std::to_string(count) +
+                                " pages, but there is room for " + std::to_string(box.capacity));
       const int list = job.lists.of(r, l);
       ListedPage* to = job.lists.pages(list);
-      for (int k = 0; k < count; k++) {
-        const int32_t page = box.ids[at * box.capacity + k];
+      for (int64_t k = 0; k < count; k++) {
+        const int64_t page = box.ids ? box.ids[at * box.capacity + k] : owner * box.capacity + k;
         if (page < 0 || page >= box.cache.pages)
           throw std::out_of_range("page id " + std::to_string(page) + " of row " + std::to_string(r) +
                                   " is beyond the cache's " + std::to_string(box.cache.pages) + " pages");
-        to[k] = {page, model_.page_size};
+        to[k] = {page, (int32_t)std::min<int64_t>(whole, tokens - k * whole)};
       }
-      job.lists.count(list) = count;
+      job.lists.count(list) = (int32_t)count;
     }
   }
   const int lanes = pool_.threads() + 1;

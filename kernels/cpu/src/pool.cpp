@@ -131,9 +131,19 @@ void prepare_partial(AttendJob& job, const hb_partial_args& args, int isa, int l
   const hb_model& model = args.model;
   job.configure(model, args.cache, isa);
   if (args.lists != 1 && args.lists != model.kv_heads) throw std::invalid_argument("lists must be 1 or kv_heads");
-  job.io = {args.rows,          nullptr,          args.q,      args.q_row_stride,   args.q_head_stride,
-            args.out,           args.out_type,    args.out_row_stride, args.out_head_stride, args.lse,
-            args.region,        args.generation,  args.current};
+  job.io = {args.rows,
+            nullptr,
+            args.q,
+            args.q_row_stride,
+            args.q_head_stride,
+            args.out,
+            args.out_type,
+            args.out_row_stride,
+            args.out_head_stride,
+            args.lse,
+            args.request,
+            args.generation,
+            args.current};
   job.lists.reset(args.rows, model.kv_heads, args.capacity);
   for (int r = 0; r < args.rows; r++) {
     job.lists.set_row(r, args.lists);

@@ -24,7 +24,8 @@ std::vector<uint16_t> values(size_t n, uint32_t seed) {
 // Attention over two pages and a ragged third one.
 std::vector<float> outputs(int isa, int dim, int group) {
   constexpr int kPages = 3, kPageSize = 32;
-  const std::vector<uint16_t> cache = values((size_t)kPages * 2 * kPageSize * dim, 7), q = values((size_t)group * dim, 11);
+  const std::vector<uint16_t> cache = values((size_t)kPages * 2 * kPageSize * dim, 7),
+                              q = values((size_t)group * dim, 11);
   const int64_t ids[kPages] = {2, 0, 1}, valid[kPages] = {kPageSize, kPageSize, 21};
   std::vector<float> result((size_t)group * (dim + 1));
   hb_partial_args args{};

@@ -90,9 +90,10 @@ INLINE vf exp2_of(vf x) {
 #endif
 
 INLINE float sum_of(vf a) {
-  float s = 0;
-  for (int i = 0; i < LANES; i++) s += a[i];
-  return s;
+  typedef float quarter __attribute__((vector_size(16), may_alias));
+  quarter s = *(const quarter*)&a;
+  for (int i = 1; i < LANES / 4; i++) s += ((const quarter*)&a)[i];
+  return (s[0] + s[1]) + (s[2] + s[3]);
 }
 
 #ifndef HAVE_REDUCE
@@ -272,8 +273,7 @@ INLINE void page_values(State& st, int head, const PageRef& page, Prefetch& ahea
   constexpr int FIT = (REGISTERS - 6) / (2 * HEADS);
   constexpr int PAIRS = FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;
   int p = 0;
-  for (; p + PAIRS <= st.pairs; p += PAIRS)
-    add_values<TYPE, HEADS, PAIRS, PREFETCH, false>(st, head, page, p, ahead);
+  for (; p + PAIRS <= st.pairs; p += PAIRS) add_values<TYPE, HEADS, PAIRS, PREFETCH, false>(st, head, page, p, ahead);
   for (; p < st.pairs; p++) add_values<TYPE, HEADS, 1, PREFETCH, false>(st, head, page, p, ahead);
   if (st.half_pair) add_values<TYPE, HEADS, 1, PREFETCH, true>(st, head, page, p, ahead);
 }
@@ -318,13 +318,17 @@ void end_segment(State& st, const Segment& seg) {
   }
 }
 
-template <int TYPE>
-void attend_segments(const Shape* shape, const Segment* segs, int segments, const PageRef* pages, int page_count) {
-  State st;
+INLINE void set_shape(State& st, const Shape* shape) {
   st.shape = shape;
   st.pairs = shape->head_dim / PAIR;
   st.half_pair = shape->head_dim % PAIR != 0;
   st.padded = (st.pairs + st.half_pair) * PAIR;
+}
+
+template <int TYPE>
+void attend_segments(const Shape* shape, const Segment* segs, int segments, const PageRef* pages, int page_count) {
+  State st;
+  set_shape(st, shape);
   for (int i = 0; i < segments; i++) {
     const Segment& seg = segs[i];
     begin_segment<TYPE>(st, seg);
@@ -333,8 +337,7 @@ void attend_segments(const Shape* shape, const Segment* segs, int segments, cons
       const int next = p + shape->prefetch_distance;
       const char* upcoming = pages[next < page_count ? next : p].keys;
       attend_heads<TYPE, true>(st, 0, shape->group, pages[p], upcoming);
-      for (int g = 4; g < shape->group; g += 4)
-        attend_heads<TYPE, false>(st, g, shape->group - g, pages[p], upcoming);
+      for (int g = 4; g < shape->group; g += 4) attend_heads<TYPE, false>(st, g, shape->group - g, pages[p], upcoming);
     }
     end_segment<TYPE>(st, seg);
   }
@@ -344,6 +347,53 @@ AttendFn vector_attend(const Shape* shape) {
   if (shape->type == BF16) return attend_segments<BF16>;
   if (shape->type == FP16) return attend_segments<FP16>;
   return attend_segments<FP32>;
+}
+
+// --- weights ---------------------------------------------------------------------------------------------------
+
+template <int TYPE>
+INLINE void logits_of_heads(State& st, int head, int heads, const char* keys) {
+  Prefetch none{};
+  if (heads >= 4) page_logits<TYPE, 4, false>(st, head, keys, none);
+  else if (heads == 3) page_logits<TYPE, 3, false>(st, head, keys, none);
+  else if (heads == 2) page_logits<TYPE, 2, false>(st, head, keys, none);
+  else page_logits<TYPE, 1, false>(st, head, keys, none);
+}
+
+template <int TYPE>
+void weigh_segment(const Shape* shape, const Segment* seg, const PageRef* pages, float* const* averages, float alpha,
+                   bool largest) {
+  State st;
+  set_shape(st, shape);
+  begin_segment<TYPE>(st, *seg);
+  const int group = shape->group;
+  float base[kMaxGroup];
+  for (int g = 0; g < group; g++) base[g] = seg->lse[g] > -INFINITY ? seg->lse[g] * LOG2E : 0.f;  // all logits are -inf
+  for (int p = seg->first; p < seg->first + seg->count; p++) {
+    const int tokens = pages[p].tokens;
+    for (int g = 0; g < group; g += 4) logits_of_heads<TYPE>(st, g, group - g, pages[p].keys);
+    for (int t = 0; t < tokens; t += LANES) {
+      vf share = {};
+      for (int g = 0; g < group; g++) {
+        const vf of_head = exp2_of(*(const vf*)&st.s[g * kMaxPageSize + t] - base[g]);
+        share = largest ? larger(of_head, share) : share + of_head;
+      }
+      if (!largest) share /= splat((float)group);
+      float* average = averages[p] + t;
+      const vf blended = *(const vf_any*)average * (1.f - alpha) + share * alpha;
+      if (tokens - t >= LANES) {
+        *(vf_any*)average = blended;
+      } else {
+        for (int i = 0; i < tokens - t; i++) average[i] = blended[i];
+      }
+    }
+  }
+}
+
+WeighFn vector_weigh(const Shape* shape) {
+  if (shape->type == BF16) return weigh_segment<BF16>;
+  if (shape->type == FP16) return weigh_segment<FP16>;
+  return weigh_segment<FP32>;
 }
 
 // --- digests ---------------------------------------------------------------------------------------------------
@@ -371,7 +421,8 @@ INLINE void dots_of(const char* const* rows, const char* const* upcoming, const 
   for (int r = 0; r < kScoreTile; r++) out[r] = sum_of(acc[r][0] + acc[r][1]);
 }
 
-void vector_dots(int type, const char* const* rows, const char* const* upcoming, const float* weights, int n, float* out) {
+void vector_dots(int type, const char* const* rows, const char* const* upcoming, const float* weights, int n,
+                 float* out) {
   if (type == BF16) dots_of<BF16>(rows, upcoming, weights, n, out);
   else if (type == FP16) dots_of<FP16>(rows, upcoming, weights, n, out);
   else dots_of<FP32>(rows, upcoming, weights, n, out);

@@ -1,0 +1,52 @@
+"""How vLLM 0.32 cuts KV memory into blocks, and how many a sequence takes (v1/core/kv_cache_utils.py,
+``get_kv_cache_groups``; v1/kv_cache_interface.py, ``SlidingWindowSpec.max_admission_blocks_per_request``).
+
+A block is one page in each layer of a group. A model whose layers are all alike is one group. Else layers of one kind
+(full attention, or one sliding window) form groups of equally many layers, and every group takes blocks of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hybrid_backend.model import ModelShape
+
+NULL_BLOCKS = 1
+"""vLLM never hands out block 0 (v1/core/block_pool.py, ``null_block``)."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """``groups[window]``: groups of that sliding window in tokens, None for full attention."""
+
+    page_size: int
+    block_bytes: int
+    groups: tuple[tuple[int | None, int], ...]
+
+    @classmethod
+    def of(cls, shape: ModelShape, page_size: int) -> Blocks:
+        layers = Counter(shape.windows)
+        fewest, most = min(layers.values()), max(layers.values())
+        size = most if most < 1.5 * fewest else fewest  # vLLM: rather a few padding layers than many groups
+        groups = tuple((window, -(-count // size)) for window, count in layers.items())
+        return cls(page_size, size * shape.page_bytes(page_size), groups)
+
+    def per_sequence(self, context: int, in_flight: int) -> int:
+        """Blocks that a sequence of ``context`` tokens may hold. ``in_flight``: tokens scheduled and not yet settled,
+        which a sliding window keeps beside its own."""
+        return sum(count * self._of_group(window, context, in_flight) for window, count in self.groups)
+
+    def pool(self, context: int, batch: int, in_flight: int) -> int:
+        """Blocks of a pool that holds ``batch`` such sequences at once."""
+        return batch * self.per_sequence(context, in_flight) + NULL_BLOCKS
+
+    def in_bytes(self, size: int) -> int:
+        """Blocks that fit ``size`` bytes."""
+        return size // self.block_bytes
+
+    def _of_group(self, window: int | None, context: int, in_flight: int) -> int:
+        if window is None:
+            return -(-context // self.page_size)
+        kept = min(window - 1 + in_flight, context)
+        return -(-kept // self.page_size) + 1  # the window may begin inside a block

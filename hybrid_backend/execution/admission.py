@@ -1,0 +1,115 @@
+"""Admission: which pages a request that begins to decode has on the device tier at first."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.kernels.operations import Maps, Operations
+from hybrid_backend.step import ModelSpec, PrefillRow
+from hybrid_backend.tiers import Tiers
+
+QUERIES = 8
+"""Last queries of a prompt's last chunk that choose its pages."""
+
+
+class Admission:
+    """Fills the frames of a request: with all of its pages if they fit, else with the first ones, the last ones and
+    the most important of the others, layer by layer. Important is what the prompt's last queries attend (by the scores
+    that select while decoding); a layer without digests, or a prompt whose queries were not seen, takes the last
+    pages.
+    """
+
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
+        self._config, self._model, self._tiers, self._ops = config, model, tiers, tiers.operations
+        self._queries: dict[str, dict[int, Tensor]] = {}  # by request and layer, [<= QUERIES, heads, head_dim]
+        self._fits = tiers.frames.size * config.page_size
+
+    def saw(self, layer: int, row: PrefillRow, q: Tensor) -> None:
+        """A prompt chunk was attended in ``layer``; ``q``: ``[chunk, heads, head_dim]``."""
+        if row.seq_len > self._fits and self._tiers.has_digests(layer):
+            self._queries.setdefault(row.request_id, {})[layer] = q[-QUERIES:].clone()
+
+    def forget(self, request_id: str) -> None:
+        self._queries.pop(request_id, None)
+
+    def admit(self, layer: int, maps: Maps, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
+        """Make pages of one layer resident in the empty frames of an index, at once.
+
+        Args:
+            maps: of the layer.
+            table: ``[1, columns]`` int32 host pages of the sequence, the one of its next token included.
+
+        Returns:
+            Pages copied.
+        """
+        frames, config = self._tiers.frames, self._config
+        digests = self._tiers.digest_layer(layer)
+        queries = None if digests is None else self._queries.get(request_id, {}).get(layer)
+        pages, importance = best_pages(
+            self._ops, config, queries, digests, table, num_pages, frames.size, self._model.scale
+        )
+        chosen = place(maps, index, frames.size, pages, importance)
+        host_pages = table[0, pages.long()].contiguous()
+        self._ops.copy_pages(self._tiers.host.views[layer], frames.layers[layer], host_pages, chosen)
+        return len(pages)
+
+
+def best_pages(
+    operations: Operations,
+    config: HybridConfig,
+    queries: Tensor | None,
+    digests: Tensor | None,
+    table: Tensor,
+    num_pages: int,
+    frames: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The pages of one layer that a request has in its frames when it begins to decode.
+
+    Args:
+        queries: ``[n, heads, head_dim]`` that choose, None: the last pages are taken.
+        digests: ``[host pages, kv_heads, 2, head_dim]``.
+        table: ``[1, columns]`` int32 host pages of the sequence.
+
+    Returns:
+        ``(pages, importance)``, ``[min(num_pages, frames)]`` int32 and fp32.
+    """
+    if num_pages <= frames:
+        pages = torch.arange(num_pages, dtype=torch.int32, device=table.device)
+        return pages, _by_age(pages, config)
+    one = torch.full((1,), num_pages, dtype=torch.int32, device=table.device)
+    if queries is None or digests is None:
+        scores = torch.arange(table.shape[1], dtype=torch.float32, device=table.device)[None, None]
+    else:
+        n, how = len(queries), config.selection
+        scores = operations.page_scores(
+            queries, digests, table.expand(n, -1), one.repeat(n), torch.zeros_like(one).repeat(n), how.aggregate, False,
+            how.bound, scale,
+        ).mean(0, keepdim=True)  # fmt: skip
+    picked = operations.select_pages(
+        scores, one, one * config.page_size, torch.full_like(one, frames), torch.zeros_like(one), None, table,
+        config.page_size, config.sinks, config.recent, frames,
+    )  # fmt: skip
+    pages = picked.pages[0, 0]
+    if queries is None or digests is None:
+        return pages, _by_age(pages, config)
+    always = (pages < config.sinks) | (pages >= num_pages - config.recent)
+    return pages, scores[0, 0, pages.long()].masked_fill(always, float("inf"))
+
+
+def place(maps: Maps, index: int, frames: int, pages: Tensor, importance: Tensor) -> Tensor:
+    """Enter pages into the first of an index's empty frames; returns the frames, ``[pages]`` int32. ``maps``: of a
+    layer."""
+    first = index * frames
+    chosen = torch.arange(first, first + len(pages), dtype=torch.int32, device=pages.device)
+    maps.frame_of[index, pages.long()] = chosen
+    maps.page_of[first : first + len(pages)] = pages
+    maps.importance[first : first + len(pages)] = importance
+    return chosen
+
+
+def _by_age(pages: Tensor, config: HybridConfig) -> Tensor:
+    """Importance where nothing better is known: the oldest page goes first, the sinks never."""
+    return pages.float().masked_fill(pages < config.sinks, float("inf"))

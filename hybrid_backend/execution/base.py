@@ -1,0 +1,66 @@
+"""What carries decode steps out: operation by operation, or one native call per layer where nothing has to move."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.execution.fused import FusedStep
+from hybrid_backend.execution.policy import Policy
+from hybrid_backend.execution.step import DecodeStep
+from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step import ModelSpec, PrefillRow, Step, StepFailure
+from hybrid_backend.tiers import Tiers
+from hybrid_backend.workers import WorkerPool
+
+
+class Executor(Protocol):
+    """Decode steps of one rank (`DecodeStep`, `FusedStep`)."""
+
+    def begin(self, step: Step) -> None:
+        """Open a step that has decoding rows; one that was open is forgotten."""
+
+    def abandon(self) -> None:
+        """The open step's forward raised: nothing stays under way for it."""
+
+    def wants_lookahead(self, layer: int, step: Step) -> bool: ...
+
+    def lookahead(self, layer: int, step: Step, q: Tensor) -> None:
+        """``q``: ``[decode rows, heads, head_dim]``, the predicted query of ``layer``. Returns at once."""
+
+    def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Store and attend the decoding rows' tokens of the batch; only theirs are touched."""
+
+    def failure(self, step: Step) -> StepFailure | None:
+        """What went wrong in a step that the device has passed, where it goes on by itself."""
+
+    def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
+        """A prompt chunk was attended in ``layer`` with ``q`` ``[chunk, heads, head_dim]``."""
+
+    def release(self, request_id: str) -> None:
+        """The request is gone, or its pages are about to be others. Unknown ids are ignored."""
+
+    def count(self) -> None:
+        """Bring the counters up to date, without waiting for the device."""
+
+    @property
+    def resident_pages(self) -> int: ...
+
+    @property
+    def device_bytes(self) -> int: ...
+
+    @property
+    def host_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+def make_executor(
+    method: Policy[DecodeStep], config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats
+) -> Executor:
+    """The fused step where the method's sequence of operations has one on this machine, else the operations."""
+    if method.is_fused(config, model, tiers.device):
+        return FusedStep(method, config, model, tiers, stats)
+    return DecodeStep(method, config, model, tiers, workers, stats)

@@ -1,0 +1,159 @@
+"""The decode step of unified tiers as one native call per layer: append, select, attend over host pages in place.
+
+The same sequence as `DecodeStep` with nothing to move, nobody to wait for and the true query, written for
+`kernels.cpu.Decoder`; tests/unit holds the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.execution.policy import Policy
+from hybrid_backend.kernels import cpu
+from hybrid_backend.kernels.cpu.library import byte_row
+from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
+from hybrid_backend.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class _Plan:
+    dense_tokens: int
+    dense_pages: int
+    unattended_pages: int  # of layers that select
+    selecting: Tensor  # [rows] bool: rows that attend fewer pages than they have
+
+
+def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
+    """Memory of the second level of digests of a sequence of ``pages`` pages, at most: a row of bytes for every 8 whole
+    pages, in arrays that double when they grow (kernels/cpu/src/digest.h, `SpanDigests`)."""
+    spans = max(0, pages - 1) // 8
+    return layers * byte_row(model.num_kv_heads, model.head_dim) * (2 ** (spans - 1).bit_length() if spans else 0)
+
+
+def supports_fused(model: ModelSpec, page_size: int, device: torch.device) -> bool:
+    """Whether the native decoder can serve this model on this machine."""
+    return (
+        device.type == "cpu"
+        and cpu.available()
+        and cpu.decodes(model.num_heads, model.num_kv_heads, model.head_dim, page_size)
+    )
+
+
+class FusedStep:
+    """All decoding rows of a step over host pages in place. Layers without digests are exact."""
+
+    resident_pages = device_bytes = 0
+
+    def __init__(self, method: Policy[Any], config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats) -> None:
+        self._method, self._config, self._model, self._tiers, self._stats = method, config, model, tiers, stats
+        self._per_head = config.selection.granularity == "kv_head"
+        digests, in_bytes = (tiers.digests.layers, tiers.digests.in_bytes) if tiers.digests else ({}, {})
+        self._sparse_layers = set(digests)
+        self._sequences: dict[str, int] = {}  # the decoder's name of each request it keeps spans of
+        self._next_sequence = 0
+        layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
+        bound = config.selection.bound
+        self._decoder = cpu.Decoder(layers, digests, model.num_heads, model.scale, quantized=in_bytes, bound=bound)
+
+    def begin(self, step: Step) -> None:
+        rows, config = step.decode, self._config
+        assert rows is not None
+        budgets = self._method.budgets(rows)
+        self._decoder.begin(
+            rows.page_table,
+            rows.seq_lens,
+            budgets,
+            sinks=config.sinks,
+            recent=config.recent,
+            tokens=None if rows.whole_batch else rows.tokens,
+            per_head=self._per_head,
+            aggregate=config.selection.aggregate,
+            sequences=torch.tensor([self._sequence(request_id) for request_id in rows.request_ids]),
+            candidates=config.selection.candidates,
+        )
+        unattended = (rows.num_pages - budgets).clamp(min=0)
+        step.plan = _Plan(
+            dense_tokens=int(rows.seq_lens.sum()),
+            dense_pages=int(rows.num_pages.sum()),
+            unattended_pages=int(unattended.sum()),
+            selecting=unattended > 0,
+        )
+
+    def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        plan: _Plan = step.plan
+        self._decoder.layer(layer, q, k, v, out)
+        is_sparse = layer in self._sparse_layers
+        left_out = plan.unattended_pages if is_sparse else 0  # whole pages: the growing one is always attended
+        self._stats.attended(layer, plan.dense_tokens - left_out * self._config.page_size, 0)
+        self._stats.looked_up(layer, plan.dense_pages - left_out, plan.dense_pages - left_out)
+        if is_sparse and step.decode is not None and self._config.is_sampled(step.number, layer):
+            self._sample(layer, step.decode, step.decode.gather(q), plan.selecting.nonzero().flatten(), step.number)
+
+    def abandon(self) -> None:
+        """Nothing is ever under way."""
+
+    def failure(self, step: Step) -> None:
+        return None  # `decode` raises
+
+    def wants_lookahead(self, layer: int, step: Step) -> bool:
+        return False
+
+    def lookahead(self, layer: int, step: Step, q: Tensor) -> None:
+        raise NotImplementedError("the true query selects")
+
+    def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
+        """Nothing is admitted: every page is where it is attended."""
+
+    def release(self, request_id: str) -> None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._decoder.forget(sequence)
+
+    def count(self) -> None:
+        """Each layer counts when it is called."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the second level of digests."""
+        return self._decoder.span_bytes
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    def _sequence(self, request_id: str) -> int:
+        if request_id not in self._sequences:
+            self._sequences[request_id] = self._next_sequence
+            self._next_sequence += 1
+        return self._sequences[request_id]
+
+    def selected(self, rows: DecodeRows, r: int) -> list[Tensor]:
+        """Logical pages that the last layer selected for a row: one list, or one per KV head."""
+        first = self._decoder.selected(r).long()
+        if not self._per_head or len(first) == int(rows.num_pages[r]):
+            return [first]
+        return [self._decoder.selected(r, head).long() for head in range(self._model.num_kv_heads)]
+
+    def _sample(self, layer: int, rows: DecodeRows, q: Tensor, selecting: Tensor, turn: int) -> None:
+        """Attention mass that one of the selecting rows covers, by what the kernels say of the sums: a head's share is
+        ``exp(lse of the selected pages - lse of all)``."""
+        if not len(selecting):
+            return
+        r = int(selecting[turn % len(selecting)])
+        chosen = torch.stack(self.selected(rows, r))  # [lists, k]
+        pages = rows.page_table[r, : int(rows.num_pages[r])]
+        valid = torch.full_like(pages, self._config.page_size)
+        valid[-1] = int(rows.seq_lens[r]) - (len(pages) - 1) * self._config.page_size
+        kv = self._tiers.host.layers[layer]
+        selected, every = (
+            cpu.partial(q[r : r + 1], kv, pages[which][None], valid[which][None], self._model.scale)[1]
+            for which in (chosen, torch.arange(len(pages))[None])
+        )
+        stats = self._stats.layers[layer]
+        stats.mass_sum += float((selected - every).exp().mean())
+        stats.mass_samples += 1

@@ -1,0 +1,39 @@
+"""What execution asks of a method (`methods.base.Method` is the class that methods derive from)."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.step import DecodeRows, ModelSpec
+
+Open = TypeVar("Open", contravariant=True)
+
+
+class Policy(Protocol[Open]):
+    """``Open``: the open step, whose operations the method runs (`DecodeStep`). See `Method` for what each one
+    means."""
+
+    @property
+    def uses_workers(self) -> bool: ...
+
+    def looks_ahead(self, config: HybridConfig, device: torch.device) -> bool: ...
+
+    def is_fused(self, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool: ...
+
+    def recalls(self, config: HybridConfig) -> bool: ...
+
+    def budgets(self, rows: DecodeRows) -> Tensor: ...
+
+    def begin_decode(self, step: Open, rows: DecodeRows) -> None: ...
+
+    def lookahead(self, step: Open, layer: int, q: Tensor) -> None: ...
+
+    def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None: ...
+
+    def attend(self, step: Open, layer: int, q: Tensor) -> Tensor: ...
+
+    def covered(self, step: Open, layer: int, rows: DecodeRows, r: int) -> Tensor | None: ...

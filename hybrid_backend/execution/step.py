@@ -1,0 +1,449 @@
+"""A decode step as operations over fixed buffers: the same on a CPU with separate tiers, on a GPU, and in a CUDA graph.
+
+Between steps the host admits and releases requests and writes the step's inputs. Then, layer by layer, the method says
+which operations run (`methods`); nothing in them is decided on the host, and rows of padding are rows without pages, so
+that a graph captured once holds for every step. What the operations do is counted here, for every method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.attention.quality import covered_tokens, mass_recall, query_cosine
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.execution.admission import Admission
+from hybrid_backend.execution.partials import CpuPartials, MailboxPartials, PoolPartials
+from hybrid_backend.execution.policy import Policy
+from hybrid_backend.kernels.cpu import STEPS
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection
+from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step, StepFailure, sent
+from hybrid_backend.tiers import Tiers
+from hybrid_backend.tiers.sizes import StepShape
+from hybrid_backend.tiers.state import StepInputs, StepState
+from hybrid_backend.workers import WorkerPool
+
+
+class _Layer(NamedTuple):
+    """What the operations of one layer work on. Views of fixed buffers, made once: making one takes as long as a small
+    operation."""
+
+    host: Tensor
+    frames: Tensor | None  # None, as its map: the device tier reads the host pool itself
+    frame_of: Tensor | None
+    digests: Tensor | None
+    maps: Maps
+    copies: Copies
+    counters: Tensor
+
+
+class DecodeStep:
+    """One rank's decode steps: what is fixed, and the step that is open. Methods call the part below "for methods"."""
+
+    def __init__(
+        self,
+        method: Policy[DecodeStep],
+        config: HybridConfig,
+        model: ModelSpec,
+        tiers: Tiers,
+        workers: WorkerPool,
+        stats: Stats,
+    ) -> None:
+        self._method, self._config, self._model, self._tiers, self._stats = method, config, model, tiers, stats
+        self._ops, self._layers = tiers.operations, tiers.layout.full_layers(model)
+        self._row = {layer: row for row, layer in enumerate(self._layers)}  # of the stacked maps and counters
+        pages, requests = len(tiers.host.layers[self._layers[0]]), tiers.frames.requests
+        self.shape = StepShape.of(config, model, tiers.layout, pages, requests, method.recalls(config))
+        self.state = StepState.make(
+            requests, self.shape.columns, self.shape.frames, self.shape.recalls, len(self._layers), tiers.device
+        )
+        self.inputs, self.maps = self.state.inputs, self.state.maps
+        self._at = {layer: self._buffers(layer, row) for layer, row in self._row.items()}
+        self._first: dict[int, StepInputs] = {}  # by rows
+        self._partial: list[int] = []  # rows of the open step that leave pages out
+        self._selected: dict[int, tuple[Selection, Tensor]] = {}
+        self._asked: set[int] = set()
+        self._predicted: dict[int, Tensor] = {}  # queries of sampled layers
+        self.is_captured = False  # the layer that runs, in a graph: for any rows and sequences that there may be
+        self._admission = Admission(config, model, tiers)
+        self._ages = [0] * requests  # by index, the decode steps that the request has run
+        self._resident = [0] * requests  # by index, the pages in its frames, of one layer
+        on_gpu = tiers.device.type == "cuda"
+        self._processors = torch.cuda.get_device_properties(tiers.device).multi_processor_count if on_gpu else 1
+        # Pages cross the bus beside the step.
+        self._copying = torch.cuda.Stream(tiers.device) if on_gpu else None
+        self._forked, self._copied = False, dict[int, torch.cuda.Event]()
+        # What the host reads, pinned where there is a GPU, which may be steps behind.
+        self._written = torch.zeros(STEPS, requests, dtype=torch.int32, pin_memory=on_gpu)
+        self._published = torch.zeros(self.state.counters.shape, dtype=torch.int64, pin_memory=on_gpu)
+        self._counted = torch.zeros_like(self.state.counters, device="cpu")  # of them, by `count`
+        self.partials: CpuPartials = (
+            MailboxPartials(config, model, tiers, workers, self.shape)
+            if tiers.asks_by_itself and method.uses_workers
+            else PoolPartials(config, model, tiers, workers)
+        )
+
+    def _buffers(self, layer: int, row: int) -> _Layer:
+        tiers, maps = self._tiers, self.maps.of(row)
+        frames = tiers.frames.layers.get(layer)
+        return _Layer(
+            tiers.host.views[layer], frames, None if frames is None else maps.frame_of, tiers.digest_layer(layer), maps,
+            self.state.copies.of(row), self.state.counters[row],
+        )  # fmt: skip
+
+    # --- between steps, on the host ---
+
+    def begin(self, step: Step) -> None:
+        """Open a step that has decoding rows. Does not wait for the device, but for requests that begin to decode."""
+        rows = step.decode
+        assert rows is not None
+        self.abandon()
+        indices = [self._index(rows, r) for r in range(rows.count)]
+        number = self._write(step.number + 1, rows, indices)
+        now = self.inputs
+        if self._method.uses_workers:
+            self.partials.begin(now, rows.count)
+        self._written[number % STEPS].copy_(now.pages, non_blocking=True)
+        if self.shape.frames:
+            if self.shape.recalls:
+                self._ops.commit_pages(self.maps, self.state.copies, self._tiers.frames.generation)
+            page_size, sinks = self._config.page_size, self._config.sinks
+            self._ops.open_pages(self.maps, now.requests, now.pages, now.positions, page_size, sinks)
+        self._method.begin_decode(self, rows)
+
+    def abandon(self) -> None:
+        """Forget the open step; perhaps its forward raised."""
+        self.partials.abandon()
+        self._selected.clear()
+        self._asked.clear()
+        self._predicted.clear()
+
+    def failure(self, step: Step) -> StepFailure | None:
+        """What went wrong for the decoding rows of a step that the device has passed."""
+        rows, number = step.decode, step.number + 1
+        error = None if rows is None else self.partials.failure(number)
+        if rows is None or error is None:
+            return None
+        return StepFailure(error, rows.request_ids, [int(p) for p in self._written[number % STEPS, : rows.count]])
+
+    def release(self, request_id: str) -> None:
+        """The request is gone, or its pages are about to be others."""
+        self._admission.forget(request_id)
+        index = self._tiers.frames.release(request_id)
+        if index is not None:
+            self._ages[index] = self._resident[index] = 0
+            mine = slice(index * self.shape.frames, (index + 1) * self.shape.frames)
+            self.maps.frame_of[:, index] = -1
+            self.maps.page_of[:, mine] = -1
+            self.maps.importance[:, mine] = float("-inf")
+
+    def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
+        """A prompt chunk was attended in ``layer``."""
+        if self.shape.frames:
+            self._admission.saw(layer, row, q)
+
+    def _index(self, rows: DecodeRows, r: int) -> int:
+        frames, request_id = self._tiers.frames, rows.request_ids[r]
+        index, pages = frames.index(request_id), int(rows.num_pages[r])
+        if index is None:
+            index = frames.allocate(request_id)
+            if self.shape.frames:
+                table = rows.page_table[r : r + 1, :pages].int()
+                copied = sum(
+                    self._admission.admit(layer, at.maps, request_id, index, table, pages)
+                    for layer, at in self._at.items()
+                )
+                self._tiers.copied_pages += copied
+            self._admission.forget(request_id)
+        self._resident[index] = min(pages, self.shape.frames)
+        return index
+
+    def _write(self, number: int, rows: DecodeRows, indices: list[int]) -> int:
+        """The step's inputs, in one copy to the device beside the page table."""
+        now, count = self.inputs, rows.count
+        requests, budgets = torch.tensor(indices), self._method.budgets(rows)
+        self._partial = (budgets < rows.num_pages).nonzero().flatten().tolist()
+        columns = [
+            rows.num_pages, rows.seq_lens, rows.seq_lens - 1, requests,
+            # Generations as they are now: the host may be steps ahead of the device.
+            self._tiers.frames.generation[requests], budgets,
+            torch.tensor([self._ages[index] for index in indices]),
+        ]  # fmt: skip
+        into = (now.num_pages, now.seq_lens, now.positions, now.requests, now.generations, now.budgets, now.ages)
+        small = torch.zeros(len(into), len(now.requests), dtype=torch.int32)
+        small[:, :count] = torch.stack(columns)
+        there = sent(torch.cat([small.flatten(), torch.tensor([number], dtype=torch.int32)]), now.number.device)
+        for k, target in enumerate(into):
+            target.copy_(there[k * len(target) : (k + 1) * len(target)])
+        now.number.copy_(there[-1:])
+        now.table[:count, : rows.page_table.shape[1]].copy_(rows.page_table)
+        now.pages.fill_(-1)
+        now.pages[:count].copy_(rows.page_table.gather(1, now.num_pages[:count, None].long() - 1)[:, 0])
+        for index in indices:
+            self._ages[index] += 1
+        return number
+
+    # --- the step, layer by layer ---
+
+    def wants_lookahead(self, layer: int, step: Step) -> bool:
+        """The same in every step where graphs are captured; elsewhere only where pages are left out, or sampled."""
+        if not self._method.looks_ahead(self._config, self._tiers.device) or layer in self._config.exact_layers:
+            return False
+        if step.is_captured or self._tiers.asks_by_itself or step.decode is None:
+            return True
+        return bool(self._partial) or self._config.is_sampled(step.number, layer)
+
+    def lookahead(self, layer: int, step: Step, q: Tensor) -> None:
+        """``q``: predicted query of ``layer``, ``[rows, heads, head_dim]``, before the layer before it runs."""
+        q = q.contiguous()
+        if self._is_sampled(layer, step):
+            self._predicted[layer] = q
+        self._method.lookahead(self, layer, q)
+
+    def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Store the rows' tokens and attend. ``q``, ``out``: ``[tokens, heads, head_dim]``; ``k``, ``v``: ``[tokens,
+        kv_heads, head_dim]``; only the decoding rows' tokens are touched."""
+        rows, self.is_captured = step.decode, step.is_captured
+        assert rows is not None
+        q, k, v = (rows.gather(x).contiguous() for x in (q, k, v))
+        now, at = self.now(len(q)), self._at[layer]
+        self._ops.append_tokens(
+            k, v, at.host, now.pages, now.positions, at.frames, now.requests, at.frame_of, at.digests
+        )  # fmt: skip
+        self._method.append(layer, now.pages, now.positions, k, v)
+        result = self._method.attend(self, layer, q)
+        if self._is_sampled(layer, step):
+            self._sample(layer, step, q)
+        self._selected.pop(layer, None)
+        self._asked.discard(layer)
+        if layer == self._layers[-1]:
+            self._end()
+        if rows.whole_batch:
+            out[: rows.count] = result
+        else:
+            out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
+
+    def _end(self) -> None:
+        """The last layer: what was forked from the stream joins it, and the host may read the counters."""
+        if self._forked and self._copying is not None:
+            torch.cuda.current_stream().wait_stream(self._copying)
+            self._forked = False
+        self._published.copy_(self.state.counters, non_blocking=True)
+
+    # --- for methods: operations of the open step ---
+
+    def now(self, rows: int) -> StepInputs:
+        """The step's inputs, of so many rows."""
+        if rows not in self._first:
+            self._first[rows] = self.inputs.first(rows)
+        return self._first[rows]
+
+    def is_selected(self, layer: int) -> bool:
+        return layer in self._selected
+
+    def is_asked(self, layer: int) -> bool:
+        return layer in self._asked
+
+    def has_digests(self, layer: int) -> bool:
+        """Else the layer is exact: it attends every page."""
+        return self._tiers.has_digests(layer)
+
+    def changes_residency(self, layer: int) -> bool:
+        """Whether pages of the layer take turns in its frames: not where every step attends all of them."""
+        return self.shape.frames > 0 and self.has_digests(layer) and self.shape.budget < self.shape.columns
+
+    def select(self, layer: int, q: Tensor) -> Selection:
+        """Select the layer's pages with ``q`` and split them by residency."""
+        now, at, how = self.now(len(q)), self._at[layer], self._config.selection
+        if at.digests is None:
+            scores = self.state.equal_scores[: len(q)]
+        else:
+            scores = self._ops.page_scores(
+                q, at.digests, now.table, now.num_pages, now.budgets, how.aggregate, self.shape.lists > 1, how.bound,
+                self._model.scale,
+            )  # fmt: skip
+        self._selected[layer] = self._split(layer, scores, at.counters), scores
+        return self._selected[layer][0]
+
+    def _split(self, layer: int, scores: Tensor, counters: Tensor | None = None) -> Selection:
+        """The best pages by residency, as it is now."""
+        now, has_digests, config = self.now(len(scores)), self.has_digests(layer), self._config
+        return self._ops.select_pages(
+            scores, now.num_pages, now.seq_lens, now.budgets if has_digests else now.num_pages, now.requests,
+            self._at[layer].frame_of, now.table, config.page_size, config.sinks, config.recent,
+            self.shape.listed(has_digests)[1], counters,
+        )  # fmt: skip
+
+    def ask(self, layer: int, q: Tensor) -> None:
+        """Let the CPU workers attend what is selected and not resident, with ``q``."""
+        self._asked.add(layer)
+        if self.shape.frames:
+            chosen = self._selected[layer][0]
+            self.ask_for(layer, q, chosen.missing, chosen.missing_listed)
+
+    def ask_for(self, layer: int, q: Tensor, pages: Tensor | None, listed: Tensor) -> None:
+        """Let them attend listed host pages (`CpuPartials.ask`), or, with None, what the context cache holds."""
+        self.partials.ask(layer, q, pages, listed, self.inputs.number, self._at[layer].counters)
+
+    def answer(self, layer: int, rows: int) -> tuple[Tensor, Tensor] | None:
+        """Their partial, once it is there; None: they were asked for nothing."""
+        if layer in self._selected and not self.shape.frames:
+            return None
+        return self.partials.answer(layer, rows, self.inputs.number, self._at[layer].counters)
+
+    def attend_resident(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention over the selected pages that the device tier holds, in parts (for `merge`)."""
+        chosen, at = self._selected[layer][0], self._at[layer]
+        kv = at.host if at.frames is None else at.frames
+        most = self.shape.frames or self.shape.listed(self.has_digests(layer))[1]
+        return self.attend(q, kv, chosen.frames, chosen.tokens, most)
+
+    def attend_missing(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Attention over the selected pages that no frame holds, read where they lie in host memory."""
+        if not self.shape.frames:
+            return None
+        chosen = self._selected[layer][0]
+        tokens = chosen.missing_listed * self._config.page_size  # the growing page is resident: these are whole
+        parts = self.attend(q, self._at[layer].host, chosen.missing, tokens, self.shape.columns)
+        return self._ops.merge_partials(*parts)
+
+    def attend(
+        self, q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, most: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over listed pages of any store (`Operations.paged_partial`). ``most``: pages that a list may hold,
+        None: as many as it has room for."""
+        most = ids.shape[2] if most is None else most
+        parts = self._ops.parts_for(len(q), kv.shape[1], most * self._config.page_size, self._processors)
+        return self._ops.paged_partial(q, kv, ids, tokens, self._model.scale, parts)
+
+    def merge(self, parts: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> Tensor:
+        """``[rows, heads, head_dim]``: attention over all parts and the other partial."""
+        return self._ops.merge_partials(*parts, other=other, dtype=dtype)[0]
+
+    def recall(self, layer: int, at_once: bool = False) -> None:
+        """Start copying missing pages over the least important resident ones, in rows whose recall is due (``at_once``:
+        in every row). They become visible with the next step, or by `arrive`."""
+        if not self.changes_residency(layer):
+            return
+        chosen, scores = self._selected[layer]
+        config, now, at = self._config, self.now(len(scores)), self._at[layer]
+        self._ops.note_scores(at.maps, scores, now.num_pages, now.budgets, now.requests, config.sinks, config.recent)
+        if not self.shape.recalls:
+            return  # pages that begin take the least important frames all the same
+        absent, listed = chosen.absent, chosen.missing_listed
+        if scores.shape[1] > 1:  # a selection per KV head, but frames hold pages of all heads
+            absent, listed, scores = self._ops.union_pages(absent, listed, scores)
+        interval, phase = (1, 0) if at_once else (config.recall_interval(layer), layer)
+        self._ops.plan_recall(
+            at.maps, at.copies, scores, now.table, (chosen.frames, chosen.frames_listed), (absent, listed),
+            now.num_pages, now.requests, now.generations, now.ages, interval, phase, self.state.keep, at.counters,
+        )  # fmt: skip
+        rows = len(scores)
+        if self._copying is not None:
+            self._copying.wait_stream(torch.cuda.current_stream())
+            self._forked = True
+        with torch.cuda.stream(self._copying) if self._copying is not None else nullcontext():
+            self._ops.copy_pages(
+                at.host, self._tiers.frames.layers[layer], at.copies.host_pages[:rows], at.copies.frames[:rows]
+            )
+            if at_once and self._copying is not None:
+                self._copied[layer] = self._copying.record_event()
+
+    def arrive(self, layer: int) -> None:
+        """Wait (inside the stream) for this layer's copies, not for those of the next; then they are resident."""
+        if not self.changes_residency(layer):
+            return
+        if self._copying is not None:
+            torch.cuda.current_stream().wait_event(self._copied.pop(layer))
+        one = slice(self._row[layer], self._row[layer] + 1)
+        self._ops.commit_pages(self.maps.of(one), self.state.copies.of(one), self._tiers.frames.generation)
+        scores = self._selected[layer][1]
+        self._selected[layer] = self._split(layer, scores), scores
+
+    # --- what is counted ---
+
+    def count_tokens(
+        self,
+        resident: float,
+        pages: float,
+        on_cpu: float | Sequence[float] = 0,
+        missing_pages: float = 0,
+        layers: Iterable[int] | None = None,
+    ) -> None:
+        """Count what the operations do not see, because the method itself made the lists: tokens that the device tier
+        and the CPU attend (``on_cpu``: of every layer, or one number per layer), pages that the device tier has and
+        lacks. Summed over rows; of a row the mean over its lists. ``layers``: None: all with full attention."""
+        for i, layer in enumerate(self._layers if layers is None else layers):
+            mine = on_cpu if isinstance(on_cpu, int | float) else on_cpu[i]
+            self._stats.attended(layer, resident + mine, mine)
+            self._stats.looked_up(layer, pages + missing_pages, pages)
+
+    def count(self) -> None:
+        """Add what the operations have counted since the last time, as far as the device has come."""
+        published = self._published.clone()
+        new, self._counted = published - self._counted, published
+        for layer, row in self._row.items():
+            entry, found = self._stats.layers[layer], Counters(*new[row].tolist())
+            lists = self.shape.lists if self.has_digests(layer) else 1
+            on_cpu = found.missing_tokens if self._method.uses_workers else 0
+            self._stats.attended(layer, (found.resident_tokens + found.missing_tokens) / lists, on_cpu / lists)
+            self._stats.looked_up(
+                layer, (found.resident_pages + found.missing_pages) / lists, found.resident_pages / lists
+            )
+            entry.recalled_pages += found.recalled_pages
+            entry.wait_seconds += found.waited / 1e9
+            entry.lead_seconds += found.ahead / 1e9
+            self._tiers.copied_pages += found.recalled_pages
+
+    def _is_sampled(self, layer: int, step: Step) -> bool:
+        """Samples read a selection, and all keys of a sequence, on the host."""
+        return self._tiers.device.type == "cpu" and not step.is_captured and self._config.is_sampled(step.number, layer)
+
+    def _sample(self, layer: int, step: Step, q: Tensor) -> None:
+        """Cosines of all rows; attention mass, which reads all keys of a sequence, of one that leaves pages out."""
+        stats, rows = self._stats.layers[layer], step.decode
+        assert rows is not None
+        predicted = self._predicted.pop(layer, None)
+        if predicted is not None:
+            stats.cosine_sum += query_cosine(predicted, q)
+            stats.cosine_samples += 1
+        if not self._partial:
+            return
+        r = self._partial[step.number % len(self._partial)]
+        covered = self._method.covered(self, layer, rows, r)
+        if covered is None:
+            return
+        blocks, table = self._tiers.host.blocks(layer), rows.page_table[r, : int(rows.num_pages[r])]
+        stats.mass_sum += mass_recall(q[r], blocks, table, covered, self._model.num_kv_heads, self._model.scale)
+        stats.mass_samples += 1
+
+    def covered(self, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
+        """`Method.covered`, by what was selected."""
+        if layer not in self._selected or not self.has_digests(layer):
+            return None
+        chosen = self._selected[layer][0]
+        listed = torch.arange(chosen.pages.shape[2]) < chosen.pages_listed[r, :, None]
+        pages = chosen.pages[r].long().masked_fill(~listed, -1)
+        return covered_tokens(pages, int(rows.seq_lens[r]), self._config.page_size)
+
+    @property
+    def resident_pages(self) -> int:
+        """Frames that hold a page, or are about to, over all layers. As the host knows: no frame of a request is left
+        empty while it has pages that it could hold."""
+        return sum(self._resident) * len(self._layers)
+
+    @property
+    def device_bytes(self) -> int:
+        return self.state.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.partials.host_bytes
+
+    def close(self) -> None:
+        self.partials.close()

@@ -1,0 +1,262 @@
+"""A model as memory and time see it, from its files: its shape (``config.json``) and what its weights take
+(safetensors headers). Loads no weights, imports no engine."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_backend.errors import ModelError
+from hybrid_backend.host_memory import uncached_bytes
+from hybrid_backend.step import ModelSpec
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+WEIGHTS_INDEX = "model.safetensors.index.json"
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors names; the engine casts these to its own dtype
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder-only transformer with grouped-query attention and a gated MLP.
+
+    ``windows[layer]``: the sliding window in tokens of a local layer, None for full attention.
+    ``weight_bytes``: all weights; ``layer_weight_bytes``: the matrices of one layer, which each step reads.
+    """
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    dtype: str
+    tied: bool
+    weight_bytes: int
+    windows: tuple[int | None, ...]
+    max_context: int | None = None
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def layer_params(self) -> int:
+        """Of the matrices of one layer: Q, K, V, O and the three of the MLP."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        return self.layer_params * self.dtype_bytes
+
+    @property
+    def head_weight_bytes(self) -> int:
+        """The output matrix, read once a step."""
+        return self.vocab * self.hidden * self.dtype_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def full_layers(self) -> int:
+        return sum(window is None for window in self.windows)
+
+    def page_bytes(self, page_size: int) -> int:
+        """K and V of one page of one layer."""
+        return page_size * self.token_bytes
+
+
+def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape in the content of a ``config.json``; ModelError names the key that is missing or not supported."""
+    text = config.get("text_config")
+    # A multimodal model keeps its decoder's numbers one level down; what both levels have, the inner one says.
+    data: dict[str, Any] = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    for key, what in (("kv_lora_rank", "MLA"), ("num_experts", "experts"), ("num_local_experts", "experts"),
+                      ("n_routed_experts", "experts")):  # fmt: skip
+        if data.get(key):
+            raise ModelError(f"{name}: config.json has {key} ({what}); only dense models with GQA can be planned")
+    layers = _count(data, "num_hidden_layers", name)
+    heads = _count(data, "num_attention_heads", name)
+    hidden = _count(data, "hidden_size", name)
+    kv_heads = _count(data, "num_key_value_heads", name, heads)
+    head_dim = _count(data, "head_dim", name, hidden // heads)
+    dtype = str(data.get("dtype") or data.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError(f"{name}: config.json has dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if heads % kv_heads:
+        raise ModelError(f"{name}: {heads} query heads cannot share {kv_heads} KV heads; check num_key_value_heads")
+    tied = bool(data.get("tie_word_embeddings", _TIED.get(str(data.get("model_type")), False)))
+    windows = _windows(data, layers)
+    context = data.get("max_position_embeddings")
+    shape = ModelShape(
+        name=name,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=hidden,
+        intermediate=_count(data, "intermediate_size", name),
+        vocab=_count(data, "vocab_size", name),
+        dtype=dtype,
+        tied=tied,
+        weight_bytes=0,
+        windows=windows,
+        max_context=context if isinstance(context, int) else None,
+    )
+    tables = shape.vocab * hidden * (1 if tied else 2)
+    norms = (2 * layers + 1) * hidden  # bf16 weights of a few more norms and biases are < 0.1 % of a model
+    total = (layers * shape.layer_params + tables + norms) * shape.dtype_bytes
+    return replace(shape, weight_bytes=total)
+
+
+# What transformers' configuration classes assume where config.json does not say.
+_TIED = {"gemma3": True, "gemma3_text": True}
+
+
+def _count(data: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
+    value = data.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{name}: config.json: {key}: got {value!r}, expected an integer >= 1")
+    return value
+
+
+def _windows(data: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    window = data.get("sliding_window")
+    if not isinstance(window, int) or isinstance(window, bool) or data.get("use_sliding_window") is False:
+        return (None,) * layers
+    kinds = data.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == layers:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    pattern = data.get("sliding_window_pattern") or (6 if str(data.get("model_type")).startswith("gemma3") else None)
+    if isinstance(pattern, int) and pattern > 0:  # every pattern-th layer is global
+        return tuple(None if (layer + 1) % pattern == 0 else window for layer in range(layers))
+    first = data.get("max_window_layers") if data.get("use_sliding_window") else 0  # Qwen2: full up to this layer
+    return tuple(window if layer >= int(first or 0) else None for layer in range(layers))
+
+
+def spec_of(shape: ModelShape, max_tokens: int | None = None) -> ModelSpec:
+    """The shape as the runtime sees it (on one rank; the scale of the logits plays no part in memory)."""
+    return ModelSpec(
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        dtype=DTYPES[shape.dtype],
+        windows=shape.windows if any(window is not None for window in shape.windows) else (),
+        max_tokens=max_tokens,
+    )
+
+
+def weight_bytes(folder: Path, itemsize: int, stated_itemsize: int) -> int | None:
+    """Bytes of the weights when floats take ``itemsize`` bytes each, from the headers of the safetensors files; from
+    their index where the files themselves are not there; None where neither is.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    files = weight_files(folder)
+    if files:
+        return sum(_tensor_bytes(file, itemsize) for file in files)
+    index = folder / WEIGHTS_INDEX
+    total = read_json(index).get("metadata", {}).get("total_size") if index.is_file() else None
+    return None if total is None else int(total) // stated_itemsize * itemsize
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the weights; empty unless all of them are there."""
+    index = folder / WEIGHTS_INDEX
+    listed = set(read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
+    files = sorted(folder.glob("*.safetensors"))
+    if not listed <= {file.name for file in files}:
+        return []
+    return [file for file in files if not listed or file.name in listed]
+
+
+def weights_to_load(model: str, config: Mapping[str, Any], dtype: str, revision: str | None = None) -> tuple[int, int]:
+    """What an engine will load into host memory, before it does.
+
+    Args:
+        model: directory or hub id.
+        config: content of its config.json, as the engine read it.
+        dtype: that the engine computes in, as bfloat16; floats that are stored in another one are converted.
+
+    Returns:
+        bytes of all weights, 0 where neither the files nor the shape tell; bytes of the files that are to be read from
+        the disk.
+    """
+    size = DTYPES[dtype].itemsize
+    stated = str(config.get("dtype") or config.get("torch_dtype") or dtype).removeprefix("torch.")
+    stated_size = DTYPES[stated].itemsize if stated in DTYPES else size
+    folder = Path(model)
+    if not folder.is_dir():
+        found = _cached(model, revision)
+        if found is None:  # all of it is fetched, and read
+            counted = _counted(config, dtype)
+            return counted, counted // size * stated_size
+        folder = found
+    files, stored = weight_files(folder), weight_bytes(folder, size, stated_size)
+    counted = stored or _counted(config, dtype)
+    return counted, uncached_bytes(files) if files else counted // size * stated_size
+
+
+def _cached(model: str, revision: str | None) -> Path | None:
+    """Folder of a hub model in the hub's own cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:  # a file, an address of another kind
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _counted(config: Mapping[str, Any], dtype: str) -> int:
+    """Bytes of the weights by the shape; 0 for one that is not known, or whose weights are quantised."""
+    if config.get("quantization_config"):
+        return 0
+    try:
+        return shape_from_config({**config, "dtype": dtype}, "").weight_bytes
+    except ModelError:
+        return 0
+
+
+def _tensor_bytes(file: Path, itemsize: int) -> int:
+    """Of one safetensors file: 8 bytes little-endian length, then a JSON header of that length."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > file.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(stream.read(length))
+        total = 0
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                stored = _FLOATS.get(tensor["dtype"])
+                total += (end - begin) // stored * itemsize if stored else end - begin
+        return total
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ModelError(f"{file}: not a safetensors file ({error}); fetch the model again") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read as JSON ({error}); fetch the model again") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{file}: got {type(data).__name__}, expected a JSON object; fetch the model again")
+    return data

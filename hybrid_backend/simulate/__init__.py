@@ -1,6 +1,0 @@
-"""Time of a decode step, from a hardware profile, a model's shape and a configuration."""
-
-from hybrid_backend.simulate.decode import StepTime, decode_step, simulated_methods
-from hybrid_backend.simulate.what_if import WhatIf, parse_what_if, what_if
-
-__all__ = ["StepTime", "WhatIf", "decode_step", "parse_what_if", "simulated_methods", "what_if"]

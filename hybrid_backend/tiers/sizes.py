@@ -1,0 +1,149 @@
+"""All sizes: of frames, digests, staging buffers, and of what a decode step keeps on the device tier.
+
+The planner, the allocators and the start-up checks use this module, so that what is planned is what is allocated. It
+allocates nothing and needs neither Triton nor an engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.kernels.cpu.library import byte_row
+from hybrid_backend.kernels.cpu.mailbox import mailbox_bytes
+from hybrid_backend.step import ModelSpec
+from hybrid_backend.tiers.state import StepState
+
+
+@dataclass(frozen=True)
+class TierLayout:
+    """What a method needs beside the host pool.
+
+    ``separate``: the device tier holds copies; else it is the host itself and reads pages in place.
+    ``frames_per_request``: pages of each layer that a running request may have on the device tier; 0: none are copied.
+    ``staging_tokens``: tokens of all KV heads that each of the two staging buffers holds. Separate tiers have them,
+    because prompts attend their cached prefix through them.
+    ``context_caches``: layers that leave tokens out keep those that they attend in a context cache.
+    """
+
+    separate: bool
+    frames_per_request: int = 0
+    digests: Literal["none", "minmax", "minmax_int8"] = "none"
+    staging_tokens: int = 0
+    context_caches: bool = False
+
+    def full_layers(self, model: ModelSpec) -> list[int]:
+        """Layers with full attention: the only ones that tiers are for."""
+        return [layer for layer in range(model.num_layers) if model.window(layer) is None]
+
+    def digest_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
+        if self.digests == "none":
+            return []
+        return [layer for layer in self.full_layers(model) if layer not in config.exact_layers]
+
+    def cached_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
+        if not self.context_caches or config.sparse == "never":
+            return []
+        return [layer for layer in self.full_layers(model) if layer not in config.exact_layers]
+
+    def buffer_tokens(self, page_size: int, pages: int) -> int:
+        """Tokens of a staging buffer over a host pool of so many pages; 0 where there is none."""
+        return min(self.staging_tokens, pages * page_size) if self.separate else 0
+
+    def memory(self, config: HybridConfig, model: ModelSpec, pages: int, max_requests: int) -> TierBytes:
+        """What `Tiers.build` allocates over a host pool of ``pages`` pages."""
+        size, with_digests = model.dtype.itemsize, len(self.digest_layers(config, model))
+        digests = with_digests * prod(digest_shape(pages, model.num_kv_heads, model.head_dim)) * size
+        if self.digests == "minmax_int8":
+            digests += with_digests * pages * byte_row(model.num_kv_heads, model.head_dim)
+        a_layer = prod(frame_shape(model, config.page_size, max_requests * self.frames_per_request)) * size
+        buffers = prod(staging_shape(model, config.page_size, self.buffer_tokens(config.page_size, pages))) * size
+        return TierBytes(self.separate, digests, len(self.full_layers(model)) * a_layer, buffers)
+
+
+@dataclass(frozen=True)
+class TierBytes:
+    """Bytes of the tiers beside the host pool. They are device memory where the tiers are ``separate``."""
+
+    separate: bool
+    digests: int
+    frames: int
+    staging: int
+
+    @property
+    def total(self) -> int:
+        return self.digests + self.frames + self.staging
+
+
+def pages_of_a_sequence(config: HybridConfig, model: ModelSpec, pages: int) -> int:
+    """Pages of a sequence at most, over a host pool of ``pages`` pages."""
+    return pages if model.max_tokens is None else min(pages, -(-model.max_tokens // config.page_size))
+
+
+def digest_shape(pages: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    """Of one layer's digests."""
+    return (pages, kv_heads, 2, head_dim)
+
+
+def frame_shape(model: ModelSpec, page_size: int, frames: int) -> tuple[int, ...]:
+    """Of one layer's frames."""
+    return (frames, model.num_kv_heads, 2, page_size, model.head_dim)
+
+
+def staging_shape(model: ModelSpec, page_size: int, tokens: int) -> tuple[int, ...]:
+    """Of both staging buffers, when each holds ``tokens`` tokens of all KV heads of one layer: pages of one head."""
+    return (2, tokens // page_size * model.num_kv_heads, 1, 2, page_size, model.head_dim)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What all decode steps have in common, fixed when a graph is captured."""
+
+    rows: int  # of a step, at most
+    columns: int  # pages of a sequence, at most
+    frames: int  # of a request; 0: the device tier reads the host pool itself
+    budget: int  # pages that a layer attends of a row under pressure
+    lists: int  # selections of a row in a layer with digests: 1, or one per KV head
+    recalls: int  # pages that a row recalls in one layer and step, at most
+
+    @property
+    def most(self) -> int:
+        """Pages that a list of a layer with digests may hold."""
+        return min(self.columns, max(self.budget, self.frames)) if self.frames else self.columns
+
+    @classmethod
+    def of(
+        cls, config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int, max_requests: int, recalls: bool
+    ) -> StepShape:
+        """Over a host pool of ``pages`` pages. ``recalls``: the method copies pages into frames while it decodes."""
+        columns = pages_of_a_sequence(config, model, pages)
+        lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
+        return cls(
+            rows=max_requests,
+            columns=columns,
+            frames=layout.frames_per_request,
+            budget=columns if config.sparse == "never" else config.budget_pages,
+            lists=lists,
+            recalls=min(config.budget_pages * lists, layout.frames_per_request) if recalls else 0,
+        )
+
+    def listed(self, has_digests: bool) -> tuple[int, int]:
+        """``(lists, pages of each, at most)`` of a row in one layer; without digests a layer attends every page."""
+        return (self.lists, self.most) if has_digests else (1, self.columns)
+
+    def state_bytes(self, layers: int) -> int:
+        """What `StepState.make` allocates."""
+        return StepState.make(self.rows, self.columns, self.frames, self.recalls, layers, torch.device("meta")).nbytes
+
+    def mailbox_bytes(self, config: HybridConfig, model: ModelSpec, layout: TierLayout) -> int:
+        """Pinned host memory through which a GPU asks the CPU workers, of all layers with full attention."""
+        with_digests, cached = layout.digest_layers(config, model), layout.cached_layers(config, model)
+        vector = model.num_heads, model.head_dim, model.dtype.itemsize
+        asked = [layer for layer in layout.full_layers(model) if layer not in cached]
+        # What a context cache holds is listed there.
+        lists = [(0, 0)] * len(cached) + [self.listed(layer in with_digests) for layer in asked]
+        return mailbox_bytes(self.rows, lists, *vector)

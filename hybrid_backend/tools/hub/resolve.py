@@ -1,0 +1,36 @@
+"""What the MODEL argument of a command stands for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hybrid_backend.errors import ModelError
+from hybrid_backend.tools.hub.catalog import entries
+from hybrid_backend.tools.hub.fetch import fetch
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolve_model(model: str) -> str:
+    """What to hand to the engine for `model`.
+
+    A name of the catalog becomes its local directory (fetched if missing); a directory with a config.json and
+    a hub id (`org/name`) stay as they are. Anything else is a `ModelError` that says what was tried.
+    """
+    names = [entry.name for entry in entries()]
+    if model.lower() in names:
+        return str(fetch(model))
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return str(path)
+    if path.is_dir():
+        raise ModelError(f"directory {model} has no config.json; give a model in Hugging Face format")
+    if path.is_file():
+        raise ModelError(f"{model} is a file; give a directory in Hugging Face format, or org/name")
+    if _HUB_ID.fullmatch(model):
+        return model
+    raise ModelError(
+        f"model {model!r} is neither in the catalog ({', '.join(names)}) nor a directory with a config.json "
+        "nor a hub id like org/name; give one of these"
+    )

@@ -1,0 +1,123 @@
+"""Named machines: data sheets for the device, a stated typical server for the host.
+
+A profile that was measured (``hybrid profile --hardware``) is always better: what a data sheet does not say (achieved
+shares, overheads) is the same general figure for every machine here, named in its ``source``.
+
+Data sheets: NVIDIA T4 (2018), A10 (2021), A100 (2021), H100 (2022), H200 (2023), Ada GPU architecture whitepaper
+(RTX 4090, 2022). PCI Express: 8, 16 and 32 GT/s per lane for generations 3, 4 and 5 with 128b/130b coding, so 15.75,
+31.5 and 63 GB/s per direction on 16 lanes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.plan.hardware.spec import Hardware, Number, copies, read_hardware, saturating
+
+PCIE_PEAK = {3: 15.75e9, 4: 31.5e9, 5: 63e9, 6: 121e9}
+"""Bytes per second and direction, 16 lanes (PCI Express base specifications 3.0 to 6.0)."""
+PCIE_EFFICIENCY = 0.8
+"""Large pinned copies against that peak: 25 GB/s of 31.5 on PCIe 4 is the usual measurement."""
+COPY_SETUP_S = 6e-6
+"""Per cudaMemcpyAsync: 5 to 7 us (DualPath, arXiv 2602.21548, section 5.2)."""
+MIB = 2**20
+
+
+def _machine(
+    name: str,
+    *,
+    sheet: str,
+    memory_mib: int,
+    hbm: float,
+    flops: float,
+    pcie: int,
+    host: str,
+    cores: int,
+    channels: int,
+    transfers: float,
+    ram_gib: int,
+) -> Hardware:
+    """A device by its data sheet on a host with ``channels`` of 8 bytes at ``transfers`` per second."""
+    peak = channels * 8 * transfers
+    read = 0.8 * peak  # STREAM reaches 75 to 85 % of a server's peak
+    per_core = 12e9  # one Xeon or EPYC core reads 10 to 18 GB/s (16.5 to 18 measured: docs/cpu-kernels.md)
+    threads = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < cores] + [cores]
+    memory = f"{host}: {channels} channels at {transfers / 1e6:.0f} MT/s = {peak / 1e9:.0f} GB/s peak, 80 % as STREAM"
+    link = f"PCIe {pcie} x16, {PCIE_PEAK[pcie] / 1e9:g} GB/s peak, {PCIE_EFFICIENCY:.0%} of it for large pinned copies"
+    return Hardware(
+        name=name,
+        device_memory_bytes=Number(value=memory_mib * MIB, source=f"{sheet}; {memory_mib} MiB as drivers say"),
+        hbm_bytes_per_s=Number(value=hbm, source=sheet),
+        hbm_efficiency=Number(value=0.8, source="general figure: decoding kernels reach 75 to 90 % of the peak"),
+        bf16_flops_per_s=Number(value=flops, source=sheet),
+        flops_efficiency=Number(value=0.6, source="general figure: large GEMMs reach 50 to 75 % of the peak"),
+        host_device_bytes_per_s=copies(
+            PCIE_PEAK[pcie] * PCIE_EFFICIENCY,
+            COPY_SETUP_S / COPIES_AT_ONCE,
+            f"{link}; {COPY_SETUP_S * 1e6:g} us per copy (arXiv 2602.21548), {COPIES_AT_ONCE} in flight",
+        ),
+        host_ram_bytes=Number(value=ram_gib * 2**30, source=host),
+        host_read_bytes_per_s=saturating(threads, per_core, read, f"{memory}; {per_core / 1e9:g} GB/s per core"),
+        cpu_attention_bytes_per_s=saturating(
+            threads, 0.8 * per_core, 0.8 * read, f"{memory}; our kernels read K and V at 80 % (docs/cpu-kernels.md)"
+        ),
+        layer_overhead_s=Number(value=20e-6, source="general figure: about ten small kernels of 2 us in a CUDA graph"),
+        step_overhead_s=Number(value=2e-3, source="general figure: scheduler, sampler and detokenizer of a server"),
+        cpu_job_overhead_s=Number(value=30e-6, source="general figure: flags in pinned memory, threads that spin"),
+        cores=cores,
+    )
+
+
+COPIES_AT_ONCE = 4
+"""Copies whose submission overlaps; a copy kernel over pinned memory (kernels/triton/recall.py) does better still."""
+
+_T4_HOST = "AWS g4dn.8xlarge class: 16 cores of Xeon 8259CL, 128 GiB DDR4-2933"
+_A10_HOST = "AWS g5.8xlarge class: 16 cores of EPYC 7R32, 128 GiB DDR4-3200"
+_4090_HOST = "desktop: Ryzen 9 7950X, 16 cores, 2 channels DDR5-5200, 128 GiB"
+_A100_HOST = "one socket: EPYC 7543, 32 cores, 8 channels DDR4-3200, 512 GiB"
+_H100_HOST = "one socket: Xeon 8480+, 56 cores, 8 channels DDR5-4800, 1 TiB (DGX H100 has two for eight GPUs)"
+
+
+def _named() -> tuple[Hardware, ...]:
+    return (
+        _machine("t4", sheet="NVIDIA T4 data sheet: 16 GB, 320 GB/s, 65 TFLOPS fp16 (no bf16), PCIe 3 x16",
+                 memory_mib=15360, hbm=320e9, flops=65e12, pcie=3, host=_T4_HOST, cores=16, channels=3,
+                 transfers=2933e6, ram_gib=128),
+        _machine("a10", sheet="NVIDIA A10 data sheet: 24 GB, 600 GB/s, 125 TFLOPS bf16, PCIe 4 x16",
+                 memory_mib=23028, hbm=600e9, flops=125e12, pcie=4, host=_A10_HOST, cores=16, channels=3,
+                 transfers=3200e6, ram_gib=128),
+        _machine("rtx4090", sheet="NVIDIA Ada whitepaper, RTX 4090: 24 GB, 1008 GB/s, 165.2 TFLOPS bf16 (fp32 sums), "
+                 "PCIe 4 x16", memory_mib=24564, hbm=1008e9, flops=165.2e12, pcie=4, host=_4090_HOST, cores=16,
+                 channels=2, transfers=5200e6, ram_gib=128),
+        _machine("a100-40", sheet="NVIDIA A100 data sheet: 40 GB, 1555 GB/s, 312 TFLOPS bf16, PCIe 4 x16",
+                 memory_mib=40960, hbm=1555e9, flops=312e12, pcie=4, host=_A100_HOST, cores=32, channels=8,
+                 transfers=3200e6, ram_gib=512),
+        _machine("a100-80", sheet="NVIDIA A100 80GB PCIe data sheet: 80 GB, 1935 GB/s, 312 TFLOPS bf16, PCIe 4 x16",
+                 memory_mib=81920, hbm=1935e9, flops=312e12, pcie=4, host=_A100_HOST, cores=32, channels=8,
+                 transfers=3200e6, ram_gib=512),
+        _machine("h100", sheet="NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s, 989 TFLOPS bf16 dense, PCIe 5 x16",
+                 memory_mib=81559, hbm=3350e9, flops=989e12, pcie=5, host=_H100_HOST, cores=56, channels=8,
+                 transfers=4800e6, ram_gib=1024),
+        _machine("h200", sheet="NVIDIA H200 SXM data sheet: 141 GB, 4.8 TB/s, 989 TFLOPS bf16 dense, PCIe 5 x16",
+                 memory_mib=143771, hbm=4800e9, flops=989e12, pcie=5, host=_H100_HOST, cores=56, channels=8,
+                 transfers=4800e6, ram_gib=1024),
+    )  # fmt: skip
+
+
+def machine_names() -> tuple[str, ...]:
+    return tuple(machine.name for machine in _named())
+
+
+def find_hardware(name_or_path: str | Path) -> Hardware:
+    """The machine of that name (any case; "A100" is a100-80), or the profile in that JSON file."""
+    text = str(name_or_path).strip()
+    wanted = text.lower().replace(" ", "").replace("_", "-")
+    wanted = {"4090": "rtx4090", "a100": "a100-80", "rtx-4090": "rtx4090"}.get(wanted, wanted)
+    for machine in _named():
+        if machine.name == wanted:
+            return machine
+    if text.endswith(".json") or "/" in text or (text and Path(text).expanduser().is_file()):
+        return read_hardware(text)
+    names = ", ".join(machine_names())
+    raise ConfigError(f"hardware {text!r}: no such machine; write one of {names}, or the path of a profile's JSON file")

@@ -1,0 +1,208 @@
+"""``hybrid profile --hardware``: measures this machine in seconds.
+
+All probes take turns, in random order in every round, and medians are kept: a neighbour on the machine disturbs all
+alike. What cannot be measured without an engine and its model (a step's own overhead) is a general figure and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.host_memory import System
+from hybrid_backend.kernels import cpu
+from hybrid_backend.model import ModelShape
+from hybrid_backend.tools.plan.hardware import probes
+from hybrid_backend.tools.plan.hardware.probes import HostMemory, Probe
+from hybrid_backend.tools.plan.hardware.spec import Curve, Hardware, Number
+
+Rates = dict[str, dict[float, float]]
+
+
+def measure(
+    *,
+    device: str = "auto",
+    shape: ModelShape | None = None,
+    cores: int | None = None,
+    rounds: int = 5,
+    memory_bytes: int | None = None,
+    console: Console | None = None,
+) -> Hardware:
+    """Measure this machine.
+
+    Args:
+        device: "cuda", "cpu" (the device tier is the CPU itself), or "auto": CUDA if there is one.
+        shape: the model whose layer is measured; None: a layer of middle size (`probes.probe_shape`).
+        cores: threads to go up to; None: the CPUs that this process may run on.
+        rounds: repetitions of every probe; their median counts.
+        memory_bytes: of the pool that is read; None: 2 GiB or a quarter of the free memory, whichever is less.
+        console: where the progress bar goes; None shows none.
+
+    Returns:
+        The profile. Its sources tell what was measured with what.
+
+    Raises:
+        ConfigError: no such device, no native kernels, or too little memory.
+    """
+    tier = _device(device)
+    missing = cpu.why_unavailable()
+    if missing is not None:
+        raise ConfigError(f"profile --hardware measures the native CPU kernels, which do not run here: {missing}")
+    shape = shape or probes.probe_shape()
+    usable = sorted(os.sched_getaffinity(0))
+    cores = len(usable) if cores is None else cores
+    if not 1 <= cores <= len(usable):
+        raise ConfigError(f"cores: got {cores}, expected 1 to {len(usable)}, the CPUs that this process may use")
+    free = System().available()
+    size = min(2 << 30, free // 4) if memory_bytes is None else memory_bytes
+    least = 3 * probes.DEVICE_ROWS[-2] * probes.JOB_TOKENS * shape.token_bytes
+    if not least <= size < free:
+        raise ConfigError(
+            f"memory: {size >> 20} MiB to read from; this machine has {free >> 20} MiB free and the shape needs "
+            f"{least >> 20} MiB at least"
+        )
+    with ExitStack() as opened, torch.no_grad():
+        threads = torch.get_num_threads()
+        opened.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(cores)
+        memory = HostMemory(size, shape)
+        counts = sorted({*(2**i for i in range(10) if 2**i < cores), cores})
+        todo = list(probes.host_probes(memory, shape, counts, opened))
+        todo += probes.device_probes(tier, memory, shape)
+        if tier.type == "cpu":
+            todo += probes.in_place_probes(memory, shape, opened.enter_context(cpu.Pool(cores)))
+        rates = _medians(todo, rounds, console)
+    return _profile(rates, tier, shape, cores, rounds)
+
+
+def profile_hardware(
+    out: str | Path, *, device: str = "auto", rounds: int = 5, cores: int | None = None, console: Console | None = None
+) -> Hardware:
+    """Measure this machine, write the profile as JSON and print it as a table.
+
+    Raises:
+        ConfigError: as `measure`, or ``out`` cannot be written.
+    """
+    console = console or Console()
+    target = Path(out).expanduser()
+    if target.is_dir() or not target.parent.is_dir():
+        raise ConfigError(f"{target}: cannot be written; give a file in a directory that exists, as hardware.json")
+    hardware = measure(device=device, rounds=rounds, cores=cores, console=console)
+    part = target.with_name(f".{target.name}.part")
+    try:
+        part.write_text(hardware.to_json(), encoding="utf-8")
+        part.replace(target)
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written ({error.strerror}); give another file") from None
+    console.print(table(hardware))
+    console.print(f"written to {target}", highlight=False, markup=False)
+    return hardware
+
+
+def table(hardware: Hardware) -> Table:
+    """The profile, for the terminal."""
+    result = Table("what", "value", title=hardware.name)
+    giga = 1e9
+    for name in type(hardware).model_fields:
+        value = getattr(hardware, name)
+        if isinstance(value, Number):
+            shown = f"{value.value / giga:.1f} G" if value.value > 1e6 else f"{value.value * 1e6:.0f} us"
+            result.add_row(name, f"{value.value:g}" if "efficiency" in name else shown)
+        elif isinstance(value, Curve):
+            result.add_row(name, "  ".join(f"{x:g}: {y / giga:.1f}" for x, y in value.points) + " GB/s")
+        elif isinstance(value, int):
+            result.add_row(name, str(value))
+    return result
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("auto", "cuda", "cpu"):
+        raise ConfigError(f"device: got {name!r}, expected auto, cuda or cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but torch sees no CUDA device; write cpu or auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _medians(todo: list[Probe], rounds: int, console: Console | None) -> Rates:
+    """Each probe ``rounds`` times, after one time that does not count."""
+    found: dict[tuple[str, float], list[float]] = defaultdict(list)
+    with _progress(console, len(todo) * (rounds + 1)) as advance:
+        for number in range(rounds + 1):
+            for probe in random.sample(todo, len(todo)):
+                value = probe.run()
+                if number:
+                    found[probe.name, probe.x].append(value)
+                advance.advance(advance.task_ids[0])
+    rates: Rates = defaultdict(dict)
+    for (name, x), values in sorted(found.items()):
+        rates[name][x] = statistics.median(values)
+    return rates
+
+
+@contextmanager
+def _progress(console: Console | None, total: int) -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=console is None) as progress:
+        progress.add_task("measuring", total=total)
+        yield progress
+
+
+def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, rounds: int) -> Hardware:
+    how = f"measured, median of {rounds} interleaved rounds"
+    layer = f"{shape.kv_heads} KV heads of {shape.head_dim}, group {shape.heads // shape.kv_heads}"
+    ram = Number(value=System().meminfo("MemTotal"), source="/proc/meminfo")
+
+    def curve(name: str, what: str) -> Curve:
+        return Curve(points=tuple(sorted(rates[name].items())), source=f"{how}: {what}")
+
+    def number(value: float, what: str) -> Number:
+        return Number(value=value, source=what)
+
+    is_cuda = tier.type == "cuda"
+    best_read = max(rates["host_read"].values())
+    label = torch.cuda.get_device_name(tier) if is_cuda else f"CPU device tier, {_processor()}"
+    total = torch.cuda.get_device_properties(tier).total_memory if is_cuda else int(ram.value)
+    copied = "pinned copies to the device" if is_cuda else "copies from RAM to RAM (the CPU device tier), by one thread"
+    attended = "torch's SDPA, contiguous K and V" if is_cuda else "native kernels over scattered pages, all threads"
+    return Hardware(
+        name=f"{label}, {cores} cores",
+        device="gpu" if is_cuda else "cpu",
+        device_memory_bytes=number(total, "the driver" if is_cuda else "/proc/meminfo: device tier and host are one"),
+        hbm_bytes_per_s=number(rates["device_memory"][1] if is_cuda else best_read, f"{how}: reads"),
+        hbm_efficiency=number(1.0, "the bandwidth is itself measured"),
+        bf16_flops_per_s=number(rates["gemm"][1], f"{how}: bf16 product of {probes.GEMM} x {probes.GEMM} matrices"),
+        flops_efficiency=number(1.0, "the rate is itself measured"),
+        linear_bytes_per_s=curve("linear", f"torch, bf16, layers of {shape.layer_weight_bytes / 1e6:.0f} MB, by rows"),
+        device_attention_bytes_per_s=curve(
+            "device_attention", f"{attended}, {layer}, {probes.JOB_TOKENS} tokens a row"
+        ),
+        host_device_bytes_per_s=curve("host_device", copied),
+        host_ram_bytes=ram,
+        host_read_bytes_per_s=curve("host_read", "sequential reads by native code, by threads"),
+        cpu_attention_bytes_per_s=curve(
+            "cpu_attention",
+            f"native pool, {probes.CPU_ROWS} x {probes.JOB_TOKENS} tokens, pages of {probes.PAGE}, {layer}",
+        ),
+        layer_overhead_s=number(rates["layer_overhead"][1], f"{how}: two norms, rotary, activation, sums, eager torch"),
+        step_overhead_s=number(2e-3, "general figure, not measured: scheduler, sampler and detokenizer of a server"),
+        cpu_job_overhead_s=number(rates["cpu_job"][1], f"{how}: a job of one page, from submission to result"),
+        cores=cores,
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown processor"

@@ -1,0 +1,198 @@
+"""The hardware profile: every number with its source, as JSON.
+
+Rates are bytes per second, times seconds, sizes bytes; 1 GB/s is 1e9 bytes per second.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hybrid_backend.errors import ConfigError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Number(_Frozen):
+    """One number and where it comes from: a data sheet, a measurement, a paper."""
+
+    value: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    source: Text
+
+
+class Curve(_Frozen):
+    """A rate as a function of a size or a count: straight lines between the points, flat beyond their ends."""
+
+    points: Annotated[tuple[tuple[Positive, Positive], ...], Field(min_length=1)]
+    """``(x, rate)``, x rising."""
+    source: Text
+
+    @model_validator(mode="after")
+    def _rising(self) -> Curve:
+        xs = [x for x, _ in self.points]
+        if any(a >= b for a, b in itertools.pairwise(xs)):
+            raise ValueError(f"the points' first numbers must rise, got {xs}")
+        return self
+
+    def at(self, x: float) -> float:
+        """The rate at x."""
+        xs = [point[0] for point in self.points]
+        i = bisect.bisect_right(xs, x)
+        if i == 0:
+            return self.points[0][1]
+        if i == len(xs):
+            return self.points[-1][1]
+        (x0, y0), (x1, y1) = self.points[i - 1], self.points[i]
+        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+    @property
+    def best(self) -> float:
+        return max(rate for _, rate in self.points)
+
+    def best_until(self, x: float) -> float:
+        """The best rate at x or below: whoever may use x threads may also use fewer."""
+        return max([self.at(x), *(rate for at, rate in self.points if at <= x)])
+
+    def scaled(self, factor: float, why: str) -> Curve:
+        """Every rate times ``factor``."""
+        return Curve(points=tuple((x, y * factor) for x, y in self.points), source=f"{self.source}; x{factor:g}: {why}")
+
+
+class Hardware(_Frozen):
+    """One machine: a device, the link to it and the host that one model server uses."""
+
+    name: Text
+    device: Literal["gpu", "cpu"] = "gpu"
+    """cpu: the device tier is the CPU itself; device and workers then share cores and memory."""
+    device_memory_bytes: Number
+    hbm_bytes_per_s: Number
+    """Peak bandwidth of the device's own memory."""
+    hbm_efficiency: Number
+    """Share of that peak which decoding kernels reach when the memory is what they wait for."""
+    bf16_flops_per_s: Number
+    """Dense bf16 (fp16 where there is no bf16) matrix multiplication, without sparsity."""
+    flops_efficiency: Number
+    """Share of that peak which large matrix multiplications reach."""
+    linear_bytes_per_s: Curve | None = None
+    """Measured: bytes of weights per second, all matrices of a layer, by rows (sequences). None: the roofline."""
+    device_attention_bytes_per_s: Curve | None = None
+    """Measured: bytes of K and V that device attention reads per second, by rows. None: the roofline."""
+    stock_attention_bytes_per_s: Curve | None = None
+    """Measured: the same of the stock engine's own attention. None: as device attention."""
+    host_device_bytes_per_s: Curve
+    """Achieved rate of copies from host to device, by bytes of one contiguous piece (a page)."""
+    host_ram_bytes: Number
+    host_read_bytes_per_s: Curve
+    """Sequential reads of host memory, by threads."""
+    cpu_attention_bytes_per_s: Curve
+    """Bytes of K and V that CPU attention over scattered pages reads per second, by threads."""
+    layer_overhead_s: Number
+    """Of the device per layer, beyond what bandwidth and FLOP/s explain: launches, small kernels."""
+    step_overhead_s: Number
+    """Of a step, with the device idle: scheduling, sampling, inputs and outputs."""
+    cpu_job_overhead_s: Number
+    """Per layer, from the device's request to the answer, beyond the attention itself: flags, threads woken."""
+    cores: Annotated[int, Field(ge=1)]
+    """Physical cores that workers may use."""
+    gpus: Annotated[int, Field(ge=1)] = 1
+    """Devices that share this host, each with a replica of the model and its share of cores and host memory."""
+
+    @property
+    def hbm_achieved(self) -> float:
+        return self.hbm_bytes_per_s.value * self.hbm_efficiency.value
+
+    @property
+    def flops_achieved(self) -> float:
+        return self.bf16_flops_per_s.value * self.flops_efficiency.value
+
+    @property
+    def threads(self) -> int:
+        """Worker threads of one device."""
+        return max(1, self.cores // self.gpus)
+
+    @property
+    def cpu_attention_achieved(self) -> float:
+        """Bytes per second of CPU attention that one device can count on when all of them ask."""
+        curve = self.cpu_attention_bytes_per_s
+        return min(curve.best_until(self.threads), curve.best_until(self.cores) / self.gpus)
+
+    @property
+    def host_read_achieved(self) -> float:
+        """One device's share of the host memory's bandwidth."""
+        return self.host_read_bytes_per_s.best_until(self.cores) / self.gpus
+
+    def link_achieved(self, piece_bytes: float) -> float:
+        """Bytes per second from host to device in contiguous pieces of that size."""
+        return min(self.host_device_bytes_per_s.at(piece_bytes), self.host_read_achieved)
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=1, exclude_none=True) + "\n"
+
+    def replace(self, **changes: Any) -> Hardware:
+        """A checked copy with some fields changed."""
+        return Hardware.model_validate({**self.model_dump(), **changes})
+
+
+def hardware_from_json(text: str, source: str) -> Hardware:
+    """The profile in a JSON text; ConfigError names ``source``, the key, the value and what is expected."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: not valid JSON ({error}); write one with 'hybrid profile --hardware'") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}: got {type(data).__name__}, expected an object with a hardware profile's keys")
+    try:
+        return Hardware.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(error)}") from None
+
+
+def _explain(error: ValidationError) -> str:
+    items = error.errors(include_url=False)
+    first = items[0]
+    key = ".".join(str(part) for part in first["loc"]) or "profile"
+    if first["type"] == "missing":
+        problem = f"{key}: missing; write the profile anew with 'hybrid profile --hardware'"
+    elif first["type"] == "extra_forbidden":
+        problem = f"{key}: unknown key; remove it"
+    else:
+        problem = f"{key}: got {json.dumps(first['input'], default=str)[:80]}, {first['msg']}"
+    more = len(items) - 1
+    return problem + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
+
+
+def read_hardware(path: str | Path) -> Hardware:
+    """The profile in a JSON file."""
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file; write one with 'hybrid profile --hardware'") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error}); give a readable JSON file") from None
+    return hardware_from_json(text, str(file))
+
+
+def saturating(counts: Sequence[int], one: float, all_of_them: float, source: str) -> Curve:
+    """Threads against a shared memory: each adds ``one`` bytes/s until together they have ``all_of_them``."""
+    knee = all_of_them / one
+    xs = sorted({*counts, max(1, math.ceil(knee))})
+    return Curve(points=tuple((float(x), min(x * one, all_of_them)) for x in xs), source=source)
+
+
+def copies(peak: float, setup_s: float, source: str, sizes: Sequence[int] = ()) -> Curve:
+    """Pieces copied one after the other at ``peak`` bytes/s, each with ``setup_s`` of its own: rate by size."""
+    at = sizes or [2**n for n in range(12, 27)]
+    return Curve(points=tuple((float(n), n / (setup_s + n / peak)) for n in at), source=source)

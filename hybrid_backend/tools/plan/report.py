@@ -1,0 +1,221 @@
+"""The plan itself: every method against stock, in memory and in time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.vllm.blocks import Blocks
+from hybrid_backend.engines.vllm.footprint import (
+    Candidate,
+    Item,
+    Memory,
+    MethodMemory,
+    Room,
+    StockMemory,
+    default_chunk,
+    largest,
+)
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.methods import method_names, resolve_method
+from hybrid_backend.model import ModelShape
+from hybrid_backend.tools.plan.hardware import Hardware
+from hybrid_backend.tools.plan.simulate import StepTime, WhatIf, decode_step, simulated_methods
+
+MOST_BATCH, MOST_CONTEXT = 2**16, 2**27
+"""Where the search for the largest batch and context ends."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned. Sizes in bytes; ``batch`` and ``ram`` of all devices together."""
+
+    shape: ModelShape
+    config: HybridConfig
+    context: int
+    batch: int
+    gpu_mem: int | None  # 0: no device of its own; None: the machine's
+    ram: int | None
+    hardware: Hardware | None = None
+    methods: tuple[str, ...] = ()  # empty: all
+    chunk_tokens: int | None = None
+    device_overhead: int | None = None
+    host_overhead: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method. Memory is of one device and its share of the host; batches are of all devices."""
+
+    name: str
+    refused: str | None = None  # why this configuration cannot serve the model with it
+    fits: bool = False
+    why_not: str | None = None
+    device_bytes: int = 0
+    host_bytes: int = 0
+    pages: int = 0  # of the KV pool
+    items: tuple[Item, ...] = ()
+    max_batch: int = 0  # at the context
+    max_context: int = 0  # at the batch, as far as memory goes
+    step_ms: float | None = None  # at context and batch, that is, per token of one sequence
+    tokens_per_s: float | None = None
+    best_tokens_per_s: float | None = None  # at max_batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All rows, and what they rest on."""
+
+    model: ModelShape
+    machine: str | None
+    configured: str  # the configuration's own method
+    devices: int
+    context: int
+    batch: int
+    page_size: int
+    block_bytes: int
+    device_limit: int  # bytes that the engine may take of one device
+    host_limit: int
+    rows: tuple[Row, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON; docs/plan.md names the keys."""
+        return asdict(self)
+
+    def row(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+
+def make_plan(request: Request) -> Plan:
+    """Plan every method.
+
+    Raises:
+        ConfigError: a number out of range, an unknown method, or a size that neither the user nor a machine gives.
+    """
+    for key, value in (("context", request.context), ("batch", request.batch)):
+        if value < 1:
+            raise ConfigError(f"--{key}: got {value}, expected an integer >= 1")
+    devices = request.hardware.gpus if request.hardware else 1
+    room = _room(request, devices)
+    blocks = Blocks.of(request.shape, request.config.page_size)
+    names = request.methods or tuple(method_names())
+    candidates: list[Candidate] = [StockMemory(request.shape, blocks, room)]
+    for name in names:
+        resolve_method(name)
+        config = request.config.model_copy(update={"method": name})
+        candidates.append(MethodMemory(request.shape, blocks, room, config))
+    return Plan(
+        model=request.shape,
+        machine=request.hardware.name if request.hardware else None,
+        configured=request.config.method,
+        devices=devices,
+        context=request.context,
+        batch=request.batch,
+        page_size=request.config.page_size,
+        block_bytes=blocks.block_bytes,
+        device_limit=room.limit("device"),
+        host_limit=room.limit("host"),
+        rows=tuple(_row(candidate, request, room, devices) for candidate in candidates),
+    )
+
+
+def changed(request: Request, what_if: WhatIf) -> Request:
+    """The same request where something is different."""
+    hardware = request.hardware
+    if hardware is None and any(x is not None for x in (what_if.cores, what_if.dram, what_if.pcie, what_if.gpus)):
+        raise ConfigError("--what-if: what is different about which machine? give --machine NAME or a profile's file")
+    return replace(
+        request,
+        hardware=what_if.apply(hardware) if hardware else None,
+        context=what_if.context or request.context,
+        batch=what_if.batch or request.batch,
+    )
+
+
+def serve_flags(row: Row, plan: Plan) -> list[str]:
+    """The flags of `hybrid serve` and of vLLM with which the runtime allocates what the row says."""
+    return [
+        f"--set=method={row.name}",
+        f"--set=host_pool.size={row.pages * plan.block_bytes}",
+        "--",
+        "--max-num-seqs",
+        str(-(-plan.batch // plan.devices)),
+        "--max-model-len",
+        str(plan.context),
+        "--dtype",
+        plan.model.dtype,
+    ]
+
+
+def _room(request: Request, devices: int) -> Room:
+    hardware = request.hardware
+    on_cpu = hardware is not None and hardware.device == "cpu"
+    gpu_mem, ram = request.gpu_mem, request.ram
+    if gpu_mem is None:
+        if hardware is None:
+            raise ConfigError("--gpu-mem: is missing; give --gpu-mem 24GiB (0: no device) or --machine NAME")
+        gpu_mem = 0 if on_cpu else int(hardware.device_memory_bytes.value)
+    if ram is None:
+        if hardware is None:
+            raise ConfigError("--ram: is missing; give --ram 128GiB or --machine NAME")
+        ram = int(hardware.host_ram_bytes.value)
+    room = Room(gpu_mem, ram // devices, request.chunk_tokens or default_chunk(gpu_mem))
+    if request.device_overhead is not None:
+        room = replace(room, device_overhead=request.device_overhead)
+    if request.host_overhead is not None:
+        room = replace(room, host_overhead=request.host_overhead)
+    return room
+
+
+def _row(candidate: Candidate, request: Request, room: Room, devices: int) -> Row:
+    refused = candidate.refusal() if isinstance(candidate, MethodMemory) else None
+    if refused is not None:
+        return Row(candidate.name, refused=refused)
+    mine = -(-request.batch // devices)
+    memory = candidate.memory(request.context, mine)
+    why_not = memory.missing(room)
+    max_batch = devices * largest(lambda batch: _fits(candidate, room, request.context, batch), MOST_BATCH)
+    times = _times(candidate, request, max_batch, why_not is None)
+    return Row(
+        name=candidate.name,
+        fits=why_not is None,
+        why_not=why_not,
+        device_bytes=memory.at("device"),
+        host_bytes=memory.at("host"),
+        pages=memory.pages,
+        items=memory.items,
+        max_batch=max_batch,
+        max_context=largest(lambda context: _fits(candidate, room, context, mine), MOST_CONTEXT),
+        step_ms=times.step_ms,
+        tokens_per_s=times.tokens_per_s,
+        best_tokens_per_s=times.best_tokens_per_s,
+    )
+
+
+def _fits(candidate: Candidate, room: Room, context: int, batch: int) -> bool:
+    memory: Memory = candidate.memory(context, batch)
+    return memory.missing(room) is None
+
+
+class _Times(NamedTuple):
+    step_ms: float | None = None
+    tokens_per_s: float | None = None
+    best_tokens_per_s: float | None = None
+
+
+def _times(candidate: Candidate, request: Request, max_batch: int, fits: bool) -> _Times:
+    """Of what fits; the simulator itself does not ask."""
+    hardware = request.hardware
+    if hardware is None or candidate.name not in simulated_methods():
+        return _Times()
+
+    def simulated(batch: int) -> StepTime:
+        return decode_step(hardware, request.shape, request.config, candidate.name, request.context, batch)
+
+    now = simulated(request.batch) if fits else None
+    return _Times(
+        step_ms=now.seconds * 1e3 if now else None,
+        tokens_per_s=now.tokens_per_s if now else None,
+        best_tokens_per_s=simulated(max_batch).tokens_per_s if max_batch else None,
+    )

@@ -1,0 +1,136 @@
+"""How long the parts of a decode step take by themselves: bytes and FLOPs against the rates of a hardware profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.model import ModelShape
+from hybrid_backend.tools.plan.hardware import Hardware
+
+SPAN = 8
+"""Pages of a span, the second level of digests in bytes (docs/cpu-kernels.md)."""
+SCORING = 0.5
+"""Bytes of digests scored per second in place, against bytes of K and V attended: choosing 64 of 1,024 pages costs 35 %
+of attending them and reads a quarter of their bytes, of 4,096 pages 202 % and as many bytes (docs/cpu-kernels.md)."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """``rows``: sequences on one device. Times in seconds, sizes in bytes, of one layer unless said otherwise."""
+
+    hardware: Hardware
+    shape: ModelShape
+    config: HybridConfig
+    context: int
+    rows: int
+
+    # --- sizes ---
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens that a request's frames hold."""
+        return frames_per_request(self.config) * self.config.page_size
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the whole context is resident and therefore dense (``sparse: always`` excepted)."""
+        limit = self.slot_tokens
+        if self.config.sparse == "always":
+            limit = min(limit, self.config.budget_tokens)
+        return self.context <= limit or self.config.sparse == "never"
+
+    def kv(self, tokens: float) -> float:
+        """K and V of that many tokens of every row."""
+        return tokens * self.shape.token_bytes * self.rows
+
+    @cached_property
+    def digest_bytes(self) -> float:
+        """Minimum and maximum of K of every page of every row, in the cache's type."""
+        pages = -(-self.context // self.config.page_size)
+        return float(pages * self.shape.token_bytes * self.rows)
+
+    @cached_property
+    def digest_bytes_in_place(self) -> float:
+        """The same in bytes, by two levels where that reads less."""
+        pages = -(-self.context // self.config.page_size)
+        candidates = self.config.selection.candidates * self.config.budget_pages
+        scored = min(pages, pages / SPAN + candidates) if candidates else pages
+        return scored * 2.0 * self.shape.kv_heads * self.shape.head_dim * self.rows
+
+    # --- device ---
+
+    def linear(self, weight_bytes: float) -> float:
+        """Matrices of that size times the rows: the slower of reading them and of multiplying."""
+        if self.hardware.linear_bytes_per_s is not None:
+            return weight_bytes / self.hardware.linear_bytes_per_s.at(self.rows)
+        flops = 2.0 * weight_bytes / self.shape.dtype_bytes * self.rows
+        return max(weight_bytes / self.hardware.hbm_achieved, flops / self.hardware.flops_achieved)
+
+    @cached_property
+    def projections(self) -> float:
+        """Q, K and V."""
+        shape = self.shape
+        return self.linear(
+            float(shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads) * shape.dtype_bytes)
+        )
+
+    @cached_property
+    def prediction(self) -> float:
+        """The next layer's query: its projection once more."""
+        shape = self.shape
+        return self.linear(float(shape.hidden * shape.head_dim * shape.heads * shape.dtype_bytes))
+
+    @cached_property
+    def rest(self) -> float:
+        """Everything of a layer after its attention, and its small kernels."""
+        shape = self.shape
+        output = shape.hidden * shape.head_dim * shape.heads + 3 * shape.hidden * shape.intermediate
+        return self.linear(float(output * shape.dtype_bytes)) + self.hardware.layer_overhead_s.value
+
+    @cached_property
+    def head(self) -> float:
+        """Logits, once a step."""
+        return self.linear(float(self.shape.head_weight_bytes))
+
+    def attention(self, kv_bytes: float) -> float:
+        """Of the device over its own memory, by our kernels."""
+        curve = self.hardware.device_attention_bytes_per_s
+        return kv_bytes / (self.hardware.hbm_achieved if curve is None else curve.at(self.rows))
+
+    def stock_attention(self, kv_bytes: float) -> float:
+        """The same by the engine's own kernels."""
+        curve = self.hardware.stock_attention_bytes_per_s
+        return self.attention(kv_bytes) if curve is None else kv_bytes / curve.at(self.rows)
+
+    def scoring(self, digest_bytes: float) -> float:
+        """Of digests in the device's memory."""
+        return digest_bytes / self.hardware.hbm_achieved
+
+    def scoring_in_place(self, digest_bytes: float) -> float:
+        return self.attention(digest_bytes) / SCORING
+
+    # --- link and host ---
+
+    def copy(self, size: float, piece: float | None = None) -> float:
+        """From host to device, page by page (or in other contiguous pieces)."""
+        if not size:
+            return 0.0
+        page = self.shape.page_bytes(self.config.page_size)
+        return size / self.hardware.link_achieved(page if piece is None else piece)
+
+    def cpu_attention(self, kv_bytes: float, copied: float = 0.0) -> float:
+        """Of the workers, while ``copied`` bytes also leave the same memory for the device."""
+        if not kv_bytes:
+            return 0.0
+        workers = kv_bytes / self.hardware.cpu_attention_achieved
+        memory = (kv_bytes + copied) / self.hardware.host_read_achieved
+        return max(workers, memory) + self.hardware.cpu_job_overhead_s.value
+
+    @property
+    def answer_bytes(self) -> float:
+        """A CPU job's query (in the cache's type) and its partial and LSE (fp32)."""
+        values = self.rows * self.shape.heads * self.shape.head_dim
+        return values * (self.shape.dtype_bytes + 4.0) + 4.0 * self.rows * self.shape.heads

@@ -1,0 +1,172 @@
+"""``decode_step``: seconds, idle time and bytes of one decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.model import ModelShape
+from hybrid_backend.tools.plan.hardware import Hardware
+from hybrid_backend.tools.plan.simulate import pipelines
+from hybrid_backend.tools.plan.simulate.costs import Costs
+from hybrid_backend.tools.plan.simulate.pipelines import Machine, Pipeline
+
+SCOUT_SHARE = 0.082
+"""ScoutAttention: 8.2 % of the selected blocks are computed on the CPU on average, at a threshold of 12 %. Measured
+here: 8.7 % at budget 2048 (docs/measurements.md)."""
+WITHOUT_RECALL = 20.5 / 10.4
+"""How much larger the share is without recall: measured over 256 steps (docs/measurements.md, budget 1024)."""
+INFINIGEN_SHARE = 0.088
+"""Selected pages that were not selected the step before: measured, pages of 32, budget 2048, SmolLM2-135M (8.8 %;
+13.5 % at budget 1024). ScoutAttention reports less than 15 %."""
+HGCA_SHARE = 0.52
+"""Attended tokens that the CPU attends at beta 1 and a quarter of the context on the device: measured
+(docs/measurements.md, HGCA)."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One decode step of ``batch`` sequences, the mean over a cycle of recalls.
+
+    Times are seconds, of one device where several share the host; bytes are of one device too. ``device_busy`` counts
+    kernels only; ``device_idle`` is the rest of the step: waits for workers or copies, and the step's own overhead.
+    ``cpu_busy``: of the worker pool as a whole. Where the device tier is the CPU itself all work is ``device_busy``.
+    """
+
+    seconds: float
+    device_busy: float
+    device_idle: float
+    cpu_busy: float
+    pcie_busy: float
+    pcie_bytes: float
+    cpu_bytes: float
+    batch: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all devices together."""
+        return self.batch / self.seconds
+
+    @property
+    def idle_share(self) -> float:
+        return self.device_idle / self.seconds
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """A method's pipelines and what it leaves off the device where nobody says otherwise."""
+
+    separate: Pipeline
+    in_place: Pipeline
+    share: Callable[[bool], float]
+    only_beyond_frames: bool = False  # dense on the device while the context fits the frames
+
+
+def _nothing(recall: bool) -> float:
+    return 0.0
+
+
+_METHODS = {
+    "stock": _Simulated(pipelines.stock, pipelines.stock, _nothing),
+    "dense": _Simulated(pipelines.read_over_link, pipelines.resident, _nothing),
+    "scout": _Simulated(
+        pipelines.scout, pipelines.in_place, lambda recall: SCOUT_SHARE * (1.0 if recall else WITHOUT_RECALL), True
+    ),
+    "infinigen": _Simulated(pipelines.infinigen, pipelines.in_place, lambda recall: INFINIGEN_SHARE, True),
+    "hgca": _Simulated(pipelines.hgca, pipelines.hgca, lambda recall: HGCA_SHARE),
+    "headinfer": _Simulated(pipelines.streamed, pipelines.resident, _nothing),
+}
+
+
+def simulated_methods() -> tuple[str, ...]:
+    """The methods that `decode_step` knows."""
+    return tuple(_METHODS)
+
+
+def decode_step(
+    hardware: Hardware,
+    shape: ModelShape,
+    config: HybridConfig,
+    method: str,
+    context: int,
+    batch: int,
+    *,
+    cpu_share: float | None = None,
+    lookahead: bool | None = None,
+    recall: bool | None = None,
+) -> StepTime:
+    """Simulate decoding ``batch`` sequences of ``context`` tokens each.
+
+    Args:
+        hardware: with ``gpus`` > 1 every device runs a replica, takes its part of the batch and of the host.
+        shape: the model.
+        config: budget, page size, frames, exact layers, recall intervals and the like.
+        method: one of `simulated_methods`; "stock" keeps K and V in the device's memory. Whether everything fits there
+            is not checked.
+        context: tokens of each sequence.
+        batch: sequences, over all devices.
+        cpu_share: share of a sparse layer's attended tokens that are not on the device; None: as published or measured.
+        lookahead: None: as the configuration says (auto: yes where tiers are separate).
+        recall: None: as the configuration says.
+
+    Returns:
+        The step's times and bytes.
+
+    Raises:
+        ConfigError: an unknown method or a number out of range.
+    """
+    if method not in _METHODS:
+        raise ConfigError(f"method {method!r}: cannot be simulated; write one of {', '.join(_METHODS)}")
+    for name, value in (("context", context), ("batch", batch)):
+        if value < 1:
+            raise ConfigError(f"{name}: got {value}, expected an integer >= 1")
+    if cpu_share is not None and not 0.0 <= cpu_share < 1.0:
+        raise ConfigError(f"cpu_share: got {cpu_share}, expected a number from 0 to below 1")
+    config.validate_for(shape.layers)
+    entry = _METHODS[method]
+    costs = Costs(hardware, shape, config, context, rows=-(-batch // hardware.gpus))
+    recalls = config.recall.enabled if recall is None else recall
+    is_cpu = hardware.device == "cpu"
+    unified = config.tiers == "unified" or (config.tiers == "auto" and is_cpu)
+    looks = config.lookahead.enabled if lookahead is None else lookahead
+    machine = Machine(
+        costs,
+        share=entry.share(recalls) if cpu_share is None else cpu_share,
+        lookahead=not unified if looks == "auto" else looks,
+        recall=recalls,
+        workers="device" if is_cpu else "workers",
+    )
+    pipeline = entry.in_place if unified else entry.separate
+    if entry.only_beyond_frames and costs.fits and not unified:
+        pipeline = pipelines.resident
+    return _run(machine, pipeline, batch)
+
+
+def _run(machine: Machine, pipeline: Pipeline, batch: int) -> StepTime:
+    """Steps until the first one's cold start is over, then one cycle of recalls."""
+    costs, time = machine.costs, machine.time
+    overhead = costs.hardware.step_overhead_s.value
+    intervals = costs.config.recall.intervals
+    cycle = min(intervals if isinstance(intervals, int) else max(intervals), 16)
+    begun = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    for step in range(cycle + 1):
+        pipeline(machine, step)
+        machine.device(costs.head)
+        # Scheduling and sampling: the device waits, workers and copies go on.
+        time.pass_idle("device", overhead)
+        state = (
+            time.free("device"),
+            time.busy("device"),
+            time.busy("workers"),
+            time.busy("link"),
+            machine.pcie_bytes,
+            machine.cpu_bytes,
+        )
+        if step == 0:
+            begun = state
+    seconds, device, workers, link, pcie_bytes, cpu_bytes = (
+        (now - then) / cycle for now, then in zip(state, begun, strict=True)
+    )
+    return StepTime(seconds, device, max(0.0, seconds - device), workers, link, pcie_bytes, cpu_bytes, batch)

@@ -1,0 +1,199 @@
+"""One decode step of each method as tasks on the device, the workers and the link.
+
+Each pipeline follows its method in `hybrid_backend.methods`: the same order, the same waits. ``share`` is what a method
+leaves off the device: scout's and HGCA's tokens that the CPU attends, InfiniGen's tokens that are copied, as a share of
+all tokens attended in the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from hybrid_backend.tools.plan.simulate.costs import Costs
+from hybrid_backend.tools.plan.simulate.timeline import Resource, Timeline
+
+
+@dataclass
+class Machine:
+    """The state that outlives a step."""
+
+    costs: Costs
+    share: float
+    lookahead: bool
+    recall: bool
+    workers: Resource = "workers"  # "device" where the device tier's cores are the workers' too
+    time: Timeline = field(default_factory=Timeline)
+    pcie_bytes: float = 0.0
+    cpu_bytes: float = 0.0
+    recalled: float = 0.0  # when the last recall ends: it becomes visible when the next step begins
+
+    def device(self, seconds: float, *after: float) -> float:
+        return self.time.run("device", seconds, *after)
+
+    def link(self, size: float, *after: float) -> float:
+        self.pcie_bytes += size
+        return self.time.run("link", self.costs.copy(size), *after)
+
+    def cpu(self, size: float, copied: float, *after: float) -> float:
+        """When the workers' partial is there; at once if there is nothing to attend."""
+        if not size:
+            return 0.0
+        self.cpu_bytes += size
+        self.pcie_bytes += self.costs.answer_bytes
+        return self.time.run(self.workers, self.costs.cpu_attention(size, copied), *after)
+
+
+Pipeline = Callable[[Machine, int], None]
+
+
+def _full_layers(machine: Machine) -> Iterator[int]:
+    """The layers with full attention, in order. A sliding-window layer, the same in every method, runs on the way."""
+    costs = machine.costs
+    for layer, window in enumerate(costs.shape.windows):
+        if window is None:
+            yield layer
+        else:
+            machine.device(costs.projections + costs.attention(costs.kv(min(window, costs.context))) + costs.rest)
+
+
+def stock(machine: Machine, step: int) -> None:
+    """Dense, K and V in the device's memory."""
+    costs = machine.costs
+    for window in costs.shape.windows:
+        tokens = costs.context if window is None else min(window, costs.context)
+        machine.device(costs.projections + costs.stock_attention(costs.kv(tokens)) + costs.rest)
+
+
+def resident(machine: Machine, step: int) -> None:
+    """Our kernels over a context that is wholly on the device."""
+    costs = machine.costs
+    for _ in _full_layers(machine):
+        machine.device(costs.projections + costs.attention(costs.kv(costs.context)) + costs.rest)
+
+
+def in_place(machine: Machine, step: int) -> None:
+    """The device tier is the host: select, then attend the selected pages where they are."""
+    costs = machine.costs
+    for layer in _full_layers(machine):
+        if costs.fits or layer in costs.config.exact_layers:
+            attention = costs.attention(costs.kv(costs.context))
+        else:
+            selection = costs.scoring_in_place(costs.digest_bytes_in_place)
+            attention = selection + costs.attention(costs.kv(costs.config.budget_tokens))
+        machine.device(costs.projections + attention + costs.rest)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """One layer's bytes: attended on the device, attended or copied from the host, digests scored."""
+
+    here: float
+    away: float
+    digests: float
+
+
+def _parts(machine: Machine, layer: int) -> _Parts:
+    costs = machine.costs
+    if layer in costs.config.exact_layers:
+        resident = min(costs.context, costs.slot_tokens)
+        return _Parts(costs.kv(resident), costs.kv(costs.context - resident), 0.0)
+    away = machine.share * costs.config.budget_tokens
+    return _Parts(costs.kv(costs.config.budget_tokens - away), costs.kv(away), costs.digest_bytes)
+
+
+def _ahead(machine: Machine, layer: int) -> int | None:
+    """The layer whose query is predicted at this one's input."""
+    costs = machine.costs
+    later = (x for x in range(layer + 1, costs.shape.layers) if costs.shape.windows[x] is None)
+    following = next(later, None)
+    return following if machine.lookahead and following not in costs.config.exact_layers else None
+
+
+def _select(machine: Machine, layer: int, ahead: bool) -> float:
+    """Score the layer's digests on the device; returns when its selection is known."""
+    costs = machine.costs
+    predicted = costs.prediction if ahead else 0.0
+    return machine.device(predicted + costs.scoring(_parts(machine, layer).digests))
+
+
+def scout(machine: Machine, step: int) -> None:
+    """What is not resident goes to the workers, one layer ahead; it is recalled now and then."""
+    costs = machine.costs
+    config = costs.config
+    machine.device(0.0, machine.recalled)
+    answers: dict[int, float] = {}
+    selected: set[int] = set()
+    for layer in _full_layers(machine):
+        parts, following = _parts(machine, layer), _ahead(machine, layer)
+        recalls = machine.recall and layer not in config.exact_layers
+        copied = parts.away / config.recall_interval(layer) if recalls else 0.0
+        if following is not None:
+            known = _select(machine, following, ahead=True)
+            selected.add(following)
+            if config.lookahead.partial_query == "predicted":
+                answers[following] = machine.cpu(_parts(machine, following).away, copied, known)
+        known = machine.device(costs.projections)
+        if layer not in selected:
+            known = _select(machine, layer, ahead=False)
+        answer = answers[layer] if layer in answers else machine.cpu(parts.away, copied, known)
+        machine.device(costs.attention(parts.here))
+        attended = machine.device(0.0, answer)
+        machine.device(costs.rest)
+        if recalls and (step + layer) % config.recall_interval(layer) == 0:
+            machine.recalled = machine.link(parts.away, attended)
+
+
+def infinigen(machine: Machine, step: int) -> None:
+    """What is not resident is copied, one layer ahead, and attended on the device."""
+    costs = machine.costs
+    arrivals: dict[int, float] = {}
+    for layer in _full_layers(machine):
+        parts, following = _parts(machine, layer), _ahead(machine, layer)
+        if following is not None:
+            known = _select(machine, following, ahead=True)
+            arrivals[following] = machine.link(_parts(machine, following).away, known)
+        machine.device(costs.projections)
+        if layer not in arrivals:
+            arrivals[layer] = machine.link(parts.away, _select(machine, layer, ahead=False))
+        machine.device(costs.attention(parts.here + parts.away), arrivals[layer])
+        machine.device(costs.rest)
+
+
+def hgca(machine: Machine, step: int) -> None:
+    """A dense window on the device; the workers attend the kept older tokens beside it, not ahead."""
+    costs = machine.costs
+    window = min(costs.context, max(2 * costs.config.page_size, costs.config.hgca.window_tokens))
+    kept = min(window * machine.share / (1.0 - machine.share), costs.context - window)
+    for _ in _full_layers(machine):
+        known = machine.device(costs.projections)
+        answer = machine.cpu(costs.kv(kept), 0.0, known)
+        machine.device(costs.attention(costs.kv(window)))
+        machine.device(0.0, answer)
+        machine.device(costs.rest)
+
+
+def read_over_link(machine: Machine, step: int) -> None:
+    """Dense attention of the device over host pages in place: every byte crosses the link while it is attended."""
+    costs = machine.costs
+    for _ in _full_layers(machine):
+        known = machine.device(costs.projections)
+        machine.device(0.0, machine.link(costs.kv(costs.context), known))
+        machine.device(costs.rest)
+
+
+def streamed(machine: Machine, step: int) -> None:
+    """HeadInfer: all K and V pass through two staging buffers; a buffer is filled while the other is attended."""
+    costs = machine.costs
+    full = sum(window is None for window in costs.shape.windows)
+    size = costs.kv(costs.context)
+    begun = machine.time.free("device")
+    emptied = [begun, begun]  # when each of the two buffers may be filled
+    arrived = machine.link(size, emptied[0]) if full else 0.0
+    for _ in _full_layers(machine):
+        machine.device(costs.projections)
+        here, full = arrived, full - 1
+        if full:
+            arrived = machine.link(size, emptied[1])
+        emptied = [emptied[1], machine.device(costs.attention(size), here)]
+        machine.device(costs.rest)

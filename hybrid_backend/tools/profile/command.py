@@ -1,0 +1,78 @@
+"""``hybrid profile``, ready for typer. What it needs is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from hybrid_backend.config import resolve_config
+from hybrid_backend.errors import ConfigError
+
+
+def profile(
+    model: Annotated[str | None, typer.Argument(help="catalog name, directory or hub id of the model")] = None,
+    hardware: Annotated[bool, typer.Option("--hardware", help="profile this machine instead of a model")] = False,
+    out: Annotated[Path | None, typer.Option(help="MODEL.yaml, or hardware.json")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="text file to profile on; default: Python's reference and source")
+    ] = None,
+    check: Annotated[list[Path] | None, typer.Option(help="text file to try the result on")] = None,
+    context: Annotated[list[int] | None, typer.Option(help="tokens of a window; default 4096")] = None,
+    positions: Annotated[int, typer.Option(help="decode steps of a window")] = 128,
+    windows: Annotated[int, typer.Option(help="windows per text and context")] = 2,
+    machine: Annotated[str | None, typer.Option(help="tau from this machine: a name or a hardware JSON")] = None,
+    margin: Annotated[float, typer.Option(help="share below tau at which intervals are chosen")] = 0.1,
+    batch: Annotated[int, typer.Option(help="sequences at once, for tau")] = 1,
+    min_cosine: Annotated[float, typer.Option(help="of predicted queries; below, a layer is exact")] = 0.9,
+    min_mass: Annotated[float, typer.Option(help="on selected pages; below, a layer is exact")] = 0.85,
+    gates: Annotated[bool, typer.Option(help="importance of heads, by training")] = True,
+    gate_steps: Annotated[int, typer.Option(help="training steps per kind of head")] = 20,
+    gate_context: Annotated[int, typer.Option(help="tokens of a training prompt")] = 512,
+    config: Annotated[Path | None, typer.Option(help="YAML file to start from; default: by the model's name")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
+    fit_frames: Annotated[bool, typer.Option(help="raise frames_per_request until every layer is below tau")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="measure again what OUT's JSON holds")] = False,
+    device: Annotated[str, typer.Option(help="where the model runs: cpu or cuda; hardware: auto")] = "auto",
+) -> None:
+    """Measure MODEL and write its YAML: exact layers, recall intervals, sparsity, importance of heads."""
+    if hardware:
+        from hybrid_backend.tools.plan.hardware.measure import profile_hardware
+
+        profile_hardware(out or Path("hardware.json"), device=device)
+        return
+    if model is None:
+        raise ConfigError("hybrid profile: name a model, or write --hardware to profile this machine")
+    from hybrid_backend.tools.profile.gates import GateOptions
+    from hybrid_backend.tools.profile.profiler import Options, profile
+    from hybrid_backend.tools.profile.summary import Thresholds
+
+    settings = resolve_config(model, config, os.environ, overrides or ())[0]
+    contexts = tuple(context or (4096,))
+    tau = None
+    if machine is not None:
+        from hybrid_backend.tools.plan.hardware import find_hardware
+        from hybrid_backend.tools.plan.model import find_shape
+        from hybrid_backend.tools.profile.tau import tau_of
+
+        share = tau_of(find_hardware(machine), find_shape(model, "auto"), settings, max(contexts), batch)
+        tau = (share, f"from {machine}: the CPU's partial takes as long as the device's layer, batch {batch}")
+    options = Options(
+        contexts=contexts,
+        positions=positions,
+        windows=windows,
+        texts=tuple(map(str, text or ())),
+        held_out=tuple(map(str, check or ())),
+        limits=Thresholds(cosine=min_cosine, mass=min_mass),
+        gates=GateOptions(steps=gate_steps, context=gate_context) if gates else None,
+        tau=tau,
+        margin=margin,
+        fit_frames=fit_frames,
+        fresh=fresh,
+        device="cpu" if device == "auto" else device,
+    )
+    target = out or Path(f"{Path(model.rstrip('/')).name}.yaml")
+    profile(model, target, settings, options, console=Console())

@@ -1,0 +1,227 @@
+"""One window of text through the model once: what every full-attention layer would do over its last positions.
+
+Prefill is teacher forced: the query of position p is the one that decoding token p would have, and the keys before it
+are the ones that it would find. So one pass gives as many decode steps as wanted, all layers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+from torch.nn import functional as F
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.execution.admission import QUERIES, best_pages
+from hybrid_backend.execution.operations import resolve_operations
+from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.tools.profile.network import Layer, Network, Rope
+from hybrid_backend.tools.profile.recall import NEVER, Decoded, cpu_ratios
+from hybrid_backend.tools.profile.texts import Window
+
+SPARSITY_ROWS = 16
+"""Positions of which the weights are sorted: sorting is the slowest part."""
+_ELEMENTS = 1 << 24
+"""Attention weights held at once."""
+
+
+class LayerMeasure(BaseModel):
+    """One layer on one window. Means are over positions, and over heads unless there is a value per head.
+
+    ``cosine``: predicted and true query, None for the first layer. ``mass``: attention mass on the pages that the
+    backend selects; ``mass_true``: on those that the true query selects; ``mass_best``: on the best pages of the
+    budget by the true weights. ``ratios[frames][interval]``: mean share of attended tokens on the CPU (interval 0:
+    without recall); ``curves[frames][interval]``: the same step by step. ``tokens90``, ``tokens95``: per query head,
+    the smallest share of the tokens that holds that much of the mass.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    layer: int
+    cosine: float | None
+    cosine_heads: tuple[float, ...]
+    mass: float
+    mass_true: float
+    mass_best: float
+    ratios: dict[int, dict[int, float]]
+    curves: dict[int, dict[int, tuple[float, ...]]]
+    tokens90: tuple[float, ...]
+    tokens95: tuple[float, ...]
+
+
+def measure_window(
+    network: Network,
+    config: HybridConfig,
+    window: Window,
+    positions: int,
+    intervals: Sequence[int],
+    advance: Callable[[], None] = lambda: None,
+) -> list[LayerMeasure]:
+    """All full-attention layers over the last ``positions`` tokens of the window; ``advance`` is called per layer."""
+    measured: list[LayerMeasure] = []
+    before: list[Tensor] = []  # the input of the layer before, at the measured positions
+
+    def seen(index: int, x: Tensor, rope: Rope) -> None:
+        layer, late = network.layers[index], x[-positions:]
+        if layer.window is None:
+            late_rope = (rope[0][:, -positions:], rope[1][:, -positions:])
+            begin = slice(-positions - QUERIES, None)
+            q, _ = layer.queries_and_keys(x[begin], (rope[0][:, begin], rope[1][:, begin]), with_keys=False)
+            _, k = layer.queries_and_keys(x, rope)
+            ahead = layer.queries_and_keys(before[0], late_rope, with_keys=False)[0].cpu() if before else None
+            prompt, decoded = q.cpu().split([len(q) - positions, positions])
+            measured.append(measure_layer(layer, config, prompt, decoded, ahead, k.cpu(), intervals))
+        before[:] = [late]
+        advance()
+
+    with torch.inference_mode(), network.watched(seen):
+        network.decoder(torch.tensor([window.ids], device=network.device), use_cache=False)
+    return measured
+
+
+def measure_layer(
+    layer: Layer,
+    config: HybridConfig,
+    prompt: Tensor,
+    q: Tensor,
+    ahead: Tensor | None,
+    k: Tensor,
+    intervals: Sequence[int],
+) -> LayerMeasure:
+    """
+    Args:
+        layer: for its index and scale.
+        config: page size, budget, selection, frames.
+        prompt: ``[n, heads, head_dim]``, true queries before those: they choose what is resident at first.
+        q: ``[N, heads, head_dim]``, the true queries of the last N positions.
+        ahead: the predicted ones, None if there are none.
+        k: ``[tokens, kv_heads, head_dim]``.
+        intervals: that are simulated, beside `NEVER`.
+    """
+    seq_lens = torch.arange(len(k) - len(q) + 1, len(k) + 1)
+    digests = page_digests(k, config.page_size)
+    looks_ahead = ahead is not None and config.lookahead.enabled is not False
+    by = ahead if ahead is not None and looks_ahead else q
+    chosen, scores = _select(by, digests, seq_lens, config, layer.scale)
+    true = _select(q, digests, seq_lens, config, layer.scale)[0] if looks_ahead else chosen
+    shares = page_shares(q, k, seq_lens, config.page_size, layer.scale)
+    best = _best_pages(shares, chosen.shape[1], config.budget_pages)
+    tried, operations = [NEVER, *intervals], resolve_operations(config, torch.device("cpu"))
+    table, first = torch.arange(len(digests), dtype=torch.int32)[None], -(-int(seq_lens[0]) // config.page_size)
+    curves = {}
+    for frames in frames_tried(config, int(seq_lens[0])):
+        admission = best_pages(operations, config, prompt, digests, table[:, :first], first, frames, layer.scale)
+        decoded = Decoded(scores, seq_lens, admission)
+        curves[frames] = cpu_ratios(operations, config, decoded, frames, tried, layer.index)
+    cosines = None if ahead is None else torch.cosine_similarity(ahead, q, dim=-1).mean(0)
+    tokens90, tokens95 = _sparsity(q, k, seq_lens, layer.scale)
+    return LayerMeasure(
+        layer=layer.index,
+        cosine=None if cosines is None else _round(cosines.mean()),
+        cosine_heads=() if cosines is None else tuple(map(_round, cosines)),
+        mass=_covered(shares, chosen),
+        mass_true=_covered(shares, true),
+        mass_best=_covered(shares, best),
+        ratios={frames: dict(zip(tried, map(_round, found.mean(1)), strict=True)) for frames, found in curves.items()},
+        curves={
+            frames: {interval: tuple(map(_round, curve)) for interval, curve in zip(tried, found, strict=True)}
+            for frames, found in curves.items()
+        },
+        tokens90=tokens90,
+        tokens95=tokens95,
+    )
+
+
+def frames_tried(config: HybridConfig, tokens: int) -> tuple[int, ...]:
+    """Frames per request that are simulated: what the configuration means, and up to twice as many, as long as a
+    sequence of so many tokens does not fit them."""
+    frames = frames_per_request(config)
+    more = [-(-frames * quarters // 4) for quarters in (5, 6, 8)]
+    return (frames, *(count for count in more if count * config.page_size < tokens))
+
+
+def page_digests(k: Tensor, page_size: int) -> Tensor:
+    """Of every page, ``[pages, kv_heads, 2, head_dim]``: max, then min. The last one may be partly filled.
+
+    A page's digest is the final one, also for steps at which it was still growing: those pages are always attended.
+    """
+    padding = -len(k) % page_size
+    paged = torch.cat([k, k[-1:].expand(padding, -1, -1)]).unflatten(0, (-1, page_size))
+    return torch.stack([paged.amax(1), paged.amin(1)], 2)
+
+
+def _select(q: Tensor, digests: Tensor, seq_lens: Tensor, config: HybridConfig, scale: float) -> tuple[Tensor, Tensor]:
+    """What a decode step selects: ``[N, lists, P]`` bool, and the scores of pages ``[N, lists, P]``."""
+    operations, how, pages = resolve_operations(config, torch.device("cpu")), config.selection, len(digests)
+    per_head, budget = how.granularity == "kv_head", config.budget_pages
+    chosen, scores = [], []
+    for part in _parts(len(q), digests.numel()):
+        lens = seq_lens[part].int()
+        num_pages, rows = (lens + config.page_size - 1) // config.page_size, len(lens)
+        table, budgets = torch.arange(pages, dtype=torch.int32).repeat(rows, 1), torch.full_like(lens, budget)
+        found = operations.page_scores(
+            q[part].contiguous(), digests, table, num_pages, budgets, how.aggregate, per_head, how.bound, scale
+        )  # fmt: skip
+        picked = operations.select_pages(
+            found, num_pages, lens, budgets, torch.zeros_like(lens), None, table, config.page_size, config.sinks,
+            config.recent, min(budget, pages),
+        )  # fmt: skip
+        listed = torch.arange(picked.pages.shape[2]) < picked.pages_listed[..., None]
+        mask = torch.zeros(*found.shape[:2], pages + 1, dtype=torch.bool)
+        chosen.append(mask.scatter_(2, torch.where(listed, picked.pages, pages).long(), True)[..., :pages])
+        scores.append(found)
+    return torch.cat(chosen), torch.cat(scores)
+
+
+def page_shares(q: Tensor, k: Tensor, seq_lens: Tensor, page_size: int, scale: float) -> Tensor:
+    """Attention mass of each page by the true weights, ``[N, kv_heads, group, P]``."""
+    shares = []
+    for part in _parts(len(q), q.shape[1] * len(k)):
+        weights = _weights(q[part], k, seq_lens[part], scale)
+        shares.append(F.pad(weights, (0, -len(k) % page_size)).unflatten(-1, (-1, page_size)).sum(-1))
+    return torch.cat(shares)
+
+
+def _weights(q: Tensor, k: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
+    """``[N, kv_heads, group, tokens]`` fp32; the queries see ``seq_lens`` tokens."""
+    grouped = q.float().unflatten(1, (k.shape[1], -1))
+    logits = torch.einsum("nhgd,thd->nhgt", grouped, k.float()) * scale
+    later = torch.arange(len(k)) >= seq_lens[:, None]
+    return logits.masked_fill(later[:, None, None], float("-inf")).softmax(-1)
+
+
+def _best_pages(shares: Tensor, lists: int, budget: int) -> Tensor:
+    """The pages with the most mass, one list per layer or per KV head: ``[N, lists, P]`` bool."""
+    mass = shares.sum(2) if lists > 1 else shares.sum((1, 2))[:, None]
+    index = mass.topk(min(budget, mass.shape[-1]), -1).indices
+    return torch.zeros_like(mass, dtype=torch.bool).scatter_(2, index, True)
+
+
+def _covered(shares: Tensor, chosen: Tensor) -> float:
+    """Mean over positions and heads of the mass on the chosen pages."""
+    return _round((shares * chosen[:, :, None]).sum(-1).mean())
+
+
+def _sparsity(q: Tensor, k: Tensor, seq_lens: Tensor, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Per query head: the smallest share of the tokens with 90 %, with 95 % of the mass; mean over some positions."""
+    rows = torch.linspace(0, len(q) - 1, min(SPARSITY_ROWS, len(q))).long()
+    found = []
+    for part in _parts(len(rows), q.shape[1] * len(k)):
+        some = rows[part]
+        held = _weights(q[some], k, seq_lens[some], scale).flatten(1, 2).sort(-1, descending=True).values.cumsum(-1)
+        needed = torch.stack([(held < share).sum(-1) + 1 for share in (0.90, 0.95)])
+        found.append(needed / seq_lens[some][None, :, None])
+    nineties, ninety_fives = torch.cat(found, 1).mean(1)
+    return tuple(map(_round, nineties)), tuple(map(_round, ninety_fives))
+
+
+def _parts(rows: int, elements: int) -> list[slice]:
+    """Slices of ``rows`` with about `_ELEMENTS` elements at ``elements`` per row."""
+    step = max(1, _ELEMENTS // elements)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def _round(value: Any) -> float:
+    return round(float(value), 5)

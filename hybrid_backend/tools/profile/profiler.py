@@ -1,0 +1,331 @@
+"""``profile``: measures a model and writes its YAML, all raw measurements as JSON, and plots."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hybrid_backend.config import HybridConfig, config_from_mapping, resolve_config
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.tools.profile.gates import GateOptions, GateState, Kind, passkeys, train
+from hybrid_backend.tools.profile.measure import LayerMeasure, measure_window
+from hybrid_backend.tools.profile.network import Network, load
+from hybrid_backend.tools.profile.report import check_table, comments_of, frames_line, gate_line, layer_table, to_yaml
+from hybrid_backend.tools.profile.store import Store, stage_key
+from hybrid_backend.tools.profile.summary import (
+    INTERVALS,
+    Check,
+    LayerSummary,
+    Measures,
+    Thresholds,
+    check,
+    chosen_intervals,
+    fewest_frames,
+    summarise,
+)
+from hybrid_backend.tools.profile.texts import Encode, Window, read_texts, windows_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """``contexts``: tokens per window; ``windows``: per text and context; ``positions``: decode steps of a window.
+
+    ``texts``, ``held_out``: files; without texts the reference and the source code that come with Python. ``gates``:
+    None for none. ``tau``: with its source; None takes ``recall.threshold``. ``margin``: intervals are chosen this
+    share below tau, because the next text is not the profiled one. ``fit_frames``: set ``frames_per_request`` to the
+    fewest simulated frames that keep every sparse layer below tau, if there are such.
+    """
+
+    contexts: tuple[int, ...] = (4096,)
+    positions: int = 128
+    windows: int = 2
+    texts: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
+    limits: Thresholds = field(default_factory=Thresholds)
+    gates: GateOptions | None = field(default_factory=GateOptions)
+    tau: tuple[float, str] | None = None
+    margin: float = 0.1
+    fit_frames: bool = False
+    plots: bool = True
+    fresh: bool = False
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was found and written. ``gates``: per kind of head, ``[full layers][heads]`` from 0 to 1."""
+
+    config: HybridConfig
+    layers: list[LayerSummary]
+    checks: list[Check]
+    gates: dict[str, list[list[float]]]
+    files: tuple[Path, ...]
+
+
+def profile(
+    model: str,
+    out: str | Path,
+    config: HybridConfig | None = None,
+    options: Options | None = None,
+    *,
+    network: Network | None = None,
+    encode: Encode | None = None,
+    console: Console | None = None,
+) -> Profile:
+    """Profile a model.
+
+    Args:
+        model: catalog name, directory or hub id.
+        out: the YAML file; ``.json`` and ``-*.png`` of the same name come beside it. Stages that the JSON holds already
+            are not measured again.
+        config: budget, page size, selection, frames; None: the shipped configuration of the model.
+        options: see `Options`.
+        network: the loaded model, if the caller has it.
+        encode: text to token ids; None: the model's tokenizer.
+        console: for progress and tables.
+
+    Raises:
+        ConfigError: options that do not fit each other, unreadable texts, an ``out`` that cannot be written.
+        ModelError: a model that cannot be loaded or predicted.
+    """
+    options, console = options or Options(), console or Console(stderr=True)
+    target = Path(out).expanduser()
+    if target.suffix not in (".yaml", ".yml") or not target.parent.is_dir():
+        raise ConfigError(f"--out {out}: expected a .yaml file in a directory that exists")
+    config = config if config is not None else resolve_config(model, None, os.environ)[0]
+    _check(config, options)
+    if network is None or encode is None:
+        from hybrid_backend.tools.hub import resolve_model
+
+        directory = resolve_model(model)
+        network = network or load(directory, config.model.family, options.device)
+        encode = encode or _tokenizer(directory)
+    return _Run(model, target, config, options, network, encode, console).run()
+
+
+def _check(config: HybridConfig, options: Options) -> None:
+    if options.positions < 2:
+        raise ConfigError(f"--positions: got {options.positions}, expected an integer >= 2")
+    if not 0 <= options.margin < 1:
+        raise ConfigError(f"--margin: got {options.margin}, expected a number from 0 up to 1, without 1")
+    if options.windows < 1 or not options.contexts:
+        raise ConfigError("--windows, --context: expected at least one window of one context")
+    for context in options.contexts:
+        needed = max(frames_per_request(config), config.budget_pages) * config.page_size + options.positions
+        if context <= needed:
+            raise ConfigError(
+                f"--context {context}: everything is resident up to {needed - options.positions} tokens; take "
+                f"more than {needed} tokens, or a smaller budget with --set budget_tokens=N"
+            )
+
+
+def _tokenizer(directory: str) -> Encode:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+
+    def encode(text: str) -> list[int]:
+        return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
+
+    return encode
+
+
+@dataclass(frozen=True)
+class _Found:
+    layers: list[LayerSummary]
+    checks: list[Check]
+    gates: dict[str, list[list[float]]]
+    tau: float
+    aim: float
+    tau_source: str
+    frames: int
+    fewest: int | None
+
+
+@dataclass(frozen=True)
+class _Keep:
+    """Stores a state of the gates and the seconds spent, those of earlier runs included."""
+
+    store: Store
+    key: str
+    kind: str
+    before: float
+    started: float
+
+    def __call__(self, state: GateState) -> None:
+        seconds = round(self.before + time.perf_counter() - self.started, 1)
+        self.store.put(self.key, {"kind": self.kind, "seconds": seconds, "state": state.model_dump(mode="json")})
+
+
+@dataclass(frozen=True)
+class _Run:
+    model: str
+    target: Path
+    config: HybridConfig
+    options: Options
+    network: Network
+    encode: Encode
+    console: Console
+
+    def run(self) -> Profile:
+        options = self.options
+        longest = max(options.contexts)
+        if longest > self.network.max_context:
+            raise ConfigError(f"--context {longest}: the model's window is {self.network.max_context} tokens")
+        self.config.validate_for(len(self.network.layers))
+        store = Store(self.target.with_suffix(".json"), options.fresh)
+        texts = read_texts(options.texts)
+        used = [w for context in options.contexts for w in windows_of(texts, self.encode, context, options.windows)]
+        held_out = read_texts(options.held_out) if options.held_out else []
+        unseen = [w for c in options.contexts for w in windows_of(held_out, self.encode, c, options.windows)]
+        with self._progress() as progress:
+            windows = [self._measure(store, progress, window) for window in used]
+            others = [self._measure(store, progress, window) for window in unseen]
+            states = self._gates(store, progress, texts[0][1]) if options.gates else {}
+        tau, source = options.tau or (
+            self.config.recall.threshold,
+            "ScoutAttention (arXiv 2603.27138): 0.12, or as set",
+        )
+        aim = tau * (1 - options.margin)
+        fewest = fewest_frames(windows, options.limits, aim)
+        frames = fewest if options.fit_frames and fewest else frames_per_request(self.config)
+        layers = summarise(windows, options.limits, aim, frames)
+        checks = check(others, layers, tau, frames) if others else []
+        config = self._decided(layers, tau, frames)
+        gates = {kind: state.gates for kind, state in states.items()}
+        found = _Found(layers, checks, gates, tau, aim, source, frames, fewest)
+        files = self._write(store, config, windows, found, self._where(used, frames))
+        self.console.print(layer_table(layers, tau, aim))
+        if not all(layer.below or layer.why for layer in layers):
+            self.console.print(f"! not below {aim:g} at any interval; {frames_line(frames, fewest)}", highlight=False)
+        if checks:
+            self.console.print(check_table(checks, tau, [name for name, _ in held_out]))
+            again = [layer.layer for layer in summarise(others, options.limits, aim, frames) if layer.why]
+            self.console.print(f"exact layers by the same rule on the held-out text: {again}", highlight=False)
+        self.console.print(f"written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
+        return Profile(config, layers, checks, found.gates, files)
+
+    def _progress(self) -> Progress:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        return Progress(*columns, console=self.console, transient=False)
+
+    def _measure(self, store: Store, progress: Progress, window: Window) -> list[LayerMeasure]:
+        config, positions = self.config, self.options.positions
+        # Eight recalls at least: with fewer, a long interval looks as good as the window happens to be.
+        tried = tuple(i for i in INTERVALS if i <= max(1, positions // 8))
+        given = (config.page_size, config.budget_tokens, config.sinks, config.recent, frames_per_request(config))
+        key = stage_key(
+            "window",
+            self.model,
+            window.digest(),
+            positions,
+            tried,
+            given,
+            config.selection,
+            config.lookahead.enabled,
+        )
+        held = store.get(key)
+        if held is not None:
+            return [LayerMeasure.model_validate(layer) for layer in held["layers"]]
+        task = progress.add_task(window.label, total=len(self.network.layers))
+        started = time.perf_counter()
+        layers = measure_window(self.network, config, window, positions, tried, partial(progress.advance, task))
+        seconds = round(time.perf_counter() - started, 1)
+        store.put(
+            key, {"window": window.label, "seconds": seconds, "layers": [x.model_dump(mode="json") for x in layers]}
+        )
+        return layers
+
+    def _gates(self, store: Store, progress: Progress, text: str) -> dict[str, GateState]:
+        options = self.options.gates
+        assert options is not None
+        prompts = passkeys(text, self.encode, options)
+        kinds: tuple[Kind, ...] = ("kv_head", "query_head")
+        states: dict[str, GateState] = {}
+        for kind in kinds:
+            key = stage_key("gates", self.model, kind, replace(options, save_every=1), [p.ids for p in prompts])
+            held = store.get(key) or {"seconds": 0.0}
+            state = GateState.model_validate(held["state"]) if "state" in held else None
+            task = progress.add_task(f"gates, {kind.replace('_', ' ')}", total=options.steps)
+            progress.advance(task, state.step if state else 0)
+            if state is None or state.step < options.steps:
+                keep = _Keep(store, key, kind, held["seconds"], time.perf_counter())
+                state = train(self.network, prompts, kind, options, state, keep, partial(progress.advance, task))
+            states[kind] = state
+        return states
+
+    def _where(self, used: Sequence[Window], frames: int) -> str:
+        """The conditions of all measurements, in words."""
+        config, options = self.config, self.options
+        texts = " and ".join(dict.fromkeys(window.text for window in used))
+        contexts = " and ".join(f"{context:,}" for context in options.contexts)
+        return (
+            f"on {len(used)} windows of {contexts} tokens of {texts}, {options.positions} decode steps each, budget "
+            f"{config.budget_tokens}, pages of {config.page_size}, {frames} frames"
+        )
+
+    def _write(
+        self,
+        store: Store,
+        config: HybridConfig,
+        windows: Measures,
+        found: _Found,
+        where: str,
+    ) -> tuple[Path, ...]:
+        limits = self.options.limits
+        head = [
+            f"{Path(self.model).name}, written by `hybrid profile`; every key and its range: docs/configuration.md."
+        ]
+        head += [f"measured {where}.", "Raw numbers: the .json beside this file. Keys left out keep their default."]
+        comments = comments_of(found.layers, limits, found.aim, found.tau_source, found.frames, found.fewest)
+        for kind, gates in found.gates.items():
+            head.append(gate_line(kind, gates, [layer.index for layer in self.network.full_layers]))
+        text = to_yaml(config, comments, head)
+        try:
+            self.target.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out {self.target}: cannot be written ({error.strerror}); give another file") from None
+        store.finish(
+            {
+                "model": self.model,
+                "where": where,
+                "config": self.config.model_dump(mode="json"),
+                "options": asdict(self.options),
+                "tau": found.tau,
+                "aim": found.aim,
+                "frames": found.frames,
+                "fewest_frames": found.fewest,
+                "layers": [asdict(layer) for layer in found.layers],
+                "checks": [asdict(item) for item in found.checks],
+                "gates": found.gates,
+            }
+        )
+        if not self.options.plots:
+            return (self.target, store.path)
+        from hybrid_backend.tools.profile.plots import draw
+
+        pictures = draw(
+            self.target.with_suffix(""), windows, found.layers, limits, found.tau, found.frames, found.gates
+        )
+        return (self.target, store.path, *pictures)
+
+    def _decided(self, layers: Sequence[LayerSummary], tau: float, frames: int) -> HybridConfig:
+        """The configuration with what the profile decides."""
+        data = self.config.model_dump(mode="json", exclude_defaults=True)
+        name = Path(self.model.rstrip("/")).name.lower()
+        match = self.config.model.match if self.config.model.specificity(self.model) else f"*{name}*"
+        data["model"] = {"match": list(match) if isinstance(match, tuple) else match, "family": self.network.family}
+        data["exact_layers"] = [layer.layer for layer in layers if layer.why]
+        intervals = chosen_intervals(layers, len(self.network.layers), self.config)
+        if frames != frames_per_request(self.config):
+            data["frames_per_request"] = frames
+        data["recall"] = {**data.get("recall", {}), "threshold": tau, "intervals": list(intervals)}
+        return config_from_mapping(data, str(self.target))

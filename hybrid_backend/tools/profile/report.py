@@ -1,0 +1,123 @@
+"""The YAML that a profile writes, and its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.tools.profile.summary import Check, LayerSummary, Thresholds
+
+
+def to_yaml(config: HybridConfig, comments: Mapping[str, Sequence[str]], head: Sequence[str]) -> str:
+    """The keys that differ from their defaults, each under its comment lines; `load_config` reads the same back."""
+    data: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
+    data = {"model": config.model.model_dump(mode="json", exclude_defaults=True), **data}
+    lines = [f"# {line}" for line in head]
+    for key, value in data.items():
+        lines += [f"# {line}" for line in comments.get(key, ())]
+        if isinstance(value, dict):
+            lines.append(f"{key}:")
+            for name, item in value.items():
+                lines += [f"  # {line}" for line in comments.get(f"{key}.{name}", ())]
+                lines.append(f"  {name}: {_flow(item)}")
+        else:
+            lines.append(f"{key}: {_flow(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _flow(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+
+
+def comments_of(
+    layers: Sequence[LayerSummary], limits: Thresholds, aim: float, tau_source: str, frames: int, fewest: int | None
+) -> dict[str, list[str]]:
+    """Where each number that the profile decided comes from."""
+    exact = [layer for layer in layers if layer.why]
+    sparse = [layer for layer in layers if not layer.why]
+    reasons = [f"measured; exact: cosine of predicted queries below {limits.cosine:g} or mass below {limits.mass:g}"]
+    for layer in exact:
+        cosine = "" if layer.cosine is None else f"cosine {layer.cosine:.3f}, "
+        reasons.append(f"layer {layer.layer}: {cosine}mass {layer.mass:.3f} ({' and '.join(layer.why)})")
+    if sparse:
+        least = min((layer.cosine for layer in sparse if layer.cosine is not None), default=None)
+        cosine = "" if least is None else f"cosine >= {least:.3f}, "
+        reasons.append(f"elsewhere {cosine}mass >= {min(layer.mass for layer in sparse):.3f}")
+    recall = [
+        f"measured as exact_layers: the longest interval whose mean CPU ratio stays below {aim:g} on every window",
+        "(ScoutAttention, section 3.4, with a margin); those of exact and of sliding layers are not used",
+    ]
+    if sparse:
+        mean, without = fmean(x.ratio for x in sparse), fmean(x.ratio_without for x in sparse)
+        recall.append(f"mean CPU ratio of sparse layers {mean:.3f}, without recall {without:.3f}")
+    above = [str(layer.layer) for layer in sparse if not layer.below]
+    if above:
+        recall.append(f"NOT below {aim:g} at any interval: layers {', '.join(above)}")
+        recall.append(frames_line(frames, fewest))
+    placed = [f"the fewest of the simulated ones that keep every sparse layer's CPU ratio below {aim:g}: {fewest}"]
+    return {
+        "exact_layers": reasons,
+        "recall.threshold": [tau_source],
+        "recall.intervals": recall,
+        "frames_per_request": placed,
+    }
+
+
+def frames_line(frames: int, fewest: int | None) -> str:
+    """What would bring every layer below the aim."""
+    if fewest is None:
+        return f"up to {2 * frames} frames_per_request would not change that; a larger budget may"
+    return f"frames_per_request: {fewest} would keep all of them below it (--fit-frames)"
+
+
+def gate_line(kind: str, gates: Sequence[Sequence[float]], layers: Sequence[int]) -> str:
+    """How many heads need the whole context, and which ones least."""
+    named = sorted(
+        (gate, f"{layer}:{head}") for layer, row in zip(layers, gates, strict=True) for head, gate in enumerate(row)
+    )
+    below = sum(gate < 0.5 for gate, _ in named)
+    least = ", ".join(name for _, name in named[:8])
+    return f"Gates per {kind.replace('_', ' ')} (layer:head): {below} of {len(named)} below 0.5, the lowest {least}."
+
+
+def layer_table(layers: Sequence[LayerSummary], tau: float, aim: float) -> Table:
+    table = Table(title=f"layers (tau {tau:g}, intervals chosen below {aim:g})")
+    measured = ("cosine", "mass", "true q", "best", "90 % in", "95 % in", "no recall")
+    for name in ("layer", *measured, "interval", "CPU ratio"):
+        table.add_column(name, justify="right")
+    for x in layers:
+        ratio = f"{x.ratio:.3f}" + ("" if x.below else " !")
+        table.add_row(
+            *(str(x.layer), _number(x.cosine), f"{x.mass:.3f}", f"{x.mass_true:.3f}", f"{x.mass_best:.3f}"),
+            *(f"{x.tokens90:.1%}", f"{x.tokens95:.1%}", f"{x.ratio_without:.3f}"),
+            *(("exact", "+".join(x.why)) if x.why else (str(x.interval), ratio)),
+        )
+    return table
+
+
+def check_table(checks: Sequence[Check], tau: float, names: Sequence[str]) -> Table:
+    table = Table(title=f"held out: {', '.join(names)} (tau {tau:g})")
+    for name in ("layer", "cosine", "mass", "interval", "profiled", "held out", "below tau"):
+        table.add_column(name, justify="right")
+    for x in checks:
+        holds = "yes" if x.holds else "NO"
+        table.add_row(
+            *(str(x.layer), _number(x.cosine), f"{x.mass:.3f}", str(x.interval)),
+            *(f"{x.profiled:.3f}", f"{x.ratio:.3f}", holds),
+        )
+    if checks:
+        table.add_section()
+        table.add_row(
+            *("mean", "", f"{fmean(x.mass for x in checks):.3f}", "", f"{fmean(x.profiled for x in checks):.3f}"),
+            *(f"{fmean(x.ratio for x in checks):.3f}", f"{sum(x.holds for x in checks)} of {len(checks)}"),
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

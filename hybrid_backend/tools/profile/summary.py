@@ -1,0 +1,156 @@
+"""What a profile decides, from the measurements of all windows: which layers stay exact, and how often each recalls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.tools.profile.measure import LayerMeasure
+from hybrid_backend.tools.profile.recall import NEVER
+
+INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Decode steps between recalls that are tried."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """A layer is exact if one of these is not reached.
+
+    ``cosine``: of predicted and true query, mean over heads and positions (ScoutAttention, Table 1, reports it).
+    ``mass``: share of the attention mass on the selected pages, mean over heads and positions; chosen by the query that
+    the backend would choose by.
+    """
+
+    cosine: float = 0.9
+    mass: float = 0.85
+
+
+def why_exact(cosine: float | None, mass: float, limits: Thresholds) -> tuple[str, ...]:
+    """Which thresholds a layer misses: "cosine", "mass", both or none. ``cosine``: None where nothing is predicted."""
+    reasons = []
+    if cosine is not None and cosine < limits.cosine:
+        reasons.append("cosine")
+    if mass < limits.mass:
+        reasons.append("mass")
+    return tuple(reasons)
+
+
+def longest_interval(ratios: Sequence[Mapping[int, float]], tau: float) -> tuple[int, bool]:
+    """The longest interval whose mean CPU ratio stays below ``tau`` (ScoutAttention, section 3.4).
+
+    Args:
+        ratios: per measured window: interval -> mean CPU ratio over its steps. An interval counts only if it stays
+            below on every window: what holds for the mean of texts need not hold for the next text.
+        tau: ``recall.threshold``.
+
+    Returns:
+        The interval, and whether it stays below. If none does, the one with the lowest ratio on its worst window.
+    """
+    worst = {interval: max(window[interval] for window in ratios) for interval in ratios[0]}
+    below = [interval for interval, ratio in worst.items() if ratio < tau]
+    if below:
+        return max(below), True
+    lowest = min(worst.values())
+    return max(interval for interval, ratio in worst.items() if ratio == lowest), False
+
+
+Measures = Sequence[Sequence[LayerMeasure]]
+"""Per window, per full-attention layer."""
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One full-attention layer. ``ratio``: mean CPU share at ``interval``; ``ratio_without``: without recall.
+
+    ``why``: the thresholds that make it exact, empty if it is sparse. ``below``: whether ``interval`` keeps the CPU
+    ratio below tau on every window.
+    """
+
+    layer: int
+    cosine: float | None
+    mass: float
+    mass_true: float
+    mass_best: float
+    why: tuple[str, ...]
+    interval: int
+    below: bool
+    ratio: float
+    ratio_without: float
+    tokens90: float
+    tokens95: float
+
+
+def summarise(windows: Measures, limits: Thresholds, tau: float, frames: int) -> list[LayerSummary]:
+    """Means over windows; intervals by the rule of `longest_interval`, with so many frames."""
+    found = []
+    for layers in zip(*windows, strict=True):
+        tried = [{i: ratio for i, ratio in m.ratios[frames].items() if i != NEVER} for m in layers]
+        interval, below = longest_interval(tried, tau)
+        cosine, mass = _mean([m.cosine for m in layers]), fmean(m.mass for m in layers)
+        found.append(
+            LayerSummary(
+                layer=layers[0].layer,
+                cosine=cosine,
+                mass=mass,
+                mass_true=fmean(m.mass_true for m in layers),
+                mass_best=fmean(m.mass_best for m in layers),
+                why=why_exact(cosine, mass, limits),
+                interval=interval,
+                below=below,
+                ratio=fmean(m.ratios[frames][interval] for m in layers),
+                ratio_without=fmean(m.ratios[frames][NEVER] for m in layers),
+                tokens90=fmean(x for m in layers for x in m.tokens90),
+                tokens95=fmean(x for m in layers for x in m.tokens95),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Check:
+    """A sparse layer on text that nothing was chosen by, with the interval that was chosen."""
+
+    layer: int
+    cosine: float | None
+    mass: float
+    interval: int
+    profiled: float
+    ratio: float
+    holds: bool
+
+
+def fewest_frames(windows: Measures, limits: Thresholds, tau: float) -> int | None:
+    """The fewest simulated frames with which every sparse layer has an interval that stays below tau; None if none."""
+    tried = set.intersection(*(set(layer.ratios) for window in windows for layer in window))
+    for frames in sorted(tried):
+        if all(layer.below or layer.why for layer in summarise(windows, limits, tau, frames)):
+            return frames
+    return None
+
+
+def check(windows: Measures, chosen: Sequence[LayerSummary], tau: float, frames: int) -> list[Check]:
+    """The chosen intervals on other windows, sparse layers only."""
+    by_layer = {layers[0].layer: layers for layers in zip(*windows, strict=True)}
+    results = []
+    for summary in chosen:
+        if summary.why:
+            continue
+        layers = by_layer[summary.layer]
+        ratio = fmean(m.ratios[frames][summary.interval] for m in layers)
+        cosine, mass = _mean([m.cosine for m in layers]), fmean(m.mass for m in layers)
+        results.append(Check(summary.layer, cosine, mass, summary.interval, summary.ratio, ratio, ratio < tau))
+    return results
+
+
+def chosen_intervals(chosen: Sequence[LayerSummary], layers: int, config: HybridConfig) -> tuple[int, ...]:
+    """One interval per layer of the model; layers with a sliding window never recall and keep the configuration's."""
+    by_layer = {summary.layer: summary.interval for summary in chosen}
+    given = config.recall.intervals
+    return tuple(by_layer.get(layer, given if isinstance(given, int) else given[layer]) for layer in range(layers))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

@@ -1,0 +1,46 @@
+"""tau, the largest share of attended tokens that the CPU can compute unnoticed, from a hardware profile."""
+
+from __future__ import annotations
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.model import ModelShape
+from hybrid_backend.tools.plan.hardware import Hardware
+from hybrid_backend.tools.plan.simulate.costs import Costs
+
+
+def tau_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context: int, batch: int = 1) -> float:
+    """The share at which the CPU's partial takes as long as the device's layer, between 0.01 and 1.
+
+    With a lookahead of one layer the workers have one layer of the device's time (ScoutAttention, section 3.4):
+    projections, prediction, scoring, attention of the resident share, the rest of the layer.
+
+    Raises:
+        ConfigError: the device tier of the profile is the CPU itself, where nothing overlaps; or the CPU cannot even
+            answer an empty job in time.
+    """
+    if hardware.device == "cpu":
+        raise ConfigError(
+            f"{hardware.name}: its device tier is the CPU itself, so nothing runs beside it and tau cannot follow; "
+            "give the profile of a machine with a GPU, or recall.threshold"
+        )
+    costs = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
+    attended = costs.kv(float(min(config.budget_tokens, context)))
+
+    def spare(share: float) -> float:
+        device = costs.projections + costs.prediction + costs.rest + costs.scoring(costs.digest_bytes)
+        device += costs.attention(attended * (1 - share))
+        return device - costs.cpu_attention(attended * share) - costs.copy(costs.answer_bytes, costs.answer_bytes)
+
+    low, high = 0.01, 1.0
+    if spare(low) <= 0:
+        raise ConfigError(
+            f"{hardware.name}: its CPU needs longer for one percent of the budget than its device for a layer; "
+            "a larger batch or recall.threshold may help"
+        )
+    if spare(high) >= 0:
+        return high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if spare(middle) > 0 else (low, middle)
+    return round(low, 4)

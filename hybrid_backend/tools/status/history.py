@@ -1,0 +1,131 @@
+"""From readings to what happened between them, kept for a bounded time."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from hybrid_backend.tools.status.model import Column, Layer
+from hybrid_backend.tools.status.reading import LayerCounts, Reading
+
+WINDOW = 15.0  # seconds; an engine's step may take longer than the interval between two readings
+_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class History:
+    """The latest columns, and the readings that the next ones start from. ``add`` returns the next history.
+
+    ``kept``: columns at most; ``longest``: seconds that one column may cover. ``recent``: the readings of the last
+    ``WINDOW`` seconds, the oldest first.
+    """
+
+    kept: int
+    longest: float
+    columns: tuple[Column, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    recent: tuple[Reading, ...] = ()
+
+    @property
+    def last(self) -> Reading | None:
+        return self.recent[-1] if self.recent else None
+
+    def add(self, reading: Reading) -> History:
+        """With the column from the last reading to this one, and the layers over the last ``WINDOW`` seconds.
+
+        There is none if the counters went back (the server was started again), if more than ``longest`` seconds lie
+        between (an average over them would hide what happened), or if time stood still.
+        """
+        last = self.last
+        seconds = reading.time - last.time if last is not None else 0.0
+        if last is None or not 0 < seconds <= self.longest or _went_back(last, reading):
+            layers = self.layers if last is not None and not _went_back(last, reading) else ()
+            return History(self.kept, self.longest, self.columns, layers, (reading,))
+        columns = deque(self.columns, maxlen=self.kept)
+        columns.append(_column(last, reading, seconds))
+        recent = tuple(r for r in self.recent if reading.time - r.time <= WINDOW or r is last)
+        span = reading.time - recent[0].time
+        layers = tuple(
+            _layer(index, a, b, span, self.layers[index] if index < len(self.layers) else None)
+            for index, (a, b) in enumerate(_pairs(recent[0], reading))
+        )
+        return History(self.kept, self.longest, tuple(columns), layers, (*recent, reading))
+
+
+def _pairs(before: Reading, after: Reading) -> list[tuple[LayerCounts, LayerCounts]]:
+    """The same layer in both; one that is new began at zero."""
+    missing = [LayerCounts()] * (len(after.layers) - len(before.layers))
+    return list(zip([*before.layers, *missing], after.layers, strict=True))
+
+
+def _column(last: Reading, reading: Reading, seconds: float) -> Column:
+    pairs = _pairs(last, reading)
+    copied = _rate(last.gauges.get("hybrid_copied_bytes"), reading.gauges.get("hybrid_copied_bytes"), seconds)
+    return Column(
+        time=round(reading.time, 3),
+        seconds=round(seconds, 3),
+        running=reading.running,
+        waiting=reading.waiting,
+        pool_fill=_rounded(reading.pool_fill),
+        generated_per_second=_rate(last.generated_tokens, reading.generated_tokens, seconds),
+        prompt_per_second=_rate(last.prompt_tokens, reading.prompt_tokens, seconds),
+        recalled_per_second=round(sum(b.recalled_pages - a.recalled_pages for a, b in pairs) / seconds, _DIGITS),
+        copied_bytes_per_second=copied,
+        wait_share=round(sum(b.wait_seconds - a.wait_seconds for a, b in pairs) / seconds, _DIGITS),
+        frames_in_use=reading.gauges.get("hybrid_frames_in_use"),
+        resident_requests=reading.gauges.get("hybrid_resident_requests"),
+        residency=tuple(_residency(a, b) for a, b in pairs),
+        cpu_ratio=tuple(_cpu_ratio(a, b) for a, b in pairs),
+    )
+
+
+def _layer(index: int, a: LayerCounts, b: LayerCounts, seconds: float, before: Layer | None) -> Layer:
+    """Ratios of an idle window stay those of the last busy one; rates are of this window."""
+    idle = b.selected_tokens == a.selected_tokens
+    kept = before if idle else None
+    return Layer(
+        layer=index,
+        residency=kept.residency if kept else _residency(a, b),
+        cpu_ratio=kept.cpu_ratio if kept else _cpu_ratio(a, b),
+        attended_tokens_per_second=round((b.selected_tokens - a.selected_tokens) / seconds, 1),
+        recalled_per_second=round((b.recalled_pages - a.recalled_pages) / seconds, _DIGITS),
+        wait_share=round((b.wait_seconds - a.wait_seconds) / seconds, 6),
+        lead_share=round((b.lead_seconds - a.lead_seconds) / seconds, 6),
+        query_cosine=_rounded(b.query_cosine),
+        mass_recall=_rounded(b.mass_recall),
+    )
+
+
+def _residency(a: LayerCounts, b: LayerCounts) -> float | None:
+    return _ratio(b.resident_hits - a.resident_hits, b.resident_lookups - a.resident_lookups)
+
+
+def _cpu_ratio(a: LayerCounts, b: LayerCounts) -> float | None:
+    return _ratio(b.cpu_tokens - a.cpu_tokens, b.selected_tokens - a.selected_tokens)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    """Within 0..1: a reading may fall between the publication of two counters."""
+    return round(min(max(part / whole, 0.0), 1.0), _DIGITS) if whole > 0 else None
+
+
+def _rate(before: float | None, after: float | None, seconds: float) -> float | None:
+    return None if before is None or after is None else round((after - before) / seconds, 2)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, _DIGITS)
+
+
+def _went_back(last: Reading, reading: Reading) -> bool:
+    """Whether any counter is smaller than it was: another server, or the same one started again."""
+    if len(reading.layers) < len(last.layers):
+        return True
+    totals = [(last.generated_tokens, reading.generated_tokens), (last.prompt_tokens, reading.prompt_tokens)]
+    totals.append((last.gauges.get("hybrid_copied_bytes"), reading.gauges.get("hybrid_copied_bytes")))
+    for a, b in zip(last.layers, reading.layers, strict=False):
+        totals += [
+            (getattr(a, name), getattr(b, name))
+            for name in ("selected_tokens", "cpu_tokens", "recalled_pages", "resident_hits", "wait_seconds")
+        ]
+    return any(before is not None and after is not None and after < before for before, after in totals)

@@ -1,0 +1,165 @@
+"""One reading of a server's /metrics: the few numbers that the page shows, out of the engine's many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from hybrid_backend.errors import EngineError
+
+# What each engine calls the same thing. Counters are totals since start.
+RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+POOL_FILL = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
+GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+PROMPTED = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
+PREEMPTED = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
+
+_COUNTS = {
+    "hybrid_selected_tokens_total": "selected_tokens",
+    "hybrid_cpu_tokens_total": "cpu_tokens",
+    "hybrid_recalled_pages_total": "recalled_pages",
+    "hybrid_resident_hits_total": "resident_hits",
+    "hybrid_resident_lookups_total": "resident_lookups",
+}
+_SECONDS = {"hybrid_wait_seconds_total": "wait_seconds", "hybrid_lead_seconds_total": "lead_seconds"}
+_SAMPLED = {
+    "hybrid_predicted_query_cosine": "query_cosine",
+    "hybrid_attention_mass_recall": "mass_recall",
+}
+_EVERY_LAYER = "hybrid_selected_tokens_total"  # written for every layer from the start, the others once they count
+_SUMMED = (
+    "hybrid_frames_in_use",
+    "hybrid_digest_bytes",
+    "hybrid_frame_bytes",
+    "hybrid_device_bytes",
+    "hybrid_context_cache_bytes",
+    "hybrid_copied_bytes",
+)
+_SAME_ON_EVERY_RANK = ("hybrid_resident_requests", "hybrid_host_pool_pages")
+_WANTED = (
+    *(name for names in (RUNNING, WAITING, POOL_FILL, GENERATED, PROMPTED, PREEMPTED) for name in names),
+    *_COUNTS, *_SECONDS, *_SAMPLED, *_SUMMED, *_SAME_ON_EVERY_RANK,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """Totals of one layer since the server started; ``None`` where nothing was sampled yet.
+
+    Tokens and pages are summed over ranks; seconds are the slowest rank's, because ranks wait at the same time.
+    """
+
+    selected_tokens: float = 0.0
+    cpu_tokens: float = 0.0
+    recalled_pages: float = 0.0
+    resident_hits: float = 0.0
+    resident_lookups: float = 0.0
+    wait_seconds: float = 0.0
+    lead_seconds: float = 0.0
+    query_cosine: float | None = None
+    mass_recall: float | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The server at one moment. ``time``: Unix seconds; ``pool_fill``: 0..1; ``gauges``: by metric name."""
+
+    time: float
+    engine: str | None = None
+    model: str | None = None
+    running: float | None = None
+    waiting: float | None = None
+    pool_fill: float | None = None
+    generated_tokens: float | None = None
+    prompt_tokens: float | None = None
+    preemptions: float | None = None
+    layers: tuple[LayerCounts, ...] = ()
+    gauges: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def read(text: str, time: float) -> Reading:
+    """The reading in a Prometheus text; metrics of neither engine nor plugin are skipped unread.
+
+    Raises EngineError if a line that is needed cannot be understood.
+    """
+    samples = list(_samples(text))
+    by_name: dict[str, list[_Sample]] = {}
+    for sample in samples:
+        by_name.setdefault(sample.name, []).append(sample)
+    present = {name: _total_over_replicas(found) for name, found in by_name.items() if ":" in name}
+
+    def engines(names: tuple[str, str]) -> float | None:
+        return next((present[name] for name in names if name in present), None)
+
+    fill = [s.value for name in POOL_FILL for s in by_name.get(name, ())]
+    gauges = {name: sum(s.value for s in by_name[name]) for name in _SUMMED if name in by_name}
+    gauges |= {name: max(s.value for s in by_name[name]) for name in _SAME_ON_EVERY_RANK if name in by_name}
+    engine_samples = [s for s in samples if ":" in s.name]
+    return Reading(
+        time=time,
+        engine=next((s.name.partition(":")[0] for s in engine_samples), None),
+        model=next((s.labels["model_name"] for s in engine_samples if s.labels.get("model_name")), None),
+        running=engines(RUNNING),
+        waiting=engines(WAITING),
+        pool_fill=max(fill) if fill else None,
+        generated_tokens=engines(GENERATED),
+        prompt_tokens=engines(PROMPTED),
+        preemptions=engines(PREEMPTED),
+        layers=_layers(by_name),
+        gauges=gauges,
+    )
+
+
+def _samples(text: str) -> Iterator[_Sample]:
+    # Imported late: an engine that shares its metrics among processes must say so before the first import.
+    from prometheus_client.parser import text_string_to_metric_families
+
+    lines = (line for line in text.splitlines() if line.startswith(_WANTED))
+    try:
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+            for sample in family.samples:
+                # SGLang repeats its queues by priority beside their total; a NaN says that nothing was sampled.
+                if sample.name in _WANTED and math.isfinite(sample.value) and not sample.labels.get("priority"):
+                    yield _Sample(sample.name, sample.labels, float(sample.value))
+    except (ValueError, KeyError, IndexError) as error:
+        raise EngineError(f"the server's /metrics is not Prometheus text: {error}") from error
+
+
+def _total_over_replicas(samples: Iterable[_Sample]) -> float:
+    """Data-parallel replicas add up; tensor- and pipeline-parallel ranks report the same requests."""
+    groups: dict[tuple[str, ...], float] = {}
+    for sample in samples:
+        key = tuple(sorted(f"{k}={v}" for k, v in sample.labels.items() if k not in ("tp_rank", "pp_rank", "pid")))
+        groups[key] = max(groups.get(key, 0.0), sample.value)
+    return sum(groups.values())
+
+
+def _layers(by_name: Mapping[str, list[_Sample]]) -> tuple[LayerCounts, ...]:
+    fields: dict[int, dict[str, float]] = {_layer_of(sample): {} for sample in by_name.get(_EVERY_LAYER, ())}
+    for names, join in ((_COUNTS, _add), (_SECONDS, max), (_SAMPLED, min)):
+        for name, attribute in names.items():
+            for sample in by_name.get(name, ()):
+                layer = _layer_of(sample)
+                entry = fields.setdefault(layer, {})
+                entry[attribute] = join(entry[attribute], sample.value) if attribute in entry else sample.value
+    return tuple(LayerCounts(**fields.get(layer, {})) for layer in range(max(fields, default=-1) + 1))
+
+
+def _add(a: float, b: float) -> float:
+    return a + b
+
+
+def _layer_of(sample: _Sample) -> int:
+    text = sample.labels.get("layer", "")
+    if not (text.isascii() and text.isdigit() and len(text) <= 4):
+        raise EngineError(f"the server's /metrics is not of this version: {sample.name} has layer={text!r}")
+    return int(text)

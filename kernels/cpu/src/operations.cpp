@@ -1,0 +1,299 @@
+// Operations on keys and values: tokens, digests, scores, attention, copies. Their contract is in kernels/operations.py.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "attend_job.h"
+#include "digest.h"
+#include "guard.h"
+#include "memory.h"
+#include "team.h"
+
+using hb::check_id;
+using hb::grown;
+using hb::guarded;
+using hb::require;
+
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+int64_t row_bytes(const hb_paged& x) { return x.head_dim * element_size((int)x.type); }
+int64_t head_bytes(const hb_paged& x) { return 2 * x.page_size * row_bytes(x); }
+int64_t page_bytes(const hb_paged& x) { return x.kv_heads * head_bytes(x); }
+char* keys_of(const hb_paged& x, int64_t page, int64_t head) {
+  return x.base + page * page_bytes(x) + head * head_bytes(x);
+}
+
+hb_cache cache_of(const hb_paged& x) {
+  return {x.base, x.pages, page_bytes(x), head_bytes(x), x.page_size * row_bytes(x), row_bytes(x)};
+}
+hb_model model_of(const hb_paged& x, int64_t group, double scale) {
+  return {(int32_t)x.type,
+          (int32_t)x.kv_heads,
+          (int32_t)group,
+          (int32_t)x.head_dim,
+          (int32_t)x.page_size,
+          (float)scale,
+          1.f};
+}
+// Contiguous ones.
+hb_digests digests_of(const char* base, const hb_model& model) {
+  const int64_t head = 2 * (int64_t)model.head_dim * element_size(model.type);
+  return {(char*)base, model.kv_heads * head, head};
+}
+
+}  // namespace
+
+HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
+  return guarded([&] {
+    const hb_append_tokens_args& a = *args;
+    const hb_model model = model_of(a.host, 1, 1);
+    const int64_t row = row_bytes(a.host), part = a.host.page_size * row;
+    hb_paged frames = a.host;
+    frames.base = a.frames;
+    for (int64_t r = 0; r < a.rows; r++) {
+      const int64_t page = a.pages[r];
+      if (page < 0) continue;
+      check_id(page, a.host.pages, "page");
+      const int64_t position = a.positions_are_64 ? ((const int64_t*)a.positions)[r] : ((const int32_t*)a.positions)[r];
+      require(position >= 0, "a token's position is negative");
+      const int64_t offset = position % a.host.page_size;
+      const char *k = a.k + r * a.host.kv_heads * row, *v = a.v + r * a.host.kv_heads * row;
+      auto write = [&](const hb_paged& x, int64_t to) {
+        for (int64_t h = 0; h < x.kv_heads; h++) {
+          char* at = keys_of(x, to, h) + offset * row;
+          std::memcpy(at, k + h * row, row);
+          std::memcpy(at + part, v + h * row, row);
+        }
+      };
+      write(a.host, page);
+      if (a.frames) {
+        const int64_t column = check_id(position / a.host.page_size, a.columns, "logical page");
+        const int32_t frame = a.frame_of[check_id(a.requests[r], a.request_count, "request") * a.columns + column];
+        if (frame >= 0) write(frames, check_id(frame, a.frame_count, "frame"));
+      }
+      if (a.digests) hb::append_to_digest(model, digests_of(a.digests, model), page, offset == 0, k, row);
+    }
+  });
+}
+
+HB_API int hb_build_digests(const hb_build_digests_args* args) {
+  return guarded([&] {
+    const hb_build_digests_args& a = *args;
+    const hb_model model = model_of(a.kv, 1, 1);
+    require(model.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16 up to 256");
+    const hb_digests digests = digests_of(a.digests, model);
+    const int64_t row = row_bytes(a.kv);
+    auto build = [&](int64_t i) {
+      const int64_t page = a.pages[i], tokens = a.tokens[i];
+      if (page < 0 || tokens <= 0) return;
+      check_id(page, a.kv.pages, "page");
+      require(tokens <= a.kv.page_size, "a page to digest has 1 to page_size tokens");
+      for (int64_t h = 0; h < a.kv.kv_heads; h++) {
+        // Written at once, so that a page which is listed twice is right whoever builds it.
+        char high[kMaxHeadDim * sizeof(float)], low[kMaxHeadDim * sizeof(float)];
+        const char* keys = keys_of(a.kv, page, h);
+        for (int64_t t = 0; t < tokens; t++)
+          hb::fold_key(model.type, keys + t * row, high, low, model.head_dim, t == 0);
+        char* to = digests.base + page * digests.page_stride + h * digests.head_stride;
+        std::memcpy(to, high, row);
+        std::memcpy(to + row, low, row);
+      }
+    };
+    hb::share(a.team, a.n * page_bytes(a.kv) / 2, a.n, build);
+  });
+}
+
+HB_API int hb_page_scores(const hb_page_scores_args* args) {
+  return guarded([&] {
+    const hb_page_scores_args& a = *args;
+    // Scores do not depend on the page's size.
+    const hb_model model{(int32_t)a.type, (int32_t)a.kv_heads, (int32_t)a.group, (int32_t)a.head_dim, 16,
+                         (float)a.scale,  (float)a.bound};
+    hb::check_model(model);
+    require(a.aggregate >= hb::SUM && a.aggregate <= hb::SOFTMAX, "no such way to combine scores");
+    const auto aggregate = (hb::Aggregate)a.aggregate;
+    const hb::Kernels kernels = hb::kernels_of(model, (int)a.isa);
+    const hb_digests digests = digests_of(a.digests, model);
+    const int64_t heads = a.kv_heads * a.group, lists = a.per_head ? a.kv_heads : 1;
+    const bool has_shares = aggregate == hb::SOFTMAX;
+
+    struct Task {
+      int64_t row, begin, end;
+    };
+    static thread_local std::vector<Task> tasks;
+    static thread_local std::vector<float> heads_apart;  // [rows, heads, columns]
+    static thread_local hb::AtomicArray left;
+    tasks.clear();
+    left.reset((int)a.rows);
+    float* apart = has_shares ? grown(heads_apart, a.rows * heads * a.columns) : nullptr;
+    int64_t bytes = 0;
+    for (int64_t r = 0; r < a.rows; r++) {
+      const int64_t pages = std::max(a.num_pages[r], 0);
+      require(pages <= a.columns, "a row has more pages than columns");
+      const bool is_scored = a.budgets[r] < pages;
+      for (int64_t list = 0; list < lists; list++) {
+        float* out = a.out + (r * lists + list) * a.columns;
+        if (!is_scored) std::fill(out, out + pages, 0.f);
+        std::fill(out + pages, out + a.columns, -kInfinity);
+      }
+      if (!is_scored) continue;
+      const int64_t read = pages * digests.page_stride;
+      bytes += read;
+      const int64_t parts = std::clamp<int64_t>(read / hb::kTaskBytes, 1, 4 * std::max<int64_t>(a.team.threads, 1));
+      for (int64_t i = 0; i < parts; i++)
+        tasks.push_back({r, hb::score_edge(pages, i, parts), hb::score_edge(pages, i + 1, parts)});
+      left[(int)r].store((int)parts, std::memory_order_relaxed);
+    }
+    // Other threads have variables of their own by these names.
+    const Task* all = tasks.data();
+    hb::AtomicArray& rows_left = left;
+    auto score = [&, all, apart](int64_t i) {
+      static thread_local hb::Scorer scorer;
+      const Task& task = all[i];
+      const int32_t* ids = a.table + task.row * a.table_stride;
+      for (int64_t c = task.begin; c < task.end; c++) check_id(ids[c], a.pages, "page");
+      const int64_t head = a.head_dim * element_size(model.type);
+      scorer.prepare(model, digests, kernels, a.per_head, aggregate, a.q + task.row * heads * head, head);
+      float* out = a.out + task.row * lists * a.columns;
+      float* shares = apart + task.row * heads * a.columns;
+      scorer.score([ids](int64_t column) { return ids[column]; }, (int)task.begin, (int)task.end,
+                   has_shares ? shares : out, a.columns);
+      if (!has_shares || rows_left[(int)task.row].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      const int last = a.num_pages[task.row] - 1;  // the growing page has no share
+      const int each = (int)(heads / lists);
+      for (int64_t list = 0; list < lists; list++, out += a.columns, shares += each * a.columns) {
+        hb::add_shares(*kernels.base, shares, a.columns, each, last, model.scale, out);
+        out[last] = 0;
+      }
+    };
+    hb::share(a.team, bytes, (int64_t)tasks.size(), score);
+  });
+}
+
+HB_API int hb_paged_partial(const hb_paged_partial_args* args) {
+  return guarded([&] {
+    const hb_paged_partial_args& a = *args;
+    static thread_local hb::AttendJob attention;
+    hb::AttendJob& job = attention;  // also for other threads
+    const hb_model model = model_of(a.kv, a.group, a.scale);
+    job.configure(model, cache_of(a.kv), (int)a.isa);
+    const int64_t head = row_bytes(a.kv), heads = a.kv.kv_heads * a.group;
+    const int64_t out_head = a.kv.head_dim * (int64_t)sizeof(float);
+    job.io = {(int)a.rows,      nullptr,  a.q,   heads * head, head,    (char*)a.out, FP32,
+              heads * out_head, out_head, a.lse, nullptr,      nullptr, nullptr};
+    job.lists.reset((int)a.rows, model.kv_heads, (int)a.n);
+    for (int64_t r = 0; r < a.rows; r++) {
+      job.lists.set_row((int)r, (int)a.lists);
+      for (int64_t l = 0; l < a.lists; l++) {
+        const int64_t tokens = std::max(a.tokens[r * a.lists + l], 0);
+        const int64_t pages = (tokens + a.kv.page_size - 1) / a.kv.page_size;
+        require(pages <= a.n, "a list has more tokens than its pages hold");
+        const int list = job.lists.of((int)r, (int)l);
+        const int32_t* ids = a.ids + r * a.row_stride + l * a.list_stride;
+        hb::ListedPage* to = job.lists.pages(list);
+        for (int64_t i = 0; i < pages; i++) to[i] = {check_id(ids[i], a.kv.pages, "page"), model.page_size};
+        if (pages) to[pages - 1].tokens = (int32_t)(tokens - (pages - 1) * a.kv.page_size);
+        job.lists.count(list) = (int32_t)pages;
+      }
+    }
+    const int lanes = a.team.gomp_parallel ? (int)std::max<int64_t>(a.team.threads, 1) : 1;
+    job.plan(lanes);
+    // More than one chunk is worth sharing.
+    hb::share(a.team, job.chunks() > 1 ? 2 * hb::kTaskBytes : 0, lanes, [&](int64_t lane) { job.run((int)lane); });
+  });
+}
+
+HB_API int hb_merge_partials(const hb_merge_partials_args* args) {
+  return guarded([&] {
+    const hb_merge_partials_args& a = *args;
+    require(a.type >= BF16 && a.type <= FP32, "element type must be bf16, fp16 or fp32");
+    require(hb::isa_runs((int)a.isa), "this instruction set is not available on this CPU");
+    int base_isa = (int)a.isa;
+    while (!hb::isa_at(base_isa).convert) base_isa++;
+    const Isa& isa = hb::isa_at(base_isa);
+    const int64_t dim = a.head_dim, size = element_size((int)a.type);
+    auto merge = [&](int64_t row) {
+      static thread_local std::vector<float> room;
+      float* sum = grown(room, dim);
+      for (int64_t at = row * a.heads; at < (row + 1) * a.heads; at++) {
+        const float *out = a.out + at * a.parts * dim, *lse = a.lse + at * a.parts;
+        float top = a.other_lse ? a.other_lse[at] : -kInfinity;
+        for (int64_t p = 0; p < a.parts; p++) top = std::max(top, lse[p]);
+        float total = 0;
+        std::fill(sum, sum + dim, 0.f);
+        auto add = [&](const float* from, float of) {
+          if (of == -kInfinity) return;
+          const float weight = std::exp(of - top);
+          total += weight;
+          for (int64_t d = 0; d < dim; d++) sum[d] += weight * from[d];
+        };
+        for (int64_t p = 0; p < a.parts; p++) add(out + p * dim, lse[p]);
+        if (a.other_lse) add(a.other_out + at * dim, a.other_lse[at]);
+        if (total != 0)
+          for (int64_t d = 0; d < dim; d++) sum[d] /= total;
+        a.merged_lse[at] = total != 0 ? top + std::log(total) : -kInfinity;
+        isa.convert((int)a.type, sum, a.merged + at * dim * size, (int)dim);
+      }
+    };
+    hb::share(a.team, a.rows * a.heads * a.parts * dim * (int64_t)sizeof(float), a.rows, merge);
+  });
+}
+
+HB_API int hb_page_weights(const hb_page_weights_args* args) {
+  return guarded([&] {
+    const hb_page_weights_args& a = *args;
+    const hb_model model = model_of(a.kv, a.group, a.scale);
+    hb::check_model(model);
+    const hb_cache cache = cache_of(a.kv);
+    const Shape shape{model.type,         model.head_dim, model.group,
+                      model.page_size,    model.scale,    cache.token_stride,
+                      cache.value_offset, nullptr,        1};
+    const WeighFn weigh = hb::kernels_of(model, (int)a.isa).base->weigh(&shape);
+    const int64_t head_size = row_bytes(a.kv), group_size = a.group * head_size;
+    int64_t bytes = 0;
+    for (int64_t r = 0; r < a.rows; r++) {
+      bytes += std::max(a.tokens[r], 0) * a.kv.kv_heads * head_size;
+      require(a.tokens[r] <= a.n * a.kv.page_size, "a list has more tokens than its pages hold");
+    }
+    auto weigh_list = [&](int64_t item) {
+      static thread_local std::vector<PageRef> refs;
+      static thread_local std::vector<float*> averages;
+      const int64_t row = item / a.kv.kv_heads, head = item % a.kv.kv_heads;
+      const int32_t *ids = a.ids + row * a.row_stride, *places = a.places + row * a.place_stride;
+      refs.clear();
+      averages.clear();
+      for (int64_t left = a.tokens[row], i = 0; left > 0; left -= a.kv.page_size, i++) {
+        const int64_t page = check_id(ids[i], a.kv.pages, "page");
+        refs.push_back({keys_of(a.kv, page, head), (int32_t)std::min(left, a.kv.page_size), 0});
+        const int64_t place = check_id(places[i], a.place_count, "place");
+        averages.push_back(a.average + (place * a.kv.kv_heads + head) * a.kv.page_size);
+      }
+      if (refs.empty()) return;
+      const Segment segment{a.q + item * group_size, head_size, 0,
+                            (int)refs.size(),        nullptr,   (float*)a.lse + item * a.group};
+      weigh(&shape, &segment, refs.data(), averages.data(), (float)a.alpha, a.largest);
+    };
+    hb::share(a.team, bytes, a.rows * a.kv.kv_heads, weigh_list);
+  });
+}
+
+HB_API int hb_copy_pages(const hb_copy_pages_args* args) {
+  return guarded([&] {
+    const hb_copy_pages_args& a = *args;
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < a.n; i++) {
+      if (a.frame_ids[i] < 0) continue;
+      check_id(a.frame_ids[i], a.frame_count, "frame");
+      check_id(a.host_pages[i], a.page_count, "page");
+      bytes += a.page_bytes;
+    }
+    hb::share(a.team, bytes, a.n, [&](int64_t i) {
+      if (a.frame_ids[i] >= 0)
+        std::memcpy(a.frames + a.frame_ids[i] * a.page_bytes, a.host + a.host_pages[i] * a.page_bytes, a.page_bytes);
+    });
+  });
+}

@@ -1,0 +1,282 @@
+"""The operations in plain torch, on the CPU: what tests compare with, and what runs where nothing compiles.
+
+Written for reading: each function is its contract in `operations.Operations`, over whole tensors where that is
+natural. Attention and scores are fp32 (`reference` has them in fp64, for tests). NaN counts as -inf wherever a score
+becomes an order or an importance.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection
+
+_INF = float("inf")
+
+
+def append_tokens(
+    k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor,
+    frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
+    digests: Tensor | None = None,
+) -> None:  # fmt: skip
+    page_size = host.shape[3]
+    rows = pages >= 0
+    k, v, pages, positions = k[rows], v[rows], pages[rows].long(), positions[rows].long()
+    kv, offset = torch.stack([k, v], 2), positions % page_size
+    host[pages, :, :, offset] = kv
+    if frames is not None:
+        assert requests is not None and frame_of is not None
+        frame = frame_of[requests[rows].long(), positions // page_size].long()
+        held = frame >= 0
+        frames[frame[held], :, :, offset[held]] = kv[held]
+    if digests is not None:
+        high, low = digests[pages].unbind(2)
+        grown = torch.stack([torch.maximum(high, k), torch.minimum(low, k)], 2)
+        begins = (offset == 0)[:, None, None, None]
+        digests[pages] = torch.where(begins, k[:, :, None], grown)
+
+
+def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
+    written = (pages >= 0) & (tokens > 0)
+    at = pages[written].long()
+    keys = kv[at, :, 0]  # [n, kv_heads, page_size, head_dim]
+    beyond = (torch.arange(kv.shape[3]) >= tokens[written][:, None])[:, None, :, None]
+    digests[at] = torch.stack([keys.masked_fill(beyond, -_INF).amax(2), keys.masked_fill(beyond, _INF).amin(2)], 2)
+
+
+def page_scores(
+    q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
+    per_head: bool, bound: float, scale: float,
+) -> Tensor:  # fmt: skip
+    rows, _, dim = q.shape
+    kv_heads = digests.shape[1]
+    count = num_pages[:, None]
+    column = torch.arange(table.shape[1])
+    listed, scored = column < count, (budgets < num_pages)[:, None]
+    entries = digests[table.where(listed & scored, 0).long()].float()  # [rows, columns, kv_heads, 2, head_dim]
+
+    grouped = q.float().view(rows, kv_heads, -1, dim)
+    half = bound * grouped.abs()
+    weights = torch.stack([grouped + half, grouped - half], 3) / 2  # of max and of min
+    found = torch.einsum("rhgxd,rchxd->rhgc", weights, entries)
+    if aggregate == "softmax":
+        unshared = (column >= count - 1)[:, None, None]
+        found = (found * scale).masked_fill(unshared, -_INF).softmax(-1).nan_to_num(0.0)
+    scores = found.amax(2) if aggregate == "max" else found.sum(2)
+    if not per_head:
+        scores = scores.sum(1, keepdim=True)
+    return scores.masked_fill(~scored[:, None], 0.0).masked_fill(~listed[:, None], -_INF)
+
+
+def select_pages(
+    scores: Tensor, num_pages: Tensor, seq_lens: Tensor, budgets: Tensor, requests: Tensor,
+    frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, most: int,
+    counters: Tensor | None = None,
+) -> Selection:  # fmt: skip
+    columns = scores.shape[2]
+    count, column = num_pages[:, None, None], torch.arange(columns)
+    listed = column < count
+    always = listed & _always(column, count, sinks, recent)
+    # A stable sort keeps the first of equals first, so the last sort rules: forced pages, then the others by score.
+    order = _numbers(scores).argsort(dim=-1, descending=True, stable=True)
+    rank = (listed.int() + always.int()).expand_as(scores).gather(-1, order)
+    order = order.gather(-1, rank.argsort(dim=-1, descending=True, stable=True))
+    budget = torch.minimum(budgets, num_pages).clamp(max=most)[:, None, None]
+    chosen = order.argsort(-1) < budget  # the inverse of a permutation: each page's place
+
+    owners = requests.where(num_pages > 0, 0).long()  # a row of padding may have any index
+    frames = (table if frame_of is None else frame_of[owners, :columns])[:, None]
+    here, away = chosen & (frames >= 0), chosen & (frames < 0)
+    resident, missing = _count(here), _count(away)
+    tail = (num_pages * page_size - seq_lens)[:, None]  # what the growing page lacks
+    tokens = torch.where(resident > 0, resident * page_size - tail, 0)
+    if counters is not None:
+        counters[:4] += torch.stack([resident.sum(), missing.sum(), tokens.sum(), missing.sum() * page_size])
+    return Selection(
+        _front(column, chosen, most), _count(chosen), _front(frames, here, most), resident, tokens,
+        _front(table[:, None], away, most), _front(column, away, most), missing,
+    )  # fmt: skip
+
+
+def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, lists, k = absent.shape
+    columns = scores.shape[2]
+    # What is not listed is marked in a spare last column.
+    pages = absent.where(torch.arange(k) < listed[..., None], columns).flatten(1).long()
+    lacks = torch.zeros(rows, columns + 1, dtype=torch.bool).scatter_(1, pages, True)[:, None, :columns]
+    union = _front(torch.arange(columns), lacks, min(lists * k, columns))
+    return union, _count(lacks), _numbers(scores).amax(1, keepdim=True)
+
+
+def paged_partial(
+    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, parts: int = 1
+) -> tuple[Tensor, Tensor]:
+    """All tokens are in the first part; the others are empty."""
+    rows, heads, dim = q.shape
+    out = torch.zeros(rows, heads, parts, dim)
+    lse = torch.full((rows, heads, parts), -_INF)
+    for row in range(rows):
+        if not tokens[row].any():
+            continue
+        logits, values, _ = _logits(q[row], kv, ids[row], tokens[row], scale)
+        weights, total = _softmax(logits)
+        out[row, :, 0] = (weights @ values).flatten(0, 1)
+        lse[row, :, 0] = total.flatten()
+    return out, lse
+
+
+def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> int:
+    return 1
+
+
+def merge_partials(
+    out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if other is not None:
+        out = torch.cat([out, other[0][:, :, None]], 2)
+        lse = torch.cat([lse, other[1][:, :, None]], 2)
+    weights, total = _softmax(lse)
+    return (weights[..., None] * out).sum(2).to(dtype), total
+
+
+def page_weights(
+    q: Tensor, kv: Tensor, ids: Tensor, places: Tensor, tokens: Tensor, lse: Tensor, average: Tensor,
+    scale: float, alpha: float, largest: bool,
+) -> None:  # fmt: skip
+    kv_heads = kv.shape[1]
+    for row in range(len(q)):
+        count = int(tokens[row])
+        if not count:
+            continue
+        logits, _, (pages, head) = _logits(q[row], kv, ids[row], tokens[row], scale)
+        at = places[row, :, : pages.shape[1]].long(), head
+        shares = (logits - lse[row].view(kv_heads, -1, 1)).exp()
+        new = shares.amax(1) if largest else shares.mean(1)
+        old = average[at].flatten(1)  # [kv_heads, pages * page_size]
+        new = torch.where(torch.arange(old.shape[1]) < count, (1 - alpha) * old + alpha * new, old)
+        average[at] = new.view(kv_heads, -1, kv.shape[3])
+
+
+def note_scores(
+    maps: Maps, scores: Tensor, num_pages: Tensor, budgets: Tensor, requests: Tensor, sinks: int, recent: int
+) -> None:
+    live = budgets < num_pages
+    size = len(maps.page_of) // len(maps.frame_of)
+    frames = requests[live].long()[:, None] * size + torch.arange(size)
+    pages = maps.page_of[frames].long()
+    count = num_pages[live][:, None]
+    best = _numbers(scores[live]).amax(1).gather(1, pages.clamp(min=0))
+    best = best.masked_fill(_always(pages, count, sinks, recent), _INF)
+    maps.importance[frames] = best.masked_fill(pages < 0, -_INF)
+
+
+def plan_recall(
+    maps: Maps, copies: Copies, scores: Tensor, table: Tensor, selected: tuple[Tensor, Tensor],
+    absent: tuple[Tensor, Tensor], num_pages: Tensor, requests: Tensor, generations: Tensor, ages: Tensor,
+    interval: int, phase: int, keep: Tensor, counters: Tensor | None = None,
+) -> None:  # fmt: skip
+    rows = len(scores)
+    size = len(maps.page_of) // len(maps.frame_of)
+    copies.frames[:rows] = -1
+    due = (num_pages > 0) & ((ages == 0) | ((ages + phase) % interval == 0))
+    for row in due.nonzero().flatten().tolist():
+        request = int(requests[row])
+        first = request * size
+        importance = maps.importance[first : first + size]
+        kept = importance == _INF
+        for frames, count in zip(selected[0][row], selected[1][row].tolist(), strict=True):
+            kept[frames[:count].long() - first] = True
+        order = importance.argsort(stable=True)
+        victims = order[~kept[order]]
+
+        pages = absent[0][row, 0, : int(absent[1][row])].flip(0).long()  # of equals, what is listed later
+        values = _numbers(scores[row, 0, pages])
+        wanted = values.argsort(descending=True, stable=True)
+
+        pairs = min(len(victims), len(wanted), copies.frames.shape[1])
+        victims, wanted = first + victims[:pairs], wanted[:pairs]
+        old = maps.page_of[victims].long()
+        maps.frame_of[request, old[old >= 0]] = -1
+        maps.page_of[victims] = -1
+        maps.importance[victims] = -_INF
+        copies.frames[row, :pairs] = victims.int()
+        copies.pages[row, :pairs] = pages[wanted].int()
+        copies.host_pages[row, :pairs] = table[row, pages[wanted]]
+        copies.importance[row, :pairs] = values[wanted]
+        copies.requests[row] = request
+        copies.started[row] = generations[row]
+        if counters is not None:
+            counters[Counters._fields.index("recalled_pages")] += pairs
+
+
+def copy_pages(host: Tensor, frames: Tensor, host_pages: Tensor, frame_ids: Tensor) -> None:
+    copied = frame_ids >= 0
+    frames[frame_ids[copied].long()] = host[host_pages[copied].long()]
+
+
+def commit_pages(maps: Maps, copies: Copies, generations: Tensor) -> None:
+    current = copies.started == generations[copies.requests.long()]
+    layer, row, i = ((copies.frames >= 0) & current[..., None]).nonzero(as_tuple=True)
+    frame, page = copies.frames[layer, row, i], copies.pages[layer, row, i]
+    maps.page_of[layer, frame.long()] = page
+    maps.importance[layer, frame.long()] = copies.importance[layer, row, i]
+    maps.frame_of[layer, copies.requests[layer, row].long(), page.long()] = frame
+    copies.frames.fill_(-1)
+
+
+def open_pages(maps: Maps, requests: Tensor, pages: Tensor, positions: Tensor, page_size: int, sinks: int) -> None:
+    size = maps.page_of.shape[1] // maps.frame_of.shape[1]
+    begins = (pages >= 0) & (positions % page_size == 0)
+    for row in begins.nonzero().flatten().tolist():
+        request, page = int(requests[row]), int(positions[row]) // page_size
+        layers = (maps.frame_of[:, request, page] < 0).nonzero().flatten()
+        first = request * size
+        frames = first + maps.importance[layers, first : first + size].argmin(1)
+        old = maps.page_of[layers, frames].long()
+        maps.frame_of[layers[old >= 0], request, old[old >= 0]] = -1
+        maps.page_of[layers, frames] = page
+        maps.importance[layers, frames] = _INF if page < sinks else float(page)
+        maps.frame_of[layers, request, page] = frames.int()
+
+
+def _numbers(scores: Tensor) -> Tensor:
+    return scores.masked_fill(scores.isnan(), -_INF)
+
+
+def _always(page: Tensor, count: Tensor, sinks: int, recent: int) -> Tensor:
+    """Which pages of sequences of ``count`` pages are selected whatever their scores."""
+    return (page < sinks) | (page >= count - max(recent, 1))
+
+
+def _count(keep: Tensor) -> Tensor:
+    return keep.sum(-1, dtype=torch.int32)
+
+
+def _front(values: Tensor, keep: Tensor, most: int) -> Tensor:
+    """``[rows, lists, most]`` int32: the kept values of each list in order, then -1."""
+    order = keep.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
+    front = values.expand_as(keep).gather(-1, order).masked_fill(~keep.gather(-1, order), -1)
+    return torch.nn.functional.pad(front, (0, most - front.shape[-1]), value=-1).int()
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (0 where every logit is -inf) and their log-sum-exp."""
+    total = logits.logsumexp(-1)
+    return logits.softmax(-1).masked_fill((total == -_INF)[..., None], 0.0), total
+
+
+def _logits(
+    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """One row's: logits ``[kv_heads, group, n]`` fp32 (-inf beyond a list's tokens), values ``[kv_heads, n, head_dim]``
+    fp32 (0 there), and where the tokens' ``n / page_size`` pages are in ``kv``: page and KV head."""
+    _, kv_heads, _, page_size, dim = kv.shape
+    pages = -(-int(tokens.max()) // page_size)
+    listed = torch.arange(pages) * page_size < tokens[:, None]
+    at = ids[:, :pages].where(listed, 0).long().expand(kv_heads, -1), torch.arange(kv_heads)[:, None]
+    keys, values = kv[at].float().transpose(1, 2).flatten(2, 3).unbind(1)
+    beyond = torch.arange(pages * page_size) >= tokens[:, None]
+    logits = q.float().view(kv_heads, -1, dim) @ keys.mT * scale
+    return logits.masked_fill(beyond[:, None], -_INF), values.masked_fill(beyond[..., None], 0.0), at

@@ -1,0 +1,81 @@
+"""A decode step's new tokens, in one pass into host page, frame and digest; digests built anew."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _append_kernel(key, value, host, frames, digests, pages, positions, requests, frame_of, columns,
+                   KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                   HAS_FRAMES: tl.constexpr, HAS_DIGESTS: tl.constexpr):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    page = tl.load(pages + row).to(tl.int64)
+    if page >= 0:
+        offset = tl.load(positions + row) % PAGE
+        d = tl.arange(0, BLOCK_D)
+        live = d < DIM
+        k = tl.load(key + (row * KV_HEADS + head) * DIM + d, mask=live)
+        v = tl.load(value + (row * KV_HEADS + head) * DIM + d, mask=live)
+        at = ((page * KV_HEADS + head) * 2 * PAGE + offset) * DIM + d
+        tl.store(host + at, k, mask=live)
+        tl.store(host + at + PAGE * DIM, v, mask=live)
+        if HAS_FRAMES:
+            entry = tl.load(requests + row).to(tl.int64) * columns + tl.load(positions + row) // PAGE
+            frame = tl.load(frame_of + entry).to(tl.int64)
+            if frame >= 0:
+                at = ((frame * KV_HEADS + head) * 2 * PAGE + offset) * DIM + d
+                tl.store(frames + at, k, mask=live)
+                tl.store(frames + at + PAGE * DIM, v, mask=live)
+        if HAS_DIGESTS:
+            to = digests + (page * KV_HEADS + head) * 2 * DIM + d
+            kind = digests.dtype.element_ty
+            new = k.to(tl.float32)
+            high, low = tl.load(to, mask=live).to(tl.float32), tl.load(to + DIM, mask=live).to(tl.float32)
+            begins = offset == 0  # whatever the page held before
+            tl.store(to, tl.where(begins, new, tl.maximum(high, new)).to(kind), mask=live)
+            tl.store(to + DIM, tl.where(begins, new, tl.minimum(low, new)).to(kind), mask=live)
+
+
+def append_tokens(
+    k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor,
+    frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
+    digests: Tensor | None = None,
+) -> None:  # fmt: skip
+    rows, kv_heads, dim = k.shape
+    if rows:
+        _append_kernel[(rows, kv_heads)](
+            k, v, host, frames, digests, pages, positions, requests, frame_of,
+            0 if frame_of is None else frame_of.shape[1],
+            kv_heads, host.shape[3], dim, triton.next_power_of_2(dim), frames is not None, digests is not None,
+        )  # fmt: skip
+
+
+@triton.jit
+def _build_kernel(kv, digests, pages, tokens, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+                  BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    i, head = tl.program_id(0), tl.program_id(1)
+    page = tl.load(pages + i).to(tl.int64)
+    count = tl.load(tokens + i)
+    if (page >= 0) & (count > 0):
+        t, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
+        written = (t < count)[:, None] & (d < DIM)[None, :]
+        at = (page * KV_HEADS + head) * 2 * PAGE * DIM + t[:, None] * DIM + d[None, :]
+        keys = tl.load(kv + at, mask=written, other=0.0).to(tl.float32)
+        high = tl.max(tl.where(written, keys, float("-inf")), 0)
+        low = tl.min(tl.where(written, keys, float("inf")), 0)
+        to = digests + (page * KV_HEADS + head) * 2 * DIM + d
+        kind = digests.dtype.element_ty
+        tl.store(to, high.to(kind), mask=d < DIM)
+        tl.store(to + DIM, low.to(kind), mask=d < DIM)
+
+
+def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
+    _, kv_heads, _, page_size, dim = kv.shape
+    if len(pages):
+        _build_kernel[(len(pages), kv_heads)](
+            kv, digests, pages, tokens,
+            kv_heads, page_size, dim, triton.next_power_of_2(page_size), triton.next_power_of_2(dim),
+        )  # fmt: skip

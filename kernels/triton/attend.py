@@ -1,0 +1,171 @@
+"""Attention of a decode step: partials over listed pages, the weights that they are made of, and the exact merge."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_backend.kernels.triton.common import dot, group_block, precision_of
+
+_TILE = 64  # tokens of K and V that a program holds at a time
+_MAX_PARTS = 32
+
+
+@triton.jit
+def _tile_of_keys(kv, ids, first, count, head, PAGE: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr,
+                  TILE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Offsets of the K rows of the listed tokens ``first .. first + TILE``, and which of them count."""
+    token = first + tl.arange(0, TILE)
+    listed = token < count
+    page = tl.load(ids + token // PAGE, mask=listed, other=0).to(tl.int64)
+    row = ((page * KV_HEADS + head) * 2 * PAGE + token % PAGE) * DIM
+    channel = tl.arange(0, BLOCK_D)
+    return row[:, None] + channel[None, :], listed, listed[:, None] & (channel < DIM)[None, :]
+
+
+@triton.jit(do_not_specialize=["row_stride", "list_stride", "parts"])
+def _partial_kernel(q, kv, ids, tokens, out, lse, scale, row_stride, list_stride, parts,
+                    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+                    PER_HEAD: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+                    PRECISION: tl.constexpr):  # fmt: skip
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    ids += row * row_stride
+    if PER_HEAD:
+        ids += head * list_stride
+    count = tl.load(tokens + (row * KV_HEADS + head if PER_HEAD else row))
+    share = tl.cdiv(tl.cdiv(count, TILE), parts) * TILE
+    first = part * share
+    end = tl.minimum(first + share, count)
+
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    heads = row * KV_HEADS * GROUP + head * GROUP + g
+    live = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    query = tl.load(q + heads[:, None] * DIM + d[None, :], mask=live, other=0.0)
+    highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    sums = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(first, end, TILE):
+        at, listed, mask = _tile_of_keys(kv, ids, start, end, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D)
+        keys = tl.load(kv + at, mask=mask, other=0.0)
+        logits = dot(query, tl.trans(keys), PRECISION) * (scale * 1.4426950408889634)
+        logits = tl.where(listed[None, :], logits, float("-inf"))
+        new = tl.maximum(highest, tl.max(logits, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)  # every logit -inf so far: no NaN
+        weights = tl.exp2(logits - base[:, None])
+        shrink = tl.exp2(highest - base)
+        values = tl.load(kv + at + PAGE * DIM, mask=mask, other=0.0)
+        sums = sums * shrink[:, None] + dot(weights.to(values.dtype), values, PRECISION)
+        total = total * shrink + tl.sum(weights, 1)
+        highest = new
+    some = total > 0
+    sums = sums / tl.where(some, total, 1.0)[:, None]
+    found = tl.where(some, highest * 0.6931471805599453 + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+    to = heads * parts + part
+    tl.store(out + to[:, None] * DIM + d[None, :], sums, mask=live)
+    tl.store(lse + to, found, mask=g < GROUP)
+
+
+@triton.jit(do_not_specialize=["row_stride", "place_stride"])
+def _weights_kernel(q, kv, ids, places, tokens, lse, average, scale, alpha, row_stride, place_stride,
+                    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+                    LARGEST: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+                    PRECISION: tl.constexpr):  # fmt: skip
+    row, head, first = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * TILE
+    ids += row * row_stride
+    count = tl.load(tokens + row)
+    if first < count:
+        g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+        heads = row * KV_HEADS * GROUP + head * GROUP + g
+        live = (g < GROUP)[:, None] & (d < DIM)[None, :]
+        query = tl.load(q + heads[:, None] * DIM + d[None, :], mask=live, other=0.0)
+        at, listed, mask = _tile_of_keys(kv, ids, first, count, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D)
+        keys = tl.load(kv + at, mask=mask, other=0.0)
+        logits = dot(query, tl.trans(keys), PRECISION) * scale
+        shares = tl.exp(logits - tl.load(lse + heads, mask=g < GROUP, other=0.0)[:, None])
+        shares = tl.where((g < GROUP)[:, None], shares, 0.0)
+        new = tl.max(shares, 0) if LARGEST else tl.sum(shares, 0) / GROUP
+        token = first + tl.arange(0, TILE)
+        place = tl.load(places + row * place_stride + token // PAGE, mask=listed, other=0).to(tl.int64)
+        to = average + (place * KV_HEADS + head) * PAGE + token % PAGE
+        tl.store(to, (1 - alpha) * tl.load(to, mask=listed, other=0.0) + alpha * new, mask=listed)
+
+
+def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> int:
+    wanted = 2 * processors // max(1, rows * kv_heads)
+    return max(1, min(wanted, _MAX_PARTS, -(-most_tokens // (4 * _TILE))))
+
+
+def paged_partial(
+    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, parts: int = 1
+) -> tuple[Tensor, Tensor]:
+    rows, heads, dim = q.shape
+    kv_heads, page_size = kv.shape[1], kv.shape[3]
+    out = q.new_empty(rows, heads, parts, dim, dtype=torch.float32)
+    lse = q.new_empty(rows, heads, parts, dtype=torch.float32)
+    if rows:
+        group = heads // kv_heads
+        _partial_kernel[(rows, kv_heads, parts)](
+            q, kv, ids, tokens, out, lse, scale, ids.stride(0), ids.stride(1), parts,
+            kv_heads, group, page_size, dim, ids.shape[1] > 1, _TILE,
+            group_block(group), triton.next_power_of_2(dim), precision_of(q.dtype),
+        )  # fmt: skip
+    return out, lse
+
+
+def page_weights(
+    q: Tensor, kv: Tensor, ids: Tensor, places: Tensor, tokens: Tensor, lse: Tensor, average: Tensor,
+    scale: float, alpha: float, largest: bool,
+) -> None:  # fmt: skip
+    rows, heads, dim = q.shape
+    kv_heads, page_size = kv.shape[1], kv.shape[3]
+    tiles = triton.cdiv(ids.shape[2] * page_size, _TILE)
+    if rows and tiles:
+        group = heads // kv_heads
+        _weights_kernel[(rows, kv_heads, tiles)](
+            q, kv, ids, places, tokens, lse, average, scale, alpha, ids.stride(0), places.stride(0),
+            kv_heads, group, page_size, dim, largest, _TILE,
+            group_block(group), triton.next_power_of_2(dim), precision_of(q.dtype),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _merge_kernel(out, lse, other_out, other_lse, merged, merged_lse, parts, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                  BLOCK_P: tl.constexpr, HAS_OTHER: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)  # a row's head
+    p, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
+    live = d < DIM
+    each = tl.load(lse + at * parts + p, mask=p < parts, other=float("-inf"))
+    highest = tl.max(each, 0)
+    if HAS_OTHER:
+        other = tl.load(other_lse + at)
+        highest = tl.maximum(highest, other)
+    base = tl.where(highest == float("-inf"), 0.0, highest)  # nothing anywhere: out 0, lse -inf, no NaN
+    weights = tl.exp(each - base)
+    total = tl.sum(weights, 0)
+    values = tl.load(out + (at * parts + p)[:, None] * DIM + d[None, :],
+                     mask=(p < parts)[:, None] & live[None, :], other=0.0)  # fmt: skip
+    result = tl.sum(weights[:, None] * values, 0)
+    if HAS_OTHER:
+        weight = tl.exp(other - base)
+        total += weight
+        result += weight * tl.load(other_out + at * DIM + d, mask=live, other=0.0)
+    some = total > 0
+    result = tl.where(some, result / tl.where(some, total, 1.0), 0.0)
+    tl.store(merged + at * DIM + d, result.to(merged.dtype.element_ty), mask=live)
+    tl.store(merged_lse + at, tl.where(some, base + tl.log(tl.where(some, total, 1.0)), float("-inf")))
+
+
+def merge_partials(
+    out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows, heads, parts, dim = out.shape
+    merged = (out.new_empty(rows, heads, dim, dtype=dtype), out.new_empty(rows, heads))
+    if rows:
+        _merge_kernel[(rows * heads,)](
+            out, lse, *(other or (None, None)), *merged, parts,
+            dim, triton.next_power_of_2(dim), triton.next_power_of_2(parts), other is not None,
+        )  # fmt: skip
+    return merged

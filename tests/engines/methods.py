@@ -1,0 +1,16 @@
+"""Conditions in which a method promises the stock backend's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Exact:
+    """``alone``, ``together``: places in the engine's prompts of those asked one by one, and four at once."""
+
+    keys: Mapping[str, Any]
+    alone: Sequence[int]
+    together: Sequence[int]

@@ -1,0 +1,68 @@
+"""What every server promises, whichever engine and mode it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tests.engines.server import Server
+
+METRICS = {
+    "hybrid_selected_tokens_total", "hybrid_cpu_tokens_total", "hybrid_resident_hit_ratio",
+    "hybrid_recalled_pages_total", "hybrid_wait_seconds_total", "hybrid_predicted_query_cosine",
+    "hybrid_frames_in_use", "hybrid_resident_requests", "hybrid_host_pool_pages",
+}  # fmt: skip
+# Gauges that are zero when no request is there.
+NOTHING_LEFT = ("hybrid_resident_requests", "hybrid_frames_in_use")
+
+
+def a_chat_completion_streams(server: Server) -> None:
+    stream = server.client().chat.completions.create(
+        model=server.model,
+        messages=[{"role": "user", "content": "What is the capital of France? Answer in one sentence."}],
+        temperature=0,
+        max_tokens=24,
+        stream=True,
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert len(pieces) > 3, "the answer came in one piece"
+    assert "Paris" in "".join(pieces)
+
+
+def cached_prompts_answer_the_same(
+    server: Server, prompts: Sequence[str], expected: Sequence[str], tokens: int, longest: int, counter: str
+) -> None:
+    """The last prompt, of ``longest`` tokens, asked again comes from the prefix cache; then all of them, four at once.
+
+    ``counter``: the engine's metric of tokens that came from there.
+    """
+    assert server.complete(prompts[-1], tokens) == expected[-1]
+    before = server.total(counter)
+    assert server.complete(prompts[-1], tokens) == expected[-1]
+    hits = server.total(counter) - before
+    assert hits > 0.9 * longest, f"only {hits} of {longest} tokens came from the prefix cache"
+    assert server.complete_all(prompts[::-1], tokens)[::-1] == expected
+
+
+def the_cpu_starts_a_layer_ahead(server: Server, sparse: set[int], exact: set[int]) -> None:
+    """With the predicted query in the CPU's partial, of what the server did so far.
+
+    Nobody looks ahead for exact layers, so their partials start inside their own layer and lead by the device's partial
+    only, as all do with the lookahead off. Measured: partials of sparse layers lead 200 times as long.
+    """
+    ahead, within = (server.total("hybrid_lead_seconds_total", some) / len(some) for some in (sparse, exact))
+    print(f"\nCPU partials of sparse layers led {ahead:.4f} s per layer, those of exact layers {within:.4f} s")
+    assert within > 0, "no exact layer left anything to the CPU: this test shows nothing"
+    assert ahead > 10 * within
+
+
+def nothing_is_left(server: Server) -> None:
+    """Of requests that have ended."""
+    deadline = time.monotonic() + 60
+    while True:
+        server.complete("One more.", 2)  # its steps see that copies under way have ended
+        left = {gauge: server.total(gauge) for gauge in NOTHING_LEFT}
+        if not any(left.values()):
+            return
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.5)

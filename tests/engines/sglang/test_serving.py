@@ -1,0 +1,123 @@
+"""Under pressure: separate tiers with few frames, a small pool, the lookahead. What is long is sparse, what fits stays
+exact, and whatever requests do, nothing of them stays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from hybrid_backend.config import find_config, load_config
+from tests.engines import promises
+from tests.engines.answers import StockAnswers
+from tests.engines.server import MODEL, Server
+from tests.engines.sglang.server import PAGE, hybrid_server
+from tests.engines.sglang.suite import BYTES_PER_TOKEN
+from tests.engines.storm import abort_storm
+from tests.engines.texts import english
+
+pytestmark = pytest.mark.engine
+
+SLOTS = 80  # 1,280 tokens: what is longer is attended under the budget
+POOL_PAGES = 512
+# SGLang's own switch for testing retraction: whenever several requests run, one of them must go at every 20th step.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+CROWD, CROWD_TOKENS, CROWD_LENGTH = 4, 40, 300
+SPARSE_STARTS = (0,)
+SPARSE_CONTEXT, SPARSE_TOKENS = 3000, 12
+EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = {
+        "tiers": "separate",
+        "frames_per_request": SLOTS,
+        "budget_tokens": 1024,
+        "host_pool.size": POOL_PAGES * PAGE * BYTES_PER_TOKEN,
+        "lookahead.partial_query": "predicted",
+        "metrics.sample_interval": 8,
+    }
+    flags = ["--dtype", "float32", "--max-running-requests", "16"]
+    with hybrid_server(tmp_path_factory.mktemp("serving"), config, flags, RETRACT) as running:
+        children = psutil.Process(running.process.pid).children(recursive=True)
+        assert children
+        yield running
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive, f"still running after the server ended: {alive}"
+
+
+def test_the_pool_is_the_host_budget(server: Server) -> None:
+    """SGLang keeps one page more, into which it writes what nobody reads."""
+    assert server.total("hybrid_host_pool_pages") == POOL_PAGES + 1
+
+
+def test_a_chat_completion_streams(server: Server) -> None:
+    promises.a_chat_completion_streams(server)
+
+
+def long_prompts() -> list[str]:
+    return [english(SPARSE_CONTEXT, start=start) for start in SPARSE_STARTS]
+
+
+def next_tokens(server: Server, prompt: str, tokens: int) -> list[dict[str, float]]:
+    """Log-probabilities of the five likeliest tokens at each of ``tokens`` greedy steps."""
+    answer = server.client().completions.create(
+        model=server.model, prompt=prompt, max_tokens=tokens, temperature=0, logprobs=5
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None
+    return [dict(top) for top in logprobs.top_logprobs if top is not None]
+
+
+def test_sparse_answers_stay_near_torch_native_s(server: Server, stock: StockAnswers) -> None:
+    """A third of each context is attended. The first token follows from the prompt, which is exact."""
+    names = ("hybrid_cpu_tokens_total", "hybrid_recalled_pages_total", "hybrid_lead_seconds_total")
+    for prompt in long_prompts():
+        expected = stock.once([prompt, "steps"], lambda other, text=prompt: next_tokens(other, text, SPARSE_TOKENS))
+        ours = next_tokens(server, prompt, len(expected))
+        for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
+            likeliest = max(theirs, key=lambda token: theirs[token])
+            lost = theirs[likeliest] - mine.get(likeliest, -100.0)
+            print(f"\nstep {step}: the log-probability of {likeliest!r} falls by {lost:.3f}")
+            assert lost < 1.0
+            if max(mine, key=lambda token: mine[token]) != likeliest:
+                break  # from here on the two continue different texts
+    for name in names:
+        assert server.total(name) > 0, f"{name}: the CPU workers had nothing to do"
+
+
+def test_the_lookahead_predicts_and_the_selection_finds_the_mass(server: Server) -> None:
+    by_layer = server.metrics("hybrid_attention_mass_recall")["hybrid_attention_mass_recall"]
+    mass = [value for layer, value in by_layer.items() if int(layer) not in EXACT_LAYERS]
+    cosine = server.metrics("hybrid_predicted_query_cosine")["hybrid_predicted_query_cosine"]
+    print(f"\nmass recall {sum(mass) / len(mass):.3f}, worst layer {min(mass):.3f}")
+    print(f"cosine of predicted queries {sum(cosine.values()) / len(cosine):.3f}, worst {min(cosine.values()):.3f}")
+    assert sum(mass) / len(mass) >= 0.90
+    assert min(cosine.values()) > 0.8
+
+
+def test_retracted_requests_answer_as_if_alone(server: Server) -> None:
+    crowd = [english(CROWD_LENGTH, start=1000 + 5000 * i) for i in range(CROWD)]
+    options = {"extra_body": {"ignore_eos": True}}
+    alone = [server.complete(prompt, CROWD_TOKENS, **options) for prompt in crowd]
+    before = server.total("sglang:num_retracted_requests_total")
+    assert server.complete_all(crowd, CROWD_TOKENS, CROWD, **options) == alone
+    assert server.total("sglang:num_retracted_requests_total") > before, "nothing was retracted: this shows nothing"
+    for gauge in promises.NOTHING_LEFT[:2]:
+        assert server.total(gauge) == 0, gauge
+
+
+def test_a_storm_of_aborts_leaves_nothing_behind(server: Server) -> None:
+    """Survivors answer as if alone, while clients of long (so sparse) requests that share pages go away."""
+    abort_storm(server, (8, 40, 150, 400), aborted_length=1600, aborted_tokens=400, survivors=40, aborted=24)
+
+
+def test_metrics_carry_every_promised_name(server: Server) -> None:
+    assert server.metrics().keys() >= promises.METRICS
+
+
+def test_the_log_has_no_error(server: Server) -> None:
+    assert not re.findall(r"Traceback|EngineError|Failed to apply hooks", server.log.read_text())

@@ -1,0 +1,245 @@
+"""Engines on the simulated GPU, in a process of their own:
+``python -m tests.engines.vllm.gpu_probe FOLDER RUNNER CASE...``
+
+Writes FOLDER/CASE.json: the greedy tokens of all prompts; for ``at_once`` how many requests GPUs of some sizes admit.
+RUNNER: v1 or v2, vLLM's model runners.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_USE_V2_MODEL_RUNNER="1" if sys.argv[2] == "v2" else "0",
+    VLLM_USE_BREAKABLE_CUDAGRAPH="1" if sys.argv[2] == "v2" else "0",  # piecewise graphs without torch.compile
+    VLLM_USE_FLASHINFER_SAMPLER="0",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_PLUGINS="",
+    HF_HUB_OFFLINE="1",
+)
+
+from tests.engines.vllm import late_probe, simulated_gpu
+from tests.engines.vllm.watched_attention import Watch, watch_attention
+
+PROMPTS, TOKENS, CHUNK, LONGEST = (46, 94, 142), 4, 64, 192
+BLOCK, BLOCKS = 16, 17  # the prompts take 17, three of which two of them share; they grow to 20: one is preempted
+ABORTED_AT = 5  # of the steps, when all prompts have been computed
+VOCABULARY, LAYERS, KV_HEADS, DIM = 256, 3, 2, 32
+FULL = {"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4]}
+MIXED = {**FULL, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [4, CHUNK]}
+# Everything is attended: by the device what its frames hold, by the CPU the rest. So answers are exact.
+EXACT = {
+    "budget_tokens": LONGEST,
+    "exact_layers": [0],
+    "lookahead": {"partial_query": "real"},
+    "recall": {"intervals": 2},
+}
+LATE = {**EXACT, "frames_per_request": 4, "workers": {"deadline_seconds": late_probe.DEADLINE}}
+# Contexts of up to ten pages attend four, two of which their digests choose.
+SPARSE = {
+    "budget_tokens": 4 * BLOCK,
+    "exact_layers": [0],
+    "sinks": 1,
+    "recent": 1,
+    "lookahead": {"partial_query": "real"},
+    "recall": {"intervals": 2},
+    "frames_per_request": 4,
+}
+LONGER = 8  # tokens of sparse answers
+CARDS = (1600, 1900, 8000)  # MiB
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "scout": ({**EXACT, "frames_per_request": 4}, MIXED),
+    "scout.full": ({**EXACT, "frames_per_request": 4}, FULL),
+    "scout.sparse": (SPARSE, MIXED),
+    "scout.per_head": ({**SPARSE, "selection": {"granularity": "kv_head"}}, FULL),
+    "infinigen.sparse": ({**SPARSE, "method": "infinigen", "frames_per_request": 5}, FULL),
+    "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, MIXED),
+    "headinfer": ({"method": "headinfer"}, MIXED),
+    "dense": ({"method": "dense"}, MIXED),
+    "again": ({**EXACT, "frames_per_request": 4}, MIXED),
+    **dict.fromkeys(("late", "late.always"), (LATE, MIXED)),
+    "late.full": (LATE, FULL),
+}
+
+
+def build(folder: Path) -> Any:
+    """A random Llama whose attention is peaked."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=4 * DIM, intermediate_size=160, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=KV_HEADS, max_position_embeddings=512, initializer_range=0.2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).float()
+    model.save_pretrained(folder)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    import random
+
+    chosen = random.Random(1)
+    made = [[chosen.randrange(VOCABULARY) for _ in range(count)] for count in PROMPTS]
+    made[2][: 3 * BLOCK] = made[1][: 3 * BLOCK]
+    return made
+
+
+def expected(folder: Path) -> list[list[int]]:
+    """What transformers answers."""
+    import torch
+
+    model, answers = build(folder), []
+    for prompt in prompts():
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def options(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None, blocks: int = BLOCKS) -> dict[str, Any]:
+    from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER
+
+    return dict(
+        model=str(model), attention_backend=BACKEND, worker_cls=GPU_WORKER, dtype="float32", skip_tokenizer_init=True,
+        max_model_len=LONGEST, max_num_seqs=4, max_num_batched_tokens=CHUNK, enforce_eager=graphs is None,
+        compilation_config=graphs or {"custom_ops": ["none"]}, block_size=BLOCK,
+        kv_cache_memory_bytes=(blocks + 1) * LAYERS * KV_HEADS * 2 * BLOCK * DIM * 4,  # vLLM keeps one for itself
+        additional_config={"hybrid": {"page_size": BLOCK, "model": {"match": "*", "family": "llama"}, **hybrid}},
+        disable_log_stats=True,
+    )  # fmt: skip
+
+
+def at_once(model: Path, card: int, **more: Any) -> dict[str, Any]:
+    """How many of 1,024 requests a GPU of so many bytes admits at once."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    simulated_gpu.card_of(card)
+    asked = {**options(model, EXACT, None), "max_num_seqs": 1024, "max_num_batched_tokens": 2048, **more}
+    try:
+        return {"admitted": EngineArgs(**asked).create_engine_config().scheduler_config.max_num_seqs}
+    except Exception as error:
+        return {"refused": str(error)}
+    finally:
+        simulated_gpu.card_of(simulated_gpu.TOTAL)
+
+
+def run(
+    model: Path,
+    hybrid: dict[str, Any],
+    graphs: dict[str, Any] | None,
+    serve: Callable[[Any], dict[str, Any]],
+    blocks: int = BLOCKS,
+    watch: Watch | None = None,
+) -> dict[str, Any]:
+    from prometheus_client import CollectorRegistry
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    from hybrid_backend.engines.vllm import worker
+
+    vars(worker)["REGISTRY"] = CollectorRegistry()  # an engine per process is the rule; here there are several
+    llm = LLM(**options(model, hybrid, graphs, blocks))
+    try:
+        found = serve(llm)
+        return found if watch is None else found | {"attention": watch.take()}
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
+    """All prompts at once, and one more, which is aborted. ``waits``: a step may wait for the
+    device, as methods do that are planned on the host."""
+    from vllm import SamplingParams
+
+    from tests.support.far_device import Graph, busy, late
+
+    engine, held = llm.llm_engine, llm.llm_engine.model_executor.driver_worker.worker
+    execute, preempted, ran = held.execute_model, [], set()
+
+    def watched(scheduled: Any) -> Any:
+        preempted.extend(scheduled.preempted_req_ids or ())
+        ran.update(name.partition("-")[0] for name in scheduled.num_scheduled_tokens)
+        return execute(scheduled)
+
+    held.execute_model = watched
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    for name, prompt in [("aborted", list(range(20))), *enumerate(prompts())]:
+        engine.add_request(str(name), {"prompt_token_ids": prompt}, sampling)
+    tokens: dict[str, list[int]] = {}
+    before = Graph.replays
+    steps = 0
+    with late(), nullcontext() if waits else busy():
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+            steps += 1
+            if steps == ABORTED_AT:
+                engine.abort_request(["aborted"])
+    runtime = held.session.runtime
+    return {
+        "tokens": [tokens[str(i)] for i in range(len(PROMPTS))],
+        "runner": type(held.model_runner).__module__,
+        "cpu_tokens": sum(layer.cpu_tokens for layer in runtime.stats.layers),
+        "layers": [vars(layer) for layer in runtime.stats.layers],
+        "copied_bytes": runtime.gauges()["hybrid_copied_bytes"],
+        "replays": Graph.replays - before,
+        "preempted": sorted(name.partition("-")[0] for name in preempted),
+        "ran": sorted(ran),
+        "made_harmless": "vllm.v1.worker.cpu.shm" in sys.modules,
+        "left": runtime.tiers.frames.index("aborted"),
+    }
+
+
+def ask_twice(llm: Any) -> dict[str, Any]:
+    """The second time all but the last token of the prompt comes from the prefix cache: a batch of one token."""
+    from vllm import SamplingParams
+
+    prompt = {"prompt_token_ids": prompts()[1][: 2 * BLOCK + 1]}
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    return {"tokens": [list(llm.generate(prompt, sampling)[0].outputs[0].token_ids) for _ in range(2)]}
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[3:]
+    simulated_gpu.prepare(folder)
+    answers = expected(folder / "model")
+    late_answers = late_probe.expected(build(folder / "model"), prompts())
+    watch = watch_attention()
+    with simulated_gpu.simulated_gpu():
+        for name in names:
+            try:
+                if name == "at_once":
+                    found = {str(mib): at_once(folder / "model", mib << 20) for mib in CARDS}
+                    found["in parts"] = at_once(folder / "model", 8 << 30, ubatch_size=2)
+                elif name == "again":
+                    found = run(folder / "model", *CASES[name], ask_twice)
+                elif name.startswith("late"):
+                    with late_probe.held_up() as numbers:
+                        serving = partial(
+                            late_probe.serve, prompts=prompts(), numbers=numbers, always=name == "late.always"
+                        )
+                        found = run(folder / "model", *CASES[name], serving, late_probe.BLOCKS)
+                    found["expected"] = late_answers
+                else:
+                    tokens = LONGER if CASES[name][0].get("sinks") else TOKENS
+                    serving = partial(serve, count=tokens, waits=CASES[name][1] is None)
+                    found = {**run(folder / "model", *CASES[name], serving, watch=watch), "expected": answers}
+            except Exception:
+                found = {"error": traceback.format_exc()[-3000:]}
+            (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What vLLM with our backend refuses."""
+
+from __future__ import annotations
+
+from hybrid_backend.engines.vllm import CPU_WORKER
+from tests.engines.server import MODEL
+
+_NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
+_CONNECTOR = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
+
+HELP = ("--help=max-model-len", "--max-model-len")  # engine flag, what must be shown
+ENVIRONMENT = {
+    "a memory size that the environment overrules": {"VLLM_CPU_KVCACHE_SPACE": "2"},
+    "a host pool of vLLM's variable larger than the memory": {"VLLM_CPU_KVCACHE_SPACE": str(2**16)},
+}
+# What the promise is -> model, options of `hybrid serve`, engine flags, words of the one line.
+REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
+    "a host pool larger than the memory": (MODEL, ["--set=host_pool.size=64TiB"], [], ["host_pool.size: 64TiB", "GiB"]),
+    "a host pool of vLLM's flag larger than the memory": (
+        MODEL,
+        [],
+        ["--kv-cache-memory-bytes", str(2**46)],
+        ["--kv-cache-memory-bytes: 64TiB", "GiB", "choose at most"],
+    ),
+    "a host pool of vLLM's variable larger than the memory": (
+        MODEL,
+        [],
+        [],
+        ["VLLM_CPU_KVCACHE_SPACE: 64TiB", "GiB", "choose at most"],
+    ),
+    "a host pool of vLLM's flag smaller than one sequence": (
+        MODEL,
+        [],
+        ["--kv-cache-memory-bytes", str(2**26)],
+        ["--kv-cache-memory-bytes: 64MiB", "--max-model-len 8192 (181 MiB)", "--max-model-len 2896 or less"],
+    ),
+    "a host pool smaller than one sequence": (
+        MODEL,
+        ["--set=host_pool.size=64MiB"],
+        [],
+        ["host_pool.size: 64MiB", "one sequence", "--max-model-len 8192", "181 MiB"],
+    ),
+    "an exact layer beyond the model": (
+        MODEL,
+        ["--set=exact_layers=[0, 30]"],
+        [],
+        ["exact_layers", "got 30", "0..29"],
+    ),
+    "an exact layer beyond the model, beside another plugin's settings": (
+        MODEL,
+        ["--set=exact_layers=[0, 30]"],
+        ["--additional-config.other", "1"],
+        ["exact_layers", "got 30"],
+    ),
+    "a list of recall intervals that is too short": (
+        MODEL,
+        ["--set=recall.intervals=[8, 8]"],
+        [],
+        ["recall.intervals", "a list of 2", "expected 30"],
+    ),
+    "fewer frames than the budget of a method that keeps it resident": (
+        MODEL,
+        ["--set=method=infinigen", "--set=frames_per_request=20"],
+        [],
+        ["frames_per_request: 20", "128 pages", "write auto, or 129"],
+    ),
+    "a head that the model lacks": (
+        MODEL,
+        ["--set=method=headinfer", "--set=headinfer.resident_heads=['3:1', '30:0']"],
+        [],
+        ["headinfer.resident_heads", "30:0", "layers 0..29"],
+    ),
+    "byte digests where nothing selects by them": (
+        MODEL,
+        ["--set=tiers=separate", "--set=selection.digest=minmax_int8"],
+        [],
+        ["selection.digest", "write auto or minmax"],
+    ),
+    "a page size unlike the engine's": (MODEL, [], ["--block-size", "64"], ["page_size: 16", "block size 64"]),
+    "a memory size that the environment overrules": (
+        MODEL,
+        ["--set=host_pool.size=1GiB"],
+        [],
+        ["host_pool.size: 1GiB", "VLLM_CPU_KVCACHE_SPACE"],
+    ),
+    "speculative decoding": (MODEL, [], ["--speculative-config", _NGRAM], ["leave out --speculative-config"]),
+    "pipeline parallelism": (MODEL, [], ["--pipeline-parallel-size", "2"], ["use --pipeline-parallel-size 1"]),
+    "decode context parallelism": (
+        "llama",
+        [],
+        ["--tensor-parallel-size=2", "--decode-context-parallel-size=2"],
+        ["use --decode-context-parallel-size 1"],
+    ),
+    "a quantised KV cache": (MODEL, [], ["--kv-cache-dtype", "fp8"], ["quantised", "use --kv-cache-dtype auto"]),
+    "a KV connector": (MODEL, [], ["--kv-transfer-config", _CONNECTOR], ["leave out --kv-transfer-config"]),
+    "LoRA with the lookahead": (
+        MODEL,
+        ["--set=lookahead.enabled=true"],
+        ["--enable-lora"],
+        ["lookahead: {enabled: false}", "--enable-lora"],
+    ),
+    "the lookahead of an unknown model type": (
+        "gpt2",
+        ["--set=lookahead.enabled=true"],
+        [],
+        ["'gpt2'", "lookahead: {enabled: false}"],
+    ),
+    "an MLA model": ("mla", [], [], ["MLA", "leave out --attention-backend CUSTOM"]),
+    "a model whose layers all slide": ("all-sliding", [], [], ["64 tokens", "leave out --attention-backend CUSTOM"]),
+    "another worker": (MODEL, [], ["--worker-cls", "vllm.v1.worker.cpu_worker.CPUWorker"], [CPU_WORKER]),
+    "an additional config that is not JSON": (
+        MODEL,
+        [],
+        ["--additional-config", "garbage"],
+        ["--additional-config", "'garbage'", "JSON object"],
+    ),
+    "an additional config with a typing error": (
+        MODEL,
+        [],
+        ["--additional-config", '{"hybrid": {"methd": "scout"}}'],
+        ["--additional-config", "methd", "did you mean method?"],
+    ),
+    "an additional config that is no mapping": (
+        MODEL,
+        [],
+        ["--additional-config", '{"hybrid": 5}'],
+        ["--additional-config", "got 5", "a mapping"],
+    ),
+    "an additional config that names a missing file": (
+        MODEL,
+        [],
+        ["--additional-config", '{"hybrid": "/nowhere/hybrid.yaml"}'],
+        ["/nowhere/hybrid.yaml", "no such file"],
+    ),
+    "an engine flag that does not exist": (MODEL, [], ["--no-such-flag"], ["unrecognized arguments: --no-such-flag"]),
+    "an engine flag of the wrong type": (MODEL, [], ["--max-model-len", "many"], ["--max-model-len", "'many'"]),
+    "a context longer than the model's": (MODEL, [], ["--max-model-len", "99999"], ["99999", "8192"]),
+    "a missing chat template": (MODEL, [], ["--chat-template", "/nowhere/chat.jinja"], ["/nowhere/chat.jinja"]),
+    "a missing engine configuration": (MODEL, [], ["--config", "/nowhere/engine.yaml"], ["/nowhere/engine.yaml"]),
+    "an unknown tool parser": (
+        MODEL,
+        [],
+        ["--enable-auto-tool-choice", "--tool-call-parser", "no-such-parser"],
+        ["no-such-parser"],
+    ),
+    "a hub model that does not exist": ("nobody/no-such-model", [], [], ["nobody/no-such-model"]),
+}

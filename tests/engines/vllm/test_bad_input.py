@@ -1,0 +1,99 @@
+"""What vLLM refuses when it is started without `hybrid serve`, and what a user of `hybrid serve` sees."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybrid_backend.config import HybridConfig, find_config, load_config
+from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER
+from tests.engines.commands import Answer, run_command, run_jobs, write_models
+from tests.engines.server import MODEL, free_port
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def answers(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """Command lines of vLLM itself, in one process."""
+    bare = ["--model", models[MODEL], "--attention-backend", BACKEND]
+    file = tmp_path_factory.mktemp("config") / "hybrid.yaml"
+    file.write_text("budget_tokens: 512\nmethod: dense\n")
+    settings = json.dumps({"hybrid": str(file), "another": "plugin"})
+    jobs = {
+        "bare, no worker": {"engine": bare},
+        "bare, worker": {"engine": [*bare, "--worker-cls", CPU_WORKER]},
+        "bare, file": {"engine": [*bare, "--worker-cls", CPU_WORKER, "--additional-config", settings]},
+    }
+    return run_jobs(jobs, tmp_path_factory.mktemp("tmp"))
+
+
+def test_vllm_alone_accepts_the_backend_with_its_worker_and_finds_the_model_s_configuration(
+    answers: dict[str, Answer],
+) -> None:
+    answer = answers["bare, worker"]
+    assert answer.code == 0 and not answer.remains, answer.output
+    assert answer.config is not None
+    config = HybridConfig.model_validate({**answer.config, "exact_layers": tuple(answer.config["exact_layers"])})
+    assert config == load_config(find_config("smollm2-135m-instruct"))
+
+
+def test_vllm_alone_reads_the_configuration_that_additional_config_names(answers: dict[str, Answer]) -> None:
+    answer = answers["bare, file"]
+    assert answer.code == 0, answer.output
+    assert answer.config is not None
+    assert (answer.config["budget_tokens"], answer.config["method"]) == (512, "dense")
+
+
+# -- as a user sees it: one process each ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+def test_hybrid_serve_refuses_a_page_size_unlike_the_engine_s(tmp_path: Path) -> None:
+    port = str(free_port())
+    answer = run_command(["hybrid", "serve", MODEL, "--", "--port", port, "--block-size", "64"], tmp_path)
+    answer.check_refusal("page_size: 16", "--block-size 16")
+
+
+def test_hybrid_serve_refuses_a_busy_port(tmp_path: Path, busy_port: int) -> None:
+    answer = run_command(["hybrid", "serve", MODEL, "--", "--port", str(busy_port)], tmp_path)
+    answer.check_refusal(f"--port: {busy_port} is already in use")
+    assert answer.output.count("\n") == 1
+
+
+def test_hybrid_serve_refuses_an_unknown_key_with_a_suggestion(tmp_path: Path) -> None:
+    file = tmp_path / "hybrid.yaml"
+    file.write_text(yaml.safe_dump({"budget_token": 1024}))
+    answer = run_command(["hybrid", "serve", MODEL, "--config", str(file)], tmp_path)
+    answer.check_refusal("hybrid.yaml", "'budget_token'", "did you mean budget_tokens?")
+    assert answer.output.count("\n") == 1
+
+
+def test_vllm_alone_refuses_to_start_without_the_worker_and_names_the_flag(
+    models: dict[str, str], answers: dict[str, Answer], tmp_path: Path
+) -> None:
+    flag = f"--worker-cls {CPU_WORKER}"
+    assert flag in answers["bare, no worker"].output
+    module = ["-m", "vllm.entrypoints.openai.api_server"]
+    flags = ["--model", models[MODEL], "--attention-backend", BACKEND, "--port", str(free_port())]
+    answer = run_command([sys.executable, *module, *flags], tmp_path)
+    assert answer.code != 0 and not answer.remains
+    assert [line for line in answer.output.splitlines() if "EngineError" in line and flag in line], answer.output

@@ -1,0 +1,46 @@
+"""Blocks of a sequence against vLLM's own code."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_backend.engines.vllm.blocks import Blocks
+from hybrid_backend.model import DTYPES
+from tests.unit.plan.test_blocks import PATTERNS, shape_with
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("context", [100, 5000])
+def test_blocks_are_vllms(pattern: str, context: int) -> None:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    shape = shape_with(PATTERNS[pattern])
+    like: dict[str, Any] = {
+        "block_size": 16, "num_kv_heads": shape.kv_heads, "head_size": shape.head_dim, "dtype": DTYPES[shape.dtype],
+    }  # fmt: skip
+    specs = {
+        f"layer.{i}": FullAttentionSpec(**like) if window is None else SlidingWindowSpec(**like, sliding_window=window)
+        for i, window in enumerate(shape.windows)
+    }
+    engine: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=256),
+        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: SimpleNamespace(is_block_outermost=False)),
+        model_config=SimpleNamespace(max_model_len=context),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        speculative_config=None,
+        max_in_flight_tokens=512,
+    )
+    groups = get_kv_cache_groups(engine, specs)
+    page = groups[0].kv_cache_spec.page_size_bytes
+    blocks = Blocks.of(shape, 16)
+    assert blocks.block_bytes == max(len(group.layer_names) for group in groups) * page
+    needed = sum(group.kv_cache_spec.max_memory_usage_bytes(engine) // page for group in groups)
+    assert blocks.per_sequence(context, engine.max_in_flight_tokens) == needed
+    assert torch.finfo(DTYPES[shape.dtype]).bits // 8 == shape.dtype_bytes

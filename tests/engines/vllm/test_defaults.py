@@ -1,0 +1,62 @@
+"""What `hybrid serve` adds to vLLM's command line on a CPU, and that whatever the user wrote stays."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.commands import TINY_MODELS
+
+pytestmark = pytest.mark.engine
+
+
+def chosen(folder: Path, patch: pytest.MonkeyPatch, *flags: str, bf16: bool = False, cores: int = 2) -> Any:
+    """vLLM's arguments and the lines of the log, on a CPU with or without bf16 instructions."""
+    from hybrid_backend.engines.vllm import serve
+    from hybrid_backend.workers.cpus import Topology
+
+    (folder / "config.json").write_text(json.dumps(TINY_MODELS["llama"]))
+    patch.setattr(serve, "has_bf16", lambda: bf16)
+    patch.setattr("hybrid_backend.engines.cpu_defaults.has_bf16", lambda cpuinfo: bf16)
+    patch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    patch.setattr(Topology, "read", classmethod(lambda cls: Topology(tuple(frozenset([n]) for n in range(64)), {})))
+    arguments = serve.engine_arguments(str(folder), "tiny", "{}", 16, flags)
+    parsed = serve._parse(arguments)
+    return parsed, list(serve._choose_for_cpu(parsed, serve._flags(arguments)))
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"):
+        monkeypatch.setenv(name, "")  # so that it is as before when the test is over
+        monkeypatch.delenv(name)
+
+
+def test_without_bf16_instructions_fp32_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, lines = chosen(tmp_path, monkeypatch)
+    assert parsed.dtype == "float32" and "float32 instead of bfloat16" in lines[0]
+    parsed, _ = chosen(tmp_path, monkeypatch, bf16=True)
+    assert parsed.dtype == "auto"
+
+
+def test_a_small_machine_computes_on_all_cores_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, lines = chosen(tmp_path, monkeypatch, bf16=True)
+    assert parsed.enforce_eager and os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+    assert len(lines) == 2
+
+
+def test_a_server_of_many_cores_is_left_as_vllm_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, lines = chosen(tmp_path, monkeypatch, bf16=True, cores=32)
+    assert not parsed.enforce_eager and not lines
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+
+
+def test_a_users_own_flags_always_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "1")
+    parsed, lines = chosen(tmp_path, monkeypatch, "--dtype", "bfloat16", "--no-enforce-eager")
+    assert parsed.dtype == "bfloat16" and not parsed.enforce_eager and not lines
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "1"

@@ -1,0 +1,137 @@
+"""vLLM's CUDA engine with our plugin, on a GPU that is simulated (simulated_gpu.py): answers, graphs, what is left.
+
+Prompts come in chunks beside decoding rows, two share a prefix, one is preempted, another request is aborted. The
+device does nothing before the host waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.probes import Probe, reader
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is there: tests/engines/vllm/test_gpu.py"),
+]
+
+SPARSE = ["scout.sparse", "scout.per_head", "infinigen.sparse"]
+V2 = ["scout", "hgca", "headinfer", "dense"]
+V1 = ["scout.full"]
+LATE_V2, LATE_V1 = ["late", "late.always"], ["late.full"]
+EXACT = ("scout", "scout.full")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    folder = tmp_path_factory.mktemp("simulated")
+    root = str(Path(__file__).parents[3])
+    for runner, names in (("v2", [*V2, *SPARSE, "again", *LATE_V2, "at_once"]), ("v1", [*V1, *LATE_V1])):
+        command = [sys.executable, "-m", "tests.engines.vllm.gpu_probe", folder, runner, *names]
+        with (folder / "log").open("ab") as log:
+            subprocess.run(
+                command, stdout=log, stderr=log, cwd=root, env={**os.environ, "PYTHONPATH": root}, timeout=1500,
+                check=False,
+            )  # fmt: skip
+    return reader(folder, folder / "log")
+
+
+@pytest.mark.parametrize("name", [*V2, *V1])
+def test_answers_are_those_of_the_model(seen: Probe, name: str) -> None:
+    """Token for token as transformers, although the frames hold a part only."""
+    found = seen(name)
+    assert found["tokens"] == found["expected"]
+    assert found["preempted"] == ["2"] and "aborted" in found["ran"]
+    if name.startswith(("scout", "hgca")):
+        assert found["cpu_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) -> None:
+    """In replayed graphs on a late device, recalls and copies under way: every row of every layer as fp64 attention
+    over the pages of the host pool that were selected. And the figures are those of what the device did."""
+    found, attention = seen(name), seen(name)["attention"]
+    assert attention["worst"] < 1e-4
+    assert attention["sparse_rows"] > 15 and found["replays"] > 0
+    assert set(found["preempted"]) == {"2"}
+    for layer, counted in enumerate(found["layers"]):
+        assert counted["resident_lookups"] == attention["pages"][str(layer)]
+        assert 0 < counted["resident_hits"] < counted["resident_lookups"]
+        if layer > 0:
+            assert counted["recalled_pages"] > 0
+            assert (counted["cpu_tokens"] > 0) == name.startswith("scout")
+            assert (counted["lead_seconds"] > 0) == (counted["wait_seconds"] > 0) == name.startswith("scout")
+    assert found["copied_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_steps_attend_everything(seen: Probe, name: str) -> None:
+    assert seen(name)["attention"]["worst"] < 1e-4
+    assert seen(name)["attention"]["rows"] > 0 and seen(name)["attention"]["sparse_rows"] == 0
+
+
+@pytest.mark.parametrize("name", [*V2, *V1, *SPARSE])
+def test_decode_steps_are_replayed_graphs(seen: Probe, name: str) -> None:
+    """Captured at start with rows that nobody scheduled; replayed without a wait for the device."""
+    assert seen(name)["replays"] > 0
+
+
+@pytest.mark.parametrize(("name", "runner"), [("scout", "gpu.model_runner"), ("scout.full", "gpu_model_runner")])
+def test_both_model_runners_are_driven(seen: Probe, name: str, runner: str) -> None:
+    assert seen(name)["runner"] == f"vllm.v1.worker.{runner}"
+
+
+def test_the_last_token_of_a_cached_prompt_is_answered_by_the_graph_it_replays(seen: Probe) -> None:
+    first, second = seen("again")["tokens"]
+    assert first == second
+
+
+@pytest.mark.parametrize("name", ["late", "late.full"])
+def test_a_step_without_the_cpu_s_answers_is_computed_again_and_nobody_else_s(seen: Probe, name: str) -> None:
+    """The workers get none of one step's questions, while the step after it is under way. Its two requests, of which
+    one would have ended in it, answer as if nothing had been; the third is not touched."""
+    found = seen(name)
+    assert found["late"] == [["0", "1"]] == found["preempted"]
+    assert found["tokens"] == found["expected"]
+    assert set(found["reasons"].values()) == {"length"}
+    assert found["scheduler"] == "RecomputingAsyncScheduler"
+    assert found["running"] == 0
+
+
+def test_requests_that_are_late_again_end_with_an_error_and_no_wrong_token(seen: Probe) -> None:
+    """The workers never answer: the engine lives, and ends a request after its second try at a token. Some come to
+    their end all the same: what is computed again as a prompt asks no worker."""
+    found = seen("late.always")
+    assert "error" in found["reasons"].values() and set(found["reasons"].values()) <= {"error", "length"}
+    for name, tokens in found["tokens"].items():
+        assert tokens == found["expected"][name][: len(tokens)]
+    assert found["running"] == 0
+
+
+def test_an_aborted_request_leaves_no_frame(seen: Probe) -> None:
+    assert seen("scout")["left"] is None
+
+
+def test_the_cuda_worker_leaves_torch_cuda_as_it_is(seen: Probe) -> None:
+    """vLLM's CPU worker, when imported, replaces streams, events, pinning and UVA buffers by nothing."""
+    assert not seen("scout")["made_harmless"]
+
+
+def test_a_gpu_admits_as_many_requests_at_once_as_it_has_memory_for(seen: Probe) -> None:
+    """1,024 were asked for, which is vLLM's default on large GPUs."""
+    small, middle, large = list(seen("at_once").values())[:3]
+    assert "frames_per_request: auto: one request needs" in small["refused"]
+    assert "choose fewer frames or a smaller host_pool.size" in small["refused"]
+    assert 1 < middle["admitted"] < 1024
+    assert large["admitted"] == 1024
+
+
+def test_steps_in_parts_are_refused(seen: Probe) -> None:
+    assert "leave out --enable-dbo and --ubatch-size" in seen("at_once")["in parts"]["refused"]

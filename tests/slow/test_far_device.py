@@ -1,0 +1,192 @@
+"""The CUDA tier on a device that is not the host (far_device.py): what lies where, and who may touch it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+from hybrid_backend.methods import headinfer
+from hybrid_backend.step import Batch, Step
+from tests.slow.test_graph_step import ROWS, replay_as_a_graph
+from tests.support.far_device import Far, busy, capture, pin
+from tests.support.harness import PAGE, Engine, config, decode_step, spec
+
+FRAMES = 6
+
+
+class FarEngine(Engine):
+    def seen_by_device(self) -> list[Tensor]:
+        for layer in self.kv:
+            pin(layer)
+        return [Far(layer) for layer in self.kv]
+
+
+KEYS = {
+    "scout": {},
+    "scout-per-head": {"selection": {"granularity": "kv_head"}},
+    "infinigen": {"method": "infinigen"},
+    "headinfer": {"method": "headinfer"},
+    "dense": {"method": "dense"},
+    "hgca": {"method": "hgca", "hgca": {"window_tokens": 4 * PAGE}},
+}
+CASES = [
+    ("scout", torch.bfloat16),
+    ("scout-per-head", torch.float32),
+    ("headinfer", torch.bfloat16),
+    ("dense", torch.float32),
+    ("hgca", torch.float32),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=[f"{name}-{dtype}" for name, dtype in CASES])
+def test_prompts_and_decoding_on_a_device_that_is_not_the_host(
+    device: torch.device, name: str, dtype: torch.dtype
+) -> None:
+    """Chunked prompts, a shared prefix, growth out of the frames, recalls, preemption: everything finds what it needs
+    where it is, and what is not sparse is exact."""
+    settings = config(frames_per_request=FRAMES, exact_layers=[0], recall={"intervals": 2}, **KEYS[name])
+    made = FarEngine(settings, spec(2, dtype=dtype), num_pages=64, max_requests=3, device=device)
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    try:
+        made.add("a", 3 * PAGE)
+        while made.sequences["a"].tokens < 3 * PAGE:
+            made.step({"a": 20 if made.sequences["a"].tokens < 40 else 8}, tolerance=tolerance)
+        made.add("b", 3 * PAGE + 5, shared_with="a")
+        made.step({"a": 1, "b": 5}, tolerance=tolerance)
+        for _ in range(3):
+            made.step({"b": 1, "a": 1}, tolerance=tolerance)
+        made.preempt("a")
+        made.step({"a": made.sequences["a"].prompt, "b": 1}, tolerance=tolerance)
+        made.add("c", FRAMES * PAGE - 2)
+        made.step({"c": FRAMES * PAGE - 2}, tolerance=tolerance)
+        for _ in range(6):
+            made.step({"c": 1, "a": 1}, lookahead_noise=0.3, tolerance=None)
+        gauges = made.runtime.gauges()
+        assert gauges["hybrid_frames_in_use"] > 0 or settings.method in ("headinfer", "dense")
+        for request in ("a", "b", "c"):
+            made.drop(request)
+        assert made.runtime.gauges()["hybrid_frames_in_use"] == 0
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("name", ["scout", "infinigen", "headinfer", "dense", "hgca"])
+def test_a_captured_step_never_waits_for_the_device(device: torch.device, name: str) -> None:
+    """Every launch of a decode step could be captured: nothing reads a value back, every copy is a plain one. And the
+    host opens the step, lets requests go and counts while the device is still busy with the step before; it waits where
+    a request begins to decode, and for the averages of a page that leaves HGCA's window."""
+    settings = config(
+        frames_per_request=FRAMES,
+        exact_layers=[0],
+        recall={"intervals": 2},
+        metrics={"sample_interval": 1},
+        **KEYS[name],
+    )
+    made = FarEngine(settings, spec(2), num_pages=64, max_requests=ROWS, device=device)
+    replay_as_a_graph(made, capture)
+    begin = made.runtime.begin_step
+
+    def opened(batch: Batch) -> Step:
+        admits = any(made.runtime.tiers.frames.index(request) is None for request in batch.request_ids)
+        leaves = name == "hgca" and any((tokens - 1) % PAGE == 0 for tokens in batch.seq_lens)
+        with nullcontext() if admits or leaves else busy():
+            return begin(batch)
+
+    made.runtime.begin_step = opened  # type: ignore[method-assign]
+    try:
+        made.add("a", FRAMES * PAGE - 1)
+        made.add("b", 3 * PAGE)
+        for request in ("a", "b"):
+            made.step({request: made.sequences[request].prompt})
+        for _ in range(4):
+            made.step({"a": 1, "b": 1}, lookahead_noise=0.3, tolerance=None)
+        made.add("c", 5)
+        made.step({"c": 5, "b": 1}, lookahead_noise=0.3, tolerance=None)
+        with busy():
+            made.drop("a")
+        made.step({"b": 1, "c": 1}, lookahead_noise=0.3, tolerance=None)
+        with busy():
+            held = made.runtime.gauges()["hybrid_frames_in_use"]
+        assert held == int((decode_step(made).maps.page_of >= 0).sum())
+    finally:
+        made.close()
+
+
+STREAMED: dict[str, tuple[int, dict[str, object]]] = {  # pieces of a layer, for three sequences of 16 pages
+    "one after the other": (3, {}),
+    "in groups": (6, {"staging_tokens": 8 * PAGE, "headinfer": {"group_thresholds": [2 * PAGE]}}),
+    "but for resident heads": (3, {"staging_tokens": 8 * PAGE, "headinfer": {"resident_heads": ["0:1", "1:0"]}}),
+    "as far as there are pieces": (2, {"staging_tokens": 2 * PAGE}),
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_graph_of_streaming_is_exact_for_sequences_of_any_length(
+    device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launches are those of the longest sequences that there may be. Prompts pass through the buffers between its
+    replays, and between two layers of a step that they share with decoding rows, which no graph holds."""
+    pieces, keys = STREAMED[name]
+    if name == "as far as there are pieces":
+        monkeypatch.setattr(headinfer, "_PIECES", pieces)
+    layers = 2
+    settings = config(method="headinfer", **keys)
+    made = FarEngine(settings, spec(layers), num_pages=16, max_requests=ROWS, device=device)
+    replay_as_a_graph(made, capture)
+    copy_pages, launches = made.runtime.tiers.operations.copy_pages, list[int]()
+
+    def log_copy(*args: Tensor, **more: Tensor) -> None:
+        launches[-1] += 1
+        copy_pages(*args, **more)
+
+    monkeypatch.setattr(made.runtime.tiers.operations, "copy_pages", log_copy)
+    try:
+        made.add("a", 4 * PAGE - 1)
+        made.add("b", PAGE + 5)
+        for work in ({"a": 4 * PAGE - 1}, {"a": 1}, {"a": 1}, {"a": 1, "b": PAGE}, {"b": 5, "a": 1}, {"b": 1, "a": 1}):
+            launches.append(0)
+            made.step(work)
+        assert launches[0] == 0 and launches[1] == launches[2] == launches[5] == pieces * layers
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hgca_keeps_the_same_tokens_there_as_on_the_host(device: torch.device, dtype: torch.dtype) -> None:
+    """Pages leave the window, tokens are judged and attended by the CPU, a prompt goes on from a cached prefix."""
+    settings = config(
+        method="hgca", tiers="separate", exact_layers=[0], hgca={"window_tokens": 2 * PAGE, "beta": 0.8},
+        metrics={"sample_interval": 2},
+    )  # fmt: skip
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    there = FarEngine(settings, spec(2, dtype=dtype), num_pages=64, max_requests=ROWS, device=device)
+    here = Engine(settings, spec(2, dtype=dtype), num_pages=64, max_requests=ROWS)
+    replay_as_a_graph(there, capture)
+    try:
+        work: list[dict[str, int]] = [{"a": 30}, {"a": 5 * PAGE - 30}, {"a": 1}, {"a": 1, "b": PAGE + 3}]
+        work += [{"b": 1, "a": 1}] * (PAGE + 2)
+        for step, counts in enumerate(work):
+            for each in (there, here):
+                if step == 0:
+                    each.add("a", 5 * PAGE)
+                if step == 3:
+                    each.add("b", 5 * PAGE + 3, shared_with="a")
+                    each.sequences["b"].prompt = each.sequences["b"].tokens + PAGE + 3
+            outs = [each.step(counts, tolerance=None) for each in (there, here)]
+            for request in counts:
+                assert (outs[0][request] - outs[1][request]).abs().max() < tolerance, f"{request}, step {step}"
+        kept = [each.runtime.method.kept_tokens() for each in (there, here)]  # type: ignore[attr-defined]
+        counted = [each.runtime.stats.layers[1] for each in (there, here)]
+        assert all(tokens > 0 for tokens in kept[0][0])  # of layer 1, which is not exact
+        assert counted[0].mass_samples == 0 < counted[1].mass_samples, "samples are taken on the host"
+        if dtype is torch.float32:  # bf16 may round a weight across the threshold
+            assert kept[0] == kept[1]
+            assert counted[0].cpu_tokens == counted[1].cpu_tokens
+    finally:
+        there.close()
+        here.close()

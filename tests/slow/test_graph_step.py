@@ -1,0 +1,259 @@
+"""One step, whoever runs its operations: plain torch, native C++, and Triton as a CUDA graph would replay it (fixed
+buffers, padded batch, launches only).
+
+Where no GPU is, its kernels run under Triton's interpreter; the CPU workers are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+from hybrid_backend.errors import ConfigError, DeadlineError
+from hybrid_backend.execution.partials import MailboxPartials
+from hybrid_backend.step import Step, captured_step
+from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
+from tests.support.held_up import HeldUp
+
+FRAMES, ROWS, INTERVAL, LAYERS = 6, 3, 2, 2
+EXACT = 0  # the exact layer
+
+
+def engine(kernels: str, deadline: float = 20, layers: int = LAYERS, replayed: bool = True, **keys: object) -> Engine:
+    """Both kinds draw the same random numbers: they look ahead in the same steps, the sampled ones."""
+    base: dict[str, object] = {
+        "tiers": "separate", "frames_per_request": FRAMES, "exact_layers": [EXACT], "device_kernels": kernels,
+        "recall": {"intervals": INTERVAL}, "metrics": {"sample_interval": 1},
+        "workers": {"threads": 2, "deadline_seconds": deadline},
+    }  # fmt: skip
+    settings = config(**base | keys)
+    made = Engine(settings, spec(layers), num_pages=64, max_requests=ROWS)
+    if kernels == "triton" and replayed:
+        replay_as_a_graph(made)
+    return made
+
+
+def replay_as_a_graph(made: Engine, capture: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    """Decoding layers run as captured: with as many rows as there can be, whatever the batch is."""
+    runtime, captured = made.runtime, captured_step(ROWS)
+    forward, lookahead = runtime.forward, runtime.lookahead
+
+    def padded(x: Tensor) -> Tensor:
+        full = x.new_zeros(ROWS, *x.shape[1:])
+        full[: len(x)] = x
+        return full
+
+    def replayed(layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        if step.prefill:
+            return forward(layer, step, q, k, v, out)
+        inputs = [padded(x) for x in (q, k, v)]
+        result = torch.full((ROWS, *q.shape[1:]), float("nan"), device=q.device)
+        with capture():
+            forward(layer, captured, *inputs, result)
+        out.copy_(result[: len(q)])
+        assert not result[len(q) :].any(), "rows of padding attend nothing"
+
+    def replayed_lookahead(layer: int, step: Step, q: Tensor) -> None:
+        if step.prefill:
+            return lookahead(layer, step, q)
+        assert runtime.wants_lookahead(layer, captured)
+        predicted = padded(q)
+        with capture():
+            lookahead(layer, captured, predicted)
+
+    runtime.forward, runtime.lookahead = replayed, replayed_lookahead  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lookahead": {"partial_query": "predicted"}},
+        {"lookahead": {"partial_query": "real"}},
+        {"selection": {"granularity": "kv_head"}},
+        {"method": "infinigen"},
+    ],
+    ids=["predicted", "real", "per-head", "infinigen"],
+)
+def test_a_step_is_the_same_whoever_runs_its_operations(keys: dict[str, object]) -> None:
+    """Two requests of unlike length grow out of their frames, one is aborted and another admitted; pages are recalled.
+    After every step the outputs are alike and the maps of the three are equal, every frame of every layer."""
+    made = {kernels: engine(kernels, **keys) for kernels in ("torch", "native", "triton")}
+    try:
+        for each in made.values():
+            each.add("a", 6 * PAGE - 1)
+            each.add("b", 3 * PAGE)
+            each.prefill("a")
+            each.prefill("b")
+        for step in range(9):
+            if step == 3:
+                for each in made.values():
+                    each.drop("b")
+                    each.add("c", 9 * PAGE - 1)
+                    each.prefill("c")
+            work = dict.fromkeys(["a", "b"] if step < 3 else ["c", "a"], 1)
+            outs = [each.step(work, lookahead_noise=0.3, tolerance=None) for each in made.values()]
+            maps = [decode_step(each).maps for each in made.values()]
+            for other, there in zip(outs[1:], maps[1:], strict=True):
+                for name in work:
+                    assert (outs[0][name] - other[name]).abs().max() < 1e-4, f"{name}, step {step}"
+                assert torch.equal(maps[0].frame_of, there.frame_of) and torch.equal(maps[0].page_of, there.page_of)
+                torch.testing.assert_close(maps[0].importance, there.importance, atol=1e-4, rtol=1e-4)
+        for each in made.values():
+            each.step(work, tolerance=None)  # the device's counters are those of the step before
+        first, *others = (each.runtime.stats.layers for each in made.values())
+        assert sum(layer.recalled_pages for layer in first) > 0, "nothing was recalled: this test shows less"
+        assert (first[1].cpu_tokens > 0) == ("method" not in keys), "the CPU computes for scout, and only for it"
+        for stats in others:
+            for mine, layer in zip(first, stats, strict=True):
+                counted = ("selected_tokens", "cpu_tokens", "resident_hits", "resident_lookups", "recalled_pages")
+                assert all(getattr(mine, name) == getattr(layer, name) for name in counted)
+    finally:
+        for each in made.values():
+            each.close()
+
+
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
+def test_what_is_never_sparse_is_exact_beyond_its_frames(method: str) -> None:
+    """What the frames cannot hold is the CPU's, or read over the bus."""
+    made = engine("triton", method=method, sparse="never")
+    try:
+        made.add("a", 3 * FRAMES * PAGE - 1)
+        made.prefill("a")
+        made.add("b", 2 * PAGE)
+        made.prefill("b")
+        for _ in range(3):
+            made.step({"a": 1, "b": 1}, lookahead_noise=0 if method == "scout" else 0.3)
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
+def test_what_fits_its_frames_is_dense_and_nothing_stays_of_it(method: str) -> None:
+    """Chunked prompts, two requests that share pages, one preempted and computed again: every output is exact."""
+    made = engine("triton", method=method)
+    try:
+        made.add("a", 3 * PAGE)
+        made.prefill("a", chunk=20)
+        made.add("b", 3 * PAGE, shared_with="a")
+        made.prefill("b")
+        made.step({"a": 1, "b": 1})
+        made.preempt("a")
+        made.prefill("a")
+        made.step({"b": 1, "a": 1})
+        assert made.runtime.gauges()["hybrid_frames_in_use"] > 0
+        for name in ("a", "b"):
+            made.drop(name)
+        assert made.runtime.gauges()["hybrid_frames_in_use"] == made.runtime.gauges()["hybrid_resident_requests"] == 0
+    finally:
+        made.close()
+
+
+def test_a_request_released_while_its_step_runs_leaves_nothing_to_who_comes_after() -> None:
+    """The host is steps ahead of a GPU: a recall that the device plans after its request's release is that request's,
+    not of the one that has its region by the time the recall would show."""
+    made = engine("triton", recall={"intervals": 1})
+    frames, forward, gone = made.runtime.tiers.frames, made.runtime.forward, []
+    try:
+        made.add("a", 3 * FRAMES * PAGE - 9)
+        made.prefill("a")
+        for _ in range(3):
+            made.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
+
+        def released_meanwhile(layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+            if layer == 0:
+                gone.append(frames.release("a"))
+            forward(layer, step, q, k, v, out)
+
+        made.runtime.forward = released_meanwhile  # type: ignore[method-assign]
+        made.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
+        made.runtime.forward = forward  # type: ignore[method-assign]
+        step = decode_step(made)
+        assert (step.state.copies.frames >= 0).any(), "no recall was under way: this test shows nothing"
+        mine = slice(gone[0] * FRAMES, (gone[0] + 1) * FRAMES)  # as `release` does
+        step.maps.frame_of[:, gone[0]], step.maps.page_of[:, mine] = -1, -1
+        step.maps.importance[:, mine] = float("-inf")
+        made.drop("a")
+        made.add("b", 3 * PAGE)
+        made.prefill("b")
+        made.step({"b": 1})
+        assert frames.index("b") == gone[0]
+        assert all(resident(made, "b", layer) == {0, 1, 2, 3} for layer in range(LAYERS))
+    finally:
+        made.close()
+
+
+def test_a_late_step_waits_once_and_fails_its_own_requests_only() -> None:
+    """The workers get none of one step's questions: all its layers together wait as long as one may. Its requests are
+    named, with the pages that it wrote; those of the steps before and after it are served exactly."""
+    made, layers, held = engine("triton", 0.5, layers=6, replayed=False, sparse="never"), 6, list[int]()
+    partials = decode_step(made).partials
+    assert isinstance(partials, MailboxPartials)
+    slow = HeldUp(partials, held.__contains__)
+    try:
+        for name in ("a", "b", "c"):
+            made.add(name, 2 * FRAMES * PAGE - 3)
+            made.prefill(name)
+        made.step({"a": 1, "b": 1, "c": 1})
+        before = made.ran
+        time_left, waited = partials._time_left, []
+        forward = made.runtime.forward
+
+        def timed(*args: Any) -> None:
+            left = int(time_left)
+            forward(*args)
+            waited.append(left - int(time_left))
+
+        made.runtime.forward = timed  # type: ignore[method-assign]
+        held.append(before.number + 2)  # `StepInputs.number` of the next step
+        made.step({"c": 1, "a": 1}, tolerance=None)
+        late = made.ran
+        assert len(waited) == layers and sum(waited) == partials._allowed
+        made.step({"b": 1})
+        failure = made.runtime.failure(late)
+        assert failure is not None and isinstance(failure.error, DeadlineError)
+        assert "workers.deadline_seconds=0.5" in str(failure.error)
+        assert failure.request_ids == ["c", "a"]
+        assert failure.pages == [made.sequences[name].pages[-1] for name in ("c", "a")]
+        assert made.runtime.failure(before) is made.runtime.failure(made.ran) is None
+        for name in ("a", "c"):
+            made.preempt(name)
+            made.prefill(name)
+        made.step({"a": 1, "b": 1, "c": 1})
+    finally:
+        slow.close()
+        made.close()
+
+
+def test_a_forward_that_raised_leaves_no_selection_behind() -> None:
+    """What was selected for the step that died is not taken for the next one's."""
+    made = engine("triton", recall={"enabled": False})
+    try:
+        made.add("a", 3 * FRAMES * PAGE)
+        made.prefill("a")
+        step, _ = made._begin({"a": 1})
+        q = torch.randn(1, made.model.num_heads, made.model.head_dim)
+        made.runtime.lookahead(1, step, q)
+        assert decode_step(made)._selected
+        made.runtime.abandon(step)
+        made._begin({"a": 1})
+        assert not decode_step(made)._selected
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "fix"),
+    [
+        ({"workers": {"kernel": "torch"}}, "workers.kernel"),
+    ],
+)
+def test_what_the_kernels_cannot_serve_is_refused(keys: dict[str, object], fix: str) -> None:
+    with pytest.raises(ConfigError, match=fix):
+        Engine(config(**{"tiers": "separate", "device_kernels": "triton", **keys}), spec(LAYERS))

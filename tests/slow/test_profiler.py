@@ -1,0 +1,190 @@
+"""The command as a whole, on a tiny model: files, resuming, errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hybrid_backend.config import HybridConfig, config_from_mapping, load_config
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.model import shape_from_config
+from hybrid_backend.tools.plan.hardware import find_hardware
+from hybrid_backend.tools.profile import profiler
+from hybrid_backend.tools.profile.gates import GateOptions
+from hybrid_backend.tools.profile.network import Network, wrap
+from hybrid_backend.tools.profile.profiler import Options, Profile
+from hybrid_backend.tools.profile.summary import Thresholds
+from hybrid_backend.tools.profile.tau import tau_of
+from hybrid_backend.tools.profile.texts import default_texts
+from tests.unit.profile.models import build, encode
+
+GATES = GateOptions(steps=4, context=400, sink=4, recent=16, samples=2, passkeys=2, words=3, save_every=2)
+OPTIONS = Options(contexts=(320,), positions=24, windows=1, limits=Thresholds(0.5, 0.2), gates=GATES, plots=False)
+CONFIG = config_from_mapping({"page_size": 16, "budget_tokens": 96, "selection": {"aggregate": "max"}}, "test")
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    return wrap(build("gemma3"))
+
+
+def run(network: Network, out: Path, options: Options = OPTIONS, config: HybridConfig = CONFIG) -> Profile:
+    console = Console(file=StringIO())
+    return profiler.profile("tiny-gemma3", out, config, options, network=network, encode=encode, console=console)
+
+
+def stages(out: Path) -> dict[str, Any]:
+    """Everything that was measured, but the seconds."""
+    data = json.loads(out.with_suffix(".json").read_text())
+    return {key: {k: v for k, v in stage.items() if k != "seconds"} for key, stage in data["stages"].items()}
+
+
+def test_the_yaml_says_what_was_found_and_loads(network: Network, tmp_path: Path) -> None:
+    out = tmp_path / "tiny.yaml"
+    found = run(network, out, replace(OPTIONS, held_out=(str(Path(__file__)),), plots=True))
+    assert load_config(out) == found.config
+    config = found.config
+    assert config.model.specificity("org/tiny-gemma3") and config.model.family == "gemma3"
+    assert config.exact_layers == tuple(layer.layer for layer in found.layers if layer.why)
+    assert [layer.layer for layer in found.layers] == [2, 5]
+    assert isinstance(config.recall.intervals, tuple) and len(config.recall.intervals) == 6
+    assert config.recall.intervals[0] == CONFIG.recall.intervals  # a sliding layer: not measured
+    assert config.selection == CONFIG.selection and config.budget_tokens == CONFIG.budget_tokens
+    assert [check.layer for check in found.checks] == [layer.layer for layer in found.layers if not layer.why]
+    assert {path.name for path in found.files} == {
+        *("tiny.yaml", "tiny.json", "tiny-layers.png", "tiny-cpu-ratio.png", "tiny-sparsity.png", "tiny-heads.png")
+    }
+    assert all(path.stat().st_size for path in found.files)
+    assert "measured" in out.read_text()
+    assert len(found.gates["kv_head"]) == 2 and len(found.gates["query_head"][0]) == 4
+
+
+def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
+    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(network, tmp_path / "whole.yaml")
+    again = tmp_path / "again.yaml"
+    measure, train, calls = profiler.measure_window, profiler.train, []
+
+    def dying(*args: Any) -> Any:
+        calls.append("window")
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    def dying_training(*args: Any) -> Any:
+        *most, save, advance = args
+
+        def die(state: Any) -> None:
+            save(state)
+            raise KeyboardInterrupt
+
+        return train(*most, die, advance)
+
+    monkeypatch.setattr(profiler, "measure_window", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run(network, again)
+    assert len(stages(again)) == 1
+    monkeypatch.setattr(profiler, "train", dying_training)
+    with pytest.raises(KeyboardInterrupt):
+        run(network, again)
+    assert len(calls) == 3  # the finished window was not measured again
+    monkeypatch.setattr(profiler, "train", train)
+    assert run(network, again).config == whole.config
+    assert len(calls) == 3
+    assert stages(again) == stages(tmp_path / "whole.yaml")
+
+
+def test_new_thresholds_need_no_new_measurement_and_a_new_budget_does(
+    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
+    run(network, out, options)
+    measure, calls = profiler.measure_window, []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return measure(*args)
+
+    monkeypatch.setattr(profiler, "measure_window", counted)
+    strict = run(network, out, replace(options, limits=Thresholds(0.99999, 0.99999), tau=(0.05, "test")))
+    assert not calls and strict.config.exact_layers == (2, 5) and strict.config.recall.threshold == 0.05
+    run(network, out, options, CONFIG.model_copy(update={"budget_tokens": 112}))
+    assert len(calls) == 2
+    run(network, out, replace(options, fresh=True), CONFIG.model_copy(update={"budget_tokens": 112}))
+    assert len(calls) == 4
+
+
+def test_slots_are_raised_until_every_layer_is_below_tau_if_asked_for(network: Network, tmp_path: Path) -> None:
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
+    run(network, out, options)
+    windows = [stage["layers"] for stage in stages(out).values()]
+    assert set(windows[0][0]["ratios"]) == {"9", "12", "14", "18"}
+    best = [min(max(w[i]["ratios"]["14"][k] for w in windows) for k in ("1", "2", "3")) for i in (0, 1)]
+    enough = replace(options, margin=0.0, tau=(max(best) + 1e-6, "test"))
+    left, raised = run(network, out, enough), run(network, out, replace(enough, fit_frames=True))
+    assert left.config.frames_per_request == "auto" and not all(layer.below for layer in left.layers)
+    assert raised.config.frames_per_request == 14 and all(layer.below for layer in raised.layers)
+    assert "--fit-frames" not in out.read_text()
+
+
+def test_intervals_are_chosen_a_margin_below_tau(network: Network, tmp_path: Path) -> None:
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
+    cautious = run(network, out, replace(options, tau=(0.2, "test"), margin=0.5))
+    lower = run(network, out, replace(options, tau=(0.1, "test"), margin=0.0))
+    assert [layer.interval for layer in cautious.layers] == [layer.interval for layer in lower.layers]
+    assert cautious.config.recall.threshold == 0.2, "the margin is in the choice, not in the threshold"
+
+
+def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_path: Path) -> None:
+    out = tmp_path / "a.yaml"
+    mistakes = [
+        (replace(OPTIONS, contexts=(128,)), "everything is resident up to 144 tokens"),
+        (replace(OPTIONS, contexts=(4096,)), "the model's window is 1024"),
+        (replace(OPTIONS, texts=("nowhere.txt",)), "nowhere.txt"),
+        (replace(OPTIONS, positions=1), "--positions"),
+        (replace(OPTIONS, margin=1.0), "--margin"),
+    ]
+    for options, words in mistakes:
+        with pytest.raises(ConfigError, match=words):
+            run(network, out, options)
+    with pytest.raises(ConfigError, match="--out"):
+        run(network, tmp_path / "nowhere" / "a.yaml")
+    out.with_suffix(".json").write_text("{}")
+    with pytest.raises(ConfigError, match="--fresh"):
+        run(network, out)
+
+
+def test_the_default_texts_are_prose_and_code_and_long() -> None:
+    (_, prose), (_, code) = default_texts()
+    assert len(prose) > 300_000 and prose.count(" the ") > 2000
+    assert len(code) > 300_000 and code.count("\n    def ") > 300
+
+
+def test_tau_follows_the_machine() -> None:
+    """A faster link between CPU and its memory allows more; batches leave the CPU less beside the device's matrices."""
+    shape = shape_from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "torch_dtype": "bfloat16",
+        },
+        "llama-3.1-8b",
+    )
+    config = HybridConfig()
+    few, many = (tau_of(find_hardware("h100"), shape, config, 32768, batch) for batch in (8, 32))
+    assert 0.01 < many < few <= 1
+    machine = find_hardware("h100")
+    with pytest.raises(ConfigError, match=r"recall\.threshold"):
+        tau_of(machine.model_copy(update={"device": "cpu"}), shape, config, 32768)

@@ -1,0 +1,252 @@
+"""A small engine for runtime tests: real page tables, real K/V, an fp64 answer for every query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.config import HybridConfig, config_from_mapping
+from hybrid_backend.execution.step import DecodeStep
+from hybrid_backend.runtime import HybridRuntime
+from hybrid_backend.step import Batch, ModelSpec, Step
+from tests.support.attended import Attended, Witness
+
+PAGE = 16
+WITNESSED = 2e-5  # of outputs in fp32, against fp64
+
+
+def config(**keys: object) -> HybridConfig:
+    """A scout configuration with small pages; ``keys`` override."""
+    base: dict[str, object] = {
+        "page_size": PAGE,
+        "budget_tokens": 4 * PAGE,
+        "sinks": 1,
+        "recent": 1,
+        "workers": {"threads": 2, "deadline_seconds": 20},
+    }
+    return config_from_mapping({**base, **keys}, "test")
+
+
+def spec(layers: int = 3, windows: tuple[int | None, ...] = (), dtype: torch.dtype = torch.float32) -> ModelSpec:
+    return ModelSpec(layers, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, dtype=dtype, windows=windows)
+
+
+@dataclass
+class Sequence:
+    """One request: its pages and, per layer, all K and V that it ever wrote (``[tokens, kv_heads, 2, dim]``)."""
+
+    name: str
+    prompt: int
+    pages: list[int]
+    kv: list[list[Tensor]]
+    tokens: int = 0  # computed so far
+
+
+@dataclass
+class Engine:
+    """Hands out pages, builds batches, drives the runtime through whole steps and checks every output."""
+
+    cfg: HybridConfig
+    model: ModelSpec
+    num_pages: int = 256
+    max_requests: int = 8
+    seed: int = 0
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    is_witnessed: bool = False  # every decoding row is checked against what the method says that it attended
+    sequences: dict[str, Sequence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = torch.Generator().manual_seed(self.seed)
+        m = self.model
+        shape = (self.num_pages, m.num_kv_heads, 2, self.cfg.page_size, m.head_dim)
+        # Garbage, not zeros: nothing may rely on fresh memory.
+        self.kv = [torch.randn(shape, generator=self.rng).to(m.dtype) for _ in range(m.num_layers)]
+        self.runtime = HybridRuntime(self.cfg, m, self.kv, self.max_requests, self.device, self.seen_by_device())
+        self.witness = Witness(self.runtime) if self.is_witnessed else None
+        self.free = list(range(self.num_pages - 1, 0, -1))
+        self.refs = [0] * self.num_pages
+
+    def seen_by_device(self) -> list[Tensor]:
+        """The KV memory as the device sees it, where that is not the host."""
+        return []
+
+    # --- requests ---
+
+    def add(self, name: str, prompt: int, shared_with: str | None = None) -> Sequence:
+        """A new request; ``shared_with`` donates its whole pages as a cached prefix (never all of the prompt)."""
+        sequence = Sequence(name, prompt, [], [[] for _ in range(self.model.num_layers)])
+        if shared_with is not None:
+            donor = self.sequences[shared_with]
+            whole = min(donor.tokens, prompt - 1) // self.cfg.page_size
+            sequence.pages = donor.pages[:whole]
+            sequence.tokens = whole * self.cfg.page_size
+            for layer in range(self.model.num_layers):
+                sequence.kv[layer] = donor.kv[layer][: sequence.tokens]
+            for page in sequence.pages:
+                self.refs[page] += 1
+        self.sequences[name] = sequence
+        return sequence
+
+    def drop(self, name: str) -> None:
+        """Finish, abort or preempt: the runtime is told, the pages go back."""
+        self.runtime.release([name])
+        for page in self.sequences.pop(name).pages:
+            self.refs[page] -= 1
+            if self.refs[page] == 0:
+                self.free.append(page)
+
+    def preempt(self, name: str) -> None:
+        """The engine takes everything away and will compute the request again from its first token."""
+        prompt = self.sequences[name].tokens
+        self.drop(name)
+        self.add(name, max(prompt, 1))
+
+    # --- one step ---
+
+    def step(
+        self, work: dict[str, int], lookahead_noise: float = 0.0, tolerance: float | None = 1e-4
+    ) -> dict[str, Tensor]:
+        """Run ``{request: query tokens}`` through all layers.
+
+        Returns the outputs of the last layer per request. With a ``tolerance``, every layer's output is checked
+        against dense attention in fp64. The predicted query is the true one plus ``lookahead_noise``. An engine that is
+        witnessed also checks every prompt chunk against dense attention and every decoding row against attention in
+        fp64 of exactly what the method says that it attended.
+        """
+        m = self.model
+        if self.witness is not None:
+            self.witness.begin()
+        step, query_start = self._begin(work)
+        total = query_start[-1]
+        queries = torch.randn(m.num_layers, total, m.num_heads, m.head_dim, generator=self.rng).to(m.dtype)
+        outs = {}
+        for layer in range(m.num_layers):
+            if layer + 1 < m.num_layers:
+                self._look_ahead(layer + 1, step, queries, lookahead_noise)
+            kv = torch.randn(total, m.num_kv_heads, 2, m.head_dim, generator=self.rng).to(m.dtype)
+            out = torch.full_like(queries[layer], float("nan"))
+            k, v = kv[:, :, 0].contiguous(), kv[:, :, 1].contiguous()
+            there = [x.to(self.device) for x in (queries[layer], k, v, out)]
+            self.runtime.forward(layer, step, *there)
+            out = there[-1].cpu()
+            for r, name in enumerate(work):
+                mine = slice(query_start[r], query_start[r + 1])
+                self.sequences[name].kv[layer] = self.sequences[name].kv[layer] + list(kv[mine])
+                outs[name] = out[mine]
+                assert not out[mine].isnan().any(), f"{name}: layer {layer} left output unwritten"
+                if tolerance is not None:
+                    expected = self.dense(name, layer, queries[layer, mine])
+                    self._compare(name, layer, out[mine], expected, tolerance, "dense attention")
+                if self.witness is None:
+                    continue
+                attended = self._attended(self.witness, layer, step, name)
+                if tolerance is None or (attended is not None and not attended.is_everything):
+                    expected = self.dense(name, layer, queries[layer, mine], attended)
+                    self._compare(name, layer, out[mine], expected, WITNESSED, "attention of what it attended")
+        self.runtime.end_step(step)
+        self.ran = step
+        for name, count in work.items():
+            self.sequences[name].tokens += count
+        return outs
+
+    def _attended(self, witness: Witness, layer: int, step: Step, name: str) -> Attended | None:
+        """None: everything before each token (a prompt chunk, a sliding window)."""
+        if self.model.window(layer) is not None or step.decode is None or name not in step.decode.request_ids:
+            return None
+        return witness.of(layer, step, step.decode.request_ids.index(name))
+
+    @staticmethod
+    def _compare(name: str, layer: int, out: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+        error = (out.double() - expected).abs().max()
+        assert error < tolerance, f"{name}: layer {layer} is off by {error} from {what}"
+
+    def begin_and_die(self, name: str, is_told: bool) -> None:
+        """Start a decode step of one request whose forward raises after the first lookahead; the engine retries it.
+        ``is_told``: the runtime hears of it at once, else when the next step begins."""
+        step, _ = self._begin({name: 1})
+        m = self.model
+        if self.runtime.wants_lookahead(0, step):
+            self.runtime.lookahead(0, step, torch.randn(1, m.num_heads, m.head_dim, generator=self.rng).to(m.dtype))
+        if is_told:
+            self.runtime.abandon(step)
+
+    def _begin(self, work: dict[str, int]) -> tuple[Step, list[int]]:
+        page_size = self.cfg.page_size
+        query_start, slots = [0], []
+        for name, count in work.items():
+            s = self.sequences[name]
+            while len(s.pages) * page_size < s.tokens + count:
+                page = self.free.pop()
+                self.refs[page] = 1
+                s.pages.append(page)
+            for t in range(s.tokens, s.tokens + count):
+                slots.append(s.pages[t // page_size] * page_size + t % page_size)
+            query_start.append(query_start[-1] + count)
+        width = max(len(self.sequences[name].pages) for name in work) + 1
+        table = torch.zeros(len(work), width, dtype=torch.int32)
+        decode, seq_lens = [], []
+        for r, (name, count) in enumerate(work.items()):
+            s = self.sequences[name]
+            table[r, : len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
+            decode.append(count == 1 and s.tokens >= s.prompt)
+            seq_lens.append(s.tokens + count)
+        there = table.to(self.device), torch.tensor(slots).to(self.device)
+        batch = Batch(list(work), query_start, seq_lens, decode, *there)
+        return self.runtime.begin_step(batch), query_start
+
+    def _look_ahead(self, layer: int, step: Step, queries: Tensor, noise: float) -> None:
+        if self.runtime.wants_lookahead(layer, step) and step.decode is not None:
+            real = step.decode.gather(queries[layer])
+            jitter = torch.randn(real.shape, generator=self.rng) * noise
+            self.runtime.lookahead(layer, step, (real + jitter.to(real.dtype)).to(self.device))
+
+    def dense(self, name: str, layer: int, q: Tensor, attended: Attended | None = None) -> Tensor:
+        """fp64 causal attention of the last ``len(q)`` tokens over everything that the request wrote, or of the last
+        one over what was ``attended``."""
+        m = self.model
+        group = m.num_heads // m.num_kv_heads
+        kv = torch.stack(self.sequences[name].kv[layer]).double()
+        k, v = (kv[:, :, i].repeat_interleave(group, 1) for i in (0, 1))
+        logits = torch.einsum("qhd,thd->hqt", q.double(), k) * m.scale
+        position = torch.arange(len(kv) - len(q), len(kv))[:, None]
+        key = torch.arange(len(kv))[None]
+        seen = key <= position
+        window = m.window(layer)
+        if window is not None:
+            seen &= key > position - window
+        if attended is not None:
+            if attended.guess is not None:
+                guessed = torch.einsum("hd,thd->ht", attended.guess.double(), k)[:, None] * m.scale
+                logits = torch.where(attended.guessed.repeat_interleave(group, 0)[:, None], guessed, logits)
+            seen = seen & attended.tokens.repeat_interleave(group, 0)[:, None]
+        weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hqt,thd->qhd", weights, v)
+
+    def prefill(self, name: str, chunk: int = 10**6) -> None:
+        s = self.sequences[name]
+        while s.tokens < s.prompt:
+            self.step({name: min(chunk, s.prompt - s.tokens)})
+
+    def close(self) -> None:
+        self.runtime.close()
+
+
+def decode_step(engine: Engine) -> DecodeStep:
+    executor = engine.runtime.executor
+    assert isinstance(executor, DecodeStep)
+    return executor
+
+
+def resident(engine: Engine, name: str, layer: int) -> set[int]:
+    """Logical pages of a request that the device tier holds now: in a frame, or all where there are none."""
+    frames = engine.runtime.tiers.frames
+    if not frames.size:
+        return set(range(-(-engine.sequences[name].tokens // engine.cfg.page_size)))
+    index = frames.index(name)
+    if index is None:
+        return set()
+    executor = decode_step(engine)
+    held = executor.maps.page_of[executor._row[layer], index * frames.size : (index + 1) * frames.size].cpu()
+    return {page for page in held.tolist() if page >= 0}

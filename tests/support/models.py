@@ -1,0 +1,24 @@
+"""Small random models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+
+def peaked(config_class: str, **arguments: Any) -> PreTrainedModel:
+    """In fp32. Attention is peaked, and norms and biases are not neutral, so that errors show."""
+    config = getattr(transformers, config_class)(**arguments)
+    torch.manual_seed(0)
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn_like(weight) * 0.3)
+            else:
+                peak = 2.0 if "q_proj" in path or "k_proj" in path else 1.0
+                weight.copy_(torch.randn_like(weight) * peak * weight.shape[1] ** -0.5)
+    return model

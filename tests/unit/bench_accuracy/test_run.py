@@ -1,0 +1,117 @@
+"""The command itself, against an endpoint that reads its prompts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from rich.console import Console
+from typer.testing import CliRunner
+
+from bench.accuracy.__main__ import app
+from bench.accuracy.run import Driver, Plan, cases
+from bench.accuracy.task import ModelTokenizer
+from bench.accuracy.tasks import GENERATORS
+from tests.unit.bench_accuracy.solvers import SOLVERS
+
+
+def called(out: Path, *arguments: str) -> Result:
+    """The command in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", "")  # the command sets it
+        return CliRunner().invoke(app, ["--out", str(out), *arguments])
+
+
+class _Reader(BaseHTTPRequestHandler):
+    """An OpenAI-compatible server that solves needle tasks by reading them."""
+
+    def do_GET(self) -> None:
+        self._send({"object": "list", "data": [{"id": "reader", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        chat = self.path.endswith("/chat/completions")
+        prompt = asked["messages"][0]["content"] if chat else asked["prompt"]
+        text = SOLVERS["niah_single_1"](prompt)
+        choice = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        self._send({"id": "1", "model": "reader", "choices": [{"index": 0, "finish_reason": "stop", **choice}]})
+
+    def _send(self, answer: object) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Reader) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_any_endpoint_is_scored_and_asked_only_once(api: str, endpoint: str, tmp_path: Path, model_dir: Path) -> None:
+    arguments = ["--endpoint", endpoint, "--api", api, "--tasks", "niah_multiquery,niah_single_3"]
+    arguments += ["--lengths", "500", "--samples", "2"]
+    first = called(tmp_path, *arguments)
+    assert first.exit_code == 0, first.output
+    assert "| niah_multiquery | 2 |  | 1.00" in (tmp_path / "report.md").read_text()
+    kept = (tmp_path / "results.jsonl").read_text()
+    assert len(kept.splitlines()) == 4
+    again = called(tmp_path, *arguments)
+    assert again.exit_code == 0 and (tmp_path / "results.jsonl").read_text() == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "scoot"], "--methods: no method 'scoot'"),
+        (["--budgets", "100"], "--budgets: got 100, expected a multiple of the page size 16"),
+        (["--lengths", "1k"], "--lengths: got '1k', expected whole numbers"),
+        (["--longbench", "/nowhere", "--longbench-datasets", "trec"], "--longbench /nowhere: lacks trec.jsonl"),
+        (["--endpoint", "http://127.0.0.1:9", "--tasks", "vt"], "--endpoint http://127.0.0.1:9: "),
+        (["--model", "no-such-model"], "model 'no-such-model' is neither in the catalog"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], message: str, tmp_path: Path, model_dir: Path) -> None:
+    done = called(tmp_path, *arguments)
+    assert done.exit_code == 1 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_prompts_within_a_budget_are_not_asked_and_no_method_is_asked_twice(tmp_path: Path, model_dir: Path) -> None:
+    plan = Plan(
+        "smollm2-135m-instruct", str(model_dir), ["dense", "scout"], [256, 1024], ["vt", "qa_1"], [600, 1100], samples=2
+    )
+    driver = Driver(plan, tmp_path, Console(quiet=True))
+    assert plan.runs() == [("dense", 0), ("scout", 256), ("scout", 1024)]
+    assert [len(driver.keys(*run)) for run in [("stock", 0), *plan.runs()]] == [8, 8, 8, 4]
+    assert {key.length for key, _ in driver.keys("scout", 1024)} == {1100}
+    keys = [key for run in plan.runs() for key, _ in driver.keys(*run)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_decoded_question_follows_the_context_token_by_token(tmp_path: Path, model_dir: Path) -> None:
+    """Context and question are the prompt, cut between two of its tokens."""
+    tokenizer = ModelTokenizer(str(model_dir))
+    plan = Plan("smollm2-135m-instruct", str(model_dir), ["scout"], [256], list(GENERATORS), [900], samples=1)
+    for case in cases(plan, tokenizer):
+        context, question = tokenizer.text(list(case.ids[: case.split])), tokenizer.text(list(case.ids[case.split :]))
+        assert 10 < len(case.ids) - case.split < 200
+        assert question.strip().startswith(case.task.prompt[case.task.question_at :][:40]), case.task.name
+        assert question.endswith(case.task.prefix)
+        assert context[-200:].strip() in case.task.content

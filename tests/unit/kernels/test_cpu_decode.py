@@ -1,0 +1,361 @@
+"""One decode layer in one call: cache, digests, selection and output against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_backend.config import SelectionConfig
+from hybrid_backend.errors import WorkerError
+from hybrid_backend.kernels import cpu, oracle, reference
+from hybrid_backend.kernels.cpu import digests as native
+from tests.support import cases
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
+
+# Output in the model's dtype: half a unit in the last place of it.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with cpu.Pool(2) as made:
+        yield made
+
+
+class Case:
+    """Sequences whose next token is to be decoded; `tokens` of them are in the cache."""
+
+    def __init__(
+        self,
+        seed: int,
+        dtype: torch.dtype,
+        kv_heads: int,
+        group: int,
+        dim: int,
+        page_size: int,
+        rows: int,
+        columns: int = 12,
+    ) -> None:
+        self.rng = torch.Generator().manual_seed(seed)
+        pages = rows * columns + 1
+        self.layer = torch.randn(pages, kv_heads, 2, page_size, dim, generator=self.rng).to(dtype)
+        self.digests = torch.full((pages, kv_heads, 2, dim), 7.0, dtype=dtype)
+        self.table = torch.randperm(pages, generator=self.rng)[: rows * columns].view(rows, columns)
+        self.seq_lens = torch.randint(1, columns * page_size + 1, (rows,), generator=self.rng)
+        self.seq_lens[0] = columns * page_size
+        if rows > 1:
+            self.seq_lens[1] = page_size * (columns // 2) + 1  # a new page
+        self.num_pages = -(-self.seq_lens // page_size)
+        self.page_size, self.scale = page_size, dim**-0.5
+        for row in range(rows):
+            held = int(self.seq_lens[row]) - 1
+            if held:
+                full = -(-held // page_size)
+                tokens = torch.full((full,), page_size)
+                tokens[-1] = held - (full - 1) * page_size
+                oracle.build_digests(self.layer, self.digests, self.table[row, :full].int(), tokens.int())
+        # Beyond the written tokens: NaN.
+        for row in range(rows):
+            last, offset = divmod(int(self.seq_lens[row]) - 1, page_size)
+            self.layer[self.table[row, last], :, :, offset:] = float("nan")
+        self.tokens = torch.randperm(rows + 2, generator=self.rng)[:rows]
+        heads = kv_heads * group
+        fused = torch.randn(rows + 2, (heads + 2 * kv_heads) * dim, generator=self.rng).to(dtype)
+        self.q, self.k, self.v = (
+            part.view(rows + 2, -1, dim) for part in fused.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+        )
+        self.out = torch.full((rows + 2, heads, dim), 5.0, dtype=dtype)
+        self.lse = torch.empty(rows, heads)
+
+    def written(self) -> torch.Tensor:
+        layer = self.layer.clone()
+        for row, token in enumerate(self.tokens.tolist()):
+            last, offset = divmod(int(self.seq_lens[row]) - 1, self.page_size)
+            layer[self.table[row, last], :, 0, offset] = self.k[token]
+            layer[self.table[row, last], :, 1, offset] = self.v[token]
+        return layer
+
+    def check(
+        self,
+        decoder: cpu.Decoder,
+        budgets: torch.Tensor,
+        how: SelectionConfig,
+        sinks: int,
+        recent: int,
+        score_q: torch.Tensor | None = None,
+    ) -> None:
+        expected_layer = self.written()
+        per_head = how.granularity == "kv_head"
+        decoder.begin(
+            self.table, self.seq_lens, budgets, sinks=sinks, recent=recent, tokens=self.tokens, per_head=per_head,
+            aggregate=how.aggregate,
+        )  # fmt: skip
+        decoder.layer(0, self.q, self.k, self.v, self.out, score_q=score_q, lse=self.lse)
+        assert torch.equal(self.layer.nan_to_num(9), expected_layer.nan_to_num(9))
+        for row in range(len(self.tokens)):
+            last, offset = divmod(int(self.seq_lens[row]) - 1, self.page_size)
+            page = self.table[row, last]
+            assert torch.equal(self.digests[page], reference.digest(self.layer[page], offset + 1))
+        selected = self._check_selection(decoder, budgets, how, sinks, recent, score_q)
+        tail = (self.seq_lens - (self.num_pages - 1) * self.page_size)[:, None, None]
+        valid = torch.where(selected == (self.num_pages - 1)[:, None, None], tail, self.page_size)
+        valid = valid.masked_fill(selected < 0, 0)
+        ids = self.table[:, None].expand(-1, selected.shape[1], -1).gather(2, selected.clamp(min=0))
+        ids = ids.masked_fill(selected < 0, -1)
+        out, lse = reference.paged_attention(self.q[self.tokens], self.layer, ids, valid, self.scale)
+        assert cases.relative_error(self.out[self.tokens], out) <= TOLERANCE[self.out.dtype]
+        assert torch.allclose(self.lse.double(), lse, atol=1e-3)
+        others = torch.ones(len(self.out), dtype=torch.bool)
+        others[self.tokens] = False
+        assert (self.out[others] == 5).all()
+
+    def scores(self, q: torch.Tensor, how: SelectionConfig) -> torch.Tensor:
+        """The oracle's, ``[rows, lists, columns]``."""
+        num_pages = self.num_pages.int()
+        return oracle.page_scores(
+            q, self.digests, self.table.int(), num_pages, torch.zeros_like(num_pages), how.aggregate,
+            how.granularity == "kv_head", how.bound, self.scale,
+        )  # fmt: skip
+
+    def _check_selection(self, decoder, budgets, how, sinks, recent, score_q) -> torch.Tensor:
+        """The decoder's selection, after comparing it by value with torch's. ``[rows, lists, columns]``, padded."""
+        q = self.q if score_q is None else score_q
+        scores = self.scores(q[self.tokens], how)
+        column, count = torch.arange(scores.shape[2]), self.num_pages[:, None, None]
+        forced = scores.nan_to_num(0).masked_fill((column < sinks) | (column >= count - recent), float("inf"))
+        forced = forced.masked_fill(column >= count, float("-inf"))
+        lists = scores.shape[1]
+        chosen = torch.full((len(self.tokens), lists, self.table.shape[1]), -1)
+        for row in range(len(self.tokens)):
+            pages, budget = int(self.num_pages[row]), int(budgets[row])
+            dense = budget < 0 or budget >= pages
+            for line in range(lists):
+                mine = decoder.selected(row, 0 if dense else line).long()
+                assert len(mine) == int(decoder.counts[row])
+                assert pages - 1 in mine.tolist()
+                if dense:
+                    assert mine.tolist() == list(range(pages))
+                else:
+                    count = max(budget, min(pages, sinks + recent))
+                    best = forced[row, line].topk(count).values.sort().values
+                    atol = 1e-5 if how.aggregate == "softmax" else 1e-2
+                    assert torch.allclose(forced[row, line, mine].sort().values, best, atol=atol)
+                chosen[row, line, : len(mine)] = mine
+        return chosen
+
+
+@pytest.mark.parametrize("team", ["caller", "openmp", "pool"])
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_matches_the_references(team, pool, data):
+    dtype = data.draw(st.sampled_from(list(TOLERANCE)))
+    kv_heads, group, dim = data.draw(
+        st.sampled_from([(3, 3, 64), (2, 4, 128), (8, 2, 128), (1, 8, 64), (2, 1, 80), (1, 16, 96)])
+    )
+    case = Case(
+        data.draw(st.integers(0, 2**31)), dtype, kv_heads, group, dim, data.draw(st.sampled_from([16, 32])),
+        data.draw(st.integers(1, 6)),
+    )  # fmt: skip
+    how = SelectionConfig(
+        granularity=data.draw(st.sampled_from(["layer", "kv_head"])),
+        aggregate=data.draw(st.sampled_from(["sum", "max", "softmax"])),
+        bound=data.draw(st.sampled_from([0.4, 1.0])),
+    )
+    budgets = torch.tensor([data.draw(st.sampled_from([-1, 5, 8, 1000])) for _ in case.tokens])
+    score_q = torch.randn(case.q.shape, generator=case.rng).to(dtype) if data.draw(st.booleans()) else None
+    decoder = cpu.Decoder(
+        [case.layer],
+        {0: case.digests},
+        kv_heads * group,
+        case.scale,
+        bound=how.bound,
+        team=pool if team == "pool" else team,
+        threads=2,
+    )
+    case.check(decoder, budgets, how, sinks=1, recent=data.draw(st.integers(1, 3)), score_q=score_q)
+
+
+@pytest.mark.parametrize("isa", cpu.isas() if cpu.available() else [])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_tokens_that_a_row_leaves_out_at_the_start_do_not_count(isa, data):
+    """They may even be NaN. What a sliding window that begins in the middle of a page asks for."""
+    dtype = data.draw(st.sampled_from(list(TOLERANCE)))
+    kv_heads, group, dim = data.draw(st.sampled_from([(3, 3, 64), (2, 4, 128), (1, 8, 256), (2, 1, 80), (1, 16, 96)]))
+    size, rows = data.draw(st.sampled_from([16, 32, 64])), data.draw(st.integers(1, 5))
+    case = Case(data.draw(st.integers(0, 2**31)), dtype, kv_heads, group, dim, size, rows, columns=4)
+    skips = torch.tensor([data.draw(st.integers(0, min(size, int(n)) - 1)) for n in case.seq_lens])
+    for row, skip in enumerate(skips.tolist()):
+        case.layer[case.table[row, 0], :, :, :skip] = float("nan")
+    decoder = cpu.Decoder([case.layer], {}, kv_heads * group, case.scale, team="caller", isa=isa)
+    decoder.begin(case.table, case.seq_lens, torch.full((rows,), -1), tokens=case.tokens, skips=skips)
+    decoder.layer(0, case.q, case.k, case.v, case.out, lse=case.lse)
+    column = torch.arange(4)[None]
+    valid = (case.seq_lens[:, None] - column * size).clamp(0, size)[:, None]
+    out, lse = reference.paged_attention(
+        case.q[case.tokens], case.layer, case.table[:, None], valid, case.scale, skips=skips
+    )
+    assert cases.relative_error(case.out[case.tokens], out) <= TOLERANCE[dtype]
+    assert torch.allclose(case.lse.double(), lse, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize(("length", "skip"), [(40, 16), (40, -1), (5, 5)])
+def test_a_row_cannot_leave_out_a_whole_page_nor_its_own_token(length, skip):
+    case = Case(0, torch.float32, 1, 1, 64, 16, rows=1)
+    decoder = cpu.Decoder([case.layer], {}, 1, case.scale)
+    with pytest.raises(WorkerError, match="cannot leave out its first page, nor its own token"):
+        decoder.begin(case.table, torch.tensor([length]), torch.tensor([-1]), skips=torch.tensor([skip]))
+
+
+def test_long_sequence_on_several_threads(pool):
+    """Enough digests and pages for every split: scoring ranges, attention chunks, merges."""
+    for seed in range(4):
+        case = Case(seed, torch.bfloat16, 8, 2, 128, 16, rows=2, columns=160)
+        decoder = cpu.Decoder([case.layer], {0: case.digests}, 16, case.scale, bound=0.5, team=pool)
+        how = SelectionConfig(
+            granularity="layer" if seed % 2 else "kv_head", aggregate="softmax" if seed > 1 else "sum"
+        )
+        case.check(decoder, torch.tensor([60, -1]), how, sinks=1, recent=2)
+
+
+@pytest.mark.parametrize("isa", cpu.isas() if cpu.available() else [])
+def test_long_sequence_with_every_instruction_set(isa):
+    case = Case(8, torch.bfloat16, 3, 3, 64, 16, rows=2, columns=61)
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, 9, case.scale, bound=0.5, team="caller", isa=isa)
+    case.check(decoder, torch.tensor([20, 9]), SelectionConfig(aggregate="softmax"), sinks=1, recent=2)
+
+
+@pytest.mark.parametrize("aggregate", ["sum", "softmax"])
+def test_selection_from_bytes(pool, aggregate):
+    """Scored from bytes, the selection is worth as much as the exact one; a page that fills is brought up to date."""
+    case = Case(1, torch.bfloat16, 3, 3, 64, 16, rows=1, columns=100)  # this token fills the last page
+    quantized = native.quantized_like(case.digests)
+    native.quantize(quantized, case.digests, case.table[0, :-1])
+    quantized_too = {"quantized": {0: quantized}, "bound": 0.5}
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, 9, case.scale, **quantized_too, team=pool)
+    decoder.begin(case.table, case.seq_lens, torch.tensor([20]), tokens=case.tokens, aggregate=aggregate)
+    decoder.layer(0, case.q, case.k, case.v, case.out)
+    how = SelectionConfig(aggregate=aggregate)
+    q = case.q[case.tokens]
+    exact = case.scores(q, how)[0, 0]
+    forced = exact.clone()
+    forced[[0, 99]] = float("inf")
+    mine, best = decoder.selected(0).long(), forced.topk(20).indices
+    assert len(mine) == 20 and mine[0] == 0 and mine[-1] == 99
+    assert exact[mine].sum() > 0.999 * exact[best].sum()
+    fresh = native.quantized_like(case.digests)
+    native.quantize(fresh, case.digests, case.table[0, -1:])
+    assert torch.equal(quantized[case.table[0, -1]], fresh[case.table[0, -1]])
+
+
+def two_levels(case: Case, quantized: torch.Tensor, pages: int, budget: int, candidates: int) -> list[int]:
+    """What a search in two levels selects for row 0, from the parts: spans, then the pages of the best spans."""
+    kv_heads, q = case.layer.shape[1], case.q[case.tokens[:1]]
+    table = case.table[:1, :pages]
+    spans = (pages - 1) // 8
+    inside = case.digests[table[0, : spans * 8]].unflatten(0, (spans, 8))
+    coarse = torch.stack([inside[:, :, :, 0].amax(1), inside[:, :, :, 1].amin(1)], 2)
+    rows = native.quantized_like(coarse)
+    native.quantize(rows, coarse, torch.arange(spans))
+    best = native.byte_scores(q, rows, kv_heads, torch.arange(spans)[None])[0, 0].topk(-(-candidates * budget // 8))
+    columns = [c for c in range(pages) if c // 8 in best.indices or c // 8 >= spans or c < 1 or c >= pages - 2]
+    scores = native.byte_scores(q, quantized, kv_heads, table[:, columns])[0, 0]
+    scores[[0, -1, -2]] = float("inf")
+    return sorted(columns[i] for i in scores.topk(budget).indices)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (3, 3, 64)), (torch.float32, (2, 4, 128))])
+def test_long_rows_are_searched_by_spans_first(pool, dtype, shape):
+    kv_heads, group, dim = shape
+    case = Case(3, dtype, kv_heads, group, dim, 16, rows=2, columns=203)
+    quantized = native.quantized_like(case.digests)
+    for row, pages in enumerate(case.num_pages.tolist()):
+        native.quantize(quantized, case.digests, case.table[row, : pages - 1])
+    heads = kv_heads * group
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, heads, case.scale, quantized={0: quantized}, team=pool)
+    # Row 0 is long, row 1 dense. The sequence grows a page: one span more is whole.
+    for length in (199 * 16 + 5, 201 * 16 + 1):
+        seq_lens = torch.tensor([length, int(case.seq_lens[1])])
+        how = {"sinks": 1, "recent": 2, "tokens": case.tokens, "sequences": torch.tensor([4, 9]), "candidates": 2}
+        decoder.begin(case.table, seq_lens, torch.tensor([12, -1]), **how)
+        decoder.layer(0, case.q, None, None, case.out)
+        pages = -(-length // 16)
+        assert decoder.selected(0).tolist() == two_levels(case, quantized, pages, 12, 2)
+    assert decoder.span_bytes >= 25 * native.lib.byte_row(kv_heads, dim)
+    # Forgotten, the id serves a sequence of other pages.
+    decoder.forget(4)
+    case.table[0] = case.table[0].flip(0)
+    native.quantize(quantized, case.digests, case.table[0])
+    decoder.begin(case.table, seq_lens, torch.tensor([12, -1]), **how)
+    decoder.layer(0, case.q, None, None, case.out)
+    assert decoder.selected(0).tolist() == two_levels(case, quantized, pages, 12, 2)
+    decoder.forget(4)
+    decoder.forget(9)
+    assert decoder.span_bytes == 0
+
+
+@pytest.mark.parametrize(("aggregate", "per_head"), [("sum", False), ("softmax", False), ("softmax", True)])
+def test_all_spans_as_candidates_select_what_one_level_selects(aggregate, per_head):
+    case = Case(5, torch.bfloat16, 8, 2, 128, 16, rows=1, columns=300)
+    quantized = native.quantized_like(case.digests)
+    native.quantize(quantized, case.digests, case.table[0])
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, 16, case.scale, quantized={0: quantized}, team="caller")
+    found = []
+    for candidates in (0, 21):  # 21 x 12 pages of 300, and 37 spans
+        decoder.begin(case.table, case.seq_lens, torch.tensor([12]), tokens=case.tokens, sequences=torch.tensor([0]),
+                      candidates=candidates, aggregate=aggregate, per_head=per_head)  # fmt: skip
+        decoder.layer(0, case.q, case.k, case.v, case.out)
+        found.append([set(decoder.selected(0, head).tolist()) for head in range(8 if per_head else 1)])
+    assert all(len(one) == 12 and len(one & two) >= 11 for one, two in zip(*found, strict=True))
+
+
+def test_layer_without_digests_is_exact(pool):
+    case = Case(0, torch.bfloat16, 3, 3, 64, 32, rows=3)
+    decoder = cpu.Decoder([case.layer], {}, 9, case.scale, team=pool)
+    decoder.begin(case.table.int(), case.seq_lens, torch.tensor([4, 4, 4]), tokens=case.tokens)
+    decoder.layer(0, case.q, case.k, case.v, case.out)
+    assert torch.equal(decoder.counts.long(), case.num_pages)
+    assert (case.digests == 7).any()
+
+
+def test_steps_of_a_growing_sequence(pool):
+    """Token after token through two layers, with nothing but what the decoder itself wrote."""
+    layers = [torch.full((10, 2, 2, 16, 64), float("nan")).bfloat16() for _ in range(2)]
+    digests = {1: torch.full((10, 2, 2, 64), float("nan")).bfloat16()}
+    decoder = cpu.Decoder(layers, digests, 4, 0.125, team=pool)
+    table = torch.randperm(10)[None]
+    torch.manual_seed(0)
+    history = []
+    for length in range(1, 100):
+        decoder.begin(table, torch.tensor([length]), torch.tensor([-1]))
+        kv = torch.randn(2, 2, 1, 2, 64).bfloat16()
+        q = torch.randn(1, 4, 64).bfloat16()
+        history.append(kv)
+        for index in range(2):
+            out = torch.empty_like(q)
+            decoder.layer(index, q, kv[index, 0], kv[index, 1], out)
+            k, v = (torch.cat([h[index, part] for h in history]).double().repeat_interleave(2, 1) for part in (0, 1))
+            weights = (torch.einsum("qhd,thd->hqt", q.double(), k) * 0.125).softmax(-1)
+            assert cases.relative_error(out, torch.einsum("hqt,thd->qhd", weights, v)) < 1e-2
+    for page in range(7):
+        tokens = 16 if page < 6 else 3
+        held = table[0, page]
+        assert torch.equal(digests[1][held], reference.digest(layers[1][held], tokens))
+
+
+def test_refusals():
+    case = Case(0, torch.bfloat16, 2, 2, 64, 16, rows=2, columns=4)
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, 4, case.scale, team="caller")
+    with pytest.raises(ValueError, match="more pages than the table's 1 columns"):
+        decoder.begin(case.table[:, :1], case.seq_lens, torch.tensor([-1, -1]))
+    decoder.begin(case.table + 100, case.seq_lens, torch.tensor([-1, -1]), tokens=case.tokens)
+    with pytest.raises(WorkerError, match="but the cache of layer 0 has 9 pages"):
+        decoder.layer(0, case.q, case.k, case.v, case.out)
+    decoder.begin(case.table, case.seq_lens, torch.tensor([-1, -1]), tokens=case.tokens)
+    with pytest.raises(ValueError, match="k must be"):
+        decoder.layer(0, case.q, case.k.float(), case.v, case.out)
+    with pytest.raises(ValueError, match="team must be"):
+        cpu.Decoder([case.layer], {}, 4, 0.1, team="everyone")

@@ -1,0 +1,298 @@
+"""The flag protocol between a device and the CPU workers: real C++ workers, the device played by this thread."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_backend.errors import WorkerError
+from hybrid_backend.kernels import cpu, reference
+from hybrid_backend.kernels.operations import Counters
+from tests.support.cases import relative_error
+
+PAGES, KV_HEADS, GROUP, DIM, PAGE, LAYERS, ROWS, CAPACITY = 64, 2, 3, 64, 16, 3, 4, 8
+SCALE = DIM**-0.5
+
+
+@pytest.fixture(scope="module")
+def layers() -> list[Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    return [torch.randn(PAGES, KV_HEADS, 2, PAGE, DIM, generator=rng).bfloat16() for _ in range(LAYERS)]
+
+
+@pytest.fixture
+def current() -> Tensor:
+    return torch.zeros(ROWS, dtype=torch.int64)
+
+
+@pytest.fixture
+def mail(layers: list[Tensor], current: Tensor) -> Iterator[cpu.Mailboxes]:
+    with (
+        cpu.Pool(2) as pool,
+        cpu.Mailboxes(
+            pool, numbered(layers), KV_HEADS * GROUP, ROWS, numbered([(1, CAPACITY)] * LAYERS), SCALE, current=current
+        ) as boxes,
+    ):
+        boxes.requests.copy_(torch.arange(ROWS))
+        yield boxes
+
+
+def numbered(items: list[Any]) -> dict[int, Any]:
+    """By layer."""
+    return dict(enumerate(items))
+
+
+def write(mail: cpu.Mailboxes, layer: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A random question; returns what it asks."""
+    rng = torch.Generator().manual_seed(seed)
+    letters = mail.layers[layer]
+    letters.q.copy_(torch.randn(letters.q.shape, generator=rng))
+    letters.ids.copy_(torch.randint(PAGES, letters.ids.shape, generator=rng))
+    letters.counts.copy_(torch.randint(CAPACITY + 1, letters.counts.shape, generator=rng))
+    return letters.q.clone(), letters.ids.long(), letters.counts.long()
+
+
+def ask(mail: cpu.Mailboxes, layer: int, number: int) -> None:
+    mail.layers[layer].asked[0] = number
+
+
+def answer(mail: cpu.Mailboxes, layer: int, number: int, deadline: float = 20.0) -> bool:
+    until = time.monotonic() + deadline
+    while int(mail.layers[layer].answered[0]) < number:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0)
+    return True
+
+
+def expected(layer: Tensor, q: Tensor, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    valid = (torch.arange(CAPACITY) < counts[..., None]) * PAGE
+    return reference.paged_attention(q, layer, ids.masked_fill(valid == 0, -1), valid, SCALE)
+
+
+def assert_right(mail: cpu.Mailboxes, layers: list[Tensor], layer: int, asked: tuple[Tensor, Tensor, Tensor]) -> None:
+    out, lse = expected(layers[layer], *asked)
+    assert relative_error(mail.layers[layer].out, out) < 1e-2
+    assert torch.allclose(mail.layers[layer].lse.double(), lse, atol=1e-3, rtol=0)
+
+
+def test_ten_thousand_rounds_are_answered_each_and_right(mail: cpu.Mailboxes, layers: list[Tensor]) -> None:
+    """Layers in turn, sometimes several at once, with pauses of random length; every 200th answer is checked."""
+    chance = random.Random(1)
+    rounds = 0
+    for step in range(1, 10000):
+        at_once = chance.sample(range(LAYERS), chance.choice((1, 1, 1, 3)))
+        is_checked = step % 200 == 0
+        asked = {layer: write(mail, layer, step) if is_checked else None for layer in at_once}
+        for layer in at_once:
+            ask(mail, layer, step)
+        if chance.random() < 0.01:
+            time.sleep(chance.random() * 0.01)  # now and then long enough for the server to fall asleep
+        for layer in at_once:
+            assert answer(mail, layer, step), f"step {step}, layer {layer}: no answer"
+            rounds += 1
+            if (question := asked[layer]) is not None:
+                assert_right(mail, layers, layer, question)
+        assert mail.failure(step) is None
+        if rounds >= 10000:
+            break
+    assert mail.served == rounds >= 10000
+
+
+def test_rows_of_requests_that_are_gone_get_the_empty_partial(
+    mail: cpu.Mailboxes, layers: list[Tensor], current: Tensor
+) -> None:
+    asked = write(mail, 0, 5)
+    mail.layers[0].counts.fill_(CAPACITY)
+    current[2] += 1  # released after the device wrote its generation
+    ask(mail, 0, 1)
+    assert answer(mail, 0, 1)
+    out, _ = expected(layers[0], asked[0], asked[1], torch.full_like(asked[2], CAPACITY))
+    found = mail.layers[0]
+    assert not found.out[2].any() and bool((found.lse[2] == float("-inf")).all())
+    kept = [0, 1, 3]
+    assert relative_error(found.out[kept], out[kept]) < 1e-2
+
+
+def test_requests_that_go_at_any_moment_never_give_another_answer(
+    mail: cpu.Mailboxes, layers: list[Tensor], current: Tensor
+) -> None:
+    """What a row's KV head gets is its own answer or the empty one, whenever the row's request moves on."""
+    stop = threading.Event()
+
+    def release() -> None:
+        chance = random.Random(2)
+        while not stop.is_set():
+            current[chance.randrange(ROWS)] += 1
+            time.sleep(chance.random() * 2e-4)
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    empty = 0
+    try:
+        for step in range(1, 300):
+            q, ids, counts = write(mail, 1, step)
+            mail.generations.copy_(current)
+            ask(mail, 1, step)
+            assert answer(mail, 1, step)
+            out, lse = expected(layers[1], q, ids, counts)
+            found = mail.layers[1]
+            for row, head in itertools.product(range(ROWS), range(KV_HEADS)):
+                mine = (row, slice(head * GROUP, (head + 1) * GROUP))
+                if bool((found.lse[mine] == float("-inf")).all()):
+                    assert not found.out[mine].any()
+                    empty += int(counts[row, 0] > 0)
+                else:
+                    assert relative_error(found.out[mine], out[mine]) < 1e-2
+                    assert torch.allclose(found.lse[mine].double(), lse[mine], atol=1e-3, rtol=0)
+    finally:
+        stop.set()
+        thread.join()
+    assert empty > 0, "no row was ever dropped: this test shows nothing"
+
+
+@pytest.mark.parametrize(("what", "word"), [("page", "page id 64"), ("count", "room for 8")])
+def test_a_job_that_cannot_be_computed_is_answered_empty_and_told(mail: cpu.Mailboxes, what: str, word: str) -> None:
+    write(mail, 0, 1)
+    if what == "page":
+        mail.layers[0].counts.fill_(CAPACITY)
+        mail.layers[0].ids[1, 0, 3] = PAGES
+    else:
+        mail.layers[0].counts[3, 0] = CAPACITY + 1
+    ask(mail, 0, 7)
+    assert answer(mail, 0, 7)
+    assert not mail.layers[0].out.any() and bool((mail.layers[0].lse == float("-inf")).all())
+    write(mail, 0, 2)
+    ask(mail, 0, 8)
+    assert answer(mail, 0, 8)  # the host looks when the device is a step further
+    assert word in str(mail.failure(7)) and mail.failure(8) is None
+
+
+def test_shapes_without_a_kernel_are_refused(layers: list[Tensor]) -> None:
+    with cpu.Pool(1) as pool, pytest.raises(WorkerError, match="lists"):
+        lists = numbered([(5, CAPACITY)] * LAYERS)
+        cpu.Mailboxes(pool, numbered(layers), KV_HEADS * GROUP, ROWS, lists, SCALE)
+
+
+def test_lists_that_the_host_keeps_are_those_of_the_rows_requests(layers: list[Tensor], current: Tensor) -> None:
+    """Tokens of each KV head in the part of the layer that the request owns, whatever row it has and whatever the host
+    changes between steps; beside a layer whose lists the device writes. Nothing for a request that is gone."""
+    chance, each = random.Random(3), PAGES // ROWS
+    tokens = torch.zeros(ROWS, KV_HEADS, dtype=torch.int32)
+    with (
+        cpu.Pool(2) as pool,
+        cpu.Mailboxes(
+            pool, numbered(layers), KV_HEADS * GROUP, ROWS, numbered([(0, 0), *[(1, CAPACITY)] * (LAYERS - 1)]), SCALE,
+            current=current, kept={0: tokens},
+        ) as mail,
+    ):  # fmt: skip
+        found = mail.layers[0]
+        for step in range(1, 60):
+            requests = chance.sample(range(ROWS), ROWS)
+            mail.requests.copy_(torch.tensor(requests))
+            mail.generations.copy_(current[requests])
+            for of_a_head in tokens.view(-1):
+                of_a_head.fill_(chance.choice([0, 1, PAGE, chance.randrange(each * PAGE + 1)]))
+            current[requests[0]] += step % 3 == 0  # released after the device wrote its generation
+            other = write(mail, 1, step)
+            found.q.copy_(other[0])
+            ask(mail, 0, step)
+            ask(mail, 1, step)
+            assert answer(mail, 0, step) and answer(mail, 1, step)
+            listed = tokens[requests].long()
+            listed[0] *= step % 3 != 0
+            valid = (listed[..., None] - PAGE * torch.arange(each)).clamp(0, PAGE)
+            ids = (torch.tensor(requests)[:, None, None] * each + torch.arange(each)).masked_fill(valid == 0, -1)
+            out, lse = reference.paged_attention(found.q, layers[0], ids, valid, SCALE)
+            assert relative_error(found.out, out) < 1e-2
+            assert torch.allclose(found.lse.double(), lse, atol=1e-3, rtol=0)
+            if step % 3:
+                assert_right(mail, layers, 1, other)
+        tokens[1, 1] = each * PAGE + 1
+        ask(mail, 0, 60)
+        assert answer(mail, 0, 60) and "room for 16" in str(mail.failure(60))
+        mail.requests[2] = ROWS
+        tokens.zero_()
+        ask(mail, 0, 61)
+        assert answer(mail, 0, 61) and f"request {ROWS}" in str(mail.failure(61))
+
+
+def test_lists_that_the_host_keeps_need_the_rows_requests(layers: list[Tensor]) -> None:
+    with cpu.Pool(1) as pool, pytest.raises(WorkerError, match="requests"):
+        tokens = torch.zeros(ROWS, KV_HEADS, dtype=torch.int32)
+        cpu.Mailboxes(pool, {0: layers[0]}, KV_HEADS * GROUP, ROWS, {0: (0, 0)}, SCALE, kept={0: tokens})
+
+
+def test_the_devices_own_kernels_ask_and_wait(mail: cpu.Mailboxes, layers: list[Tensor]) -> None:
+    """Triton's kernels (under its interpreter where there is no GPU) against the same workers."""
+    signal = pytest.importorskip("hybrid_backend.kernels.triton.signal", reason="Triton has no wheel here")
+    number = torch.zeros(1, dtype=torch.int32)
+    timed_out, time_left = torch.zeros(cpu.STEPS, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    if torch.cuda.is_available():
+        number, timed_out, time_left = number.cuda(), timed_out.pin_memory(), time_left.cuda()
+    for step in range(1, 20):
+        number.fill_(step)
+        time_left.fill_(10**10 if torch.cuda.is_available() else 10**6)
+        asked = write(mail, step % LAYERS, step)
+        letters = mail.layers[step % LAYERS]
+        signal.ask(letters.asked, number)
+        signal.await_answer(letters.answered, number, timed_out, time_left)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        assert not timed_out.any()
+        assert_right(mail, layers, step % LAYERS, asked)
+
+
+def test_a_server_that_never_answers_makes_the_step_time_out_and_does_not_hang(mail: cpu.Mailboxes) -> None:
+    """All layers' waits together take no longer than one may; the steps before and after it did not time out."""
+    signal = pytest.importorskip("hybrid_backend.kernels.triton.signal", reason="Triton has no wheel here")
+    mail.close()
+    step = cpu.STEPS + 3
+    number, timed_out = torch.full((1,), step, dtype=torch.int32), torch.zeros(cpu.STEPS, dtype=torch.int32)
+    time_left = torch.full((1,), 5000)
+    if torch.cuda.is_available():
+        number, timed_out, time_left = number.cuda(), timed_out.pin_memory(), time_left.cuda()
+    for layer in range(LAYERS):
+        signal.ask(mail.layers[layer].asked, number)
+        before = time.monotonic()
+        signal.await_answer(mail.layers[layer].answered, number, timed_out, time_left)
+        assert int(time_left) == 0
+        if layer == 0:
+            first = time.monotonic() - before
+        elif not torch.cuda.is_available():
+            assert time.monotonic() - before < first / 3
+    assert timed_out.nonzero().flatten().tolist() == [3] and int(timed_out[3]) == step
+
+
+def test_the_devices_kernels_count_how_long_they_waited_and_how_early_they_asked(mail: cpu.Mailboxes) -> None:
+    """By one clock; a question about no page is not counted as asked early."""
+    signal = pytest.importorskip("hybrid_backend.kernels.triton.signal", reason="Triton has no wheel here")
+    mail.close()  # the answer comes from here, late
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    timed_out, letters = torch.zeros(cpu.STEPS, dtype=torch.int32, pin_memory=device == "cuda"), mail.layers[0]
+    counters = torch.zeros(len(Counters._fields), dtype=torch.int64, device=device)
+    counted = []
+    for step, pages in ((1, 3), (2, 0)):
+        number = torch.full((1,), step, dtype=torch.int32, device=device)
+        listed = torch.full((ROWS, 1), pages, dtype=torch.int32, device=device)
+        signal.ask(letters.asked, number, listed, counters)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        time.sleep(0.02)
+        answered = threading.Timer(0.2, letters.answered.fill_, (step,))
+        answered.start()
+        time_left = torch.full((1,), 10**10 if device == "cuda" else 10**6, device=device)
+        signal.await_answer(letters.answered, number, timed_out, time_left, counters)
+        counted.append(Counters(*counters.tolist()))
+        answered.join()
+    assert not timed_out.any()
+    assert 0.04e9 < counted[0].waited < counted[1].waited - 0.04e9 < 20e9
+    assert 0.02e9 <= counted[0].ahead == counted[1].ahead < 20e9

@@ -1,0 +1,133 @@
+"""MODEL on the command line becomes a shape, and its weights' bytes are counted, not guessed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hybrid_backend.errors import ModelError
+from hybrid_backend.model import spec_of, weight_bytes
+from hybrid_backend.tools.plan.model import find_shape
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64, "intermediate_size": 96, "vocab_size": 100, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return folder
+
+
+def test_the_demo_model_is_as_large_as_its_tensors(model_dir: Path) -> None:
+    shape = find_shape("smollm2-135m-instruct")
+    with safe_open(model_dir / "model.safetensors", "pt") as file:
+        tensors = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    assert shape.weight_bytes == tensors
+    assert (shape.layers, shape.kv_heads, shape.head_dim, shape.dtype) == (30, 3, 64, "bfloat16")
+    assert replace(find_shape(str(model_dir)), name=shape.name) == shape
+    assert find_shape("smollm2-135m-instruct", "float32").weight_bytes == 2 * tensors
+
+
+def test_a_config_alone_is_enough(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "tiny")
+    shape = find_shape(str(folder / "config.json"))
+    assert shape.name == "tiny"
+    layer = 64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96
+    assert shape.weight_bytes == 2 * (2 * layer + 100 * 64 + 5 * 64)
+    renamed = tmp_path / "other.json"
+    renamed.write_text((folder / "config.json").read_text())
+    assert find_shape(str(renamed)).layers == 2
+
+
+def test_floats_take_the_engines_type_and_the_rest_its_own(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(10, dtype=torch.float32), "b": torch.zeros(6, dtype=torch.bfloat16),
+               "packed": torch.zeros(7, dtype=torch.uint8)}  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert weight_bytes(tmp_path, itemsize=2, stated_itemsize=4) == 2 * 16 + 7
+    assert weight_bytes(tmp_path, itemsize=4, stated_itemsize=4) == 4 * 16 + 7
+
+
+def test_shards_count_once_and_only_if_listed(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(8)}, tmp_path / "model-1.safetensors")
+    save_file({"b": torch.zeros(4)}, tmp_path / "model-2.safetensors")
+    save_file({"a": torch.zeros(8), "b": torch.zeros(4)}, tmp_path / "consolidated.safetensors")
+    index = {"metadata": {"total_size": 48}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_bytes(tmp_path, 4, 4) == 48
+    (tmp_path / "model-2.safetensors").unlink()
+    (tmp_path / "consolidated.safetensors").unlink()
+    assert weight_bytes(tmp_path, 2, 4) == 24, "shards are missing: the index says it"
+
+
+def test_a_float32_model_is_served_in_bfloat16_as_the_engine_does(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "m", torch_dtype="float32")
+    assert find_shape(str(folder)).dtype == "bfloat16"
+    assert find_shape(str(folder), "float32").weight_bytes == 2 * find_shape(str(folder)).weight_bytes
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 8 + b"{}", b"\x02\x00\x00\x00\x00\x00\x00\x00[]", b"\x05" + b"\0" * 7]
+)
+def test_damaged_weights_are_told(tmp_path: Path, content: bytes) -> None:
+    folder = write_config(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors: not a safetensors file .*fetch the model again"):
+        find_shape(str(folder))
+
+
+def test_a_hub_model_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of the hub's own cache, as huggingface_hub writes it; offline, so nothing is downloaded."""
+    commit = "0" * 40
+    repo = tmp_path / "models--org--tiny"
+    folder = write_config(repo / "snapshots" / commit)
+    index = {"metadata": {"total_size": 777_000}, "weight_map": {"a": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    shape = find_shape("org/tiny")
+    assert (shape.name, shape.layers, shape.weight_bytes) == ("org/tiny", 2, 777_000)
+    with pytest.raises(ModelError, match=r"org/absent: its config.json cannot be had from the hub .*give a directory"):
+        find_shape("org/absent")
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "message"),
+    [
+        ("no such model", "auto", "neither in the catalog"),
+        ("smollm2-135m-instruct", "int8", "write auto or one of bfloat16, float16, float32"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_one_line(model: str, dtype: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        find_shape(model, dtype)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_config_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read as JSON"):
+        find_shape(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="got list, expected a JSON object"):
+        find_shape(str(tmp_path))
+
+
+def test_the_runtimes_spec_has_the_shapes_numbers(tmp_path: Path) -> None:
+    shape = find_shape(str(write_config(tmp_path / "m", sliding_window=64, layer_types=["sliding_attention", "full"])))
+    spec = spec_of(shape, max_tokens=9)
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (2, 4, 2, 16)
+    assert (spec.window(0), spec.window(1), spec.max_tokens) == (64, None, 9)
+    assert spec.page_bytes(32) == shape.page_bytes(32)

@@ -1,0 +1,228 @@
+"""The whole plan: what fits, how much more, how fast, and what a user sees of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hybrid_backend.config import HybridConfig, config_from_mapping
+from hybrid_backend.engines.vllm.footprint import UTILIZATION
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.methods import method_names
+from hybrid_backend.model import ModelShape
+from hybrid_backend.tools.plan.command import memory, plan, tokens
+from hybrid_backend.tools.plan.hardware import find_hardware
+from hybrid_backend.tools.plan.report import Plan, Request, changed, make_plan, serve_flags
+from hybrid_backend.tools.plan.simulate import parse_what_if
+
+GIB = 2**30
+LLAMA = ModelShape(
+    name="llama-3.1-8b", layers=32, heads=32, kv_heads=8, head_dim=128, hidden=4096, intermediate=14336, vocab=128256,
+    dtype="bfloat16", tied=False, weight_bytes=16_060_522_496, windows=(None,) * 32, max_context=131072,
+)  # fmt: skip
+CONFIG: HybridConfig = config_from_mapping({"budget_tokens": 2048, "page_size": 32}, "test")
+
+
+def request(**changes: Any) -> Request:
+    start = Request(shape=LLAMA, config=CONFIG, context=32768, batch=16, gpu_mem=None, ram=None)
+    return replace(start, **{"hardware": find_hardware("a100-80"), **changes})
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    return make_plan(request())
+
+
+def test_every_method_has_a_row_beside_stock(planned: Plan) -> None:
+    assert [row.name for row in planned.rows] == ["stock", *method_names()]
+    assert all(row.refused is None for row in planned.rows)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(planned: Plan) -> None:
+    for row in planned.rows:
+        assert (
+            make_plan(request(batch=row.max_batch, methods=(row.name,) if row.name != "stock" else ()))
+            .row(row.name)
+            .fits
+        )
+        assert not make_plan(request(batch=row.max_batch + 1)).row(row.name).fits
+
+
+def test_the_largest_context_fits_and_one_token_more_does_not(planned: Plan) -> None:
+    for row in planned.rows:
+        assert make_plan(request(context=row.max_context)).row(row.name).fits
+        assert not make_plan(request(context=row.max_context + 1)).row(row.name).fits
+
+
+def test_stock_by_hand(planned: Plan) -> None:
+    """8B weights, 128 KiB of KV per token; the rest of 92 % of 80 GiB is pages of 32 tokens."""
+    stock = planned.row("stock")
+    taken = sum(item.bytes for item in stock.items if item.place == "device" and item.name != "KV cache")
+    left = 80 * GIB * UTILIZATION - taken
+    blocks = int(left // (32 * 131072)) - 1
+    assert abs(stock.max_batch - blocks // 1024) <= 1  # logits grow with the batch
+    assert stock.items[0].bytes == 16_060_522_496
+
+
+def test_offload_serves_more_than_stock_and_is_bounded_by_the_host(planned: Plan) -> None:
+    scout, stock = planned.row("scout"), planned.row("stock")
+    assert scout.max_batch > 2 * stock.max_batch
+    assert scout.max_context > 2 * stock.max_context
+    less = make_plan(request(ram=128 * GIB)).row("scout")
+    assert 0 < less.max_batch < scout.max_batch
+    assert make_plan(request(batch=less.max_batch + 1, ram=128 * GIB)).row("scout").why_not is not None
+
+
+def test_memory_adds_up(planned: Plan) -> None:
+    for row in planned.rows:
+        assert row.device_bytes == sum(item.bytes for item in row.items if item.place == "device")
+        assert row.host_bytes == sum(item.bytes for item in row.items if item.place == "host")
+        assert row.fits == (row.device_bytes <= planned.device_limit and row.host_bytes <= planned.host_limit)
+
+
+def test_times_are_told_only_of_what_fits() -> None:
+    plan_ = make_plan(request(batch=64))
+    stock, scout = plan_.row("stock"), plan_.row("scout")
+    assert not stock.fits
+    assert stock.step_ms is None
+    assert stock.tokens_per_s is None
+    assert stock.best_tokens_per_s is not None
+    assert scout.fits
+    assert scout.step_ms is not None
+    assert scout.tokens_per_s == pytest.approx(64 / scout.step_ms * 1e3)
+
+
+def test_without_a_machine_there_is_memory_and_no_time() -> None:
+    row = make_plan(request(hardware=None, gpu_mem=80 * GIB, ram=512 * GIB)).row("scout")
+    assert row.fits
+    assert row.step_ms is None
+    assert row.tokens_per_s is None
+
+
+def test_no_device_means_that_all_of_it_is_host_memory() -> None:
+    plan_ = make_plan(request(hardware=None, gpu_mem=0, ram=256 * GIB, batch=4))
+    assert all(row.device_bytes == 0 for row in plan_.rows)
+    assert plan_.row("stock").host_bytes > 16 * GIB + 16 * GIB  # weights, and 4 x 32k tokens of KV
+
+
+def test_a_method_that_the_configuration_rules_out_is_refused_with_its_reason() -> None:
+    per_head = config_from_mapping({"selection": {"granularity": "kv_head"}}, "test")
+    row = make_plan(request(config=per_head)).row("infinigen")
+    assert row.refused is not None
+    assert "write layer" in row.refused
+    assert make_plan(request(config=per_head)).row("hgca").refused is None
+
+
+def test_eight_devices_share_the_host() -> None:
+    one, eight = make_plan(request()), make_plan(changed(request(), parse_what_if(["gpus=8", "batch=128"])))
+    assert eight.devices == 8
+    assert eight.host_limit == one.host_limit // 8
+    assert eight.row("stock").max_batch == 8 * one.row("stock").max_batch
+    assert eight.row("scout").device_bytes == one.row("scout").device_bytes  # 16 sequences on each
+    assert eight.row("scout").max_batch < 8 * one.row("scout").max_batch
+
+
+def test_what_if_changes_what_it_names() -> None:
+    base = request(batch=32)
+    faster = make_plan(changed(base, parse_what_if(["pcie=5"]))).row("infinigen")
+    before = make_plan(base).row("infinigen")
+    assert faster.step_ms is not None
+    assert before.step_ms is not None
+    assert faster.step_ms < before.step_ms
+    assert faster.max_batch == before.max_batch
+    long = changed(base, parse_what_if(["context=1M", "batch=2"]))
+    assert (long.context, long.batch) == (2**20, 2)
+    with pytest.raises(ConfigError, match="give --machine NAME"):
+        changed(request(hardware=None, gpu_mem=GIB, ram=GIB), parse_what_if(["cores=4"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 0}, "--context: got 0"),
+        ({"batch": -1}, "--batch: got -1"),
+        ({"hardware": None, "ram": GIB}, "--gpu-mem: is missing"),
+        ({"hardware": None, "gpu_mem": GIB}, "--ram: is missing"),
+        ({"methods": ("scoot",)}, "unknown method 'scoot'"),
+    ],
+)
+def test_a_wrong_request_is_told(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(request(**changes))
+
+
+def test_flags_ask_for_the_pages_that_were_planned(planned: Plan) -> None:
+    row = planned.row("scout")
+    flags = serve_flags(row, planned)
+    size = int(next(flag for flag in flags if "host_pool" in flag).rpartition("=")[2])
+    assert size // planned.block_bytes == row.pages == 16 * 1024 + 1
+    assert flags[flags.index("--max-num-seqs") + 1] == "16"
+
+
+# --- the command ---
+
+
+def run(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(plan)
+    return CliRunner().invoke(app, ["smollm2-135m-instruct", *arguments], env={"COLUMNS": "200"})
+
+
+def test_the_command_prints_tables(model_dir: Path) -> None:
+    result = run("--batch", "4", "--machine", "a10", "--what-if", "pcie=3", "--set", "budget_tokens=512")
+    assert result.exit_code == 0, result.output
+    for text in (
+        "scout",
+        "infinigen",
+        "was",
+        "host pool",
+        "~ 4 GiB",
+        "hybrid serve smollm2-135m-instruct --set=budget_tokens=512 --set=method=scout",
+    ):
+        assert text in result.output
+    assert "no times" in run("--gpu-mem", "24GiB", "--ram", "64GiB").output
+    assert "smollm2-135m-instruct was made for 8,192 tokens" in run("--machine", "t4", "--context", "16k").output
+    assert "does not fit: device" in run("--gpu-mem", "2GiB", "--ram", "64GiB", "--batch", "64").output
+
+
+def test_the_command_prints_json(model_dir: Path) -> None:
+    result = run(
+        "--machine", "t4", "--json", "--method", "scout", "--what-if", "context=16k", "--set", "budget_tokens=512"
+    )
+    told = json.loads(result.output)
+    assert [row["name"] for row in told["rows"]] == ["stock", "scout"]
+    assert (told["context"], told["before"]["context"]) == (16384, 8192)
+    assert told["rows"][1]["pages"] == 1024 + 1
+    assert {item["name"] for item in told["rows"][1]["items"]} >= {
+        "weights",
+        "digests",
+        "frames",
+        "staging",
+        "host pool",
+    }
+
+
+@pytest.mark.parametrize(("text", "count"), [("8192", 8192), ("8k", 8192), ("1M", 2**20)])
+def test_contexts_are_read(text: str, count: int) -> None:
+    assert tokens(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "1.5k", "8kb", "-1", "many"])
+def test_a_context_that_is_no_number_is_told(text: str) -> None:
+    with pytest.raises(ConfigError, match="such as 8192, 128k or 1M"):
+        tokens(text)
+
+
+def test_sizes_are_read() -> None:
+    assert memory("--ram", None) is None
+    assert memory("--gpu-mem", "0") == 0
+    assert memory("--gpu-mem", "1024") == 1024
+    assert memory("--gpu-mem", "24GiB") == 24 * GIB
+    with pytest.raises(ConfigError, match="--ram: got '24GB', expected a size such as 24GiB; write 24GiB"):
+        memory("--ram", "24GB")

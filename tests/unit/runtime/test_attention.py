@@ -1,0 +1,177 @@
+"""Attention, merge, selection, digests and prefill against the fp64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_backend.attention.partial import PageList, Partial, empty_partial, merge, paged_partial
+from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens, windowed
+from hybrid_backend.attention.quality import covered_tokens, mass_recall
+from hybrid_backend.kernels import oracle, reference
+from hybrid_backend.tiers.digests import Digests
+from hybrid_backend.tiers.host_pool import HostPool
+from hybrid_backend.workers import kernel_names, resolve_kernel
+from hybrid_backend.workers.registry import PartialKernel
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+INF = float("inf")
+
+
+def random_pool(seed: int, pages: int, kv_heads: int, page_size: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(pages, kv_heads, 2, page_size, dim, generator=generator).to(dtype)
+
+
+@st.composite
+def page_lists(draw: st.DrawFn, rows: int, lists: int, pages: int, page_size: int) -> PageList:
+    """Ragged lists: some empty, the last page of each possibly partial, padding last."""
+    k = draw(st.integers(0, 5))
+    ids = torch.full((rows, lists, k), -1)
+    valid = torch.zeros(rows, lists, k, dtype=torch.int64)
+    for r in range(rows):
+        count = draw(st.integers(0, k))
+        tail = draw(st.integers(1, page_size))
+        for line in range(lists):
+            chosen = draw(st.permutations(range(pages)))[:count]
+            ids[r, line, :count] = torch.tensor(chosen, dtype=torch.int64)
+            valid[r, line, :count] = page_size
+            if count:
+                valid[r, line, count - 1] = tail
+    return PageList(ids, valid)
+
+
+@given(
+    data=st.data(),
+    seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    dim=st.sampled_from([16, 64]),
+    page_size=st.sampled_from([16, 32]),
+    rows=st.integers(1, 3),
+    per_head=st.booleans(),
+    kernel=st.sampled_from([resolve_kernel(name) for name in kernel_names()]),
+)
+def test_partial_attention_equals_the_oracle_for_ragged_and_empty_lists(
+    data: st.DataObject,
+    seed: int,
+    dtype: torch.dtype,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    page_size: int,
+    rows: int,
+    per_head: bool,
+    kernel: PartialKernel,
+) -> None:
+    """Every worker kernel of the registry."""
+    pool = random_pool(seed, 8, kv_heads, page_size, dim, dtype)
+    pages = data.draw(page_lists(rows, kv_heads if per_head else 1, 8, page_size))
+    q = torch.randn(rows, kv_heads * group, dim, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
+    out, lse = kernel(q, pool, pages, 0.3)
+    expected_out, expected_lse = reference.paged_attention(q, pool, pages.ids, pages.valid, 0.3)
+    torch.testing.assert_close(out.double(), expected_out, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=1e-5)
+
+
+@given(seed=st.integers(0, 999), split=st.integers(0, 6))
+def test_merging_two_partials_equals_attention_over_the_union(seed: int, split: int) -> None:
+    pool = random_pool(seed, 6, 2, 16, 16, torch.float32)
+    q = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(seed))
+    ids = torch.arange(6)[None, None]
+    valid = torch.full_like(ids, 16)
+    whole = reference.paged_attention(q, pool, ids, valid, 0.25)
+    parts = [
+        paged_partial(q, pool, PageList(ids[..., cut], valid[..., cut]), 0.25)
+        for cut in (slice(0, split), slice(split, 6))
+    ]
+    merged = merge(*parts)
+    torch.testing.assert_close(merged.out.double(), whole[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged.lse.double(), whole[1], atol=1e-5, rtol=1e-5)
+
+
+def test_merging_empty_partials_gives_the_empty_partial_without_nan() -> None:
+    q = torch.zeros(2, 4, 8)
+    merged = merge(empty_partial(q), empty_partial(q))
+    assert merged.out.eq(0).all() and merged.lse.eq(-INF).all()
+
+
+@pytest.mark.parametrize("lse", [(-1e30, 0.0), (3e4, 3e4), (-3e4, 3e4)])
+def test_merge_stands_extreme_scores(lse: tuple[float, float]) -> None:
+    a, b = (Partial(torch.full((1, 1, 4), float(i)), torch.tensor([[x]])) for i, x in enumerate(lse, 1))
+    merged = merge(a, b)
+    assert merged.out.isfinite().all() and merged.lse.isfinite().all()
+    assert merged.out.min() >= 1 and merged.out.max() <= 2
+
+
+@given(
+    seed=st.integers(0, 99),
+    writes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 16)), min_size=1, max_size=6),
+)
+def test_digests_cover_exactly_the_tokens_written_since_offset_zero(seed: int, writes: list[tuple[int, int]]) -> None:
+    """Pages are written token by token, or rebuilt after a chunk; a page taken over by another request starts anew."""
+    pool = random_pool(seed, 4, 2, 16, 8, torch.float32)
+    host = HostPool([pool])
+    digests = Digests(host, [0], oracle, in_bytes=False, device=torch.device("cpu"))
+    for step, (page, tokens) in enumerate(writes):
+        keys = torch.randn(tokens, 2, 8, generator=torch.Generator().manual_seed(seed + step))
+        for t in range(tokens):
+            kv = torch.stack([keys[t], keys[t]], 1)[None]
+            oracle.append_tokens(
+                kv[:, :, 0], kv[:, :, 1], pool, torch.tensor([page], dtype=torch.int32), torch.tensor([t]),
+                digests=digests.layers[0],
+            )  # fmt: skip
+        assert torch.equal(digests.layers[0][page], reference.digest(pool[page], tokens))
+        digests.layers[0][page] = 0
+        digests.rebuild(0, torch.tensor([page]), torch.tensor([tokens]))
+        assert torch.equal(digests.layers[0][page], reference.digest(pool[page], tokens))
+
+
+@given(
+    seed=st.integers(0, 999),
+    seq_len=st.integers(1, 70),
+    chunk=st.integers(1, 70),
+    window=st.integers(1, 80),
+    by_head=st.booleans(),
+)
+def test_prefill_equals_the_oracle_for_every_chunk_and_window(
+    seed: int, seq_len: int, chunk: int, window: int, by_head: bool
+) -> None:
+    """What came before the chunk arrives in one block, or head by head and page by page."""
+    chunk = min(chunk, seq_len)
+    pool = random_pool(seed, 8, 2, 16, 16, torch.float32)
+    pages = torch.randperm(8, generator=torch.Generator().manual_seed(seed))[: -(-seq_len // 16)]
+    q = torch.randn(chunk, 4, 16, generator=torch.Generator().manual_seed(seed))
+    k, v = (pool[pages, :, i].permute(0, 2, 1, 3).reshape(-1, 2, 16)[:seq_len].double() for i in (0, 1))
+    logits = torch.einsum("qhd,thd->hqt", q.double(), k.repeat_interleave(2, 1)) * 0.25
+    position = torch.arange(seq_len - chunk, seq_len)[:, None]
+    key = torch.arange(seq_len)[None]
+    before = seq_len - chunk
+    old_k, old_v = gather_tokens(pool.flatten(0, 2), pages, 2, 0, before)
+    spans = [(h, t, min(t + 16, before)) for h in (0, 1) for t in range(0, before, 16)] if by_head else []
+    blocks = [KVBlock((h,), old_k[h : h + 1, a:b], old_v[h : h + 1, a:b]) for h, a, b in spans]
+    if before and not by_head:
+        blocks = [KVBlock((0, 1), old_k, old_v)]
+    for width, result in (
+        (10**9, attend_chunk(q, k[before:].float(), v[before:].float(), blocks, 0.25)),
+        (window, windowed(q, pool.flatten(0, 2), pages, seq_len, 2, 0.25, window)),
+    ):
+        seen = (key <= position) & (key > position - width)
+        weights = logits.masked_fill(~seen, -INF).softmax(-1)
+        expected = torch.einsum("hqt,thd->qhd", weights, v.repeat_interleave(2, 1))
+        torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_mass_recall_is_one_for_all_pages_and_their_share_otherwise() -> None:
+    pool = random_pool(1, 4, 2, 16, 16, torch.float32)
+    pages, q = torch.tensor([2, 0, 3]), torch.zeros(4, 16)  # a zero query weighs all tokens alike
+    blocks = pool.flatten(0, 2)
+    everything = torch.arange(3)[None]
+    assert mass_recall(q, blocks, pages, covered_tokens(everything, 40, 16), 2, 0.25) == pytest.approx(1.0)
+    assert mass_recall(q, blocks, pages, covered_tokens(torch.tensor([[0, -1]]), 40, 16), 2, 0.25) == pytest.approx(
+        16 / 40
+    )
+    assert mass_recall(q, blocks, pages, covered_tokens(torch.tensor([[2]]), 40, 16), 2, 0.25) == pytest.approx(8 / 40)

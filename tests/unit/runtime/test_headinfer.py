@@ -1,0 +1,220 @@
+"""HeadInfer: exact whatever the buffers hold, and no more device memory than the formula says."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.execution import DecodeStep
+from hybrid_backend.methods.headinfer import HeadInfer
+from hybrid_backend.step import ModelSpec
+from hybrid_backend.tiers.sizes import staging_shape
+from hybrid_backend.tiers.stream import cut
+from tests.support.harness import PAGE, Engine, config, spec
+
+
+def engine(layers: int = 3, **keys: object) -> Engine:
+    return Engine(config(method="headinfer", **{"tiers": "separate", **keys}), spec(layers=layers))
+
+
+def headinfer(running: Engine) -> HeadInfer:
+    method = running.runtime.method
+    assert isinstance(method, HeadInfer)
+    return method
+
+
+@pytest.mark.parametrize("staging", [PAGE, 3 * PAGE, 64 * PAGE])
+@pytest.mark.parametrize("thresholds", [[10**6], [2 * PAGE, 4 * PAGE]])
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_every_step_is_exact_whatever_the_buffers_hold(kernels: str, staging: int, thresholds: list[int]) -> None:
+    """Chunked prompts and decoding of two requests, down to buffers of one page."""
+    heads = {"group_thresholds": thresholds, "resident_heads": ["1:1", "2:1", "2:0"]}
+    running = engine(staging_tokens=staging, headinfer=heads, device_kernels=kernels)
+    running.add("a", 8 * PAGE + 3)
+    running.prefill("a", chunk=37)
+    running.add("b", 5)
+    running.step({"a": 1, "b": 5})
+    for _ in range(20):
+        running.step({"b": 1, "a": 1})
+    assert running.runtime.stats.cpu_ratio() == 0
+    running.close()
+
+
+def test_the_device_holds_two_groups_of_heads_and_nothing_else() -> None:
+    tokens = 5 * PAGE
+    running = engine(staging_tokens=tokens, headinfer={"group_thresholds": [tokens]})
+    m, method = running.model, headinfer(running)
+    running.add("a", 2 * tokens - 1)
+    running.prefill("a", chunk=50)
+    running.step({"a": 1})
+    context = running.sequences["a"].tokens - 1
+    group = m.num_kv_heads // method.groups(context)
+    assert group == 1
+    # 2 x group size x tokens x head_dim x 2 x element size, beside what every decode step keeps: its inputs
+    held = running.runtime.gauges()["hybrid_device_bytes"] - running.runtime.executor.device_bytes
+    assert held == 2 * group * (2 * tokens) * m.head_dim * 2 * 4
+    running.close()
+
+
+def test_the_papers_table_llama_3_8b_at_one_million_tokens() -> None:
+    """HeadInfer, table 1: 128 GB of KV, of which one GB is on the device when single heads stream."""
+    llama = ModelSpec(32, num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0, dtype=torch.bfloat16)
+    assert llama.num_layers * llama.page_bytes(2**20) == 128 * 2**30
+    # A buffer for an eighth of the tokens of eight heads is one for all tokens of a head.
+    assert prod(staging_shape(llama, 32, 2**20 // 8)) * llama.dtype.itemsize == 2**30
+
+
+def test_groups_double_beyond_each_threshold() -> None:
+    running = engine()
+    method = headinfer(running)
+    assert [method.groups(n) for n in (1, 500_000, 500_001, 1_000_000, 2_000_000, 4_000_000)] == [1, 1, 2, 2, 4, 8]
+    running.close()
+
+
+@pytest.mark.parametrize("staging", [2 * PAGE, 64 * PAGE], ids=["many pieces", "one piece"])
+def test_the_next_layers_first_piece_is_fetched_while_this_layer_is_attended(
+    staging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not beside a prompt, whose chunks pass through the same buffers before the next layer decodes; nothing is fetched
+    twice."""
+    running = engine(staging_tokens=staging)
+    running.add("a", 8 * PAGE)
+    running.prefill("a")
+    running.add("b", 2 * PAGE)
+    running.step({"b": PAGE})
+    copy_pages, attend = running.runtime.tiers.operations.copy_pages, running.runtime.method.attend
+    fetched: list[tuple[int, int]] = []  # layer, and how many layers were attended before
+    attended = [0]
+
+    def log_copy(host: Tensor, *args: Tensor, **more: Tensor) -> None:
+        layer = next(i for i, kv in enumerate(running.kv) if kv.data_ptr() == host.data_ptr())
+        fetched.append((layer, attended[0]))
+        copy_pages(host, *args, **more)
+
+    def log_attend(step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+        out = attend(step, layer, q)
+        attended[0] += 1
+        return out
+
+    monkeypatch.setattr(running.runtime.tiers.operations, "copy_pages", log_copy)
+    monkeypatch.setattr(running.runtime.method, "attend", log_attend)
+    running.step({"a": 1})
+    firsts = [min(before for each, before in fetched if each == layer) for layer in range(3)]
+    assert firsts == [0, 0, 1], "layer l's first copy starts before layer l-1 is done"
+    alone = len(fetched)
+    assert alone == 3 * (1 if staging > 8 * PAGE else 4)
+    running.step({"a": 1, "b": PAGE})
+    assert [(layer, before - 3) for layer, before in fetched[alone:]] == [(x, x) for x, _ in fetched[:alone]]
+    running.close()
+
+
+def test_resident_heads_never_cross_the_bus_and_count_as_device_memory() -> None:
+    plain, resident = (engine(headinfer={"resident_heads": heads}) for heads in ([], ["0:0", "0:1", "1:1"]))
+    copied = []
+    for running in (plain, resident):
+        running.add("a", 6 * PAGE)
+        running.prefill("a")
+        before = running.runtime.tiers.copied_bytes
+        running.step({"a": 1})
+        copied.append(running.runtime.tiers.copied_bytes - before)
+    assert copied[1] * 6 == copied[0] * 3, "three of six heads stay"
+    page_of_a_head = 2 * PAGE * 16 * 4
+    extra = resident.runtime.gauges()["hybrid_device_bytes"] - plain.runtime.gauges()["hybrid_device_bytes"]
+    assert extra == 3 * resident.num_pages * page_of_a_head
+    store = headinfer(resident)._stores[1]
+    for page in resident.sequences["a"].pages[:-1]:
+        assert torch.equal(store[page, 0], resident.kv[1][page, 1])
+    for running in (plain, resident):
+        running.close()
+
+
+@pytest.mark.parametrize("tiers", ["separate", "unified"])
+@pytest.mark.parametrize(("sinks", "recent"), [(1, 1), (2, 2), (0, 3)])
+def test_streaming_heads_attend_sinks_and_recent_pages_only(tiers: str, sinks: int, recent: int) -> None:
+    """And are counted as such; each step of a request that begins a new page on the way, and of one that is short."""
+    budget = 8 * PAGE
+    keys = {"headinfer": {"streaming_heads": ["0:1"]}, "sinks": sinks, "recent": recent, "budget_tokens": budget}
+    running = engine(layers=1, tiers=tiers, **keys)
+    names = ("a", "b")
+    running.add("a", 6 * PAGE + 12)
+    running.add("b", PAGE - 2)
+    for name in names:
+        running.prefill(name)
+    method, seen = headinfer(running), []
+    attend, before = method.attend, running.runtime.tiers.copied_bytes
+
+    def log_attend(step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+        out = attend(step, layer, q)
+        seen.append((q.double(), out.double()))
+        return out
+
+    method.attend = log_attend  # type: ignore[method-assign]
+    tokens_attended = pages_attended = copied = 0
+    for step in range(8):
+        running.step(dict.fromkeys(names, 1), tolerance=None)
+        for r, name in enumerate(names):
+            q, out = (x[r] for x in seen[step])
+            kv = torch.stack(running.sequences[name].kv[0]).double()
+            count = -(-len(kv) // PAGE)
+            few = sorted({*range(min(sinks, count)), *range(max(0, count - recent), count)})
+            for head, pages in ((0, list(range(count))), (1, few)):
+                tokens = [t for page in pages for t in range(page * PAGE, min(len(kv), (page + 1) * PAGE))]
+                logits = q[2 * head : 2 * head + 2] @ kv[tokens, head, 0].T * running.model.scale
+                expected = logits.softmax(-1) @ kv[tokens, head, 1]
+                torch.testing.assert_close(out[2 * head : 2 * head + 2], expected, atol=1e-5, rtol=1e-5)
+                tokens_attended += len(tokens)
+                pages_attended += len(pages)
+                copied += len(pages) - 1
+    entry = running.runtime.stats.layers[0]
+    assert (entry.selected_tokens, entry.resident_lookups) == (tokens_attended / 2, pages_attended / 2)
+    assert entry.resident_hits == (pages_attended / 2 if tiers == "unified" else 0)
+    page_of_a_head = running.model.page_bytes(PAGE) // 2
+    moved = running.runtime.gauges()["hybrid_copied_bytes"] - before
+    assert moved == (copied * page_of_a_head if tiers == "separate" else 0)
+    running.close()
+
+
+@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=7), capacity=st.integers(1, 8), spare=st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_every_head_page_of_every_list_is_in_one_piece(counts: list[int], capacity: int, spare: int) -> None:
+    most = sum(counts) + spare
+    pieces = cut(torch.tensor(counts), most, capacity, PAGE, lambda lists, nth: (lists * 100 + nth).int())
+    assert len(pieces) == -(-most // capacity), "empty ones too: a graph holds as many in every step"
+    found: list[list[int]] = [[] for _ in counts]
+    for piece in pieces:
+        buffer = torch.full((capacity,), -1)
+        placed = piece.places >= 0
+        buffer[piece.places[placed].long()] = piece.pages[placed].long()
+        for i, (first, tokens) in enumerate(zip(piece.first.flatten(), piece.tokens.flatten(), strict=True)):
+            assert tokens % PAGE == 0
+            found[i] += buffer[first : first + tokens // PAGE].tolist()
+    assert found == [[i * 100 + nth for nth in range(count)] for i, count in enumerate(counts)]
+
+
+def test_a_step_that_died_half_way_leaves_nothing_in_the_buffers() -> None:
+    """The next layer's first piece was fetched for it."""
+    running = engine(staging_tokens=2 * PAGE)
+    running.add("a", 5 * PAGE)
+    running.add("b", 4 * PAGE)
+    running.prefill("a")
+    step, _ = running._begin({"a": 1})
+    q, kv = torch.randn(1, 4, 16), torch.randn(1, 2, 16)
+    running.runtime.forward(0, step, q, kv, kv, torch.empty_like(q))
+    running.runtime.abandon(step)
+    running.step({"b": 3 * PAGE})
+    for _ in range(2):
+        running.step({"a": 1})
+    running.close()
+
+
+def test_a_head_that_the_model_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"headinfer\.resident_heads: 1:2 is no layer:head"):
+        engine(headinfer={"resident_heads": ["1:2"]})
+    with pytest.raises(ConfigError, match=r"0:1 is in headinfer\.streaming_heads too"):
+        engine(headinfer={"resident_heads": ["0:1"], "streaming_heads": ["0:1"]})

@@ -1,0 +1,100 @@
+"""From readings to columns: bounded, honest about gaps and restarts, never outside its ranges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_backend.tools.status.history import History
+from hybrid_backend.tools.status.reading import LayerCounts, Reading
+
+GROWTH = st.integers(0, 10**6)
+
+
+@st.composite
+def increments(draw: st.DrawFn) -> tuple[float, int, int, int, int, float]:
+    """Seconds, selected, cpu, lookups, hits, wait of one interval, for every layer alike."""
+    selected, lookups = draw(GROWTH), draw(GROWTH)
+    cpu, hits = draw(st.integers(0, selected)), draw(st.integers(0, lookups))
+    seconds = draw(st.floats(0.1, 20))
+    return seconds, selected, cpu, lookups, hits, draw(st.floats(0, seconds))
+
+
+def after(reading: Reading, step: tuple[float, int, int, int, int, float]) -> Reading:
+    seconds, selected, cpu, lookups, hits, wait = step
+    layers = tuple(
+        replace(
+            layer,
+            selected_tokens=layer.selected_tokens + selected,
+            cpu_tokens=layer.cpu_tokens + cpu,
+            resident_lookups=layer.resident_lookups + lookups,
+            resident_hits=layer.resident_hits + hits,
+            wait_seconds=layer.wait_seconds + wait,
+        )
+        for layer in reading.layers
+    )
+    return replace(reading, time=reading.time + seconds, layers=layers)
+
+
+START = Reading(time=100.0, running=1.0, generated_tokens=0.0, layers=(LayerCounts(), LayerCounts()))
+
+
+@given(st.lists(increments(), max_size=30), st.integers(1, 8))
+def test_the_history_is_bounded_and_says_what_happened(
+    steps: list[tuple[float, int, int, int, int, float]], kept: int
+) -> None:
+    history, reading = History(kept, longest=60).add(START), START
+    for seconds, selected, cpu, lookups, hits, wait in steps:
+        reading = after(reading, (seconds, selected, cpu, lookups, hits, wait))
+        history = history.add(reading)
+        column = history.columns[-1]
+        assert column.seconds == pytest.approx(seconds, abs=1e-3)
+        expected = cpu / selected if selected else None
+        assert column.cpu_ratio == (pytest.approx(expected, abs=1e-4) if expected is not None else None,) * 2
+        expected = hits / lookups if lookups else None
+        assert column.residency == (pytest.approx(expected, abs=1e-4) if expected is not None else None,) * 2
+        assert column.wait_share == pytest.approx(2 * wait / seconds, abs=1e-3)
+    assert len(history.columns) == min(len(steps), kept)
+    assert sum(r.time < reading.time - 15.0 for r in history.recent) <= 1, "readings are bounded too"
+    times = [column.time for column in history.columns]
+    assert times == sorted(set(times)) or len(times) < 2
+
+
+def test_a_server_that_was_started_again_begins_anew() -> None:
+    busy = after(START, (2.0, 100, 50, 10, 5, 0.1))
+    history = History(9, 60).add(START).add(busy)
+    again = replace(START, time=busy.time + 2)
+    history = history.add(again)
+    assert len(history.columns) == 1 and history.layers == (), "no column of negative rates"
+    assert len(history.add(after(again, (2.0, 1, 1, 1, 1, 0.0))).columns) == 2
+
+
+def test_fewer_layers_are_another_server() -> None:
+    history = History(9, 60).add(START).add(replace(START, time=102.0, layers=START.layers[:1]))
+    assert history.columns == ()
+
+
+def test_a_long_gap_is_left_out_instead_of_averaged() -> None:
+    history = History(9, longest=20).add(START).add(after(START, (20.5, 100, 0, 0, 0, 0.0)))
+    assert history.columns == ()
+    assert history.last is not None and history.last.time == 120.5
+
+
+def test_time_that_stands_still_or_runs_back_gives_no_column() -> None:
+    for seconds in (0.0, -5.0):
+        assert History(9, 20).add(START).add(replace(START, time=100.0 + seconds)).columns == ()
+
+
+def test_ratios_of_an_idle_layer_stay_and_its_rates_fall_to_zero() -> None:
+    busy = after(START, (2.0, 100, 25, 10, 5, 0.1))
+    history = History(9, 60).add(START).add(busy)
+    for _ in range(8):
+        assert history.last is not None
+        history = history.add(replace(busy, time=history.last.time + 2))
+    layer = history.layers[0]
+    assert layer.cpu_ratio == 0.25 and layer.residency == 0.5
+    assert layer.attended_tokens_per_second == 0 and layer.wait_share == 0
+    assert history.columns[-1].cpu_ratio == (None, None), "in the heat map nothing was decoded"

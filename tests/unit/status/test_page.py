@@ -1,0 +1,112 @@
+"""The page in a real browser: it shows the numbers of its JSON, draws them, and can be read."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hybrid_backend.errors import EngineError
+from hybrid_backend.tools.status.app import PAGE, application
+from hybrid_backend.tools.status.sampler import Sampler
+from tests.unit.status.chromium import browse
+from tests.unit.status.server_stand import LAYERS, Clock, MetricsStand, serving
+
+CSS = (files("hybrid_backend.tools.status") / "page" / "status.css").read_text()
+
+
+def theme(dark: bool) -> dict[str, str]:
+    """The colours by name."""
+    light, _, rest = CSS.partition("@media (prefers-color-scheme: dark)")
+    colours = dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", light))
+    return colours | dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", rest)) if dark else colours
+
+
+@pytest.fixture
+def page() -> Iterator[str]:
+    """A page with two minutes of history: even layers all resident, odd ones not at all, on the CPU the other way."""
+    stand, clock = MetricsStand(), Clock()
+    stand.running.set(12)
+    stand.waiting.set(4)
+    stand.fill.set(0.625)
+    sampler = Sampler(stand.text, "a stand", interval=2.0, clock=clock)
+    for _ in range(60):
+        stand.decode(cpu=lambda layer: layer % 2, resident=lambda layer: 1 - layer % 2)
+        clock.now += 2.0
+        asyncio.run(sampler.refresh())
+    with serving(application(sampler, watching=False)) as url:
+        yield url + PAGE
+
+
+def text_of(markup: str) -> str:
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", markup)).split())
+
+
+def test_the_page_shows_the_numbers_of_its_json(page: str, tmp_path: Path) -> None:
+    dom, console = browse(page, tmp_path, "--dump-dom")
+    assert not console, console
+    tiles = text_of(dom[dom.index('id="tiles"') : dom.index("</dl>")])
+    for shown in ("Running 12 requests", "Waiting 4 requests", "Decode 50 tokens/s", "62.5 % 625 of 1,000 pages"):
+        assert shown in tiles, tiles
+    body = re.findall(r"<tr>(.*?)</tr>", dom[dom.index("<tbody>") :], re.S)
+    assert len(body) == LAYERS
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in body]
+    for layer, row in enumerate(cells):
+        expected = ["0.0 %", "100.0 %"] if layer % 2 else ["100.0 %", "0.0 %"]
+        assert row[:5] == [str(layer), *expected, "500", "1.0"], row
+    assert re.search(r'data-columns="\d+"', dom) and 'id="problem" role="alert" hidden' in dom
+    for label in re.findall(r'<canvas[^>]*aria-label="([^"]*)"', dom):
+        assert label
+    assert "30 layers over" in dom and dom.count("<canvas") == dom.count("aria-label=") == 10
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_heat_maps_are_drawn_in_the_colours_of_the_theme(page: str, tmp_path: Path, dark: bool) -> None:
+    shot = tmp_path / "shot.png"
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    browse(page, tmp_path, f"--screenshot={shot}", "--window-size=1280,1400", scheme)
+    pixels = np.asarray(Image.open(shot).convert("RGB")).reshape(-1, 3)
+    colours = theme(dark)
+    for name in ("--low-0", "--high-0", "--low-1", "--high-1"):
+        wanted = [int(colours[name][at : at + 2], 16) for at in (1, 3, 5)]
+        drawn = int((np.abs(pixels.astype(int) - wanted).max(1) <= 1).sum())
+        assert drawn > 20_000, f"{name}: half of a map of 30 layers is this colour, found {drawn} pixels"
+
+
+def test_a_server_that_cannot_be_read_is_told_on_the_page(tmp_path: Path) -> None:
+    def gone() -> str:
+        raise EngineError("http://host/metrics cannot be read: <refused>")
+
+    with serving(application(Sampler(gone, "x"), watching=False)) as url:
+        dom, _ = browse(url + PAGE, tmp_path, "--dump-dom")
+    found = re.search(r'<p id="problem" role="alert">(.*?)</p>', dom)
+    assert found and html.unescape(found[1]) == "http://host/metrics cannot be read: <refused>"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_and_lines_have_the_contrast_that_wcag_asks_for(dark: bool) -> None:
+    """WCAG 2.2: 4.5 for text (1.4.3), 3 for graphics (1.4.11)."""
+
+    def luminance(name: str) -> float:
+        parts = [int(colours[name][at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    def contrast(one: str, two: str) -> float:
+        low, high = sorted((luminance(one), luminance(two)))
+        return (high + 0.05) / (low + 0.05)
+
+    colours = theme(dark)
+    texts = [("--text", "--card"), ("--text", "--page"), ("--soft", "--card"), ("--soft", "--page")]
+    texts += [("--alert", "--alert-page")]
+    assert {pair: contrast(*pair) for pair in texts if contrast(*pair) < 4.5} == {}
+    graphics = [("--one", "--card"), ("--two", "--card"), ("--focus", "--card"), ("--focus", "--page")]
+    graphics += [("--low-0", "--high-0"), ("--low-1", "--high-1")]
+    assert {pair: contrast(*pair) for pair in graphics if contrast(*pair) < 3} == {}

