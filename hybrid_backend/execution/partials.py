@@ -24,7 +24,6 @@ from hybrid_backend.tiers.state import StepInputs
 from hybrid_backend.workers import NativePool, Owners, Ticket, WorkerPool
 
 _WAITED, _AHEAD = Counters._fields.index("waited"), Counters._fields.index("ahead")
-_LOOKS_PER_SECOND = 2000  # of a waiting kernel under Triton's interpreter, about
 
 
 class CpuPartials(Protocol):
@@ -132,8 +131,7 @@ class MailboxPartials:
         self._signal = signal
         self._deadline = config.workers.deadline_seconds
         pinned = tiers.device.type == "cuda"
-        per_second = 1e9 if pinned else _LOOKS_PER_SECOND
-        self._allowed = round(self._deadline * per_second)
+        self._allowed = round(self._deadline * 1e9)  # nanoseconds
         self._time_left = torch.zeros(1, dtype=torch.int64, device=tiers.device)
         # Of the last steps, since the host is behind the device when it asks.
         self._timed_out = torch.zeros(STEPS, dtype=torch.int32, pin_memory=pinned)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from hybrid_backend.kernels.triton.counters import AHEAD, ASKED_AT, WAITED, clock
 
@@ -47,27 +46,19 @@ def _look(flag, REAL: tl.constexpr):
 @triton.jit
 def _await_kernel(answered, number, timed_out, time_left, counters, STEPS: tl.constexpr, REAL: tl.constexpr):
     wanted = tl.load(number)
-    left = tl.load(time_left)
+    left, needed = tl.load(time_left), clock()
     if counters is not None:
-        needed, asked_at = clock(), tl.load(counters + ASKED_AT)
+        asked_at = tl.load(counters + ASKED_AT)
         ahead = tl.where(asked_at > 0, needed - asked_at, 0)
         tl.store(counters + AHEAD, tl.load(counters + AHEAD) + ahead)
     reached = _look(answered, REAL)
-    if REAL:
-        began = cuda.globaltimer()
-        waited = began - began
-        while (reached < wanted) & (waited < left):
-            reached = _look(answered, REAL)
-            waited = cuda.globaltimer() - began
-        tl.store(time_left, tl.maximum(left - waited, 0))
-    else:
-        looks = 0
-        while (reached < wanted) & (looks < left):
-            reached = _look(answered, REAL)
-            looks += 1
-        tl.store(time_left, left - looks)
+    waited = clock() - needed
+    while (reached < wanted) & (waited < left):
+        reached = _look(answered, REAL)
+        waited = clock() - needed
+    tl.store(time_left, tl.maximum(left - waited, 0))
     if counters is not None:
-        tl.store(counters + WAITED, tl.load(counters + WAITED) + (clock() - needed))
+        tl.store(counters + WAITED, tl.load(counters + WAITED) + waited)
     if reached < wanted:
         tl.store(timed_out + wanted % STEPS, wanted)
 
@@ -92,8 +83,8 @@ def await_answer(
     Args:
         timed_out: ``[steps]`` int32 (pinned): ``timed_out[number % steps]`` becomes ``number`` if the answer is not
             there when no time is left; the stream then goes on, and nothing that the step computes may be used.
-        time_left: ``[1]`` int64 on the device, of the step: nanoseconds (under Triton's interpreter: looks at the
-            flag). The wait is taken off: all waits of a step together are no longer than one may be.
+        time_left: ``[1]`` int64 on the device, of the step: nanoseconds. The wait is taken off: all waits of a step
+            together are no longer than one may be.
         counters: ``[COUNTERS]`` int64 of the layer (`operations.Counters`): the wait is added, and how far ahead `ask`
             was of it.
     """

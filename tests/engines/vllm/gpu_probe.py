@@ -55,6 +55,7 @@ SPARSE = {
     "frames_per_request": 4,
 }
 LONGER = 8  # tokens of sparse answers
+WAITING = ("hgca.caches",)  # for the workers, before a step: a context cache is full, or its judging is not done
 CARDS = (1600, 1900, 8000)  # MiB
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout": ({**EXACT, "frames_per_request": 4}, MIXED),
@@ -63,6 +64,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout.per_head": ({**SPARSE, "selection": {"granularity": "kv_head"}}, FULL),
     "infinigen.sparse": ({**SPARSE, "method": "infinigen", "frames_per_request": 5}, FULL),
     "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, MIXED),
+    "hgca.caches": ({"method": "hgca", "exact_layers": [0], "hgca": {"window_tokens": 32, "beta": 1e-9}}, FULL),
     "headinfer": ({"method": "headinfer"}, MIXED),
     "dense": ({"method": "dense"}, MIXED),
     "again": ({**EXACT, "frames_per_request": 4}, MIXED),
@@ -234,7 +236,7 @@ def main() -> None:
                     found["expected"] = late_answers
                 else:
                     tokens = LONGER if CASES[name][0].get("sinks") else TOKENS
-                    serving = partial(serve, count=tokens, waits=CASES[name][1] is None)
+                    serving = partial(serve, count=tokens, waits=name in WAITING)
                     found = {**run(folder / "model", *CASES[name], serving, watch=watch), "expected": answers}
             except Exception:
                 found = {"error": traceback.format_exc()[-3000:]}

@@ -15,7 +15,7 @@ from tests.engines.server import MODEL, executable, free_port, running
 
 pytestmark = pytest.mark.engine
 GIB = 2**30
-# Copies in slots, two staging buffers and digests, as on a GPU; few enough that this machine has them.
+# Copies in frames, two staging buffers and digests, as on a GPU; few enough that this machine has them.
 KEYS = ("tiers=separate", "budget_tokens=512", "frames_per_request=40")
 
 
@@ -36,5 +36,5 @@ def test_metrics_of_a_real_server_are_the_plans(tmp_path: Path, model_dir: Path)
     assert {name: real[name] for name in expected} == expected
     assert row.pages == 3 * -(-3000 // config.page_size) + 1
     planned = {item.name: item.bytes for item in row.items}
-    assert real["hybrid_device_bytes"] == planned["digests"] + planned["slots"] + planned["staging"] > 0
+    assert real["hybrid_device_bytes"] == planned["digests"] + planned["frames"] + planned["staging"] > 0
     assert planned["host pool"] == real["hybrid_host_pool_pages"] * plan.block_bytes
