@@ -49,7 +49,8 @@ class Session:
         self._rows = runner.req_to_token_pool
         self._page_size = pool.page_size
         self._last_layer = len(layers) - 1
-        model = ModelSpec(len(layers), heads, kv_heads, head_dim, float(scale), pool.dtype)
+        longest = self._rows.req_to_token.shape[1]
+        model = ModelSpec(len(layers), heads, kv_heads, head_dim, float(scale), pool.dtype, max_tokens=longest)
         self.runtime = HybridRuntime(config, model, pool.pages, self._rows.size, torch.device("cpu"))
         self.step: Step | None = None
         self._answering: set[str] = set()
