@@ -211,9 +211,9 @@ def test_the_cpu_partial_is_submitted_before_the_device_attends() -> None:
     running.add("a", 10 * PAGE)
     running.prefill("a")
     events: list[str] = []
-    method, step = hgca(running), decode_step(running)
-    assert isinstance(method.workers, NativePool)
-    submit, attend = method.workers.submit, step.attend
+    workers, step = running.runtime.workers, decode_step(running)
+    assert isinstance(workers, NativePool)
+    submit, attend = workers.submit, step.attend
 
     def log_submit(*args, **kwargs):  # type: ignore[no-untyped-def]
         events.append("cpu")
@@ -223,7 +223,7 @@ def test_the_cpu_partial_is_submitted_before_the_device_attends() -> None:
         events.append("device")
         return attend(*args)
 
-    method.workers.submit, step.attend = log_submit, log_attend  # type: ignore[method-assign]
+    workers.submit, step.attend = log_submit, log_attend  # type: ignore[method-assign]
     running.step({"a": 1}, tolerance=None)
     assert events == ["cpu", "device", "device"] * 2  # the ring, the sinks
     running.close()
