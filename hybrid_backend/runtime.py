@@ -184,6 +184,7 @@ class HybridRuntime:
         if self.tiers.digests is not None:
             for layer in self.tiers.digests.layers:
                 self.tiers.digests.rebuild(layer, pages, torch.full((len(pages),), self.config.page_size))
+        self.method.imported(pages)
 
     # --- query path ---
 
