@@ -221,6 +221,7 @@ class HybridRuntime:
             "hybrid_frame_bytes": tiers.frames.nbytes,
             "hybrid_device_bytes": tiers.device_bytes + executor.device_bytes + self.method.device_bytes,
             "hybrid_context_cache_bytes": executor.host_bytes + self.method.host_bytes,
+            "hybrid_persistent_heads": self.method.persistent_heads,
             "hybrid_copied_bytes": tiers.copied_bytes,
         }
 

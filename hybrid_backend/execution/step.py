@@ -248,6 +248,9 @@ class DecodeStep:
         """Else the layer is exact: it attends every page."""
         return self._tiers.has_digests(layer)
 
+    def counters(self, layer: int) -> Tensor:
+        return self._at[layer].counters
+
     def changes_residency(self, layer: int) -> bool:
         """Whether pages of the layer take turns in its frames: not where every step attends all of them."""
         return self.shape.frames > 0 and self.has_digests(layer) and self.shape.budget < self.shape.columns
@@ -403,6 +406,17 @@ class DecodeStep:
             entry.wait_seconds += found.waited / 1e9
             entry.lead_seconds += found.ahead / 1e9
             self._tiers.copied_pages += found.recalled_pages
+            self._looked_up(layer, found)
+
+    def _looked_up(self, layer: int, found: Counters) -> None:
+        """KV heads by their caches: a head that misses lacked the pages that it loads."""
+        entry, pages, every = self._stats.layers[layer], self._method.pages_per_load, self._model.num_kv_heads
+        entry.head_lookups += found.lookups
+        entry.head_hits += found.hits
+        loaded = (found.lookups - found.hits) * pages
+        entry.loaded_head_pages += loaded
+        self._tiers.copied_head_pages += loaded
+        self._stats.looked_up(layer, found.lookups * pages / every, found.hits * pages / every)
 
     def _is_sampled(self, layer: int, step: Step) -> bool:
         """Samples read a selection, and all keys of a sequence, on the host."""

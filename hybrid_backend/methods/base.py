@@ -123,7 +123,8 @@ class Method(ABC):
     # --- frames, where they are fixed ---
 
     def frame_of(self, pages: Tensor) -> Tensor:
-        """Of ``frames_per_request`` frames the one in which each logical page (``[n]`` int32) belongs, in all layers."""
+        """Of ``frames_per_request`` frames the one in which each logical page (``[n]`` int32) belongs, in all
+        layers."""
         raise NotImplementedError
 
     def held_pages(self, num_pages: int) -> Tensor:
@@ -140,7 +141,7 @@ class Method(ABC):
         """The step is open: requests are admitted, its inputs are written, what was copied is visible."""
 
     @property
-    def lanes(self) -> int:
+    def pages_per_load(self) -> int:
         """Pages of one KV head that are copied where its cache is looked up and misses."""
         return 0
 
@@ -175,6 +176,11 @@ class Method(ABC):
     @property
     def host_bytes(self) -> int:
         """Host memory that the method holds beside the host pool and the digests."""
+        return 0
+
+    @property
+    def persistent_heads(self) -> int:
+        """KV heads whose whole KV is on the device, summed over layers."""
         return 0
 
     # --- for methods ---

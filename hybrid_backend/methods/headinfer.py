@@ -112,6 +112,10 @@ class HeadInfer(Method):
     def device_bytes(self) -> int:
         return self._resident.nbytes
 
+    @property
+    def persistent_heads(self) -> int:
+        return self._resident.count
+
     def groups(self, tokens: int) -> int:
         """Groups of KV heads for a context of ``tokens`` tokens: 1, then twice as many beyond each threshold."""
         return int(2 ** sum(tokens > threshold for threshold in self.config.headinfer.group_thresholds))

@@ -53,13 +53,17 @@ class ResidentHeads:
         return store_pages(table, self._kept[layer], self._host.views[layer].shape[1])
 
     @property
+    def count(self) -> int:
+        return sum(map(len, self.heads.values()))
+
+    @property
     def nbytes(self) -> int:
         return sum(store.nbytes for store in self.stores.values())
 
 
 def store_pages(table: Tensor, kept: Tensor, kv_heads: int) -> Tensor:
-    """``[rows, kv_heads, columns]`` int32: where a store of the heads ``kept`` (int64, ascending) has each head's page of
-    the host pages ``table`` ``[rows, columns]``; for heads that it does not have it means nothing."""
+    """``[rows, kv_heads, columns]`` int32: where a store of the heads ``kept`` (int64, ascending) has each head's page
+    of the host pages ``table`` ``[rows, columns]``; for heads that it does not have it means nothing."""
     is_kept = (torch.arange(kv_heads, device=kept.device)[:, None] == kept).any(1)
     return table[:, None] * len(kept) + (is_kept.cumsum(0, dtype=torch.int32) - 1)[:, None]
 
