@@ -417,13 +417,9 @@ def _persistent(config: HybridConfig, model: ModelSpec, layout: TierLayout, page
     if not layout.separate or clo.persistent == "none" or config.sparse == "never":
         return {}
     if clo.persistent == "auto":
-        first = [
-            (math.inf, layer, head)
-            for layer in layers[:1]
-            if layer == layout.full_layers(model)[0]
-            for head in range(every)
-        ]
-        wanted = [(layer, head) for _, layer, head in first + _hard_heads(config, model) if layer in layers]
+        first = [(layout.full_layers(model)[0], head) for head in range(every)]
+        hard = [(layer, head) for _, layer, head in _hard_heads(config, model)]
+        wanted = [x for x in dict.fromkeys(first + hard) if x[0] in layers]
     else:
         wanted = [x for x in _named(clo.persistent, model.num_layers, every) if x[0] in layers]
     a_head = resident_bytes({0: (0,)}, model, config.page_size, pages)

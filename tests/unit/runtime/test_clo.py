@@ -25,7 +25,7 @@ TIERS = pytest.mark.parametrize("tiers", ["separate", "unified"])
 
 
 def engine(seed: int = 0, clo: dict[str, object] | None = None, long: int = LONG, **keys: object) -> Engine:
-    keys = {"tiers": "separate", **keys}
+    keys = {"tiers": "separate", "device_kernels": "torch", **keys}
     running = Engine(config(method="clo", clo=clo or {}, **keys), spec(layers=LAYERS), seed=seed, is_witnessed=True)
     running.add("a", long)
     running.prefill("a")
@@ -113,7 +113,7 @@ def test_with_eta_one_every_step_attends_what_a_fresh_selection_would(tiers: str
     """Against heads that are all persistent, which select by the same (true) query in every step."""
     ahead = {"enabled": tiers == "separate"}
     always = run(engine(tiers=tiers, clo={"eta": 1, "persistent": "none"}, lookahead=ahead), 20)
-    fresh = run(engine(clo={"persistent": EVERY}), 20)
+    fresh = run(engine(clo={"persistent": EVERY}, lookahead=ahead), 20)
     torch.testing.assert_close(torch.stack(always), torch.stack(fresh), atol=1e-5, rtol=1e-5)
 
 
