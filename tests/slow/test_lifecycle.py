@@ -187,8 +187,8 @@ class Life(RuleBasedStateMachine):
                     assert torch.equal(copy[:, :, :tokens], page_there[:, :, :tokens])
 
     def frames_hold_what_belongs_there(self, method: Clo) -> None:
-        """Whole contexts that fit; else sinks, recent pages, and what each head loaded when it was asked last. A label is
-        somebody's."""
+        """Whole contexts that fit; else sinks, recent pages, and what each head loaded when it was asked last. A label
+        is somebody's."""
         tiers, size = self.engine.runtime.tiers, self.engine.runtime.tiers.frames.size
         owned = {name: tiers.frames.index(name) for name in self.engine.sequences}
         nobody = set(range(MAX_REQUESTS)) - set(owned.values())

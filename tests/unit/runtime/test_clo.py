@@ -261,7 +261,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(tmp_path: Path) -> None:
     other = json.loads(Path(without).read_text())
     other["kv_importance"] = [[1.0] * 3] * LAYERS
     Path(without).write_text(json.dumps(other))
-    with pytest.raises(ConfigError, match="clo.heads"):
+    with pytest.raises(ConfigError, match=r"clo\.heads"):
         engine(clo={"heads": without, "persistent": "none"})
 
 
