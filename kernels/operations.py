@@ -67,8 +67,6 @@ class Counters(NamedTuple):
     waited: int  # nanoseconds in which the device tier stood still for the CPU
     ahead: int  # nanoseconds from asking the CPU for pages to needing the answer
     asked_at: int  # clock at the last question; 0: it was about no page
-    lookups: int
-    hits: int
 
 
 class Selection(NamedTuple):

@@ -280,30 +280,3 @@ def _logits(
     beyond = torch.arange(pages * page_size) >= tokens[:, None]
     logits = q.float().view(kv_heads, -1, dim) @ keys.mT * scale
     return logits.masked_fill(beyond[:, None], -_INF), values.masked_fill(beyond[..., None], 0.0), at
-
-
-def match_labels(q, labels, weights, thresholds, requests, num_pages, budgets, aggregate, counters=None):
-    rows, kv = len(q), len(thresholds)
-    missed = torch.zeros(rows, kv, dtype=torch.int32, device=q.device)
-    group = q.shape[1] // kv
-    for r in range(rows):
-        if budgets[r] >= num_pages[r]:
-            continue
-        for j in range(kv):
-            if thresholds[j] == float("-inf"):
-                continue
-            mine = slice(j * group, (j + 1) * group)
-            a, b, s = q[r, mine].float(), labels[requests[r], mine].float(), weights[mine]
-            if not s.any():
-                s = torch.ones_like(s)
-            sim = torch.nn.functional.cosine_similarity(a, b, dim=-1)
-            low = sim[s > 0].min()
-            agg = low if aggregate == "min" or low <= 0 else s.sum() / (s / sim).sum()
-            hit = bool((b.norm(dim=-1) > 0).all()) and bool(agg >= thresholds[j])
-            missed[r, j] = not hit
-            if counters is not None:
-                counters[-2] += 1
-                counters[-1] += hit
-            if not hit:
-                labels[requests[r], mine] = q[r, mine]
-    return missed
