@@ -25,7 +25,7 @@ TIERS = pytest.mark.parametrize("tiers", ["separate", "unified"])
 
 
 def engine(seed: int = 0, clo: dict[str, object] | None = None, long: int = LONG, **keys: object) -> Engine:
-    keys = {"tiers": "separate", "device_kernels": "torch", **keys}
+    keys = {"tiers": "separate", **keys}
     running = Engine(config(method="clo", clo=clo or {}, **keys), spec(layers=LAYERS), seed=seed, is_witnessed=True)
     running.add("a", long)
     running.prefill("a")
