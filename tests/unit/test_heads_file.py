@@ -110,10 +110,10 @@ BAD: list[tuple[Any, list[str]]] = [
     (changed("similarity", None, 0, 1), ["similarity[0][1]: got null", "a number from -1 to 1"]),
     (changed("similarity", -1.001, 1, 1), ["similarity[1][1]: got -1.001", "a number from -1 to 1"]),
     *(
-        (changed(name, float("nan"), 1, 1), [f"{name}[1][1]: got NaN"])
-        for name in ("importance", "kv_importance", "similarity")
+        (changed(name, float("nan"), 1, 1), [f"{name}[1][1]: got NaN, expected a number from {low} to 1"])
+        for name, low in (("importance", 0), ("kv_importance", 0), ("similarity", -1))
     ),
-    (changed("importance", float("inf"), 1, 1), ["importance[1][1]: got Infinity"]),
+    (changed("importance", float("inf"), 1, 1), ["importance[1][1]: got Infinity, expected a number from 0 to 1"]),
     (changed("prefetch_bytes", -1), ["prefetch_bytes: got -1", "an integer >= 0"]),
     (changed("prefetch_bytes", 1.0), ["prefetch_bytes: got 1.0", "an integer >= 0"]),
     (changed("prefetch_bytes", None), ["prefetch_bytes: got null", "an integer >= 0"]),
