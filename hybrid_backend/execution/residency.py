@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.execution.admission import Admission
 from hybrid_backend.kernels.operations import Maps
-from hybrid_backend.step import ModelSpec, PrefillRow
+from hybrid_backend.step import ModelSpec, PrefillRow, sent
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepState
 
@@ -94,7 +94,7 @@ class FixedFrames:
         """Nobody's scores decide."""
 
     def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        tiers, pages = self._tiers, self._held(num_pages).to(self._tiers.device)
+        tiers, pages = self._tiers, sent(self._held(num_pages), self._tiers.device)
         host_pages, frames = table[0, pages].contiguous(), self._frame_of[0, index, pages].contiguous()
         for layer, store in tiers.frames.layers.items():
             tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, frames)

@@ -63,7 +63,8 @@ def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) ->
     assert attention["sparse_rows"] > 15 and found["replays"] > 0
     assert set(found["preempted"]) == {"2"}
     for layer, counted in enumerate(found["layers"]):
-        assert counted["resident_lookups"] == attention["pages"][str(layer)]
+        # What clo counts on the host lacks the row of the warm-up with which its graph was captured: a page.
+        assert attention["pages"][str(layer)] - counted["resident_lookups"] == (name == "clo.sparse")
         assert 0 < counted["resident_hits"] < counted["resident_lookups"]
         if name == "clo.sparse" and layer > 0:
             assert 0 < counted["head_hits"] < counted["head_lookups"] and counted["loaded_head_pages"] > 0
