@@ -1,6 +1,6 @@
 """All methods on the same prompts, one table: what each loses, keeps on the device, reads, copies and waits.
 
-    python -m bench.compare [--methods dense,scout,hgca,infinigen,headinfer] [--context 6900] [--budget 1024]
+    python -m bench.compare [--methods dense,scout,hgca,infinigen,clo,headinfer] [--context 6900] [--budget 1024]
 
 A stock server gives the dense distributions; then one hybrid server per method follows the same texts (teacher forced)
 with ``tiers: separate``, as on a GPU: slots, staging and copies are real, though both tiers are RAM here. Per-token
@@ -77,7 +77,7 @@ def line(server: Server, context: int, dense: list[list[dict[int, float]]], kv_b
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="dense,scout,hgca,infinigen,headinfer")
+    parser.add_argument("--methods", default="dense,scout,hgca,infinigen,clo,headinfer")
     parser.add_argument("--context", type=int, default=6900)
     parser.add_argument("--budget", type=int, default=1024, help="tokens; of hgca the window")
     arguments = parser.parse_args()

@@ -41,6 +41,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
     },
+    # https://huggingface.co/gradientai/Llama-3-8B-Instruct-Gradient-1048k/blob/main/config.json
+    "llama3-8b-1048k": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 1048576,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
     # https://huggingface.co/Qwen/Qwen3-32B/blob/main/config.json
     "qwen3-32b": {
         "architectures": ["Qwen3ForCausalLM"],

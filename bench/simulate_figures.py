@@ -1,11 +1,12 @@
-"""The simulator against ScoutAttention's numbers and against our own measured runs.
+"""The simulator against ScoutAttention's and CLO's numbers and against our own measured runs.
 
     python -m bench.simulate_figures [--out bench/out]
 
-Prints every number of the paper's text with its workload, what the paper leaves open and was assumed, the simulated
-value, its error and where that comes from (`bench.simulate_paper`); the paper's statements in words; what other
-readings of the text would give; and our own runs (`bench.simulate_runs`). Writes `simulate_figures.json` and a PNG with
-plots: decode throughput by context and by batch, GPU idle, ratios, and measured against simulated tokens/s.
+Prints for each paper its numbers with their workload, what the paper leaves open and was assumed, the simulated
+value, its error and where that comes from (ScoutAttention: `bench.simulate_paper`; CLO: `bench.simulate_clo`); its
+statements in words; what other readings of the text would give; and our own runs (`bench.simulate_runs`). Writes
+`simulate_figures.json` and a PNG with plots: decode throughput by context and by batch, GPU idle, ratios, and measured
+against simulated tokens/s.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from bench import simulate_clo as clo
 from bench import simulate_paper as paper
 from bench.simulate_runs import own_runs, validation_error
 from hybrid_backend.tools.plan.simulate import StepTime
 
 
-def show(console: Console) -> None:
-    claims = paper.claims()
+def show_paper(console: Console, name: str, source: ModuleType) -> None:
+    """``source``: has `claims`, `statements`, `otherwise` and `unchecked`, as `bench.simulate_paper` has."""
+    claims = source.claims()
     table = Table("section", "what", "workload in the paper", "assumed beside it", "paper", "simulated", "error",
-                  title="ScoutAttention, the numbers of its text")  # fmt: skip
+                  title=f"{name}, the numbers of its text")  # fmt: skip
     for c in claims:
         table.add_row(
             c.source,
@@ -41,24 +45,29 @@ def show(console: Console) -> None:
             f"{c.error:+.0%}",
         )
     console.print(table)
-    table = Table("what", "error", "where it comes from, as far as known", title="What disagrees, and why")
+    table = Table("what", "error", "where it comes from, as far as known", title=f"{name}: what disagrees, and why")
     for c in claims:
         if c.why:
             table.add_row(c.what, f"{c.error:+.0%}", c.why)
     console.print(table)
-    table = Table("section", "statement", "assumed", "simulated", "holds", title="ScoutAttention, in words")
-    for s in paper.statements():
+    table = Table("section", "statement", "assumed", "simulated", "holds", title=f"{name}, in words")
+    for s in source.statements():
         simulated = s.simulated if s.holds else f"{s.simulated}. {s.why}"
         table.add_row(s.source, s.what, s.assumed or "-", simulated, "yes" if s.holds else "NO")
     console.print(table)
-    table = Table("what", "were it", "paper", "simulated", title="Other readings of what the paper leaves open")
-    for o in paper.otherwise():
+    table = Table("what", "were it", "paper", "simulated", title=f"{name}: other readings of what it leaves open")
+    for o in source.otherwise():
         table.add_row(o.what, o.instead, f"{o.paper:.3g}", f"{o.simulated:.3g}")
     console.print(table)
-    table = Table("published", "why", title="Not checked")
-    for what, why in paper.unchecked():
+    table = Table("published", "why", title=f"{name}: not checked")
+    for what, why in source.unchecked():
         table.add_row(what, why)
     console.print(table)
+
+
+def show(console: Console) -> None:
+    show_paper(console, "ScoutAttention", paper)
+    show_paper(console, "CLO", clo)
     runs = own_runs()
     table = Table(
         "model", "context", "batch", "method", "measured", "simulated", "error", title="Our own runs, tokens/s"
@@ -117,6 +126,16 @@ def plot(out: Path) -> None:
     figure.savefig(out / "simulate_figures.png", dpi=110)
 
 
+def as_json(source: ModuleType) -> dict[str, Any]:
+    """What `show_paper` prints."""
+    return {
+        "claims": [{**asdict(claim), "error": claim.error} for claim in source.claims()],
+        "statements": [asdict(statement) for statement in source.statements()],
+        "otherwise": [asdict(reading) for reading in source.otherwise()],
+        "unchecked": source.unchecked(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("bench/out"))
@@ -125,10 +144,8 @@ def main() -> None:
     show(console)
     options.out.mkdir(parents=True, exist_ok=True)
     report = {
-        "claims": [{**asdict(claim), "error": claim.error} for claim in paper.claims()],
-        "statements": [asdict(statement) for statement in paper.statements()],
-        "otherwise": [asdict(reading) for reading in paper.otherwise()],
-        "unchecked": paper.unchecked(),
+        **as_json(paper),
+        "clo": as_json(clo),
         "own_runs": [{**asdict(run), "error": run.error} for run in own_runs()],
         "validation_error": validation_error(own_runs()),
     }

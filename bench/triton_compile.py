@@ -25,7 +25,7 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from hybrid_backend.kernels.operations import AGGREGATES, Copies, Counters, Maps
+from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps
 from hybrid_backend.kernels.triton import operations as kernels
 from hybrid_backend.kernels.triton import signal
 
@@ -112,6 +112,8 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     kernels.build_digests(host, digests, line, line)
     kernels.append_tokens(new, new, host, line, line, host, line, table, digests)
     kernels.append_tokens(new, new, host, line, long)
+    for aggregate, counted in zip(SIMILARITIES, (counters, None), strict=True):
+        kernels.match_labels(q, q, cpu[1][0], cpu[1][0, :kv_heads], line, line, line, aggregate, counted)
     for width in columns:
         for per_head in (False, True):
             for aggregate in AGGREGATES:

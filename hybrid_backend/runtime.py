@@ -184,6 +184,7 @@ class HybridRuntime:
         if self.tiers.digests is not None:
             for layer in self.tiers.digests.layers:
                 self.tiers.digests.rebuild(layer, pages, torch.full((len(pages),), self.config.page_size))
+        self.method.imported(pages)
 
     # --- query path ---
 
@@ -220,6 +221,7 @@ class HybridRuntime:
             "hybrid_frame_bytes": tiers.frames.nbytes,
             "hybrid_device_bytes": tiers.device_bytes + executor.device_bytes + self.method.device_bytes,
             "hybrid_context_cache_bytes": executor.host_bytes + self.method.host_bytes,
+            "hybrid_persistent_heads": self.method.persistent_heads,
             "hybrid_copied_bytes": tiers.copied_bytes,
         }
 

@@ -27,6 +27,9 @@ from torch import Tensor
 AGGREGATES = ("sum", "max", "softmax")
 """How the scores of query heads combine; the position is the number that kernels know them by."""
 
+SIMILARITIES = ("harmonic", "min")
+"""How the similarities of a KV head's query heads combine (`Operations.match_labels`), numbered in the same way."""
+
 
 class Maps(NamedTuple):
     """Which page each frame holds, of all layers, or of one (without the first dimension). Pages are logical: positions
@@ -64,6 +67,8 @@ class Counters(NamedTuple):
     resident_tokens: int  # that those pages hold
     missing_tokens: int
     recalled_pages: int  # copies into frames that were begun
+    lookups: int  # KV heads whose cached pages were looked up
+    hits: int  # of them, those whose cached pages are kept
     waited: int  # nanoseconds in which the device tier stood still for the CPU
     ahead: int  # nanoseconds from asking the CPU for pages to needing the answer
     asked_at: int  # clock at the last question; 0: it was about no page
@@ -154,6 +159,39 @@ class Operations(Protocol):
             table: ``[rows, columns]`` int32, any row stride.
             most: pages that any list may hold; the result has that many columns.
             counters: ``[COUNTERS]`` int64 of the layer: what was selected is added.
+        """
+
+    def match_labels(
+        self, q: Tensor, labels: Tensor, weights: Tensor, thresholds: Tensor, requests: Tensor, num_pages: Tensor,
+        budgets: Tensor, aggregate: str, counters: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Whether the pages that each KV head has cached still answer this query, and which query they answer from now
+        on: lookup and label update in one (CLO, arXiv 2511.14510, sections 3.1, 3.2 and 4.2).
+
+        A query head's similarity is the cosine of its query and its label, in fp32 at least: 1 where they are equal, 0
+        where one of them is zero. ``harmonic`` (Eq. 10): ``sum(s) / sum(s / similarity)`` over a KV head's query heads,
+        whose weights are s. It is singular where a similarity is 0, and no mean where one is negative: where a
+        similarity of those with s > 0 is <= 0 it is the smallest of them, which is continuous. ``min``: the smallest
+        similarity of those with s > 0, always. Weights that are all 0 are equal weights.
+
+        A KV head hits if that is at least its threshold. It misses without a label, and if any of its similarities is
+        NaN.
+
+        A row that may attend all of its pages (``budgets >= num_pages``, so also a row of padding) is not looked up,
+        nor is a head whose threshold is -inf: it does not miss, keeps its label and is not counted.
+
+        Args:
+            q: ``[rows, heads, head_dim]``.
+            labels: ``[requests, heads, head_dim]`` in the dtype of ``q``: the queries that the cached pages were
+                selected with. A KV head whose labels are all zero has none yet. Heads that miss take ``q``.
+            weights: ``[heads]`` fp32 >= 0, importance of the query heads.
+            thresholds: ``[kv_heads]`` fp32, -inf: not looked up.
+            requests, num_pages, budgets: ``[rows]`` int32; requests of rows that are looked up are distinct.
+            aggregate: one of `SIMILARITIES`.
+            counters: ``[COUNTERS]`` int64 of the layer: lookups and hits are added.
+
+        Returns:
+            ``[rows, kv_heads]`` int32, 1: the head missed.
         """
 
     def union_pages(self, absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:

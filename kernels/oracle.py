@@ -99,6 +99,33 @@ def select_pages(
     )  # fmt: skip
 
 
+def match_labels(
+    q: Tensor, labels: Tensor, weights: Tensor, thresholds: Tensor, requests: Tensor, num_pages: Tensor,
+    budgets: Tensor, aggregate: str, counters: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    group = q.shape[1] // len(thresholds)
+    live = budgets < num_pages
+    owners = requests.where(live, 0).long()
+    known = labels[owners]
+    similar = _cosine(q, known).unflatten(1, (-1, group))  # [rows, kv_heads, group]
+    s = weights.double().view(-1, group)
+    s = s.where((s > 0).any(1, keepdim=True), 1.0)
+    found = similar.masked_fill(s == 0, _INF).amin(-1)
+    if aggregate == "harmonic":
+        mean = s.sum(-1) / (s / similar).masked_fill(s == 0, 0.0).sum(-1)
+        found = mean.where(found > 0, found)
+    labelled = (known != 0).unflatten(1, (-1, group)).flatten(2).any(-1)
+    hit = labelled & ~similar.isnan().any(-1) & (found >= thresholds)
+    looked_up = live[:, None] & (thresholds != -_INF)
+    missed: Tensor = looked_up & ~hit
+    row, head = missed.repeat_interleave(group, 1).nonzero(as_tuple=True)
+    labels[owners[row], head] = q[row, head]
+    if counters is not None:
+        counters[Counters._fields.index("lookups")] += looked_up.sum()
+        counters[Counters._fields.index("hits")] += (looked_up & hit).sum()
+    return missed.int()
+
+
 def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, lists, k = absent.shape
     columns = scores.shape[2]
@@ -243,6 +270,13 @@ def open_pages(maps: Maps, requests: Tensor, pages: Tensor, positions: Tensor, p
 
 def _numbers(scores: Tensor) -> Tensor:
     return scores.masked_fill(scores.isnan(), -_INF)
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    """In fp64, where squares of fp32 numbers neither overflow nor vanish; 0 where a vector is zero."""
+    a, b = a.double(), b.double()
+    lengths = ((a * a).sum(-1) * (b * b).sum(-1)).sqrt()
+    return ((a * b).sum(-1) / lengths).masked_fill(lengths == 0, 0.0)
 
 
 def _always(page: Tensor, count: Tensor, sinks: int, recent: int) -> Tensor:

@@ -1,5 +1,7 @@
-"""The YAML configuration: `schema` says what may be written, `rules` what a value may be, `load` reads it."""
+"""The YAML configuration: `schema` says what may be written, `rules` what a value may be, `load` reads it; `heads`:
+the JSON file beside it."""
 
+from hybrid_backend.config.heads import HeadScores, read_heads
 from hybrid_backend.config.load import (
     DEFAULT_FILE,
     ENV_CONFIG,
@@ -27,6 +29,7 @@ from hybrid_backend.config.schema import (
 __all__ = [
     "DEFAULT_FILE",
     "ENV_CONFIG",
+    "HeadScores",
     "HostPoolConfig",
     "HybridConfig",
     "LookaheadConfig",
@@ -44,6 +47,7 @@ __all__ = [
     "load_config",
     "load_mapping",
     "parse_size",
+    "read_heads",
     "resolve_config",
     "shipped_configs",
 ]

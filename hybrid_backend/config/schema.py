@@ -5,7 +5,7 @@ wrong, and the function that enforces it) and a docstring that ends with the sou
 messages and docs/configuration.md follow from that declaration.
 
 Papers: ScoutAttention is arXiv 2603.27138, Quest is arXiv 2406.10774, StreamingLLM is arXiv 2309.17453,
-HGCA is arXiv 2507.03153, HeadInfer is arXiv 2502.12574, DuoAttention is arXiv 2410.10819.
+HGCA is arXiv 2507.03153, HeadInfer is arXiv 2502.12574, DuoAttention is arXiv 2410.10819, CLO is arXiv 2511.14510.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ from hybrid_backend.config.rules import (
     named,
     number,
     refuse,
+    rule,
     show,
 )
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value.strip() != ""
 
 
 def names_of(model_name: str) -> tuple[str, ...]:
@@ -205,6 +210,35 @@ class HeadInferConfig(Section):
     by training)."""
 
 
+class CloConfig(Section):
+    """Keys of method clo."""
+
+    eta: Annotated[float, number(0, 1)] = 0.8
+    """Cosine of queries from which on a head of importance 1 keeps what it has loaded; less important heads keep it
+    longer. Source: CLO (0.8)."""
+    power: Annotated[float, number(0)] = 3.0
+    """Exponent of a head's importance in its threshold; larger: more heads keep what they have longer.
+    Source: CLO (3; 2 or 3 in its text)."""
+    tolerance: Annotated[float, number(0)] = 0.1
+    """Error tolerance epsilon in how hard a head's pages are to reuse, which chooses the persistent heads.
+    Source: CLO (0.1 for Llama3-8B, 0.05 for Qwen2.5-14B)."""
+    aggregate: Annotated[Literal["harmonic", "min"], choice("harmonic", "min")] = "harmonic"
+    """How the cosines of the query heads of one KV head combine: their mean, harmonic and weighted by importance, or
+    the smallest. Source: CLO (harmonic)."""
+    heads: Annotated[str, rule("uniform, or the path of a JSON file of hybrid profile", _is_name)] = "uniform"
+    """Importance and mean cosine of each head, as `hybrid profile` writes them; uniform: all heads have importance 1.
+    Source: default (CLO profiles them)."""
+    persistent: Annotated[
+        Literal["auto", "none"] | tuple[str, ...],
+        either(choice("auto", "none"), list_of(named(r"\d+:\d+", "layer:head such as 3:1"), unique=True)),
+    ] = "auto"
+    """KV heads whose whole KV stays on the device as well; auto: those of the first layer, whose query cannot be
+    predicted, and with a file of heads those that are hard to reuse. Source: CLO (auto)."""
+    persistent_size: Annotated[int | Literal["auto"], auto_or(SIZE)] = "auto"
+    """Device memory that persistent heads may take on this rank; those that are hardest to reuse come first. auto: no
+    bound. Source: default."""
+
+
 class MetricsConfig(Section):
     """What the backend reports about its own approximations."""
 
@@ -257,6 +291,7 @@ class HybridConfig(Section):
     recall: RecallConfig = RecallConfig()
     hgca: HgcaConfig = HgcaConfig()
     headinfer: HeadInferConfig = HeadInferConfig()
+    clo: CloConfig = CloConfig()
     workers: WorkersConfig = WorkersConfig()
     host_pool: HostPoolConfig = HostPoolConfig()
     metrics: MetricsConfig = MetricsConfig()

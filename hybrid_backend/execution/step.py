@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hybrid_backend.attention.quality import covered_tokens, mass_recall, query_cosine
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.admission import Admission
 from hybrid_backend.execution.partials import CpuPartials, MailboxPartials, PoolPartials
 from hybrid_backend.execution.policy import Policy
+from hybrid_backend.execution.residency import FixedFrames, MappedFrames, Residency
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection
 from hybrid_backend.observe.stats import Stats
@@ -70,7 +70,13 @@ class DecodeStep:
         self._asked: set[int] = set()
         self._predicted: dict[int, Tensor] = {}  # queries of sampled layers
         self.is_captured = False  # the layer that runs, in a graph: for any rows and sequences that there may be
-        self._admission = Admission(config, model, tiers)
+        self._residency: Residency | None = None  # None: no frames
+        if self.shape.frames:
+            self._residency = (
+                FixedFrames(tiers, self.maps, method.frame_of, method.held_pages)
+                if method.has_fixed_frames
+                else MappedFrames(config, model, tiers, self.state, {layer: at.maps for layer, at in self._at.items()})
+            )
         self._ages = [0] * requests  # by index, the decode steps that the request has run
         self._resident = [0] * requests  # by index, the pages in its frames, of one layer
         on_gpu = tiers.device.type == "cuda"
@@ -109,11 +115,8 @@ class DecodeStep:
         if self._method.uses_workers:
             self.partials.begin(now, rows.count)
         self._written[number % STEPS].copy_(now.pages, non_blocking=True)
-        if self.shape.frames:
-            if self.shape.recalls:
-                self._ops.commit_pages(self.maps, self.state.copies, self._tiers.frames.generation)
-            page_size, sinks = self._config.page_size, self._config.sinks
-            self._ops.open_pages(self.maps, now.requests, now.pages, now.positions, page_size, sinks)
+        if self._residency is not None:
+            self._residency.open()
         self._method.begin_decode(self, rows)
 
     def abandon(self) -> None:
@@ -133,33 +136,25 @@ class DecodeStep:
 
     def release(self, request_id: str) -> None:
         """The request is gone, or its pages are about to be others."""
-        self._admission.forget(request_id)
         index = self._tiers.frames.release(request_id)
         if index is not None:
             self._ages[index] = self._resident[index] = 0
-            mine = slice(index * self.shape.frames, (index + 1) * self.shape.frames)
-            self.maps.frame_of[:, index] = -1
-            self.maps.page_of[:, mine] = -1
-            self.maps.importance[:, mine] = float("-inf")
+        if self._residency is not None:
+            self._residency.release(request_id, index)
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """A prompt chunk was attended in ``layer``."""
-        if self.shape.frames:
-            self._admission.saw(layer, row, q)
+        if self._residency is not None:
+            self._residency.saw_prompt(layer, row, q)
 
     def _index(self, rows: DecodeRows, r: int) -> int:
         frames, request_id = self._tiers.frames, rows.request_ids[r]
         index, pages = frames.index(request_id), int(rows.num_pages[r])
         if index is None:
             index = frames.allocate(request_id)
-            if self.shape.frames:
+            if self._residency is not None:
                 table = rows.page_table[r : r + 1, :pages].int()
-                copied = sum(
-                    self._admission.admit(layer, at.maps, request_id, index, table, pages)
-                    for layer, at in self._at.items()
-                )
-                self._tiers.copied_pages += copied
-            self._admission.forget(request_id)
+                self._tiers.copied_pages += self._residency.admit(request_id, index, table, pages)
         self._resident[index] = min(pages, self.shape.frames)
         return index
 
@@ -253,6 +248,9 @@ class DecodeStep:
         """Else the layer is exact: it attends every page."""
         return self._tiers.has_digests(layer)
 
+    def counters(self, layer: int) -> Tensor:
+        return self._at[layer].counters
+
     def changes_residency(self, layer: int) -> bool:
         """Whether pages of the layer take turns in its frames: not where every step attends all of them."""
         return self.shape.frames > 0 and self.has_digests(layer) and self.shape.budget < self.shape.columns
@@ -343,23 +341,32 @@ class DecodeStep:
             at.maps, at.copies, scores, now.table, (chosen.frames, chosen.frames_listed), (absent, listed),
             now.num_pages, now.requests, now.generations, now.ages, interval, phase, self.state.keep, at.counters,
         )  # fmt: skip
-        rows = len(scores)
+        rows, frames = len(scores), self._tiers.frames.layers[layer]
+        self.copy(layer, at.host, frames, at.copies.host_pages[:rows], at.copies.frames[:rows], is_awaited=at_once)
+
+    def copy(
+        self, layer: int, host: Tensor, frames: Tensor, host_pages: Tensor, frame_ids: Tensor, is_awaited: bool
+    ) -> None:
+        """Copy pages (`Operations.copy_pages`) in the stream beside the step's. ``is_awaited``: `await_copy` will be
+        called; else it is done when the step is."""
         if self._copying is not None:
             self._copying.wait_stream(torch.cuda.current_stream())
             self._forked = True
         with torch.cuda.stream(self._copying) if self._copying is not None else nullcontext():
-            self._ops.copy_pages(
-                at.host, self._tiers.frames.layers[layer], at.copies.host_pages[:rows], at.copies.frames[:rows]
-            )
-            if at_once and self._copying is not None:
+            self._ops.copy_pages(host, frames, host_pages, frame_ids)
+            if is_awaited and self._copying is not None:
                 self._copied[layer] = self._copying.record_event()
 
-    def arrive(self, layer: int) -> None:
-        """Wait (inside the stream) for this layer's copies, not for those of the next; then they are resident."""
-        if not self.changes_residency(layer):
-            return
+    def await_copy(self, layer: int) -> None:
+        """Wait, inside the stream, for this layer's copy, not for that of the next."""
         if self._copying is not None:
             torch.cuda.current_stream().wait_event(self._copied.pop(layer))
+
+    def arrive(self, layer: int) -> None:
+        """`await_copy`, of a recall at once; then its pages are resident."""
+        if not self.changes_residency(layer):
+            return
+        self.await_copy(layer)
         one = slice(self._row[layer], self._row[layer] + 1)
         self._ops.commit_pages(self.maps.of(one), self.state.copies.of(one), self._tiers.frames.generation)
         scores = self._selected[layer][1]
@@ -399,6 +406,17 @@ class DecodeStep:
             entry.wait_seconds += found.waited / 1e9
             entry.lead_seconds += found.ahead / 1e9
             self._tiers.copied_pages += found.recalled_pages
+            self._looked_up(layer, found)
+
+    def _looked_up(self, layer: int, found: Counters) -> None:
+        """KV heads by their caches: a head that misses lacked the pages that it loads."""
+        entry, pages, every = self._stats.layers[layer], self._method.pages_per_load, self._model.num_kv_heads
+        entry.head_lookups += found.lookups
+        entry.head_hits += found.hits
+        loaded = (found.lookups - found.hits) * pages
+        entry.loaded_head_pages += loaded
+        self._tiers.copied_head_pages += loaded
+        self._stats.looked_up(layer, found.lookups * pages / every, found.hits * pages / every)
 
     def _is_sampled(self, layer: int, step: Step) -> bool:
         """Samples read a selection, and all keys of a sequence, on the host."""

@@ -42,6 +42,7 @@ class Method(ABC):
     """
 
     uses_workers: ClassVar[bool] = False  # the CPU workers attend what is not resident
+    has_fixed_frames: ClassVar[bool] = False  # each page belongs in one frame, which `frame_of` says; else in any
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         self.config = config
@@ -116,6 +117,20 @@ class Method(ABC):
         """New tokens are in the host pool. ``pages``, ``positions``: ``[tokens]`` host page (int32, -1: none) and
         position in the sequence (modulo the page size) of each; ``k``, ``v``: ``[tokens, kv_heads, head_dim]``."""
 
+    def imported(self, pages: Tensor) -> None:
+        """Whole pages (``[n]`` int64 host page ids, all layers) were written by somebody else."""
+
+    # --- frames, where they are fixed ---
+
+    def frame_of(self, pages: Tensor) -> Tensor:
+        """Of ``frames_per_request`` frames the one in which each logical page (``[n]`` int32) belongs, in all
+        layers."""
+        raise NotImplementedError
+
+    def held_pages(self, num_pages: int) -> Tensor:
+        """``[n]`` int64: which of its pages are copied to their frames when a request begins to decode."""
+        raise NotImplementedError
+
     # --- decoding rows ---
 
     @abstractmethod
@@ -124,6 +139,11 @@ class Method(ABC):
 
     def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
         """The step is open: requests are admitted, its inputs are written, what was copied is visible."""
+
+    @property
+    def pages_per_load(self) -> int:
+        """Pages of one KV head that are copied where its cache is looked up and misses."""
+        return 0
 
     def lookahead(self, step: DecodeStep, layer: int, q: Tensor) -> None:
         """Before layer ``layer - 1`` runs. ``q``: ``[rows, heads, head_dim]``, predicted for ``layer``."""
@@ -156,6 +176,11 @@ class Method(ABC):
     @property
     def host_bytes(self) -> int:
         """Host memory that the method holds beside the host pool and the digests."""
+        return 0
+
+    @property
+    def persistent_heads(self) -> int:
+        """KV heads whose whole KV is on the device, summed over layers."""
         return 0
 
     # --- for methods ---

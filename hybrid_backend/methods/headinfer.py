@@ -25,6 +25,7 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.base import Method, OwnMemory, can_fuse, is_separate, staging_tokens
 from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import TierLayout, Tiers
+from hybrid_backend.tiers.heads import ResidentHeads, resident_bytes, store_pages
 from hybrid_backend.tiers.stream import Piece, cut, head_pages
 
 if TYPE_CHECKING:
@@ -88,8 +89,7 @@ class HeadInfer(Method):
         cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
     ) -> OwnMemory:
         step = super().own_memory(config, model, device, pages, max_requests)
-        resident = sum(len(heads) for heads in _resident(config, model, device).values())
-        stores = resident * pages * model.page_bytes(config.page_size) // model.num_kv_heads
+        stores = resident_bytes(_resident(config, model, device), model, config.page_size, pages)
         return OwnMemory(step.device + stores, step.host)
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
@@ -99,20 +99,22 @@ class HeadInfer(Method):
         resident = _resident(config, model, tiers.device)
         few = _by_layer("streaming_heads", config, model.num_layers, kv_heads)
         kinds, self._heads = dict[object, _Heads](), dict[int, _Heads]()
-        self._stores: dict[int, Tensor] = {}  # indexed by host page id, as digests are: a prefix hit finds them ready
+        self._resident = ResidentHeads(resident, tiers.host, tiers.operations, model, tiers.device)
+        self._stores = self._resident.stores
         for layer in self._layers:
             some = resident.get(layer, ()), few.get(layer, ())
             self._heads[layer] = kinds.setdefault(some, _Heads(*some, self._few_pages, kv_heads, tiers.device))
-            if some[0]:
-                pages, _, *page = tiers.host.layers[layer].shape
-                self._stores[layer] = torch.zeros(pages, len(some[0]), *page, dtype=model.dtype, device=tiers.device)
         self._plans: dict[_Heads, _Plan] = {}  # of the open step
         self._staged: Iterator[Tensor] = iter(())
         self._longest, self._has_prompts = 0, False  # tokens of a sequence of the open step
 
     @property
     def device_bytes(self) -> int:
-        return sum(store.nbytes for store in self._stores.values())
+        return self._resident.nbytes
+
+    @property
+    def persistent_heads(self) -> int:
+        return self._resident.count
 
     def groups(self, tokens: int) -> int:
         """Groups of KV heads for a context of ``tokens`` tokens: 1, then twice as many beyond each threshold."""
@@ -138,9 +140,10 @@ class HeadInfer(Method):
         return attend_chunk(q, k, v, before, self.model.scale)
 
     def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        if layer in self._stores:
-            k, v = (x.index_select(1, self._heads[layer].kept) for x in (k, v))
-            self.tiers.operations.append_tokens(k, v, self._stores[layer], pages, positions)
+        self._resident.append(layer, pages, positions, k, v)
+
+    def imported(self, pages: Tensor) -> None:
+        self._resident.copy(pages)
 
     # --- decoding rows ---
 
@@ -220,8 +223,7 @@ class HeadInfer(Method):
         here = nth_of(lists, staged // page + in_place)[:, None], (attended * ~is_kept).view(-1, 1) - staged
         resident = None
         if heads.resident:
-            place = is_kept.cumsum(0, dtype=torch.int32) - 1
-            ids = now.table[:, None, :columns] * len(heads.resident) + place[:, None]
+            ids = store_pages(now.table[:, :columns], heads.kept, every)
             resident = ids.view(len(lists), 1, columns), (now.seq_lens[:, None] * is_kept).view(-1, 1)
         return _Plan(here, resident, pieces, along[:capacity])
 

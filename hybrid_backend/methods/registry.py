@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.base import Method
+from hybrid_backend.methods.clo import Clo
 from hybrid_backend.methods.dense import Dense
 from hybrid_backend.methods.headinfer import HeadInfer
 from hybrid_backend.methods.hgca import Hgca
@@ -14,7 +15,7 @@ from hybrid_backend.methods.infinigen import InfiniGen
 from hybrid_backend.methods.scout import Scout
 
 _METHODS: Mapping[str, type[Method]] = MappingProxyType(
-    {"dense": Dense, "headinfer": HeadInfer, "hgca": Hgca, "infinigen": InfiniGen, "scout": Scout}
+    {"clo": Clo, "dense": Dense, "headinfer": HeadInfer, "hgca": Hgca, "infinigen": InfiniGen, "scout": Scout}
 )
 
 

@@ -30,6 +30,13 @@ _COUNTERS = (
     _LayerMetric("hybrid_recalled_pages", "Pages recalled into frames", lambda s: s.recalled_pages),
     _LayerMetric("hybrid_resident_hits", "Selected pages that the device tier held", lambda s: s.resident_hits),
     _LayerMetric("hybrid_resident_lookups", "Selected pages, resident or not", lambda s: s.resident_lookups),
+    _LayerMetric("hybrid_head_lookups", "KV heads whose cached pages were looked up (clo)", lambda s: s.head_lookups),
+    _LayerMetric("hybrid_head_hits", "KV heads that kept their cached pages (clo)", lambda s: s.head_hits),
+    _LayerMetric(
+        "hybrid_loaded_head_pages",
+        "Pages of one KV head copied to the device tier where its cache missed (clo)",
+        lambda s: s.loaded_head_pages,
+    ),
     _LayerMetric(
         "hybrid_wait_seconds",
         "Seconds that the device tier stood still for CPU partials",
@@ -66,6 +73,7 @@ _POOL_GAUGES: Mapping[str, str] = {
     "hybrid_frame_bytes": "Bytes of frames in the device tier",
     "hybrid_device_bytes": "Bytes of the device tier: frames, staging, digests and what the method keeps there",
     "hybrid_context_cache_bytes": "Bytes of host memory that the method keeps beside the host pool",
+    "hybrid_persistent_heads": "KV heads whose whole KV is on the device, summed over layers",
     "hybrid_copied_bytes": "Bytes copied from the host pool into frames and staging since start",
 }
 

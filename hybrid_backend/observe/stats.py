@@ -11,6 +11,9 @@ select for themselves, a layer's number is the mean over its KV heads, so it may
 | resident_lookups | pages, mean over the selections | that hold the selected tokens | each layer and step, when selected |
 | resident_hits | the same | those of them that the device tier held before the step copied any: in a frame or a store there, or anywhere in the host pool where that is the device tier and there are no frames | the same |
 | recalled_pages | pages | given a frame because a selection lacked them; not those that fill a new request's frames | when the copy begins |
+| head_lookups | KV heads, one per row | whose cached pages (`clo`) were asked whether they still answer the query | each layer and step, rows that leave pages out |
+| head_hits | the same | those of them that kept their pages | the same |
+| loaded_head_pages | pages of one KV head | that the others copied to the device tier | the same |
 | wait_seconds | seconds | in which the device tier stood still for a CPU partial | when the wait is over |
 | lead_seconds | seconds | from asking the CPU workers for a partial of at least one page to needing it, by one clock | when it is needed |
 | cosine_* | | of predicted and true query, mean over rows and heads | sampled steps, by layer with a prediction |
@@ -34,6 +37,9 @@ class LayerStats:
     resident_hits: float = 0
     resident_lookups: float = 0
     recalled_pages: int = 0
+    head_lookups: int = 0
+    head_hits: int = 0
+    loaded_head_pages: int = 0
     wait_seconds: float = 0.0
     lead_seconds: float = 0.0
     cosine_sum: float = 0.0

@@ -33,6 +33,7 @@ class Tiers:
     stream: HeadStream | None
     cache: ContextCache  # of `TierLayout.cached_layers`
     copied_pages: int = 0  # into frames, since start
+    copied_head_pages: int = 0  # pages of one KV head, into frames
 
     @classmethod
     def build(
@@ -91,4 +92,6 @@ class Tiers:
     @property
     def copied_bytes(self) -> int:
         """Bytes copied from the host pool to the device tier since start."""
-        return self.copied_pages * self.page_bytes + (self.stream.copied_bytes if self.stream else 0)
+        heads = self.host.layers[0].shape[1]
+        copied = self.copied_pages * self.page_bytes + self.copied_head_pages * self.page_bytes // heads
+        return copied + (self.stream.copied_bytes if self.stream else 0)

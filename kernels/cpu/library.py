@@ -157,6 +157,7 @@ OPERATIONS = {
     "hb_build_digests": Struct(f"{_PAGED}3Pq{_TEAM}"),
     "hb_page_scores": Struct(f"6P11q{_TEAM}2d"),
     "hb_select_pages": Struct(f"10P10q{_TEAM}"),
+    "hb_match_labels": Struct(f"9P8q{_TEAM}"),
     "hb_union_pages": Struct(f"6P5q{_TEAM}"),
     "hb_paged_partial": Struct(f"{_PAGED}5P7q{_TEAM}d"),
     "hb_merge_partials": Struct(f"6P6q{_TEAM}"),

@@ -17,7 +17,7 @@ from torch import Tensor, empty, float32, int32, int64
 
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.decode import openmp_entry
-from hybrid_backend.kernels.operations import AGGREGATES, Copies, Counters, Maps, Selection
+from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps, Selection
 
 _COUNTERS = len(Counters._fields)
 
@@ -88,6 +88,22 @@ def select_pages(
     pages, frames, missing, absent = selected.unbind()
     pages_listed, frames_listed, tokens, missing_listed = listed.unbind()
     return Selection(pages, pages_listed, frames, frames_listed, tokens, missing, absent, missing_listed)
+
+
+def match_labels(
+    q: Tensor, labels: Tensor, weights: Tensor, thresholds: Tensor, requests: Tensor, num_pages: Tensor,
+    budgets: Tensor, aggregate: str, counters: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    rows, heads, dim = q.shape
+    kv_heads, kind = len(thresholds), q.dtype
+    missed = empty(rows, kv_heads, dtype=int32)
+    _call(
+        "hb_match_labels", _at(q, kind), _at(labels, kind, len(labels) * heads * dim), _at(weights, float32, heads),
+        _at(thresholds, float32), _at(requests, int32, rows), _at(num_pages, int32, rows), _at(budgets, int32, rows),
+        _counters(counters), missed.data_ptr(), rows, len(labels), _type(kind), kv_heads, _group(heads, kv_heads), dim,
+        SIMILARITIES.index(aggregate), lib.isa_index(None), *_team(),
+    )  # fmt: skip
+    return missed
 
 
 def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,9 +16,8 @@ from triton.language.extra import cuda
 from hybrid_backend.kernels.operations import Counters
 
 # fmt: off
-(RESIDENT_PAGES, MISSING_PAGES, RESIDENT_TOKENS, MISSING_TOKENS, RECALLED_PAGES, WAITED, AHEAD, ASKED_AT) = (
-    tl.constexpr(column) for column in range(len(Counters._fields))
-)
+(RESIDENT_PAGES, MISSING_PAGES, RESIDENT_TOKENS, MISSING_TOKENS, RECALLED_PAGES, LOOKUPS, HITS,
+ WAITED, AHEAD, ASKED_AT) = (tl.constexpr(column) for column in range(len(Counters._fields)))
 # fmt: on
 
 if triton.knobs.runtime.interpret:

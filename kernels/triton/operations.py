@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybrid_backend.kernels.triton.append import append_tokens, build_digests
 from hybrid_backend.kernels.triton.attend import merge_partials, page_weights, paged_partial, parts_for
+from hybrid_backend.kernels.triton.labels import match_labels
 from hybrid_backend.kernels.triton.residency import commit_pages, copy_pages, note_scores, open_pages, plan_recall
 from hybrid_backend.kernels.triton.scores import page_scores
 from hybrid_backend.kernels.triton.select import select_pages, union_pages
@@ -13,6 +14,7 @@ __all__ = [
     "build_digests",
     "commit_pages",
     "copy_pages",
+    "match_labels",
     "merge_partials",
     "note_scores",
     "open_pages",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybrid_backend.kernels import reference
+from hybrid_backend.methods.clo import Clo
 from hybrid_backend.methods.hgca import Hgca
 from tests.support.harness import PAGE, Engine, config, decode_step, spec
 
@@ -50,6 +51,7 @@ class Life(RuleBasedStateMachine):
             staging_tokens=3 * PAGE,
             hgca={"window_tokens": 4 * PAGE, "alpha": 0.5, "append_queries": 20},
             headinfer={"group_thresholds": [3 * PAGE, 6 * PAGE], "resident_heads": ["0:1"]},
+            clo={"eta": 0.3, "persistent": ["0:0", "0:1", "3:1"]},
             metrics={"sample_interval": 7},
         )
         model = spec(layers=4, windows=(None, None, 24, None))
@@ -156,6 +158,9 @@ class Life(RuleBasedStateMachine):
         frames = self.engine.runtime.tiers.frames
         if not frames.size:
             return  # pages are attended where they lie: none is resident
+        if isinstance(self.engine.runtime.method, Clo):
+            self.frames_hold_what_belongs_there(self.engine.runtime.method)
+            return
         step = decode_step(self.engine)
         owned = {name: frames.index(name) for name in self.engine.sequences}
         indices = [index for index in owned.values() if index is not None]
@@ -180,6 +185,35 @@ class Life(RuleBasedStateMachine):
                     tokens = min(PAGE, s.tokens - page * PAGE)
                     copy, page_there = frames.layers[layer][frame], self.engine.kv[layer][s.pages[page]]
                     assert torch.equal(copy[:, :, :tokens], page_there[:, :, :tokens])
+
+    def frames_hold_what_belongs_there(self, method: Clo) -> None:
+        """Whole contexts that fit; else sinks, recent pages, and what each head loaded when it was asked last. A label
+        is somebody's."""
+        tiers, size = self.engine.runtime.tiers, self.engine.runtime.tiers.frames.size
+        owned = {name: tiers.frames.index(name) for name in self.engine.sequences}
+        nobody = set(range(MAX_REQUESTS)) - set(owned.values())
+        assert not method._state.labels[:, sorted(nobody)].any()  # type: ignore[type-var]
+        for name, index in owned.items():
+            if index is None:
+                continue
+            s, cfg = self.engine.sequences[name], self.engine.cfg
+            count = -(-s.tokens // PAGE)
+            always = range(count) if count <= method._limit else (*range(cfg.sinks), *range(count - cfg.recent, count))
+            for layer, store in tiers.frames.layers.items():
+                for page in always:
+                    frame = index * size + int(method.frame_of(torch.tensor([page])))
+                    tokens = min(PAGE, s.tokens - page * PAGE)
+                    there = self.engine.kv[layer][s.pages[page]]
+                    assert torch.equal(store[frame, :, :, :tokens], there[:, :, :tokens])
+                if layer not in method._row or count <= method._limit:
+                    continue
+                for head in range(self.engine.model.num_kv_heads):
+                    if not method._state.labels[method._row[layer], index, head * 2 : head * 2 + 2].any():
+                        continue
+                    cached = method._state.pages[method._row[layer], index * self.engine.model.num_kv_heads + head]
+                    for i, page in enumerate(cached.tolist()):
+                        frame = store[index * size + cfg.sinks + i, head]
+                        assert torch.equal(frame, self.engine.kv[layer][s.pages[page], head])
 
     @invariant()
     def context_caches_hold_evicted_tokens_of_running_requests(self) -> None:
@@ -221,6 +255,10 @@ class HeadInferLife(Life):
     method, always_exact = "headinfer", True
 
 
+class CloLife(Life):
+    method = "clo"
+
+
 class HgcaLife(Life):
     method = "hgca"
 
@@ -234,6 +272,7 @@ SPARSE = [
     *product(["scout"], ["separate", "unified"], ["predicted", "real", "none"], ["layer", "kv_head"]),
     *product(["infinigen"], ["separate", "unified"], ["predicted", "none"], ["layer"]),
     *product(["hgca"], ["separate", "unified"], ["none"], ["layer"]),
+    *product(["clo"], ["separate", "unified"], ["predicted", "none"], ["layer"]),
 ]
 
 
@@ -250,6 +289,7 @@ def test_sparse_steps_attend_exactly_what_was_selected(method: str, tiers: str, 
         exact_layers=[1],
         frames_per_request=5,
         hgca={"window_tokens": 4 * PAGE, "append_queries": 20},
+        clo={"eta": 0.3, "persistent": ["0:1"]},
     )
     engine = Engine(cfg, spec(layers=4), seed=3, is_witnessed=True)
     witness = engine.witness

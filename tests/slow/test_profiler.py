@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hybrid_backend.config import HybridConfig, config_from_mapping, load_config
+from hybrid_backend.config import HybridConfig, config_from_mapping, load_config, read_heads
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.model import shape_from_config
 from hybrid_backend.tools.plan.hardware import find_hardware
@@ -58,11 +58,27 @@ def test_the_yaml_says_what_was_found_and_loads(network: Network, tmp_path: Path
     assert config.selection == CONFIG.selection and config.budget_tokens == CONFIG.budget_tokens
     assert [check.layer for check in found.checks] == [layer.layer for layer in found.layers if not layer.why]
     assert {path.name for path in found.files} == {
-        *("tiny.yaml", "tiny.json", "tiny-layers.png", "tiny-cpu-ratio.png", "tiny-sparsity.png", "tiny-heads.png")
+        *("tiny.yaml", "tiny.json", "tiny.heads.json"),
+        *("tiny-layers.png", "tiny-cpu-ratio.png", "tiny-sparsity.png", "tiny-heads.png"),
     }
     assert all(path.stat().st_size for path in found.files)
     assert "measured" in out.read_text()
     assert len(found.gates["kv_head"]) == 2 and len(found.gates["query_head"][0]) == 4
+    heads = read_heads(tmp_path / "tiny.heads.json", 6, 4, 2)
+    assert heads == found.heads and heads.model == "tiny-gemma3"
+    assert heads.importance[5] == pytest.approx(found.gates["query_head"][1], abs=1e-5)
+
+
+def test_without_gates_there_is_no_heads_file_and_one_line_says_how_to_get_it(network: Network, tmp_path: Path) -> None:
+    console = Console(file=StringIO())
+    options = replace(OPTIONS, gates=None)
+    found = profiler.profile(
+        "tiny", tmp_path / "a.yaml", CONFIG, options, network=network, encode=encode, console=console
+    )
+    assert found.heads is None and not (tmp_path / "a.heads.json").exists()
+    assert isinstance(console.file, StringIO)
+    (line,) = (line for line in console.file.getvalue().splitlines() if "heads file" in line)
+    assert "--no-gates" in line
 
 
 def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybrid_backend.execution.fused import FusedStep
 from hybrid_backend.execution.step import DecodeStep
 from hybrid_backend.kernels.operations import Selection
+from hybrid_backend.methods.clo import Clo
 from hybrid_backend.methods.hgca import Hgca
 from hybrid_backend.methods.scout import Scout
 from hybrid_backend.methods.selective import Selective
@@ -78,6 +79,12 @@ class Witness:
     def _of(self, layer: int, step: Step, rows: DecodeRows, r: int) -> Attended:
         runtime, method = self._runtime, self._runtime.method
         nothing = torch.zeros(runtime.model.num_kv_heads, int(rows.seq_lens[r]), dtype=torch.bool)
+        if isinstance(method, Clo):
+            assert isinstance(runtime.executor, DecodeStep)
+            tokens = None
+            if int(method.budgets(rows)[r]) < int(rows.num_pages[r]):
+                tokens = method.covered(runtime.executor, layer, rows, r)
+            return Attended(~nothing if tokens is None else tokens, nothing, None)
         if isinstance(method, Selective) and isinstance(runtime.executor, FusedStep):
             return Attended(self._by_pages(runtime.executor.selected(rows, r), nothing), nothing, None)
         if isinstance(method, Selective):

@@ -21,7 +21,9 @@ def plan(
     batch: Annotated[int, typer.Option(help="sequences at once, on all devices together")] = 1,
     gpu_mem: Annotated[str | None, typer.Option(help="memory of one device, as 24GiB; 0: no device")] = None,
     ram: Annotated[str | None, typer.Option(help="host memory that the server may take, as 128GiB")] = None,
-    machine: Annotated[str | None, typer.Option(help="t4, a10, rtx4090, a100, h100, h200, or a profile's JSON")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="t4, a10, a40, rtx4090, a100, h100, h200, or a JSON profile")
+    ] = None,
     method: Annotated[list[str] | None, typer.Option(help="only this one (several times: these); default: all")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file; default: by the model's name")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,

@@ -24,9 +24,11 @@ def profile(
     context: Annotated[list[int] | None, typer.Option(help="tokens of a window; default 4096")] = None,
     positions: Annotated[int, typer.Option(help="decode steps of a window")] = 128,
     windows: Annotated[int, typer.Option(help="windows per text and context")] = 2,
-    machine: Annotated[str | None, typer.Option(help="tau from this machine: a name or a hardware JSON")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="tau, prefetch_bytes from this machine: name or hardware JSON")
+    ] = None,
     margin: Annotated[float, typer.Option(help="share below tau at which intervals are chosen")] = 0.1,
-    batch: Annotated[int, typer.Option(help="sequences at once, for tau")] = 1,
+    batch: Annotated[int, typer.Option(help="sequences at once, for --machine")] = 1,
     min_cosine: Annotated[float, typer.Option(help="of predicted queries; below, a layer is exact")] = 0.9,
     min_mass: Annotated[float, typer.Option(help="on selected pages; below, a layer is exact")] = 0.85,
     gates: Annotated[bool, typer.Option(help="importance of heads, by training")] = True,
@@ -52,13 +54,14 @@ def profile(
 
     settings = resolve_config(model, config, os.environ, overrides or ())[0]
     contexts = tuple(context or (4096,))
-    tau = None
+    tau, prefetch_bytes = None, 0
     if machine is not None:
         from hybrid_backend.tools.plan.hardware import find_hardware
         from hybrid_backend.tools.plan.model import find_shape
-        from hybrid_backend.tools.profile.tau import tau_of
+        from hybrid_backend.tools.profile.tau import prefetch_bytes_of, tau_of
 
-        share = tau_of(find_hardware(machine), find_shape(model, "auto"), settings, max(contexts), batch)
+        where = find_hardware(machine), find_shape(model, "auto"), settings, max(contexts), batch
+        share, prefetch_bytes = tau_of(*where), prefetch_bytes_of(*where)
         tau = (share, f"from {machine}: the CPU's partial takes as long as the device's layer, batch {batch}")
     options = Options(
         contexts=contexts,
@@ -69,6 +72,7 @@ def profile(
         limits=Thresholds(cosine=min_cosine, mass=min_mass),
         gates=GateOptions(steps=gate_steps, context=gate_context) if gates else None,
         tau=tau,
+        prefetch_bytes=prefetch_bytes,
         margin=margin,
         fit_frames=fit_frames,
         fresh=fresh,

@@ -35,7 +35,8 @@ class LayerMeasure(BaseModel):
     backend selects; ``mass_true``: on those that the true query selects; ``mass_best``: on the best pages of the
     budget by the true weights. ``ratios[frames][interval]``: mean share of attended tokens on the CPU (interval 0:
     without recall); ``curves[frames][interval]``: the same step by step. ``tokens90``, ``tokens95``: per query head,
-    the smallest share of the tokens that holds that much of the mass.
+    the smallest share of the tokens that holds that much of the mass. ``similarity``: per KV head, `adjacent_cosine` of
+    the queries that the backend would look up by.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -49,6 +50,7 @@ class LayerMeasure(BaseModel):
     curves: dict[int, dict[int, tuple[float, ...]]]
     tokens90: tuple[float, ...]
     tokens95: tuple[float, ...]
+    similarity: tuple[float, ...]
 
 
 def measure_window(
@@ -131,7 +133,23 @@ def measure_layer(
         },
         tokens90=tokens90,
         tokens95=tokens95,
+        similarity=tuple(map(_round, adjacent_cosine(by, k.shape[1]))),
     )
+
+
+def adjacent_cosine(q: Tensor, kv_heads: int) -> Tensor:
+    """How alike the queries of adjacent decode steps are (s^ of CLO, arXiv 2511.14510, section 3.3), ``[kv_heads]``.
+
+    Args:
+        q: ``[N, heads, head_dim]`` of consecutive positions, N >= 2, after the rotary embedding.
+        kv_heads: query heads of one KV head are neighbours.
+
+    Returns:
+        Mean cosine of each query and the next one of its head, over the N - 1 pairs and the query heads of a KV head.
+    """
+    cosines = torch.cosine_similarity(q[1:], q[:-1], dim=-1)
+    means: Tensor = cosines.unflatten(1, (kv_heads, -1)).mean((0, 2))
+    return means
 
 
 def frames_tried(config: HybridConfig, tokens: int) -> tuple[int, ...]:

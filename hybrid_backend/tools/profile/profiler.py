@@ -1,4 +1,4 @@
-"""``profile``: measures a model and writes its YAML, all raw measurements as JSON, and plots."""
+"""``profile``: measures a model and writes its YAML, all raw measurements as JSON, its heads file, and plots."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hybrid_backend.config import HybridConfig, config_from_mapping, resolve_config
+from hybrid_backend.config import HeadScores, HybridConfig, config_from_mapping, resolve_config
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.tools.profile.gates import GateOptions, GateState, Kind, passkeys, train
+from hybrid_backend.tools.profile.heads import head_scores, write_heads
 from hybrid_backend.tools.profile.measure import LayerMeasure, measure_window
 from hybrid_backend.tools.profile.network import Network, load
 from hybrid_backend.tools.profile.report import check_table, comments_of, frames_line, gate_line, layer_table, to_yaml
@@ -39,9 +40,10 @@ class Options:
     """``contexts``: tokens per window; ``windows``: per text and context; ``positions``: decode steps of a window.
 
     ``texts``, ``held_out``: files; without texts the reference and the source code that come with Python. ``gates``:
-    None for none. ``tau``: with its source; None takes ``recall.threshold``. ``margin``: intervals are chosen this
-    share below tau, because the next text is not the profiled one. ``fit_frames``: set ``frames_per_request`` to the
-    fewest simulated frames that keep every sparse layer below tau, if there are such.
+    None for none. ``tau``: with its source; None takes ``recall.threshold``. ``prefetch_bytes``: for the heads file, 0
+    where the hardware is not known. ``margin``: intervals are chosen this share below tau, because the next text is
+    not the profiled one. ``fit_frames``: set ``frames_per_request`` to the fewest simulated frames that keep every
+    sparse layer below tau, if there are such.
     """
 
     contexts: tuple[int, ...] = (4096,)
@@ -52,6 +54,7 @@ class Options:
     limits: Thresholds = field(default_factory=Thresholds)
     gates: GateOptions | None = field(default_factory=GateOptions)
     tau: tuple[float, str] | None = None
+    prefetch_bytes: int = 0
     margin: float = 0.1
     fit_frames: bool = False
     plots: bool = True
@@ -61,12 +64,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was found and written. ``gates``: per kind of head, ``[full layers][heads]`` from 0 to 1."""
+    """What was found and written. ``gates``: per kind of head, ``[full layers][heads]`` from 0 to 1; ``heads``: what
+    the heads file holds, None without gates."""
 
     config: HybridConfig
     layers: list[LayerSummary]
     checks: list[Check]
     gates: dict[str, list[list[float]]]
+    heads: HeadScores | None
     files: tuple[Path, ...]
 
 
@@ -84,8 +89,8 @@ def profile(
 
     Args:
         model: catalog name, directory or hub id.
-        out: the YAML file; ``.json`` and ``-*.png`` of the same name come beside it. Stages that the JSON holds already
-            are not measured again.
+        out: the YAML file; ``.json``, ``.heads.json`` and ``-*.png`` of the same name come beside it. Stages that
+            the JSON holds already are not measured again.
         config: budget, page size, selection, frames; None: the shipped configuration of the model.
         options: see `Options`.
         network: the loaded model, if the caller has it.
@@ -143,6 +148,7 @@ class _Found:
     layers: list[LayerSummary]
     checks: list[Check]
     gates: dict[str, list[list[float]]]
+    heads: HeadScores | None
     tau: float
     aim: float
     tau_source: str
@@ -201,7 +207,9 @@ class _Run:
         checks = check(others, layers, tau, frames) if others else []
         config = self._decided(layers, tau, frames)
         gates = {kind: state.gates for kind, state in states.items()}
-        found = _Found(layers, checks, gates, tau, aim, source, frames, fewest)
+        name = Path(self.model).name
+        heads = head_scores(name, self.network, windows, gates, options.prefetch_bytes) if gates else None
+        found = _Found(layers, checks, gates, heads, tau, aim, source, frames, fewest)
         files = self._write(store, config, windows, found, self._where(used, frames))
         self.console.print(layer_table(layers, tau, aim))
         if not all(layer.below or layer.why for layer in layers):
@@ -210,8 +218,10 @@ class _Run:
             self.console.print(check_table(checks, tau, [name for name, _ in held_out]))
             again = [layer.layer for layer in summarise(others, options.limits, aim, frames) if layer.why]
             self.console.print(f"exact layers by the same rule on the held-out text: {again}", highlight=False)
+        if heads is None:
+            self.console.print("no heads file for method clo: it holds the gates; leave --no-gates out to write it")
         self.console.print(f"written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
-        return Profile(config, layers, checks, found.gates, files)
+        return Profile(config, layers, checks, gates, heads, files)
 
     def _progress(self) -> Progress:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -231,6 +241,7 @@ class _Run:
             given,
             config.selection,
             config.lookahead.enabled,
+            tuple(LayerMeasure.model_fields),
         )
         held = store.get(key)
         if held is not None:
@@ -308,14 +319,18 @@ class _Run:
                 "gates": found.gates,
             }
         )
+        files = [self.target, store.path]
+        if found.heads is not None:
+            files.append(self.target.with_suffix(".heads.json"))
+            write_heads(files[-1], found.heads)
         if not self.options.plots:
-            return (self.target, store.path)
+            return tuple(files)
         from hybrid_backend.tools.profile.plots import draw
 
         pictures = draw(
             self.target.with_suffix(""), windows, found.layers, limits, found.tau, found.frames, found.gates
         )
-        return (self.target, store.path, *pictures)
+        return (*files, *pictures)
 
     def _decided(self, layers: Sequence[LayerSummary], tau: float, frames: int) -> HybridConfig:
         """The configuration with what the profile decides."""

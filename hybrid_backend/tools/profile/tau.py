@@ -1,6 +1,9 @@
-"""tau, the largest share of attended tokens that the CPU can compute unnoticed, from a hardware profile."""
+"""From a hardware profile: tau, the largest share of attended tokens that the CPU can compute unnoticed, and the bytes
+that cross the bus while a layer computes."""
 
 from __future__ import annotations
+
+import math
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
@@ -25,12 +28,10 @@ def tau_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context:
             "give the profile of a machine with a GPU, or recall.threshold"
         )
     costs = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
-    attended = costs.kv(float(min(config.budget_tokens, context)))
 
     def spare(share: float) -> float:
-        device = costs.projections + costs.prediction + costs.rest + costs.scoring(costs.digest_bytes)
-        device += costs.attention(attended * (1 - share))
-        return device - costs.cpu_attention(attended * share) - costs.copy(costs.answer_bytes, costs.answer_bytes)
+        answered = costs.cpu_attention(_attended(costs) * share) + costs.copy(costs.answer_bytes, costs.answer_bytes)
+        return _device_seconds(costs, 1 - share) - answered
 
     low, high = 0.01, 1.0
     if spare(low) <= 0:
@@ -44,3 +45,25 @@ def tau_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context:
         middle = (low + high) / 2
         low, high = (middle, high) if spare(middle) > 0 else (low, middle)
     return round(low, 4)
+
+
+def prefetch_bytes_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context: int, batch: int = 1) -> int:
+    """T_comp * B_PCIe of CLO (arXiv 2511.14510, Eq. 12 as meant: printed with B in the denominator).
+
+    Returns:
+        Bytes that one device's bus moves while the device computes one layer of one step, for all of its sequences
+        together; at the link's best rate, since the device reads the pages by itself and sets up no copies.
+    """
+    costs = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
+    return int(_device_seconds(costs, 1.0) * hardware.link_achieved(math.inf))
+
+
+def _attended(costs: Costs) -> float:
+    """Bytes of K and V that one layer attends."""
+    return costs.kv(float(min(costs.config.budget_tokens, costs.context)))
+
+
+def _device_seconds(costs: Costs, share: float) -> float:
+    """The device's time for one layer with a prediction, of which it attends that share of the selected tokens."""
+    linear = costs.projections + costs.prediction + costs.rest
+    return linear + costs.scoring(costs.digest_bytes) + costs.attention(_attended(costs) * share)

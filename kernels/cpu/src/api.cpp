@@ -50,6 +50,7 @@ HB_API int64_t hb_struct_size(int which) {
                                       sizeof(hb_build_digests_args),
                                       sizeof(hb_page_scores_args),
                                       sizeof(hb_select_pages_args),
+                                      sizeof(hb_match_labels_args),
                                       sizeof(hb_union_pages_args),
                                       sizeof(hb_paged_partial_args),
                                       sizeof(hb_merge_partials_args),

@@ -189,6 +189,17 @@ int hb_decode_selected(hb_decode* decode, int row, int list, const int32_t** pag
 // kernels/operations.py has their contract. Tensors are contiguous unless a stride (in elements) is given; ids, lists and
 // counts are int32. Every member of an argument takes 8 bytes, so that whoever packs them needs no padding.
 
+// Columns of a layer's counters (operations.Counters), as far as these operations count.
+enum {
+  HB_RESIDENT_PAGES,
+  HB_MISSING_PAGES,
+  HB_RESIDENT_TOKENS,
+  HB_MISSING_TOKENS,
+  HB_RECALLED_PAGES,
+  HB_LOOKUPS,
+  HB_HITS
+};
+
 // Who works: the caller, and where gomp_parallel is not null an OpenMP team of that many threads (hb_decode_layer).
 typedef struct hb_team {
   void* gomp_parallel;
@@ -259,6 +270,18 @@ typedef struct hb_select_pages_args {
   hb_team team;
 } hb_select_pages_args;
 int hb_select_pages(const hb_select_pages_args* args);
+
+typedef struct hb_match_labels_args {
+  const char* q;
+  char* labels;  // [request_count, kv_heads * group, head_dim]
+  const float *weights, *thresholds;
+  const int32_t *requests, *num_pages, *budgets;
+  int64_t* counters;  // or null
+  int32_t* missed;  // [rows, kv_heads]
+  int64_t rows, request_count, type, kv_heads, group, head_dim, aggregate, isa;
+  hb_team team;
+} hb_match_labels_args;
+int hb_match_labels(const hb_match_labels_args* args);
 
 typedef struct hb_union_pages_args {
   const int32_t *absent, *listed;

@@ -20,9 +20,6 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// operations.Counters.
-enum { RESIDENT_PAGES, MISSING_PAGES, RESIDENT_TOKENS, MISSING_TOKENS, RECALLED_PAGES };
-
 // Sorts by score, then by index.
 int64_t key_of(float score, int64_t index) { return ((int64_t)hb::ordered_key(score) << 31) + index; }
 int64_t index_of(int64_t key) { return key & 0x7fffffff; }
@@ -86,10 +83,10 @@ HB_API int hb_select_pages(const hb_select_pages_args* args) {
     hb::share(a.team, count * a.columns * sizeof(float), count, select);
     if (!a.counters) return;
     for (int64_t list = 0; list < count; list++) {
-      a.counters[RESIDENT_PAGES] += a.listed[count + list];
-      a.counters[RESIDENT_TOKENS] += a.listed[2 * count + list];
-      a.counters[MISSING_PAGES] += a.listed[3 * count + list];
-      a.counters[MISSING_TOKENS] += a.listed[3 * count + list] * a.page_size;
+      a.counters[HB_RESIDENT_PAGES] += a.listed[count + list];
+      a.counters[HB_RESIDENT_TOKENS] += a.listed[2 * count + list];
+      a.counters[HB_MISSING_PAGES] += a.listed[3 * count + list];
+      a.counters[HB_MISSING_TOKENS] += a.listed[3 * count + list] * a.page_size;
     }
   });
 }
@@ -197,7 +194,7 @@ HB_API int hb_plan_recall(const hb_plan_recall_args* args) {
       }
       a.copies.requests[row] = (int32_t)request;
       a.copies.started[row] = a.generations[row];
-      if (a.counters) a.counters[RECALLED_PAGES] += pairs;
+      if (a.counters) a.counters[HB_RECALLED_PAGES] += pairs;
     }
   });
 }

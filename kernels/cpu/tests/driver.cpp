@@ -305,11 +305,13 @@ struct Operations {
   std::vector<float> to_importance = std::vector<float>(to_frames.size());
   std::vector<int64_t> started = std::vector<int64_t>(kLayers * kRows), generations = {1, 2, 3}, counters;
   std::vector<float> average = std::vector<float>((size_t)kRows * kFrames * kHeads * kPage);
+  std::vector<uint16_t> labels = std::vector<uint16_t>((size_t)kRows * kHeads * kGroup * kDim);
+  std::vector<float> label_weights = std::vector<float>(kHeads * kGroup, 0.5f), thresholds{-1, 0, -INFINITY};
   std::vector<int32_t> table, requests{2, 0, 1}, current{3, 1, 2}, ages{0, 3, 0};
   std::vector<int32_t> lens{kColumns * kPage - 40, 2000, 0};  // the last row is one of padding
   std::vector<float> numbers;                                 // what the steps compute
 
-  Operations(hb_team team, int isa) : team(team), isa(isa), counters(8) {
+  Operations(hb_team team, int isa) : team(team), isa(isa), counters(10) {
     for (int i = 0; i < kPool; i++) table.push_back(i);
     std::shuffle(table.begin(), table.end(), rng);
     const std::vector<int32_t> tokens(kPool, kPage);
@@ -389,6 +391,11 @@ struct Operations {
                             0.5,
                             0.125});
       keep(scores);
+      std::vector<int32_t> missed(kRows * kHeads);
+      call(hb_match_labels, {(const char*)q.data(), (char*)labels.data(), label_weights.data(), thresholds.data(),
+                             requests.data(), num_pages.data(), budgets.data(), counters.data(), missed.data(), kRows,
+                             kRows, 0, kHeads, kGroup, kDim, number % 2, isa, team});
+      keep({missed.begin(), missed.end()});
       std::vector<int32_t> selected((size_t)4 * kRows * lists * kBudget), listed(4 * kRows * lists);
       call(hb_select_pages, {scores.data(),
                              num_pages.data(),
@@ -464,8 +471,8 @@ struct Operations {
       EXPECT(lse[i] == merged_lse[i] || std::fabs(merged_lse[i] - lse[i] - std::log(2.f)) < 1e-5, "%g", lse[i]);
     keep(merged);
     if (average && lists == 1)
-      call(hb_page_weights, {paged(kv), (const char*)q.data(), ids, tokens, lse.data(), average->data(), kRows, kBudget,
-                             kBudget, kGroup, 0, isa, team, 0.125, 1.0});
+      call(hb_page_weights, {paged(kv), (const char*)q.data(), ids, ids, tokens, lse.data(), average->data(), kRows,
+                             kBudget, kBudget, kBudget, kRows * kFrames, kGroup, 0, isa, team, 0.125, 1.0});
     if (!average || lists > 1) return;
     for (int r = 0; r < kRows; r++) {  // with alpha 1 the averages are this step's shares, which add up to 1
       float sum = 0;
@@ -483,9 +490,12 @@ void test_operations(int rounds) {
     Operations one(alone, isa), other(four, isa);
     for (int i = 0; i < rounds; i++) one.step(i), other.step(i);
     EXPECT(one.frame_of == other.frame_of && one.page_of == other.page_of && one.counters == other.counters &&
-               one.frames == other.frames && one.host == other.host && one.digests == other.digests,
+               one.frames == other.frames && one.host == other.host && one.digests == other.digests &&
+               one.labels == other.labels,
            "teams disagree on %s", hb_isa_name(isa));
-    EXPECT(one.counters[4] > 0, "nothing was recalled");
+    EXPECT(one.counters[HB_RECALLED_PAGES] > 0, "nothing was recalled");
+    EXPECT(one.counters[HB_HITS] > 0 && one.counters[HB_HITS] < one.counters[HB_LOOKUPS], "%lld of %lld",
+           (long long)one.counters[HB_HITS], (long long)one.counters[HB_LOOKUPS]);
     double error = 0, size = 0;
     for (size_t i = 0; i < one.numbers.size(); i++) {
       if (std::isinf(one.numbers[i])) continue;

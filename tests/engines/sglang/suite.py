@@ -23,6 +23,7 @@ POOL = POOL_TOKENS * BYTES_PER_TOKEN
 FLAGS = ("--dtype", "float32", "--chunked-prefill-size", "1024", "--max-running-requests", "8")
 SHORT = range(6)  # up to 700 tokens
 METHODS = {
+    "clo": Exact({"budget_tokens": 1024, "sparse": "always", "frames_per_request": 72}, SHORT, SHORT),
     "hgca": Exact({"hgca.window_tokens": 1024}, SHORT, SHORT),
     # Two buffers of 224 tokens: less than a third of the longest context is on the device at a time.
     "headinfer": Exact({"staging_tokens": 224, "headinfer.group_thresholds": [128, 512]}, SHORT, SHORT),

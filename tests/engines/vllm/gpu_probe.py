@@ -65,6 +65,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "infinigen.sparse": ({**SPARSE, "method": "infinigen", "frames_per_request": 5}, FULL),
     "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, MIXED),
     "hgca.caches": ({"method": "hgca", "exact_layers": [0], "hgca": {"window_tokens": 32, "beta": 1e-9}}, FULL),
+    "clo": ({"method": "clo", "budget_tokens": LONGEST, "clo": {"persistent": ["1:0"]}}, MIXED),
+    "clo.sparse": ({**SPARSE, "method": "clo", "clo": {"eta": 0.001, "persistent": ["1:0"]}}, FULL),
     "headinfer": ({"method": "headinfer"}, MIXED),
     "dense": ({"method": "dense"}, MIXED),
     "again": ({**EXACT, "frames_per_request": 4}, MIXED),

@@ -24,6 +24,11 @@ CROWD_LENGTH, CROWD_TOKENS = 2040, 32
 # promises the stock backend's tokens for these prompts, but not for those of 700 tokens and more.
 FOUR = (3, 4, 5, 6)
 METHODS = {
+    "clo": Exact(
+        {"budget_tokens": 448, "sparse": "always", "frames_per_request": 32, "clo.persistent": ["0:0", "3:1"]},
+        (0, 2, 4, 6),
+        FOUR,
+    ),
     "dense": Exact({}, (2, 5), FOUR),
     "hgca": Exact({"hgca.window_tokens": 448}, (0, 2, 4, 6), FOUR),
     # Two buffers of 160 tokens: a quarter of the longest context is on the device at a time.

@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is there: tests/engines/vllm/test_gpu.py"),
 ]
 
-SPARSE = ["scout.sparse", "scout.per_head", "infinigen.sparse"]
-V2 = ["scout", "hgca", "hgca.caches", "headinfer", "dense"]
+SPARSE = ["scout.sparse", "scout.per_head", "infinigen.sparse", "clo.sparse"]
+V2 = ["scout", "clo", "hgca", "hgca.caches", "headinfer", "dense"]
 V1 = ["scout.full"]
 LATE_V2, LATE_V1 = ["late", "late.always"], ["late.full"]
 EXACT = ("scout", "scout.full")
@@ -63,9 +63,12 @@ def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) ->
     assert attention["sparse_rows"] > 15 and found["replays"] > 0
     assert set(found["preempted"]) == {"2"}
     for layer, counted in enumerate(found["layers"]):
-        assert counted["resident_lookups"] == attention["pages"][str(layer)]
+        # What clo counts on the host lacks the row of the warm-up with which its graph was captured: a page.
+        assert attention["pages"][str(layer)] - counted["resident_lookups"] == (name == "clo.sparse")
         assert 0 < counted["resident_hits"] < counted["resident_lookups"]
-        if layer > 0:
+        if name == "clo.sparse" and layer > 0:
+            assert 0 < counted["head_hits"] < counted["head_lookups"] and counted["loaded_head_pages"] > 0
+        elif layer > 0:
             assert counted["recalled_pages"] > 0
             assert (counted["cpu_tokens"] > 0) == name.startswith("scout")
             assert (counted["lead_seconds"] > 0) == (counted["wait_seconds"] > 0) == name.startswith("scout")

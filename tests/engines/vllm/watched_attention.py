@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.support import far_device
+
+if TYPE_CHECKING:
+    from hybrid_backend.methods.clo import Clo
 
 
 @dataclass
@@ -59,6 +62,7 @@ class Watch:
 def watch_attention() -> Watch:
     """From now on, in this process."""
     from hybrid_backend.execution import DecodeStep
+    from hybrid_backend.methods.clo import Clo
 
     seen, select, merge = Watch(), DecodeStep.select, DecodeStep.merge
     chosen: dict[tuple[int, int], Any] = {}
@@ -82,9 +86,48 @@ def watch_attention() -> Watch:
             far_device._work.launch(lambda: seen.compare(self, layer, _near(q), _near(out), what))
         return out
 
+    attend = Clo.attend
+
+    def attending_by_head(self: Clo, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+        out = attend(self, step, layer, q)
+        persistent = self._by_true_query
+        far_device._work.launch(
+            lambda: seen.compare(step, layer, _near(q), _near(out), _by_head(self, step, layer, persistent))
+        )
+        return out
+
     DecodeStep.select, DecodeStep.merge = selecting, merging  # type: ignore[method-assign]
     DecodeStep.attend_resident = attending  # type: ignore[method-assign]
+    Clo.attend = attending_by_head  # type: ignore[method-assign]
     return seen
+
+
+class _ByHead(NamedTuple):
+    pages: Tensor  # [rows, kv_heads, n] logical
+    pages_listed: Tensor  # [rows, kv_heads]
+
+
+def _by_head(method: Clo, step: Any, layer: int, persistent: Any) -> _ByHead:
+    """What CLO's heads have: the whole context, or sinks, cached and recent pages, or what the true query selected."""
+    now, config, every = step.inputs, method.config, method.model.num_kv_heads
+    counts, budgets, requests = (_near(x).tolist() for x in (now.num_pages, now.budgets, now.requests))
+    if layer not in method._row:  # exact
+        budgets = counts
+    cached = _near(method._state.pages)[method._row.get(layer, 0)]
+    pages = torch.zeros(len(counts), every, max([1, *counts]), dtype=torch.int32)
+    listed = torch.zeros(len(counts), every, dtype=torch.int32)
+    for r, count in enumerate(counts):
+        for head in range(every):
+            mine = list(range(count))
+            if budgets[r] < count and head in method._persistent.heads.get(layer, ()):
+                chosen = _near(persistent.pages)[r * every + head, 0]
+                mine = chosen[: int(_near(persistent.pages_listed)[r * every + head, 0])].tolist()
+            elif budgets[r] < count:
+                kept = cached[requests[r] * every + head].tolist()
+                mine = [*range(config.sinks), *kept, *range(count - config.recent, count)]
+            pages[r, head, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+            listed[r, head] = len(mine)
+    return _ByHead(pages, listed)
 
 
 def _near(x: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "large pages": {"tiers": "separate", "page_size": 32, "budget_tokens": 128, "recent": 2},
 }
 OF_METHOD: dict[str, dict[str, Any]] = {
+    "clo": {"clo": {"persistent": ["1:0", "3:0"]}},
     "hgca": {"hgca": {"window_tokens": 100}},
     "headinfer": {"headinfer": {"resident_heads": ["0:0", "1:0", "3:0"], "group_thresholds": [64, 256]}},
 }

@@ -26,6 +26,7 @@ def layer(
         curves={},
         tokens90=(0.1, 0.3),
         tokens95=(0.2, 0.4),
+        similarity=(0.8,),
     )
 
 

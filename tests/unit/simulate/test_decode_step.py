@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -101,7 +102,11 @@ def test_a_longer_context_never_takes_less_time(machine: Hardware, method: str, 
 
 @few
 @given(
-    machines, st.sampled_from(("scout", "infinigen")), st.integers(2176, 1 << 20), st.integers(2176, 1 << 20), batches
+    machines,
+    st.sampled_from(("scout", "infinigen", "clo")),
+    st.integers(2176, 1 << 20),
+    st.integers(2176, 1 << 20),
+    batches,
 )
 def test_a_longer_context_never_takes_less_time_once_it_is_sparse(
     machine: Hardware, method: str, a: int, b: int, batch: int
@@ -179,7 +184,88 @@ def test_infinigen_copies_what_scout_computes() -> None:
     assert step.cpu_bytes == 0
 
 
-@pytest.mark.parametrize("method", ["scout", "infinigen"])
+heads = st.lists(st.integers(0, SHAPE.kv_heads), min_size=SHAPE.layers, max_size=SHAPE.layers)
+
+
+@few
+@given(machines, configs, contexts, batches, st.floats(0, 1), heads)
+def test_clo_loads_the_selections_of_the_heads_that_miss_and_nothing_else(
+    machine: Hardware, config: HybridConfig, context: int, batch: int, hits: float, persistent: list[int]
+) -> None:
+    config = config.model_copy(update={"exact_layers": ()})
+    step = decode_step(machine, SHAPE, config, "clo", context, batch, hit_ratio=hits, persistent_heads=persistent)
+    lanes = sum(SHAPE.kv_heads - count for count in persistent) * (1 - hits) * batch
+    pages = config.budget_pages - config.sinks - config.recent
+    sparse = not Costs(machine, SHAPE, config, context, batch).fits
+    lane_page = 2 * config.page_size * SHAPE.head_dim * SHAPE.dtype_bytes
+    assert step.pcie_bytes == pytest.approx(sparse * lanes * pages * lane_page, abs=1e-3)
+    assert step.cpu_bytes == 0
+
+
+@pytest.mark.parametrize("options", [{"hit_ratio": 1.0}, {"hit_ratio": 0.0, "persistent_heads": [8] * 8}])
+def test_clo_loads_nothing_if_all_heads_hit_or_are_persistent(options: dict[str, float | list[int]]) -> None:
+    step = decode_step(find_hardware("t4"), SHAPE, CONFIG, "clo", 50_000, 16, **options)  # type: ignore[arg-type]
+    assert (step.pcie_bytes, step.pcie_busy) == (0, 0)
+    assert step.device_idle == pytest.approx(2e-3)
+
+
+def test_clo_without_a_hit_takes_as_long_as_loading_every_selection() -> None:
+    """By hand: no layer is as slow as its load, so the link never rests but for the step's end."""
+    machine = find_hardware("t4")
+    step = decode_step(machine, SHAPE, CONFIG, "clo", 50_000, 64, hit_ratio=0.0)
+    load = 64 * (2048 - 3 * 32) * SHAPE.token_bytes / machine.link_achieved(1 << 30)
+    assert step.pcie_busy == pytest.approx(7 * load)
+    assert 7 * load < step.seconds < 8 * load
+
+
+@few
+@given(machines, st.integers(2177, 1 << 20), batches, st.floats(0, 1), st.floats(0, 1), heads)
+def test_more_hits_never_make_clo_slower(
+    machine: Hardware, context: int, batch: int, a: float, b: float, persistent: list[int]
+) -> None:
+    few_hits, many = (
+        decode_step(machine, SHAPE, CONFIG, "clo", context, batch, hit_ratio=hits, persistent_heads=persistent)
+        for hits in sorted((a, b))
+    )
+    assert many.seconds <= few_hits.seconds * (1 + 1e-9)
+
+
+@few
+@given(machines, st.integers(2177, 1 << 20), batches, st.floats(0, 1), heads)
+def test_a_slower_link_never_makes_clo_faster(
+    machine: Hardware, context: int, batch: int, hits: float, persistent: list[int]
+) -> None:
+    times = [
+        decode_step(
+            WhatIf(pcie=n).apply(machine), SHAPE, CONFIG, "clo", context, batch, hit_ratio=hits,
+            persistent_heads=persistent,
+        ).seconds
+        for n in (6, 5, 4, 3)
+    ]  # fmt: skip
+    assert all(later >= earlier * (1 - 1e-9) for earlier, later in pairwise(times))
+
+
+def test_clo_hides_its_loads_one_layer_ahead() -> None:
+    machine = find_hardware("a40")
+    ahead, beside = (
+        decode_step(machine, SHAPE, CONFIG, "clo", 50_000, 4, hit_ratio=0.9, lookahead=on) for on in (True, False)
+    )
+    assert ahead.device_idle == pytest.approx(2e-3)
+    assert beside.device_idle == pytest.approx(2e-3 + ahead.pcie_busy)  # waited for in each layer, whole
+
+
+def test_clo_in_place_saves_the_selection_where_a_head_hits() -> None:
+    machine = find_hardware("h100").replace(device="cpu")
+    hit, miss, scout = (
+        decode_step(machine, SHAPE, CONFIG, method, 50_000, 4, hit_ratio=ratio, persistent_heads=[0] * 8).seconds
+        for method, ratio in (("clo", 1.0), ("clo", 0.0), ("scout", None))
+    )
+    costs = Costs(machine, SHAPE, CONFIG, 50_000, 4)
+    assert miss - hit == pytest.approx(8 * costs.scoring_in_place(costs.digest_bytes_in_place))
+    assert miss - scout == pytest.approx(8 * costs.lookup)
+
+
+@pytest.mark.parametrize("method", ["scout", "infinigen", "clo"])
 def test_low_load_costs_nothing(method: str) -> None:
     """While the context fits the slots the step is the stock one."""
     machine = find_hardware("h100")
@@ -241,9 +327,12 @@ def test_a_resource_serves_in_order_and_waits_for_what_a_task_needs() -> None:
         (("scout", 100, 0), {}, "batch: got 0"),
         (("scout", 100, 1), {"cpu_share": 1.0}, "cpu_share: got 1.0"),
         (("scout", 100, 1), {"cpu_share": -0.1}, "cpu_share: got -0.1"),
+        (("clo", 100, 1), {"hit_ratio": 1.1}, "hit_ratio: got 1.1"),
+        (("clo", 100, 1), {"persistent_heads": [8] * 7}, "persistent_heads: got .* expected 8 numbers from 0 to 8"),
+        (("clo", 100, 1), {"persistent_heads": [9] + [0] * 7}, "persistent_heads: got .* expected 8 numbers"),
     ],
 )
-def test_bad_input_gets_one_line(arguments: tuple[str, int, int], options: dict[str, float], words: str) -> None:
+def test_bad_input_gets_one_line(arguments: tuple[str, int, int], options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         decode_step(find_hardware("t4"), SHAPE, CONFIG, *arguments, **options)
 

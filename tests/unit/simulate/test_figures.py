@@ -10,13 +10,15 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from bench import paper_numbers, simulate_figures
+from bench import simulate_clo as clo
 from bench import simulate_paper as paper
 from bench.simulate_runs import QWEN3_RUNS, SMOLLM2_RUNS, own_runs, validation_error
-from hybrid_backend.tools.plan.hardware import Curve
+from hybrid_backend.tools.plan.hardware import Curve, find_hardware
 from hybrid_backend.tools.plan.simulate import StepTime, decode_step
 
 ROOT = Path(__file__).parents[3]
@@ -113,9 +115,10 @@ def test_what_the_paper_says_of_every_length_and_of_figure_9_holds() -> None:
     assert len(held) == 5 and all(held.values()), held
 
 
-def test_whatever_disagrees_says_why() -> None:
-    silent = [claim.what for claim in paper.claims() if not claim.agrees and not claim.why]
-    silent += [statement.what for statement in paper.statements() if not statement.holds and not statement.why]
+@pytest.mark.parametrize("source", [paper, clo])
+def test_whatever_disagrees_says_why(source: ModuleType) -> None:
+    silent = [claim.what for claim in source.claims() if not claim.agrees and not claim.why]
+    silent += [statement.what for statement in source.statements() if not statement.holds and not statement.why]
     assert not silent
 
 
@@ -125,6 +128,33 @@ def test_whatever_the_paper_leaves_open_is_named() -> None:
         "scout, batch 32 over 16",
         "scout, batch 64 over 32",
     }
+
+
+def test_every_number_of_clo_that_was_promised_has_a_row() -> None:
+    """Layer times as they follow from the text's percentages, Table 3, and the ablation of section 6.5."""
+    rows = {claim.what: claim.paper for claim in clo.claims()}
+    assert rows.pop("a layer, full attention, ms") == pytest.approx(1.490, abs=0.0005)
+    assert rows.pop("a layer, CLO, ms") == pytest.approx(0.970, abs=0.0025)
+    assert rows.pop("CLO over full attention, layer time") == pytest.approx(1.37 / 2.1)
+    caches = {f"cache on the GPU, {n}K tokens, GiB": size for n, size in ((32, 0.53), (64, 1.09), (128, 2.62))}
+    steps = (("T", -35.2), ("T + G", -48.0), ("T + G + P", -56.9))
+    assert rows == caches | {f"step latency, {what} against baseline, %": less for what, less in steps}
+
+
+def test_clos_machine_is_the_papers() -> None:
+    """Section 6.1: 48 GB, 149.7 TFLOPS fp16, PCIe 4 x16; section 6.5: 21.21 GB/s, whatever the piece."""
+    machine = clo.clo_machine()
+    assert (machine.bf16_flops_per_s.value, machine.hbm_bytes_per_s.value) == (149.7e12, 696e9)
+    assert machine.link_achieved(512) == machine.link_achieved(1 << 26) == 21.21e9
+    a40 = find_hardware("a40")
+    assert (machine.hbm_efficiency, machine.flops_efficiency) == (a40.hbm_efficiency, a40.flops_efficiency)
+    assert a40.hbm_efficiency == find_hardware("h100").hbm_efficiency  # general figures, fitted to nothing
+
+
+def test_a_layer_of_clo_takes_as_long_as_in_the_paper_and_waits_for_nothing() -> None:
+    """970 us at 128K, batch 1 and the hit ratio of Table 4: all of the load is named."""
+    assert clo.layer_ms("clo") == pytest.approx(clo.CLO_MS, rel=0.01)
+    assert [statement.holds for statement in clo.statements()] == [True, True]
 
 
 def test_our_own_runs_are_predicted_as_well_as_is_said() -> None:
@@ -144,13 +174,14 @@ def test_the_runs_are_those_of_the_documentation() -> None:
         assert f"| {context} | {batch} | {stock} | {hybrid} |" in text
 
 
-def test_the_documentation_has_todays_table() -> None:
+@pytest.mark.parametrize("source", [paper, clo])
+def test_the_documentation_has_todays_table(source: ModuleType) -> None:
     text = (ROOT / "docs" / "simulator.md").read_text()
-    for claim in paper.claims():
+    for claim in source.claims():
         row = f"{claim.what} | {claim.paper:.3g} | {claim.simulated:.3g} | {100 * claim.error:+.0f} % |"
         assert row in text, row
-    agree = sum(claim.agrees for claim in paper.claims())
-    assert f"**{agree} of {len(paper.claims())} numbers are within 15 %.**" in text
+    agree = sum(claim.agrees for claim in source.claims())
+    assert f"**{agree} of {len(source.claims())} numbers are within 15 %.**" in text
 
 
 def test_one_command_writes_the_table_and_the_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,4 +189,5 @@ def test_one_command_writes_the_table_and_the_plots(tmp_path: Path, monkeypatch:
     simulate_figures.main()
     report = json.loads((tmp_path / "simulate_figures.json").read_text())
     assert len(report["claims"]) == len(paper.claims())
+    assert {row["what"]: row["paper"] for row in report["clo"]["claims"]} == {c.what: c.paper for c in clo.claims()}
     assert (tmp_path / "simulate_figures.png").read_bytes().startswith(b"\x89PNG")

@@ -3,9 +3,9 @@
 A profile that was measured (``hybrid profile --hardware``) is always better: what a data sheet does not say (achieved
 shares, overheads) is the same general figure for every machine here, named in its ``source``.
 
-Data sheets: NVIDIA T4 (2018), A10 (2021), A100 (2021), H100 (2022), H200 (2023), Ada GPU architecture whitepaper
-(RTX 4090, 2022). PCI Express: 8, 16 and 32 GT/s per lane for generations 3, 4 and 5 with 128b/130b coding, so 15.75,
-31.5 and 63 GB/s per direction on 16 lanes.
+Data sheets: NVIDIA T4 (2018), A10 (2021), A40 (2021), A100 (2021), H100 (2022), H200 (2023), Ada GPU architecture
+whitepaper (RTX 4090, 2022). PCI Express: 8, 16 and 32 GT/s per lane for generations 3, 4 and 5 with 128b/130b coding,
+so 15.75, 31.5 and 63 GB/s per direction on 16 lanes.
 """
 
 from __future__ import annotations
@@ -87,6 +87,9 @@ def _named() -> tuple[Hardware, ...]:
         _machine("a10", sheet="NVIDIA A10 data sheet: 24 GB, 600 GB/s, 125 TFLOPS bf16, PCIe 4 x16",
                  memory_mib=23028, hbm=600e9, flops=125e12, pcie=4, host=_A10_HOST, cores=16, channels=3,
                  transfers=3200e6, ram_gib=128),
+        _machine("a40", sheet="NVIDIA A40 data sheet: 48 GB, 696 GB/s, 149.7 TFLOPS bf16, PCIe 4 x16",
+                 memory_mib=46068, hbm=696e9, flops=149.7e12, pcie=4, host=_A100_HOST, cores=32, channels=8,
+                 transfers=3200e6, ram_gib=512),
         _machine("rtx4090", sheet="NVIDIA Ada whitepaper, RTX 4090: 24 GB, 1008 GB/s, 165.2 TFLOPS bf16 (fp32 sums), "
                  "PCIe 4 x16", memory_mib=24564, hbm=1008e9, flops=165.2e12, pcie=4, host=_4090_HOST, cores=16,
                  channels=2, transfers=5200e6, ram_gib=128),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -109,6 +110,12 @@ class Costs:
         """Of digests in the device's memory."""
         return digest_bytes / self.hardware.hbm_achieved
 
+    @cached_property
+    def lookup(self) -> float:
+        """CLO: the queries against the labels of the heads' selections, one pass over both."""
+        values = 2 * self.rows * self.shape.heads * self.shape.head_dim
+        return float(values * self.shape.dtype_bytes) / self.hardware.hbm_achieved
+
     def scoring_in_place(self, digest_bytes: float) -> float:
         return self.attention(digest_bytes) / SCORING
 
@@ -120,6 +127,11 @@ class Costs:
             return 0.0
         page = self.shape.page_bytes(self.config.page_size)
         return size / self.hardware.link_achieved(page if piece is None else piece)
+
+    def pull(self, size: float) -> float:
+        """From host to device, read by the device itself: nothing to set up, so small pieces are as fast as large
+        ones."""
+        return size / self.hardware.link_achieved(math.inf)
 
     def cpu_attention(self, kv_bytes: float, copied: float = 0.0) -> float:
         """Of the workers, while ``copied`` bytes also leave the same memory for the device."""

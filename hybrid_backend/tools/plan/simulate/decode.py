@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hybrid_backend.config import HybridConfig
@@ -24,6 +24,8 @@ INFINIGEN_SHARE = 0.088
 HGCA_SHARE = 0.52
 """Attended tokens that the CPU attends at beta 1 and a quarter of the context on the device: measured
 (docs/measurements.md, HGCA)."""
+CLO_HITS = 0.7922
+"""CLO: lookups that need no load, mean of its Table 4 (section 6.2; 65 to 90 % by model, batch and length)."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ _METHODS = {
         pipelines.scout, pipelines.in_place, lambda recall: SCOUT_SHARE * (1.0 if recall else WITHOUT_RECALL), True
     ),
     "infinigen": _Simulated(pipelines.infinigen, pipelines.in_place, lambda recall: INFINIGEN_SHARE, True),
+    "clo": _Simulated(pipelines.clo, pipelines.clo_in_place, _nothing, True),
     "hgca": _Simulated(pipelines.hgca, pipelines.hgca, lambda recall: HGCA_SHARE),
     "headinfer": _Simulated(pipelines.streamed, pipelines.resident, _nothing),
 }
@@ -96,6 +99,8 @@ def decode_step(
     cpu_share: float | None = None,
     lookahead: bool | None = None,
     recall: bool | None = None,
+    hit_ratio: float | None = None,
+    persistent_heads: Sequence[int] | None = None,
 ) -> StepTime:
     """Simulate decoding ``batch`` sequences of ``context`` tokens each.
 
@@ -110,6 +115,9 @@ def decode_step(
         cpu_share: share of a sparse layer's attended tokens that are not on the device; None: as published or measured.
         lookahead: None: as the configuration says (auto: yes where tiers are separate).
         recall: None: as the configuration says.
+        hit_ratio: of clo: share of its lookups after which nothing is loaded, 0 to 1; None: as published.
+        persistent_heads: of clo: of each layer, KV heads whose pages are all on the device; None: all heads of the
+            first full-attention layer, which no layer can load for (CLO, section 3.3), and none of the others.
 
     Returns:
         The step's times and bytes.
@@ -124,6 +132,8 @@ def decode_step(
             raise ConfigError(f"{name}: got {value}, expected an integer >= 1")
     if cpu_share is not None and not 0.0 <= cpu_share < 1.0:
         raise ConfigError(f"cpu_share: got {cpu_share}, expected a number from 0 to below 1")
+    if hit_ratio is not None and not 0.0 <= hit_ratio <= 1.0:
+        raise ConfigError(f"hit_ratio: got {hit_ratio}, expected a number from 0 to 1")
     config.validate_for(shape.layers)
     entry = _METHODS[method]
     costs = Costs(hardware, shape, config, context, rows=-(-batch // hardware.gpus))
@@ -137,11 +147,26 @@ def decode_step(
         lookahead=not unified if looks == "auto" else looks,
         recall=recalls,
         workers="device" if is_cpu else "workers",
+        hit_ratio=CLO_HITS if hit_ratio is None else hit_ratio,
+        persistent=_persistent(shape, persistent_heads),
     )
     pipeline = entry.in_place if unified else entry.separate
     if entry.only_beyond_frames and costs.fits and not unified:
         pipeline = pipelines.resident
     return _run(machine, pipeline, batch)
+
+
+def _persistent(shape: ModelShape, heads: Sequence[int] | None) -> tuple[int, ...]:
+    """Checked, or the default of `decode_step`."""
+    if heads is None:
+        first = shape.windows.index(None) if None in shape.windows else -1
+        return tuple(shape.kv_heads if layer == first else 0 for layer in range(shape.layers))
+    if len(heads) != shape.layers or not all(0 <= count <= shape.kv_heads for count in heads):
+        raise ConfigError(
+            f"persistent_heads: got {list(heads)}, expected {shape.layers} numbers from 0 to {shape.kv_heads}, one for "
+            "each layer"
+        )
+    return tuple(heads)
 
 
 def _run(machine: Machine, pipeline: Pipeline, batch: int) -> StepTime:

@@ -2,7 +2,7 @@
 
 Each pipeline follows its method in `hybrid_backend.methods`: the same order, the same waits. ``share`` is what a method
 leaves off the device: scout's and HGCA's tokens that the CPU attends, InfiniGen's tokens that are copied, as a share of
-all tokens attended in the layer.
+all tokens attended in the layer. CLO knows hit ratio and persistent heads instead.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class Machine:
     lookahead: bool
     recall: bool
     workers: Resource = "workers"  # "device" where the device tier's cores are the workers' too
+    hit_ratio: float = 0.0  # CLO: lookups of cached KV heads that need no load
+    persistent: tuple[int, ...] = ()  # CLO: of each layer, KV heads whose pages are all on the device
     time: Timeline = field(default_factory=Timeline)
     pcie_bytes: float = 0.0
     cpu_bytes: float = 0.0
@@ -34,6 +36,10 @@ class Machine:
     def link(self, size: float, *after: float) -> float:
         self.pcie_bytes += size
         return self.time.run("link", self.costs.copy(size), *after)
+
+    def pull(self, size: float, *after: float) -> float:
+        self.pcie_bytes += size
+        return self.time.run("link", self.costs.pull(size), *after)
 
     def cpu(self, size: float, copied: float, *after: float) -> float:
         """When the workers' partial is there; at once if there is nothing to attend."""
@@ -158,6 +164,56 @@ def infinigen(machine: Machine, step: int) -> None:
             arrivals[layer] = machine.link(parts.away, _select(machine, layer, ahead=False))
         machine.device(costs.attention(parts.here + parts.away), arrivals[layer])
         machine.device(costs.rest)
+
+
+def clo(machine: Machine, step: int) -> None:
+    """Missed KV heads load their whole selection one layer ahead; persistent heads select by the true query and need
+    no load (arXiv 2511.14510, section 4.2, Figure 9)."""
+    costs = machine.costs
+    arrivals: dict[int, float] = {}
+    for layer in _full_layers(machine):
+        following, exact = _ahead(machine, layer), layer in costs.config.exact_layers
+        if following is not None and _cached(machine, following):
+            arrivals[following] = _refresh(machine, following, costs.prediction)
+        fresh = 0.0 if exact else (1.0 - _cached(machine, layer)) * costs.digest_bytes
+        machine.device(costs.projections + costs.scoring(fresh))
+        if layer not in arrivals:
+            arrivals[layer] = _refresh(machine, layer, 0.0)
+        attended = costs.context if exact else costs.config.budget_tokens
+        machine.device(costs.attention(costs.kv(attended)), arrivals[layer])
+        machine.device(costs.rest)
+
+
+def _cached(machine: Machine, layer: int) -> float:
+    """The share of the layer's KV heads of which only the last selection is on the device."""
+    return 1.0 - machine.persistent[layer] / machine.costs.shape.kv_heads
+
+
+def _refresh(machine: Machine, layer: int, predicted: float) -> float:
+    """Look up the cached heads, select for those that miss, load; returns when all is there. ``predicted``: seconds of
+    the prediction. Sinks and recent pages are part of the budget, but never loaded."""
+    costs, cached = machine.costs, _cached(machine, layer)
+    if layer in costs.config.exact_layers:
+        return machine.pull(cached * _parts(machine, layer).away, machine.device(0.0))
+    if not cached:
+        return 0.0
+    missed = cached * (1.0 - machine.hit_ratio)
+    known = machine.device(predicted + costs.lookup + costs.scoring(missed * costs.digest_bytes))
+    always = (costs.config.sinks + costs.config.recent) * costs.config.page_size
+    return machine.pull(missed * costs.kv(costs.config.budget_tokens - always), known)
+
+
+def clo_in_place(machine: Machine, step: int) -> None:
+    """The device tier is the host: a hit saves the selection, nothing is ever loaded."""
+    costs = machine.costs
+    for layer in _full_layers(machine):
+        if costs.fits or layer in costs.config.exact_layers:
+            attention = costs.attention(costs.kv(costs.context))
+        else:
+            selected = 1.0 - _cached(machine, layer) * machine.hit_ratio
+            selection = costs.lookup + costs.scoring_in_place(selected * costs.digest_bytes_in_place)
+            attention = selection + costs.attention(costs.kv(costs.config.budget_tokens))
+        machine.device(costs.projections + attention + costs.rest)
 
 
 def hgca(machine: Machine, step: int) -> None:

@@ -1,0 +1,71 @@
+"""CLO's lookup: is what each KV head has cached still the answer to this query?"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_backend.kernels.operations import SIMILARITIES
+from hybrid_backend.kernels.triton.counters import HITS, LOOKUPS
+
+
+@triton.jit
+def _scaled(x):
+    """Rows in fp32 over their largest magnitudes, so that no square overflows or vanishes."""
+    x = x.to(tl.float32)
+    top = tl.max(tl.abs(x), 1)
+    return x / tl.where(top > 0, top, 1.0)[:, None]
+
+
+@triton.jit
+def _match_kernel(q, labels, weights, thresholds, requests, num_pages, budgets, missed, counters,
+                  KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HARMONIC: tl.constexpr,
+                  BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    threshold = tl.load(thresholds + head)
+    miss = tl.zeros([], tl.int32)
+    if (tl.load(budgets + row) < tl.load(num_pages + row)) & (threshold != float("-inf")):
+        g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+        at = (head * GROUP + g)[:, None] * DIM + d[None, :]
+        inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
+        known = labels + tl.load(requests + row).to(tl.int64) * KV_HEADS * GROUP * DIM + at
+        query = tl.load(q + row * KV_HEADS * GROUP * DIM + at, mask=inside, other=0.0)
+        x, label = _scaled(query), _scaled(tl.load(known, mask=inside, other=0.0))
+        of_label = tl.sum(label * label, 1)
+        lengths = tl.sqrt_rn(tl.sum(x * x, 1) * of_label)
+        similar = tl.where(lengths == 0, 0.0, tl.div_rn(tl.sum(x * label, 1), tl.where(lengths == 0, 1.0, lengths)))
+
+        s = tl.load(weights + head * GROUP + g, mask=g < GROUP, other=0.0)
+        s = tl.where(tl.max(s, 0) > 0, s, (g < GROUP).to(tl.float32))
+        found = tl.min(tl.where(s > 0, similar, float("inf")), 0)
+        if HARMONIC:
+            inverse = tl.sum(tl.div_rn(s, tl.where(similar > 0, similar, 1.0)), 0)
+            found = tl.where(found > 0, tl.div_rn(tl.sum(s, 0), inverse), found)
+        odd = tl.sum((similar != similar).to(tl.int32), 0)
+        hit = (found >= threshold) & (odd == 0) & (tl.sum(of_label, 0) != 0)
+        miss += 1 - hit.to(tl.int32)
+        tl.debug_barrier()  # warps may hold the same elements: all have read the label before one overwrites it
+        if miss > 0:
+            tl.store(known, query, mask=inside)
+        if counters is not None:
+            tl.atomic_add(counters + LOOKUPS, tl.full([], 1, tl.int64), sem="relaxed")
+            tl.atomic_add(counters + HITS, hit.to(tl.int64), sem="relaxed")
+    tl.store(missed + row * KV_HEADS + head, miss)
+
+
+def match_labels(
+    q: Tensor, labels: Tensor, weights: Tensor, thresholds: Tensor, requests: Tensor, num_pages: Tensor,
+    budgets: Tensor, aggregate: str, counters: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    rows, heads, dim = q.shape
+    kv_heads = len(thresholds)
+    group = heads // kv_heads
+    missed = num_pages.new_empty(rows, kv_heads)
+    is_harmonic = SIMILARITIES.index(aggregate) == 0
+    if rows:
+        _match_kernel[(rows, kv_heads)](
+            q, labels, weights, thresholds, requests, num_pages, budgets, missed, counters,
+            kv_heads, group, dim, is_harmonic, triton.next_power_of_2(group), triton.next_power_of_2(dim),
+        )  # fmt: skip
+    return missed
