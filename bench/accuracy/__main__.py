@@ -42,7 +42,9 @@ def main(
     model: Annotated[str, typer.Option(help="catalog name or directory of a Hugging Face model")] = (
         "smollm2-135m-instruct"
     ),
-    methods: Annotated[str, typer.Option(help="names separated by commas")] = "dense,scout,hgca,infinigen,clo,headinfer",
+    methods: Annotated[
+        str, typer.Option(help="names separated by commas")
+    ] = "dense,scout,hgca,infinigen,clo,headinfer",
     budgets: Annotated[str, typer.Option(help="tokens attended; of hgca the window")] = "256,512,1024,2048,4096",
     tasks: Annotated[str, typer.Option(help="names separated by commas, all, or none")] = "all",
     lengths: Annotated[str, typer.Option(help="prompts in tokens")] = "1024,2048",
