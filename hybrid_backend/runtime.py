@@ -90,10 +90,10 @@ class HybridRuntime:
         step = make_step(self._steps, batch, self.config.page_size)
         self._steps += 1
         self._open = step
-        for row in step.prefill:  # if it had frames, they are out of date: it computes prompt tokens again
-            self.executor.release(row.request_id)
         try:
             self.method.begin_step(step)
+            for row in step.prefill:  # if it had frames, they are out of date: it computes prompt tokens again
+                self.executor.release(row.request_id)
             if step.decode is not None:
                 self.executor.begin(step)
         except WorkerError as error:

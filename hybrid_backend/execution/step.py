@@ -28,6 +28,8 @@ from hybrid_backend.tiers.sizes import StepShape
 from hybrid_backend.tiers.state import StepInputs, StepState
 from hybrid_backend.workers import WorkerPool
 
+_LOOKUPS, _HITS = Counters._fields.index("lookups"), Counters._fields.index("hits")
+
 
 class _Layer(NamedTuple):
     """What the operations of one layer work on. Views of fixed buffers, made once: making one takes as long as a small
@@ -121,6 +123,8 @@ class DecodeStep:
 
     def abandon(self) -> None:
         """Forget the open step; perhaps its forward raised."""
+        self._join()  # a copy may be under way into frames that somebody else is about to fill
+        self._copied.clear()
         self.partials.abandon()
         self._selected.clear()
         self._asked.clear()
@@ -187,7 +191,9 @@ class DecodeStep:
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
         """The same in every step where graphs are captured; elsewhere only where pages are left out, or sampled."""
-        if not self._method.looks_ahead(self._config, self._tiers.device) or layer in self._config.exact_layers:
+        if not self._method.looks_ahead(self._config, self._tiers.device) or not self._method.predicts(layer):
+            return False
+        if layer in self._config.exact_layers:
             return False
         if step.is_captured or self._tiers.asks_by_itself or step.decode is None:
             return True
@@ -225,10 +231,13 @@ class DecodeStep:
 
     def _end(self) -> None:
         """The last layer: what was forked from the stream joins it, and the host may read the counters."""
+        self._join()
+        self._published.copy_(self.state.counters, non_blocking=True)
+
+    def _join(self) -> None:
         if self._forked and self._copying is not None:
             torch.cuda.current_stream().wait_stream(self._copying)
             self._forked = False
-        self._published.copy_(self.state.counters, non_blocking=True)
 
     # --- for methods: operations of the open step ---
 
@@ -393,7 +402,10 @@ class DecodeStep:
     def count(self) -> None:
         """Add what the operations have counted since the last time, as far as the device has come."""
         published = self._published.clone()
-        new, self._counted = published - self._counted, published
+        new = published - self._counted
+        if bool((new[:, _LOOKUPS] < new[:, _HITS]).any()):
+            return  # the device is writing them just now
+        self._counted = published
         for layer, row in self._row.items():
             entry, found = self._stats.layers[layer], Counters(*new[row].tolist())
             lists = self.shape.lists if self.has_digests(layer) else 1

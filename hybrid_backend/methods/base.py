@@ -107,7 +107,8 @@ class Method(ABC):
     # --- prompts ---
 
     def begin_step(self, step: Step) -> None:
-        """A step of the engine begins, before its decoding rows are planned."""
+        """A step of the engine begins, before its decoding rows are planned. Requests with prompt tokens still have the
+        index that they may have decoded with."""
 
     def prefill(self, layer: int, row: PrefillRow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Exact attention of a prompt chunk: ``[chunk, heads, head_dim]`` in, the same shape in fp32 out."""
@@ -144,6 +145,10 @@ class Method(ABC):
     def pages_per_load(self) -> int:
         """Pages of one KV head that are copied where its cache is looked up and misses."""
         return 0
+
+    def predicts(self, layer: int) -> bool:
+        """Whether this layer wants a predicted query, where the method looks ahead at all."""
+        return True
 
     def lookahead(self, step: DecodeStep, layer: int, q: Tensor) -> None:
         """Before layer ``layer - 1`` runs. ``q``: ``[rows, heads, head_dim]``, predicted for ``layer``."""

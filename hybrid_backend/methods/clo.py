@@ -102,6 +102,7 @@ class Clo(Selective):
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
+        _policy(config, model)  # a file of other heads is refused before anything is allocated
         return replace(super().layout(config, model, device), digests="minmax")
 
     @classmethod
@@ -119,7 +120,8 @@ class Clo(Selective):
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)
-        layers, pages = tiers.layout.digest_layers(config, model), len(tiers.host.layers[0])
+        layers = tiers.layout.digest_layers(config, model)
+        pages = len(tiers.host.layers[tiers.layout.full_layers(model)[0]])
         self._row = {layer: row for row, layer in enumerate(layers)}
         heads = _persistent(config, model, tiers.layout, pages)
         self._persistent = ResidentHeads(heads, tiers.host, tiers.operations, model, tiers.device)
@@ -152,7 +154,7 @@ class Clo(Selective):
     # --- requests and frames ---
 
     def begin_step(self, step: Step) -> None:
-        for row in step.prefill:  # it computes prompt tokens again
+        for row in step.prefill:  # it loses its frames
             self.release(row.request_id)
 
     def release(self, request_id: str) -> None:
@@ -190,12 +192,12 @@ class Clo(Selective):
     def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
         self._looked_up.clear()
         budgets = self.budgets(rows)
-        left_out, is_sparse = rows.num_pages - budgets, budgets < rows.num_pages
+        left_out, is_sparse = (rows.num_pages - budgets).clamp(min=0), budgets < rows.num_pages
         self._is_sparse = bool(is_sparse.any())
         self._write_lists(step)
         tokens, pages, every = int(rows.seq_lens.sum()), int(rows.num_pages.sum()), self.model.num_kv_heads
         left_out_pages, sparse_rows = int(left_out.sum()), int(is_sparse.sum())
-        frames, is_beyond = self.tiers.frames.size, rows.num_pages > self.tiers.frames.size
+        frames, is_beyond = self.tiers.frames.size, rows.num_pages > self._limit
         for layer in self.tiers.layout.full_layers(self.model):
             if layer in self._row and self.config.sparse != "never":
                 loading = every - len(self._persistent.heads.get(layer, ()))
@@ -234,15 +236,16 @@ class Clo(Selective):
         lists.ids[:, 0] = by_head(first + torch.where(is_recent, self.frame_of(recent), i))
         lists.into.copy_(by_head(first + i[self._cached]))
         lists.whole[:, 0] = first + i
-        fits = now.num_pages <= frames
+        fits = now.num_pages <= self._limit
         lists.whole_tokens[:, 0] = now.seq_lens * fits
         lists.beyond_tokens[:, 0] = now.seq_lens * ~fits
+
+    def predicts(self, layer: int) -> bool:
+        return len(self._persistent.heads.get(layer, ())) < self.model.num_kv_heads
 
     def lookahead(self, step: DecodeStep, layer: int, q: Tensor) -> None:
         """Look the caches of the layer's heads up; those that miss select by ``q`` and load."""
         self._looked_up.add(layer)
-        if len(self._persistent.heads.get(layer, ())) == self.model.num_kv_heads:
-            return
         tiers, row, now, lists = self.tiers, self._row[layer], step.now(len(q)), self._of(len(q))
         state, how = self._state, self.config.clo.aggregate
         missed = tiers.operations.match_labels(
@@ -277,7 +280,7 @@ class Clo(Selective):
             self._by_true_query = chosen
             tokens = chosen.tokens * (1 - loads)[:, None]
             parts.append(step.attend(by_head, head_pages(store), chosen.frames, tokens))
-        if len(persistent) < self.model.num_kv_heads:
+        if self.predicts(layer):
             if layer not in self._looked_up:
                 self.lookahead(step, layer, q)
             if tiers.frames.size:
@@ -286,7 +289,8 @@ class Clo(Selective):
                 kv, ids = head_pages(tiers.frames.layers[layer]), lists.ids
             else:
                 kv, ids = head_pages(tiers.host.views[layer]), self._in_place(layer, lists)
-            parts.append(step.attend(by_head, kv, ids, lists.tokens * loads[:, None]))
+            most = self._limit if tiers.frames.size else None
+            parts.append(step.attend(by_head, kv, ids, lists.tokens * loads[:, None], most))
         self._looked_up.discard(layer)
         # A list is of one kind, so that its other partial is empty.
         other = tiers.operations.merge_partials(*parts[1]) if len(parts) > 1 else None

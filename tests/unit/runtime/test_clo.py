@@ -83,7 +83,7 @@ def test_persistent_are_the_hardest_heads_that_cannot_be_loaded_in_time() -> Non
 
 
 @TIERS
-@pytest.mark.parametrize("persistent", ["auto", "none", ["1:1", "2:0"], EVERY])
+@pytest.mark.parametrize("persistent", ["none", ["1:1", "2:0"], EVERY], ids=["none", "some", "all"])
 def test_every_row_attends_its_sinks_recent_and_cached_pages_exactly(tiers: str, persistent: object) -> None:
     """The engine's witness checks each layer against fp64 attention over those pages; the context grows over pages."""
     running = engine(tiers=tiers, clo={"persistent": persistent, "eta": 0.3})
@@ -110,11 +110,12 @@ def test_a_context_that_outgrows_its_frames_goes_on_sparse(tiers: str) -> None:
 
 @TIERS
 def test_with_eta_one_every_step_attends_what_a_fresh_selection_would(tiers: str) -> None:
-    """Against heads that are all persistent, which select by the same (true) query in every step."""
-    ahead = {"enabled": tiers == "separate"}
-    always = run(engine(tiers=tiers, clo={"eta": 1, "persistent": "none"}, lookahead=ahead), 20)
-    fresh = run(engine(clo={"persistent": EVERY}, lookahead=ahead), 20)
-    torch.testing.assert_close(torch.stack(always), torch.stack(fresh), atol=1e-5, rtol=1e-5)
+    """Against persistent heads, which select by the same (true) query in every step: first all, then one per layer."""
+    for ahead, persistent in ((False, EVERY), (tiers == "separate", EVERY[::2])):
+        keys: dict[str, object] = {"lookahead": {"enabled": ahead}}
+        always = run(engine(tiers=tiers, clo={"eta": 1, "persistent": "none"}, **keys), 20)
+        fresh = run(engine(clo={"eta": 1, "persistent": persistent}, **keys), 20)
+        torch.testing.assert_close(torch.stack(always), torch.stack(fresh), atol=1e-5, rtol=1e-5)
 
 
 def test_heads_without_importance_load_once(tmp_path: Path) -> None:
@@ -207,6 +208,39 @@ def test_a_request_that_comes_after_an_aborted_one_finds_no_label_of_it() -> Non
     assert running.runtime.tiers.frames.indices(["b"]) == [index]
     assert [layer.head_hits for layer in running.runtime.stats.layers] == before
     running.close()
+
+
+def test_a_request_whose_prompt_is_computed_again_leaves_no_label() -> None:
+    running = engine(clo={"eta": 1e-6, "persistent": "none"})
+    running.step({"a": 1}, tolerance=None)
+    sequence = running.sequences["a"]
+    sequence.prompt = sequence.tokens + 3  # the engine goes on with a chunk, and never says that it took its KV away
+    running.step({"a": 3})
+    assert not method_of(running)._state.labels.any()
+    running.close()
+
+
+@TIERS
+@pytest.mark.parametrize("pages", [5, 6, 7])
+def test_exact_layers_attend_everything_whatever_fits_the_frames(tiers: str, pages: int) -> None:
+    """``sparse: always`` leaves pages out from the budget on, although the frames hold two more."""
+    running = engine(long=pages * PAGE - 3, tiers=tiers, sparse="always", exact_layers=[1], frames_per_request=6)
+    run(running, 20, noise=0.5)
+
+
+def test_layers_with_a_sliding_window_have_a_pool_of_their_own() -> None:
+    keys = config(method="clo", tiers="separate", clo={"persistent": "none"})
+    running = Engine(keys, spec(layers=3, windows=(32, None, None)), is_witnessed=True)
+    running.add("a", LONG)
+    running.prefill("a")
+    run(running, 10)
+    assert sorted(method_of(running)._row) == [1, 2]
+
+
+def test_a_context_smaller_than_the_budget_is_counted_once() -> None:
+    running = engine(long=62, tiers="unified", budget_tokens=6 * PAGE, frames_per_request=3)
+    run(running, 1)
+    assert [layer.selected_tokens for layer in running.runtime.stats.layers] == [63] * LAYERS
 
 
 def test_a_step_that_failed_half_way_leaves_no_label() -> None:
