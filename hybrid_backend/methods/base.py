@@ -225,3 +225,29 @@ def staging_tokens(config: HybridConfig, automatic: int = 4096) -> int:
 def frames_per_request(config: HybridConfig) -> int:
     """Pages that a request may keep on the device tier; a longer one is under pressure."""
     return config.automatic_frames if config.frames_per_request == "auto" else config.frames_per_request
+
+
+def named_heads(key: str, names: Iterable[str], layers: int, kv_heads: int) -> list[tuple[int, int]]:
+    """``(layer, KV head)`` of names such as 3:1, in their order.
+
+    Raises:
+        ConfigError: the model has no such head; ``key`` is where it was named.
+    """
+    found = []
+    for name in names:
+        layer, head = map(int, name.split(":"))
+        if layer >= layers or head >= kv_heads:
+            raise ConfigError(
+                f"{key}: {name} is no layer:head of the model, which has layers 0..{layers - 1} and KV heads "
+                f"0..{kv_heads - 1} on this rank; remove it"
+            )
+        found.append((layer, head))
+    return found
+
+
+def by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    """The heads of each layer, in their order."""
+    found: dict[int, tuple[int, ...]] = {}
+    for layer, head in heads:
+        found[layer] = (*found.get(layer, ()), head)
+    return found

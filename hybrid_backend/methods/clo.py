@@ -30,7 +30,7 @@ from hybrid_backend.config import HybridConfig, format_size
 from hybrid_backend.config.heads import HeadScores, read_heads
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels.operations import Selection
-from hybrid_backend.methods.base import OwnMemory, frames_per_request, is_separate
+from hybrid_backend.methods.base import OwnMemory, by_layer, frames_per_request, is_separate, named_heads
 from hybrid_backend.methods.selective import Selective
 from hybrid_backend.step import DecodeRows, ModelSpec, Step
 from hybrid_backend.tiers import TierLayout, Tiers
@@ -93,7 +93,7 @@ class Clo(Selective):
             )
         scores = _scores(config, num_layers, None, num_kv_heads)
         if not isinstance(config.clo.persistent, str):
-            _named(config.clo.persistent, num_layers, num_kv_heads)
+            named_heads("clo.persistent", config.clo.persistent, num_layers, num_kv_heads)
         elif config.clo.persistent == "auto" and scores is not None and scores.similarity is None:
             raise ConfigError(
                 f"clo.persistent: auto needs the mean cosines of heads, which {config.clo.heads} does not have; write "
@@ -315,7 +315,7 @@ class Clo(Selective):
         digests, config, ops = self.tiers.digest_layer(layer), self.config, self.tiers.operations
         assert digests is not None
         scores = ops.page_scores(
-            q.view(len(table), -1, q.shape[2]), head_digests(digests), lists.table, num_pages, lists.budgets,
+            q.view(len(table), -1, q.shape[2]), head_pages(digests), lists.table, num_pages, lists.budgets,
             config.selection.aggregate, False, config.selection.bound, self.model.scale,
         )  # fmt: skip
         return ops.select_pages(
@@ -383,11 +383,6 @@ def persistent_heads(
     return sorted(found, reverse=True)
 
 
-def head_digests(digests: Tensor) -> Tensor:
-    """``[pages, kv_heads, 2, head_dim]`` as ``[pages * kv_heads, 1, 2, head_dim]``."""
-    return digests.flatten(0, 1)[:, None]
-
-
 def _cached(config: HybridConfig) -> int:
     """Pages that a head caches beside sinks and recent ones."""
     return config.budget_pages - config.sinks - config.recent
@@ -398,6 +393,11 @@ def _scores(config: HybridConfig, layers: int, heads: int | None, kv_heads: int)
     return None if config.clo.heads == "uniform" else read_heads(config.clo.heads, layers, heads, kv_heads)
 
 
+def _tau(config: HybridConfig, scores: HeadScores) -> list[list[float]]:
+    """``[layers][kv_heads]``"""
+    return [[threshold(s, config.clo.eta, config.clo.power) for s in layer] for layer in scores.kv_importance]
+
+
 def _policy(config: HybridConfig, model: ModelSpec) -> tuple[Tensor, Tensor]:
     """``([layers, kv_heads] thresholds, [layers, heads] weights)``, fp32."""
     scores = _scores(config, model.num_layers, model.num_heads, model.num_kv_heads)
@@ -406,8 +406,7 @@ def _policy(config: HybridConfig, model: ModelSpec) -> tuple[Tensor, Tensor]:
             torch.full((model.num_layers, model.num_kv_heads), config.clo.eta),
             torch.ones(model.num_layers, model.num_heads),
         )
-    tau = [[threshold(s, config.clo.eta, config.clo.power) for s in layer] for layer in scores.kv_importance]
-    return torch.tensor(tau), torch.tensor(scores.importance)
+    return torch.tensor(_tau(config, scores)), torch.tensor(scores.importance)
 
 
 def _persistent(config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int) -> dict[int, tuple[int, ...]]:
@@ -425,7 +424,8 @@ def _persistent(config: HybridConfig, model: ModelSpec, layout: TierLayout, page
         hard = [(layer, head) for _, layer, head in _hard_heads(config, model)]
         wanted = [x for x in dict.fromkeys(first + hard) if x[0] in layers]
     else:
-        wanted = [x for x in _named(clo.persistent, model.num_layers, every) if x[0] in layers]
+        named = named_heads("clo.persistent", clo.persistent, model.num_layers, every)
+        wanted = [x for x in named if x[0] in layers]
     a_head = resident_bytes({0: (0,)}, model, config.page_size, pages)
     if clo.persistent_size != "auto" and len(wanted) * a_head > clo.persistent_size:
         if clo.persistent != "auto":
@@ -435,33 +435,16 @@ def _persistent(config: HybridConfig, model: ModelSpec, layout: TierLayout, page
                 f"{clo.persistent_size // a_head} or fewer, or raise it"
             )
         wanted = wanted[: clo.persistent_size // a_head]
-    found: dict[int, tuple[int, ...]] = {}
-    for layer, head in sorted(wanted):
-        found[layer] = (*found.get(layer, ()), head)
-    return found
+    return by_layer(sorted(wanted))
 
 
 def _hard_heads(config: HybridConfig, model: ModelSpec) -> list[tuple[float, int, int]]:
     scores = _scores(config, model.num_layers, model.num_heads, model.num_kv_heads)
     if scores is None or scores.similarity is None:
         return []
-    tau = [[threshold(s, config.clo.eta, config.clo.power) for s in layer] for layer in scores.kv_importance]
     a_load = _cached(config) * model.page_bytes(config.page_size) // model.num_kv_heads
     similarity = [list(layer) for layer in scores.similarity]
-    return persistent_heads(tau, similarity, config.clo.tolerance, scores.prefetch_bytes // a_load)
-
-
-def _named(names: tuple[str, ...] | str, layers: int, kv_heads: int) -> list[tuple[int, int]]:
-    found = []
-    for name in names:
-        layer, head = map(int, name.split(":"))
-        if layer >= layers or head >= kv_heads:
-            raise ConfigError(
-                f"clo.persistent: {name} is no layer:head of the model, which has layers 0..{layers - 1} and KV heads "
-                f"0..{kv_heads - 1} on this rank; remove it"
-            )
-        found.append((layer, head))
-    return found
+    return persistent_heads(_tau(config, scores), similarity, config.clo.tolerance, scores.prefetch_bytes // a_load)
 
 
 def _buffers(

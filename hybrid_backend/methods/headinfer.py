@@ -22,7 +22,7 @@ from torch import Tensor
 from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods.base import Method, OwnMemory, can_fuse, is_separate, staging_tokens
+from hybrid_backend.methods.base import Method, OwnMemory, by_layer, can_fuse, is_separate, named_heads, staging_tokens
 from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.heads import ResidentHeads, resident_bytes, store_pages
@@ -235,14 +235,5 @@ def _resident(config: HybridConfig, model: ModelSpec, device: torch.device) -> d
 
 
 def _by_layer(key: str, config: HybridConfig, layers: int, kv_heads: int) -> dict[int, tuple[int, ...]]:
-    """``layer:head`` names by layer."""
-    found: dict[int, tuple[int, ...]] = {}
-    for name in getattr(config.headinfer, key):
-        layer, head = map(int, name.split(":"))
-        if layer >= layers or head >= kv_heads:
-            raise ConfigError(
-                f"headinfer.{key}: {name} is no layer:head of the model, which has layers 0..{layers - 1} and KV heads "
-                f"0..{kv_heads - 1} on this rank; remove it"
-            )
-        found[layer] = (*found.get(layer, ()), head)
-    return found
+    """What ``headinfer.{key}`` names."""
+    return by_layer(named_heads(f"headinfer.{key}", getattr(config.headinfer, key), layers, kv_heads))

@@ -57,7 +57,7 @@ def cut(
 
 
 def head_pages(store: Tensor) -> Tensor:
-    """``[pages, heads, 2, page_size, head_dim]``, contiguous, as ``[pages * heads, 1, 2, page_size, head_dim]``."""
+    """``[pages, heads, ...]``, contiguous, as ``[pages * heads, 1, ...]``: pages, or their digests, of single heads."""
     return store.flatten(0, 1)[:, None]
 
 
