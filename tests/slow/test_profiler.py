@@ -13,7 +13,6 @@ from rich.console import Console
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, load_config, read_heads
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.model import shape_from_config
 from hybrid_backend.tools.plan.hardware import find_hardware
 from hybrid_backend.tools.profile import profiler
 from hybrid_backend.tools.profile.gates import GateOptions
@@ -22,6 +21,7 @@ from hybrid_backend.tools.profile.profiler import Options, Profile
 from hybrid_backend.tools.profile.summary import Thresholds
 from hybrid_backend.tools.profile.tau import tau_of
 from hybrid_backend.tools.profile.texts import default_texts
+from tests.support.models import llama_8b
 from tests.unit.profile.models import build, encode
 
 GATES = GateOptions(steps=4, context=400, sink=4, recent=16, samples=2, passkeys=2, words=3, save_every=2)
@@ -185,19 +185,7 @@ def test_the_default_texts_are_prose_and_code_and_long() -> None:
 
 def test_tau_follows_the_machine() -> None:
     """A faster link between CPU and its memory allows more; batches leave the CPU less beside the device's matrices."""
-    shape = shape_from_config(
-        {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-            "torch_dtype": "bfloat16",
-        },
-        "llama-3.1-8b",
-    )
+    shape = llama_8b()
     config = HybridConfig()
     few, many = (tau_of(find_hardware("h100"), shape, config, 32768, batch) for batch in (8, 32))
     assert 0.01 < many < few <= 1

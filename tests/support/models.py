@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from hybrid_backend.model import ModelShape, shape_from_config
+
 
 def peaked(config_class: str, **arguments: Any) -> PreTrainedModel:
     """In fp32. Attention is peaked, and norms and biases are not neutral, so that errors show."""
@@ -22,3 +24,18 @@ def peaked(config_class: str, **arguments: Any) -> PreTrainedModel:
                 peak = 2.0 if "q_proj" in path or "k_proj" in path else 1.0
                 weight.copy_(torch.randn_like(weight) * peak * weight.shape[1] ** -0.5)
     return model
+
+
+def llama_8b() -> ModelShape:
+    """Llama 3.1 8B's."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+    }
+    return shape_from_config(config, "llama-3.1-8b")

@@ -15,13 +15,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, read_heads
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.model import shape_from_config
 from hybrid_backend.tools.plan.hardware import find_hardware
 from hybrid_backend.tools.profile.heads import head_scores, write_heads
 from hybrid_backend.tools.profile.measure import LayerMeasure, adjacent_cosine, measure_window
 from hybrid_backend.tools.profile.network import Network, Rope, wrap
 from hybrid_backend.tools.profile.tau import prefetch_bytes_of
 from hybrid_backend.tools.profile.texts import Window
+from tests.support.models import llama_8b
 from tests.unit.profile.models import build
 
 POSITIONS, TOKENS = 12, 200
@@ -138,19 +138,7 @@ def test_a_heads_file_that_cannot_be_written_is_an_error_of_one_line(tmp_path: P
 
 def test_prefetched_bytes_are_those_of_a_layers_time_on_the_link() -> None:
     """Llama 3.1 8B on an H100: a layer's matrices alone take this long at the memory's peak; PCIe 5 has 64 GB/s."""
-    shape = shape_from_config(
-        {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-            "torch_dtype": "bfloat16",
-        },
-        "llama-3.1-8b",
-    )
+    shape = llama_8b()
     hardware = find_hardware("h100")
     at_peak = shape.layer_weight_bytes / 3.35e12 * 64e9
     one = prefetch_bytes_of(hardware, shape, HybridConfig(), 32768)
