@@ -203,7 +203,7 @@ clean: ## Remove .venv, .venv-ipex, .venv-sglang and everything built (fetched m
 
 # -- measure -------------------------------------------------------------------------------------------------
 
-.PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate
+.PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate capacity
 .PHONY: bench-decode-cpu bench-fidelity compare bench-hgca
 
 bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/throughput.md)
@@ -212,8 +212,11 @@ bench: test-install model ## Serving: request rates, hybrid against stock (BENCH
 bench-accuracy: test-install model ## Scores and fidelity of the methods on RULER-like tasks (BENCH_ARGS, see docs/accuracy.md)
 	$(PY) -m bench.accuracy $(BENCH_ARGS)
 
-simulate: test-install ## The simulator against the paper's figures and our own runs
+simulate: test-install ## The simulator against the papers' figures and our own runs
 	$(PY) -m bench.simulate_figures
+
+capacity: test-install ## What every method holds and how fast it then decodes, planned and simulated
+	$(PY) -m bench.capacity
 
 bench-cpu: test-install ## CPU kernels against the read roofline, torch and vLLM's operator
 	$(PY) -m bench.cpu_attention

@@ -73,4 +73,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
     },
+    # https://huggingface.co/meta-llama/Llama-2-7b-hf/blob/main/config.json
+    "llama2-7b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+    },
 }

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from bench.model_configs import SHAPES
 from bench.simulate_paper import Claim, Otherwise, Statement
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.hardware import Curve, Hardware, find_hardware
 from hybrid_backend.model import shape_from_config
-from hybrid_backend.tools.plan.hardware import Curve, Hardware, find_hardware
 from hybrid_backend.tools.plan.simulate import StepTime, decode_step
 from hybrid_backend.tools.plan.simulate.costs import Costs
 

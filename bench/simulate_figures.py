@@ -1,12 +1,12 @@
-"""The simulator against ScoutAttention's and CLO's numbers and against our own measured runs.
+"""The simulator against ScoutAttention's, CLO's and APEX's numbers and against our own measured runs.
 
     python -m bench.simulate_figures [--out bench/out]
 
 Prints for each paper its numbers with their workload, what the paper leaves open and was assumed, the simulated
-value, its error and where that comes from (ScoutAttention: `bench.simulate_paper`; CLO: `bench.simulate_clo`); its
-statements in words; what other readings of the text would give; and our own runs (`bench.simulate_runs`). Writes
-`simulate_figures.json` and a PNG with plots: decode throughput by context and by batch, GPU idle, ratios, and measured
-against simulated tokens/s.
+value, its error and where that comes from (ScoutAttention: `bench.simulate_paper`; CLO: `bench.simulate_clo`; APEX:
+`bench.simulate_apex`); its statements in words; what other readings of the text would give; and our own runs
+(`bench.simulate_runs`). Writes `simulate_figures.json` and a PNG with plots: decode throughput by context and by batch,
+GPU idle, ratios, and measured against simulated tokens/s.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench import simulate_apex as apex
 from bench import simulate_clo as clo
 from bench import simulate_paper as paper
 from bench.simulate_runs import own_runs, validation_error
@@ -68,6 +69,7 @@ def show_paper(console: Console, name: str, source: ModuleType) -> None:
 def show(console: Console) -> None:
     show_paper(console, "ScoutAttention", paper)
     show_paper(console, "CLO", clo)
+    show_paper(console, "APEX", apex)
     runs = own_runs()
     table = Table(
         "model", "context", "batch", "method", "measured", "simulated", "error", title="Our own runs, tokens/s"
@@ -146,6 +148,7 @@ def main() -> None:
     report = {
         **as_json(paper),
         "clo": as_json(clo),
+        "apex": as_json(apex),
         "own_runs": [{**asdict(run), "error": run.error} for run in own_runs()],
         "validation_error": validation_error(own_runs()),
     }

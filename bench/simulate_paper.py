@@ -15,8 +15,8 @@ from functools import lru_cache
 from bench import paper_numbers
 from bench.model_configs import SHAPES
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.hardware import Curve, Hardware, find_hardware
 from hybrid_backend.model import ModelShape, shape_from_config
-from hybrid_backend.tools.plan.hardware import Curve, Hardware, find_hardware
 from hybrid_backend.tools.plan.simulate import StepTime, decode_step
 from hybrid_backend.tools.plan.simulate.costs import Costs
 from hybrid_backend.tools.plan.simulate.decode import INFINIGEN_SHARE, SCOUT_SHARE

@@ -11,8 +11,8 @@ from typing import Any
 
 from bench.model_configs import SHAPES
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.hardware import Curve, Hardware, Number
 from hybrid_backend.model import ModelShape, shape_from_config
-from hybrid_backend.tools.plan.hardware import Curve, Hardware, Number
 from hybrid_backend.tools.plan.simulate import decode_step
 
 # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct/blob/main/config.json

@@ -25,9 +25,10 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from hybrid_backend.kernels.cpu import RequestBoxes
 from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps
 from hybrid_backend.kernels.triton import operations as kernels
-from hybrid_backend.kernels.triton import signal
+from hybrid_backend.kernels.triton import questions, signal
 
 # kv_heads, group, head_dim, page_size of models that people serve: SmolLM2-135M, Qwen3-0.6B, Llama-3-8B, Qwen3-14B,
 # Phi-3 (head_dim 96), Gemma-3 (256); with large pages, and a model with 16 query heads per KV head.
@@ -144,6 +145,11 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     kernels.copy_pages(host, host, line, line)
     signal.ask(line, line[:1], line[:, None], counters)
     signal.await_answer(line, line[:1], line, long[:1], counters)
+    flags = torch.zeros(rows, 16, dtype=torch.int32)
+    boxes = RequestBoxes(q, table, line, line, *cpu, flags, flags, flags)
+    questions.ask_rows(boxes, q, table, line, line, line, 3, line)
+    for waits in (False, True):
+        questions.take_rows(boxes, line, line, line, *cpu, line, long, long, waits)
 
 
 def _resources(kernel: Any) -> dict[str, int]:

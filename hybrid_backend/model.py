@@ -156,6 +156,7 @@ def spec_of(shape: ModelShape, max_tokens: int | None = None) -> ModelSpec:
         dtype=DTYPES[shape.dtype],
         windows=shape.windows if any(window is not None for window in shape.windows) else (),
         max_tokens=max_tokens,
+        hidden=shape.hidden,
     )
 
 

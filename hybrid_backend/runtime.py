@@ -121,6 +121,11 @@ class HybridRuntime:
             return StepFailure(step.error, step.request_ids, step.write_pages.unique().tolist())
         return self.executor.failure(step)
 
+    def unfinished(self, step: Step) -> list[str]:
+        """Requests of a step, all of whose layers have run, that yield no token: the engine gives them the same token
+        once more, and drops what it computed for them. Only where it does so (`ModelSpec.parks`)."""
+        return [] if step.error is not None else self.executor.unfinished(step)
+
     # --- data path ---
 
     def forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -141,7 +146,7 @@ class HybridRuntime:
 
     def _forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         if step.prefill:
-            self._append(layer, step, k, v)
+            self._append(layer, step, step.prompt_pages, k, v)
             for row in step.prefill:
                 mine = slice(row.start, row.end)
                 if self.tiers.has_digests(layer):
@@ -158,7 +163,7 @@ class HybridRuntime:
         assert window is not None
         heads, scale, blocks = self.model.num_kv_heads, self.model.scale, self.tiers.host.blocks(layer)
         if step.prefill or self._local is None:
-            self._append(layer, step, k, v)
+            self._append(layer, step, step.write_pages, k, v)
         for row in step.prefill:
             mine = slice(row.start, row.end)
             out[mine] = windowed(q[mine], blocks, row.pages, row.seq_len, heads, scale, window)
@@ -171,10 +176,9 @@ class HybridRuntime:
         result = decode_windows(rows.gather(q), blocks, attended, heads, scale)
         out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
 
-    def _append(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
-        """The batch's tokens to the host pool (the executor stores those of decoding rows itself, and more of them)."""
-        k, v = (x[: step.num_tokens].contiguous() for x in (k, v))
-        pages, offsets = step.write_pages, step.write_offsets
+    def _append(self, layer: int, step: Step, pages: Tensor, k: Tensor, v: Tensor) -> None:
+        """Tokens of the batch to the host pool; those of decoding rows with full attention are the executor's."""
+        k, v, offsets = *(x[: step.num_tokens].contiguous() for x in (k, v)), step.write_offsets
         self.tiers.operations.append_tokens(k, v, self.tiers.host.views[layer], pages, offsets)
         if self.model.window(layer) is None:
             self.method.append(layer, pages, offsets, k, v)
@@ -187,6 +191,12 @@ class HybridRuntime:
         self.method.imported(pages)
 
     # --- query path ---
+
+    def layer_input(self, layer: int, step: Step, hidden: Tensor, residual: Tensor | None) -> None:
+        """What decoder layer ``layer`` is about to compute with, ``[tokens, hidden]`` of the batch: rows that go on
+        from an earlier step are changed in place to what they had there."""
+        if step.error is None and (step.is_captured or self._open is step):
+            self.executor.layer_input(layer, step, hidden, residual)
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
         """Whether `lookahead` should be called for ``layer`` in this step."""
@@ -223,6 +233,8 @@ class HybridRuntime:
             "hybrid_context_cache_bytes": executor.host_bytes + self.method.host_bytes,
             "hybrid_persistent_heads": self.method.persistent_heads,
             "hybrid_copied_bytes": tiers.copied_bytes,
+            **executor.gauges(),
+            **self.method.gauges(),
         }
 
     def close(self) -> None:

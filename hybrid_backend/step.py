@@ -17,6 +17,10 @@ class ModelSpec:
 
     ``windows[layer]`` is the sliding window in tokens of a local layer, None for a layer with full attention.
     ``max_tokens``: of the longest sequence that the engine admits, None: as many as the host pool holds.
+    ``hidden``: width of the decoder layers' input, 0: unknown, then rows cannot park.
+    ``parks``: the engine lets rows wait from one step to the next: it hands every layer's input over
+    (`HybridRuntime.layer_input`) and takes no token of `HybridRuntime.unfinished` rows.
+    ``layer_weight_bytes``: all weights of one decoder layer on this rank, 0: unknown.
     """
 
     num_layers: int
@@ -27,6 +31,9 @@ class ModelSpec:
     dtype: torch.dtype
     windows: tuple[int | None, ...] = ()
     max_tokens: int | None = None
+    hidden: int = 0
+    parks: bool = False
+    layer_weight_bytes: int = 0
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -117,6 +124,7 @@ class Step:
     prefill: list[PrefillRow]
     write_pages: Tensor  # [tokens] int32: where the batch's K and V go
     write_offsets: Tensor  # int64
+    prompt_pages: Tensor  # as write_pages, -1 where a decoding row's token goes
     plan: Any = None
     windows: dict[int, WindowRows] = field(default_factory=dict)
     is_captured: bool = False  # of a graph: its rows stand for those of whatever step is open when it is replayed
@@ -154,7 +162,7 @@ def captured_step(rows: int) -> Step:
     """What a graph of ``rows`` decoding rows is captured with: all rows decode, none owns a page."""
     nothing = torch.zeros(rows, dtype=torch.int64)
     decode = DecodeRows([""] * rows, torch.arange(rows), nothing, nothing, torch.zeros(rows, 0), whole_batch=True)
-    return Step(-1, rows, decode, [], nothing, nothing, is_captured=True)
+    return Step(-1, rows, decode, [], nothing, nothing, nothing, is_captured=True)
 
 
 def make_step(number: int, batch: Batch, page_size: int) -> Step:
@@ -166,14 +174,16 @@ def make_step(number: int, batch: Batch, page_size: int) -> Step:
         if is_decode or start == end:
             continue
         prefill.append(_prefill_row(batch, r, start, end, page_size))
-    slots = batch.slot_mapping.long()
+    slots, rows = batch.slot_mapping.long(), _decode_rows(batch, decoding, page_size)
+    pages = (slots // page_size).int()
     return Step(
         number=number,
         num_tokens=batch.query_start[-1],
-        decode=_decode_rows(batch, decoding, page_size),
+        decode=rows,
         prefill=prefill,
-        write_pages=(slots // page_size).int(),
+        write_pages=pages,
         write_offsets=slots % page_size,
+        prompt_pages=pages if rows is None or not prefill else pages.index_fill(0, rows.tokens, -1),
     )
 
 

@@ -239,6 +239,34 @@ class CloConfig(Section):
     bound. Source: default."""
 
 
+class ApexConfig(Section):
+    """Keys of method apex."""
+
+    strategy: Annotated[Literal["auto", "gpu", "lockstep", "overlap"], choice("auto", "gpu", "lockstep", "overlap")] = (
+        "auto"
+    )
+    """How requests that are not on the device are attended. lockstep: by the CPU workers, while the layer waits;
+    overlap: by them too, but a row takes the answer when the layer comes round in the next step, and nobody waits; gpu:
+    by the device, over the bus; auto: lockstep or overlap, step by step, by APEX's rule, and lockstep where the engine
+    cannot let rows wait. Source: APEX (Algorithm 1)."""
+    device_tokens: Annotated[int | Literal["auto"], auto_or(integer(16))] = "auto"
+    """Tokens of all requests together that the device tier holds, whole requests at a time; auto: what a GPU has room
+    for, without a bound where the device tier is the host itself, else frames_per_request pages for each request that
+    may run at once. Source: default."""
+    swap_in: Annotated[float, number(0, 1)] = 0.95
+    """Share of device_tokens up to which the oldest request on the CPU is taken back to the device.
+    Source: default (NEO, the base of APEX)."""
+    min_cpu_per_gpu: Annotated[int, integer(0)] = 0
+    """Rows on the CPU per row on the device from which on auto overlaps; with fewer it goes in lockstep.
+    Source: default (APEX: 8, which pays for workers that are driven from Python; these are not)."""
+    hardware: Annotated[
+        str, rule("auto, the name of a machine, or a profile of hybrid profile --hardware", _is_name)
+    ] = "auto"
+    """Whose rates the rule reckons with: a named machine (`hybrid plan --help`) or a file of `hybrid profile
+    --hardware`; auto: the GPU by its name, where it is none of these an A10.
+    Source: default (APEX profiles offline)."""
+
+
 class MetricsConfig(Section):
     """What the backend reports about its own approximations."""
 
@@ -292,6 +320,7 @@ class HybridConfig(Section):
     hgca: HgcaConfig = HgcaConfig()
     headinfer: HeadInferConfig = HeadInferConfig()
     clo: CloConfig = CloConfig()
+    apex: ApexConfig = ApexConfig()
     workers: WorkersConfig = WorkersConfig()
     host_pool: HostPoolConfig = HostPoolConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -25,6 +25,14 @@ class Executor(Protocol):
     def abandon(self) -> None:
         """The open step's forward raised: nothing stays under way for it."""
 
+    def layer_input(self, layer: int, step: Step, hidden: Tensor, residual: Tensor | None) -> None:
+        """What decoder layer ``layer`` is about to compute with: ``[tokens, hidden]`` of the batch. Rows that go on
+        from an earlier step get what they had there."""
+
+    def unfinished(self, step: Step) -> list[str]:
+        """Requests of a step, all layers of which were launched, that yield no token yet. Waits for the device where
+        there may be any."""
+
     def wants_lookahead(self, layer: int, step: Step) -> bool: ...
 
     def lookahead(self, layer: int, step: Step, q: Tensor) -> None:
@@ -44,6 +52,9 @@ class Executor(Protocol):
 
     def count(self) -> None:
         """Bring the counters up to date, without waiting for the device."""
+
+    def gauges(self) -> dict[str, float]:
+        """What else is in use now, by the name of a metric (`observe.metrics`)."""
 
     @property
     def resident_pages(self) -> int: ...

@@ -101,6 +101,12 @@ class FusedStep:
     def failure(self, step: Step) -> None:
         return None  # `decode` raises
 
+    def layer_input(self, layer: int, step: Step, hidden: Tensor, residual: Tensor | None) -> None:
+        """No row waits."""
+
+    def unfinished(self, step: Step) -> list[str]:
+        return []
+
     def wants_lookahead(self, layer: int, step: Step) -> bool:
         return False
 
@@ -117,6 +123,9 @@ class FusedStep:
 
     def count(self) -> None:
         """Each layer counts when it is called."""
+
+    def gauges(self) -> dict[str, float]:
+        return {}
 
     @property
     def host_bytes(self) -> int:

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from hybrid_backend.attention.quality import covered_tokens, mass_recall, query_cosine
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.execution.parking import Parking
 from hybrid_backend.execution.partials import CpuPartials, MailboxPartials, PoolPartials
+from hybrid_backend.execution.placement import Placement
 from hybrid_backend.execution.policy import Policy
-from hybrid_backend.execution.residency import FixedFrames, MappedFrames, Residency
+from hybrid_backend.execution.questions import BoxQuestions, PoolQuestions, Questions
+from hybrid_backend.execution.residency import FixedFrames, MappedFrames, Residency, SharedFrames
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection
 from hybrid_backend.observe.stats import Stats
@@ -73,7 +76,19 @@ class DecodeStep:
         self._predicted: dict[int, Tensor] = {}  # queries of sampled layers
         self.is_captured = False  # the layer that runs, in a graph: for any rows and sequences that there may be
         self._residency: Residency | None = None  # None: no frames
-        if self.shape.frames:
+        self.parking: Parking | None = None  # of methods that place whole requests
+        self.shared: SharedFrames | None = None
+        if tiers.layout.shares_frames:
+            questions: Questions = (
+                BoxQuestions(config, model, tiers, workers, self.shape.columns)
+                if tiers.asks_by_itself
+                else PoolQuestions(config, model, tiers, workers)
+            )
+            width = model.hidden if method.may_park(config, tiers.device) else 0
+            self.parking = Parking(config, tiers, questions, width)
+            placement = Placement(tiers.layout.shared_pages(requests), tiers.layout.swap_in)
+            self._residency = self.shared = SharedFrames(tiers, self.maps, placement, self.parking.is_settled)
+        elif self.shape.frames:
             self._residency = (
                 FixedFrames(tiers, self.maps, method.frame_of, method.held_pages)
                 if method.has_fixed_frames
@@ -118,7 +133,7 @@ class DecodeStep:
             self.partials.begin(now, rows.count)
         self._written[number % STEPS].copy_(now.pages, non_blocking=True)
         if self._residency is not None:
-            self._residency.open()
+            self._tiers.copied_pages += self._residency.open(rows, indices)
         self._method.begin_decode(self, rows)
 
     def abandon(self) -> None:
@@ -133,16 +148,32 @@ class DecodeStep:
     def failure(self, step: Step) -> StepFailure | None:
         """What went wrong for the decoding rows of a step that the device has passed."""
         rows, number = step.decode, step.number + 1
-        error = None if rows is None else self.partials.failure(number)
-        if rows is None or error is None:
+        if rows is None:
             return None
-        return StepFailure(error, rows.request_ids, [int(p) for p in self._written[number % STEPS, : rows.count]])
+        error, failed = self.partials.failure(number), list(range(rows.count))
+        if error is None and self.parking is not None:
+            found = self.parking.failures(number, [self._tiers.frames.index(name) for name in rows.request_ids])
+            error, failed = next(iter(found.values()), None), list(found)
+        if error is None:
+            return None
+        written = self._written[number % STEPS].tolist()
+        return StepFailure(error, [rows.request_ids[r] for r in failed], [written[r] for r in failed])
+
+    def unfinished(self, step: Step) -> list[str]:
+        """Requests of a step that yield no token yet; waits for the device where there may be any."""
+        rows = step.decode
+        if rows is None or self.parking is None or not self.parking.may_park:
+            return []
+        indices = self._tiers.frames.indices(rows.request_ids)
+        return [rows.request_ids[r] for r in self.parking.unfinished(step.number + 1, rows, indices)]
 
     def release(self, request_id: str) -> None:
         """The request is gone, or its pages are about to be others."""
         index = self._tiers.frames.release(request_id)
         if index is not None:
             self._ages[index] = self._resident[index] = 0
+            if self.parking is not None:
+                self.parking.release(index)
         if self._residency is not None:
             self._residency.release(request_id, index)
 
@@ -189,6 +220,12 @@ class DecodeStep:
 
     # --- the step, layer by layer ---
 
+    def layer_input(self, layer: int, step: Step, hidden: Tensor, residual: Tensor | None) -> None:
+        """What a decoder layer is about to compute with: ``[tokens, hidden]``, of which rows may be changed."""
+        if step.decode is None or self.parking is None or not (self.parking.may_park or step.is_captured):
+            return
+        self.parking.layer_input(layer, step.decode, hidden, residual)
+
     def wants_lookahead(self, layer: int, step: Step) -> bool:
         """The same in every step where graphs are captured; elsewhere only where pages are left out, or sampled."""
         if not self._method.looks_ahead(self._config, self._tiers.device) or not self._method.predicts(layer):
@@ -213,10 +250,11 @@ class DecodeStep:
         assert rows is not None
         q, k, v = (rows.gather(x).contiguous() for x in (q, k, v))
         now, at = self.now(len(q)), self._at[layer]
+        pages = now.pages if self.parking is None else self.parking.stored(now.pages)
         self._ops.append_tokens(
-            k, v, at.host, now.pages, now.positions, at.frames, now.requests, at.frame_of, at.digests
+            k, v, at.host, pages, now.positions, at.frames, now.requests, at.frame_of, at.digests
         )  # fmt: skip
-        self._method.append(layer, now.pages, now.positions, k, v)
+        self._method.append(layer, pages, now.positions, k, v)
         result = self._method.attend(self, layer, q)
         if self._is_sampled(layer, step):
             self._sample(layer, step, q)
@@ -232,6 +270,8 @@ class DecodeStep:
     def _end(self) -> None:
         """The last layer: what was forked from the stream joins it, and the host may read the counters."""
         self._join()
+        if self.parking is not None:
+            self.parking.end(self.inputs.number)
         self._published.copy_(self.state.counters, non_blocking=True)
 
     def _join(self) -> None:
@@ -240,6 +280,18 @@ class DecodeStep:
             self._forked = False
 
     # --- for methods: operations of the open step ---
+
+    def place(self, rows: DecodeRows, parks: bool) -> None:
+        """Of a step that has begun: ``parks``: rows of requests that are not on the device go on in a later step (if
+        they ask), else they wait inside the layers."""
+        assert self.parking is not None
+        indices = self._tiers.frames.indices(rows.request_ids)
+        self.parking.begin(rows, indices, self.are_on_cpu(rows), parks)
+
+    def are_on_cpu(self, rows: DecodeRows) -> Tensor:
+        """``[rows]`` bool on the host, of methods that place whole requests."""
+        assert self.shared is not None
+        return torch.tensor([name not in self.shared.placement for name in rows.request_ids])
 
     def now(self, rows: int) -> StepInputs:
         """The step's inputs, of so many rows."""
@@ -383,6 +435,10 @@ class DecodeStep:
 
     # --- what is counted ---
 
+    def count_step(self, strategy: str, wanted: str) -> None:
+        """How the rows on the CPU are attended in this step, and how a rule would have it."""
+        self._stats.steps[strategy, wanted] += 1
+
     def count_tokens(
         self,
         resident: float,
@@ -409,7 +465,7 @@ class DecodeStep:
         for layer, row in self._row.items():
             entry, found = self._stats.layers[layer], Counters(*new[row].tolist())
             lists = self.shape.lists if self.has_digests(layer) else 1
-            on_cpu = found.missing_tokens if self._method.uses_workers else 0
+            on_cpu = found.missing_tokens if self._method.uses_workers or self.parking is not None else 0
             self._stats.attended(layer, (found.resident_tokens + found.missing_tokens) / lists, on_cpu / lists)
             self._stats.looked_up(
                 layer, (found.resident_pages + found.missing_pages) / lists, found.resident_pages / lists
@@ -461,19 +517,32 @@ class DecodeStep:
         pages = chosen.pages[r].long().masked_fill(~listed, -1)
         return covered_tokens(pages, int(rows.seq_lens[r]), self._config.page_size)
 
+    def gauges(self) -> dict[str, float]:
+        if self.parking is None or self.shared is None:
+            return {}
+        return {
+            "hybrid_resident_requests": self.shared.placement.requests,
+            "hybrid_parked_rows": self.parking.parked_rows,
+            "hybrid_late_rows": self.parking.late_rows,
+            "hybrid_moved_requests": self.shared.moved,
+        }
+
     @property
     def resident_pages(self) -> int:
         """Frames that hold a page, or are about to, over all layers. As the host knows: no frame of a request is left
         empty while it has pages that it could hold."""
-        return sum(self._resident) * len(self._layers)
+        held = sum(self._resident) if self.shared is None else self.shared.resident_pages
+        return held * len(self._layers)
 
     @property
     def device_bytes(self) -> int:
-        return self.state.nbytes
+        return self.state.nbytes + (0 if self.parking is None else self.parking.nbytes)
 
     @property
     def host_bytes(self) -> int:
-        return self.partials.host_bytes
+        return self.partials.host_bytes + (0 if self.parking is None else self.parking.questions.host_bytes)
 
     def close(self) -> None:
         self.partials.close()
+        if self.parking is not None:
+            self.parking.close()

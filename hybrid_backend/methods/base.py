@@ -64,6 +64,16 @@ class Method(ABC):
         return False
 
     @classmethod
+    def may_park(cls, config: HybridConfig, device: torch.device) -> bool:
+        """Whether rows may wait from one step to the next, where the engine lets them (`ModelSpec.parks`)."""
+        return False
+
+    @classmethod
+    def needs_parking(cls, config: HybridConfig) -> bool:
+        """Whether the configuration makes no sense on an engine that does not."""
+        return False
+
+    @classmethod
     def is_capturable(cls, config: HybridConfig, device: torch.device) -> bool:
         """Whether a CUDA graph can hold the method's decode step."""
         return are_launches(config, device)
@@ -78,6 +88,12 @@ class Method(ABC):
     @abstractmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         """The tiers it needs."""
+
+    @classmethod
+    def filled(cls, config: HybridConfig, device_pages: int) -> HybridConfig:
+        """The configuration with so many pages on the device, where the method leaves their number to us and they are
+        of use to any request; else as it is."""
+        return config
 
     @classmethod
     def recalls(cls, config: HybridConfig) -> bool:
@@ -187,6 +203,10 @@ class Method(ABC):
     def persistent_heads(self) -> int:
         """KV heads whose whole KV is on the device, summed over layers."""
         return 0
+
+    def gauges(self) -> dict[str, float]:
+        """What is true of it now, by the name of a metric (`observe.metrics`)."""
+        return {}
 
     # --- for methods ---
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.methods.apex import Apex
 from hybrid_backend.methods.base import Method
 from hybrid_backend.methods.clo import Clo
 from hybrid_backend.methods.dense import Dense
@@ -15,7 +16,15 @@ from hybrid_backend.methods.infinigen import InfiniGen
 from hybrid_backend.methods.scout import Scout
 
 _METHODS: Mapping[str, type[Method]] = MappingProxyType(
-    {"clo": Clo, "dense": Dense, "headinfer": HeadInfer, "hgca": Hgca, "infinigen": InfiniGen, "scout": Scout}
+    {
+        "apex": Apex,
+        "clo": Clo,
+        "dense": Dense,
+        "headinfer": HeadInfer,
+        "hgca": Hgca,
+        "infinigen": InfiniGen,
+        "scout": Scout,
+    }
 )
 
 

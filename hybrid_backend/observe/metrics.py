@@ -74,6 +74,11 @@ _POOL_GAUGES: Mapping[str, str] = {
     "hybrid_device_bytes": "Bytes of the device tier: frames, staging, digests and what the method keeps there",
     "hybrid_context_cache_bytes": "Bytes of host memory that the method keeps beside the host pool",
     "hybrid_persistent_heads": "KV heads whose whole KV is on the device, summed over layers",
+    "hybrid_parked_rows": "Requests whose row waits for the CPU from one step to the next (apex)",
+    "hybrid_late_rows": "Rows that found no answer of the CPU where they waited for it, since start (apex)",
+    "hybrid_moved_requests": "Running requests that were moved between device and CPU, since start (apex)",
+    "hybrid_speed_ratio": "Tokens that the device attends in the time of one on the CPU, as predicted (apex)",
+    "hybrid_speed_bound": "The ratio below which pipelining pays, of the last step with rows on the CPU (apex)",
     "hybrid_copied_bytes": "Bytes copied from the host pool into frames and staging since start",
 }
 
@@ -102,6 +107,11 @@ class Publisher:
             name: Gauge(name, text, ["rank"], registry=registry, multiprocess_mode="mostrecent")
             for name, text in _POOL_GAUGES.items()
         }
+        self._steps = Counter(
+            "hybrid_steps", "Decode steps by strategy, and by what the rule wanted (apex)",
+            ["rank", "strategy", "wanted"], registry=registry,
+        )  # fmt: skip
+        self._stepped: dict[tuple[str, str], int] = {}
         self._rank = str(rank)
         for layer in range(len(stats.layers)):
             self._counters[0].labels(self._rank, str(layer))  # who reads learns of every layer from the start
@@ -125,5 +135,8 @@ class Publisher:
                 value = metric.value(entry)
                 if value == value:  # not NaN: nothing sampled yet
                     gauge.labels(self._rank, str(layer)).set(value)
+        for kind, count in self._stats.steps.items():
+            self._steps.labels(self._rank, *kind).inc(count - self._stepped.get(kind, 0))
+            self._stepped[kind] = count
         for name, value in gauges.items():
             self._pool_gauges[name].labels(self._rank).set(value)

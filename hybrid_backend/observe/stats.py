@@ -25,7 +25,8 @@ nothing is published: the sampled figures on a GPU, which read a whole sequence 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -53,6 +54,8 @@ class Stats:
     """All counters of one rank."""
 
     layers: list[LayerStats]
+    steps: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Decode steps by how rows on the CPU were attended, and by how a rule would have it (`apex`)."""
 
     @classmethod
     def of(cls, num_layers: int) -> Stats:

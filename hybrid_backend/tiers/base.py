@@ -52,8 +52,8 @@ class Tiers:
         if layout.digests != "none":
             in_bytes = layout.digests == "minmax_int8"
             digests = Digests(host, layout.digest_layers(config, model), operations, in_bytes=in_bytes, device=device)
-        shape = frame_shape(model, config.page_size, max_requests * layout.frames_per_request)
-        held = layers if layout.frames_per_request else []
+        shape = frame_shape(model, config.page_size, layout.frames(max_requests))
+        held = layers if shape[0] else []
         frames = {layer: torch.zeros(shape, dtype=model.dtype, device=device) for layer in held}
         stream = None
         if layout.separate:
@@ -69,7 +69,7 @@ class Tiers:
             page_bytes=model.page_bytes(config.page_size),
             host=host,
             digests=digests,
-            frames=FramePool(frames, max_requests, layout.frames_per_request, device),
+            frames=FramePool(frames, max_requests, layout.frames_of(max_requests), device),
             stream=stream,
             cache=ContextCache(cached, max_requests, most),
         )

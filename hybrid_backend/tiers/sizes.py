@@ -28,6 +28,9 @@ class TierLayout:
     ``staging_tokens``: tokens of all KV heads that each of the two staging buffers holds. Separate tiers have them,
     because prompts attend their cached prefix through them.
     ``context_caches``: layers that leave tokens out keep those that they attend in a context cache.
+    ``shares_frames``: requests are on the device tier whole or not at all, and share all frames: ``device_pages`` of
+    them, 0: ``frames_per_request`` for each request. Without separate tiers they are a number that is kept to. A
+    request comes back to the device while this is then at most ``swap_in`` full.
     """
 
     separate: bool
@@ -35,6 +38,23 @@ class TierLayout:
     digests: Literal["none", "minmax", "minmax_int8"] = "none"
     staging_tokens: int = 0
     context_caches: bool = False
+    shares_frames: bool = False
+    device_pages: int = 0
+    swap_in: float = 1.0
+
+    def shared_pages(self, max_requests: int) -> int:
+        """Pages of one layer that all requests together may have on the device tier, where they share frames."""
+        return self.device_pages or max_requests * self.frames_per_request
+
+    def frames(self, max_requests: int) -> int:
+        """Of one layer."""
+        if self.shares_frames:
+            return self.shared_pages(max_requests) if self.separate else 0
+        return max_requests * self.frames_per_request
+
+    def frames_of(self, max_requests: int) -> int:
+        """Frames of a request; where they are shared, on average and rounded up."""
+        return -(-self.frames(max_requests) // max_requests)
 
     def full_layers(self, model: ModelSpec) -> list[int]:
         """Layers with full attention: the only ones that tiers are for."""
@@ -60,7 +80,7 @@ class TierLayout:
         digests = with_digests * prod(digest_shape(pages, model.num_kv_heads, model.head_dim)) * size
         if self.digests == "minmax_int8":
             digests += with_digests * pages * byte_row(model.num_kv_heads, model.head_dim)
-        a_layer = prod(frame_shape(model, config.page_size, max_requests * self.frames_per_request)) * size
+        a_layer = prod(frame_shape(model, config.page_size, self.frames(max_requests))) * size
         buffers = prod(staging_shape(model, config.page_size, self.buffer_tokens(config.page_size, pages))) * size
         return TierBytes(self.separate, digests, len(self.full_layers(model)) * a_layer, buffers)
 
@@ -125,10 +145,10 @@ class StepShape:
         return cls(
             rows=max_requests,
             columns=columns,
-            frames=layout.frames_per_request,
+            frames=layout.frames_of(max_requests),
             budget=columns if config.sparse == "never" else config.budget_pages,
             lists=lists,
-            recalls=min(config.budget_pages * lists, layout.frames_per_request) if recalls else 0,
+            recalls=min(config.budget_pages * lists, layout.frames_of(max_requests)) if recalls else 0,
         )
 
     def listed(self, has_digests: bool) -> tuple[int, int]:

@@ -27,9 +27,12 @@ class Ticket(Protocol):
         """The partial ``[rows, heads, head_dim]``.
 
         Raises:
-            DeadlineError: the workers did not answer within ``deadline`` seconds; names the job.
-            WorkerError: a worker failed; says why.
+            DeadlineError: the workers did not answer within ``deadline`` seconds; names the job, which is abandoned.
+            WorkerError: a worker failed; says why. Or the jobs were abandoned before.
         """
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once. Asking drops nothing and never blocks."""
 
     def abandon(self) -> None:
         """Forget the jobs: those not begun are dropped, a running one ends into memory that nobody reads."""

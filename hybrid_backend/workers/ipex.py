@@ -351,6 +351,8 @@ class _Job:
     # --- for the waiter ---
 
     def wait(self, deadline: float) -> Partial:
+        if self.abandoned:
+            raise WorkerError(f"{self._what} was abandoned")
         if not self._done.wait(deadline):
             self.abandon()
             raise DeadlineError(
@@ -359,6 +361,9 @@ class _Job:
         if self._result is None:
             raise WorkerError(f"the IPEX worker failed on {self._what}: {self._error}")
         return self._result
+
+    def done(self) -> bool:
+        return self.abandoned or self._done.is_set()
 
     def abandon(self) -> None:
         self.abandoned = True

@@ -71,6 +71,9 @@ class _NativeTicket:
     def wait(self, deadline: float) -> Partial:
         return Partial(*self._ticket.wait(deadline))
 
+    def done(self) -> bool:
+        return self._ticket.done()
+
     def abandon(self) -> None:
         self._ticket.abandon()
 
@@ -114,9 +117,12 @@ class _TorchTicket:
     def __init__(self, futures: list[Future[Partial]], description: str) -> None:
         self._futures = futures
         self._description = description
+        self._abandoned = False
         self.asked = time.perf_counter()
 
     def wait(self, deadline: float) -> Partial:
+        if self._abandoned:
+            raise WorkerError(f"{self._description} was abandoned")
         late = wait(self._futures, timeout=deadline).not_done
         if late:
             self.abandon()
@@ -132,6 +138,10 @@ class _TorchTicket:
             return parts[0]
         return Partial(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
 
+    def done(self) -> bool:
+        return self._abandoned or not wait(self._futures, timeout=0).not_done
+
     def abandon(self) -> None:
+        self._abandoned = True
         for future in self._futures:
             future.cancel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu.decode import Decoder, decodes, openmp_entry
 from hybrid_backend.kernels.cpu.library import isas, native
-from hybrid_backend.kernels.cpu.mailbox import STEPS, Mailboxes
+from hybrid_backend.kernels.cpu.mailbox import STEPS, Mailboxes, QuestionBoxes, RequestBoxes
 from hybrid_backend.kernels.cpu.partial import NativeTicket, Pool, partial
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "Mailboxes",
     "NativeTicket",
     "Pool",
+    "QuestionBoxes",
+    "RequestBoxes",
     "available",
     "decodes",
     "isas",

@@ -125,7 +125,7 @@ class LayerArgs(C.Structure):
 
 
 class MailboxArgs(C.Structure):
-    """Where one layer's jobs of the device lie."""
+    """Where the device's jobs of one layer, or of one request, lie."""
 
     _fields_ = [
         ("cache", Cache),
@@ -143,6 +143,9 @@ class MailboxArgs(C.Structure):
         ("asked", C.c_void_p),
         ("answered", C.c_void_p),
         ("failed", C.c_void_p),
+        ("layer", C.c_void_p),
+        ("caches", C.c_void_p),
+        ("caches_count", C.c_int32),
     ]
 
 
@@ -232,7 +235,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "hb_mail_new": (C.c_void_p, [C.c_void_p, _P(Model), _P(MailboxArgs), C.c_int, C.c_int]),
     "hb_mail_free": (None, [C.c_void_p]),
     "hb_mail_served": (C.c_int64, [C.c_void_p]),
-    "hb_mail_error": (C.c_char_p, [C.c_void_p]),
+    "hb_mail_error": (C.c_char_p, [C.c_void_p, C.c_int]),
     "hb_decode_new": (C.c_void_p, [_P(Model), C.c_int, C.c_int]),
     "hb_decode_free": (None, [C.c_void_p]),
     "hb_decode_set_layer": (C.c_int, [C.c_void_p, C.c_int, _P(Cache), _P(DigestStore), _P(ByteStore)]),

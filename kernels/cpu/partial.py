@@ -132,7 +132,7 @@ class _Template:
 class NativeTicket:
     """A submitted partial. ``wait`` returns it, or raises what a worker raised."""
 
-    __slots__ = ("_alive", "_handle", "_pool", "_result", "_span", "_what")
+    __slots__ = ("_alive", "_error", "_handle", "_pool", "_result", "_span", "_what")
 
     def __init__(
         self, pool: Pool, handle: int, result: tuple[Tensor, Tensor], alive: tuple[Tensor, ...], what: str
@@ -142,6 +142,7 @@ class NativeTicket:
         self._result = result
         self._alive = alive  # the workers read and write these
         self._what = what
+        self._error: str | None = None
         self._span = (0.0, 0.0)
 
     def wait(self, deadline: float, *, help: bool = False) -> tuple[Tensor, Tensor]:
@@ -149,19 +150,25 @@ class NativeTicket:
 
         Raises:
             DeadlineError: the workers did not finish within ``deadline`` seconds; the job is dropped.
-            WorkerError: a worker failed.
+            WorkerError: a worker failed, or the job was dropped before.
         """
-        if self._handle is None:
-            return self._result
-        code = self._pool.native.hb_wait(self._handle, deadline, help)
-        if code == lib.TIMEOUT:
-            self.abandon()
-            raise DeadlineError(f"CPU workers did not finish {self._what} within workers.deadline_seconds={deadline}")
-        message = lib.failure() if code == lib.ERROR else None
-        self._free()
-        if message is not None:
-            raise WorkerError(f"a CPU worker failed on {self._what}: {message}")
+        if self._handle is not None:
+            code = self._pool.native.hb_wait(self._handle, deadline, help)
+            if code == lib.TIMEOUT:
+                self.abandon()
+                raise DeadlineError(
+                    f"CPU workers did not finish {self._what} within workers.deadline_seconds={deadline}"
+                )
+            if code == lib.ERROR:
+                self._error = f"a CPU worker failed on {self._what}: {lib.failure()}"
+            self._free()
+        if self._error is not None:
+            raise WorkerError(self._error)
         return self._result
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._handle is None or self._pool.native.hb_wait(self._handle, 0.0, False) != lib.TIMEOUT
 
     def span(self) -> tuple[float, float]:
         """When the work began and ended (`time.perf_counter`); after `wait`."""
@@ -172,6 +179,7 @@ class NativeTicket:
         if self._handle is not None:
             self._pool.native.hb_cancel(self._handle)
             self._pool._bury(self._handle, self._alive)
+            self._error = f"{self._what} was abandoned"
             self._handle = None
 
     def _free(self) -> None:

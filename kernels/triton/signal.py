@@ -14,6 +14,32 @@ from hybrid_backend.kernels.triton.counters import AHEAD, ASKED_AT, WAITED, cloc
 _BLOCK = 256
 
 
+@triton.jit
+def raise_flag(flag, value, REAL: tl.constexpr):
+    """Store a number to a flag. What earlier kernels of the stream wrote to host memory, and what this thread did, is
+    there before the number is."""
+    if REAL:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;", "=r,l,r",
+            [flag.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(flag, value)
+
+
+@triton.jit
+def look(flag, REAL: tl.constexpr):
+    """The flag's number; what was written before it is seen from here on. For programs of one warp: its threads read
+    together, so that all find the same number."""
+    if REAL:
+        found = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [flag.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        found = tl.load(flag)
+    return found
+
+
 @triton.jit(do_not_specialize=["lists"])
 def _ask_kernel(asked, number, listed, counters, lists, REAL: tl.constexpr, BLOCK: tl.constexpr):
     value = tl.load(number)
@@ -22,25 +48,7 @@ def _ask_kernel(asked, number, listed, counters, lists, REAL: tl.constexpr, BLOC
         for first in range(0, lists, BLOCK):
             pages += tl.sum(tl.load(listed + first + i, mask=first + i < lists, other=0), 0)
         tl.store(counters + ASKED_AT, tl.where(pages > 0, clock(), 0))
-    if REAL:
-        # What earlier kernels of the stream wrote to host memory is there before this number is.
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;", "=r,l,r",
-            [asked.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        tl.store(asked, value)
-
-
-@triton.jit
-def _look(flag, REAL: tl.constexpr):
-    if REAL:
-        found = tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [flag.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
-    else:
-        found = tl.load(flag)
-    return found
+    raise_flag(asked, value, REAL)
 
 
 @triton.jit
@@ -51,10 +59,10 @@ def _await_kernel(answered, number, timed_out, time_left, counters, STEPS: tl.co
         asked_at = tl.load(counters + ASKED_AT)
         ahead = tl.where(asked_at > 0, needed - asked_at, 0)
         tl.store(counters + AHEAD, tl.load(counters + AHEAD) + ahead)
-    reached = _look(answered, REAL)
+    reached = look(answered, REAL)
     waited = clock() - needed
     while (reached < wanted) & (waited < left):
-        reached = _look(answered, REAL)
+        reached = look(answered, REAL)
         waited = clock() - needed
     tl.store(time_left, tl.maximum(left - waited, 0))
     if counters is not None:

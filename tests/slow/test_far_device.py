@@ -10,9 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
+from hybrid_backend.kernels import cpu, reference
+from hybrid_backend.kernels.triton import questions
 from hybrid_backend.methods import headinfer
 from hybrid_backend.step import Batch, Step
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
+from tests.support.cases import relative_error
 from tests.support.far_device import Far, busy, capture, pin
 from tests.support.harness import PAGE, Engine, config, decode_step, spec
 
@@ -192,3 +195,44 @@ def test_hgca_keeps_the_same_tokens_there_as_on_the_host(device: torch.device, d
     finally:
         there.close()
         here.close()
+
+
+def test_a_graph_asks_and_takes_the_answers_when_it_is_replayed(device: torch.device) -> None:
+    """Questions about another layer than the last step's, on nothing but the device's tensors and pinned ones."""
+    rows, heads, dim, pages = 3, 4, 32, 20
+    layers = {layer: torch.randn(pages, 2, 2, PAGE, dim) for layer in (0, 1)}
+    with cpu.Pool(1) as pool, cpu.QuestionBoxes(pool, layers, heads, rows, 4, 0.2) as boxes:
+
+        def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        q, out, lse = (made(*shape, dtype=torch.float32) for shape in [(rows, heads, dim)] * 2 + [(rows, heads)])
+        table, numbers = made(rows, 6)[:, :4], made(rows)
+        listed, requests, asks, takes, ready = (made(rows) for _ in range(5))
+        waited, left = (made(rows, dtype=torch.int64) for _ in range(2))
+        graphs = []
+        for layer in layers:
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                left.fill_(10**10)
+                questions.take_rows(boxes, requests, takes, numbers, out, lse, ready, waited, left, True)
+                questions.ask_rows(boxes, q, table, listed, requests, asks, boxes.position[layer], numbers)
+        asked: list[tuple[int, Tensor, Tensor]] = []
+        for step in range(4):
+            for tensor, values in ((asks, [1, 0, 1]), (takes, [step > 0, 0, step > 0]), (requests, [2, 0, 1])):
+                tensor.copy_(torch.tensor(values, dtype=torch.int32))
+            new = torch.randn(rows, heads, dim), torch.randint(pages, (rows, 4), dtype=torch.int32)
+            q.copy_(new[0])
+            table.copy_(new[1])
+            listed.fill_(1 + step % 4)
+            graphs[step % 2].replay()
+            asked.append((step % 2, *new))
+            assert ready.tolist() == [step > 0, 0, step > 0]
+            if step:
+                layer, then, ids = asked[step - 1]
+                listing = ids[:, None, :step].long()
+                expected, _ = reference.paged_attention(
+                    then, layers[layer], listing, torch.full_like(listing, PAGE), 0.2
+                )
+                assert relative_error(out.cpu()[[0, 2]], expected[[0, 2]]) < 1e-5 and not out.cpu()[1].any()
+        assert numbers.tolist() == [0, 4, 4]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, load_config, read_heads
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.tools.plan.hardware import find_hardware
+from hybrid_backend.hardware import find_hardware
 from hybrid_backend.tools.profile import profiler
 from hybrid_backend.tools.profile.gates import GateOptions
 from hybrid_backend.tools.profile.network import Network, wrap

@@ -307,17 +307,24 @@ def _check(name: str, args: Any, tensors: list[Tensor]) -> None:
 
 
 def _check_crossing(name: str, args: Any) -> None:
-    """A copy to the host that converts, or whose sides are not contiguous, goes through pageable memory: it waits for
-    the device, and a graph would replay it without its second half."""
+    """A copy to the host whose sides are not contiguous, or that converts there, goes through pageable memory: it waits
+    for the device, and a graph would replay it without its second half. One that nobody waits for converts on the
+    device (PyTorch's aten/src/ATen/native/cuda/Copy.cu)."""
     if name == "_to_copy" or all(isinstance(x, Far) for x in args[:2]):
         return
     to, source = args[:2]
-    plain = to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous() and to.shape == source.shape
+    goes_on = len(args) > 2 and args[2]
+    plain = (
+        (to.dtype == source.dtype or goes_on)
+        and to.is_contiguous()
+        and source.is_contiguous()
+        and to.shape == source.shape
+    )
     assert plain or isinstance(to, Far), f"a copy to the host of {tuple(source.shape)} needs temporaries"
     if _forbids():
         host = source if isinstance(to, Far) else to
         assert plain and _is_pinned(host), "a copy that nobody waits for needs pinned memory"
-        assert len(args) > 2 and args[2], "a copy that is not non_blocking waits for the device"
+        assert goes_on, "a copy that is not non_blocking waits for the device"
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any, scale: float) -> Any:

@@ -1,5 +1,5 @@
 """Workers that are slow on purpose: between a step's mailboxes and the native thread that serves them stands a thread
-which hands every question on, but for those of steps that it holds up."""
+which hands every question on, but for those of steps that it holds up (`HeldUp`), or of requests (`HeldQuestions`)."""
 
 from __future__ import annotations
 
@@ -9,37 +9,70 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from hybrid_backend.execution.partials import MailboxPartials
+from hybrid_backend.execution.questions import BoxQuestions
 
 
-class HeldUp:
-    """Of ``partials``, before anything of them is captured. ``holds``: whether the questions of the step of this
-    `StepInputs.number` never reach the workers."""
+class _Between:
+    """``ways``: where each box's number is written, and where the workers read it."""
 
-    def __init__(self, partials: MailboxPartials, holds: Callable[[int], bool]) -> None:
-        self._holds, self._stop = holds, threading.Event()
-        served = partials.boxes.layers
-        pinned = torch.cuda.is_available()
-        mine = {
-            layer: replace(box, asked=torch.zeros_like(box.asked, pin_memory=pinned)) for layer, box in served.items()
-        }
-        partials.boxes.layers = mine
-        self._ways = [(mine[layer].asked, box.asked) for layer, box in served.items()]
+    def __init__(self, ways: list[tuple[Tensor, Tensor]]) -> None:
+        self._ways, self._stop = ways, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def passes(self, box: int, number: int) -> bool:
+        """Whether this question is handed on."""
+        raise NotImplementedError
 
     def _run(self) -> None:
         known = [0] * len(self._ways)
         while not self._stop.is_set():
-            for layer, (asked, real) in enumerate(self._ways):
+            for box, (asked, real) in enumerate(self._ways):
                 number = int(asked[0])
-                if number != known[layer]:
-                    known[layer] = number
-                    if not self._holds(number):
+                if number != known[box]:
+                    known[box] = number
+                    if self.passes(box, number):
                         real[0] = number
             time.sleep(1e-4)
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+
+
+class HeldUp(_Between):
+    """Of ``partials``, before anything of them is captured. ``holds``: whether the questions of the step of this
+    `StepInputs.number` never reach the workers."""
+
+    def __init__(self, partials: MailboxPartials, holds: Callable[[int], bool]) -> None:
+        self._holds = holds
+        served = partials.boxes.layers
+        pinned = torch.cuda.is_available()
+        mine = {
+            layer: replace(box, asked=torch.zeros_like(box.asked, pin_memory=pinned)) for layer, box in served.items()
+        }
+        partials.boxes.layers = mine
+        super().__init__([(mine[layer].asked, box.asked) for layer, box in served.items()])
+
+    def passes(self, box: int, number: int) -> bool:
+        return not self._holds(number)
+
+
+class HeldQuestions(_Between):
+    """Of ``questions``, before anything of them is captured. ``holds``: requests whose questions never reach the
+    workers; ``spoils``: those whose questions cannot be computed."""
+
+    def __init__(self, questions: BoxQuestions) -> None:
+        self.holds: set[int] = set()
+        self.spoils: set[int] = set()
+        self._boxes, real = questions.boxes, questions.boxes.asked
+        self._boxes.asked = torch.zeros_like(real, pin_memory=torch.cuda.is_available())
+        super().__init__(list(zip(self._boxes.asked, real, strict=True)))
+
+    def passes(self, box: int, number: int) -> bool:
+        if box in self.spoils:
+            self._boxes.ids[box, 0] = -1
+        return box not in self.holds

@@ -24,6 +24,7 @@ LAYERS = [
     ["attention"],
     ["kernels"],
     ["observe"],
+    ["hardware"],
     ["model"],
     ["step"],
     ["host_memory"],

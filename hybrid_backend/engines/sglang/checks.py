@@ -52,6 +52,11 @@ def check_arguments(arguments: Any, config: HybridConfig) -> None:
             "the hybrid backend does not support LoRA together with the lookahead; "
             "set lookahead: {enabled: false} or leave out --enable-lora"
         )
+    if method.needs_parking(config):
+        raise EngineError(
+            f"{config.method}.strategy: overlap does not work with SGLang, which takes a token of every row in every "
+            "step; write auto or lockstep"
+        )
     layers = model.num_hidden_layers
     config.validate_for(layers)
     method.check(config, device, layers, model.get_num_kv_heads(1))

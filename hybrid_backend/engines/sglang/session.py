@@ -50,7 +50,10 @@ class Session:
         self._page_size = pool.page_size
         self._last_layer = len(layers) - 1
         longest = self._rows.req_to_token.shape[1]
-        model = ModelSpec(len(layers), heads, kv_heads, head_dim, float(scale), pool.dtype, max_tokens=longest)
+        model = ModelSpec(
+            len(layers), heads, kv_heads, head_dim, float(scale), pool.dtype, max_tokens=longest,
+            layer_weight_bytes=sum(weight.nbytes for weight in layers[0][1].parameters()),
+        )  # fmt: skip
         self.runtime = HybridRuntime(config, model, pool.pages, self._rows.size, torch.device("cpu"))
         self.step: Step | None = None
         self._answering: set[str] = set()

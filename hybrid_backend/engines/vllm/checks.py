@@ -9,7 +9,7 @@ import vllm
 
 from hybrid_backend.attention.lookahead import family_of
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, SCHEDULER, VLLM_VERSION
+from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, PARKING_SCHEDULER, SCHEDULER, VLLM_VERSION
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.workers import resolve_kernel
@@ -87,7 +87,7 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
             "leave out --speculative-config",
         ),
         (
-            vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER, ASYNC_SCHEDULER),
+            vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER, ASYNC_SCHEDULER, PARKING_SCHEDULER),
             "another scheduler, which would use tokens that were computed without the CPU's partials",
             "leave out --scheduler-cls",
         ),

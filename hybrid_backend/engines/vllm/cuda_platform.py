@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.logger import init_logger
 from vllm.platforms.cuda import CudaPlatform
 
@@ -16,12 +17,18 @@ from hybrid_backend.engines.vllm import GPU_WORKER
 from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.footprint import MethodMemory, Room, engine_items, largest
 from hybrid_backend.engines.vllm.platform import prepare
+from hybrid_backend.engines.vllm.settings import replace_config
 from hybrid_backend.errors import ConfigError, ModelError
 from hybrid_backend.host_memory import size_text
-from hybrid_backend.model import ModelShape, shape_from_config
+from hybrid_backend.methods import resolve_method
+from hybrid_backend.model import ModelShape, shape_from_config, spec_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+_FILLED = 0.9
+"""Of the room that is left: what the engine takes is estimated."""
 
 
 class HybridCudaPlatform(CudaPlatform):
@@ -64,6 +71,8 @@ def bound_requests(vllm_config: VllmConfig, config: HybridConfig, device_bytes: 
 
     limit, asked = room.limit("device"), scheduler.max_num_seqs
     fits = largest(lambda batch: needed(batch) <= limit, asked)
+    if fits:
+        _fill(vllm_config, config, shape, fits, pages, int(_FILLED * (limit - needed(fits))))
     if fits == asked:
         return None
     each = needed(2) - needed(1)
@@ -79,6 +88,19 @@ def bound_requests(vllm_config: VllmConfig, config: HybridConfig, device_bytes: 
         f"--max-num-seqs: {fits} requests run at once instead of {asked}: each takes {size_text(each)} of the GPU; "
         "with a smaller frames_per_request there can be more"
     )
+
+
+def _fill(
+    vllm_config: VllmConfig, config: HybridConfig, shape: ModelShape, requests: int, pages: int, room: int
+) -> None:
+    """Where requests share frames, those that fit ``room`` bytes beside the ones that so many requests bring along; not
+    more than there are ``pages`` in the host pool."""
+    method = resolve_method(config.method)
+    model = spec_of(shape, vllm_config.model_config.max_model_len)
+    layout = method.layout(config, model, torch.device("cuda"))
+    if layout.shares_frames:
+        more = room // (len(layout.full_layers(model)) * model.page_bytes(config.page_size))
+        replace_config(vllm_config, method.filled(config, min(layout.frames(requests) + more, pages)))
 
 
 def _share(vllm_config: VllmConfig) -> ModelShape:

@@ -107,6 +107,9 @@ class StockMemory:
         kv = Item("KV cache", place, pages * self.blocks.block_bytes, "exact")
         return Memory(pages, (*engine_items(self.shape, self.room, batch), kv))
 
+    def cpu_requests(self, context: int, batch: int) -> int:
+        return 0
+
 
 @dataclass(frozen=True)
 class MethodMemory:
@@ -152,6 +155,15 @@ class MethodMemory:
             "hybrid_device_bytes": own.device + (tiers.total if tiers.separate else 0),
             "hybrid_context_cache_bytes": own.host,
         }
+
+    def cpu_requests(self, context: int, batch: int) -> int:
+        """Of ``batch`` requests of ``context`` tokens those that are not on the device, where requests are there whole
+        or not at all."""
+        model, method = spec_of(self.shape, context), resolve_method(self.config.method)
+        layout = method.layout(self.config, model, self.device)
+        if not layout.shares_frames:
+            return 0
+        return batch - min(batch, layout.shared_pages(batch) // -(-context // self.config.page_size))
 
     def memory(self, context: int, batch: int) -> Memory:
         pages = self.blocks.pool(context, batch, self.room.in_flight)

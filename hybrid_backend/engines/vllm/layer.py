@@ -67,7 +67,7 @@ class HybridImpl(AttentionImpl):
         self.layer_index = layer_index
 
     def lookahead(self, metadata: HybridMetadata, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> None:
-        """The input of an earlier layer is known (`hooks.hook_for`)."""
+        """The input of an earlier layer is known (`hooks.lookahead_hook`)."""
         runtime, step = self.runtime, metadata.step
         if runtime is None or self.predictor is None or step is None:
             return
@@ -79,6 +79,11 @@ class HybridImpl(AttentionImpl):
         if residual is not None:
             x = x + rows.gather(residual)
         runtime.lookahead(self.layer_index, step, self.predictor(rows.gather(positions), x))
+
+    def layer_input(self, metadata: HybridMetadata, hidden: Tensor, residual: Tensor | None) -> None:
+        """What this layer's decoder layer is about to compute with (`hooks.input_hook`)."""
+        if self.runtime is not None and metadata.step is not None:
+            self.runtime.layer_input(self.layer_index, metadata.step, hidden, residual)
 
     def forward(
         self,

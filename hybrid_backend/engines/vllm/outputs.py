@@ -1,7 +1,8 @@
-"""What a worker hands back of a step whose CPU partials missed the deadline, or could not be computed."""
+"""What a worker tells the scheduler of a step beside its tokens: whose may not be used, whose are yet to come."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -11,13 +12,16 @@ from hybrid_backend.step import Step, StepFailure
 
 
 @dataclass
-class FailedOutput(ModelRunnerOutput):
-    """The step's output, in which these requests' tokens are wrong, and these blocks hold wrong KV. Read by our
-    scheduler (`scheduler.Recomputing`); a field, since the engine's core may be another process."""
+class HybridOutput(ModelRunnerOutput):
+    """The step's output, in which the tokens of ``failed`` requests are wrong, and ``blocks`` hold wrong KV, since CPU
+    partials missed the deadline or could not be computed (``why``); the rows of ``unfinished`` ones wait for a later
+    step (`HybridRuntime.unfinished`). Read by our schedulers; fields, since the engine's core may be another process.
+    """
 
     why: str = ""
     failed: list[str] = field(default_factory=list)  # request ids
     blocks: list[int] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)  # request ids
 
 
 class CheckedOutput(AsyncModelRunnerOutput):
@@ -31,8 +35,13 @@ class CheckedOutput(AsyncModelRunnerOutput):
         return checked(output, self._runtime.failure(self._step))
 
 
-def checked(output: ModelRunnerOutput, failure: StepFailure | None) -> ModelRunnerOutput:
-    if failure is None:
+def checked(
+    output: ModelRunnerOutput, failure: StepFailure | None, unfinished: Sequence[str] = ()
+) -> ModelRunnerOutput:
+    if failure is None and not unfinished:
         return output
     same = {each.name: getattr(output, each.name) for each in fields(ModelRunnerOutput)}
-    return FailedOutput(**same, why=str(failure.error), failed=failure.request_ids, blocks=failure.pages)
+    told = HybridOutput(**same, unfinished=list(unfinished))
+    if failure is not None:
+        told.why, told.failed, told.blocks = str(failure.error), failure.request_ids, failure.pages
+    return told

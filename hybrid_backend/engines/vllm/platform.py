@@ -9,9 +9,10 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, SCHEDULER
+from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, PARKING_SCHEDULER, SCHEDULER
 from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.memory import size_host_pool
+from hybrid_backend.engines.vllm.parking import choose_parking
 from hybrid_backend.engines.vllm.settings import attach_config, chosen
 
 if TYPE_CHECKING:
@@ -55,5 +56,8 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
     check_engine_config(vllm_config, config, worker_cls)
     size_host_pool(vllm_config, config, on_cpu=worker_cls == CPU_WORKER)
     scheduler = vllm_config.scheduler_config  # after the stock platform, which may turn asynchronous scheduling off
-    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+    if choose_parking(vllm_config, config):
+        scheduler.scheduler_cls = PARKING_SCHEDULER
+    else:
+        scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     return config

@@ -1,6 +1,6 @@
 """vLLM's schedulers, which do not use a token that was computed without the CPU's part.
 
-A step that failed (`outputs.FailedOutput`) is taken back: its requests are preempted, their output of this step and of
+A step that failed (`outputs.HybridOutput`) is taken back: its requests are preempted, their output of this step and of
 those already under way is dropped, and they are computed again from what the prefix cache holds of their right tokens.
 vLLM does the same when the prefix cache is reset under running requests (``Scheduler.reset_prefix_cache``). A request
 whose step fails again at the same token ends with an error. Nobody else's request is touched.
@@ -16,7 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from hybrid_backend.engines.vllm.outputs import FailedOutput
+from hybrid_backend.engines.vllm.outputs import HybridOutput
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -36,11 +36,11 @@ class Recomputing(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        if isinstance(model_runner_output, FailedOutput):
+        if isinstance(model_runner_output, HybridOutput) and model_runner_output.failed:
             self._take_back(model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _take_back(self, output: FailedOutput) -> None:
+    def _take_back(self, output: HybridOutput) -> None:
         """Before the output is used."""
         mine = [self.requests[name] for name in output.failed if name in self.requests]
         # Output that was given up already, when an earlier step failed, does not fail once more.
@@ -87,3 +87,38 @@ class RecomputingScheduler(Recomputing):
 
 class RecomputingAsyncScheduler(Recomputing, AsyncScheduler):
     pass
+
+
+class ParkingScheduler(RecomputingScheduler):
+    """For rows that yield their token some steps after the one in which they got it to compute (`execution.parking`).
+
+    vLLM takes a scheduled token for computed. Here a row that is unfinished gets the same one again. And a block is
+    given to the prefix cache only when its last token is done, not when it is scheduled: until then some layers of it
+    are empty. There is no seam for that: ``KVCacheManager.allocate_slots`` (v1/core/kv_cache_manager.py) is called in
+    the middle of ``Scheduler.schedule``, and told to delay.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._allocate = self.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._allocate_slots
+
+    def _allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        if num_new_tokens == 1:  # more are a prompt's, or computed again as one, and never wait
+            kwargs["delay_cache_blocks"] = True
+        return self._allocate(request, num_new_tokens, *args, **kwargs)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        output = model_runner_output
+        failed, unfinished = (output.failed, output.unfinished) if isinstance(output, HybridOutput) else ([], [])
+        for name, count in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests.get(name)
+            if request is None or request.is_finished() or _is_stale(request) or name in failed:
+                continue
+            if name in unfinished:
+                request.num_computed_tokens -= count
+            else:
+                self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        return super().update_from_output(scheduler_output, model_runner_output)

@@ -13,9 +13,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid_backend.attention.lookahead import QueryPredictor, family_of
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm.hooks import hook_for
+from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead_hook
 from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, checked
+from hybrid_backend.engines.vllm.parking import parks_rows
 from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.runtime import HybridRuntime
@@ -57,7 +58,16 @@ def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridCo
         if attention.sliding_window is not None or index in config.exact_layers:
             continue
         attention.impl.predictor = QueryPredictor(decoder, family)
-        earlier.register_forward_pre_hook(hook_for(name, device), with_kwargs=True)
+        earlier.register_forward_pre_hook(lookahead_hook(name, device), with_kwargs=True)
+
+
+def attach_inputs(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Hand every decoder layer's input over, so that rows may go on from an earlier step. Call before compilation."""
+    compilation = vllm_config.compilation_config
+    if compilation.splitting_ops_contain_attention():  # piecewise graphs have no part in it
+        compilation.splitting_ops.append(LAYER_INPUT)
+    for name, _, decoder in attention_layers(model):
+        decoder.register_forward_pre_hook(input_hook(name), with_kwargs=True)
 
 
 class Session:
@@ -89,6 +99,9 @@ class Session:
             dtype=full.kv_cache_torch_dtype,
             windows=tuple(a.sliding_window for _, a, _ in layers),
             max_tokens=vllm_config.model_config.max_model_len,
+            hidden=vllm_config.model_config.get_hidden_size(),
+            parks=parks_rows(vllm_config),
+            layer_weight_bytes=sum(weight.nbytes for weight in layers[0][2].parameters()),
         )
         views = [as_pages(a.kv_cache) for _, a, _ in layers]
         self.runtime = HybridRuntime(
@@ -108,6 +121,7 @@ class Session:
                 for builder in group.metadata_builders:
                     builder.session = self
         self._step: Step | None = None  # that runs, or ran last
+        self._unfinished: list[str] = []  # of it
         self._is_heard = vllm_config.parallel_config.rank == 0  # vLLM takes the output of one rank only
         self.is_scheduled = False
 
@@ -144,6 +158,33 @@ class Session:
         if self._step is not None:
             self.runtime.end_step(self._step)
 
+    @contextmanager
+    def sampled(self) -> Iterator[None]:
+        """The model runner samples: rows that yield no token are not heard, and take nothing from their generators.
+
+        vLLM has no seam for it. ``GPUModelRunner._bookkeeping_sync`` (v1/worker/gpu_model_runner.py) drops what it
+        sampled for rows of ``discard_request_mask``, which is made for prompts in chunks; it rewinds their generators,
+        which those of a CPU refuse. So they are taken away meanwhile; and so are prompts' log-probabilities, which
+        would be handed over with a token that is not there.
+        """
+        step = self._step
+        unfinished = [] if step is None or not self.runtime.model.parks else self.runtime.unfinished(step)
+        self._unfinished = unfinished
+        if not unfinished:
+            yield
+            return
+        batch = self._runner.input_batch
+        rows = [batch.req_id_to_index[name] for name in unfinished]
+        self._runner.discard_request_mask.np[rows] = True
+        asked = self._runner.num_prompt_logprobs
+        generators = {row: batch.generators.pop(row) for row in rows if row in batch.generators}
+        logprobs = {name: asked.pop(name) for name in unfinished if name in asked}
+        try:
+            yield
+        finally:
+            batch.generators.update(generators)
+            asked.update(logprobs)
+
     def checked(self, output: ModelRunnerOutput | AsyncModelRunnerOutput | None) -> Any:
         """The output of the last step; when it is there, whether it may be used."""
         step, self._step = self._step, None
@@ -154,7 +195,7 @@ class Session:
         failure = self.runtime.failure(step)
         if failure is not None and not self._is_heard:
             raise EngineError(f"{failure.error}; vLLM does not ask this rank, so the engine ends")
-        return output if output is None else checked(output, failure)
+        return output if output is None else checked(output, failure, self._unfinished)
 
     def _page_size(self, layer_name: str) -> int:
         context = self._runner.compilation_config.static_forward_context

@@ -36,8 +36,14 @@ def attach_config(vllm_config: VllmConfig) -> HybridConfig:
         config, _ = resolve_config(str(name), explicit, os.environ)
     else:
         config = config_from_mapping(explicit, f"--additional-config: {ADDITIONAL_CONFIG_KEY}")
-    vllm_config.additional_config = {**given, ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")}
+    replace_config(vllm_config, config)
     return config
+
+
+def replace_config(vllm_config: VllmConfig, config: HybridConfig) -> None:
+    """What `attach_config` stored becomes this."""
+    stored = {ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")}
+    vllm_config.additional_config = {**vllm_config.additional_config, **stored}
 
 
 def attached_config(vllm_config: VllmConfig) -> HybridConfig:

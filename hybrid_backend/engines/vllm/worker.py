@@ -8,7 +8,8 @@ from prometheus_client import REGISTRY
 from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm.session import Session, attach_lookahead
+from hybrid_backend.engines.vllm.parking import parks_rows
+from hybrid_backend.engines.vllm.session import Session, attach_inputs, attach_lookahead
 from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.observe.metrics import Publisher
 
@@ -31,6 +32,8 @@ class HybridWorker(_Worker):
         super().load_model(**kwargs)
         self.hybrid_config = attached_config(self.vllm_config)
         attach_lookahead(self.model_runner.get_model(), self.vllm_config, self.hybrid_config, self.device)
+        if parks_rows(self.vllm_config):
+            attach_inputs(self.model_runner.get_model(), self.vllm_config)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -58,8 +61,11 @@ class HybridWorker(_Worker):
             publisher.publish(force=bool(gone))
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        output = super().sample_tokens(grammar_output)
-        return output if self.session is None else self.session.checked(output)
+        if self.session is None:
+            return super().sample_tokens(grammar_output)
+        with self.session.sampled():
+            output = super().sample_tokens(grammar_output)
+        return self.session.checked(output)
 
     def shutdown(self) -> None:
         if self.session is not None:

@@ -34,7 +34,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
     """What fits where: memory, largest batch and context, and expected speed of every method against stock."""
-    from hybrid_backend.tools.plan.hardware import find_hardware
+    from hybrid_backend.hardware import find_hardware
     from hybrid_backend.tools.plan.model import find_shape
     from hybrid_backend.tools.plan.report import Request, changed, make_plan
     from hybrid_backend.tools.plan.simulate import parse_what_if

@@ -18,9 +18,9 @@ from hybrid_backend.engines.vllm.footprint import (
     largest,
 )
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware import Hardware
 from hybrid_backend.methods import method_names, resolve_method
 from hybrid_backend.model import ModelShape
-from hybrid_backend.tools.plan.hardware import Hardware
 from hybrid_backend.tools.plan.simulate import StepTime, WhatIf, decode_step, simulated_methods
 
 MOST_BATCH, MOST_CONTEXT = 2**16, 2**27
@@ -211,7 +211,10 @@ def _times(candidate: Candidate, request: Request, max_batch: int, fits: bool) -
         return _Times()
 
     def simulated(batch: int) -> StepTime:
-        return decode_step(hardware, request.shape, request.config, candidate.name, request.context, batch)
+        on_cpu = hardware.gpus * candidate.cpu_requests(request.context, -(-batch // hardware.gpus))
+        return decode_step(
+            hardware, request.shape, request.config, candidate.name, request.context, batch, cpu_rows=min(batch, on_cpu)
+        )
 
     now = simulated(request.batch) if fits else None
     return _Times(

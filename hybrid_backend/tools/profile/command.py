@@ -56,7 +56,7 @@ def profile(
     contexts = tuple(context or (4096,))
     tau, prefetch_bytes = None, 0
     if machine is not None:
-        from hybrid_backend.tools.plan.hardware import find_hardware
+        from hybrid_backend.hardware import find_hardware
         from hybrid_backend.tools.plan.model import find_shape
         from hybrid_backend.tools.profile.tau import prefetch_bytes_of, tau_of
 

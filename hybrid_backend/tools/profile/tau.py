@@ -7,8 +7,8 @@ import math
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware import Hardware
 from hybrid_backend.model import ModelShape
-from hybrid_backend.tools.plan.hardware import Hardware
 from hybrid_backend.tools.plan.simulate.costs import Costs
 
 

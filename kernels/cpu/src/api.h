@@ -108,8 +108,10 @@ void hb_ticket_free(hb_ticket* ticket);  // waits for threads inside
 
 // --- mailboxes: jobs that the device raises by itself ---------------------------------------------------------
 
-// One per layer, in memory that the device reads and writes (pinned). The device writes what it asks, then a new number
-// to `asked` (release, system scope); a thread here computes, writes the partial, then the same number to `answered`.
+// One per layer, or one per request with questions about any layer, in memory that the device reads and writes (pinned).
+// The device writes what it asks, then a new number to `asked` (release, system scope); a thread here computes, writes the
+// partial, then the same number to `answered`. Boxes are served in turn: one waits for at most one question of each other
+// box.
 #define HB_MAIL_STEPS 16
 typedef struct hb_mailbox {
   hb_cache cache;
@@ -124,6 +126,9 @@ typedef struct hb_mailbox {
   const uint32_t* asked;
   uint32_t* answered;
   uint32_t* failed;  // [HB_MAIL_STEPS]: of a job that could not be computed (its answer is empty) its number
+  const int32_t* layer;  // which of `caches` the question is about, instead of `cache`; or null
+  const hb_cache* caches;  // [caches_count], as long as the server lives; boxes may share them
+  int32_t caches_count;
 } hb_mailbox;
 
 typedef struct hb_mail hb_mail;
@@ -132,7 +137,8 @@ typedef struct hb_mail hb_mail;
 hb_mail* hb_mail_new(hb_pool* pool, const hb_model* model, const hb_mailbox* boxes, int count, int cpu);
 void hb_mail_free(hb_mail* mail);  // before the pool
 int64_t hb_mail_served(hb_mail* mail);
-const char* hb_mail_error(hb_mail* mail);  // why the last failed job failed; valid until this thread's next call
+// Why the box's last failed job failed; valid until this thread's next call.
+const char* hb_mail_error(hb_mail* mail, int box);
 
 // --- one decode layer in one call ------------------------------------------------------------------------------
 

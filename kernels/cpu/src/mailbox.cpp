@@ -17,13 +17,21 @@ constexpr long kNapNanoseconds = 50'000;  // then between two looks; a busy devi
 
 uint32_t look_at(const uint32_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
 
+// Each number of a question is read once and then checked: a device that gave up may write its next question meanwhile.
+int32_t read_once(const int32_t* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
+
+const hb_cache& cache_of(const hb_mailbox& box) {
+  return box.layer ? box.caches[check_id(read_once(box.layer), box.caches_count, "layer")] : box.cache;
+}
+
 }  // namespace
 
 MailServer::MailServer(Pool& pool, const hb_model& model, const hb_mailbox* boxes, int count, int cpu)
-    : pool_(pool), model_(model), boxes_(boxes, boxes + count), answered_(count) {
+    : pool_(pool), model_(model), boxes_(boxes, boxes + count), answered_(count), errors_(count) {
   for (int b = 0; b < count; b++) {
     const hb_mailbox& box = boxes_[b];
-    round_.job.configure(model_, box.cache, pool_.isa());
+    const hb_cache* caches = box.layer ? box.caches : &box.cache;
+    for (int c = 0; c < (box.layer ? box.caches_count : 1); c++) round_.job.configure(model_, caches[c], pool_.isa());
     if (box.lists != 1 && box.lists != model_.kv_heads) throw std::invalid_argument("lists must be 1 or kv_heads");
     if (box.rows < 1 || box.capacity < 1) throw std::invalid_argument("a mailbox has rows and room for pages");
     if (!box.ids && !box.request)
@@ -38,9 +46,9 @@ MailServer::~MailServer() {
   thread_.join();
 }
 
-std::string MailServer::error() {
+std::string MailServer::error(int box) {
   std::lock_guard<std::mutex> lock(error_mutex_);
-  return error_;
+  return errors_[box];
 }
 
 void MailServer::loop(int cpu) {
@@ -51,7 +59,7 @@ void MailServer::loop(int cpu) {
     for (size_t b = 0; b < boxes_.size(); b++) {
       const uint32_t number = look_at(boxes_[b].asked);
       if (number == answered_[b]) continue;
-      serve(boxes_[b], number);
+      serve(b, number);
       answered_[b] = number;
       found = true;
     }
@@ -66,13 +74,14 @@ void MailServer::loop(int cpu) {
   }
 }
 
-void MailServer::serve(const hb_mailbox& box, uint32_t number) {
+void MailServer::serve(size_t index, uint32_t number) {
+  const hb_mailbox& box = boxes_[index];
   try {
     compute(box);
   } catch (const std::exception& failure) {
     {
       std::lock_guard<std::mutex> lock(error_mutex_);
-      error_ = failure.what();
+      errors_[index] = failure.what();
     }
     // The device must not wait for what will never come, nor merge what an earlier step left.
     const size_t heads = (size_t)box.rows * model_.kv_heads * model_.group;
@@ -86,7 +95,8 @@ void MailServer::serve(const hb_mailbox& box, uint32_t number) {
 
 void MailServer::compute(const hb_mailbox& box) {
   AttendJob& job = round_.job;
-  job.configure(model_, box.cache, pool_.isa());
+  const hb_cache& cache = cache_of(box);
+  job.configure(model_, cache, pool_.isa());
   const int64_t element = element_size(model_.type), head = model_.head_dim * element;
   const int64_t heads = (int64_t)model_.kv_heads * model_.group;
   job.io = {box.rows,
@@ -110,7 +120,7 @@ void MailServer::compute(const hb_mailbox& box) {
     if (owner < 0 || owner >= box.rows)
       throw std::out_of_range("row " + std::to_string(r) + " has request " + std::to_string(owner));
     for (int l = 0; l < box.lists; l++) {
-      const int64_t at = owner * box.lists + l, tokens = (int64_t)box.counts[at] * (box.ids ? whole : 1);
+      const int64_t at = owner * box.lists + l, tokens = (int64_t)read_once(box.counts + at) * (box.ids ? whole : 1);
       const int64_t count = (tokens + whole - 1) / whole;
       if (tokens < 0 || count > box.capacity)
         throw std::out_of_range("row " + std::to_string(r) + " lists " + std::to_string(count) +
@@ -118,10 +128,10 @@ void MailServer::compute(const hb_mailbox& box) {
       const int list = job.lists.of(r, l);
       ListedPage* to = job.lists.pages(list);
       for (int64_t k = 0; k < count; k++) {
-        const int64_t page = box.ids ? box.ids[at * box.capacity + k] : owner * box.capacity + k;
-        if (page < 0 || page >= box.cache.pages)
+        const int64_t page = box.ids ? read_once(box.ids + at * box.capacity + k) : owner * box.capacity + k;
+        if (page < 0 || page >= cache.pages)
           throw std::out_of_range("page id " + std::to_string(page) + " of row " + std::to_string(r) +
-                                  " is beyond the cache's " + std::to_string(box.cache.pages) + " pages");
+                                  " is beyond the cache's " + std::to_string(cache.pages) + " pages");
         to[k] = {page, (int32_t)std::min<int64_t>(whole, tokens - k * whole)};
       }
       job.lists.count(list) = (int32_t)count;
@@ -152,8 +162,8 @@ HB_API hb_mail* hb_mail_new(hb_pool* pool, const hb_model* model, const hb_mailb
 }
 HB_API void hb_mail_free(hb_mail* mail) { delete mail; }
 HB_API int64_t hb_mail_served(hb_mail* mail) { return mail->served(); }
-HB_API const char* hb_mail_error(hb_mail* mail) {
+HB_API const char* hb_mail_error(hb_mail* mail, int box) {
   static thread_local std::string text;
-  text = mail->error();
+  text = mail->error(box);
   return text.c_str();
 }

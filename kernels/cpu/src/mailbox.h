@@ -20,7 +20,7 @@ class MailServer {
   ~MailServer();
 
   int64_t served() const { return served_.load(std::memory_order_relaxed); }
-  std::string error();
+  std::string error(int box);  // why its last failed job failed
 
  private:
   struct Round : Task {
@@ -29,7 +29,7 @@ class MailServer {
   };
 
   void loop(int cpu);
-  void serve(const hb_mailbox& box, uint32_t number);
+  void serve(size_t box, uint32_t number);
   void compute(const hb_mailbox& box);
 
   Pool& pool_;
@@ -40,7 +40,7 @@ class MailServer {
   std::atomic<int64_t> served_{0};
   std::atomic<bool> stop_{false};
   std::mutex error_mutex_;
-  std::string error_;
+  std::vector<std::string> errors_;  // by box
   std::thread thread_;
 };
 

@@ -581,9 +581,9 @@ void test_mailbox(int rounds) {
         __atomic_store_n(&device.asked, (uint32_t)round, __ATOMIC_RELEASE);
         while (__atomic_load_n(&device.answered, __ATOMIC_ACQUIRE) != (uint32_t)round) std::this_thread::yield();
         if (is_bad) {
-          EXPECT(
-              device.failed[round % HB_MAIL_STEPS] == (uint32_t)round && std::strstr(hb_mail_error(mail), "room for"),
-              "%s", hb_mail_error(mail));
+          EXPECT(device.failed[round % HB_MAIL_STEPS] == (uint32_t)round &&
+                     std::strstr(hb_mail_error(mail, b), "room for"),
+                 "%s", hb_mail_error(mail, b));
           device.counts[0] = 0;
           for (int k = 0; k < kCapacity; k++) device.counts[0] += job.ids[k] >= 0;
           continue;
@@ -600,6 +600,89 @@ void test_mailbox(int rounds) {
   hb_pool_free(pool);
 }
 
+// A device thread per request asks about one layer after the other, in an order of its own; what it gets is what hb_partial
+// computes of that layer and row. A layer that is not there fails that question and no other.
+void test_questions(int rounds) {
+  hb_pool* pool = hb_pool_new(2, nullptr, hb_isa_best());
+  constexpr int kLayers = 3, kRequests = 4, kCapacity = 12;
+  constexpr size_t kHeads = 6, kDim = 64;
+  struct Device {
+    std::vector<uint16_t> q = std::vector<uint16_t>(kHeads * kDim);
+    std::vector<int32_t> ids = std::vector<int32_t>(kCapacity);
+    std::vector<float> out = std::vector<float>(kHeads * kDim, NAN), lse = std::vector<float>(kHeads, NAN);
+    int32_t count = 0, layer = 0;
+    alignas(64) uint32_t asked = 0;
+    alignas(64) uint32_t answered = 0;
+    alignas(64) uint32_t failed[HB_MAIL_STEPS] = {};
+  };
+  Rng rng(12);
+  std::vector<std::unique_ptr<Job>> layers;
+  std::vector<hb_cache> caches;
+  for (int l = 0; l < kLayers; l++) {
+    layers.push_back(std::make_unique<Job>(rng, (int)kDim, 3, 16, 2, kRequests, 1, kCapacity));
+    Job& job = *layers.back();
+    for (size_t i = 0; i < job.ids.size(); i++) job.valid[i] = job.ids[i] < 0 ? 0 : 16;
+    job.reference();
+    caches.push_back(job.args.cache);
+  }
+  std::vector<Device> devices(kRequests);
+  std::vector<hb_mailbox> boxes;
+  for (Device& device : devices)
+    boxes.push_back({{},
+                     1,
+                     1,
+                     kCapacity,
+                     (char*)device.q.data(),
+                     device.ids.data(),
+                     &device.count,
+                     nullptr,
+                     nullptr,
+                     nullptr,
+                     device.out.data(),
+                     device.lse.data(),
+                     &device.asked,
+                     &device.answered,
+                     device.failed,
+                     &device.layer,
+                     caches.data(),
+                     kLayers});
+  hb_mail* mail = hb_mail_new(pool, &layers[0]->args.model, boxes.data(), kRequests, -1);
+  EXPECT(mail, "%s", hb_last_error());
+  std::vector<std::thread> threads;
+  for (int r = 0; r < kRequests; r++)
+    threads.emplace_back([&, r] {
+      Device& device = devices[r];
+      Rng order(r);
+      for (int round = 1; round <= 20 * rounds; round++) {
+        const int layer = (int)(order() % kLayers);
+        const Job& job = *layers[layer];
+        std::copy_n(job.q.data() + r * device.q.size(), device.q.size(), device.q.data());
+        device.count = 0;
+        for (int k = 0; k < kCapacity; k++) {
+          device.ids[k] = (int32_t)job.ids[r * kCapacity + k];
+          device.count += device.ids[k] >= 0;
+        }
+        const bool is_bad = r == 1 && round % 50 == 0;
+        device.layer = is_bad ? kLayers : layer;
+        __atomic_store_n(&device.asked, (uint32_t)round, __ATOMIC_RELEASE);
+        while (__atomic_load_n(&device.answered, __ATOMIC_ACQUIRE) != (uint32_t)round) std::this_thread::yield();
+        EXPECT((device.failed[round % HB_MAIL_STEPS] == (uint32_t)round) == is_bad, "request %d", r);
+        if (is_bad) EXPECT(std::strstr(hb_mail_error(mail, r), "layer id 3"), "%s", hb_mail_error(mail, r));
+        for (size_t i = 0; i < kHeads; i++) {
+          const float expected = is_bad ? -INFINITY : job.expected_lse[r * kHeads + i];
+          EXPECT(device.lse[i] == expected || std::fabs(device.lse[i] - expected) < 1e-3, "request %d", r);
+          for (size_t d = i * kDim; d < (i + 1) * kDim; d++)
+            EXPECT(std::fabs(device.out[d] - (is_bad ? 0 : job.expected_out[r * kHeads * kDim + d])) < 0.03, "%g",
+                   device.out[d]);
+        }
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT(hb_mail_served(mail) == (int64_t)kRequests * 20 * rounds, "%lld", (long long)hb_mail_served(mail));
+  hb_mail_free(mail);
+  hb_pool_free(pool);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -609,6 +692,7 @@ int main(int argc, char** argv) {
   test_decode(rounds);
   test_operations(std::min(rounds, 12));
   test_mailbox(rounds);
+  test_questions(rounds);
   std::printf("%s, %d failures\n", hb_isa_name(hb_isa_best()), failures.load());
   return failures ? 1 : 0;
 }

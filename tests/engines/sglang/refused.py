@@ -44,6 +44,12 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         [],
         ["'phi3'", "lookahead: {enabled: false}"],
     ),
+    "rows that wait from one step to the next": (
+        MODEL,
+        ["--set=method=apex", "--set=apex.strategy=overlap"],
+        [],
+        ["apex.strategy: overlap", "write auto or lockstep"],
+    ),
     "an MLA model": ("mla", [], [], ["MLA", STOCK]),
     "a model with sliding windows": ("all-sliding", [], [], ["sliding-window", STOCK]),
     "an engine flag that does not exist": (MODEL, [], ["--no-such-flag"], ["unrecognized arguments: --no-such-flag"]),

@@ -36,7 +36,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from hybrid_backend.attention.lookahead import QueryPredictor, family_of
 from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER, worker
-from hybrid_backend.engines.vllm.hooks import hook_for
+from hybrid_backend.engines.vllm.hooks import lookahead_hook
 from hybrid_backend.engines.vllm.session import attention_layers
 from tests.support.models import peaked
 
@@ -95,6 +95,9 @@ _ON_CPU = _EXACT | {
     "budget_tokens": 20 * PAGE,
     "lookahead": {"enabled": True, "partial_query": "real"},
 }
+# The shortest prompt is on the device, the others are the CPU's; rows wait from one step to the next if they can.
+_PARKED = {"model": {"match": "*"}, "page_size": PAGE, "method": "apex", "apex": {"device_tokens": 5 * PAGE}}
+_OVERLAP = _PARKED | {"apex": {"device_tokens": 5 * PAGE, "strategy": "overlap"}}
 _SPARSE = _EXACT | {"tiers": "separate", "frames_per_request": 4, "recall": {"intervals": 2}}
 
 
@@ -204,7 +207,7 @@ def watch_own_input(w: Any) -> dict[int, list[float]]:
         decoder._forward_pre_hooks.clear()
         decoder._forward_pre_hooks_with_kwargs.clear()
         attention.impl.predictor = QueryPredictor(decoder, family)
-        decoder.register_forward_pre_hook(hook_for(name, w.device), with_kwargs=True)
+        decoder.register_forward_pre_hook(lookahead_hook(name, w.device), with_kwargs=True)
     runtime.wants_lookahead = lambda layer, step: step.decode is not None
     runtime.executor.lookahead = lambda *_: None
     runtime.lookahead = note
@@ -230,6 +233,16 @@ def watch_order(w: Any) -> dict[int, list[str]]:
     return events
 
 
+def parked(llm: LLM) -> dict[str, Any]:
+    """`generate`, and how rows on the CPU were attended."""
+    answers = generate(llm)
+    strategies = in_worker(llm, lambda w: sorted({done for done, _ in w.session.runtime.stats.steps}))
+    return answers | {
+        "strategies": strategies,
+        "cpu_ratio": in_worker(llm, lambda w: w.session.runtime.stats.cpu_ratio()),
+    }
+
+
 def with_lookahead(model: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with engine(model) as llm:
@@ -240,6 +253,8 @@ def with_lookahead(model: Path) -> dict[str, Any]:
         generate(llm)
         found["errors"] = {layer: max(values) for layer, values in errors.items()}
         found["compared"] = {layer: len(values) for layer, values in errors.items()}
+    with engine(model, _PARKED if "gemma3" in model.name else _OVERLAP) as llm:
+        found["parked"] = parked(llm)
     return found
 
 
@@ -290,7 +305,9 @@ def compiled(model: Path) -> dict[str, Any]:
         order = in_worker(llm, watch_order)
         found = served(llm)
         mode = in_worker(llm, lambda w: w.vllm_config.compilation_config.mode.name)
-        return found | {"mode": mode, "orders": [list(x) for x in {tuple(events) for events in order.values()}]}
+    with engine(model, _OVERLAP, eager=False) as llm:
+        found["parked"] = parked(llm)
+    return found | {"mode": mode, "orders": [list(x) for x in {tuple(events) for events in order.values()}]}
 
 
 # "MODEL" or "MODEL.PROBE" -> what to do with the model

@@ -20,7 +20,7 @@ from typing import Any
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_USE_V2_MODEL_RUNNER="1" if sys.argv[2] == "v2" else "0",
-    VLLM_USE_BREAKABLE_CUDAGRAPH="1" if sys.argv[2] == "v2" else "0",  # piecewise graphs without torch.compile
+    VLLM_USE_BREAKABLE_CUDAGRAPH="1",  # piecewise graphs without torch.compile
     VLLM_USE_FLASHINFER_SAMPLER="0",
     VLLM_NO_USAGE_STATS="1",
     VLLM_PLUGINS="",
@@ -33,6 +33,7 @@ from tests.engines.vllm.watched_attention import Watch, watch_attention
 PROMPTS, TOKENS, CHUNK, LONGEST = (46, 94, 142), 4, 64, 192
 BLOCK, BLOCKS = 16, 17  # the prompts take 17, three of which two of them share; they grow to 20: one is preempted
 ABORTED_AT = 5  # of the steps, when all prompts have been computed
+ROWS = 4
 VOCABULARY, LAYERS, KV_HEADS, DIM = 256, 3, 2, 32
 FULL = {"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4]}
 MIXED = {**FULL, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [4, CHUNK]}
@@ -54,7 +55,10 @@ SPARSE = {
     "recall": {"intervals": 2},
     "frames_per_request": 4,
 }
-LONGER = 8  # tokens of sparse answers
+# Room for the short requests, until they grow.
+APEX: dict[str, Any] = {"method": "apex", "apex": {"device_tokens": 5 * BLOCK, "hardware": "h200"}}
+FEWER = {"apex.overlap": 13}  # blocks: requests that park grow later, when the first is done
+LONGER = 8  # tokens of sparse answers, and of those of requests that park
 WAITING = ("hgca.caches",)  # for the workers, before a step: a context cache is full, or its judging is not done
 CARDS = (1600, 1900, 8000)  # MiB
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
@@ -69,6 +73,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "clo.sparse": ({**SPARSE, "method": "clo", "clo": {"eta": 0.001, "persistent": ["1:0"]}}, FULL),
     "headinfer": ({"method": "headinfer"}, MIXED),
     "dense": ({"method": "dense"}, MIXED),
+    "apex": (APEX, MIXED),
+    "apex.overlap": ({**APEX, "apex": {**APEX["apex"], "strategy": "overlap"}}, MIXED),
     "again": ({**EXACT, "frames_per_request": 4}, MIXED),
     **dict.fromkeys(("late", "late.always"), (LATE, MIXED)),
     "late.full": (LATE, FULL),
@@ -105,7 +111,7 @@ def expected(folder: Path) -> list[list[int]]:
 
     model, answers = build(folder), []
     for prompt in prompts():
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=LONGER, min_new_tokens=LONGER, do_sample=False)
         answers.append(out[0, len(prompt) :].tolist())
     return answers
 
@@ -115,7 +121,7 @@ def options(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None, 
 
     return dict(
         model=str(model), attention_backend=BACKEND, worker_cls=GPU_WORKER, dtype="float32", skip_tokenizer_init=True,
-        max_model_len=LONGEST, max_num_seqs=4, max_num_batched_tokens=CHUNK, enforce_eager=graphs is None,
+        max_model_len=LONGEST, max_num_seqs=ROWS, max_num_batched_tokens=CHUNK, enforce_eager=graphs is None,
         compilation_config=graphs or {"custom_ops": ["none"]}, block_size=BLOCK,
         kv_cache_memory_bytes=(blocks + 1) * LAYERS * KV_HEADS * 2 * BLOCK * DIM * 4,  # vLLM keeps one for itself
         additional_config={"hybrid": {"page_size": BLOCK, "model": {"match": "*", "family": "llama"}, **hybrid}},
@@ -183,20 +189,27 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
         engine.add_request(str(name), {"prompt_token_ids": prompt}, sampling)
     tokens: dict[str, list[int]] = {}
     before = Graph.replays
-    steps = 0
+    runtime = held.session.runtime
+    steps = parked = 0
     with late(), nullcontext() if waits else busy():
         while engine.has_unfinished_requests():
             for output in engine.step():
                 tokens[output.request_id] = list(output.outputs[0].token_ids)
             steps += 1
+            parked = max(parked, runtime.gauges().get("hybrid_parked_rows", 0))
             if steps == ABORTED_AT:
                 engine.abort_request(["aborted"])
-    runtime = held.session.runtime
+        engine.step()  # the worker hears of the last ones
     return {
         "tokens": [tokens[str(i)] for i in range(len(PROMPTS))],
         "runner": type(held.model_runner).__module__,
         "cpu_tokens": sum(layer.cpu_tokens for layer in runtime.stats.layers),
         "layers": [vars(layer) for layer in runtime.stats.layers],
+        "steps": [list(name) for name in runtime.stats.steps],
+        "parked": parked,
+        "scheduler": type(engine.engine_core.engine_core.scheduler).__name__,
+        "gauges": runtime.gauges(),
+        "planned": planned(llm),
         "copied_bytes": runtime.gauges()["hybrid_copied_bytes"],
         "replays": Graph.replays - before,
         "preempted": sorted(name.partition("-")[0] for name in preempted),
@@ -204,6 +217,18 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
         "made_harmless": "vllm.v1.worker.cpu.shm" in sys.modules,
         "left": runtime.tiers.frames.index("aborted"),
     }
+
+
+def planned(llm: Any) -> dict[str, int]:
+    """What the planner says that the runtime reports."""
+    from hybrid_backend.engines.vllm.blocks import Blocks
+    from hybrid_backend.engines.vllm.footprint import MethodMemory, Room
+    from hybrid_backend.model import read_json, shape_from_config
+
+    runtime = llm.llm_engine.model_executor.driver_worker.worker.session.runtime
+    shape = shape_from_config(read_json(Path(llm.llm_engine.model_config.model, "config.json")), "")
+    memory = MethodMemory(shape, Blocks.of(shape, BLOCK), Room(simulated_gpu.TOTAL, 0, CHUNK), runtime.config)
+    return memory.gauges(len(runtime.tiers.host.layers[0]), ROWS, LONGEST)
 
 
 def ask_twice(llm: Any) -> dict[str, Any]:
@@ -237,9 +262,10 @@ def main() -> None:
                         found = run(folder / "model", *CASES[name], serving, late_probe.BLOCKS)
                     found["expected"] = late_answers
                 else:
-                    tokens = LONGER if CASES[name][0].get("sinks") else TOKENS
+                    tokens = LONGER if CASES[name][0].get("sinks") or name in FEWER else TOKENS
                     serving = partial(serve, count=tokens, waits=name in WAITING)
-                    found = {**run(folder / "model", *CASES[name], serving, watch=watch), "expected": answers}
+                    found = run(folder / "model", *CASES[name], serving, FEWER.get(name, BLOCKS), watch)
+                    found["expected"] = [answer[:tokens] for answer in answers]
             except Exception:
                 found = {"error": traceback.format_exc()[-3000:]}
             (folder / f"{name}.json").write_text(json.dumps(found))

@@ -67,6 +67,15 @@ def test_answers_equal_the_stock_backends_when_everything_is_resident(seen: Prob
     assert not found["unified"]["frames"] and sum(found["unified"]["on_cpu"]) == 0
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, "llama.compiled"])
+def test_answers_equal_the_stock_backends_while_rows_wait_from_one_step_to_the_next(seen: Probe, name: str) -> None:
+    """Two of three requests are on the CPU. Gemma 3's sliding windows forbid it: its layers wait instead."""
+    found = seen(name)["parked"]
+    assert_same_answers(found, seen(name.partition(".")[0])["stock"])
+    assert ("lockstep" if name == "gemma3" else "overlap") in found["strategies"]
+    assert 0.2 < found["cpu_ratio"] < 1
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("tiers", ["separate", "in_place"])
 def test_answers_equal_the_stock_backends_in_other_tiers(seen: Probe, family: str, tiers: str) -> None:

@@ -1,7 +1,9 @@
-"""A failed step is taken back by vLLM's own schedulers, without a model: what is dropped, preempted, forgotten."""
+"""A failed step is taken back by vLLM's own schedulers, without a model: what is dropped, preempted, forgotten. Rows
+that wait are scheduled once more."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from hybrid_backend.engines.vllm.outputs import checked
-from hybrid_backend.engines.vllm.scheduler import RecomputingAsyncScheduler, RecomputingScheduler
+from hybrid_backend.engines.vllm.scheduler import (
+    ParkingScheduler,
+    RecomputingAsyncScheduler,
+    RecomputingScheduler,
+)
 from hybrid_backend.errors import DeadlineError
 from hybrid_backend.step import StepFailure
 
@@ -31,7 +37,7 @@ BLOCK, BLOCKS = 16, 40
 class Core:
     """An engine core whose model says token 7, or a wrong one in a step that failed."""
 
-    def __init__(self, folder: Path, is_async: bool) -> None:
+    def __init__(self, folder: Path, is_async: bool = False, parks: bool = False) -> None:
         from transformers import LlamaConfig
 
         LlamaConfig(
@@ -56,7 +62,7 @@ class Core:
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
         )
-        kind = RecomputingAsyncScheduler if is_async else RecomputingScheduler
+        kind = ParkingScheduler if parks else RecomputingAsyncScheduler if is_async else RecomputingScheduler
         self.scheduler = kind(config, kv, StructuredOutputManager(config), block_size=BLOCK)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
@@ -72,19 +78,26 @@ class Core:
     def schedule(self) -> Any:
         return self.scheduler.schedule()
 
-    def answer(self, scheduled: Any, failed: list[str] | None = None, token: int = 7) -> None:
-        """The step's output comes; ``failed``: these requests' tokens in it are wrong."""
+    def answer(
+        self,
+        scheduled: Any,
+        failed: list[str] | None = None,
+        token: int = 7,
+        silent: Sequence[str] = (),
+        unfinished: Sequence[str] = (),
+    ) -> None:
+        """The step's output comes; ``failed``: these requests' tokens in it are wrong; ``silent``: these have none."""
         names = list(scheduled.num_scheduled_tokens)
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=[[13 if name in (failed or ()) else token] for name in names],
+            sampled_token_ids=[[] if name in silent else [13 if name in (failed or ()) else token] for name in names],
         )
         failure = None
         if failed is not None:
             pages = [page for name in failed for page in self.written.get(name, [])]
             failure = StepFailure(DeadlineError("late"), failed, pages)
-        for outputs in self.scheduler.update_from_output(scheduled, checked(output, failure)).values():
+        for outputs in self.scheduler.update_from_output(scheduled, checked(output, failure, unfinished)).values():
             for each in outputs.outputs:
                 self.told[each.request_id] += each.new_token_ids
                 if each.finish_reason is not None:
@@ -131,7 +144,7 @@ def test_only_the_failed_requests_are_computed_again(tmp_path: Path, is_async: b
 
 
 def test_a_request_that_fails_again_without_a_token_ends_with_an_error(tmp_path: Path) -> None:
-    core = Core(tmp_path, is_async=False)
+    core = Core(tmp_path)
     for at, name in enumerate("ab"):
         core.add(name, prompt(10 * at))
     core.answer(core.schedule())
@@ -144,7 +157,7 @@ def test_a_request_that_fails_again_without_a_token_ends_with_an_error(tmp_path:
 
 def test_pages_with_wrong_kv_leave_the_prefix_cache(tmp_path: Path) -> None:
     """The failed step filled a page, which vLLM had entered in its prefix cache when it planned the step."""
-    core = Core(tmp_path, is_async=False)
+    core = Core(tmp_path)
     core.add("a", prompt(0, BLOCK + BLOCK - 1))
     core.answer(core.schedule())
     bad = core.schedule()  # the 32nd token's KV
@@ -173,3 +186,42 @@ def test_what_was_on_its_way_for_a_request_that_was_taken_out_is_not_told(tmp_pa
     core.run()
     assert 13 not in request.output_token_ids
     assert len(core.told["a"]) == (8 if what == "preempted" else 1)
+
+
+def test_a_row_that_waits_gets_its_token_once_more_and_its_page_to_the_prefix_cache_when_it_is_done(
+    tmp_path: Path,
+) -> None:
+    core = Core(tmp_path, parks=True)
+    core.add("a", prompt(0, BLOCK - 1))
+    core.answer(core.schedule())  # the next token fills the page
+    (page,) = core.written["a"]
+    block = core.scheduler.kv_cache_manager.block_pool.blocks[page]
+    for _ in range(3):
+        scheduled = core.schedule()
+        assert scheduled.num_scheduled_tokens == {"a": 1} and core.scheduler.requests["a"].num_tokens == BLOCK
+        core.answer(scheduled, silent=["a"], unfinished=["a"])
+        assert block.block_hash is None and core.written["a"] == [page]
+    core.answer(core.schedule())
+    assert core.told["a"] == [7, 7] and block.block_hash is not None
+    core.run()
+    assert core.reasons == {"a": "length"}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_row_that_is_computed_again_one_token_at_a_time_waits_like_any_other(tmp_path: Path, waits: bool) -> None:
+    """It has no token to yield, whether it waits or is done: only the worker knows."""
+    core = Core(tmp_path, parks=True)
+    core.add("a", prompt(0, BLOCK))
+    for _ in range(4):
+        core.answer(core.schedule())
+    request = core.scheduler.requests["a"]
+    core.scheduler.running.remove(request)
+    core.scheduler._preempt_request(request, 0.0)
+    most, core.scheduler.max_num_scheduled_tokens = core.scheduler.max_num_scheduled_tokens, 1  # the others' are more
+    scheduled = core.schedule()
+    assert scheduled.num_scheduled_tokens == {"a": 1} and request.num_computed_tokens == BLOCK + 1
+    core.answer(scheduled, silent=["a"], unfinished=["a"] if waits else [])
+    assert request.num_computed_tokens == BLOCK + (not waits)
+    core.scheduler.max_num_scheduled_tokens = most
+    core.run()
+    assert core.told["a"] == 8 * [7] and core.reasons == {"a": "length"}

@@ -1,12 +1,19 @@
-"""The way from vLLM's forward to the runtime, when the forward raises."""
+"""The way from vLLM's forward to the runtime."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+from torch import Tensor, nn
 
 pytest.importorskip("vllm")
 
-from hybrid_backend.engines.vllm.session import Session
+from vllm.compilation.backends import split_graph
+from vllm.config import CompilationConfig
+
+from hybrid_backend.engines.vllm.session import Session, attach_inputs
 from tests.support.harness import PAGE, Engine, config, spec
 
 pytestmark = pytest.mark.engine
@@ -31,3 +38,24 @@ def test_a_forward_that_raised_abandons_its_step() -> None:
         assert len(abandoned) == 1
     finally:
         engine.close()
+
+
+class _Layer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        torch.ops.hybrid_backend.layer_input(x, None, "layer")
+        return x + 1
+
+
+def test_pieces_of_a_compiled_model_end_before_each_layer_input() -> None:
+    """As vLLM cuts it: a piece is captured without a step, so what rows that park do there would never be done."""
+    compilation = CompilationConfig(splitting_ops=list(CompilationConfig._attention_ops))
+    attach_inputs(nn.Module(), SimpleNamespace(compilation_config=compilation))  # type: ignore[arg-type]
+    _, pieces = split_graph(torch.fx.symbolic_trace(_Layer()), compilation.splitting_ops or [])
+    assert [piece.is_splitting_graph for piece in pieces] == [False, True, False]
+
+
+def test_a_model_that_is_not_cut_stays_whole() -> None:
+    compilation = CompilationConfig(splitting_ops=[])
+    attach_inputs(nn.Module(), SimpleNamespace(compilation_config=compilation))  # type: ignore[arg-type]
+    assert compilation.splitting_ops == []

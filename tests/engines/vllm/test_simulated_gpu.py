@@ -23,8 +23,9 @@ pytestmark = [
 ]
 
 SPARSE = ["scout.sparse", "scout.per_head", "infinigen.sparse", "clo.sparse"]
-V2 = ["scout", "clo", "hgca", "hgca.caches", "headinfer", "dense"]
-V1 = ["scout.full"]
+V2 = ["scout", "clo", "hgca", "hgca.caches", "headinfer", "dense", "apex"]
+V1 = ["scout.full", "apex.overlap"]
+APEX = {"apex": "lockstep", "apex.overlap": "overlap"}
 LATE_V2, LATE_V1 = ["late", "late.always"], ["late.full"]
 EXACT = ("scout", "scout.full")
 
@@ -50,7 +51,7 @@ def test_answers_are_those_of_the_model(seen: Probe, name: str) -> None:
     found = seen(name)
     assert found["tokens"] == found["expected"]
     assert found["preempted"] == ["2"] and "aborted" in found["ran"]
-    if name.startswith(("scout", "hgca")):
+    if name.startswith(("scout", "hgca", "apex")):
         assert found["cpu_tokens"] > 0
 
 
@@ -117,6 +118,26 @@ def test_requests_that_are_late_again_end_with_an_error_and_no_wrong_token(seen:
     for name, tokens in found["tokens"].items():
         assert tokens == found["expected"][name][: len(tokens)]
     assert found["running"] == 0
+
+
+@pytest.mark.parametrize("name", APEX)
+def test_requests_are_on_the_device_or_on_the_cpu_whole_and_nothing_is_left_of_them(seen: Probe, name: str) -> None:
+    """Steps of both kinds replay the same graphs; under overlap, rows park, also beside the chunks of prompts, whose
+    steps replay graphs in pieces."""
+    found = seen(name)
+    assert {done for done, _ in found["steps"]} == {"gpu", APEX[name]}
+    assert found["scheduler"] == ("ParkingScheduler" if name == "apex.overlap" else "RecomputingAsyncScheduler")
+    assert (found["parked"] > 1) == (name == "apex.overlap")
+    assert found["gauges"]["hybrid_moved_requests"] > 0 and found["copied_bytes"] > 0
+    left = ("hybrid_frames_in_use", "hybrid_resident_requests", "hybrid_parked_rows")
+    assert [found["gauges"][name] for name in left] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", [*V2, *V1])
+def test_the_gpu_s_memory_is_what_was_planned(seen: Probe, name: str) -> None:
+    found = seen(name)
+    growing = {"hybrid_context_cache_bytes"} if name.startswith("hgca") else set()
+    assert all(found["gauges"][each] == size for each, size in found["planned"].items() if each not in growing)
 
 
 def test_an_aborted_request_leaves_no_frame(seen: Probe) -> None:

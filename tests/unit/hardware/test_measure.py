@@ -11,9 +11,9 @@ from rich.console import Console
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
 from hybrid_backend.kernels import cpu
 from hybrid_backend.model import ModelShape
-from hybrid_backend.tools.plan.hardware import Curve, Hardware, Number, find_hardware
 from hybrid_backend.tools.plan.hardware.measure import measure, profile_hardware
 from hybrid_backend.tools.plan.simulate import decode_step, simulated_methods
 

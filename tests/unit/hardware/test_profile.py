@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.tools.plan.hardware import Curve, Hardware, Number, find_hardware, machine_names
-from hybrid_backend.tools.plan.hardware.spec import copies, hardware_from_json, saturating
+from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware, machine_names
+from hybrid_backend.hardware.spec import copies, hardware_from_json, saturating
 
 rates = st.floats(1e3, 1e13)
 curves = st.lists(st.tuples(st.floats(1, 1e9), rates), min_size=1, max_size=6, unique_by=lambda p: p[0]).map(

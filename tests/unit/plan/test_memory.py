@@ -76,10 +76,20 @@ def test_these_cases_are_no_zeros() -> None:
     assert all(largest_seen.values()), largest_seen
 
 
-@pytest.mark.parametrize("method", ["scout", "infinigen", "hgca"])
-def test_the_device_kernels_state_is_planned_too(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [
+        ("scout", {}),
+        ("infinigen", {}),
+        ("hgca", {}),
+        ("apex", {}),
+        ("apex", {"apex": {"strategy": "lockstep", "device_tokens": 7 * PAGE}}),
+    ],
+)
+def test_the_device_kernels_state_is_planned_too(method: str, keys: dict[str, Any]) -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    cfg = config(method=method, tiers="separate", device_kernels="triton", exact_layers=[0], frames_per_request=6)
+    base = {"tiers": "separate", "device_kernels": "triton", "exact_layers": [0], "frames_per_request": 6}
+    cfg = config(method=method, **base, **keys)
     gauges_agree(SHAPE, cfg)
     gauges_agree(SHAPES["bf16"], cfg, pages=200, requests=5)
     limited = replace(spec_of(SHAPE), max_tokens=10 * PAGE)

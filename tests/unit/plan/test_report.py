@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from hybrid_backend.config import HybridConfig, config_from_mapping
 from hybrid_backend.engines.vllm.footprint import UTILIZATION
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware import find_hardware
 from hybrid_backend.methods import method_names
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.command import memory, plan, tokens
-from hybrid_backend.tools.plan.hardware import find_hardware
 from hybrid_backend.tools.plan.report import Plan, Request, changed, make_plan, serve_flags
 from hybrid_backend.tools.plan.simulate import parse_what_if
 

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, read_heads
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.tools.plan.hardware import find_hardware
+from hybrid_backend.hardware import find_hardware
 from hybrid_backend.tools.profile.heads import head_scores, write_heads
 from hybrid_backend.tools.profile.measure import LayerMeasure, adjacent_cosine, measure_window
 from hybrid_backend.tools.profile.network import Network, Rope, wrap

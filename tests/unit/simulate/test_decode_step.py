@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware import Hardware, Number, find_hardware, machine_names
 from hybrid_backend.model import ModelShape
-from hybrid_backend.tools.plan.hardware import Hardware, Number, find_hardware, machine_names
 from hybrid_backend.tools.plan.simulate import StepTime, WhatIf, decode_step, simulated_methods
 from hybrid_backend.tools.plan.simulate.costs import Costs
 from hybrid_backend.tools.plan.simulate.timeline import Timeline

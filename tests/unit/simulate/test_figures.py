@@ -15,10 +15,11 @@ from types import ModuleType
 import pytest
 
 from bench import paper_numbers, simulate_figures
+from bench import simulate_apex as apex
 from bench import simulate_clo as clo
 from bench import simulate_paper as paper
 from bench.simulate_runs import QWEN3_RUNS, SMOLLM2_RUNS, own_runs, validation_error
-from hybrid_backend.tools.plan.hardware import Curve, find_hardware
+from hybrid_backend.hardware import Curve, find_hardware
 from hybrid_backend.tools.plan.simulate import StepTime, decode_step
 
 ROOT = Path(__file__).parents[3]
@@ -115,7 +116,7 @@ def test_what_the_paper_says_of_every_length_and_of_figure_9_holds() -> None:
     assert len(held) == 5 and all(held.values()), held
 
 
-@pytest.mark.parametrize("source", [paper, clo])
+@pytest.mark.parametrize("source", [paper, clo, apex])
 def test_whatever_disagrees_says_why(source: ModuleType) -> None:
     silent = [claim.what for claim in source.claims() if not claim.agrees and not claim.why]
     silent += [statement.what for statement in source.statements() if not statement.holds and not statement.why]
@@ -174,7 +175,7 @@ def test_the_runs_are_those_of_the_documentation() -> None:
         assert f"| {context} | {batch} | {stock} | {hybrid} |" in text
 
 
-@pytest.mark.parametrize("source", [paper, clo])
+@pytest.mark.parametrize("source", [paper, clo, apex])
 def test_the_documentation_has_todays_table(source: ModuleType) -> None:
     text = (ROOT / "docs" / "simulator.md").read_text()
     for claim in source.claims():
@@ -189,5 +190,8 @@ def test_one_command_writes_the_table_and_the_plots(tmp_path: Path, monkeypatch:
     simulate_figures.main()
     report = json.loads((tmp_path / "simulate_figures.json").read_text())
     assert len(report["claims"]) == len(paper.claims())
-    assert {row["what"]: row["paper"] for row in report["clo"]["claims"]} == {c.what: c.paper for c in clo.claims()}
+    for name, source in (("clo", clo), ("apex", apex)):
+        assert {row["what"]: row["paper"] for row in report[name]["claims"]} == {
+            c.what: c.paper for c in source.claims()
+        }
     assert (tmp_path / "simulate_figures.png").read_bytes().startswith(b"\x89PNG")

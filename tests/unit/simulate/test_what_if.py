@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.tools.plan.hardware import Curve, find_hardware
+from hybrid_backend.hardware import Curve, find_hardware
 from hybrid_backend.tools.plan.simulate import WhatIf, parse_what_if
 
 

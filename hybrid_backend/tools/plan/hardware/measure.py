@@ -20,12 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware.spec import Curve, Hardware, Number
 from hybrid_backend.host_memory import System
 from hybrid_backend.kernels import cpu
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.hardware import probes
 from hybrid_backend.tools.plan.hardware.probes import HostMemory, Probe
-from hybrid_backend.tools.plan.hardware.spec import Curve, Hardware, Number
 
 Rates = dict[str, dict[float, float]]
 

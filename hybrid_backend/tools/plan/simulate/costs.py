@@ -1,4 +1,4 @@
-"""How long the parts of a decode step take by themselves: bytes and FLOPs against the rates of a hardware profile."""
+"""How long the parts of a decode step take by themselves, method by method (the formulas: `hardware.times`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.hardware import Hardware
+from hybrid_backend.hardware.times import LayerTimes
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.model import ModelShape
-from hybrid_backend.tools.plan.hardware import Hardware
 
 SPAN = 8
 """Pages of a span, the second level of digests in bytes (docs/cpu-kernels.md)."""
@@ -27,6 +28,11 @@ class Costs:
     config: HybridConfig
     context: int
     rows: int
+
+    @cached_property
+    def times(self) -> LayerTimes:
+        """The formulas, which methods share."""
+        return LayerTimes.of(self.hardware, self.shape)
 
     # --- sizes ---
 
@@ -64,11 +70,8 @@ class Costs:
     # --- device ---
 
     def linear(self, weight_bytes: float) -> float:
-        """Matrices of that size times the rows: the slower of reading them and of multiplying."""
-        if self.hardware.linear_bytes_per_s is not None:
-            return weight_bytes / self.hardware.linear_bytes_per_s.at(self.rows)
-        flops = 2.0 * weight_bytes / self.shape.dtype_bytes * self.rows
-        return max(weight_bytes / self.hardware.hbm_achieved, flops / self.hardware.flops_achieved)
+        """Matrices of that size times the rows."""
+        return self.times.matrices(weight_bytes, self.rows)
 
     @cached_property
     def projections(self) -> float:
@@ -98,8 +101,7 @@ class Costs:
 
     def attention(self, kv_bytes: float) -> float:
         """Of the device over its own memory, by our kernels."""
-        curve = self.hardware.device_attention_bytes_per_s
-        return kv_bytes / (self.hardware.hbm_achieved if curve is None else curve.at(self.rows))
+        return self.times.reading(kv_bytes, self.rows)
 
     def stock_attention(self, kv_bytes: float) -> float:
         """The same by the engine's own kernels."""
@@ -135,11 +137,7 @@ class Costs:
 
     def cpu_attention(self, kv_bytes: float, copied: float = 0.0) -> float:
         """Of the workers, while ``copied`` bytes also leave the same memory for the device."""
-        if not kv_bytes:
-            return 0.0
-        workers = kv_bytes / self.hardware.cpu_attention_achieved
-        memory = (kv_bytes + copied) / self.hardware.host_read_achieved
-        return max(workers, memory) + self.hardware.cpu_job_overhead_s.value
+        return self.times.cpu_reading(kv_bytes, copied)
 
     @property
     def answer_bytes(self) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware import Hardware
 from hybrid_backend.model import ModelShape
-from hybrid_backend.tools.plan.hardware import Hardware
-from hybrid_backend.tools.plan.simulate import pipelines
+from hybrid_backend.tools.plan.simulate import apex, pipelines
 from hybrid_backend.tools.plan.simulate.costs import Costs
 from hybrid_backend.tools.plan.simulate.pipelines import Machine, Pipeline
 
@@ -35,6 +35,7 @@ class StepTime:
     Times are seconds, of one device where several share the host; bytes are of one device too. ``device_busy`` counts
     kernels only; ``device_idle`` is the rest of the step: waits for workers or copies, and the step's own overhead.
     ``cpu_busy``: of the worker pool as a whole. Where the device tier is the CPU itself all work is ``device_busy``.
+    ``cpu_rows`` of the batch take ``cpu_token_steps`` steps for a token (inf: they wait), the others one step.
     """
 
     seconds: float
@@ -45,11 +46,13 @@ class StepTime:
     pcie_bytes: float
     cpu_bytes: float
     batch: int
+    cpu_rows: int = 0
+    cpu_token_steps: float = 1.0
 
     @property
     def tokens_per_s(self) -> float:
         """Of all devices together."""
-        return self.batch / self.seconds
+        return (self.batch - self.cpu_rows + self.cpu_rows / self.cpu_token_steps) / self.seconds
 
     @property
     def idle_share(self) -> float:
@@ -64,6 +67,7 @@ class _Simulated:
     in_place: Pipeline
     share: Callable[[bool], float]
     only_beyond_frames: bool = False  # dense on the device while the context fits the frames
+    splits: bool = False  # some rows are attended by the CPU, the others by the device
 
 
 def _nothing(recall: bool) -> float:
@@ -80,6 +84,18 @@ _METHODS = {
     "clo": _Simulated(pipelines.clo, pipelines.clo_in_place, _nothing, True),
     "hgca": _Simulated(pipelines.hgca, pipelines.hgca, lambda recall: HGCA_SHARE),
     "headinfer": _Simulated(pipelines.streamed, pipelines.resident, _nothing),
+    "apex": _Simulated(apex.served, pipelines.resident, _nothing, splits=True),
+    **{
+        f"apex_{name}": _Simulated(pipeline, pipelines.resident, _nothing, splits=True)
+        for name, pipeline in (
+            ("gpu", apex.gpu_only),
+            ("lockstep", apex.lockstep),
+            ("pipeline", apex.pipeline),
+            ("overlap", apex.overlap),
+            ("parked", apex.parked),
+            ("parked_apart", apex.parked_apart),
+        )
+    },
 }
 
 
@@ -101,6 +117,7 @@ def decode_step(
     recall: bool | None = None,
     hit_ratio: float | None = None,
     persistent_heads: Sequence[int] | None = None,
+    cpu_rows: int = 0,
 ) -> StepTime:
     """Simulate decoding ``batch`` sequences of ``context`` tokens each.
 
@@ -118,6 +135,8 @@ def decode_step(
         hit_ratio: of clo: share of its lookups after which nothing is loaded, 0 to 1; None: as published.
         persistent_heads: of clo: of each layer, KV heads whose pages are all on the device; None: all heads of the
             first full-attention layer, which no layer can load for (CLO, section 3.3), and none of the others.
+        cpu_rows: of apex: sequences of the batch that the CPU attends, over all devices, 0 to batch. Where tiers
+            are unified there is no other place, and all sequences decode alike.
 
     Returns:
         The step's times and bytes.
@@ -134,12 +153,18 @@ def decode_step(
         raise ConfigError(f"cpu_share: got {cpu_share}, expected a number from 0 to below 1")
     if hit_ratio is not None and not 0.0 <= hit_ratio <= 1.0:
         raise ConfigError(f"hit_ratio: got {hit_ratio}, expected a number from 0 to 1")
+    if not 0 <= cpu_rows <= batch:
+        raise ConfigError(f"cpu_rows: got {cpu_rows}, expected an integer from 0 to batch {batch}")
+    if cpu_rows and shape.full_layers < shape.layers:
+        raise ConfigError(f"cpu_rows: got {cpu_rows}, but {shape.name} has sliding-window layers; write 0")
     config.validate_for(shape.layers)
     entry = _METHODS[method]
-    costs = Costs(hardware, shape, config, context, rows=-(-batch // hardware.gpus))
-    recalls = config.recall.enabled if recall is None else recall
     is_cpu = hardware.device == "cpu"
     unified = config.tiers == "unified" or (config.tiers == "auto" and is_cpu)
+    if unified or not entry.splits:
+        cpu_rows = 0
+    costs = Costs(hardware, shape, config, context, rows=-(-(batch - cpu_rows) // hardware.gpus))
+    recalls = config.recall.enabled if recall is None else recall
     looks = config.lookahead.enabled if lookahead is None else lookahead
     machine = Machine(
         costs,
@@ -149,11 +174,12 @@ def decode_step(
         workers="device" if is_cpu else "workers",
         hit_ratio=CLO_HITS if hit_ratio is None else hit_ratio,
         persistent=_persistent(shape, persistent_heads),
+        cpu_rows=-(-cpu_rows // hardware.gpus),
     )
     pipeline = entry.in_place if unified else entry.separate
     if entry.only_beyond_frames and costs.fits and not unified:
         pipeline = pipelines.resident
-    return _run(machine, pipeline, batch)
+    return replace(_run(machine, pipeline, batch), cpu_rows=cpu_rows, cpu_token_steps=machine.cpu_token_steps)
 
 
 def _persistent(shape: ModelShape, heads: Sequence[int] | None) -> tuple[int, ...]:

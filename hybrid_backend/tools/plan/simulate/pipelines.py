@@ -2,7 +2,7 @@
 
 Each pipeline follows its method in `hybrid_backend.methods`: the same order, the same waits. ``share`` is what a method
 leaves off the device: scout's and HGCA's tokens that the CPU attends, InfiniGen's tokens that are copied, as a share of
-all tokens attended in the layer. CLO knows hit ratio and persistent heads instead.
+all tokens attended in the layer. CLO knows hit ratio and persistent heads instead. APEX is in `simulate.apex`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Machine:
     workers: Resource = "workers"  # "device" where the device tier's cores are the workers' too
     hit_ratio: float = 0.0  # CLO: lookups of cached KV heads that need no load
     persistent: tuple[int, ...] = ()  # CLO: of each layer, KV heads whose pages are all on the device
+    cpu_rows: int = 0  # APEX: rows beside those of ``costs``, attended by the CPU
+    cpu_token_steps: float = 1.0  # APEX: steps that one token of a CPU row takes
     time: Timeline = field(default_factory=Timeline)
     pcie_bytes: float = 0.0
     cpu_bytes: float = 0.0
@@ -41,12 +43,13 @@ class Machine:
         self.pcie_bytes += size
         return self.time.run("link", self.costs.pull(size), *after)
 
-    def cpu(self, size: float, copied: float, *after: float) -> float:
-        """When the workers' partial is there; at once if there is nothing to attend."""
+    def cpu(self, size: float, copied: float, *after: float, asking: Costs | None = None) -> float:
+        """When the workers' partial is there; at once if there is nothing to attend. ``asking``: costs of the rows that
+        ask, None: all."""
         if not size:
             return 0.0
         self.cpu_bytes += size
-        self.pcie_bytes += self.costs.answer_bytes
+        self.pcie_bytes += (asking or self.costs).answer_bytes
         return self.time.run(self.workers, self.costs.cpu_attention(size, copied), *after)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.tools.plan.hardware import Curve, Hardware
-from hybrid_backend.tools.plan.hardware.machines import COPIES_AT_ONCE, COPY_SETUP_S, PCIE_EFFICIENCY, PCIE_PEAK
-from hybrid_backend.tools.plan.hardware.spec import copies
+from hybrid_backend.hardware import Curve, Hardware
+from hybrid_backend.hardware.machines import COPIES_AT_ONCE, COPY_SETUP_S, PCIE_EFFICIENCY, PCIE_PEAK
+from hybrid_backend.hardware.spec import copies
 
 KEYS = "cores, dram (GB/s), pcie (3 to 6), gpus, context, batch"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.tools.plan.hardware.spec import Hardware, Number, copies, read_hardware, saturating
+from hybrid_backend.hardware.spec import Hardware, Number, copies, read_hardware, saturating
 
 PCIE_PEAK = {3: 15.75e9, 4: 31.5e9, 5: 63e9, 6: 121e9}
 """Bytes per second and direction, 16 lanes (PCI Express base specifications 3.0 to 6.0)."""

@@ -1,0 +1,217 @@
+"""Method ``apex``: whole requests on the device or on the CPU, every token attended (APEX, arXiv 2506.03296).
+
+The device comes first: a request's KV lies there whole if it fits (`execution.placement`), else the CPU workers attend
+all its tokens in the host pool, but for those of the page that grows, which the device reads where it lies. Nothing is
+approximate: requests on the CPU are slower, none is wrong.
+
+How the device goes on meanwhile is a strategy, chosen in every step by the rule of `methods.overlap`: the layer waits
+for the CPU (lockstep), or the row takes the answer when the layer comes round in the next step (overlap,
+`execution.parking`). The paper's third one, asymmetric pipelining, runs two halves of a batch in turns, which no stock
+engine does; where the rule wants it, steps go in lockstep if the CPU's time hides behind the device's attention, else
+they overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.execution.operations import are_launches
+from hybrid_backend.execution.parking import parking_bytes
+from hybrid_backend.execution.questions import box_bytes
+from hybrid_backend.hardware import Hardware, find_hardware, machine_names
+from hybrid_backend.hardware.times import LayerTimes
+from hybrid_backend.methods.base import Method, OwnMemory, can_fuse, frames_per_request, is_separate, staging_tokens
+from hybrid_backend.methods.overlap import Verdict, cpu_hides, judge
+from hybrid_backend.step import DecodeRows, ModelSpec, Step
+from hybrid_backend.tiers import TierLayout, Tiers
+from hybrid_backend.tiers.sizes import pages_of_a_sequence
+
+if TYPE_CHECKING:
+    from hybrid_backend.execution import DecodeStep
+
+_DEFAULT_MACHINE = "a10"
+"""Table 1 of the paper."""
+
+
+class Apex(Method):
+    """Requests that fit on the device, the others on the CPU."""
+
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
+        super().__init__(config, model, tiers)
+        self._times = LayerTimes(
+            _machine(config.apex.hardware, tiers.device),
+            weight_bytes=max(1, model.layer_weight_bytes),
+            dtype_bytes=model.dtype.itemsize,
+            token_bytes=model.page_bytes(config.page_size) // config.page_size,
+            attention_flops_per_pair=4 * model.num_heads * model.head_dim,
+        )
+        pages = len(tiers.host.views[tiers.layout.full_layers(model)[0]])
+        self._frames = _frame_table(config, model, tiers.layout, pages, tiers.frames.requests, tiers.device)
+        self._prompt_tokens = self._prompt_attended = 0  # of the step
+        self._verdict = Verdict("gpu", 0.0, 0.0)  # of the last step with rows on the CPU
+
+    @classmethod
+    def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
+        super().check(config, device, num_layers, num_kv_heads)
+        tokens = config.apex.device_tokens
+        if isinstance(tokens, int) and tokens < config.page_size:
+            raise ConfigError(
+                f"apex.device_tokens: {tokens} is less than one page of page_size {config.page_size}; write "
+                f"{config.page_size} or more, or auto"
+            )
+        if config.apex.hardware != "auto":
+            _machine(config.apex.hardware, device)
+
+    @classmethod
+    def may_park(cls, config: HybridConfig, device: torch.device) -> bool:
+        return config.apex.strategy in ("auto", "overlap") and _is_bounded(config, device)
+
+    @classmethod
+    def needs_parking(cls, config: HybridConfig) -> bool:
+        return config.apex.strategy == "overlap"
+
+    @classmethod
+    def is_fused(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
+        return can_fuse(config, model, device) and not _is_bounded(config, device)
+
+    @classmethod
+    def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
+        if not _is_bounded(config, device):
+            return TierLayout(separate=False)
+        separate, tokens = is_separate(config, device), config.apex.device_tokens
+        return TierLayout(
+            separate=separate,
+            frames_per_request=frames_per_request(config) if separate else 0,
+            staging_tokens=staging_tokens(config) if separate else 0,
+            shares_frames=True,
+            device_pages=0 if tokens == "auto" else tokens // config.page_size,
+            swap_in=config.apex.swap_in,
+        )
+
+    @classmethod
+    def filled(cls, config: HybridConfig, device_pages: int) -> HybridConfig:
+        if config.apex.device_tokens != "auto":
+            return config
+        tokens = device_pages * config.page_size
+        return config.model_copy(update={"apex": config.apex.model_copy(update={"device_tokens": tokens})})
+
+    @classmethod
+    def own_memory(
+        cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
+    ) -> OwnMemory:
+        own = super().own_memory(config, model, device, pages, max_requests)
+        layout = cls.layout(config, model, device)
+        if not layout.shares_frames:
+            return own
+        table = _frame_table(config, model, layout, pages, max_requests, torch.device("meta"))
+        width = model.hidden if cls.may_park(config, device) else 0
+        here, host = table.nbytes + parking_bytes(max_requests, width), 0
+        if are_launches(config, device):
+            boxes, host = box_bytes(model, max_requests, pages_of_a_sequence(config, model, pages))
+            here += boxes
+        return replace(own, device=own.device + here, host=own.host + host)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._frames.nbytes
+
+    def gauges(self) -> dict[str, float]:
+        return {"hybrid_speed_ratio": self._verdict.ratio, "hybrid_speed_bound": self._verdict.bound}
+
+    def budgets(self, rows: DecodeRows) -> Tensor:
+        return rows.num_pages
+
+    # --- the step ---
+
+    def begin_step(self, step: Step) -> None:
+        chunks = [(row.end - row.start, row.seq_len) for row in step.prefill]
+        self._prompt_tokens = sum(tokens for tokens, _ in chunks)
+        self._prompt_attended = sum(tokens * (2 * length - tokens + 1) // 2 for tokens, length in chunks)
+
+    def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
+        if step.shared is None:
+            step.count_tokens(int(rows.seq_lens.sum()), int(rows.num_pages.sum()))
+            return
+        on_cpu = step.are_on_cpu(rows)
+        strategy = self._strategy(rows, on_cpu)
+        step.place(rows, parks=strategy == "overlap")
+        step.count_step(strategy, self._verdict.wanted if bool(on_cpu.any()) else "gpu")
+        if self._frames.numel():
+            now = step.now(rows.count)
+            self._frames[: rows.count] = step.maps.frame_of[0][now.requests.long()]
+        here = ~on_cpu | (self.config.apex.strategy == "gpu")
+        missing = int((rows.num_pages * (here & on_cpu)).sum())  # which the device reads over the bus
+        step.count_tokens(int((rows.seq_lens * here).sum()), int((rows.num_pages * ~on_cpu).sum()), 0, missing)
+
+    def _strategy(self, rows: DecodeRows, on_cpu: Tensor) -> str:
+        config, cpu_rows = self.config.apex, int(on_cpu.sum())
+        device_rows, device_tokens = rows.count - cpu_rows, int((rows.seq_lens * ~on_cpu).sum())
+        if not cpu_rows or config.strategy == "gpu":
+            return "gpu"
+        self._verdict = verdict = judge(
+            self._times, device_rows, device_tokens, cpu_rows, self._prompt_tokens, self._prompt_attended
+        )
+        if not self.model.parks or config.strategy == "lockstep":
+            return "lockstep"
+        if config.strategy == "overlap":
+            return "overlap"
+        if verdict.wanted == "pipeline":
+            hides = cpu_hides(self._times, device_rows, device_tokens, int((rows.seq_lens * on_cpu).sum()))
+            return "lockstep" if hides else "overlap"
+        return "overlap" if cpu_rows >= config.min_cpu_per_gpu * device_rows else "lockstep"
+
+    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+        now, cpu, host = step.now(len(q)), step.parking, self.tiers.host.views[layer]
+        if cpu is None:  # the device tier is the host itself, and nothing bounds it
+            return step.merge(step.attend(q, host, now.table[:, None], now.seq_lens[:, None]), None, q.dtype)
+        asks = (step.is_captured or not cpu.is_idle) and self.config.apex.strategy != "gpu"
+        if asks:
+            cpu.ask(layer, q, now)
+        kv, ids = host, now.table
+        if self._frames.numel():
+            kv, ids = self.tiers.frames.layers[layer], self._frames[: len(q)]
+        out, lse = step.attend(q, kv, ids[:, None], cpu.held[: len(q), None])
+        answer = None
+        if asks:
+            answers = cpu.take(layer, now, step.counters(layer))
+            growing = (cpu.tail[: len(q)] * answers.ready).int()[:, None]
+            parts = step.attend(q, host, now.pages.view(-1, 1, 1), growing)
+            answer = answers.out, answers.lse
+        elif step.is_captured or not cpu.is_idle:
+            parts = step.attend(q, host, now.table[:, None], (now.seq_lens * cpu.on_cpu[: len(q)])[:, None])
+        else:
+            return step.merge((out, lse), None, q.dtype)
+        return step.merge((torch.cat([out, parts[0]], 2), torch.cat([lse, parts[1]], 2)), answer, q.dtype)
+
+
+def _is_bounded(config: HybridConfig, device: torch.device) -> bool:
+    """Else every request is on the device, which is the host itself."""
+    return is_separate(config, device) or config.apex.device_tokens != "auto"
+
+
+def _machine(name: str, device: torch.device) -> Hardware:
+    """``apex.hardware``."""
+    if name != "auto":
+        try:
+            return find_hardware(name)
+        except ConfigError as error:
+            raise ConfigError(f"apex.{error}") from None
+    gpu = torch.cuda.get_device_properties(device).name.lower() if device.type == "cuda" else ""
+    parts = {machine: machine.split("-") for machine in machine_names()}  # kind of GPU, and perhaps its memory
+    words = gpu.replace("rtx ", "rtx").replace("-", " ").split()
+    known = [machine for machine, (kind, *_) in parts.items() if kind in words]
+    return find_hardware(max(known, key=lambda machine: parts[machine][-1] in gpu, default=_DEFAULT_MACHINE))
+
+
+def _frame_table(
+    config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int, requests: int, device: torch.device
+) -> Tensor:
+    """``[requests, columns]`` int32: frames of a step's rows, the same in all layers; empty where there are none."""
+    columns = pages_of_a_sequence(config, model, pages) if layout.frames(requests) else 0
+    return torch.full((requests, columns), -1, dtype=torch.int32, device=device)

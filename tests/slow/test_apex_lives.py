@@ -1,0 +1,122 @@
+"""APEX over random request lives: rows that wait from one step to the next, late answers, requests that arrive, grow,
+move, are aborted, preempted and left out of steps. Every token is the model's, whatever happened on the way."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hybrid_backend.execution.parking import Parking
+from tests.support.harness import PAGE, config
+from tests.support.tiny_engine import TinyEngine, TinyModel
+
+LAYERS, MAX_REQUESTS = 3, 5
+MODEL = TinyModel(LAYERS, seed=3)
+
+
+class Lives(RuleBasedStateMachine):
+    @initialize(
+        pages=st.integers(1, 12),
+        tiers=st.sampled_from(["separate", "unified"]),
+        kernel=st.sampled_from(["native", "torch"]),
+        swap_in=st.sampled_from([0.5, 0.95, 1.0]),
+    )
+    def start(self, pages: int, tiers: str, kernel: str, swap_in: float) -> None:
+        cfg = config(
+            method="apex", tiers=tiers, workers={"kernel": kernel, "threads": 2, "deadline_seconds": 20},
+            apex={"strategy": "overlap", "device_tokens": pages * PAGE, "swap_in": swap_in},
+        )  # fmt: skip
+        self.engine = TinyEngine(cfg, MODEL, max_requests=MAX_REQUESTS)
+        self.count, self.late, self.strategy = 0, False, "overlap"
+        self.engine.method._strategy = (  # type: ignore[method-assign]
+            lambda rows, on_cpu: self.strategy if bool(on_cpu.any()) else "gpu"
+        )
+        questions = self.parking.questions
+        take = questions.take
+
+        def perhaps_late(layer, wanted, waits, now):  # type: ignore[no-untyped-def]
+            """Late: no answer is there where nobody waits for it; else all are."""
+            return take(layer, wanted & waits if self.late else wanted, waits if self.late else wanted, now)
+
+        questions.take = perhaps_late  # type: ignore[method-assign]
+
+    @property
+    def parking(self) -> Parking:
+        parking = self.engine.executor.parking
+        assert parking is not None
+        return parking
+
+    @precondition(lambda self: len(self.engine.requests) < MAX_REQUESTS)
+    @rule(length=st.integers(1, 5 * PAGE), seed=st.integers(0, 99))
+    def arrive(self, length: int, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.engine.add(f"r{self.count}", torch.randint(0, 50, (length,), generator=rng).tolist())
+        self.count += 1
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(data=st.data(), times=st.integers(1, 2 * LAYERS))
+    def step(self, data: st.DataObject, times: int) -> None:
+        names = data.draw(st.lists(st.sampled_from(sorted(self.engine.requests)), unique=True, min_size=1))
+        for _ in range(times):
+            self.engine.step(names)
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(times=st.integers(1, 3 * LAYERS))
+    def step_all(self, times: int) -> None:
+        for _ in range(times):
+            self.engine.step()
+
+    @rule(late=st.booleans(), strategy=st.sampled_from(["overlap", "overlap", "lockstep"]))
+    def change(self, late: bool, strategy: str) -> None:
+        self.late, self.strategy = late, strategy
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.engine.drop(data.draw(st.sampled_from(sorted(self.engine.requests))))
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.engine.preempt(data.draw(st.sampled_from(sorted(self.engine.requests))))
+
+    @invariant()
+    def every_token_is_the_model_s(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        assert self.engine.failed == []
+        for name, request in self.engine.requests.items():
+            if request.answer:
+                assert request.answer == MODEL.follow(request.tokens)[request.prompt - 1 : -1], name
+
+    @invariant()
+    def frames_are_those_of_requests_on_the_device(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        shared, tiers = self.engine.executor.shared, self.engine.runtime.tiers
+        assert shared is not None
+        held = [frame for frames in shared._frames.values() for frame in frames]
+        assert len(set(held)) == len(held) <= shared.placement.pages
+        assert shared.placement.used <= shared.placement.pages
+        if tiers.frames.layers:
+            assert len(held) + len(shared._free) == shared.placement.pages
+            mapped = self.engine.executor.maps.frame_of[0]
+            assert sorted(mapped[mapped >= 0].tolist()) == sorted(held)
+        assert self.parking.parked_rows <= tiers.frames.running
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for name in list(self.engine.requests):
+            self.engine.drop(name)
+        gauges = self.engine.runtime.gauges()
+        assert self.parking.parked_rows == gauges["hybrid_resident_requests"] == gauges["hybrid_frames_in_use"] == 0
+        self.engine.close()
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(
+    max_examples=20, stateful_step_count=25, deadline=None, phases=[Phase.explicit, Phase.generate, Phase.shrink]
+)

@@ -1,0 +1,261 @@
+"""APEX on a device that is not the host (far_device.py): the CPU is asked through boxes, and one graph of the whole
+model serves steps of every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+from hybrid_backend.execution.questions import BoxQuestions
+from hybrid_backend.step import Step, captured_step
+from tests.support import far_device
+from tests.support.far_device import Far, Graph, busy, late, pin
+from tests.support.harness import PAGE, config
+from tests.support.held_up import HeldQuestions
+from tests.support.tiny_engine import TinyEngine, TinyModel
+
+LAYERS, ROWS = 2, 3
+MODEL = TinyModel(LAYERS)
+# Two fit four pages, the third is on the CPU until one of them is gone; the second grows out.
+LENGTHS = {"a": 15, "b": 30, "c": 28}
+
+
+@dataclass
+class FarTiny(TinyEngine):
+    """Decoding steps replay a graph of the whole model, with as many rows as there can be; without ``captures`` they
+    are launched like prompts."""
+
+    captures: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert isinstance(self.executor.parking.questions, BoxQuestions)  # type: ignore[union-attr]
+        self.questions = self.executor.parking.questions  # type: ignore[union-attr]
+        self.held = HeldQuestions(self.questions)
+        self.graph: Graph | None = None
+        if self.captures:
+            made = Graph()
+            self.tokens = torch.zeros(ROWS, dtype=torch.int64, device=self.device)
+            with far_device.graph(made):
+                self.sampled = super().forward(captured_step(ROWS), self.tokens)
+            self.graph = made
+
+    def seen_by_device(self) -> list[Tensor]:
+        for layer in self.kv:
+            pin(layer)
+        return [Far(layer) for layer in self.kv]
+
+    def forward(self, step: Step, tokens: Tensor) -> Tensor:
+        if self.graph is None or step.prefill:
+            return super().forward(step, tokens)
+        with busy():
+            self.tokens[: len(tokens)].copy_(tokens)
+            self.graph.replay()
+        return self.sampled[: len(tokens)]
+
+    def hold(self, *names: str) -> None:
+        """The workers never hear of what these requests ask from now on."""
+        self.held.holds = {self.index(name) for name in names}
+
+    def spoil(self, *names: str) -> None:
+        """What these requests ask from now on cannot be computed."""
+        self.held.spoils = {self.index(name) for name in names}
+
+    def index(self, name: str) -> int:
+        found = self.runtime.tiers.frames.index(name)
+        assert found is not None
+        return found
+
+    def close(self) -> None:
+        self.held.close()
+        super().close()
+
+
+@contextmanager
+def engine(
+    device: torch.device, strategy: str, pages: int = 4, deadline: float = 20, is_late: bool = False, **more: bool
+) -> Iterator[FarTiny]:
+    apex = {"strategy": strategy, "device_tokens": pages * PAGE, "hardware": "h200", "swap_in": 1}
+    keys = {"workers": {"threads": 1, "deadline_seconds": deadline}}
+    made = FarTiny(config(method="apex", apex=apex, **keys), MODEL, max_requests=ROWS, device=device, **more)  # type: ignore[arg-type]
+    try:
+        with late() if is_late else nullcontext():
+            yield made
+            assert_right(made)
+    finally:
+        made.close()
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(0, 50, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def begin(running: FarTiny, *names: str) -> None:
+    for name in names:
+        running.add(name, prompt(LENGTHS[name]))
+    running.step()
+
+
+def run(running: TinyEngine, answers: int) -> None:
+    """Until every request has so many tokens. An answer may be late."""
+    for _ in range(100):
+        if all(len(request.answer) >= answers for request in running.requests.values()):
+            return
+        running.step()
+    raise AssertionError({name: request.answer for name, request in running.requests.items()})
+
+
+def assert_right(running: TinyEngine) -> None:
+    for name, request in running.requests.items():
+        assert request.answer == MODEL.follow(request.tokens)[request.prompt - 1 : -1], f"{name} is wrong"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "captures", "is_late"),
+    [
+        ("gpu", True, True),
+        ("lockstep", True, True),
+        ("overlap", True, True),
+        ("auto", True, True),
+        ("overlap", False, False),
+    ],
+)
+def test_every_request_gets_the_model_s_tokens(
+    device: torch.device, strategy: str, captures: bool, is_late: bool
+) -> None:
+    """Some are on the CPU; they grow, are evicted, come back. ``auto``: one graph serves steps of all kinds."""
+    with engine(device, strategy, captures=captures, is_late=is_late) as running:
+        if strategy == "auto":
+            turns = cycle(["overlap", "lockstep", "overlap", "overlap"])
+            running.method._strategy = lambda rows, on_cpu: next(turns) if bool(on_cpu.any()) else "gpu"  # type: ignore[method-assign]
+        begin(running, "a")
+        begin(running, "b")
+        begin(running, "c")
+        for _ in range(4):
+            running.step()
+        running.drop("a")
+        for _ in range(5):
+            running.step()
+        gauges, stats = running.runtime.gauges(), running.runtime.stats
+        assert gauges["hybrid_moved_requests"] > 1 and gauges["hybrid_copied_bytes"] > 0
+        assert (stats.cpu_ratio() > 0) == (strategy != "gpu")
+        done = {name for name, _ in stats.steps}
+        assert done == ({"gpu", "lockstep", "overlap"} if strategy == "auto" else {"gpu", strategy})
+        run(running, 3)
+        for name in ("b", "c"):
+            running.drop(name)
+        left = running.runtime.gauges()
+        assert left["hybrid_frames_in_use"] == left["hybrid_resident_requests"] == left["hybrid_parked_rows"] == 0
+
+
+def test_a_step_in_lockstep_never_waits_for_the_device(device: torch.device) -> None:
+    """Nor does the host when it opens it, with a request that begins, one that moves and one that is gone."""
+    with engine(device, "lockstep", is_late=True) as running:
+        begin(running, "a", "b", "c")
+        opened, closed = running.runtime.begin_step, running.runtime.end_step
+        launched: list[int] = []
+
+        def begin_step(batch: Any) -> Step:
+            with busy():
+                return opened(batch)
+
+        def end_step(step: Step) -> None:
+            with busy():
+                closed(step)
+                assert running.runtime.unfinished(step) == []
+            launched.append(len(far_device._work._waiting))
+
+        running.runtime.begin_step = begin_step  # type: ignore[method-assign]
+        running.runtime.end_step = end_step  # type: ignore[method-assign]
+        for _ in range(4):
+            running.step()
+        with busy():
+            running.drop("a")
+        for _ in range(2):
+            running.step()
+        assert running.runtime.gauges()["hybrid_moved_requests"] > 0
+        assert len(launched) == 6 and min(launched) > 0, "somebody waited"
+
+
+# --- what goes wrong ---
+
+
+@pytest.mark.parametrize("strategy", ["lockstep", "overlap"])
+def test_a_question_that_cannot_be_computed_takes_its_own_request_back_and_nobody_else_s(
+    device: torch.device, strategy: str
+) -> None:
+    with engine(device, strategy, pages=1) as running:
+        begin(running, "b", "c")
+        running.step()
+        running.spoil("b")
+        for _ in range(LAYERS + 2):
+            running.step()
+            if running.failed:
+                break
+        running.held.spoils = set()
+        assert running.failed == ["b"]
+        run(running, 4)
+        assert running.failed == ["b"]
+
+
+@pytest.mark.parametrize("strategy", ["lockstep", "overlap"])
+def test_a_late_answer_fails_its_own_request_after_the_deadline(device: torch.device, strategy: str) -> None:
+    with engine(device, strategy, pages=1, deadline=2) as running:
+        begin(running, "b", "c")
+        running.step()
+        running.hold("b")
+        for _ in range(100):
+            running.step()
+            if running.failed:
+                break
+        assert running.failed == ["b"]
+        running.held.holds = set()
+        run(running, 3)
+        assert running.failed == ["b"]
+
+
+def test_a_request_that_is_gone_when_its_failure_is_known_is_named_and_its_successor_is_not(
+    device: torch.device,
+) -> None:
+    """The host is a step ahead of the device, as with asynchronous scheduling: what a request wrote that was preempted
+    meanwhile must still leave the prefix cache."""
+    with engine(device, "lockstep", pages=1, is_late=True, parks=False) as running:
+        begin(running, "b", "c")
+        running.step()
+        page, index = running.requests["b"].pages[-1], running.index("b")
+        running.spoil("b")
+        step, _ = running._begin(["c", "b"])
+        running.forward(step, torch.zeros(2, dtype=torch.int64, device=device))
+        running.runtime.end_step(step)
+        running.preempt("b")
+        running.preempt("c")  # its token was a made up one
+        torch.cuda.current_stream().synchronize()
+        running.held.spoils = set()
+        running.step()
+        running.step()
+        assert running.index("c") == index
+        failure = running.runtime.failure(step)
+        assert failure is not None and failure.request_ids == ["b"] and failure.pages == [page]
+        assert running.failed == [] and len(running.requests["b"].answer) == 4
+
+
+@pytest.mark.parametrize("phase", range(LAYERS + 1))
+def test_an_abort_or_preemption_in_any_phase_disturbs_nobody(device: torch.device, phase: int) -> None:
+    with engine(device, "overlap", pages=1, is_late=True) as running:
+        begin(running, "a", "b", "c")
+        for _ in range(phase):
+            running.step()
+        running.drop("b")
+        running.preempt("c")
+        running.add("d", prompt(29))  # gets the pages and the index of the first
+        run(running, 2)
+        assert running.runtime.gauges()["hybrid_copied_bytes"] > 0
