@@ -40,6 +40,15 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
         "model_type": "mistral",
         "sliding_window": 64,
     },
+    "some-sliding": {
+        **_LLAMA,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

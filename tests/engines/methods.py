@@ -9,8 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Exact:
-    """``alone``, ``together``: places in the engine's prompts of those asked one by one, and four at once."""
+    """``alone``, ``together``: places in the engine's prompts of those asked one by one, and four at once.
+    ``asks_cpu``: the CPU workers attend a part of them."""
 
     keys: Mapping[str, Any]
     alone: Sequence[int]
     together: Sequence[int]
+    asks_cpu: bool = False

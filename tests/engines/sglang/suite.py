@@ -23,6 +23,8 @@ POOL = POOL_TOKENS * BYTES_PER_TOKEN
 FLAGS = ("--dtype", "float32", "--chunked-prefill-size", "1024", "--max-running-requests", "8")
 SHORT = range(6)  # up to 700 tokens
 METHODS = {
+    # The longest alone is on the CPU; of those together, which come in any order, at least one.
+    "apex": Exact({"apex.device_tokens": 512}, SHORT, SHORT, asks_cpu=True),
     "clo": Exact({"budget_tokens": 1024, "sparse": "always", "frames_per_request": 72}, SHORT, SHORT),
     "hgca": Exact({"hgca.window_tokens": 1024}, SHORT, SHORT),
     # Two buffers of 224 tokens: less than a third of the longest context is on the device at a time.

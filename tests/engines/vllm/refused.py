@@ -7,9 +7,11 @@ from tests.engines.server import MODEL
 
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
 _CONNECTOR = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
+OVERLAP = ["--set=method=apex", "--set=apex.strategy=overlap", "--set=apex.device_tokens=96"]
 
 HELP = ("--help=max-model-len", "--max-model-len")  # engine flag, what must be shown
 ENVIRONMENT = {
+    "rows that wait, and the V2 model runner": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
     "a memory size that the environment overrules": {"VLLM_CPU_KVCACHE_SPACE": "2"},
     "a host pool of vLLM's variable larger than the memory": {"VLLM_CPU_KVCACHE_SPACE": str(2**16)},
 }
@@ -31,13 +33,13 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
     "a host pool of vLLM's flag smaller than one sequence": (
         MODEL,
         [],
-        ["--kv-cache-memory-bytes", str(2**26)],
+        ["--kv-cache-memory-bytes", str(2**26), "--dtype", "bfloat16"],
         ["--kv-cache-memory-bytes: 64MiB", "--max-model-len 8192 (181 MiB)", "--max-model-len 2896 or less"],
     ),
     "a host pool smaller than one sequence": (
         MODEL,
         ["--set=host_pool.size=64MiB"],
-        [],
+        ["--dtype", "bfloat16"],
         ["host_pool.size: 64MiB", "one sequence", "--max-model-len 8192", "181 MiB"],
     ),
     "an exact layer beyond the model": (
@@ -104,6 +106,37 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         ["--set=lookahead.enabled=true"],
         [],
         ["'gpt2'", "lookahead: {enabled: false}"],
+    ),
+    "rows that wait, and the V2 model runner": (
+        MODEL,
+        OVERLAP,
+        [],
+        ["apex.strategy: overlap", "V2 model runner", "set VLLM_USE_V2_MODEL_RUNNER=0"],
+    ),
+    "rows that wait, and tensor parallelism": (
+        "llama",
+        OVERLAP,
+        ["--tensor-parallel-size", "2"],
+        ["apex.strategy: overlap", "use --tensor-parallel-size 1, or write auto or lockstep"],
+    ),
+    "rows that wait, and LoRA": (
+        MODEL,
+        OVERLAP,
+        ["--enable-lora"],
+        ["apex.strategy: overlap", "leave out --enable-lora, or write auto or lockstep"],
+    ),
+    "rows that wait, and layers that slide": (
+        "some-sliding",
+        OVERLAP,
+        [],
+        ["apex.strategy: overlap", "sliding-window layers", "write auto or lockstep"],
+    ),
+    "rows that wait, and an unknown model type": ("gpt2", OVERLAP, [], ["apex.strategy: overlap", "'gpt2'"]),
+    "rows that wait, and another scheduler": (
+        MODEL,
+        OVERLAP,
+        ["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"],
+        ["leave out --scheduler-cls"],
     ),
     "an MLA model": ("mla", [], [], ["MLA", "leave out --attention-backend CUSTOM"]),
     "a model whose layers all slide": ("all-sliding", [], [], ["64 tokens", "leave out --attention-backend CUSTOM"]),

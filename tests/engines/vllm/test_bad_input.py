@@ -31,7 +31,9 @@ def answers(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     file = tmp_path_factory.mktemp("config") / "hybrid.yaml"
     file.write_text("budget_tokens: 512\nmethod: dense\n")
     settings = json.dumps({"hybrid": str(file), "another": "plugin"})
+    waits = json.dumps({"hybrid": {"method": "apex", "apex": {"device_tokens": 96}}})
     jobs = {
+        "LoRA": {"engine": [*bare, "--worker-cls", CPU_WORKER, "--enable-lora", "--additional-config", waits]},
         "bare, no worker": {"engine": bare},
         "bare, worker": {"engine": [*bare, "--worker-cls", CPU_WORKER]},
         "bare, file": {"engine": [*bare, "--worker-cls", CPU_WORKER, "--additional-config", settings]},
@@ -54,6 +56,12 @@ def test_vllm_alone_reads_the_configuration_that_additional_config_names(answers
     assert answer.code == 0, answer.output
     assert answer.config is not None
     assert (answer.config["budget_tokens"], answer.config["method"]) == (512, "dense")
+
+
+def test_where_rows_cannot_wait_apex_goes_on_in_lockstep_and_says_why(answers: dict[str, Answer]) -> None:
+    answer = answers["LoRA"]
+    assert answer.code == 0, answer.output
+    assert "(lockstep), as overlap does not work with LoRA; leave out --enable-lora for it" in answer.output
 
 
 # -- as a user sees it: one process each ---------------------------------------------------------------------
