@@ -1,60 +1,197 @@
-"""The predicted query (DESIGN.md section 4): rope(qnorm(Wq[l+1] . norm[l+1](x[l]))), from the model's own modules.
+"""The predicted query (DESIGN.md section 4): what a decoder layer's own code makes of an earlier layer's input, as far
+as its attention.
 
-Works on the decoder layers of any engine that keeps Hugging Face's module names; an adapter only supplies the layer,
-its input and the positions.
+Nothing is known here of families of models. A layer is copied without its weights, which the copy shares; in the copy
+the attention keeps the query that it is called with, and nothing after it runs. Norms, projections, biases, norms of
+queries, rotary embedding, gates, scales: whatever the layer does before its attention is done, in its own order. Only
+the projection to queries, keys and values is told apart, so that the rows of keys and values are left out.
+
+What such a copy gets right is proven before it is used (`proven_predictor`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from hybrid_backend.errors import EngineError
 
-# Families whose decoder layers are called as layer(positions, hidden_states, residual), normalise their input with
-# `input_layernorm` and project it with `self_attn.qkv_proj`. The value says whether queries are normalised per head.
-_FAMILIES: Mapping[str, bool] = MappingProxyType(
-    {"llama": False, "mistral": False, "qwen2": False, "qwen3": True, "gemma3": True, "glm4": False}
-)
-_MODEL_TYPES: Mapping[str, str] = MappingProxyType({"gemma3_text": "gemma3"})
+_PROOF_ROWS = 4
+# Relative errors. In 16 bits the sum of hidden states and residual is rounded once more, and so is what follows.
+_PROVEN, _PROVEN_HALF = 1e-3, 0.05
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def family_of(model_type: str, configured: str) -> str | None:
-    """The model's lookahead family: ``model.family`` of the configuration, or by model type; None if unknown."""
-    family = configured if configured != "auto" else _MODEL_TYPES.get(model_type, model_type)
-    return family if family in _FAMILIES else None
+class _Reached(Exception):
+    """Not an error: how a layer's forward is left."""
+
+    def __init__(self, query: Tensor) -> None:
+        super().__init__("the query is there")
+        self.query = query
 
 
 class QueryPredictor:
-    """Predicts one layer's query from the input of an earlier decoder layer."""
+    """Predicts one layer's query from what an earlier decoder layer is called with.
 
-    def __init__(self, layer: nn.Module, family: str) -> None:
-        attention = getattr(layer, "self_attn", None)
-        needed = ["qkv_proj", "rotary_emb", "q_size", "kv_size", "head_dim"] + ["q_norm"] * _FAMILIES[family]
-        absent = [name for name in needed if not hasattr(attention, name)]
-        surplus = [] if _FAMILIES[family] else [name for name in ("q_norm",) if hasattr(attention, name)]
-        if getattr(attention, "do_llama_4_scaling", False):  # Mistral's long-context scaling of the rotated query
-            surplus.append("llama_4_scaling")
-        if attention is None or not hasattr(layer, "input_layernorm") or absent or surplus:
-            raise EngineError(
-                f"model.family: {type(layer).__name__} does not look like family {family!r} "
-                f"({'lacks ' + ', '.join(absent) if absent else 'its attention has ' + ', '.join(surplus)}); "
-                "name the right family or set lookahead: {enabled: false}"
-            )
-        self._norm: Any = layer.input_layernorm
-        self._attention: Any = attention
+    ``adds_residual``: the residual stream is the sum of hidden states and residual, else the hidden states alone.
+    """
 
-    def __call__(self, positions: Tensor, x: Tensor) -> Tensor:
-        """``positions``: ``[rows]``; ``x``: ``[rows, hidden]``, the residual stream. ``[rows, heads, head_dim]``."""
-        attention = self._attention
-        qkv, _ = attention.qkv_proj(self._norm(x))
-        q, k, _ = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
-        q = q.reshape(len(x), -1, attention.head_dim)
-        if hasattr(attention, "q_norm"):
-            q = attention.q_norm(q)
-        q, _ = attention.rotary_emb(positions, q.reshape(len(x), -1), k.contiguous())
-        predicted: Tensor = q.view(len(x), -1, attention.head_dim)
-        return predicted
+    adds_residual = False
+
+    def __init__(self, decoder: nn.Module, attention: nn.Module, head_dim: int, projection: nn.Module | None) -> None:
+        """
+        Args:
+            decoder: the layer whose query is predicted.
+            attention: the module in it that is called with query, key, value.
+            projection: the module in it that projects to all three, of which only the rows of queries are computed;
+                None: the layer runs as it is.
+        """
+
+        def keep(query: Tensor, *others: Any, **more: Any) -> NoReturn:
+            raise _Reached(query)
+
+        replaced: dict[nn.Module, Callable[..., Any]] = {attention: keep}
+        if projection is not None:
+            replaced[projection] = _query_rows(projection)
+        self._layer, self._head_dim = _copied(decoder, replaced), head_dim
+        arguments = call_names(decoder)
+        self._takes = frozenset(arguments)
+        self._unknown = {name: None for name, is_required in arguments.items() if is_required}
+
+    def takes(self, name: str) -> bool:
+        """Whether the layer is called with it."""
+        return name in self._takes
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
+        """``inputs``: what the layer is called with, by name, for any rows. ``[rows, heads, head_dim]``.
+
+        Raises:
+            EngineError: the layer's forward ends without attention.
+        """
+        given = {name: value for name, value in inputs.items() if name in self._takes}
+        try:
+            self._layer.forward(**(self._unknown | given))
+        except _Reached as reached:
+            query = reached.query
+            return query.reshape(-1, query.shape[-1] // self._head_dim, self._head_dim) if query.dim() == 2 else query
+        raise EngineError(f"{type(self._layer).__name__} does not call its attention")
+
+
+def call_names(decoder: nn.Module) -> dict[str, bool]:
+    """Names of what a layer is called with, in order, and whether it must be given."""
+    arguments = list(inspect.signature(type(decoder).forward).parameters.values())[1:]
+    return {each.name: each.default is each.empty for each in arguments if each.kind not in _VARIABLE}
+
+
+def enclosing_layers(modules: Mapping[str, nn.Module], path: str) -> tuple[nn.Module, nn.Module | None]:
+    """The decoder layer around the attention at ``path``, which is an item of a list of modules, and the one before.
+
+    Args:
+        modules: all of the model, by path (``nn.Module.named_modules``).
+
+    Raises:
+        EngineError: there is no list of layers.
+    """
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        listing = modules[".".join(parts[: end - 1])]
+        if isinstance(listing, nn.ModuleList):
+            index = int(parts[end - 1])
+            return listing[index], listing[index - 1] if index else None
+    raise EngineError(f"{path} is in no list of decoder layers")
+
+
+def no_lookahead(whys: Mapping[str, list[int]]) -> str:
+    """What is logged of layers without a prediction. ``whys``: by reason."""
+    told = "; ".join(f"{why} (layers {', '.join(map(str, layers))})" for why, layers in whys.items())
+    return f"lookahead: {told}: CPU workers start there with the true query, so less of their time is hidden"
+
+
+Inputs = Callable[[Tensor, Tensor, Tensor | None], Mapping[str, Any]]
+"""What an engine calls a decoder layer with: positions ``[rows]``, hidden states and residual ``[rows, hidden]``."""
+
+
+def proven_predictor(
+    decoder: nn.Module,
+    attention: nn.Module,
+    head_dim: int,
+    stream: Tensor,
+    projections: tuple[type[nn.Module], ...],
+    inputs: Inputs,
+) -> QueryPredictor | str:
+    """A predictor that gives the layer's real query where it is given the layer's own input, or why there is none.
+
+    Proven on random input: the layer itself is given hidden states and residual apart, the predictor the stream.
+
+    Args:
+        stream: ``[0, hidden]``, of the residual stream's dtype and device.
+        projections: the engine's kinds of modules that project to queries, keys and values at once.
+    """
+    found = [module for module in decoder.modules() if isinstance(module, projections)]
+    narrowed = [found[0]] if len(found) == 1 and _has_plain_weight(found[0]) else []
+    kind, error = type(decoder).__name__, float("inf")
+    try:
+        itself = QueryPredictor(decoder, attention, head_dim, None)
+        if not itself.takes("hidden_states"):
+            return f"{kind} is not called with hidden_states"
+        chance = torch.Generator().manual_seed(0)
+        hidden, residual = torch.randn(2, _PROOF_ROWS, stream.shape[1], generator=chance).to(stream)
+        positions = torch.arange(_PROOF_ROWS, device=stream.device)
+        with torch.inference_mode():
+            # Clones, as layers change what they are given.
+            real = itself(inputs(positions, hidden.clone(), residual.clone())).float()
+            for projection in [*narrowed, None]:
+                predictor = QueryPredictor(decoder, attention, head_dim, projection)
+                # Some layers are given a residual and pass it by.
+                for predictor.adds_residual in (True, False) if itself.takes("residual") else (False,):
+                    stream = hidden + residual if predictor.adds_residual else hidden.clone()
+                    predicted = predictor(inputs(positions, stream, None)).float()
+                    error = float((predicted - real).norm() / real.norm())
+                    if error <= (_PROVEN if stream.dtype == torch.float32 else _PROVEN_HALF):
+                        return predictor
+    except Exception as why:  # whatever the engine's code has to say to a call that is not its own
+        return f"{kind} does not run as far as its attention ({type(why).__name__}: {why})"
+    return f"{kind} gives a query that is {error:.0%} off where it is given its own input"
+
+
+def _has_plain_weight(projection: Any) -> bool:
+    """Whether the rows of queries can be told apart. Some engines pack weights on a CPU, and may drop the original."""
+    weight, rows = getattr(projection, "weight", None), _num_rows(projection)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point() and len(weight) > rows > 0
+
+
+def _num_rows(projection: Any) -> int:
+    """Rows of queries, which come first. With gates these are counted as heads."""
+    return int(getattr(projection, "num_heads", 0)) * int(getattr(projection, "head_size", 0))
+
+
+def _query_rows(projection: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
+    """The projection's forward with zeros for keys and values. Both engines return a bias apart, if asked to."""
+    rows = _num_rows(projection)
+    weight, bias = projection.weight[:rows], getattr(projection, "bias", None)
+    beside = len(projection.weight) - rows
+    bias = None if bias is None else bias[:rows]
+
+    def forward(x: Tensor) -> tuple[Tensor, None]:
+        return nn.functional.pad(nn.functional.linear(x, weight, bias), (0, beside)), None
+
+    return forward
+
+
+def _copied(module: nn.Module, forwards: Mapping[nn.Module, Callable[..., Any]]) -> nn.Module:
+    """A copy that shares all weights, in which some submodules have another forward; what holds none of those is
+    shared. Hooks of the original are not called."""
+    own = copy.copy(module)
+    own._forward_hooks, own._forward_pre_hooks = type(own._forward_hooks)(), type(own._forward_pre_hooks)()
+    own._modules = {
+        name: child if child is None or forwards.keys().isdisjoint(child.modules()) else _copied(child, forwards)
+        for name, child in module._modules.items()
+    }
+    if module in forwards:
+        own.__dict__["forward"] = forwards[module]
+    return own

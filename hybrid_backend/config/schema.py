@@ -66,12 +66,6 @@ class ModelMatch(Section):
     ] = "*"
     """Shell pattern(s), compared without case to the Hugging Face id and to the directory name; the file with
     the longest literal text in its matching pattern wins. Source: default (any model)."""
-    family: Annotated[
-        Literal["auto", "llama", "qwen2", "qwen3", "mistral", "gemma3", "glm4"],
-        choice("auto", "llama", "qwen2", "qwen3", "mistral", "gemma3", "glm4"),
-    ] = "auto"
-    """Layer structure used to predict the next layer's query; auto reads the model's own config.
-    Source: default."""
 
     @property
     def patterns(self) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def test_the_yaml_says_what_was_found_and_loads(network: Network, tmp_path: Path
     found = run(network, out, replace(OPTIONS, held_out=(str(Path(__file__)),), plots=True))
     assert load_config(out) == found.config
     config = found.config
-    assert config.model.specificity("org/tiny-gemma3") and config.model.family == "gemma3"
+    assert config.model.specificity("org/tiny-gemma3")
     assert config.exact_layers == tuple(layer.layer for layer in found.layers if layer.why)
     assert [layer.layer for layer in found.layers] == [2, 5]
     assert isinstance(config.recall.intervals, tuple) and len(config.recall.intervals) == 6

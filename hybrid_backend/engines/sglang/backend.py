@@ -29,7 +29,8 @@ class HybridBackend(AttentionBackend):
         config = config_of(resolved_view(runner.server_args))
         layers = attention_layers(runner.model)
         self.session = Session(runner, config, layers)
-        attach_lookahead(self.session, layers, config, runner.model_config.hf_config.model_type)
+        stream = torch.empty(0, runner.model_config.hidden_size, dtype=runner.model_config.dtype)
+        attach_lookahead(self.session, layers, config, stream)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.session.begin_step(forward_batch)

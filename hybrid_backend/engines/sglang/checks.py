@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_backend.attention.lookahead import family_of
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.sglang import BACKEND, SGLANG_VERSION
 from hybrid_backend.engines.sglang.settings import host_pool_bytes
@@ -17,8 +16,6 @@ from hybrid_backend.methods import resolve_method
 from hybrid_backend.model import weights_to_load
 from hybrid_backend.workers import resolve_kernel
 
-# Their decoder layers add plainly to the residual stream, which is what the lookahead reads.
-LOOKAHEAD_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _STOCK = f"leave out --attention-backend {BACKEND} for this model"
 
 
@@ -46,7 +43,7 @@ def check_arguments(arguments: Any, config: HybridConfig) -> None:
     model = model_config_of(getattr(arguments, "_cfg", arguments))
     device = torch.device(arguments.device)
     looks_ahead = method.looks_ahead(config, device)
-    _refuse(_unsupported_models(model, config, looks_ahead))
+    _refuse(_unsupported_models(model))
     if looks_ahead and (arguments.enable_lora or arguments.lora_paths):
         raise EngineError(
             "the hybrid backend does not support LoRA together with the lookahead; "
@@ -96,9 +93,8 @@ def _unsupported_arguments(a: Any) -> list[tuple[Any, str, str]]:
     ]
 
 
-def _unsupported_models(model: Any, config: HybridConfig, looks_ahead: bool) -> list[tuple[Any, str, str]]:
+def _unsupported_models(model: Any) -> list[tuple[Any, str, str]]:
     text = model.hf_text_config
-    family = family_of(model.hf_config.model_type, config.model.family)
     kinds = set(getattr(text, "layer_types", None) or ())
     return [
         (
@@ -114,11 +110,6 @@ def _unsupported_models(model: Any, config: HybridConfig, looks_ahead: bool) -> 
         ),
         (kinds - {"full_attention", "sliding_attention"}, "models with layers of other kinds than attention", _STOCK),
         (getattr(text, "attn_logit_softcapping", None), "attention with logit soft-capping", _STOCK),
-        (
-            looks_ahead and family not in LOOKAHEAD_FAMILIES,
-            f"the lookahead on SGLang for model type {model.hf_config.model_type!r}",
-            "set lookahead: {enabled: false} in the configuration",
-        ),
     ]
 
 

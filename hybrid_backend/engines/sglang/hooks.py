@@ -2,52 +2,73 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable
-from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.layers.layer_boundary.residual.batch import stream_of
-from torch import nn
+from sglang.srt.layers.layer_boundary.residual.batch import start, stream_of
+from sglang.srt.layers.linear import QKVParallelLinear
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import Tensor, nn
 
-from hybrid_backend.attention.lookahead import QueryPredictor, family_of
+from hybrid_backend.attention.lookahead import QueryPredictor, call_names, no_lookahead, proven_predictor
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.sglang.checks import LOOKAHEAD_FAMILIES
-from hybrid_backend.engines.sglang.session import Session
-from hybrid_backend.errors import EngineError
+from hybrid_backend.engines.sglang.session import Layer, Session
 from hybrid_backend.methods import resolve_method
 
+_logger = logging.getLogger(__name__)
 
-def attach_lookahead(
-    session: Session, layers: list[tuple[Any, nn.Module]], config: HybridConfig, model_type: str
-) -> None:
-    """Predict every layer's query at the input of the layer before it. ``layers`` as of `attention_layers`."""
+
+def attach_lookahead(session: Session, layers: list[Layer], config: HybridConfig, stream: Tensor) -> None:
+    """Predict every layer's query at the input of the layer before it. Layers for which that is impossible look at
+    their true queries. ``stream``: ``[0, hidden]``, of the residual stream's dtype and device."""
     if not resolve_method(config.method).looks_ahead(config, torch.device("cpu")):
         return
-    family = family_of(model_type, config.model.family)
-    if family not in LOOKAHEAD_FAMILIES:
-        raise EngineError(f"no lookahead on SGLang for model type {model_type!r}")
-    for layer, ((_, earlier), (_, decoder)) in enumerate(pairwise(layers), start=1):
-        if layer not in config.exact_layers:
-            hook = _hook(session, layer, QueryPredictor(decoder, family))
-            earlier.register_forward_pre_hook(hook, with_kwargs=True)
+    whys: dict[str, list[int]] = {}
+    for index, (attention, decoder, before) in enumerate(layers):
+        if before is None or index in config.exact_layers:
+            continue
+        predictor = proven_predictor(
+            decoder, attention, attention.qk_head_dim, stream, (QKVParallelLinear,), _proof_inputs
+        )
+        if isinstance(predictor, str):
+            whys.setdefault(predictor, []).append(index)
+            continue
+        before.register_forward_pre_hook(_hook(session, index, before, predictor), with_kwargs=True)
+    if whys:
+        _logger.warning(no_lookahead(whys))
+
+
+def _proof_inputs(positions: Tensor, hidden: Tensor, residual: Tensor | None) -> dict[str, Any]:
+    """The residual stream is the batch's; here there is no batch yet."""
+    return _inputs(positions, hidden, SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=len(hidden)))
+
+
+def _inputs(positions: Tensor, hidden: Tensor, batch: Any) -> dict[str, Any]:
+    """For a layer that is given the whole residual stream at once. ``batch`` is changed."""
+    start(batch)
+    return {"positions": positions, "hidden_states": hidden, "forward_batch": batch}
 
 
 def _hook(
-    session: Session, layer: int, predictor: QueryPredictor
+    session: Session, layer: int, before: nn.Module, predictor: QueryPredictor
 ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    """A pre-hook for the decoder layer before ``layer``: it is called with positions, hidden states and the batch,
-    which carries the residual stream; their sum is the layer's input."""
+    """A pre-hook for the decoder layer ``before``: it is called with positions, hidden states and the batch, which
+    carries the residual stream; their sum is the layer's input."""
+    names = tuple(call_names(before))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runtime, step = session.runtime, session.step
         if step is None or not runtime.wants_lookahead(layer, step):
             return
-        names = ("positions", "hidden_states", "forward_batch")
-        positions, hidden, batch = list(args[:3]) + [kwargs[name] for name in names[len(args) :]]
-        rows = step.decode
+        given = dict(zip(names, args, strict=False)) | kwargs
+        batch, rows = given["forward_batch"], step.decode
         assert rows is not None
-        x = stream_of(batch).snapshot(hidden)
-        runtime.lookahead(layer, step, predictor(rows.gather(positions), rows.gather(x)))
+        x = rows.gather(stream_of(batch).snapshot(given["hidden_states"]))
+        positions = rows.gather(given["positions"].movedim(-1, 0)).movedim(0, -1)
+        runtime.lookahead(layer, step, predictor(_inputs(positions, x, copy.copy(batch))))
 
     return hook

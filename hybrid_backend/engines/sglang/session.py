@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from prometheus_client import REGISTRY
@@ -10,6 +10,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_observability
 from torch import Tensor, nn
 
+from hybrid_backend.attention.lookahead import enclosing_layers
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.sglang import patches
 from hybrid_backend.engines.sglang.checks import check_layer
@@ -20,29 +21,37 @@ from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Batch, ModelSpec, Step, captured_step
 
 
-def attention_layers(model: nn.Module) -> list[tuple[Any, nn.Module]]:
-    """``(attention, decoder layer)`` of every decoder layer, in order."""
+class Layer(NamedTuple):
+    """An attention layer."""
+
+    attention: Any
+    decoder: nn.Module  # the decoder layer that it is in
+    before: nn.Module | None  # the decoder layer before that one
+
+
+def attention_layers(model: nn.Module) -> list[Layer]:
+    """All attention layers of the decoder, in order."""
     modules = dict(model.named_modules())
     found = []
     for path, module in modules.items():
         if isinstance(module, RadixAttention):
             check_layer(module)
-            found.append((module, modules[path.rsplit(".", 2)[0]]))  # decoder layer . self_attn . attn
-    found.sort(key=lambda pair: int(pair[0].layer_id))
+            found.append(Layer(module, *enclosing_layers(modules, path)))
+    found.sort(key=lambda layer: int(layer.attention.layer_id))
     return found
 
 
 class Session:
     """Owns the runtime. ``step`` is the step that is running, None between steps."""
 
-    def __init__(self, runner: Any, config: HybridConfig, layers: list[tuple[Any, nn.Module]]) -> None:
+    def __init__(self, runner: Any, config: HybridConfig, layers: list[Layer]) -> None:
         pool = runner.token_to_kv_pool
         if not isinstance(pool, HostTokenPool):
             raise EngineError(
                 f"SGLang built a KV pool of its own ({type(pool).__name__}), because this package's platform is not "
                 "active; run on a machine without an accelerator, without SGLANG_PLATFORM and SGLANG_USE_CPU_ENGINE"
             )
-        shapes = {(a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling) for a, _ in layers}
+        shapes = {(a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling) for a, _, _ in layers}
         if len(shapes) != 1:
             raise EngineError(f"layers of different shape are not supported: {sorted(shapes)}")
         heads, kv_heads, head_dim, _, scale = shapes.pop()
@@ -52,7 +61,7 @@ class Session:
         longest = self._rows.req_to_token.shape[1]
         model = ModelSpec(
             len(layers), heads, kv_heads, head_dim, float(scale), pool.dtype, max_tokens=longest,
-            layer_weight_bytes=sum(weight.nbytes for weight in layers[0][1].parameters()),
+            layer_weight_bytes=sum(weight.nbytes for weight in layers[0].decoder.parameters()),
         )  # fmt: skip
         self.runtime = HybridRuntime(config, model, pool.pages, self._rows.size, torch.device("cpu"))
         self.step: Step | None = None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -50,7 +51,9 @@ class HybridBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
+        """One page: a block of the engine, which may be wider, holds a whole number of them."""
+        vllm_config = get_current_vllm_config_or_none()
+        return [MultipleOf(16)] if vllm_config is None else [attached_config(vllm_config).page_size]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

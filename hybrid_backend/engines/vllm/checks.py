@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 import vllm
 
-from hybrid_backend.attention.lookahead import family_of
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, PARKING_SCHEDULER, SCHEDULER, VLLM_VERSION
 from hybrid_backend.errors import ConfigError, EngineError
@@ -37,7 +36,7 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
             f"page_size: {page} is unlike the engine's block size {block}; "
             f"start the engine with --block-size {page} or set page_size: {block}"
         )
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    layers = vllm_config.model_config.get_num_layers_by_block_type(parallel)
     config.validate_for(layers)
     device = torch.device(vllm_config.device_config.device_type)
     method.check(config, device, layers, vllm_config.model_config.get_num_kv_heads(parallel))
@@ -59,9 +58,10 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
     stock = "leave out --attention-backend CUSTOM for this model"
     found = [
         (model.use_mla, "MLA models", stock),
+        (model.is_attention_free, "models without attention layers", stock),
         (
-            model.is_hybrid or model.is_attention_free,
-            "models with state-space or linear-attention layers",
+            device.type == "cuda" and model.is_hybrid,
+            "models with state-space or linear-attention layers on a GPU",
             stock,
         ),
         (
@@ -107,11 +107,6 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
             vllm_config.lora_config is not None and looks_ahead,
             "LoRA together with the lookahead",
             "set lookahead: {enabled: false} or leave out --enable-lora",
-        ),
-        (
-            looks_ahead and family_of(model.hf_config.model_type, config.model.family) is None,
-            f"the lookahead for model type {model.hf_config.model_type!r}",
-            "set lookahead: {enabled: false} in the configuration",
         ),
     ]
     return [(what, fix) for unsupported, what, fix in found if unsupported]

@@ -6,10 +6,28 @@ the model runner's UVA buffers into nothing, in the whole process.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hybrid_backend.engines.vllm.worker import HybridWorker
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
 
 class HybridCPUWorker(HybridWorker, CPUWorker):
     """Its KV memory already is host memory."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        return super().execute_model(self._with_pages_to_zero(scheduler_output))
+
+    def _with_pages_to_zero(self, output: SchedulerOutput) -> SchedulerOutput:
+        """vLLM's ``CPUModelRunner._zero_block_ids`` (v1/worker/cpu_model_runner.py) takes the scheduler's blocks for
+        kernel blocks, which our pages are. So it is told of pages."""
+        blocks, ratio = output.new_block_ids_to_zero, 1 if self.session is None else self.session.pages_per_block
+        if not blocks or ratio == 1:
+            return output
+        pages = [block * ratio + page for block in blocks for page in range(ratio)]
+        return replace(output, new_block_ids_to_zero=pages)

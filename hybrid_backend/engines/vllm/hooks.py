@@ -18,6 +18,8 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from hybrid_backend.attention.lookahead import call_names
+
 LAYER_INPUT = "hybrid_backend::layer_input"
 _LIBRARY = torch.library.Library("hybrid_backend", "FRAGMENT")
 
@@ -30,7 +32,7 @@ def _found(layer_name: str) -> tuple[Any, Any]:
 
 
 def _lookahead(
-    positions: Tensor, hidden_states: Tensor, residual: Tensor | None, token: Tensor, layer_name: str
+    positions: Tensor | None, hidden_states: Tensor, residual: Tensor | None, token: Tensor, layer_name: str
 ) -> None:
     impl, metadata = _found(layer_name)
     if metadata is not None:
@@ -38,7 +40,7 @@ def _lookahead(
 
 
 def _lookahead_fake(
-    positions: Tensor, hidden_states: Tensor, residual: Tensor | None, token: Tensor, layer_name: str
+    positions: Tensor | None, hidden_states: Tensor, residual: Tensor | None, token: Tensor, layer_name: str
 ) -> None:
     return None
 
@@ -76,28 +78,29 @@ direct_register_custom_op(
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
-def lookahead_hook(layer_name: str, device: torch.device) -> Hook:
-    """A pre-hook for a decoder layer, which announces its input to the attention layer ``layer_name``."""
-    token = torch.zeros(1, device=device)
+def lookahead_hook(decoder: nn.Module, layer_name: str, device: torch.device) -> Hook:
+    """A pre-hook for ``decoder``, which announces its input to the attention layer ``layer_name``."""
+    token, names = torch.zeros(1, device=device), tuple(call_names(decoder))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        positions, hidden_states, residual = _inputs(args, kwargs)
+        positions, hidden_states, residual = _inputs(names, args, kwargs)
         torch.ops.hybrid_backend.lookahead(positions, hidden_states, residual, token, layer_name)
 
     return hook
 
 
-def input_hook(layer_name: str) -> Hook:
-    """A pre-hook for the decoder layer of ``layer_name``, which may change rows of its input."""
+def input_hook(decoder: nn.Module, layer_name: str) -> Hook:
+    """A pre-hook for ``decoder``, the layer of ``layer_name``, which may change rows of its input."""
+    names = tuple(call_names(decoder))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _, hidden_states, residual = _inputs(args, kwargs)
+        _, hidden_states, residual = _inputs(names, args, kwargs)
         torch.ops.hybrid_backend.layer_input(hidden_states, residual, layer_name)
 
     return hook
 
 
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _inputs(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Positions, hidden states and residual of a decoder layer's call."""
-    names = ("positions", "hidden_states", "residual")
-    return list(args[:3]) + [kwargs.get(name) for name in names[len(args) :]]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return [given.get(name) for name in ("positions", "hidden_states", "residual")]

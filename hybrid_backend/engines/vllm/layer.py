@@ -66,7 +66,9 @@ class HybridImpl(AttentionImpl):
         self.runtime = runtime
         self.layer_index = layer_index
 
-    def lookahead(self, metadata: HybridMetadata, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> None:
+    def lookahead(
+        self, metadata: HybridMetadata, positions: Tensor | None, hidden: Tensor, residual: Tensor | None
+    ) -> None:
         """The input of an earlier layer is known (`hooks.lookahead_hook`)."""
         runtime, step = self.runtime, metadata.step
         if runtime is None or self.predictor is None or step is None:
@@ -76,9 +78,12 @@ class HybridImpl(AttentionImpl):
         rows = step.decode
         assert rows is not None
         x = rows.gather(hidden)
-        if residual is not None:
+        if residual is not None and self.predictor.adds_residual:
             x = x + rows.gather(residual)
-        runtime.lookahead(self.layer_index, step, self.predictor(rows.gather(positions), x))
+        if positions is not None:  # of several axes (rotary embedding of images), tokens are the last dimension
+            positions = rows.gather(positions.movedim(-1, 0)).movedim(0, -1)
+        inputs = {"positions": positions, "hidden_states": x, "residual": None}
+        runtime.lookahead(self.layer_index, step, self.predictor(inputs))
 
     def layer_input(self, metadata: HybridMetadata, hidden: Tensor, residual: Tensor | None) -> None:
         """What this layer's decoder layer is about to compute with (`hooks.input_hook`)."""

@@ -101,7 +101,7 @@ def _block_bytes(vllm_config: VllmConfig) -> int:
     """Of one page in all layers with full attention, on one rank."""
     model, page = vllm_config.model_config, vllm_config.cache_config.block_size
     kinds = getattr(model.hf_text_config, "layer_types", None) if model.get_sliding_window() is not None else None
-    layers = model.get_total_num_hidden_layers()
+    layers = model.get_num_layers_by_block_type(vllm_config.parallel_config)
     if kinds:
         layers = sum(kind != "sliding_attention" for kind in kinds)
     kept = vllm_config.cache_config.cache_dtype

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step import Step, StepFailure
+from hybrid_backend.step import StepFailure
 
 
 @dataclass
@@ -27,12 +26,13 @@ class HybridOutput(ModelRunnerOutput):
 class CheckedOutput(AsyncModelRunnerOutput):
     """An output that is on its way from the device: whether it may be used is known when it is there."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, runtime: HybridRuntime, step: Step) -> None:
-        self._output, self._runtime, self._step = output, runtime, step
+    def __init__(self, output: AsyncModelRunnerOutput, failure: Callable[[], StepFailure | None]) -> None:
+        """``failure``: of the step, asked when the output is there."""
+        self._output, self._failure = output, failure
 
     def get_output(self) -> ModelRunnerOutput:
         output = self._output.get_output()
-        return checked(output, self._runtime.failure(self._step))
+        return checked(output, self._failure())
 
 
 def checked(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
-from hybrid_backend.attention.lookahead import family_of
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
@@ -32,29 +31,39 @@ def choose_parking(vllm_config: VllmConfig, config: HybridConfig) -> bool:
         EngineError: the configuration asks for it, and this engine cannot.
     """
     method, device = resolve_method(config.method), torch.device(vllm_config.device_config.device_type)
-    obstacle = _obstacle(vllm_config, config) if method.may_park(config, device) else None
+    obstacle = _obstacle(vllm_config) if method.may_park(config, device) else None
     parks = method.may_park(config, device) and obstacle is None
     # Among the options that vLLM's compile-cache key is made of: the graphs differ by their hooks.
     vllm_config.additional_config = {**vllm_config.additional_config, _PARKS: parks}
-    log, asked = init_logger("vllm.hybrid_backend"), f"{config.method}.strategy"
     if parks and vllm_config.scheduler_config.async_scheduling:
         vllm_config.scheduler_config.async_scheduling = False
-        log.info_once(f"{asked}: asynchronous scheduling is off, so that rows may wait from one step to the next")
-    if obstacle is not None:
-        what, fix = obstacle
-        if method.needs_parking(config):
-            raise EngineError(f"{asked}: overlap does not work with {what}; {fix}, or write auto or lockstep")
-        log.info_once(
-            f"{asked}: auto: requests on the CPU are waited for in every layer (lockstep), as overlap does not "
-            f"work with {what}; {fix} for it"
+        init_logger("vllm.hybrid_backend").info_once(
+            f"{config.method}.strategy: asynchronous scheduling is off, so that rows may wait from one step to the next"
         )
+    if obstacle is not None:
+        forgo_parking(vllm_config, config, *obstacle)
     return parks
 
 
-def _obstacle(vllm_config: VllmConfig, config: HybridConfig) -> tuple[str, str] | None:
+def forgo_parking(vllm_config: VllmConfig, config: HybridConfig, what: str, fix: str = "choose another model") -> None:
+    """Rows are waited for in every layer, because of ``what``.
+
+    Raises:
+        EngineError: the configuration does not leave it open.
+    """
+    asked = f"{config.method}.strategy"
+    if resolve_method(config.method).needs_parking(config):
+        raise EngineError(f"{asked}: overlap does not work with {what}; {fix}, or write auto or lockstep")
+    vllm_config.additional_config = {**vllm_config.additional_config, _PARKS: False}
+    init_logger("vllm.hybrid_backend").info_once(
+        f"{asked}: auto: requests on the CPU are waited for in every layer (lockstep), as overlap does not "
+        f"work with {what}; {fix} for it"
+    )
+
+
+def _obstacle(vllm_config: VllmConfig) -> tuple[str, str] | None:
     """What was asked for, and the way out."""
     model, stock = vllm_config.model_config, "choose another model"
-    family = family_of(model.hf_config.model_type, config.model.family)
     found = [
         (
             vllm_config.use_v2_model_runner,
@@ -66,6 +75,7 @@ def _obstacle(vllm_config: VllmConfig, config: HybridConfig) -> tuple[str, str] 
         (vllm_config.kv_transfer_config is not None, "KV connectors", "leave out --kv-transfer-config"),
         (model.quantization is not None, "quantised weights, whose scales may be shared by rows", stock),
         (model.get_sliding_window() is not None, "sliding-window layers", stock),
-        (family is None, f"model type {model.hf_config.model_type!r}", stock),
+        (model.is_hybrid, "layers of other kinds than attention, whose state takes every token once", stock),
+        (model.using_transformers_backend(), "models that run as Transformers code", stock),
     ]
     return next(((what, fix) for is_there, what, fix in found if is_there), None)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from hybrid_backend.attention.lookahead import QueryPredictor, family_of
+from hybrid_backend.attention.lookahead import call_names, enclosing_layers, no_lookahead, proven_predictor
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead_hook
 from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, checked
-from hybrid_backend.engines.vllm.parking import parks_rows
+from hybrid_backend.engines.vllm.parking import forgo_parking, parks_rows
 from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step import Batch, ModelSpec, Step
+from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure
 from hybrid_backend.workers import Rank
 
 if TYPE_CHECKING:
@@ -28,14 +31,23 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
-def attention_layers(model: nn.Module) -> list[tuple[str, Attention, nn.Module]]:
-    """``(layer name, attention, decoder layer)`` of every decoder layer, in order."""
+class Layer(NamedTuple):
+    """An attention layer that is ours. Layers of other kinds (state-space, linear attention) are the engine's."""
+
+    name: str
+    attention: Attention
+    decoder: nn.Module  # the decoder layer that it is in
+    before: nn.Module | None  # the decoder layer before that one
+
+
+def attention_layers(model: nn.Module) -> list[Layer]:
+    """All layers with our attention, in order. The runtime counts layers as they are listed here."""
     modules = dict(model.named_modules())
     found = []
     for path, module in modules.items():
         if isinstance(module, Attention) and isinstance(module.impl, HybridImpl):
-            decoder = path.rsplit(".", 2)[0]  # decoder layer . self_attn . attn
-            found.append((module.layer_name, module, modules[decoder]))
+            decoder, before = enclosing_layers(modules, path)
+            found.append(Layer(module.layer_name, module, decoder, before))
     return found
 
 
@@ -47,27 +59,43 @@ def rank_of(parallel: ParallelConfig) -> Rank:
 
 
 def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridConfig, device: torch.device) -> None:
-    """Predict every full-attention layer's query at the input of the layer before it. Call before compilation."""
+    """Predict every full-attention layer's query at the input of the decoder layer before it. Layers for which that is
+    impossible look at their true queries. Call before compilation."""
     if not resolve_method(config.method).looks_ahead(config, device):
         return
-    family = family_of(vllm_config.model_config.hf_config.model_type, config.model.family)
-    if family is None:
-        raise EngineError(f"no lookahead for model type {vllm_config.model_config.hf_config.model_type!r}")
-    layers = attention_layers(model)
-    for (_, _, earlier), (index, (name, attention, decoder)) in zip(layers, list(enumerate(layers))[1:], strict=False):
-        if attention.sliding_window is not None or index in config.exact_layers:
+    engine, whys = vllm_config.model_config, dict[str, list[int]]()
+    stream = torch.empty(0, engine.get_hidden_size(), dtype=engine.dtype, device=device)
+    for index, (name, attention, decoder, before) in enumerate(attention_layers(model)):
+        if before is None or attention.sliding_window is not None or index in config.exact_layers:
             continue
-        attention.impl.predictor = QueryPredictor(decoder, family)
-        earlier.register_forward_pre_hook(lookahead_hook(name, device), with_kwargs=True)
+        predictor = proven_predictor(
+            decoder, attention, attention.head_size, stream, (QKVParallelLinear,), layer_inputs
+        )
+        if isinstance(predictor, str):
+            whys.setdefault(predictor, []).append(index)
+            continue
+        attention.impl.predictor = predictor
+        before.register_forward_pre_hook(lookahead_hook(before, name, device), with_kwargs=True)
+    if whys:
+        init_logger("vllm.hybrid_backend").warning(no_lookahead(whys))
 
 
-def attach_inputs(model: nn.Module, vllm_config: VllmConfig) -> None:
+def layer_inputs(positions: Tensor, hidden: Tensor, residual: Tensor | None) -> dict[str, Tensor | None]:
+    return {"positions": positions, "hidden_states": hidden, "residual": residual}
+
+
+def attach_inputs(model: nn.Module, vllm_config: VllmConfig, config: HybridConfig) -> None:
     """Hand every decoder layer's input over, so that rows may go on from an earlier step. Call before compilation."""
+    layers = attention_layers(model)
+    odd = next((layer.decoder for layer in layers if "hidden_states" not in call_names(layer.decoder)), None)
+    if odd is not None:
+        forgo_parking(vllm_config, config, f"{type(odd).__name__}, which is not called with hidden_states")
+        return
     compilation = vllm_config.compilation_config
     if compilation.splitting_ops_contain_attention():  # piecewise graphs have no part in it
         compilation.splitting_ops.append(LAYER_INPUT)
-    for name, _, decoder in attention_layers(model):
-        decoder.register_forward_pre_hook(input_hook(name), with_kwargs=True)
+    for name, _, decoder, _ in layers:
+        decoder.register_forward_pre_hook(input_hook(decoder, name), with_kwargs=True)
 
 
 class Session:
@@ -84,10 +112,11 @@ class Session:
         """``on_host``: the host's tensor over the memory of a layer's KV cache, which the device may see as its own."""
         self._runner = runner
         layers = attention_layers(runner.get_model())
-        full = next((a for _, a, _ in layers if a.sliding_window is None), None)
+        full = next((each.attention for each in layers if each.attention.sliding_window is None), None)
         if full is None:
             raise EngineError("the model has no layer with full attention: nothing to offload")
-        shapes = {(a.num_heads, a.num_kv_heads, a.head_size, a.impl.scale) for _, a, _ in layers}
+        attentions = [layer.attention for layer in layers]
+        shapes = {(a.num_heads, a.num_kv_heads, a.head_size, a.impl.scale) for a in attentions}
         if len(shapes) != 1:
             raise EngineError(f"layers of different shape are not supported: {sorted(shapes)}")
         model = ModelSpec(
@@ -97,13 +126,13 @@ class Session:
             head_dim=full.head_size,
             scale=full.impl.scale,
             dtype=full.kv_cache_torch_dtype,
-            windows=tuple(a.sliding_window for _, a, _ in layers),
+            windows=tuple(a.sliding_window for a in attentions),
             max_tokens=vllm_config.model_config.max_model_len,
             hidden=vllm_config.model_config.get_hidden_size(),
             parks=parks_rows(vllm_config),
-            layer_weight_bytes=sum(weight.nbytes for weight in layers[0][2].parameters()),
+            layer_weight_bytes=sum(weight.nbytes for weight in layers[0].decoder.parameters()),
         )
-        views = [as_pages(a.kv_cache) for _, a, _ in layers]
+        views = [as_pages(a.kv_cache) for a in attentions]
         self.runtime = HybridRuntime(
             config,
             model,
@@ -113,8 +142,10 @@ class Session:
             views,
             rank_of(vllm_config.parallel_config),
         )
-        self._full_layers = {name for name, a, _ in layers if a.sliding_window is None}
-        for index, (_, attention, _) in enumerate(layers):
+        self._full_layers = {layer.name for layer in layers if layer.attention.sliding_window is None}
+        # The engine may have widened its blocks (for the state of layers that are not ours); pages are as configured.
+        self.pages_per_block = vllm_config.cache_config.block_size // config.page_size
+        for index, attention in enumerate(attentions):
             attention.impl.bind(self.runtime, index)
         for groups in runner.attn_groups:
             for group in groups:
@@ -191,11 +222,18 @@ class Session:
         if step is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            return CheckedOutput(output, self.runtime, step)
-        failure = self.runtime.failure(step)
+            return CheckedOutput(output, lambda: self.failure(step))
+        failure = self.failure(step)
         if failure is not None and not self._is_heard:
             raise EngineError(f"{failure.error}; vLLM does not ask this rank, so the engine ends")
         return output if output is None else checked(output, failure, self._unfinished)
+
+    def failure(self, step: Step) -> StepFailure | None:
+        """`HybridRuntime.failure`, with the engine's blocks for pages."""
+        found = self.runtime.failure(step)
+        if found is None:
+            return None
+        return replace(found, pages=sorted({page // self.pages_per_block for page in found.pages}))
 
     def _page_size(self, layer_name: str) -> int:
         context = self._runner.compilation_config.static_forward_context

@@ -33,7 +33,7 @@ class HybridWorker(_Worker):
         self.hybrid_config = attached_config(self.vllm_config)
         attach_lookahead(self.model_runner.get_model(), self.vllm_config, self.hybrid_config, self.device)
         if parks_rows(self.vllm_config):
-            attach_inputs(self.model_runner.get_model(), self.vllm_config)
+            attach_inputs(self.model_runner.get_model(), self.vllm_config, self.hybrid_config)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)

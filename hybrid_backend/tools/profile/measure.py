@@ -69,10 +69,9 @@ def measure_window(
         layer, late = network.layers[index], x[-positions:]
         if layer.window is None:
             late_rope = (rope[0][:, -positions:], rope[1][:, -positions:])
-            begin = slice(-positions - QUERIES, None)
-            q, _ = layer.queries_and_keys(x[begin], (rope[0][:, begin], rope[1][:, begin]), with_keys=False)
-            _, k = layer.queries_and_keys(x, rope)
-            ahead = layer.queries_and_keys(before[0], late_rope, with_keys=False)[0].cpu() if before else None
+            q, k = layer.queries_and_keys(x, rope)
+            q = q[-positions - QUERIES :]
+            ahead = layer.queries_and_keys(before[0], late_rope)[0].cpu() if before else None
             prompt, decoded = q.cpu().split([len(q) - positions, positions])
             measured.append(measure_layer(layer, config, prompt, decoded, ahead, k.cpu(), intervals))
         before[:] = [late]

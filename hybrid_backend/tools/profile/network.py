@@ -1,23 +1,21 @@
 """A Hugging Face model, layer by layer: what goes into each decoder layer, and the queries and keys that follow.
 
-`attention.lookahead.QueryPredictor` does the same on vLLM's layers. It cannot be shared: vLLM fuses the projections and
-its rotary embedding takes positions, where Hugging Face's takes their sines and cosines. The formula and the table of
-families are the same, and the tests compare what both call the true query with the model's own.
+As in `attention.lookahead`, a layer's own code is run as far as its attention, which here is a function that
+transformers looks up by name.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
-from hybrid_backend.attention.lookahead import family_of
 from hybrid_backend.errors import ModelError
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines
@@ -40,26 +38,43 @@ class Layer:
     def scale(self) -> float:
         return float(self.attention.scaling)
 
-    def queries_and_keys(self, x: Tensor, rope: Rope, with_keys: bool = True) -> tuple[Tensor, Tensor]:
+    def queries_and_keys(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """What this layer's attention sees if ``x`` is its input.
 
         Args:
             x: ``[tokens, hidden]``; the input of an earlier layer gives the predicted query.
             rope: cosines and sines, ``[1, tokens, rotary]``.
-            with_keys: else the keys are empty.
 
         Returns:
             ``[tokens, heads, head_dim]`` and ``[tokens, kv_heads, head_dim]``, both after the rotary embedding.
         """
-        attention = self.attention
-        normed = self.module.input_layernorm(x[None])  # type: ignore[operator]
-        q = attention.q_proj(normed).unflatten(-1, (-1, attention.head_dim))
-        k = attention.k_proj(normed).unflatten(-1, (-1, attention.head_dim)) if with_keys else q[:, :, :0]
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        rotate = vars(sys.modules[type(attention).__module__])["apply_rotary_pos_emb"]
-        q, k = rotate(q, k, *rope, unsqueeze_dim=2)
-        return q[0], k[0]
+        config = self.attention.config
+        usual, config._attn_implementation = config._attn_implementation, _STOP
+        try:
+            self.module.forward(x[None], position_embeddings=rope, attention_mask=None)
+        except _Reached as reached:
+            return reached.query[0].transpose(0, 1), reached.key[0].transpose(0, 1)
+        finally:
+            config._attn_implementation = usual
+        raise ModelError(f"{type(self.module).__name__} does not look its attention up, so it cannot be profiled")
+
+
+_STOP = "hybrid_backend_stop"
+
+
+class _Reached(Exception):
+    """Not an error: how a layer's forward is left."""
+
+    def __init__(self, query: Tensor, key: Tensor) -> None:
+        super().__init__("attention is reached")
+        self.query, self.key = query, key
+
+
+def _stop(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any) -> NoReturn:
+    raise _Reached(query, key)
+
+
+AttentionInterface.register(_STOP, _stop)
 
 
 @dataclass(frozen=True)
@@ -68,7 +83,6 @@ class Network:
 
     decoder: Any
     layers: tuple[Layer, ...]
-    family: str
     heads: int
     kv_heads: int
     head_dim: int
@@ -103,19 +117,13 @@ class Network:
                 handle.remove()
 
 
-def wrap(model: Any, family: str = "auto") -> Network:
+def wrap(model: Any) -> Network:
     """A loaded causal language model as a `Network`.
 
     Raises:
-        ModelError: a family whose query cannot be predicted, or a model without full attention.
+        ModelError: a model with other layers than attention, or without full attention.
     """
     config = model.config.get_text_config()
-    known = family_of(config.model_type, family)
-    if known is None:
-        raise ModelError(
-            f"model type {config.model_type!r} cannot be profiled: its next query cannot be predicted; "
-            "known are llama, mistral, qwen2, qwen3, gemma3 and glm4 (model.family names one of them)"
-        )
     decoder = model.get_decoder()
     modules = list(decoder.layers)
     window = getattr(config, "sliding_window", None)
@@ -124,19 +132,17 @@ def wrap(model: Any, family: str = "auto") -> Network:
     layers = []
     for index, (module, kind) in enumerate(zip(modules, kinds, strict=True)):
         attention = getattr(module, "self_attn", None)
-        lacking = [name for name in ("q_proj", "k_proj", "head_dim", "scaling") if not hasattr(attention, name)]
-        if lacking or not hasattr(module, "input_layernorm"):
+        if not hasattr(attention, "scaling") or not hasattr(attention, "head_dim"):
             raise ModelError(
-                f"{type(module).__name__} does not look like family {known!r} (its attention lacks "
-                f"{', '.join(lacking) or 'input_layernorm'}); model.family must name the right one"
+                f"model type {config.model_type!r} cannot be profiled: layer {index}, {type(module).__name__}, "
+                "is not one of attention alone"
             )
         layers.append(Layer(index, module, window if kind == "sliding_attention" else None))
     if all(layer.window is not None for layer in layers):
-        raise ModelError(f"all layers of this {known} model attend a sliding window: there is nothing to offload")
+        raise ModelError("all layers of this model attend a sliding window: there is nothing to offload")
     return Network(
         decoder=decoder,
         layers=tuple(layers),
-        family=known,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=int(layers[0].attention.head_dim),
@@ -144,7 +150,7 @@ def wrap(model: Any, family: str = "auto") -> Network:
     )
 
 
-def load(directory: str | Path, family: str = "auto", device: str = "cpu") -> Network:
+def load(directory: str | Path, device: str = "cpu") -> Network:
     """The model in ``directory`` (or a hub id) in fp32, frozen."""
     from transformers import AutoModelForCausalLM
 
@@ -154,4 +160,4 @@ def load(directory: str | Path, family: str = "auto", device: str = "cpu") -> Ne
         raise ModelError(
             f"{directory}: cannot be loaded ({error}); give a causal model in Hugging Face format"
         ) from None
-    return wrap(model.to(device).eval().requires_grad_(False), family)
+    return wrap(model.to(device).eval().requires_grad_(False))

@@ -111,7 +111,7 @@ def profile(
         from hybrid_backend.tools.hub import resolve_model
 
         directory = resolve_model(model)
-        network = network or load(directory, config.model.family, options.device)
+        network = network or load(directory, options.device)
         encode = encode or _tokenizer(directory)
     return _Run(model, target, config, options, network, encode, console).run()
 
@@ -337,7 +337,7 @@ class _Run:
         data = self.config.model_dump(mode="json", exclude_defaults=True)
         name = Path(self.model.rstrip("/")).name.lower()
         match = self.config.model.match if self.config.model.specificity(self.model) else f"*{name}*"
-        data["model"] = {"match": list(match) if isinstance(match, tuple) else match, "family": self.network.family}
+        data["model"] = {"match": list(match) if isinstance(match, tuple) else match}
         data["exact_layers"] = [layer.layer for layer in layers if layer.why]
         intervals = chosen_intervals(layers, len(self.network.layers), self.config)
         if frames != frames_per_request(self.config):

@@ -38,12 +38,6 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
         ["lookahead: {enabled: false}", "--enable-lora"],
     ),
-    "the lookahead of an unknown model type": (
-        "phi3",
-        ["--set=lookahead.enabled=true"],
-        [],
-        ["'phi3'", "lookahead: {enabled: false}"],
-    ),
     "rows that wait from one step to the next": (
         MODEL,
         ["--set=method=apex", "--set=apex.strategy=overlap"],

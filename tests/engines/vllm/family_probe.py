@@ -1,8 +1,8 @@
 # ruff: noqa: E402 (Triton must be told to interpret before vLLM imports it)
 """Serves one tiny random-weight model per family, stock and hybrid, in this process; writes what it saw as JSON.
 
-``python family_probe.py FOLDER NAME...`` writes FOLDER/NAME.json; a NAME is ``MODEL`` or ``MODEL.PROBE`` (`MODELS`,
-`_PROBES`). A failure is an ``{"error": ...}`` there, so that one family never hides another.
+``python family_probe.py FOLDER NAME...`` writes FOLDER/NAME.json; a NAME is ``MODEL`` or ``MODEL.PROBE``
+(`families.MODELS`, `_PROBES`). A failure is an ``{"error": ...}`` there, so that one family never hides another.
 """
 
 from __future__ import annotations
@@ -33,52 +33,33 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from hybrid_backend.attention.lookahead import QueryPredictor, family_of
+from hybrid_backend.attention.lookahead import proven_predictor
 from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER, worker
 from hybrid_backend.engines.vllm.hooks import lookahead_hook
-from hybrid_backend.engines.vllm.session import attention_layers
-from tests.support.models import peaked
+from hybrid_backend.engines.vllm.session import attention_layers, layer_inputs
+from tests.engines.vllm.families import PARKED, VOCABULARY, build
 
 PAGE = 32
-WINDOW = 64
-TOKENS, FEW = 24, 5
-PROMPTS = [20, 200, 500]
-VOCABULARY = 512
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
-_HEADS_UNLIKE_HIDDEN = {"head_dim": 32}  # heads * head_dim is not the hidden size
-_SLIDING = "sliding_attention"
+rotate = RotaryEmbedding.forward_cpu
 
-# name -> (Hugging Face configuration class, its arguments)
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", _SHAPE | _HEADS_UNLIKE_HIDDEN | {"attention_bias": True}),
-    "mistral": ("MistralConfig", _SHAPE | _HEADS_UNLIKE_HIDDEN | {"sliding_window": None}),
-    "qwen2": ("Qwen2Config", _SHAPE | {"hidden_size": 128}),
-    "qwen3": ("Qwen3Config", _SHAPE | _HEADS_UNLIKE_HIDDEN),
-    "glm4": ("Glm4Config", _SHAPE | _HEADS_UNLIKE_HIDDEN | {"attention_bias": True, "pad_token_id": 0}),
-    "gemma3": (
-        "Gemma3TextConfig",
-        _SHAPE
-        | _HEADS_UNLIKE_HIDDEN
-        | {
-            "num_hidden_layers": 6,
-            "query_pre_attn_scalar": 24,  # a scale unlike head_dim ** -0.5
-            "sliding_window": WINDOW,
-            "layer_types": [_SLIDING, _SLIDING, "full_attention"] * 2,
-        },
-    ),
-    # Families without a lookahead: one with vLLM's own model code, one that vLLM serves with Transformers' code.
-    "stablelm": ("StableLmConfig", _SHAPE | {"hidden_size": 128}),
-    "glm": ("GlmConfig", _SHAPE | _HEADS_UNLIKE_HIDDEN | {"pad_token_id": 0}),
-}
+
+def rotate_flat(self: Any, positions: Tensor, q: Tensor, k: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """vLLM 0.32's kernel takes queries ``[tokens, heads, head_dim]``, as LFM2's, for ``[batch, tokens, width]`` and
+    reads positions that are not there. Mended for the stock backend and ours alike."""
+    flat_q, flat_k = rotate(self, positions, q.flatten(1), None if k is None else k.flatten(1))
+    return flat_q.view_as(q), None if k is None else flat_k.view_as(k)
+
+
+RotaryEmbedding.forward_cpu = rotate_flat  # type: ignore[method-assign]
+
+TOKENS, FEW = 24, 5
+PROMPTS = [20, 200, 500, 90]
+ALONE = PROMPTS[1:2]
+LONG = 120  # tokens, over which sequences grow by some blocks
+BLOCKS = {"lfm2": 40, "nemotron_h": 40, "granite4": 24}
 NO_LOOKAHEAD = {"lookahead": {"enabled": False}}
 _EXACT = {
     "model": {"match": "*"},
@@ -101,40 +82,31 @@ _OVERLAP = _PARKED | {"apex": {"device_tokens": 5 * PAGE, "strategy": "overlap"}
 _SPARSE = _EXACT | {"tiers": "separate", "frames_per_request": 4, "recall": {"intervals": 2}}
 
 
-def build(name: str, folder: Path) -> Path:
-    class_name, arguments = MODELS[name]
-    peaked(class_name, **arguments).save_pretrained(folder)
-    return folder
-
-
 @contextmanager
-def engine(model: Path, hybrid: dict[str, Any] | None = None, eager: bool = True, ranks: int = 1) -> Iterator[LLM]:
-    """vLLM in this process: the stock backend, or ours with this configuration."""
+def engine(model: Path, hybrid: dict[str, Any] | None = None, **changes: Any) -> Iterator[LLM]:
+    """vLLM in this process: the stock backend, or ours with this configuration. ``changes``: engine arguments."""
     vars(worker)["REGISTRY"] = CollectorRegistry()  # an engine per process is the rule; here there are several
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "block_size": PAGE,
+        "max_model_len": 640,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": 32 * 2**20,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+    }
     if hybrid is not None:
-        options = {
+        options |= {
             "attention_backend": BACKEND,
             "worker_cls": CPU_WORKER,
             "additional_config": {"hybrid": hybrid},
         }
     llm = None
     try:
-        llm = LLM(
-            str(model),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            block_size=PAGE,
-            max_model_len=640,
-            max_num_seqs=4,
-            max_num_batched_tokens=128,
-            enable_prefix_caching=False,
-            kv_cache_memory_bytes=32 * 2**20,
-            enforce_eager=eager,
-            disable_log_stats=True,
-            tensor_parallel_size=ranks,
-            **options,
-        )
+        llm = LLM(str(model), **options | changes)
         yield llm
     finally:
         if llm is not None:
@@ -143,13 +115,18 @@ def engine(model: Path, hybrid: dict[str, Any] | None = None, eager: bool = True
         cleanup_dist_env_and_memory()
 
 
-def generate(llm: LLM, tokens: int = TOKENS) -> dict[str, Any]:
+def prompts_of(lengths: list[int]) -> list[list[int]]:
+    return [torch.randint(1, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
+
+
+def generate(llm: LLM, tokens: int = TOKENS, lengths: list[int] = PROMPTS) -> dict[str, Any]:
     """Greedy tokens and their log-probabilities, all prompts at once."""
-    random = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(1, VOCABULARY, (n,), generator=random).tolist() for n in PROMPTS]
+    prompts = prompts_of(lengths)
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1)
-    outputs = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)]
+    requests = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+    outputs = [request.outputs[0] for request in requests]
     return {
+        "cached": [request.num_cached_tokens for request in requests],
         "tokens": [list(o.token_ids) for o in outputs],
         "logprobs": [
             [step[token].logprob for step, token in zip(o.logprobs or [], o.token_ids, strict=True)] for o in outputs
@@ -189,7 +166,7 @@ def tiers(w: Any) -> dict[str, Any]:
 def watch_own_input(w: Any) -> dict[int, list[float]]:
     """From now on every layer predicts from its OWN input. Returns a log: the largest error of each decode step."""
     runtime = w.session.runtime
-    family = family_of(w.model_config.hf_config.model_type, "auto") or "unknown"
+    stream = torch.empty(0, w.model_config.get_hidden_size())
     errors: dict[int, list[float]] = {}
     predicted: dict[int, Tensor] = {}
     forward = runtime.forward
@@ -203,11 +180,19 @@ def watch_own_input(w: Any) -> dict[int, list[float]]:
             errors.setdefault(layer, []).append(float((predicted.pop(layer) - real).abs().max()))
         forward(layer, step, query, *others)
 
-    for name, attention, decoder in attention_layers(w.model_runner.get_model()):
-        decoder._forward_pre_hooks.clear()
-        decoder._forward_pre_hooks_with_kwargs.clear()
-        attention.impl.predictor = QueryPredictor(decoder, family)
-        decoder.register_forward_pre_hook(lookahead_hook(name, w.device), with_kwargs=True)
+    layers = attention_layers(w.model_runner.get_model())
+    for layer in layers:
+        for decoder in (layer.before, layer.decoder):
+            if decoder is not None:
+                decoder._forward_pre_hooks.clear()
+                decoder._forward_pre_hooks_with_kwargs.clear()
+    for name, attention, decoder, _ in layers:
+        predictor = proven_predictor(
+            decoder, attention, attention.head_size, stream, (QKVParallelLinear,), layer_inputs
+        )
+        assert not isinstance(predictor, str), predictor
+        attention.impl.predictor = predictor
+        decoder.register_forward_pre_hook(lookahead_hook(decoder, name, w.device), with_kwargs=True)
     runtime.wants_lookahead = lambda layer, step: step.decode is not None
     runtime.executor.lookahead = lambda *_: None
     runtime.lookahead = note
@@ -243,33 +228,68 @@ def parked(llm: LLM) -> dict[str, Any]:
     }
 
 
-def with_lookahead(model: Path) -> dict[str, Any]:
+def family(model: Path) -> dict[str, Any]:
+    """Stock; exact, most of it on the CPU workers; the prediction from a layer's own input; sparse; rows that wait."""
     found: dict[str, Any] = {}
     with engine(model) as llm:
-        found["stock"] = generate(llm)
-    with engine(model, _EXACT | {"tiers": "unified"}) as llm:
-        found["unified"] = served(llm)
-        errors = in_worker(llm, watch_own_input)
-        generate(llm)
-        found["errors"] = {layer: max(values) for layer, values in errors.items()}
-        found["compared"] = {layer: len(values) for layer, values in errors.items()}
-    with engine(model, _PARKED if "gemma3" in model.name else _OVERLAP) as llm:
-        found["parked"] = parked(llm)
+        found["stock"], found["stock_alone"] = generate(llm), generate(llm, lengths=ALONE)
+    with engine(model, _ON_CPU) as llm:
+        found["mine"], found["mine_alone"] = served(llm), generate(llm, lengths=ALONE)
+        if found["mine"]["predicted"]:
+            errors = in_worker(llm, watch_own_input)
+            generate(llm, FEW)
+            found["errors"] = {layer: max(values) for layer, values in errors.items()}
+            found["compared"] = {layer: len(values) for layer, values in errors.items()}
+    with engine(model, _SPARSE) as llm:
+        found["sparse"] = served(llm)
+    if model.name in PARKED:
+        with engine(model, _PARKED if "gemma3" in model.name else _OVERLAP) as llm:
+            found["parked"] = parked(llm)
+    return found
+
+
+def kept_state(model: Path) -> dict[str, Any]:
+    """Prefixes that are found again, requests that are preempted or aborted; there is little memory."""
+    found: dict[str, Any] = {}
+    # So many blocks that the four prompts begin, and cannot all end.
+    little: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS[model.name]}
+    # vLLM 0.32 fails on a CPU where a Mamba 2 layer keeps the states of prefixes (mamba_mixer2.py, has_checkpoints).
+    little["enable_prefix_caching"] = model.name == "lfm2"
+    with engine(model, **little) as llm:
+        found["stock"] = generate(llm, LONG)
+        found["again_stock"] = [generate(llm, LONG, [500]) for _ in range(2)]
+    with engine(model, _ON_CPU, **little) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        preempt, preempted = scheduler._preempt_request, []
+
+        def noted(request: Any, *others: Any, **more: Any) -> None:
+            preempted.append(request.request_id)
+            preempt(request, *others, **more)
+
+        scheduler._preempt_request = noted
+        found["mine"] = generate(llm, LONG)
+        found["preempted"] = len(preempted)
+        engine_ = llm.llm_engine
+        for n, prompt in enumerate(prompts_of([210, 220])):
+            sampling = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True, detokenize=False)
+            engine_.add_request(f"aborted-{n}", {"prompt_token_ids": prompt}, sampling)
+        for _ in range(8):
+            engine_.step()
+        engine_.abort_request(["aborted-0", "aborted-1"])
+        found["again_mine"] = [generate(llm, LONG, [500]) for _ in range(2)]
+        found["gauges"] = in_worker(llm, lambda w: w.session.runtime.gauges())
+        found["pages_per_block"] = in_worker(llm, lambda w: w.session.pages_per_block)
     return found
 
 
 def other_tiers(model: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with engine(model, _EXACT | {"tiers": "separate"}) as llm:
-        found["separate"] = served(llm)
+    for kind in ("separate", "unified"):
+        with engine(model, _EXACT | {"tiers": kind}) as llm:
+            found[kind] = served(llm)
     with engine(model, _EXACT | NO_LOOKAHEAD | {"tiers": "unified"}) as llm:
         found["in_place"] = served(llm)
     return found
-
-
-def sparse(model: Path) -> dict[str, Any]:
-    with engine(model, _SPARSE) as llm:
-        return served(llm)
 
 
 def parallel(model: Path) -> dict[str, Any]:
@@ -278,55 +298,39 @@ def parallel(model: Path) -> dict[str, Any]:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the worker is asked by a function
     try:
-        with engine(model, _ON_CPU, ranks=2) as llm:
+        with engine(model, _ON_CPU, tensor_parallel_size=2) as llm:
             found = generate(llm, FEW) | {"ranks": llm.collective_rpc(tiers)}
     finally:
         del os.environ["VLLM_CPU_OMP_THREADS_BIND"], os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"]
     return found
 
 
-def without_lookahead(model: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"refusal": None}
-    try:
-        with engine(model, _EXACT):
-            pass
-    except Exception as error:
-        found["refusal"] = str(error)
-    with engine(model) as llm:
-        found["stock"] = generate(llm)
-    for kind in ("separate", "unified"):
-        with engine(model, _EXACT | NO_LOOKAHEAD | {"tiers": kind}) as llm:
-            found[kind] = served(llm)
-    return found
-
-
 def compiled(model: Path) -> dict[str, Any]:
-    with engine(model, _EXACT, eager=False) as llm:
+    with engine(model, _EXACT, enforce_eager=False) as llm:
         order = in_worker(llm, watch_order)
         found = served(llm)
         mode = in_worker(llm, lambda w: w.vllm_config.compilation_config.mode.name)
-    with engine(model, _OVERLAP, eager=False) as llm:
+    with engine(model, _OVERLAP, enforce_eager=False) as llm:
         found["parked"] = parked(llm)
     return found | {"mode": mode, "orders": [list(x) for x in {tuple(events) for events in order.values()}]}
 
 
 # "MODEL" or "MODEL.PROBE" -> what to do with the model
 _PROBES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "": with_lookahead,
+    "": family,
     "tiers": other_tiers,
-    "sparse": sparse,
+    "state": kept_state,
     "parallel": parallel,
-    "refused": without_lookahead,
     "compiled": compiled,
 }
 
 
 def main(folder: Path, names: list[str]) -> None:
     for name in names:
-        family, _, probe = name.partition(".")
+        which, _, probe = name.partition(".")
         try:
-            model = folder / family
-            found = _PROBES[probe](model if model.exists() else build(family, model))
+            model = folder / which
+            found = _PROBES[probe](model if model.exists() else build(which, model))
         except Exception:
             found = {"error": traceback.format_exc()}
         (folder / f"{name}.json").write_text(json.dumps(found))

@@ -124,7 +124,7 @@ def options(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None, 
         max_model_len=LONGEST, max_num_seqs=ROWS, max_num_batched_tokens=CHUNK, enforce_eager=graphs is None,
         compilation_config=graphs or {"custom_ops": ["none"]}, block_size=BLOCK,
         kv_cache_memory_bytes=(blocks + 1) * LAYERS * KV_HEADS * 2 * BLOCK * DIM * 4,  # vLLM keeps one for itself
-        additional_config={"hybrid": {"page_size": BLOCK, "model": {"match": "*", "family": "llama"}, **hybrid}},
+        additional_config={"hybrid": {"page_size": BLOCK, "model": {"match": "*"}, **hybrid}},
         disable_log_stats=True,
     )  # fmt: skip
 

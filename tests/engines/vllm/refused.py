@@ -101,12 +101,6 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         ["--enable-lora"],
         ["lookahead: {enabled: false}", "--enable-lora"],
     ),
-    "the lookahead of an unknown model type": (
-        "gpt2",
-        ["--set=lookahead.enabled=true"],
-        [],
-        ["'gpt2'", "lookahead: {enabled: false}"],
-    ),
     "rows that wait, and the V2 model runner": (
         MODEL,
         OVERLAP,
@@ -131,7 +125,6 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         [],
         ["apex.strategy: overlap", "sliding-window layers", "write auto or lockstep"],
     ),
-    "rows that wait, and an unknown model type": ("gpt2", OVERLAP, [], ["apex.strategy: overlap", "'gpt2'"]),
     "rows that wait, and another scheduler": (
         MODEL,
         OVERLAP,

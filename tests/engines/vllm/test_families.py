@@ -1,26 +1,28 @@
-"""Every family with a lookahead is served right, the others are refused or served without it.
+"""Every family of models is served right: a table of tiny random-weight models, stock and hybrid.
 
-Tiny random-weight models, fp32, in one process (family_probe.py), which the first test waits for.
+fp32, in processes of their own (family_probe.py), each of which the first test that needs it waits for.
+`make families` prints the table.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
-from hybrid_backend.attention.lookahead import QueryPredictor, family_of
-from hybrid_backend.errors import EngineError
 from tests.engines.probes import Probe, reader
+from tests.engines.vllm.families import MODELS, PARKED
 
 pytestmark = pytest.mark.engine
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "glm4", "gemma3"]
-UNKNOWN = ["stablelm", "glm"]
+FAMILIES = list(MODELS)
+# Others' layers are not called as vLLM calls its own.
+PREDICTED = [name for name in FAMILIES if name != "glm"]
+WITH_STATE = ["lfm2", "nemotron_h", "granite4"]
 GEMMA3_FULL, GEMMA3_LOCAL = [2, 5], [0, 1, 3, 4]
 # fp32 sums in another order; a wrong window, scale or position changes them by more than 0.1
 NOISE = 1e-3
@@ -33,15 +35,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
         *FAMILIES,
         "llama.tiers",
         "gemma3.tiers",
-        *(f"{name}.refused" for name in UNKNOWN),
-        "gemma3.sparse",
+        *(f"{name}.state" for name in WITH_STATE),
         "llama.compiled",
         "llama.parallel",
     ]
     log = folder / "log"
     with log.open("wb") as sink:
         script = Path(__file__).with_name("family_probe.py")
-        subprocess.run([sys.executable, script, folder, *names], stdout=sink, stderr=sink, timeout=900, check=False)
+        subprocess.run([sys.executable, script, folder, *names], stdout=sink, stderr=sink, timeout=1800, check=False)
     return reader(folder, log)
 
 
@@ -52,24 +53,63 @@ def assert_same_answers(mine: dict[str, Any], stock: dict[str, Any]) -> None:
         assert own and own == pytest.approx(other[: len(own)], abs=NOISE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_table_of_all_families(seen: Probe) -> None:
+    """Not a promise of its own: what the tests below check, to be read."""
+    row: Callable[..., str] = "{:<12} {:>6} {:>8} {:>11} {:>12} {:>10} {:>8}".format
+    lines = [row("family", "alone", "at once", "own input", "predicted", "worst cos", "sparse")]
+    for name in FAMILIES:
+        try:
+            found = seen(name)
+        except AssertionError as error:
+            lines.append(f"{name:<12} {str(error).splitlines()[-1]}")
+            continue
+        mine, equal = found["mine"], {True: "equal", False: "DIFFER"}
+        cosine = [mine["cosine"][layer] for layer in mine["predicted"]]
+        lines.append(
+            row(
+                name,
+                equal[found["mine_alone"]["tokens"] == found["stock_alone"]["tokens"]],
+                equal[mine["tokens"] == found["stock"]["tokens"]],
+                f"{max(found['errors'].values()):.1e}" if "errors" in found else "-",
+                f"{len(cosine)}/{mine['windows'].count(None)}",
+                f"{min(cosine):.2f}" if cosine else "-",
+                f"{sum(found['sparse']['on_cpu']):.0f}",
+            )
+        )
+    print("\n" + "\n".join(lines))
+
+
+@pytest.mark.parametrize("family", PREDICTED)
 def test_prediction_from_a_layers_own_input_is_its_real_query(seen: Probe, family: str) -> None:
     found = seen(family)
-    assert len(found["errors"]) == len(found["unified"]["windows"])
-    assert min(found["compared"].values()) >= 24
+    full = [layer for layer, window in enumerate(found["mine"]["windows"]) if window is None]
+    assert set(map(int, found["errors"])) >= set(full)
+    assert min(found["compared"].values()) >= 5
     assert max(found["errors"].values()) < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_equal_the_stock_backends_when_everything_is_resident(seen: Probe, family: str) -> None:
+@pytest.mark.parametrize("which", ["mine", "mine_alone"])
+def test_answers_equal_the_stock_backends_when_every_page_is_attended(seen: Probe, family: str, which: str) -> None:
+    """Most of them by the CPU workers."""
     found = seen(family)
-    assert_same_answers(found["unified"], found["stock"])
-    assert not found["unified"]["frames"] and sum(found["unified"]["on_cpu"]) == 0
+    assert_same_answers(found[which], found[which.replace("mine", "stock")])
+    assert sum(found["mine"]["on_cpu"]) > 0
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "llama.compiled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sparse_runs_end_and_attend_less(seen: Probe, family: str) -> None:
+    dense, found = seen(family)["mine"], seen(family)["sparse"]
+    assert [len(tokens) for tokens in found["tokens"]] == [len(tokens) for tokens in dense["tokens"]]
+    for layer, window in enumerate(found["windows"]):
+        if window is None:
+            assert 0 < found["on_cpu"][layer] < found["selected"][layer] < dense["selected"][layer]
+    assert found["tokens"][0] == dense["tokens"][0]  # this request fits the budget
+
+
+@pytest.mark.parametrize("name", [*PARKED, "llama.compiled"])
 def test_answers_equal_the_stock_backends_while_rows_wait_from_one_step_to_the_next(seen: Probe, name: str) -> None:
-    """Two of three requests are on the CPU. Gemma 3's sliding windows forbid it: its layers wait instead."""
+    """Most requests are on the CPU. Gemma 3's sliding windows forbid it: its layers wait instead."""
     found = seen(name)["parked"]
     assert_same_answers(found, seen(name.partition(".")[0])["stock"])
     assert ("lockstep" if name == "gemma3" else "overlap") in found["strategies"]
@@ -77,7 +117,7 @@ def test_answers_equal_the_stock_backends_while_rows_wait_from_one_step_to_the_n
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("tiers", ["separate", "in_place"])
+@pytest.mark.parametrize("tiers", ["separate", "unified", "in_place"])
 def test_answers_equal_the_stock_backends_in_other_tiers(seen: Probe, family: str, tiers: str) -> None:
     found = seen(f"{family}.tiers")[tiers]
     assert_same_answers(found, seen(family)["stock"])
@@ -85,12 +125,33 @@ def test_answers_equal_the_stock_backends_in_other_tiers(seen: Probe, family: st
     assert sum(found["on_cpu"]) == 0
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gemma3"])
-def test_every_layer_but_the_first_is_predicted(seen: Probe, family: str) -> None:
-    found = seen(family)["unified"]
-    assert found["predicted"] == list(range(1, len(found["windows"])))
-    # A wrong rope, norm or head order gives a cosine near 0 in the last layer; these models give 0.77 and more.
-    assert found["cosine"][-1] > 0.7
+@pytest.mark.parametrize("family", [name for name in PREDICTED if name not in WITH_STATE])
+def test_every_full_layer_but_the_models_first_is_predicted(seen: Probe, family: str) -> None:
+    found = seen(family)["mine"]
+    full = [layer for layer, window in enumerate(found["windows"]) if window is None]
+    assert found["predicted"] == [layer for layer in full if layer]
+    # A wrong rope, norm or head order gives a cosine near 0 in the last layer; these models give 0.6 and more.
+    assert found["cosine"][full[-1]] > 0.55
+
+
+@pytest.mark.parametrize("family", WITH_STATE)
+def test_layers_that_follow_one_of_another_kind_are_predicted_from_its_input(seen: Probe, family: str) -> None:
+    found = seen(family)["mine"]
+    assert found["predicted"] == list(range(len(found["windows"])))
+    assert found["cosine"][-1] > 0.8
+
+
+@pytest.mark.parametrize("family", WITH_STATE)
+def test_state_of_other_layers_survives_preemption_aborts_and_found_prefixes(seen: Probe, family: str) -> None:
+    found = seen(f"{family}.state")
+    assert found["preempted"] > 0
+    assert_same_answers(found["mine"], found["stock"])
+    for mine, stock in zip(found["again_mine"], found["again_stock"], strict=True):
+        assert_same_answers(mine, stock)
+        assert mine["cached"] == stock["cached"]
+    assert (found["again_mine"][1]["cached"][0] > 0) == (family == "lfm2")
+    assert found["gauges"]["hybrid_resident_requests"] == 1  # the last one, of whose end the next step tells
+    assert found["pages_per_block"] == (2 if family == "granite4" else 1)
 
 
 def test_gemma3_keeps_frames_and_digests_only_for_its_full_layers(seen: Probe) -> None:
@@ -100,18 +161,9 @@ def test_gemma3_keeps_frames_and_digests_only_for_its_full_layers(seen: Probe) -
 
 
 def test_gemma3_predicts_and_selects_only_in_its_full_layers(seen: Probe) -> None:
-    for found in (seen("gemma3.tiers")["separate"], seen("gemma3.sparse")):
+    for found in (seen("gemma3.tiers")["separate"], seen("gemma3")["sparse"]):
         assert found["predicted"] == GEMMA3_FULL
         assert [found["selected"][layer] for layer in GEMMA3_LOCAL] == [0] * 4
-
-
-def test_gemma3_is_sparse_beyond_its_budget(seen: Probe) -> None:
-    dense, found = seen("gemma3")["unified"], seen("gemma3.sparse")
-    for layer in GEMMA3_FULL:
-        assert 0 < found["on_cpu"][layer] < found["selected"][layer] < dense["selected"][layer]
-    assert [len(tokens) for tokens in found["tokens"]] == [24, 24, 24]
-    assert found["tokens"][0] == dense["tokens"][0]  # this request fits the budget
-    assert found["logprobs"][2] != pytest.approx(dense["logprobs"][2], abs=NOISE)  # this one does not
 
 
 def test_compiled_model_answers_as_the_stock_backend(seen: Probe) -> None:
@@ -125,48 +177,11 @@ def test_compiled_model_looks_ahead_before_each_attention(seen: Probe) -> None:
     assert found["orders"] == [
         ["lookahead 1", "attend 0", "lookahead 2", "attend 1", "lookahead 3", "attend 2", "attend 3"]
     ]
-    assert found["cosine"] == pytest.approx(seen("llama")["unified"]["cosine"], abs=1e-4)
+    assert found["cosine"] == pytest.approx(seen("llama")["mine"]["cosine"], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_family_is_refused_with_the_way_out(seen: Probe, name: str) -> None:
-    refusal = seen(f"{name}.refused")["refusal"]
-    assert refusal is not None
-    assert f"lookahead for model type '{name}'" in refusal
-    assert "set lookahead: {enabled: false}" in refusal
-    assert "\n" not in refusal
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-@pytest.mark.parametrize("tiers", ["separate", "unified"])
-def test_unknown_family_is_served_exactly_without_the_lookahead(seen: Probe, name: str, tiers: str) -> None:
-    found = seen(f"{name}.refused")
-    assert_same_answers(found[tiers], found["stock"])
-    assert found[tiers]["predicted"] == []
-
-
-def test_family_that_no_model_code_has_is_unknown() -> None:
-    assert family_of("gemma3_text", "auto") == "gemma3"
-    assert family_of("qwen3", "llama") == "llama"  # the configuration wins; the layers are checked against it
-    for model_type, configured in (("glm", "auto"), ("chatglm", "auto"), ("llama", "glm")):
-        assert family_of(model_type, configured) is None
-
-
-@pytest.mark.parametrize(
-    ("family", "attribute", "message"),
-    [
-        ("mistral", "do_llama_4_scaling", "its attention has llama_4_scaling"),
-        ("llama", "q_norm", "its attention has q_norm"),
-        ("qwen3", "other", "lacks q_norm"),
-    ],
-)
-def test_layer_that_computes_its_query_otherwise_is_refused(family: str, attribute: str, message: str) -> None:
-    layer, attention = nn.Module(), nn.Module()
-    layer.input_layernorm, layer.self_attn = nn.Identity(), attention
-    for name in ("qkv_proj", "rotary_emb", "q_size", "kv_size", "head_dim", attribute):
-        setattr(attention, name, True)
-    with pytest.raises(EngineError, match=message):
-        QueryPredictor(layer, family)
+def test_a_model_whose_layers_vllm_does_not_call_itself_looks_at_true_queries(seen: Probe) -> None:
+    assert seen("glm")["mine"]["predicted"] == []
 
 
 def test_two_tensor_parallel_ranks_answer_as_one_and_share_the_heads(seen: Probe) -> None:

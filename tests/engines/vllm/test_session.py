@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from vllm.compilation.backends import split_graph
 from vllm.config import CompilationConfig
 
+from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.session import Session, attach_inputs
 from tests.support.harness import PAGE, Engine, config, spec
 
@@ -50,12 +51,12 @@ class _Layer(nn.Module):
 def test_pieces_of_a_compiled_model_end_before_each_layer_input() -> None:
     """As vLLM cuts it: a piece is captured without a step, so what rows that park do there would never be done."""
     compilation = CompilationConfig(splitting_ops=list(CompilationConfig._attention_ops))
-    attach_inputs(nn.Module(), SimpleNamespace(compilation_config=compilation))  # type: ignore[arg-type]
+    attach_inputs(nn.Module(), SimpleNamespace(compilation_config=compilation), HybridConfig())  # type: ignore[arg-type]
     _, pieces = split_graph(torch.fx.symbolic_trace(_Layer()), compilation.splitting_ops or [])
     assert [piece.is_splitting_graph for piece in pieces] == [False, True, False]
 
 
 def test_a_model_that_is_not_cut_stays_whole() -> None:
     compilation = CompilationConfig(splitting_ops=[])
-    attach_inputs(nn.Module(), SimpleNamespace(compilation_config=compilation))  # type: ignore[arg-type]
+    attach_inputs(nn.Module(), SimpleNamespace(compilation_config=compilation), HybridConfig())  # type: ignore[arg-type]
     assert compilation.splitting_ops == []

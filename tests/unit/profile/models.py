@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"hidden_size": 64}),
     "qwen3": ("Qwen3Config", {}),
     "glm4": ("Glm4Config", {"attention_bias": True, "pad_token_id": 0}),
+    "phi3": ("Phi3Config", {"hidden_size": 64, "pad_token_id": 0}),  # one projection for queries, keys and values
     "gemma3": ("Gemma3TextConfig", _GEMMA),
 }
 

@@ -61,18 +61,15 @@ def test_a_model_without_full_attention_is_refused() -> None:
         wrap(build("mistral", sliding_window=WINDOW))
 
 
-def test_an_unknown_family_is_refused_by_name() -> None:
-    config = transformers.Phi3Config(
+def test_a_model_with_layers_of_another_kind_is_refused_by_name() -> None:
+    config = transformers.Lfm2Config(
         vocab_size=128,
         hidden_size=64,
         intermediate_size=80,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        pad_token_id=0,
+        layer_types=["conv", "full_attention"],
     )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ModelError, match="'phi3' cannot be profiled"):
-        wrap(model)
-    with pytest.raises(ModelError, match="lacks q_proj, k_proj"):  # Phi-3 fuses its projections
-        wrap(model, family="llama")
+    with pytest.raises(ModelError, match="'lfm2' cannot be profiled: layer 0, Lfm2DecoderLayer, is not one of"):
+        wrap(transformers.AutoModelForCausalLM.from_config(config))

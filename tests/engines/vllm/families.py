@@ -1,0 +1,158 @@
+"""Tiny random-weight models of the families that people run, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.models import peaked
+
+WINDOW = 64
+VOCABULARY = 512
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+_HEADS_UNLIKE_HIDDEN = {"head_dim": 32}  # heads * head_dim is not the hidden size
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_NO_PADDING = {"pad_token_id": 0}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+# name -> (Hugging Face configuration class, its arguments)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _HEADS_UNLIKE_HIDDEN | {"attention_bias": True}),
+    "mistral": ("MistralConfig", _HEADS_UNLIKE_HIDDEN | {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {"hidden_size": 128}),
+    "qwen3": ("Qwen3Config", _HEADS_UNLIKE_HIDDEN),
+    "glm4": ("Glm4Config", _HEADS_UNLIKE_HIDDEN | _NO_PADDING | {"attention_bias": True}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        _HEADS_UNLIKE_HIDDEN
+        | {
+            "num_hidden_layers": 6,
+            "query_pre_attn_scalar": 24,  # a scale unlike head_dim ** -0.5
+            "sliding_window": WINDOW,
+            "layer_types": [_SLIDING, _SLIDING, _FULL] * 2,
+        },
+    ),
+    "stablelm": ("StableLmConfig", {"hidden_size": 128}),  # layers without a residual beside the hidden states
+    "granite": ("GraniteConfig", {"hidden_size": 128, "residual_multiplier": 0.5, "attention_multiplier": 0.2}),
+    "qwen3_moe": ("Qwen3MoeConfig", _HEADS_UNLIKE_HIDDEN | _EXPERTS),
+    "olmoe": ("OlmoeConfig", {"hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2} | _NO_PADDING),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        _HEADS_UNLIKE_HIDDEN
+        | _NO_PADDING
+        | {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
+            "n_shared_experts": 1,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        _HEADS_UNLIKE_HIDDEN
+        | _NO_PADDING
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 16,
+            "scoring_func": "softmax",  # the only one that vLLM routes by on a CPU
+            "use_routing_bias": True,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        _HEADS_UNLIKE_HIDDEN
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": [_SLIDING, _FULL] * 2,
+        }
+        | _NO_PADDING,
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        _HEADS_UNLIKE_HIDDEN
+        | {
+            "num_hidden_layers": 6,
+            "sliding_window": WINDOW,
+            "layer_types": [_SLIDING, _SLIDING, _FULL] * 2,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": VOCABULARY,
+        }
+        | _NO_PADDING,
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "hidden_size": 128,
+            "conv_dim": 128,
+            "conv_dim_out": 128,
+            "block_dim": 128,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "conv", _FULL, "conv", _FULL, _FULL],
+            "num_hidden_layers": 6,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        _HEADS_UNLIKE_HIDDEN
+        | {
+            "num_hidden_layers": 6,
+            "hybrid_override_pattern": "M*-M*-",
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "attention_head_dim": 32,
+            "expand": 1,
+            "chunk_size": 32,
+        }
+        | _NO_PADDING,
+    ),
+    "granite4": (
+        "GraniteMoeHybridConfig",
+        {
+            "hidden_size": 128,
+            "layer_types": ["mamba", "mamba", "attention", "mamba", "attention", "attention"],
+            "num_hidden_layers": 6,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
+            "mamba_expand": 2,
+            "mamba_chunk_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.2,
+        }
+        | _NO_PADDING,
+    ),
+    "gpt2": ("GPT2Config", {"hidden_size": 128, "num_key_value_heads": 4} | _NO_PADDING),
+    "phi3": ("Phi3Config", {"hidden_size": 128} | _NO_PADDING),
+    # vLLM has no code of its own for it, and runs that of Transformers.
+    "glm": ("GlmConfig", _HEADS_UNLIKE_HIDDEN | _NO_PADDING),
+}
+# Of those, the ones whose rows wait from one step to the next where they can.
+PARKED = ("llama", "mistral", "qwen2", "qwen3", "glm4", "gemma3", "stablelm", "gpt2")
+
+
+def build(name: str, folder: Path) -> Path:
+    class_name, arguments = MODELS[name]
+    peaked(class_name, **(SHAPE | arguments)).save_pretrained(folder)
+    return folder
