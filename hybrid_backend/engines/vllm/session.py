@@ -102,6 +102,9 @@ class Session:
             hidden=vllm_config.model_config.get_hidden_size(),
             parks=parks_rows(vllm_config),
             layer_weight_bytes=sum(weight.nbytes for weight in layers[0][2].parameters()),
+            sinks=tuple(
+                None if a.impl.sinks is None else a.impl.sinks.detach().float().contiguous() for _, a, _ in layers
+            ),
         )
         views = [as_pages(a.kv_cache) for _, a, _ in layers]
         self.runtime = HybridRuntime(
