@@ -78,6 +78,7 @@ def decode_windows(
     # What was never written may be NaN, and 0 * NaN is NaN.
     k, v = kv.masked_fill_(~mask[None, :, None, :, None], 0.0)
     # One item per row and KV head, of as many queries as it has query heads.
-    mask = mask[:, None].expand(-1, kv_heads, -1).flatten(0, 1)[:, None].expand(-1, heads // kv_heads, -1)
-    out, lse = flash(q.view(rows * kv_heads, -1, dim), k.flatten(0, 1), v.flatten(0, 1), False, scale, mask)
+    items, group = rows * kv_heads, heads // kv_heads
+    mask = mask[:, None, None].expand(-1, kv_heads, group, -1).flatten(0, 1)
+    out, lse = flash(q.reshape(items, group, dim), k.flatten(0, 1), v.flatten(0, 1), False, scale, mask)
     return with_sinks(Partial(out.reshape(rows, heads, dim).float(), lse.reshape(rows, heads)), sinks).out
