@@ -229,7 +229,8 @@ std::vector<uint16_t> decode(int rounds, hb_pool* pool, void* gomp, int threads)
   for (int i = 0; i < pages; i++) every[i] = i;
   EXPECT(hb_quantize(&model, &store, &bytes, pages, pages, every.data()) == HB_OK, "%s", hb_last_error());
   hb_decode_set_layer(decoder, 0, &layout, &store, &bytes, nullptr);
-  hb_decode_set_layer(decoder, 1, &layout, nullptr, nullptr, nullptr);
+  const std::vector<float> sinks(kv_heads * group, 3.f);
+  hb_decode_set_layer(decoder, 1, &layout, nullptr, nullptr, sinks.data());
   std::vector<int32_t> table(pages);
   for (int i = 0; i < pages; i++) table[i] = i;
   std::shuffle(table.begin(), table.end(), rng);
