@@ -105,7 +105,8 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
         for parts in (1, 32):
             partials = kernels.paged_partial(q, host, ids, tokens, dim**-0.5, parts)
             for other in (None, cpu):
-                kernels.merge_partials(*partials, other, dtype)
+                for sinks in (None, cpu[1][0]):
+                    kernels.merge_partials(*partials, other, dtype, sinks)
     kernels.page_weights(
         q, host, table[:, None, :k], table[:, None, :k], line[:, None], cpu[1], torch.empty(8, kv_heads, page),
         dim**-0.5, 0.3, True,

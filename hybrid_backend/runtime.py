@@ -162,18 +162,19 @@ class HybridRuntime:
         window, rows = self.model.window(layer), step.decode
         assert window is not None
         heads, scale, blocks = self.model.num_kv_heads, self.model.scale, self.tiers.host.blocks(layer)
+        sinks = self.model.sink(layer)
         if step.prefill or self._local is None:
             self._append(layer, step, step.write_pages, k, v)
         for row in step.prefill:
             mine = slice(row.start, row.end)
-            out[mine] = windowed(q[mine], blocks, row.pages, row.seq_len, heads, scale, window)
+            out[mine] = windowed(q[mine], blocks, row.pages, row.seq_len, heads, scale, window, sinks)
         if rows is None:
             return
         if self._local is not None:
             self._local.decode(layer, step, q, k, v, out)
             return
         attended = window_rows(step, window, blocks.shape[1])
-        result = decode_windows(rows.gather(q), blocks, attended, heads, scale)
+        result = decode_windows(rows.gather(q), blocks, attended, heads, scale, sinks)
         out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
 
     def _append(self, layer: int, step: Step, pages: Tensor, k: Tensor, v: Tensor) -> None:

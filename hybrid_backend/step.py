@@ -21,6 +21,8 @@ class ModelSpec:
     ``parks``: the engine lets rows wait from one step to the next: it hands every layer's input over
     (`HybridRuntime.layer_input`) and takes no token of `HybridRuntime.unfinished` rows.
     ``layer_weight_bytes``: all weights of one decoder layer on this rank, 0: unknown.
+    ``sinks[layer]``: ``[num_heads]`` fp32, contiguous, on the device that attends: the layer's attention sinks
+    (`attention.partial.with_sinks`), None: it has none. What a method calls a share is one of the keys' attention.
     """
 
     num_layers: int
@@ -34,9 +36,17 @@ class ModelSpec:
     hidden: int = 0
     parks: bool = False
     layer_weight_bytes: int = 0
+    sinks: tuple[Tensor | None, ...] = field(default=(), compare=False)  # tensors have no plain equality
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    def sink(self, layer: int) -> Tensor | None:
+        return self.sinks[layer] if self.sinks else None
+
+    @property
+    def sinks_by_layer(self) -> dict[int, Tensor]:
+        return {layer: sinks for layer, sinks in enumerate(self.sinks) if sinks is not None}
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page: K and V of one layer, all local KV heads."""

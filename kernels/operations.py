@@ -233,18 +233,20 @@ class Operations(Protocol):
 
     def merge_partials(
         self, out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32, sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Attention over the union of disjoint sets of keys (FlashAttention-2, arXiv 2307.08691, section 2.2).
+        """Attention over the union of disjoint sets of keys (FlashAttention-2, arXiv 2307.08691, section 2.2), and over
+        each head's sink: one more key, of a learned logit and no value (gpt-oss, arXiv 2508.10925).
 
         Args:
             out: ``[rows, heads, parts, head_dim]`` fp32; ``lse``: ``[rows, heads, parts]`` fp32.
             other: ``([rows, heads, head_dim], [rows, heads])`` fp32: the CPU's partial, pinned or on the device.
             dtype: of the result.
+            sinks: ``[heads]`` fp32 logits, as they come out of the softmax's scaling; -inf, as None: no sink.
 
         Returns:
             ``([rows, heads, head_dim] dtype, [rows, heads] fp32)``. Empty partials change nothing; nothing but empty
-            ones gives out 0, lse -inf, without NaN.
+            ones gives out 0 and the sink's logit for lse (-inf without one), without NaN.
         """
 
     def page_weights(

@@ -8,6 +8,7 @@ becomes an order or an importance.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection
@@ -159,11 +160,14 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 
 def merge_partials(
     out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if other is not None:
         out = torch.cat([out, other[0][:, :, None]], 2)
         lse = torch.cat([lse, other[1][:, :, None]], 2)
+    if sinks is not None:
+        out = F.pad(out, (0, 0, 0, 1))
+        lse = torch.cat([lse, sinks.expand(len(lse), -1)[..., None]], 2)
     weights, total = _softmax(lse)
     return (weights[..., None] * out).sum(2).to(dtype), total
 

@@ -18,6 +18,7 @@ def paged_attention(
     scale: float,
     dtype: torch.dtype = torch.float64,
     skips: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each row's single query over the tokens of its listed pages.
 
@@ -28,9 +29,10 @@ def paged_attention(
         valid: same shape, tokens to attend at the start of each page (0 for padding).
         scale: multiplies the logits.
         skips: ``[rows]`` tokens left out at the start of the first page of each row's lists; None: none.
+        sinks: ``[heads]`` logits of one more key of each head, whose value is 0; None: none.
 
     Returns:
-        ``(out [rows, heads, head_dim], lse [rows, heads])``, natural log. An empty list gives 0 and -inf.
+        ``(out [rows, heads, head_dim], lse [rows, heads])``, natural log. Without any key 0 and -inf.
     """
     rows, heads, dim = q.shape
     kv_heads = pool.shape[1]
@@ -48,6 +50,8 @@ def paged_attention(
             k = torch.cat([pool[p, kv_head, 0, :n] for p, n in listed])[skip:].to(dtype)
             v = torch.cat([pool[p, kv_head, 1, :n] for p, n in listed])[skip:].to(dtype)
             logits = (k @ q[r, h].to(dtype)) * scale
+            if sinks is not None:
+                logits, v = torch.cat([logits, sinks[h : h + 1].to(dtype)]), torch.cat([v, torch.zeros_like(v[:1])])
             lse[r, h] = logits.logsumexp(0)
             out[r, h] = logits.softmax(0) @ v
     return out, lse

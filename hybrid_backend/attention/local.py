@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_backend.attention.partial import Partial, with_sinks
+from hybrid_backend.attention.prefill import flash
 from hybrid_backend.kernels import cpu
 from hybrid_backend.step import ModelSpec, Step, WindowRows, window_rows
 
@@ -24,7 +25,7 @@ class LocalLayers:
                 layer if window is not None and layer.shape[3] == size else None
                 for layer, window in zip(layers, model.windows, strict=True)
             ]
-            self._decoders[size] = cpu.Decoder(mine, {}, model.num_heads, model.scale)
+            self._decoders[size] = cpu.Decoder(mine, {}, model.num_heads, model.scale, sinks=model.sinks_by_layer)
         self._page_sizes = [layer.shape[3] for layer in layers]
         self._begun: dict[int, WindowRows] = {}  # by page size: the step that its decoder holds
 
@@ -55,25 +56,29 @@ class LocalLayers:
             decoder.close()
 
 
-def decode_windows(q: Tensor, blocks: Tensor, attended: WindowRows, kv_heads: int, scale: float) -> Tensor:
+def decode_windows(
+    q: Tensor, blocks: Tensor, attended: WindowRows, kv_heads: int, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Sliding-window attention of one query token per row, with torch.
 
     Args:
         q: ``[rows, heads, head_dim]``.
         blocks: ``[pages * kv_heads * 2, page_size, head_dim]`` (`HostPool.blocks`); the rows' tokens are in it already.
         attended: what each row attends.
+        sinks: ``[heads]`` fp32 (`with_sinks`).
 
     Returns:
         ``[rows, heads, head_dim]`` fp32.
     """
-    rows, _, dim = q.shape
+    rows, heads, dim = q.shape
     index = (attended.pages[:, None] * kv_heads + torch.arange(kv_heads, device=q.device)[:, None]).flatten() * 2
     kv = blocks.index_select(0, torch.cat([index, index + 1])).view(2, rows, kv_heads, -1, dim)
     key = torch.arange(kv.shape[3])
     mask = ((key >= attended.skips[:, None]) & (key < attended.tokens[:, None])).to(q.device)
     # What was never written may be NaN, and 0 * NaN is NaN.
     k, v = kv.masked_fill_(~mask[None, :, None, :, None], 0.0)
-    out = F.scaled_dot_product_attention(
-        q[:, :, None], k, v, attn_mask=mask[:, None, None], scale=scale, enable_gqa=True
-    )
-    return out[:, :, 0].float()
+    # One item per row and KV head, of as many queries as it has query heads.
+    items, group = rows * kv_heads, heads // kv_heads
+    mask = mask[:, None, None].expand(-1, kv_heads, group, -1).flatten(0, 1)
+    out, lse = flash(q.reshape(items, group, dim), k.flatten(0, 1), v.flatten(0, 1), False, scale, mask)
+    return with_sinks(Partial(out.reshape(rows, heads, dim).float(), lse.reshape(rows, heads)), sinks).out

@@ -96,6 +96,20 @@ def empty_partial(q: Tensor) -> Partial:
     )
 
 
+def with_sinks(partial: Partial, sinks: Tensor | None) -> Partial:
+    """The attention over one more key, of a learned logit and no value: it takes part in the softmax's denominator only
+    (gpt-oss, arXiv 2508.10925: StreamingLLM's attention sink, arXiv 2309.17453, without a token). To be called once for
+    each query, when all of its keys are merged.
+
+    ``sinks``: fp32 logits, to be broadcast to ``partial.lse``; -inf, as None: no sink.
+    """
+    if sinks is None:
+        return partial
+    lse = torch.logaddexp(partial.lse, sinks)
+    base = lse.masked_fill(lse == float("-inf"), 0.0)
+    return Partial(partial.out * (partial.lse - base).exp()[..., None], lse)
+
+
 def merge(a: Partial, b: Partial) -> Partial:
     """Attention over the union of two disjoint sets of keys (FlashAttention-2, section 2.2).
 

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_backend.attention.partial import Partial, merge
+from hybrid_backend.attention.partial import Partial, merge, with_sinks
 from hybrid_backend.step import sent
 
 
@@ -44,27 +43,35 @@ def gather_tokens(
     return k, v
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Partial:
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None) -> Partial:
     """PyTorch's flash attention for the tensors' device and type, with its log-sum-exp.
 
     Args:
         q, k, v: ``[heads, tokens, head_dim]``, as many heads in each. ``causal``: of equal lengths only.
+        mask: ``[1 | heads, tokens, keys]`` bool, true: attended, which every query does of some key; not with
+            ``causal``.
 
     Returns:
         ``out`` ``[heads, tokens, head_dim]`` in the type of ``q``, ``lse`` ``[heads, tokens]`` fp32, natural log.
     """
-    aten, one = torch.ops.aten, (q[None], k[None], v[None])
+    aten, one, bias = torch.ops.aten, (q[None], k[None], v[None]), None
+    if mask is not None:
+        room = q.new_zeros(*mask.shape[:2], -(-mask.shape[2] // 16) * 16)  # aligned rows, as a GPU wants them
+        bias = room[..., : mask.shape[2]].masked_fill_(~mask, float("-inf"))[None]
     if not q.is_cuda:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*one, 0.0, causal, scale=scale)
-    elif q.dtype != torch.float32:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*one, 0.0, causal, attn_mask=bias, scale=scale)
+    elif q.dtype != torch.float32 and bias is None:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(*one, 0.0, causal, False, scale=scale)
-    else:  # FlashAttention has 16-bit types only
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(*one, None, True, 0.0, causal, scale=scale)
+    else:  # FlashAttention has 16-bit types only, and no masks
+        bias = None if bias is None else bias.expand(-1, len(q), -1, -1)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(*one, bias, True, 0.0, causal, scale=scale)
         lse = lse[..., : q.shape[1]]  # padded
     return Partial(out[0], lse[0])
 
 
-def attend_chunk(q: Tensor, k: Tensor, v: Tensor, before: Iterable[KVBlock], scale: float) -> Tensor:
+def attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, before: Iterable[KVBlock], scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Exact attention of consecutive tokens: causal over themselves, without a mask over all that came before.
 
     The partials merge exactly, so no ``[chunk, context]`` mask is ever built.
@@ -73,6 +80,7 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, before: Iterable[KVBlock], sca
         q: ``[chunk, heads, head_dim]``.
         k, v: ``[chunk, kv_heads, head_dim]``.
         before: earlier tokens; together the blocks hold every (token, KV head) that counts once.
+        sinks: ``[heads]`` fp32 (`with_sinks`).
 
     Returns:
         ``[chunk, heads, head_dim]`` fp32.
@@ -80,7 +88,8 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, before: Iterable[KVBlock], sca
     group = q.shape[1] // k.shape[1]
     own_k, own_v = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
     own = flash(q.transpose(0, 1), own_k, own_v, True, scale)
-    return merge_blocks(Partial(own.out.float(), own.lse), q, before, scale, k.shape[1]).out.transpose(0, 1)
+    found = merge_blocks(Partial(own.out.float(), own.lse), q, before, scale, k.shape[1])
+    return with_sinks(found, None if sinks is None else sinks[:, None]).out.transpose(0, 1)
 
 
 def merge_blocks(partial: Partial, q: Tensor, before: Iterable[KVBlock], scale: float, kv_heads: int) -> Partial:
@@ -104,23 +113,24 @@ def merge_blocks(partial: Partial, q: Tensor, before: Iterable[KVBlock], scale: 
 
 
 def windowed(
-    q: Tensor, blocks: Tensor, pages: Tensor, seq_len: int, kv_heads: int, scale: float, window: int
-) -> Tensor:
+    q: Tensor, blocks: Tensor, pages: Tensor, seq_len: int, kv_heads: int, scale: float, window: int,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Each of the last ``len(q)`` of ``seq_len`` tokens sees the last ``window`` tokens, itself included.
 
     Args:
         q: ``[chunk, heads, head_dim]``, any chunk length; their K and V are in the pages already.
+        sinks: ``[heads]`` fp32 (`with_sinks`).
 
     Returns:
         ``[chunk, heads, head_dim]`` fp32.
     """
     chunk = q.shape[0]
     first = max(0, seq_len - chunk - window + 1)
-    k, v = gather_tokens(blocks, pages, kv_heads, first, seq_len)
-    position = torch.arange(seq_len - chunk, seq_len)[:, None]
-    key = torch.arange(first, seq_len)[None]
+    group = q.shape[1] // kv_heads
+    k, v = (x.repeat_interleave(group, 0) for x in gather_tokens(blocks, pages, kv_heads, first, seq_len))
+    position = torch.arange(seq_len - chunk, seq_len, device=q.device)[:, None]
+    key = torch.arange(first, seq_len, device=q.device)[None]
     mask = (key <= position) & (key > position - window)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask[None, None], scale=scale, enable_gqa=True
-    )
-    return out[0].transpose(0, 1).float()
+    out, lse = flash(q.transpose(0, 1), k, v, False, scale, mask[None])
+    return with_sinks(Partial(out.float(), lse), None if sinks is None else sinks[:, None]).out.transpose(0, 1)

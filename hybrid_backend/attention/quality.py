@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def mass_recall(q: Tensor, blocks: Tensor, pages: Tensor, covered: Tensor, kv_heads: int, scale: float) -> float:
-    """Share of the dense attention weights that falls on the covered tokens, mean over heads.
+    """Share of the dense attention weights of the tokens (a model's attention sinks are none) that falls on the covered
+    ones, mean over heads.
 
     Args:
         q: ``[heads, head_dim]``, the true query of one sequence.

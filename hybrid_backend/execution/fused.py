@@ -59,7 +59,9 @@ class FusedStep:
         self._next_sequence = 0
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
         bound = config.selection.bound
-        self._decoder = cpu.Decoder(layers, digests, model.num_heads, model.scale, quantized=in_bytes, bound=bound)
+        self._decoder = cpu.Decoder(
+            layers, digests, model.num_heads, model.scale, quantized=in_bytes, sinks=model.sinks_by_layer, bound=bound
+        )
 
     def begin(self, step: Step) -> None:
         rows, config = step.decode, self._config
@@ -150,7 +152,8 @@ class FusedStep:
 
     def _sample(self, layer: int, rows: DecodeRows, q: Tensor, selecting: Tensor, turn: int) -> None:
         """Attention mass that one of the selecting rows covers, by what the kernels say of the sums: a head's share is
-        ``exp(lse of the selected pages - lse of all)``."""
+        ``exp(lse of the selected pages - lse of all)``. Shares are of the keys; a sink, which is always attended, has
+        none."""
         if not len(selecting):
             return
         r = int(selecting[turn % len(selecting)])

@@ -380,9 +380,19 @@ class DecodeStep:
         parts = self._ops.parts_for(len(q), kv.shape[1], most * self._config.page_size, self._processors)
         return self._ops.paged_partial(q, kv, ids, tokens, self._model.scale, parts)
 
-    def merge(self, parts: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> Tensor:
-        """``[rows, heads, head_dim]``: attention over all parts and the other partial."""
-        return self._ops.merge_partials(*parts, other=other, dtype=dtype)[0]
+    def merge(
+        self, layer: int, parts: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor] | None, dtype: torch.dtype
+    ) -> Tensor:
+        """``[rows, heads, head_dim]``: attention over all parts, the other partial and the layer's sinks. Partials of
+        whole rows, or of their KV heads one after the other."""
+        parts, other = self._of_rows(*parts), None if other is None else self._of_rows(*other)
+        return self._ops.merge_partials(*parts, other=other, dtype=dtype, sinks=self._model.sink(layer))[0]
+
+    def _of_rows(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        heads = self._model.num_heads
+        if out.shape[1] == heads:
+            return out, lse
+        return out.view(-1, heads, *out.shape[2:]), lse.view(-1, heads, *lse.shape[2:])
 
     def recall(self, layer: int, at_once: bool = False) -> None:
         """Start copying missing pages over the least important resident ones, in rows whose recall is due (``at_once``:

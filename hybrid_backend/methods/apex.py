@@ -169,7 +169,8 @@ class Apex(Method):
     def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
         now, cpu, host = step.now(len(q)), step.parking, self.tiers.host.views[layer]
         if cpu is None:  # the device tier is the host itself, and nothing bounds it
-            return step.merge(step.attend(q, host, now.table[:, None], now.seq_lens[:, None]), None, q.dtype)
+            parts = step.attend(q, host, now.table[:, None], now.seq_lens[:, None])
+            return step.merge(layer, parts, None, q.dtype)
         asks = (step.is_captured or not cpu.is_idle) and self.config.apex.strategy != "gpu"
         if asks:
             cpu.ask(layer, q, now)
@@ -186,8 +187,8 @@ class Apex(Method):
         elif step.is_captured or not cpu.is_idle:
             parts = step.attend(q, host, now.table[:, None], (now.seq_lens * cpu.on_cpu[: len(q)])[:, None])
         else:
-            return step.merge((out, lse), None, q.dtype)
-        return step.merge((torch.cat([out, parts[0]], 2), torch.cat([lse, parts[1]], 2)), answer, q.dtype)
+            return step.merge(layer, (out, lse), None, q.dtype)
+        return step.merge(layer, (torch.cat([out, parts[0]], 2), torch.cat([lse, parts[1]], 2)), answer, q.dtype)
 
 
 def _is_bounded(config: HybridConfig, device: torch.device) -> bool:

@@ -128,7 +128,8 @@ class Method(ABC):
 
     def prefill(self, layer: int, row: PrefillRow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Exact attention of a prompt chunk: ``[chunk, heads, head_dim]`` in, the same shape in fp32 out."""
-        return attend_chunk(q, k, v, self.prefix(layer, row.pages, row.seq_len - len(q)), self.model.scale)
+        before = self.prefix(layer, row.pages, row.seq_len - len(q))
+        return attend_chunk(q, k, v, before, self.model.scale, self.model.sink(layer))
 
     def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """New tokens are in the host pool. ``pages``, ``positions``: ``[tokens]`` host page (int32, -1: none) and

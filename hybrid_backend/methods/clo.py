@@ -294,16 +294,16 @@ class Clo(Selective):
         self._looked_up.discard(layer)
         # A list is of one kind, so that its other partial is empty.
         other = tiers.operations.merge_partials(*parts[1]) if len(parts) > 1 else None
-        return step.merge(parts[0], other, q.dtype).view_as(q)
+        return step.merge(layer, parts[0], other, q.dtype)
 
     def _attend_everything(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
         """From the frames what they hold, the others where they lie in host memory."""
         now, lists, host = step.now(len(q)), self._of(len(q)), self.tiers.host.views[layer]
         found = step.attend(q, host, now.table[:, None], lists.beyond_tokens, now.table.shape[1])
         if not self.tiers.frames.size:
-            return step.merge(found, None, q.dtype)
+            return step.merge(layer, found, None, q.dtype)
         in_frames = step.attend(q, self.tiers.frames.layers[layer], lists.whole, lists.whole_tokens)
-        return step.merge(in_frames, self.tiers.operations.merge_partials(*found), q.dtype)
+        return step.merge(layer, in_frames, self.tiers.operations.merge_partials(*found), q.dtype)
 
     def _of(self, rows: int) -> _Lists:
         if rows not in self._first:

@@ -40,4 +40,4 @@ class Dense(Method):
         parts = step.attend(
             q, self.tiers.host.views[layer], now.table[:, None], now.seq_lens[:, None], now.table.shape[1]
         )
-        return step.merge(parts, None, q.dtype)
+        return step.merge(layer, parts, None, q.dtype)

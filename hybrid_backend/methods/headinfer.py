@@ -137,7 +137,7 @@ class HeadInfer(Method):
             self.prefix(layer, row.pages[:first], min(tokens, first * page), heads.few),
             self.prefix(layer, row.pages[last:used], max(0, tokens - last * page), heads.few),
         )
-        return attend_chunk(q, k, v, before, self.model.scale)
+        return attend_chunk(q, k, v, before, self.model.scale, self.model.sink(layer))
 
     def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         self._resident.append(layer, pages, positions, k, v)
@@ -178,7 +178,7 @@ class HeadInfer(Method):
             staged = step.attend(lists, next(self._staged), piece.first + plan.along, piece.tokens)
             found = merge(*staged, other=found)
         last = step.attend(lists, head_pages(host[layer]), *plan.in_place)
-        return step.merge(last, found, q.dtype).view_as(q)
+        return step.merge(layer, last, found, q.dtype)
 
     def abandon(self, step: Step) -> None:
         self._staged = iter(())

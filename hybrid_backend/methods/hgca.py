@@ -159,7 +159,7 @@ class Hgca(Method):
         if config.sinks:
             sinks = step.attend(q, kv, lists.sinks, lists.sink_tokens, config.sinks)
             out, lse = torch.cat([out, sinks[0]], 2), torch.cat([lse, sinks[1]], 2)
-        return step.merge((out, lse), step.answer(layer, len(q)), q.dtype)
+        return step.merge(layer, (out, lse), step.answer(layer, len(q)), q.dtype)
 
     def covered(self, step: DecodeStep, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
         if layer not in self.tiers.cache.stores:

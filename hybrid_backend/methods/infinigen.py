@@ -54,4 +54,4 @@ class InfiniGen(Selective):
         step.arrive(layer)
         resident = step.attend_resident(layer, q)
         elsewhere = None if step.changes_residency(layer) else step.attend_missing(layer, q)
-        return step.merge(resident, elsewhere, q.dtype)
+        return step.merge(layer, resident, elsewhere, q.dtype)

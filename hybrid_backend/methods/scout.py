@@ -39,6 +39,6 @@ class Scout(Selective):
         if not step.is_asked(layer):
             step.ask(layer, q)
         resident = step.attend_resident(layer, q)
-        result = step.merge(resident, step.answer(layer, len(q)), q.dtype)
+        result = step.merge(layer, resident, step.answer(layer, len(q)), q.dtype)
         step.recall(layer)
         return result

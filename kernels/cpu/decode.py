@@ -57,6 +57,7 @@ class Decoder:
         quantized: by layer, the digests in bytes (`digests.quantized_like`); pages are then scored from them, except
             with ``aggregate="max"`` and with sums per head. Whole pages that this decoder did not fill itself must be
             brought up to date with `digests.quantize`.
+        sinks: by layer ``[heads]`` fp32, contiguous: one more key of each head, of this logit and no value.
         scale: of the softmax; positive.
         bound: of a page's logits, see `digests.scores`.
         team: who works: ``"caller"`` alone, ``"openmp"`` (the engine's threads, see `openmp_entry`) or a `Pool`, whose
@@ -72,6 +73,7 @@ class Decoder:
         scale: float,
         *,
         quantized: Mapping[int, Tensor] | None = None,
+        sinks: Mapping[int, Tensor] | None = None,
         bound: float = 1.0,
         team: str | Pool = "openmp",
         threads: int | None = None,
@@ -81,8 +83,8 @@ class Decoder:
         if first is None:
             raise ValueError("a decoder needs a layer")
         self._native = lib.native()
-        quantized = quantized or {}
-        self._alive = (list(layers), dict(digests), dict(quantized))
+        quantized, sinks = quantized or {}, sinks or {}
+        self._alive = (list(layers), dict(digests), dict(quantized), dict(sinks))
         _, kv_heads, _, page_size, dim = first.shape
         self.dtype = first.dtype
         self.shape = (heads, dim)
@@ -103,9 +105,15 @@ class Decoder:
             if index in digests and digests[index].dtype != layer.dtype:
                 raise ValueError(f"digests of layer {index} must be {layer.dtype}, not {digests[index].dtype}")
             rows = lib.bytes_of(quantized[index], kv_heads, dim) if index in quantized else lib.ByteStore()
+            sink = sinks.get(index)
+            if sink is not None and (sink.shape != (heads,) or sink.dtype != torch.float32 or not sink.is_contiguous()):
+                raise ValueError(f"sinks of layer {index} must be contiguous fp32 [{heads}], not {sink}")
             lib.check(
-                self._native.hb_decode_set_layer(self._handle, index, C.byref(cache), C.byref(store), C.byref(rows))
-            )
+                self._native.hb_decode_set_layer(
+                    self._handle, index, C.byref(cache), C.byref(store), C.byref(rows),
+                    None if sink is None else sink.data_ptr(),
+                )
+            )  # fmt: skip
         self._args = lib.LayerArgs()
         self._args_ref = C.byref(self._args)
         self._strides: object = None
@@ -210,7 +218,7 @@ class Decoder:
                 hold them already. All in the cache's dtype, ``[heads, head_dim]`` contiguous, any token stride.
             out: ``[tokens, heads, head_dim]``, the cache's dtype; written at the rows' tokens only.
             score_q: the query that selects pages, like q; None: q.
-            lse: fp32 ``[rows, heads]``, contiguous, also written if given.
+            lse: fp32 ``[rows, heads]``, contiguous, also written if given; the sinks are in it.
 
         Raises:
             WorkerError: a page id that the layer lacks.

@@ -150,15 +150,17 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 
 
 def merge_partials(
-    out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+    out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype = torch.float32,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, parts, dim = out.shape
     merged, merged_lse = empty(rows, heads, dim, dtype=dtype), empty(rows, heads, dtype=float32)
     items = rows * heads
     others = (_at(other[0], float32, items * dim), _at(other[1], float32, items)) if other is not None else (0, 0)
     _call(
-        "hb_merge_partials", _at(out, float32), _at(lse, float32, items * parts), *others, merged.data_ptr(),
-        merged_lse.data_ptr(), rows, heads, parts, dim, _type(dtype), lib.isa_index(None), *_team(),
+        "hb_merge_partials", _at(out, float32), _at(lse, float32, items * parts), *others,
+        0 if sinks is None else _at(sinks, float32, heads), merged.data_ptr(), merged_lse.data_ptr(), rows, heads,
+        parts, dim, _type(dtype), lib.isa_index(None), *_team(),
     )  # fmt: skip
     return merged, merged_lse
 

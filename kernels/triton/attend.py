@@ -130,9 +130,10 @@ def page_weights(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["parts"])
-def _merge_kernel(out, lse, other_out, other_lse, merged, merged_lse, parts, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                  BLOCK_P: tl.constexpr, HAS_OTHER: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["heads", "parts"])
+def _merge_kernel(out, lse, other_out, other_lse, sinks, merged, merged_lse, heads, parts, DIM: tl.constexpr,
+                  BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, HAS_OTHER: tl.constexpr,
+                  HAS_SINKS: tl.constexpr):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)  # a row's head
     p, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
     live = d < DIM
@@ -141,6 +142,9 @@ def _merge_kernel(out, lse, other_out, other_lse, merged, merged_lse, parts, DIM
     if HAS_OTHER:
         other = tl.load(other_lse + at)
         highest = tl.maximum(highest, other)
+    if HAS_SINKS:
+        sink = tl.load(sinks + at % heads)
+        highest = tl.maximum(highest, sink)
     base = tl.where(highest == float("-inf"), 0.0, highest)  # nothing anywhere: out 0, lse -inf, no NaN
     weights = tl.exp(each - base)
     total = tl.sum(weights, 0)
@@ -151,6 +155,8 @@ def _merge_kernel(out, lse, other_out, other_lse, merged, merged_lse, parts, DIM
         weight = tl.exp(other - base)
         total += weight
         result += weight * tl.load(other_out + at * DIM + d, mask=live, other=0.0)
+    if HAS_SINKS:  # a key without a value
+        total += tl.exp(sink - base)
     some = total > 0
     result = tl.where(some, result / tl.where(some, total, 1.0), 0.0)
     tl.store(merged + at * DIM + d, result.to(merged.dtype.element_ty), mask=live)
@@ -159,13 +165,13 @@ def _merge_kernel(out, lse, other_out, other_lse, merged, merged_lse, parts, DIM
 
 def merge_partials(
     out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, parts, dim = out.shape
     merged = (out.new_empty(rows, heads, dim, dtype=dtype), out.new_empty(rows, heads))
     if rows:
         _merge_kernel[(rows * heads,)](
-            out, lse, *(other or (None, None)), *merged, parts,
-            dim, triton.next_power_of_2(dim), triton.next_power_of_2(parts), other is not None,
+            out, lse, *(other or (None, None)), sinks, *merged, heads, parts,
+            dim, triton.next_power_of_2(dim), triton.next_power_of_2(parts), other is not None, sinks is not None,
         )  # fmt: skip
     return merged

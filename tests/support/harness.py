@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,8 +29,13 @@ def config(**keys: object) -> HybridConfig:
     return config_from_mapping({**base, **keys}, "test")
 
 
-def spec(layers: int = 3, windows: tuple[int | None, ...] = (), dtype: torch.dtype = torch.float32) -> ModelSpec:
-    return ModelSpec(layers, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, dtype=dtype, windows=windows)
+def spec(
+    layers: int = 3, windows: tuple[int | None, ...] = (), dtype: torch.dtype = torch.float32, sinks: bool = False
+) -> ModelSpec:
+    """``sinks``: all heads of all layers have one, as large as a few keys or larger than all of them."""
+    model = ModelSpec(layers, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, dtype=dtype, windows=windows)
+    rows = torch.randn(layers, 4, generator=torch.Generator().manual_seed(layers)) * 3 + 3
+    return replace(model, sinks=tuple(rows)) if sinks else model
 
 
 @dataclass
@@ -221,7 +226,10 @@ class Engine:
                 guessed = torch.einsum("hd,thd->ht", attended.guess.double(), k)[:, None] * m.scale
                 logits = torch.where(attended.guessed.repeat_interleave(group, 0)[:, None], guessed, logits)
             seen = seen & attended.tokens.repeat_interleave(group, 0)[:, None]
-        weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+        logits, sinks = logits.masked_fill(~seen, float("-inf")), m.sink(layer)
+        if sinks is not None:  # one more key, whose value is 0
+            logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, len(q), -1)], 2)
+        weights = logits.softmax(-1)[..., : len(kv)]
         return torch.einsum("hqt,thd->qhd", weights, v)
 
     def prefill(self, name: str, chunk: int = 10**6) -> None:

@@ -20,7 +20,7 @@ HIDDEN, HEADS, KV_HEADS, DIM, VOCAB = 24, 4, 2, 16, 50
 
 
 class TinyModel:
-    """Decoder layers as vLLM's: each takes hidden states and a residual, and hands both on."""
+    """Decoder layers as vLLM's: each takes hidden states and a residual, and hands both on. Attention has sinks."""
 
     def __init__(self, layers: int, seed: int = 0) -> None:
         rng = torch.Generator().manual_seed(seed)
@@ -33,17 +33,18 @@ class TinyModel:
         self.qkv = weights(layers, HIDDEN, (HEADS + 2 * KV_HEADS) * DIM)
         self.out = weights(layers, HEADS * DIM, HIDDEN)
         self.head = weights(HIDDEN, VOCAB)
+        self.sinks = torch.randn(layers, HEADS, generator=rng) + 3
 
     def spec(self, parks: bool) -> ModelSpec:
         return ModelSpec(
             self.layers, HEADS, KV_HEADS, DIM, DIM**-0.5, torch.float32, hidden=HIDDEN, parks=parks,
-            layer_weight_bytes=4 * (self.qkv[0].numel() + self.out[0].numel()),
+            layer_weight_bytes=4 * (self.qkv[0].numel() + self.out[0].numel()), sinks=tuple(self.sinks),
         )  # fmt: skip
 
     def to(self, device: torch.device) -> TinyModel:
         """The same weights there."""
         there = copy(self)
-        for name in ("embedding", "qkv", "out", "head"):
+        for name in ("embedding", "qkv", "out", "head", "sinks"):
             setattr(there, name, getattr(self, name).to(device))
         return there
 
@@ -65,7 +66,9 @@ class TinyModel:
             residual, q, k, v = self.project(layer, hidden, residual)
             k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
             logits = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
-            attended = torch.einsum("hqk,khd->qhd", logits.masked_fill(future, float("-inf")).softmax(-1), v)
+            sinks = self.sinks[layer, :, None, None].expand(-1, len(tokens), -1)
+            shares = torch.cat([logits.masked_fill(future, float("-inf")), sinks], 2).softmax(-1)[..., :-1]
+            attended = torch.einsum("hqk,khd->qhd", shares, v)
             hidden = attended.reshape(len(tokens), -1) @ self.out[layer]
         assert residual is not None
         found: list[int] = self.next_tokens(hidden, residual).tolist()
@@ -98,7 +101,8 @@ class TinyEngine:
     def __post_init__(self) -> None:
         shape = (self.num_pages, KV_HEADS, 2, self.cfg.page_size, DIM)
         self.kv = [torch.full(shape, float("nan")) for _ in range(self.model.layers)]
-        spec, self.weights = self.model.spec(self.parks), self.model.to(self.device)
+        self.weights = self.model.to(self.device)
+        spec = self.weights.spec(self.parks)
         self.runtime = HybridRuntime(self.cfg, spec, self.kv, self.max_requests, self.device, self.seen_by_device())
         self.free = list(range(self.num_pages - 1, -1, -1))
         self.requests: dict[str, Request] = {}

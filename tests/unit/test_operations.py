@@ -562,14 +562,16 @@ def test_there_is_at_least_one_part(operations: Operations) -> None:
     parts=st.integers(1, 5),
     dim=st.sampled_from([16, 80]),
     has_other=st.booleans(),
+    has_sinks=st.booleans(),
     spread=st.sampled_from([1.0, 100.0, 3e4, 1e30]),
     dtype=DTYPES,
 )
-def test_merging_is_attention_over_the_union(
-    operations: Operations, seed: int, rows: int, parts: int, dim: int, has_other: bool, spread: float,
-    dtype: torch.dtype,
+def test_merging_is_attention_over_the_union_and_the_sinks(
+    operations: Operations, seed: int, rows: int, parts: int, dim: int, has_other: bool, has_sinks: bool,
+    spread: float, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Empty partials among the others, in a row's head nothing but empty ones; LSEs far from each other."""
+    """Empty partials among the others, in a row's head nothing but empty ones; LSEs far from each other; a head
+    without a sink beside heads with one."""
     rng, heads = torch.Generator().manual_seed(seed), 3
     out = torch.randn(rows, heads, parts + 1, dim, generator=rng)
     lse = torch.randn(out.shape[:3], generator=rng) * spread
@@ -579,10 +581,13 @@ def test_merging_is_attention_over_the_union(
     if not has_other:
         out[:, :, parts], lse[:, :, parts] = 0, -INF
     other = (out[:, :, parts].contiguous(), lse[:, :, parts].contiguous()) if has_other else None
-    weights = lse.double().softmax(-1).nan_to_num(0.0)
-    expected, total = (weights[..., None] * out).sum(2), lse.double().logsumexp(-1)
+    sinks = torch.randn(heads, generator=rng) * spread if has_sinks else torch.full((heads,), -INF)
+    sinks[1] = -INF
+    logits = torch.cat([lse, sinks.expand(rows, -1)[..., None]], 2).double()
+    weights = logits.softmax(-1).nan_to_num(0.0)[..., :-1]
+    expected, total = (weights[..., None] * out).sum(2), logits.logsumexp(-1)
     merged, found = operations.merge_partials(
-        out[:, :, :parts].contiguous(), lse[:, :, :parts].contiguous(), other, dtype
+        out[:, :, :parts].contiguous(), lse[:, :, :parts].contiguous(), other, dtype, sinks if has_sinks else None
     )
     assert merged.dtype == dtype and found.dtype == torch.float32
     assert torch.allclose(merged.double(), expected, atol=ERROR[dtype], rtol=ERROR[dtype])

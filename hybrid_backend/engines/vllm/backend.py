@@ -67,6 +67,10 @@ class HybridBackend(AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
 
 class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
     """Turns a vLLM batch into a step of the runtime, once per KV cache group."""

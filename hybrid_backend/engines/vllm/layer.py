@@ -47,7 +47,6 @@ class HybridImpl(AttentionImpl):
             "attention with logit soft-capping": bool(logits_soft_cap),
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
             "layers that share another layer's KV cache": kv_sharing_target_layer_name is not None,
-            "attention sinks": sinks is not None,
         }
         for what, is_asked in refused.items():
             if is_asked:
@@ -58,6 +57,7 @@ class HybridImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
+        self.sinks = sinks  # a parameter, whose weights are loaded later
         self.layer_index = -1
         self.runtime: HybridRuntime | None = None
         self.predictor: QueryPredictor | None = None

@@ -131,6 +131,7 @@ class Session:
             hidden=vllm_config.model_config.get_hidden_size(),
             parks=parks_rows(vllm_config),
             layer_weight_bytes=sum(weight.nbytes for weight in layers[0].decoder.parameters()),
+            sinks=tuple(None if a.impl.sinks is None else a.impl.sinks.detach().float() for a in attentions),
         )
         views = [as_pages(a.kv_cache) for a in attentions]
         self.runtime = HybridRuntime(

@@ -185,9 +185,9 @@ HB_API hb_decode* hb_decode_new(const hb_model* model, int layers, int isa) {
 }
 HB_API void hb_decode_free(hb_decode* decode) { delete decode; }
 HB_API int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cache, const hb_digests* digests,
-                               const hb_bytes* bytes) {
+                               const hb_bytes* bytes, const float* sinks) {
   return guarded(
-      [&] { decode->set_layer(layer, *cache, digests ? *digests : hb_digests{}, bytes ? *bytes : hb_bytes{}); });
+      [&] { decode->set_layer(layer, *cache, digests ? *digests : hb_digests{}, bytes ? *bytes : hb_bytes{}, sinks); });
 }
 HB_API int hb_decode_begin(hb_decode* decode, const hb_step* step) {
   return guarded([&] { decode->begin(*step); });

@@ -173,9 +173,9 @@ hb_decode* hb_decode_new(const hb_model* model, int layers, int isa);
 void hb_decode_free(hb_decode* decode);
 // digests null (or base null): the layer is exact, all its rows are dense. bytes null (or base null): score the digests
 // themselves, as happens anyway per head and with maxima. Whole pages must be up to date in bytes; a page that a decode
-// step fills is brought up to date here.
+// step fills is brought up to date here. sinks: [heads] logits of one more key without a value, kept by address; or null.
 int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cache, const hb_digests* digests,
-                        const hb_bytes* bytes);
+                        const hb_bytes* bytes, const float* sinks);
 // Copies everything.
 int hb_decode_begin(hb_decode* decode, const hb_step* step);
 // What the decoder keeps of a sequence is dropped: it is gone, or its pages are others.
@@ -312,6 +312,7 @@ int hb_paged_partial(const hb_paged_partial_args* args);
 
 typedef struct hb_merge_partials_args {
   const float *out, *lse, *other_out, *other_lse;  // the latter two or null
+  const float* sinks;  // [heads] or null
   char* merged;
   float* merged_lse;
   int64_t rows, heads, parts, head_dim, type, isa;

@@ -242,7 +242,18 @@ void AttendJob::finish_split_item(int item) {
   write_item(item, out, lse);
 }
 
-void AttendJob::write_item(int item, const float* out, const float* lse) {
+void AttendJob::add_sinks(int item, float* out, float* lse) const {
+  const float* sinks = io.sinks + item % model_.kv_heads * model_.group;
+  for (int g = 0; g < model_.group; g++) {
+    if (sinks[g] == kEmpty) continue;
+    const float share = 1.f / (1.f + std::exp(sinks[g] - lse[g]));  // of the keys; 0 where there is none
+    for (int d = 0; d < model_.head_dim; d++) out[(size_t)g * model_.head_dim + d] *= share;
+    lse[g] = std::max(sinks[g], lse[g]) + std::log1p(std::exp(-std::abs(sinks[g] - lse[g])));
+  }
+}
+
+void AttendJob::write_item(int item, float* out, float* lse) {
+  if (io.sinks) add_sinks(item, out, lse);
   char* to = (char*)direct_out(item);
   if (io.out_head_stride == (int64_t)element_size(io.out_type) * model_.head_dim)
     kernels_.base->convert(io.out_type, out, to, (int)item_floats());

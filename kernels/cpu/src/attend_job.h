@@ -54,6 +54,7 @@ class AttendJob {
     int64_t out_row_stride, out_head_stride;
     float* lse;  // [rows, heads] or null
     const int64_t *request, *generation, *current;
+    const float* sinks = nullptr;  // [heads] or null: one more key without a value, of rows that have a key
   };
   Io io{};
   PageLists lists;
@@ -79,7 +80,8 @@ class AttendJob {
   void cut(int lanes);
   void run_chunk(int chunk);
   void finish_split_item(int item);
-  void write_item(int item, const float* out, const float* lse);
+  void add_sinks(int item, float* out, float* lse) const;
+  void write_item(int item, float* out, float* lse);
   void write_empty(int item);
   // The owner of the generations may free a request while a job of it runs.
   bool is_stale(int row) const {
@@ -87,7 +89,9 @@ class AttendJob {
   }
   int list_of(int item) const { return lists.of(item / model_.kv_heads, item % model_.kv_heads); }
   size_t item_floats() const { return (size_t)model_.group * model_.head_dim; }
-  bool writes_directly() const { return io.out_type == FP32 && io.out_head_stride == 4 * model_.head_dim && io.lse; }
+  bool writes_directly() const {
+    return io.out_type == FP32 && io.out_head_stride == 4 * model_.head_dim && io.lse && !io.sinks;
+  }
   float* direct_out(int item) const;
   float* direct_lse(int item) const { return io.lse + (size_t)item * model_.group; }
 

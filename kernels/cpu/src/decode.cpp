@@ -20,9 +20,10 @@ DecodeLayer::DecodeLayer(const hb_model& model, int layers, int isa) : model_(mo
   byte_kernels_ = byte_kernels_for(isa);
 }
 
-void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes) {
+void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes,
+                            const float* sinks) {
   if (layer < 0 || layer >= (int)layers_.size()) throw std::out_of_range("no such layer");
-  layers_[layer] = {cache, digests, bytes};
+  layers_[layer] = {cache, digests, bytes, sinks};
 }
 
 void DecodeLayer::begin(const hb_step& step) {
@@ -297,7 +298,7 @@ void DecodeLayer::plan_attention() {
              model_.type, args_.out_row_stride,
              head_stride, args_.lse,
              nullptr,     nullptr,
-             nullptr};
+             nullptr,     layer_->sinks};
   job_.plan(lanes_);
   planned_.store(true, std::memory_order_release);
 }

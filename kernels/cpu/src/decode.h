@@ -20,7 +20,8 @@ class DecodeLayer : public Task {
  public:
   DecodeLayer(const hb_model& model, int layers, int isa);
 
-  void set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes);
+  void set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes,
+                 const float* sinks);
   void begin(const hb_step& step);
   // The sequence is gone; its id may be used again.
   void forget(int64_t sequence) { spans_.erase(sequence); }
@@ -38,6 +39,7 @@ class DecodeLayer : public Task {
     hb_cache cache{};
     hb_digests digests{};
     hb_bytes bytes{};
+    const float* sinks = nullptr;
     bool sparse() const { return digests.base != nullptr; }
   };
   struct RowTask {

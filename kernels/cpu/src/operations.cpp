@@ -295,7 +295,9 @@ HB_API int hb_merge_partials(const hb_merge_partials_args* args) {
         const float *out = a.out + at * a.parts * dim, *lse = a.lse + at * a.parts;
         float top = a.other_lse ? a.other_lse[at] : -kInfinity;
         for (int64_t p = 0; p < a.parts; p++) top = std::max(top, lse[p]);
-        float total = 0;
+        const float sink = a.sinks ? a.sinks[at - row * a.heads] : -kInfinity;
+        top = std::max(top, sink);
+        float total = sink == -kInfinity ? 0.f : std::exp(sink - top);
         std::fill(sum, sum + dim, 0.f);
         auto add = [&](const float* from, float of) {
           if (of == -kInfinity) return;

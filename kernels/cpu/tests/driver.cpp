@@ -228,8 +228,9 @@ std::vector<uint16_t> decode(int rounds, hb_pool* pool, void* gomp, int threads)
   std::vector<int64_t> every(pages);
   for (int i = 0; i < pages; i++) every[i] = i;
   EXPECT(hb_quantize(&model, &store, &bytes, pages, pages, every.data()) == HB_OK, "%s", hb_last_error());
-  hb_decode_set_layer(decoder, 0, &layout, &store, &bytes);
-  hb_decode_set_layer(decoder, 1, &layout, nullptr, nullptr);
+  hb_decode_set_layer(decoder, 0, &layout, &store, &bytes, nullptr);
+  const std::vector<float> sinks(kv_heads * group, 3.f);
+  hb_decode_set_layer(decoder, 1, &layout, nullptr, nullptr, sinks.data());
   std::vector<int32_t> table(pages);
   for (int i = 0; i < pages; i++) table[i] = i;
   std::shuffle(table.begin(), table.end(), rng);
@@ -465,8 +466,8 @@ struct Operations {
     std::vector<float> out(items * kDim, NAN), lse(items, NAN), merged(items * kDim, NAN), merged_lse(items, NAN);
     call(hb_paged_partial, {paged(kv), (const char*)q.data(), ids, tokens, out.data(), lse.data(), kRows, lists,
                             kBudget, lists * kBudget, kBudget, kGroup, isa, team, 0.125});
-    call(hb_merge_partials, {out.data(), lse.data(), out.data(), lse.data(), (char*)merged.data(), merged_lse.data(),
-                             kRows, kHeads * kGroup, 1, kDim, 2, isa, team});
+    call(hb_merge_partials, {out.data(), lse.data(), out.data(), lse.data(), nullptr, (char*)merged.data(),
+                             merged_lse.data(), kRows, kHeads * kGroup, 1, kDim, 2, isa, team});
     for (size_t i = 0; i < items; i++)  // the same twice: twice the weight, the same mean
       EXPECT(lse[i] == merged_lse[i] || std::fabs(merged_lse[i] - lse[i] - std::log(2.f)) < 1e-5, "%g", lse[i]);
     keep(merged);

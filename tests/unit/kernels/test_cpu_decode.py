@@ -86,6 +86,7 @@ class Case:
         sinks: int,
         recent: int,
         score_q: torch.Tensor | None = None,
+        sinks_of_heads: torch.Tensor | None = None,
     ) -> None:
         expected_layer = self.written()
         per_head = how.granularity == "kv_head"
@@ -105,7 +106,9 @@ class Case:
         valid = valid.masked_fill(selected < 0, 0)
         ids = self.table[:, None].expand(-1, selected.shape[1], -1).gather(2, selected.clamp(min=0))
         ids = ids.masked_fill(selected < 0, -1)
-        out, lse = reference.paged_attention(self.q[self.tokens], self.layer, ids, valid, self.scale)
+        out, lse = reference.paged_attention(
+            self.q[self.tokens], self.layer, ids, valid, self.scale, sinks=sinks_of_heads
+        )
         assert cases.relative_error(self.out[self.tokens], out) <= TOLERANCE[self.out.dtype]
         assert torch.allclose(self.lse.double(), lse, atol=1e-3)
         others = torch.ones(len(self.out), dtype=torch.bool)
@@ -166,16 +169,21 @@ def test_matches_the_references(team, pool, data):
     )
     budgets = torch.tensor([data.draw(st.sampled_from([-1, 5, 8, 1000])) for _ in case.tokens])
     score_q = torch.randn(case.q.shape, generator=case.rng).to(dtype) if data.draw(st.booleans()) else None
+    sinks = 3 * torch.randn(kv_heads * group, generator=case.rng) if data.draw(st.booleans()) else None
+    if sinks is not None:
+        sinks[1::2] = float("-inf")  # none
     decoder = cpu.Decoder(
         [case.layer],
         {0: case.digests},
         kv_heads * group,
         case.scale,
+        sinks=None if sinks is None else {0: sinks},
         bound=how.bound,
         team=pool if team == "pool" else team,
         threads=2,
     )
-    case.check(decoder, budgets, how, sinks=1, recent=data.draw(st.integers(1, 3)), score_q=score_q)
+    recent = data.draw(st.integers(1, 3))
+    case.check(decoder, budgets, how, sinks=1, recent=recent, score_q=score_q, sinks_of_heads=sinks)
 
 
 @pytest.mark.parametrize("isa", cpu.isas() if cpu.available() else [])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_backend.attention.partial import PageList, Partial, empty_partial, merge, paged_partial
+from hybrid_backend.attention.partial import PageList, Partial, empty_partial, merge, paged_partial, with_sinks
 from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens, windowed
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
 from hybrid_backend.kernels import oracle, reference
@@ -99,6 +99,21 @@ def test_merging_empty_partials_gives_the_empty_partial_without_nan() -> None:
     assert merged.out.eq(0).all() and merged.lse.eq(-INF).all()
 
 
+@given(seed=st.integers(0, 999), spread=st.sampled_from([1.0, 100.0, 3e4]))
+def test_a_sink_is_one_more_key_without_a_value(seed: int, spread: float) -> None:
+    """Of an empty partial too; a logit of -inf changes nothing."""
+    rng = torch.Generator().manual_seed(seed)
+    lse, sinks = torch.randn(3, 4, generator=rng) * spread, torch.randn(4, generator=rng) * spread
+    lse[0], sinks[1:3] = -INF, torch.tensor([-INF, 3e4])
+    out = torch.randn(3, 4, 8, generator=rng).masked_fill((lse == -INF)[..., None], 0)
+    found = with_sinks(Partial(out, lse), sinks)
+    logits = torch.stack([lse, sinks.expand(3, -1)], 2).double()
+    shares = logits.softmax(-1)[..., :1].nan_to_num(0.0)
+    torch.testing.assert_close(found.out.double(), out * shares, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.lse.double(), logits.logsumexp(-1), atol=1e-5, rtol=1e-6)
+    assert torch.equal(found.out[:, 1], out[:, 1]) and torch.equal(found.lse[:, 1], lse[:, 1])
+
+
 @pytest.mark.parametrize("lse", [(-1e30, 0.0), (3e4, 3e4), (-3e4, 3e4)])
 def test_merge_stands_extreme_scores(lse: tuple[float, float]) -> None:
     a, b = (Partial(torch.full((1, 1, 4), float(i)), torch.tensor([[x]])) for i, x in enumerate(lse, 1))
@@ -136,9 +151,10 @@ def test_digests_cover_exactly_the_tokens_written_since_offset_zero(seed: int, w
     chunk=st.integers(1, 70),
     window=st.integers(1, 80),
     by_head=st.booleans(),
+    has_sinks=st.booleans(),
 )
 def test_prefill_equals_the_oracle_for_every_chunk_and_window(
-    seed: int, seq_len: int, chunk: int, window: int, by_head: bool
+    seed: int, seq_len: int, chunk: int, window: int, by_head: bool, has_sinks: bool
 ) -> None:
     """What came before the chunk arrives in one block, or head by head and page by page."""
     chunk = min(chunk, seq_len)
@@ -155,12 +171,14 @@ def test_prefill_equals_the_oracle_for_every_chunk_and_window(
     blocks = [KVBlock((h,), old_k[h : h + 1, a:b], old_v[h : h + 1, a:b]) for h, a, b in spans]
     if before and not by_head:
         blocks = [KVBlock((0, 1), old_k, old_v)]
+    sinks = torch.tensor([1.0, -INF, 5.0, -2.0]) if has_sinks else None
+    column = torch.full((4, chunk, 1), -INF) if sinks is None else sinks[:, None, None].expand(-1, chunk, -1)
     for width, result in (
-        (10**9, attend_chunk(q, k[before:].float(), v[before:].float(), blocks, 0.25)),
-        (window, windowed(q, pool.flatten(0, 2), pages, seq_len, 2, 0.25, window)),
+        (10**9, attend_chunk(q, k[before:].float(), v[before:].float(), blocks, 0.25, sinks)),
+        (window, windowed(q, pool.flatten(0, 2), pages, seq_len, 2, 0.25, window, sinks)),
     ):
         seen = (key <= position) & (key > position - width)
-        weights = logits.masked_fill(~seen, -INF).softmax(-1)
+        weights = torch.cat([logits.masked_fill(~seen, -INF), column.double()], 2).softmax(-1)[..., :-1]
         expected = torch.einsum("hqt,thd->qhd", weights, v.repeat_interleave(2, 1))
         torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
 

@@ -57,9 +57,10 @@ def test_rows_of_unlike_length_are_exact_at_every_place_of_the_window(kernel: st
     seed=st.integers(0, 999),
     seq_lens=st.lists(st.integers(1, 120), min_size=1, max_size=5),
     window=st.integers(1, 130),
+    has_sinks=st.booleans(),
 )
 @settings(deadline=None)
-def test_all_rows_at_once_with_torch_equal_fp64(seed: int, seq_lens: list[int], window: int) -> None:
+def test_all_rows_at_once_with_torch_equal_fp64(seed: int, seq_lens: list[int], window: int, has_sinks: bool) -> None:
     rng = torch.Generator().manual_seed(seed)
     pool = torch.randn(64, 2, 2, PAGE, 16, generator=rng)
     lengths = torch.tensor(seq_lens)
@@ -72,11 +73,12 @@ def test_all_rows_at_once_with_torch_equal_fp64(seed: int, seq_lens: list[int], 
     rows = DecodeRows(names, torch.arange(len(names)), lengths, counts, table, whole_batch=True)
     seen = WindowRows.of(rows, window, PAGE)
     assert seen.pages.shape[1] <= -(-min(window, max(seq_lens)) // PAGE) + 1
-    q = torch.randn(len(seq_lens), 4, 16, generator=rng)
-    out = decode_windows(q, pool.flatten(0, 2), seen, 2, 0.25)
+    q = torch.randn(len(seq_lens), 8, 16, generator=rng)[:, :4]  # as engines have it, beside K and V
+    sinks = torch.randn(4, generator=rng) if has_sinks else None
+    out = decode_windows(q, pool.flatten(0, 2), seen, 2, 0.25, sinks)
     column = torch.arange(seen.pages.shape[1])[None]
     valid = (seen.tokens[:, None] - column * PAGE).clamp(0, PAGE)[:, None]
-    expected, _ = paged_attention(q, pool, seen.pages[:, None], valid, 0.25, skips=seen.skips)
+    expected, _ = paged_attention(q, pool, seen.pages[:, None], valid, 0.25, skips=seen.skips, sinks=sinks)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(seen.tokens - seen.skips, lengths.clamp(max=window))
 
