@@ -60,7 +60,7 @@ ENGINE_VENV  := $(VENV)
 ENGINE_READY := $(PACKAGE_STAMP)
 endif
 
-.PHONY: help venv install ipex model serve test test-fast test-sglang test-install lint mypy format lock clean
+.PHONY: help venv install ipex model serve test families test-fast test-sglang test-install lint mypy format lock clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -160,6 +160,9 @@ test: ## Run all tests: first those without an engine, then those with vLLM, the
 
 test-fast: test-install ## Run the quick tests, which need no engine: two minutes on two quiet cores
 	$(PY) -m pytest tests/unit -q -n 2 --dist worksteal -m "not gpu"
+
+families: test-install ## Serve a tiny model of every family, stock and hybrid, on vLLM's CPU engine, and print a table
+	$(PY) -m pytest tests/engines/vllm/test_families.py -q -rP
 
 test-sglang: $(SGLANG_TEST_STAMP) ## Run the tests with SGLang, in its own environment
 	$(SGLANG)/bin/python -m pytest tests/engines --ignore tests/engines/vllm -q -n 2 --dist loadfile --durations 20

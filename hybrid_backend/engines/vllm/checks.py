@@ -74,6 +74,7 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
             "models with sliding-window layers on a GPU",
             stock,
         ),
+        (bool(getattr(text, "attention_chunk_size", None)), "chunked local attention", stock),
         (local_only, f"models whose layers all slide over {window} tokens", stock),
         (bool(getattr(text, "attn_logit_softcapping", None)), "attention with logit soft-capping", stock),
         (
