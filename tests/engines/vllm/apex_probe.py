@@ -406,7 +406,7 @@ def poisoned(engine: Serving) -> dict[str, Any]:
         poisons += int(void.sum())
 
     layers = attention_layers(engine.worker.model_runner.get_model())
-    hooks = [decoder.register_forward_hook(poison) for _, _, decoder in layers]
+    hooks = [layer.decoder.register_forward_hook(poison) for layer in layers]
     try:
         engine.run(POISONED)
     finally:
