@@ -14,6 +14,17 @@ import torch
 
 from hybrid_backend.errors import ModelError
 from hybrid_backend.host_memory import uncached_bytes
+from hybrid_backend.model_layers import (
+    Experts,
+    count_of,
+    dense_mlps,
+    experts_of,
+    mixer_params,
+    mlp_matrices,
+    stands_alone,
+    state_bytes,
+    windows_of,
+)
 from hybrid_backend.step import ModelSpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -23,10 +34,13 @@ _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors names; the en
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder-only transformer with grouped-query attention and a gated MLP.
+    """A decoder-only transformer with grouped-query attention and gated MLPs.
 
-    ``windows[layer]``: the sliding window in tokens of a local layer, None for full attention.
-    ``weight_bytes``: all weights; ``layer_weight_bytes``: the matrices of one layer, which each step reads.
+    ``layers``: all decoder layers; ``windows[layer]``: None for full attention, the sliding window in tokens of a local
+    layer, 0 for a layer of another kind (state-space, linear attention, convolution, or an MLP by itself), whose time
+    is taken for that of a layer with nothing to attend.
+    ``weight_bytes``: all weights; ``layer_weight_bytes``: the matrices of one layer that one token passes.
+    ``state_bytes``: what one sequence keeps in all layers of other kinds together.
     """
 
     name: str
@@ -42,16 +56,30 @@ class ModelShape:
     weight_bytes: int
     windows: tuple[int | None, ...]
     max_context: int | None = None
+    experts: Experts | None = None
+    state_bytes: int = 0
 
     @property
     def dtype_bytes(self) -> int:
         return DTYPES[self.dtype].itemsize
 
     @property
+    def attention_params(self) -> int:
+        """Of the matrices Q, K, V and O of one layer."""
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    def mlp_params(self, rows: int = 1) -> float:
+        """Of the matrices that ``rows`` tokens meet after the attention of one layer; the mean over all layers."""
+        dense = 3.0 * self.hidden * self.intermediate
+        if self.experts is None:
+            return dense
+        routed = 3.0 * self.hidden * (self.experts.met(rows) * self.experts.intermediate + self.experts.shared)
+        return dense + (routed - dense) * self.experts.layers / self.layers
+
+    @property
     def layer_params(self) -> int:
-        """Of the matrices of one layer: Q, K, V, O and the three of the MLP."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        """Of the matrices of one layer that one token passes: Q, K, V, O and those of the MLP."""
+        return self.attention_params + round(self.mlp_params())
 
     @property
     def layer_weight_bytes(self) -> int:
@@ -71,6 +99,11 @@ class ModelShape:
     def full_layers(self) -> int:
         return sum(window is None for window in self.windows)
 
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """``windows`` of the layers that keep K and V: those that the runtime counts."""
+        return tuple(window for window in self.windows if window != 0)
+
     def page_bytes(self, page_size: int) -> int:
         """K and V of one page of one layer."""
         return page_size * self.token_bytes
@@ -81,22 +114,21 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     text = config.get("text_config")
     # A multimodal model keeps its decoder's numbers one level down; what both levels have, the inner one says.
     data: dict[str, Any] = {**config, **text} if isinstance(text, Mapping) else dict(config)
-    for key, what in (("kv_lora_rank", "MLA"), ("num_experts", "experts"), ("num_local_experts", "experts"),
-                      ("n_routed_experts", "experts")):  # fmt: skip
-        if data.get(key):
-            raise ModelError(f"{name}: config.json has {key} ({what}); only dense models with GQA can be planned")
-    layers = _count(data, "num_hidden_layers", name)
-    heads = _count(data, "num_attention_heads", name)
-    hidden = _count(data, "hidden_size", name)
-    kv_heads = _count(data, "num_key_value_heads", name, heads)
-    head_dim = _count(data, "head_dim", name, hidden // heads)
+    if data.get("kv_lora_rank"):
+        raise ModelError(f"{name}: config.json has kv_lora_rank (MLA); only models with GQA can be planned")
+    layers = count_of(data, "num_hidden_layers", name)
+    heads = count_of(data, "num_attention_heads", name)
+    hidden = count_of(data, "hidden_size", name)
+    kv_heads = count_of(data, "num_key_value_heads", name, heads)
+    head_dim = count_of(data, "head_dim", name, hidden // heads)
     dtype = str(data.get("dtype") or data.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError(f"{name}: config.json has dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
     if heads % kv_heads:
         raise ModelError(f"{name}: {heads} query heads cannot share {kv_heads} KV heads; check num_key_value_heads")
     tied = bool(data.get("tie_word_embeddings", _TIED.get(str(data.get("model_type")), False)))
-    windows = _windows(data, layers)
+    windows = windows_of(data, layers, name)
+    experts = experts_of(data, layers, name)
     context = data.get("max_position_embeddings")
     shape = ModelShape(
         name=name,
@@ -105,17 +137,19 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         hidden=hidden,
-        intermediate=_count(data, "intermediate_size", name),
-        vocab=_count(data, "vocab_size", name),
+        intermediate=count_of(data, "intermediate_size", name, experts.intermediate if experts else None),
+        vocab=count_of(data, "vocab_size", name),
         dtype=dtype,
         tied=tied,
         weight_bytes=0,
         windows=windows,
         max_context=context if isinstance(context, int) else None,
+        experts=experts,
+        state_bytes=state_bytes(data, windows.count(0)),
     )
     tables = shape.vocab * hidden * (1 if tied else 2)
     norms = (2 * layers + 1) * hidden  # bf16 weights of a few more norms and biases are < 0.1 % of a model
-    total = (layers * shape.layer_params + tables + norms) * shape.dtype_bytes
+    total = (_all_params(data, shape) + tables + norms) * shape.dtype_bytes
     return replace(shape, weight_bytes=total)
 
 
@@ -123,38 +157,38 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 _TIED = {"gemma3": True, "gemma3_text": True}
 
 
-def _count(data: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
-    value = data.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{name}: config.json: {key}: got {value!r}, expected an integer >= 1")
-    return value
+def _all_params(data: Mapping[str, Any], shape: ModelShape) -> int:
+    """Of the matrices of all layers."""
+    attending, others = len(shape.attention_windows), shape.windows.count(0)
+    gates = shape.hidden * shape.head_dim * shape.heads if _gates_attention(data) else 0
+    total = attending * (shape.attention_params + gates)
+    matrices, experts = mlp_matrices(data), shape.experts
+    if stands_alone(data, shape.layers):
+        mlps = dense_mlps(data, shape.layers, experts)
+        others -= mlps + (experts.layers if experts else 0)
+    total += others * mixer_params(data)
+    total += dense_mlps(data, shape.layers, experts) * matrices * shape.hidden * shape.intermediate
+    if experts is not None:
+        each = experts.count * experts.intermediate + experts.shared
+        total += experts.layers * shape.hidden * (matrices * each + experts.count)
+    return total
 
 
-def _windows(data: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    window = data.get("sliding_window")
-    if not isinstance(window, int) or isinstance(window, bool) or data.get("use_sliding_window") is False:
-        return (None,) * layers
-    kinds = data.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == layers:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    pattern = data.get("sliding_window_pattern") or (6 if str(data.get("model_type")).startswith("gemma3") else None)
-    if isinstance(pattern, int) and pattern > 0:  # every pattern-th layer is global
-        return tuple(None if (layer + 1) % pattern == 0 else window for layer in range(layers))
-    first = data.get("max_window_layers") if data.get("use_sliding_window") else 0  # Qwen2: full up to this layer
-    return tuple(window if layer >= int(first or 0) else None for layer in range(layers))
+def _gates_attention(data: Mapping[str, Any]) -> bool:
+    """Whether the query's projection makes a gate of the same width too (Qwen3-Next, Qwen3.5)."""
+    return bool(data.get("attn_output_gate", str(data.get("model_type")).startswith(("qwen3_next", "qwen3_5"))))
 
 
 def spec_of(shape: ModelShape, max_tokens: int | None = None) -> ModelSpec:
     """The shape as the runtime sees it (on one rank; the scale of the logits plays no part in memory)."""
     return ModelSpec(
-        num_layers=shape.layers,
+        num_layers=len(shape.attention_windows),
         num_heads=shape.heads,
         num_kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         scale=shape.head_dim**-0.5,
         dtype=DTYPES[shape.dtype],
-        windows=shape.windows if any(window is not None for window in shape.windows) else (),
+        windows=shape.attention_windows if any(shape.attention_windows) else (),
         max_tokens=max_tokens,
         hidden=shape.hidden,
     )

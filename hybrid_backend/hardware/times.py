@@ -30,11 +30,12 @@ class LayerTimes:
 
     # --- device ---
 
-    def matrices(self, weight_bytes: float, rows: int) -> float:
-        """Matrices of that size times the rows: the slower of reading them and of multiplying; or as measured."""
+    def matrices(self, weight_bytes: float, rows: int, passed: float | None = None) -> float:
+        """Matrices of that size times the rows: the slower of reading them and of multiplying; or as measured.
+        ``passed``: bytes of those that one row is multiplied by, where that is not all of them (experts)."""
         if self.hardware.linear_bytes_per_s is not None:
             return weight_bytes / self.hardware.linear_bytes_per_s.at(rows)
-        flops = 2.0 * weight_bytes / self.dtype_bytes * rows
+        flops = 2.0 * (weight_bytes if passed is None else passed) / self.dtype_bytes * rows
         return max(weight_bytes / self.hardware.hbm_achieved, flops / self.hardware.flops_achieved)
 
     def linear(self, rows: int) -> float:

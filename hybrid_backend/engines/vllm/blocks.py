@@ -26,7 +26,7 @@ class Blocks:
 
     @classmethod
     def of(cls, shape: ModelShape, page_size: int) -> Blocks:
-        layers = Counter(shape.windows)
+        layers = Counter(shape.attention_windows)
         fewest, most = min(layers.values()), max(layers.values())
         size = most if most < 1.5 * fewest else fewest  # vLLM: rather a few padding layers than many groups
         groups = tuple((window, -(-count // size)) for window, count in layers.items())

@@ -131,12 +131,13 @@ class MethodMemory:
     def refusal(self) -> str | None:
         """Why the configuration cannot serve this model with this method; None if it can."""
         try:
-            self.config.validate_for(self.shape.layers)
+            layers = len(self.shape.attention_windows)
+            self.config.validate_for(layers)
             method = resolve_method(self.config.method)
-            method.check(self.config, self.device, self.shape.layers, self.shape.kv_heads)
+            method.check(self.config, self.device, layers, self.shape.kv_heads)
         except HybridError as error:
             return str(error)
-        return None if self.shape.full_layers else "every layer has a sliding window: nothing to offload"
+        return None if self.shape.full_layers else "no layer has full attention: nothing to offload"
 
     def gauges(self, pages: int, batch: int, max_tokens: int | None = None) -> dict[str, int]:
         """What the runtime reports at start (`HybridRuntime.gauges`) over a host pool of ``pages`` pages.
@@ -201,6 +202,7 @@ def engine_items(shape: ModelShape, room: Room, batch: int) -> tuple[Item, ...]:
     overhead = () if room.on_host else (Item("engine overhead", "device", room.device_overhead, "estimate"),)
     return (
         Item("weights", place, shape.weight_bytes, "exact"),
+        *((Item("state of other layers", place, batch * shape.state_bytes, "estimate"),) if shape.state_bytes else ()),
         Item("activations", place, max(mlp, logits), "estimate"),
         *overhead,
         Item("server", "host", room.host_overhead, "estimate"),

@@ -210,15 +210,18 @@ def _times(candidate: Candidate, request: Request, max_batch: int, fits: bool) -
     if hardware is None or candidate.name not in simulated_methods():
         return _Times()
 
-    def simulated(batch: int) -> StepTime:
+    def simulated(batch: int) -> StepTime | None:
         on_cpu = hardware.gpus * candidate.cpu_requests(request.context, -(-batch // hardware.gpus))
+        if on_cpu and request.shape.full_layers < request.shape.layers:
+            return None  # whole requests on the CPU are simulated for models with full attention alone
         return decode_step(
             hardware, request.shape, request.config, candidate.name, request.context, batch, cpu_rows=min(batch, on_cpu)
         )
 
     now = simulated(request.batch) if fits else None
+    best = simulated(max_batch) if max_batch else None
     return _Times(
         step_ms=now.seconds * 1e3 if now else None,
         tokens_per_s=now.tokens_per_s if now else None,
-        best_tokens_per_s=simulated(max_batch).tokens_per_s if max_batch else None,
+        best_tokens_per_s=best.tokens_per_s if best else None,
     )

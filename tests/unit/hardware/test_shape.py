@@ -10,6 +10,7 @@ import pytest
 
 from hybrid_backend.errors import ModelError
 from hybrid_backend.model import shape_from_config
+from tests.support.model_cards import CARDS
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -58,6 +59,27 @@ def test_gemma_3_keeps_its_decoder_one_level_down_and_every_sixth_layer_global()
     assert shape.tied
 
 
+@pytest.mark.parametrize("name", CARDS)
+def test_published_models_are_counted_to_three_percent_and_keep_kv_in_full_layers_only(name: str) -> None:
+    card = CARDS[name]
+    shape = shape_from_config(card.config, name)
+    assert shape.weight_bytes / 2e9 == pytest.approx(card.billions, rel=0.03)
+    assert shape.full_layers == card.full_layers
+    assert shape.full_layers * shape.token_bytes == card.kv_kib * 1024
+    assert (shape.state_bytes > 0) == (0 in shape.windows)
+
+
+def test_a_mixtures_step_reads_the_experts_that_its_rows_meet() -> None:
+    """Qwen3-30B-A3B: 8 of 128 experts per token; 3.3e9 parameters per token (model card)."""
+    shape = shape_from_config(CARDS["Qwen/Qwen3-30B-A3B"].config, "m")
+    one = shape.layers * shape.layer_params + 2 * shape.vocab * shape.hidden
+    assert one == pytest.approx(3.3e9, rel=0.03)
+    every = 3 * shape.hidden * 128 * 768
+    assert shape.mlp_params(1) == pytest.approx(every / 16)
+    assert shape.mlp_params(8) == pytest.approx(every * (1 - (1 - 1 / 16) ** 8))
+    assert shape.mlp_params(1000) == pytest.approx(every, rel=1e-6)
+
+
 def test_heads_may_have_a_dimension_of_their_own() -> None:
     assert shape_from_config({**LLAMA_8B, "head_dim": 64}, "m").head_dim == 64
     assert shape_from_config(LLAMA_8B, "m").head_dim == 128
@@ -70,7 +92,8 @@ def test_heads_may_have_a_dimension_of_their_own() -> None:
         ({"hidden_size": 0}, "hidden_size: got 0"),
         ({"vocab_size": "many"}, "vocab_size: got 'many'"),
         ({"kv_lora_rank": 512}, "MLA"),
-        ({"num_experts": 128}, "experts"),
+        ({"num_experts": 128, "num_experts_per_tok": 0}, "num_experts_per_tok: got 0, expected 1 to 128"),
+        ({"layer_types": ["chunked_attention"] * 32}, "layers of kind 'chunked_attention'"),
         ({"torch_dtype": "int4"}, "dtype 'int4'"),
         ({"num_key_value_heads": 5}, "cannot share 5"),
     ],

@@ -126,7 +126,9 @@ def test_a_broken_config_is_told(tmp_path: Path) -> None:
 
 
 def test_the_runtimes_spec_has_the_shapes_numbers(tmp_path: Path) -> None:
-    shape = find_shape(str(write_config(tmp_path / "m", sliding_window=64, layer_types=["sliding_attention", "full"])))
+    shape = find_shape(
+        str(write_config(tmp_path / "m", sliding_window=64, layer_types=["sliding_attention", "full_attention"]))
+    )
     spec = spec_of(shape, max_tokens=9)
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (2, 4, 2, 16)
     assert (spec.window(0), spec.window(1), spec.max_tokens) == (64, None, 9)

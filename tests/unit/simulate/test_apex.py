@@ -210,7 +210,7 @@ def test_a_number_of_cpu_rows_that_cannot_be_gets_one_line(cpu_rows: int) -> Non
 
 def test_sliding_window_layers_are_refused() -> None:
     windowed = ModelShape("w", 8, 32, 8, 128, 4096, 14336, 128256, "bfloat16", False, 0, (1024, None) * 4)
-    with pytest.raises(ConfigError, match="cpu_rows: got 2, but w has sliding-window layers; write 0"):
+    with pytest.raises(ConfigError, match="cpu_rows: got 2, but not all layers of w attend in full; write 0"):
         decode_step(find_hardware("t4"), windowed, CONFIG, "apex_overlap", 100, 8, cpu_rows=2)
 
 

@@ -91,8 +91,9 @@ class Costs:
     def rest(self) -> float:
         """Everything of a layer after its attention, and its small kernels."""
         shape = self.shape
-        output = shape.hidden * shape.head_dim * shape.heads + 3 * shape.hidden * shape.intermediate
-        return self.linear(float(output * shape.dtype_bytes)) + self.hardware.layer_overhead_s.value
+        output, size = float(shape.hidden * shape.head_dim * shape.heads), shape.dtype_bytes
+        read, passed = output + shape.mlp_params(self.rows), output + shape.mlp_params()
+        return self.times.matrices(read * size, self.rows, passed * size) + self.hardware.layer_overhead_s.value
 
     @cached_property
     def head(self) -> float:

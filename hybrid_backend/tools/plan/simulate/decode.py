@@ -156,8 +156,10 @@ def decode_step(
     if not 0 <= cpu_rows <= batch:
         raise ConfigError(f"cpu_rows: got {cpu_rows}, expected an integer from 0 to batch {batch}")
     if cpu_rows and shape.full_layers < shape.layers:
-        raise ConfigError(f"cpu_rows: got {cpu_rows}, but {shape.name} has sliding-window layers; write 0")
-    config.validate_for(shape.layers)
+        raise ConfigError(f"cpu_rows: got {cpu_rows}, but not all layers of {shape.name} attend in full; write 0")
+    config.validate_for(len(shape.attention_windows))
+    counted = [layer for layer, window in enumerate(shape.windows) if window != 0]  # as the configuration counts them
+    config = config.model_copy(update={"exact_layers": tuple(counted[index] for index in config.exact_layers)})
     entry = _METHODS[method]
     is_cpu = hardware.device == "cpu"
     unified = config.tiers == "unified" or (config.tiers == "auto" and is_cpu)

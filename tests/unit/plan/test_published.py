@@ -1,0 +1,44 @@
+"""`hybrid plan` of published models, with the configurations that are shipped for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hybrid_backend.cli import app
+from hybrid_backend.config.load import find_config
+from tests.support.model_cards import CARDS
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_published_models_are_planned_by_the_kv_of_their_full_layers(name: str, tmp_path: Path) -> None:
+    assert find_config(name).stem != "default"
+    card, context = CARDS[name], 32768
+    folder = tmp_path / name.partition("/")[2]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(card.config))
+    arguments = ["plan", str(folder / "config.json"), "--context", str(context), "--machine=h200", "--ram=2048GiB"]
+    result = CliRunner().invoke(app, [*arguments, "--method", "scout", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+    pools = {item["name"]: item["bytes"] for item in rows["scout"]["items"]}
+    kept = card.kv_kib * 1024 * context
+    windows = 1.6 if "gpt-oss" in name else 1.05  # blocks for windows, and for the tokens of steps in flight
+    assert kept <= pools["host pool"] <= windows * kept
+    assert (rows["scout"]["tokens_per_s"] is not None) == rows["scout"]["fits"]
+    assert pools["weights"] / 2e9 == pytest.approx(card.billions, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "Qwen/Qwen3.5-9B"])
+def test_every_method_is_planned_for_models_with_layers_of_other_kinds(name: str, tmp_path: Path) -> None:
+    """At a batch that no GPU holds: requests of ``apex`` are on the CPU, which is not simulated for such models."""
+    (tmp_path / "config.json").write_text(json.dumps(CARDS[name].config))
+    arguments = ["plan", str(tmp_path / "config.json"), "--context=128k", "--batch=64", "--machine=h200", "--json"]
+    result = CliRunner().invoke(app, [*arguments, "--ram=2048GiB"])
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+    assert rows["apex"]["refused"] is None and rows["apex"]["best_tokens_per_s"] is None
+    assert rows["scout"]["tokens_per_s"] > 0
