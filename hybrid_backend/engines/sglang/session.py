@@ -51,7 +51,10 @@ class Session:
                 f"SGLang built a KV pool of its own ({type(pool).__name__}), because this package's platform is not "
                 "active; run on a machine without an accelerator, without SGLANG_PLATFORM and SGLANG_USE_CPU_ENGINE"
             )
-        shapes = {(a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling) for a, _, _ in layers}
+        shapes = {
+            (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling)
+            for a in (layer.attention for layer in layers)
+        }
         if len(shapes) != 1:
             raise EngineError(f"layers of different shape are not supported: {sorted(shapes)}")
         heads, kv_heads, head_dim, _, scale = shapes.pop()

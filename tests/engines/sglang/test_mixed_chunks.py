@@ -41,7 +41,7 @@ class Scheduler:
         config = config_from_mapping({"page_size": PAGE, "workers": {"threads": 1}, **keys}, "test")
         runner = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=self.rows)
         with get_context().override_server_args(device="cpu"):
-            self.session = Session(runner, config, [(layer, torch.nn.Identity())] * LAYERS)
+            self.session = Session(runner, config, [Layer(layer, torch.nn.Identity(), None)] * LAYERS)
         self.prompts: dict[int, int] = {}
 
     def admit(self, prompt: int) -> int:
