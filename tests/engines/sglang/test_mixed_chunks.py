@@ -33,7 +33,7 @@ class Scheduler:
         from sglang.srt.runtime_context import get_context
 
         from hybrid_backend.engines.sglang.pool import HostTokenPool
-        from hybrid_backend.engines.sglang.session import Session
+        from hybrid_backend.engines.sglang.session import Layer, Session
 
         pool = HostTokenPool(64 * PAGE, PAGE, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
         self.rows = ReqToTokenPool(4, 32 * PAGE, "cpu", False)
