@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +88,21 @@ def call_names(decoder: nn.Module) -> dict[str, bool]:
     return {each.name: each.default is each.empty for each in arguments if each.kind not in _VARIABLE}
 
 
-def enclosing_layers(modules: Mapping[str, nn.Module], path: str) -> tuple[nn.Module, nn.Module | None]:
-    """The decoder layer around the attention at ``path``, which is an item of a list of modules, and the one before.
+def named(names: Iterable[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name. ``names``: `call_names`."""
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+class Layer(NamedTuple):
+    """An attention layer that is ours. Layers of other kinds (state-space, linear attention) are the engine's."""
+
+    attention: Any  # the engine's module
+    decoder: nn.Module  # the decoder layer that it is in
+    before: nn.Module | None  # the decoder layer before that one
+
+
+def layer_at(modules: Mapping[str, nn.Module], path: str) -> Layer:
+    """The attention at ``path``. Its decoder layer is an item of a list of modules.
 
     Args:
         modules: all of the model, by path (``nn.Module.named_modules``).
@@ -102,18 +115,30 @@ def enclosing_layers(modules: Mapping[str, nn.Module], path: str) -> tuple[nn.Mo
         listing = modules[".".join(parts[: end - 1])]
         if isinstance(listing, nn.ModuleList):
             index = int(parts[end - 1])
-            return listing[index], listing[index - 1] if index else None
+            return Layer(modules[path], listing[index], listing[index - 1] if index else None)
     raise EngineError(f"{path} is in no list of decoder layers")
-
-
-def no_lookahead(whys: Mapping[str, list[int]]) -> str:
-    """What is logged of layers without a prediction. ``whys``: by reason."""
-    told = "; ".join(f"{why} (layers {', '.join(map(str, layers))})" for why, layers in whys.items())
-    return f"lookahead: {told}: CPU workers start there with the true query, so less of their time is hidden"
 
 
 Inputs = Callable[[Tensor, Tensor, Tensor | None], Mapping[str, Any]]
 """What an engine calls a decoder layer with: positions ``[rows]``, hidden states and residual ``[rows, hidden]``."""
+
+
+def predictors(
+    layers: Mapping[int, Layer], head_dim: int, stream: Tensor, projections: tuple[type[nn.Module], ...], inputs: Inputs
+) -> tuple[dict[int, QueryPredictor], str | None]:
+    """What is proven of each layer (`proven_predictor`), and what to log of those that must do without."""
+    found: dict[int, QueryPredictor] = {}
+    whys: dict[str, list[str]] = {}
+    for index, (attention, decoder, _) in layers.items():
+        predictor = proven_predictor(decoder, attention, head_dim, stream, projections, inputs)
+        if isinstance(predictor, str):
+            whys.setdefault(predictor, []).append(str(index))
+        else:
+            found[index] = predictor
+    if not whys:
+        return found, None
+    told = "; ".join(f"{why} (layers {', '.join(those)})" for why, those in whys.items())
+    return found, f"lookahead: {told}: CPU workers start there with the true query, so less of their time is hidden"
 
 
 def proven_predictor(

@@ -17,6 +17,13 @@ class Card(NamedTuple):
     config: dict[str, Any]
 
 
+# What the sizes of Qwen3.5 have in common.
+_GATED_DELTA: dict[str, Any] = {
+    "model_type": "qwen3_5_text", "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320,
+    "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144,
+}  # fmt: skip
+
 CARDS: dict[str, Card] = {
     "Qwen/Qwen3-30B-A3B": Card(30.5, 48, 96, {
         "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
@@ -64,21 +71,17 @@ CARDS: dict[str, Card] = {
         "mlp_hidden_act": "relu2", "max_position_embeddings": 131072,
     }),
     "Qwen/Qwen3.5-9B": Card(9.0, 8, 32, {
-        "model_type": "qwen3_5", "text_config": {
-            "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
-            "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320,
+        "model_type": "qwen3_5", "text_config": _GATED_DELTA | {
+            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
             "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
-            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 262144,
+            "linear_num_value_heads": 32,
         },
     }),
     "Qwen/Qwen3.5-27B": Card(27.0, 16, 64, {
-        "model_type": "qwen3_5", "text_config": {
-            "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64,
-            "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320,
+        "model_type": "qwen3_5", "text_config": _GATED_DELTA | {
+            "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
             "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 16,
-            "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 262144,
+            "linear_num_value_heads": 48,
         },
     }),
     "LiquidAI/LFM2-1.2B": Card(1.17, 6, 12, {

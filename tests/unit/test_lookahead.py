@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybrid_backend.attention.lookahead import QueryPredictor, enclosing_layers, proven_predictor
+from hybrid_backend.attention.lookahead import QueryPredictor, layer_at, proven_predictor
 from hybrid_backend.errors import EngineError
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 8, 24
@@ -158,7 +158,7 @@ def test_the_layer_before_is_the_one_before_it_in_the_models_list() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(1, 1), Layer(), Layer()])
     modules = dict(model.named_modules())
-    assert enclosing_layers(modules, "layers.2.mixer.attn") == (model.layers[2], model.layers[1])
-    assert enclosing_layers(modules, "layers.1.mixer.attn") == (model.layers[1], model.layers[0])
+    assert layer_at(modules, "layers.2.mixer.attn")[1:] == (model.layers[2], model.layers[1])
+    assert layer_at(modules, "layers.1.mixer.attn")[1:] == (model.layers[1], model.layers[0])
     with pytest.raises(EngineError, match="in no list of decoder layers"):
-        enclosing_layers({"": model, "mixer": model.layers[1].mixer}, "mixer.attn")
+        layer_at({"": model, "mixer": model.layers[1].mixer}, "mixer.attn")

@@ -14,9 +14,9 @@ from sglang.srt.layers.linear import QKVParallelLinear
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor, nn
 
-from hybrid_backend.attention.lookahead import QueryPredictor, call_names, no_lookahead, proven_predictor
+from hybrid_backend.attention.lookahead import Layer, QueryPredictor, call_names, named, predictors
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.sglang.session import Layer, Session
+from hybrid_backend.engines.sglang.session import Session
 from hybrid_backend.methods import resolve_method
 
 _logger = logging.getLogger(__name__)
@@ -27,19 +27,19 @@ def attach_lookahead(session: Session, layers: list[Layer], config: HybridConfig
     their true queries. ``stream``: ``[0, hidden]``, of the residual stream's dtype and device."""
     if not resolve_method(config.method).looks_ahead(config, torch.device("cpu")):
         return
-    whys: dict[str, list[int]] = {}
-    for index, (attention, decoder, before) in enumerate(layers):
-        if before is None or index in config.exact_layers:
-            continue
-        predictor = proven_predictor(
-            decoder, attention, attention.qk_head_dim, stream, (QKVParallelLinear,), _proof_inputs
-        )
-        if isinstance(predictor, str):
-            whys.setdefault(predictor, []).append(index)
-            continue
+    ahead = {
+        index: layer
+        for index, layer in enumerate(layers)
+        if layer.before is not None and index not in config.exact_layers
+    }
+    head_dim = session.runtime.model.head_dim
+    found, warning = predictors(ahead, head_dim, stream, (QKVParallelLinear,), _proof_inputs)
+    for index, predictor in found.items():
+        before = ahead[index].before
+        assert before is not None
         before.register_forward_pre_hook(_hook(session, index, before, predictor), with_kwargs=True)
-    if whys:
-        _logger.warning(no_lookahead(whys))
+    if warning:
+        _logger.warning(warning)
 
 
 def _proof_inputs(positions: Tensor, hidden: Tensor, residual: Tensor | None) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _hook(
         runtime, step = session.runtime, session.step
         if step is None or not runtime.wants_lookahead(layer, step):
             return
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = named(names, args, kwargs)
         batch, rows = given["forward_batch"], step.decode
         assert rows is not None
         x = rows.gather(stream_of(batch).snapshot(given["hidden_states"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from prometheus_client import REGISTRY
@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_observability
 from torch import Tensor, nn
 
-from hybrid_backend.attention.lookahead import enclosing_layers
+from hybrid_backend.attention.lookahead import Layer, layer_at
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.sglang import patches
 from hybrid_backend.engines.sglang.checks import check_layer
@@ -21,14 +21,6 @@ from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Batch, ModelSpec, Step, captured_step
 
 
-class Layer(NamedTuple):
-    """An attention layer."""
-
-    attention: Any
-    decoder: nn.Module  # the decoder layer that it is in
-    before: nn.Module | None  # the decoder layer before that one
-
-
 def attention_layers(model: nn.Module) -> list[Layer]:
     """All attention layers of the decoder, in order."""
     modules = dict(model.named_modules())
@@ -36,7 +28,7 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     for path, module in modules.items():
         if isinstance(module, RadixAttention):
             check_layer(module)
-            found.append(Layer(module, *enclosing_layers(modules, path)))
+            found.append(layer_at(modules, path))
     found.sort(key=lambda layer: int(layer.attention.layer_id))
     return found
 

@@ -18,7 +18,7 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from hybrid_backend.attention.lookahead import call_names
+from hybrid_backend.attention.lookahead import call_names, named
 
 LAYER_INPUT = "hybrid_backend::layer_input"
 _LIBRARY = torch.library.Library("hybrid_backend", "FRAGMENT")
@@ -102,5 +102,5 @@ def input_hook(decoder: nn.Module, layer_name: str) -> Hook:
 
 def _inputs(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Positions, hidden states and residual of a decoder layer's call."""
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = named(names, args, kwargs)
     return [given.get(name) for name in ("positions", "hidden_states", "residual")]

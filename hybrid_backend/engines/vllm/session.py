@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from hybrid_backend.attention.lookahead import call_names, enclosing_layers, no_lookahead, proven_predictor
+from hybrid_backend.attention.lookahead import Layer, call_names, layer_at, predictors
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead_hook
 from hybrid_backend.engines.vllm.layer import HybridImpl
@@ -31,24 +31,14 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
-class Layer(NamedTuple):
-    """An attention layer that is ours. Layers of other kinds (state-space, linear attention) are the engine's."""
-
-    name: str
-    attention: Attention
-    decoder: nn.Module  # the decoder layer that it is in
-    before: nn.Module | None  # the decoder layer before that one
-
-
 def attention_layers(model: nn.Module) -> list[Layer]:
     """All layers with our attention, in order. The runtime counts layers as they are listed here."""
     modules = dict(model.named_modules())
-    found = []
-    for path, module in modules.items():
-        if isinstance(module, Attention) and isinstance(module.impl, HybridImpl):
-            decoder, before = enclosing_layers(modules, path)
-            found.append(Layer(module.layer_name, module, decoder, before))
-    return found
+    return [
+        layer_at(modules, path)
+        for path, module in modules.items()
+        if isinstance(module, Attention) and isinstance(module.impl, HybridImpl)
+    ]
 
 
 def rank_of(parallel: ParallelConfig) -> Rank:
@@ -63,21 +53,21 @@ def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridCo
     impossible look at their true queries. Call before compilation."""
     if not resolve_method(config.method).looks_ahead(config, device):
         return
-    engine, whys = vllm_config.model_config, dict[str, list[int]]()
+    engine = vllm_config.model_config
     stream = torch.empty(0, engine.get_hidden_size(), dtype=engine.dtype, device=device)
-    for index, (name, attention, decoder, before) in enumerate(attention_layers(model)):
-        if before is None or attention.sliding_window is not None or index in config.exact_layers:
-            continue
-        predictor = proven_predictor(
-            decoder, attention, attention.head_size, stream, (QKVParallelLinear,), layer_inputs
-        )
-        if isinstance(predictor, str):
-            whys.setdefault(predictor, []).append(index)
-            continue
+    layers = {
+        index: layer
+        for index, layer in enumerate(attention_layers(model))
+        if layer.before is not None and layer.attention.sliding_window is None and index not in config.exact_layers
+    }
+    found, warning = predictors(layers, engine.get_head_size(), stream, (QKVParallelLinear,), layer_inputs)
+    for index, predictor in found.items():
+        attention, _, before = layers[index]
+        assert before is not None
         attention.impl.predictor = predictor
-        before.register_forward_pre_hook(lookahead_hook(before, name, device), with_kwargs=True)
-    if whys:
-        init_logger("vllm.hybrid_backend").warning(no_lookahead(whys))
+        before.register_forward_pre_hook(lookahead_hook(before, attention.layer_name, device), with_kwargs=True)
+    if warning:
+        init_logger("vllm.hybrid_backend").warning(warning)
 
 
 def layer_inputs(positions: Tensor, hidden: Tensor, residual: Tensor | None) -> dict[str, Tensor | None]:
@@ -94,8 +84,8 @@ def attach_inputs(model: nn.Module, vllm_config: VllmConfig, config: HybridConfi
     compilation = vllm_config.compilation_config
     if compilation.splitting_ops_contain_attention():  # piecewise graphs have no part in it
         compilation.splitting_ops.append(LAYER_INPUT)
-    for name, _, decoder, _ in layers:
-        decoder.register_forward_pre_hook(input_hook(decoder, name), with_kwargs=True)
+    for attention, decoder, _ in layers:
+        decoder.register_forward_pre_hook(input_hook(decoder, attention.layer_name), with_kwargs=True)
 
 
 class Session:
@@ -143,7 +133,7 @@ class Session:
             views,
             rank_of(vllm_config.parallel_config),
         )
-        self._full_layers = {layer.name for layer in layers if layer.attention.sliding_window is None}
+        self._full_layers = {a.layer_name for a in attentions if a.sliding_window is None}
         # The engine may have widened its blocks (for the state of layers that are not ours); pages are as configured.
         self.pages_per_block = vllm_config.cache_config.block_size // config.page_size
         for index, attention in enumerate(attentions):

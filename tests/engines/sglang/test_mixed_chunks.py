@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_backend.attention.lookahead import Layer
 from hybrid_backend.config import config_from_mapping
 from tests.engines.answers import StockAnswers
 from tests.engines.conftest import TOKENS
@@ -33,7 +34,7 @@ class Scheduler:
         from sglang.srt.runtime_context import get_context
 
         from hybrid_backend.engines.sglang.pool import HostTokenPool
-        from hybrid_backend.engines.sglang.session import Layer, Session
+        from hybrid_backend.engines.sglang.session import Session
 
         pool = HostTokenPool(64 * PAGE, PAGE, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
         self.rows = ReqToTokenPool(4, 32 * PAGE, "cpu", False)

@@ -186,13 +186,13 @@ def watch_own_input(w: Any) -> dict[int, list[float]]:
             if decoder is not None:
                 decoder._forward_pre_hooks.clear()
                 decoder._forward_pre_hooks_with_kwargs.clear()
-    for name, attention, decoder, _ in layers:
+    for attention, decoder, _ in layers:
         predictor = proven_predictor(
             decoder, attention, attention.head_size, stream, (QKVParallelLinear,), layer_inputs
         )
         assert not isinstance(predictor, str), predictor
         attention.impl.predictor = predictor
-        decoder.register_forward_pre_hook(lookahead_hook(decoder, name, w.device), with_kwargs=True)
+        decoder.register_forward_pre_hook(lookahead_hook(decoder, attention.layer_name, w.device), with_kwargs=True)
     runtime.wants_lookahead = lambda layer, step: step.decode is not None
     runtime.executor.lookahead = lambda *_: None
     runtime.lookahead = note
