@@ -21,6 +21,15 @@ SHAPE: dict[str, Any] = {
 _HEADS_UNLIKE_HIDDEN = {"head_dim": 32}  # heads * head_dim is not the hidden size
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _NO_PADDING = {"pad_token_id": 0}
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "linear_attention", _FULL, "linear_attention", _FULL, _FULL],
+    "num_hidden_layers": 6,
+    "head_dim": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # gated queries, a rotary embedding of a quarter of them
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 # name -> (Hugging Face configuration class, its arguments)
@@ -143,6 +152,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | _NO_PADDING,
     ),
+    "qwen3_next": ("Qwen3NextConfig", _DELTA_NET | _EXPERTS | {"shared_expert_intermediate_size": 64}),
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA_NET),
     "gpt2": ("GPT2Config", {"hidden_size": 128, "num_key_value_heads": 4} | _NO_PADDING),
     "phi3": ("Phi3Config", {"hidden_size": 128} | _NO_PADDING),
     # vLLM has no code of its own for it, and runs that of Transformers.

@@ -40,6 +40,7 @@ from hybrid_backend.attention.lookahead import proven_predictor
 from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER, worker
 from hybrid_backend.engines.vllm.hooks import lookahead_hook
 from hybrid_backend.engines.vllm.session import attention_layers, layer_inputs
+from tests.engines.vllm import gated_delta
 from tests.engines.vllm.families import PARKED, VOCABULARY, build
 
 PAGE = 32
@@ -54,12 +55,13 @@ def rotate_flat(self: Any, positions: Tensor, q: Tensor, k: Tensor | None = None
 
 
 RotaryEmbedding.forward_cpu = rotate_flat  # type: ignore[method-assign]
+gated_delta.install()
 
 TOKENS, FEW = 24, 5
 PROMPTS = [20, 200, 500, 90]
 ALONE = PROMPTS[1:2]
 LONG = 120  # tokens, over which sequences grow by some blocks
-BLOCKS = {"lfm2": 40, "nemotron_h": 40, "granite4": 24}
+BLOCKS = {"lfm2": 40, "nemotron_h": 40, "granite4": 24, "qwen3_next": 40, "qwen3_5": 40}
 NO_LOOKAHEAD = {"lookahead": {"enabled": False}}
 _EXACT = {
     "model": {"match": "*"},
