@@ -227,7 +227,7 @@ class HybridRuntime:
         return {
             "hybrid_resident_requests": tiers.frames.running if tiers.frames.size else 0,
             "hybrid_frames_in_use": executor.resident_pages,
-            "hybrid_host_pool_pages": tiers.host.layers[0].shape[0],
+            "hybrid_host_pool_pages": tiers.host.pages,
             "hybrid_digest_bytes": tiers.digests.nbytes if tiers.digests else 0,
             "hybrid_frame_bytes": tiers.frames.nbytes,
             "hybrid_device_bytes": tiers.device_bytes + executor.device_bytes + self.method.device_bytes,

@@ -27,6 +27,11 @@ class HostPool:
         self.views = list(views or layers)
         self._blocks = [layer.flatten(0, 2) for layer in self.views]
 
+    @property
+    def pages(self) -> int:
+        """In each layer; layers that are not in the pool have none."""
+        return max(layer.shape[0] for layer in self.layers)
+
     def blocks(self, layer: int) -> Tensor:
         """``[pages * kv_heads * 2, page_size, head_dim]``: row ``(page * kv_heads + head) * 2 + (0 K | 1 V)``; as the
         device tier sees it."""

@@ -8,12 +8,30 @@ A block is one page in each layer of a group. A model whose layers are all alike
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_backend.model import ModelShape
 
 NULL_BLOCKS = 1
 """vLLM never hands out block 0 (v1/core/block_pool.py, ``null_block``)."""
+
+
+WINDOWS_KEPT = 2
+"""Windows of as many requests as run at once, and once more of requests that have ended: a prefix is found in the cache
+only where its last window is still there."""
+
+
+def window_blocks(window: int, page_size: int, context: int, requests: int, in_flight: int) -> int:
+    """Blocks of a pool that one group of layers with a sliding window has for itself, on a GPU.
+
+    Args:
+        window: in tokens; ``context``: tokens of the longest sequence.
+        requests: that run at once.
+        in_flight: tokens scheduled and not yet settled, of all requests together; a window keeps them beside its own.
+    """
+    # A step's own token is in flight, and the window may begin inside a block.
+    each = -(-min(window, context) // page_size) + 1
+    return WINDOWS_KEPT * requests * each + -(-in_flight // page_size) + NULL_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -40,6 +58,11 @@ class Blocks:
     def pool(self, context: int, batch: int, in_flight: int) -> int:
         """Blocks of a pool that holds ``batch`` such sequences at once."""
         return batch * self.per_sequence(context, in_flight) + NULL_BLOCKS
+
+    @property
+    def offloaded(self) -> Blocks:
+        """The groups with full attention alone: what a GPU's host pool holds."""
+        return replace(self, groups=tuple((window, count) for window, count in self.groups if window is None))
 
     def in_bytes(self, size: int) -> int:
         """Blocks that fit ``size`` bytes."""

@@ -60,19 +60,16 @@ def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[st
         (model.use_mla, "MLA models", stock),
         (model.is_attention_free, "models without attention layers", stock),
         (
-            device.type == "cuda" and model.is_hybrid,
-            "models with state-space or linear-attention layers on a GPU",
-            stock,
-        ),
-        (
             model.is_encoder_decoder or model.runner_type != "generate",
             "models that do not generate text",
             stock,
         ),
         (
-            device.type == "cuda" and model.get_sliding_window() is not None,
-            "models with sliding-window layers on a GPU",
-            stock,
+            device.type == "cuda"
+            and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+            and model.get_sliding_window() is not None,
+            "one KV group for all layers of a model with sliding windows on a GPU",
+            "leave out --disable-hybrid-kv-cache-manager",
         ),
         (bool(getattr(text, "attention_chunk_size", None)), "chunked local attention", stock),
         (local_only, f"models whose layers all slide over {window} tokens", stock),

@@ -6,18 +6,19 @@ A module of its own, because importing vLLM's CUDA platform loads its CUDA exten
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
 from vllm.platforms.cuda import CudaPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
 from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.footprint import MethodMemory, Room, engine_items, largest
 from hybrid_backend.engines.vllm.platform import prepare
-from hybrid_backend.engines.vllm.settings import replace_config
+from hybrid_backend.engines.vllm.settings import chosen, replace_config
 from hybrid_backend.errors import ConfigError, ModelError
 from hybrid_backend.host_memory import size_text
 from hybrid_backend.methods import resolve_method
@@ -25,6 +26,7 @@ from hybrid_backend.model import ModelShape, shape_from_config, spec_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
 _FILLED = 0.9
@@ -36,11 +38,38 @@ class HybridCudaPlatform(CudaPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        if chosen(vllm_config):
+            _forgo_cached_state(vllm_config)
         config = prepare(vllm_config, super().check_and_update_config, GPU_WORKER)
         if config is not None:
             changed = bound_requests(vllm_config, config, cls.get_device_total_memory())
             if changed:
                 init_logger("vllm.hybrid_backend").warning_once(changed)
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: AttentionSelectorConfig, *args: Any, **kwargs: Any
+    ) -> str:
+        """Layers with a sliding window stay on the device (`device_groups`): vLLM chooses their backend."""
+        if selected_backend == AttentionBackendEnum.CUSTOM and attn_selector_config.has_sliding_window:
+            selected_backend = None
+        return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs))
+
+
+def _forgo_cached_state(vllm_config: VllmConfig) -> None:
+    """Models with state beside attention have no prefix cache on a GPU: vLLM copies a cached state to another block
+    before it goes on from there, and names the blocks without their group (v1/worker/utils.py,
+    ``copy_kv_cache_blocks_inplace``), which is not enough where groups have pools of their own."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if model is None or not (model.is_hybrid and cache.enable_prefix_caching):
+        return
+    cache.enable_prefix_caching = False
+    # As vLLM sets them where prefix caching is off (model_executor/models/config.py, ``MambaModelConfig``).
+    cache.mamba_cache_mode, cache.mamba_block_size = "none", model.max_model_len
+    init_logger("vllm.hybrid_backend").warning_once(
+        "prefix caching is off: on a GPU the hybrid backend does not support it for models with state-space or "
+        "linear-attention layers"
+    )
 
 
 def bound_requests(vllm_config: VllmConfig, config: HybridConfig, device_bytes: int) -> str | None:
@@ -67,7 +96,7 @@ def bound_requests(vllm_config: VllmConfig, config: HybridConfig, device_bytes: 
     def needed(batch: int) -> int:
         engine = sum(item.bytes for item in engine_items(shape, room, batch) if item.place == "device")
         longest = vllm_config.model_config.max_model_len
-        return engine + memory.gauges(pages, batch, longest)["hybrid_device_bytes"]
+        return engine + memory.windows(longest, batch) + memory.gauges(pages, batch, longest)["hybrid_device_bytes"]
 
     limit, asked = room.limit("device"), scheduler.max_num_seqs
     fits = largest(lambda batch: needed(batch) <= limit, asked)

@@ -7,6 +7,7 @@ is an estimate, and marked so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +15,7 @@ from typing import Literal
 import torch
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm.blocks import Blocks
+from hybrid_backend.engines.vllm.blocks import Blocks, window_blocks
 from hybrid_backend.errors import HybridError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.model import ModelShape, spec_of
@@ -166,8 +167,21 @@ class MethodMemory:
             return 0
         return batch - min(batch, layout.shared_pages(batch) // -(-context // self.config.page_size))
 
+    def windows(self, context: int, batch: int) -> int:
+        """Bytes of the device for layers with a sliding window, which stay there whole; on a CPU the host pool has
+        them."""
+        if self.room.on_host:
+            return 0
+        page = self.config.page_size
+        return sum(
+            layers * self.shape.page_bytes(page) * window_blocks(window, page, context, batch, self.room.in_flight)
+            for window, layers in Counter(self.shape.attention_windows).items()
+            if window is not None
+        )
+
     def memory(self, context: int, batch: int) -> Memory:
-        pages = self.blocks.pool(context, batch, self.room.in_flight)
+        blocks = self.blocks if self.room.on_host else self.blocks.offloaded
+        pages = blocks.pool(context, batch, self.room.in_flight)
         model, method = spec_of(self.shape, context), resolve_method(self.config.method)
         tiers = method.layout(self.config, model, self.device).memory(self.config, model, pages, batch)
         own = method.own_memory(self.config, model, self.device, pages, batch)
@@ -177,6 +191,7 @@ class MethodMemory:
         items = (
             *engine_items(self.shape, self.room, batch),
             Item("host pool", "host", pages * self.blocks.block_bytes, "exact"),
+            Item("sliding windows", "device", self.windows(context, batch), "exact"),
             Item("digests", tier, tiers.digests, "exact"),
             Item("frames", tier, tiers.frames, "exact"),
             Item("staging", tier, tiers.staging, "exact"),

@@ -1,15 +1,19 @@
 """vLLM's CUDA worker with its KV cache in pinned host memory. NOT YET RUN ON A GPU (docs/cuda.md).
 
-There is no seam for the memory that the KV cache is made of. Both model runners make it by one
-``torch.zeros(..., dtype=torch.int8)`` (vllm/v1/worker/utils.py, ``allocate_kv_caches``) inside the context that
-``Worker._maybe_get_memory_pool_context("kv_cache")`` returns; that one call is redirected.
+There is no seam for the memory that the KV cache is made of. Both model runners make it by ``allocate_kv_cache``
+(vllm/v1/worker/utils.py), with one ``torch.zeros(..., dtype=torch.int8)``, inside the context that
+``Worker._maybe_get_memory_pool_context("kv_cache")`` returns. Within it that function is called once for the groups
+that are offloaded, whose memory is redirected, and once for each group that stays on the device (`device_groups`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import vllm
@@ -19,11 +23,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from hybrid_backend.engines.vllm import VLLM_VERSION
+from hybrid_backend.engines.vllm.device_groups import allocate, device_groups
 from hybrid_backend.engines.vllm.worker import HybridWorker
 from hybrid_backend.errors import EngineError
 from hybrid_backend.tiers.pinned import HostMemory, node_of_gpu
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
+"""V1's and V2's model runner: where `allocate_kv_cache` is called, by a name of the module's own."""
 
 
 class HybridGPUWorker(HybridWorker, Worker):
@@ -37,7 +49,20 @@ class HybridGPUWorker(HybridWorker, Worker):
             return super()._maybe_get_memory_pool_context(tag)
         if not vllm.__version__.startswith(VLLM_VERSION):
             raise EngineError(f"the KV cache of vLLM {vllm.__version__} cannot be redirected; install {VLLM_VERSION}")
-        return _redirected(self._host_pool)
+        return self._split_allocation()
+
+    @contextmanager
+    def _split_allocation(self) -> Iterator[None]:
+        def ours(kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            groups = device_groups(self.vllm_config, kv_cache_config)
+            on_host = partial(_redirected, self._host_pool)
+            return allocate(allocate_kv_cache, groups, on_host, kv_cache_config, *args, **kwargs)
+
+        with ExitStack() as patched:
+            for runner in _ALLOCATING:
+                if runner in sys.modules:
+                    patched.enter_context(patch.object(sys.modules[runner], "allocate_kv_cache", ours))
+            yield
 
     def _host_pool(self, nbytes: int) -> Tensor:
         if self.memory is not None:

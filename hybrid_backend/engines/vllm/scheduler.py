@@ -16,6 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from hybrid_backend.engines.vllm.device_groups import device_groups, own_pools
 from hybrid_backend.engines.vllm.outputs import HybridOutput
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Recomputing(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        own_pools(self.kv_cache_manager, device_groups(self.vllm_config, self.kv_cache_config))
         self._failed_at: dict[str, int] = {}  # of requests whose step failed, how many tokens they had then
 
     def update_from_output(
@@ -49,15 +51,16 @@ class Recomputing(Scheduler):
         # Others may have found such a block in the prefix cache since.
         victims = {each.request_id: each for each in mine}
         victims |= {each.request_id: each for each in self.running if bad.intersection(self._blocks(each))}
-        wrong = set(bad)
-        for request in victims.values():
-            if not wrong.intersection(self._blocks(request)):
-                continue
-            for blocks in self.kv_cache_manager.get_block_ids(request.request_id):
-                # The step wrote to every group, and names the pages of the one with full attention.
-                first = next((at for at, block in enumerate(blocks) if block in wrong), 0)
-                bad.update(blocks[first:])
         self.kv_cache_manager.evict_blocks(bad)
+        for request in victims.values():
+            if not bad.intersection(self._blocks(request)):
+                continue
+            # The step wrote to every group, and names the pages of the one with full attention.
+            for group in self.kv_cache_manager.coordinator.single_type_managers:
+                blocks = [block.block_id for block in group.req_to_blocks.get(request.request_id, ())]
+                shared = group.block_pool is self.kv_cache_manager.block_pool
+                first = next((at for at, block in enumerate(blocks) if shared and block in bad), 0)
+                group.block_pool.evict_blocks(set(blocks[first:]))
         given_up = [each.request_id for each in mine if self._failed_at.get(each.request_id) == each.num_tokens]
         self._failed_at = {name: tokens for name, tokens in self._failed_at.items() if name in self.requests}
         self._failed_at |= {each.request_id: each.num_tokens for each in mine}
@@ -74,7 +77,10 @@ class Recomputing(Scheduler):
         _logger.error("%s; computed again: %s; ended with an error: %s", output.why, again, given_up)
 
     def _blocks(self, request: Request) -> list[int]:
-        return [block for group in self.kv_cache_manager.get_block_ids(request.request_id) for block in group]
+        """Of the groups in the host pool, which is the one whose pages a step names."""
+        manager, name = self.kv_cache_manager, request.request_id
+        groups = [each for each in manager.coordinator.single_type_managers if each.block_pool is manager.block_pool]
+        return [block.block_id for group in groups for block in group.req_to_blocks.get(name, ())]
 
 
 def _is_stale(request: Request) -> bool:

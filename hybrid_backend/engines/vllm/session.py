@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 
 def attention_layers(model: nn.Module) -> list[Layer]:
-    """All layers with our attention, in order. The runtime counts layers as they are listed here."""
+    """All layers that keep keys and values, in order, as the runtime counts them: ours, and those with a sliding
+    window, which are the engine's own on a GPU (`device_groups`)."""
     modules = dict(model.named_modules())
     return [
         layer_at(modules, path)
         for path, module in modules.items()
-        if isinstance(module, Attention) and isinstance(module.impl, HybridImpl)
+        if isinstance(module, Attention) and (isinstance(module.impl, HybridImpl) or module.sliding_window is not None)
     ]
 
 
@@ -106,7 +107,8 @@ class Session:
         if full is None:
             raise EngineError("the model has no layer with full attention: nothing to offload")
         attentions = [layer.attention for layer in layers]
-        shapes = {(a.num_heads, a.num_kv_heads, a.head_size, a.impl.scale) for a in attentions}
+        ours = [each for each in attentions if isinstance(each.impl, HybridImpl)]
+        shapes = {(a.num_heads, a.num_kv_heads, a.head_size, a.impl.scale) for a in ours}
         if len(shapes) != 1:
             raise EngineError(f"layers of different shape are not supported: {sorted(shapes)}")
         model = ModelSpec(
@@ -121,9 +123,9 @@ class Session:
             hidden=vllm_config.model_config.get_hidden_size(),
             parks=parks_rows(vllm_config),
             layer_weight_bytes=sum(weight.nbytes for weight in layers[0].decoder.parameters()),
-            sinks=tuple(None if a.impl.sinks is None else a.impl.sinks.detach().float() for a in attentions),
+            sinks=tuple(_sinks(each) for each in attentions),
         )
-        views = [as_pages(a.kv_cache) for a in attentions]
+        views = [as_pages(a.kv_cache if a in ours else full.kv_cache[:0]) for a in attentions]
         self.runtime = HybridRuntime(
             config,
             model,
@@ -137,11 +139,12 @@ class Session:
         # The engine may have widened its blocks (for the state of layers that are not ours); pages are as configured.
         self.pages_per_block = vllm_config.cache_config.block_size // config.page_size
         for index, attention in enumerate(attentions):
-            attention.impl.bind(self.runtime, index)
+            if attention in ours:
+                attention.impl.bind(self.runtime, index)
         for groups in runner.attn_groups:
             for group in groups:
                 for builder in group.metadata_builders:
-                    builder.session = self
+                    builder.session = self  # builders of other backends do not ask for it
         self._step: Step | None = None  # that runs, or ran last
         self._unfinished: list[str] = []  # of it
         self._is_heard = vllm_config.parallel_config.rank == 0  # vLLM takes the output of one rank only
@@ -229,6 +232,12 @@ class Session:
     def _page_size(self, layer_name: str) -> int:
         context = self._runner.compilation_config.static_forward_context
         return int(context[layer_name].kv_cache.shape[2])
+
+
+def _sinks(attention: Attention) -> Tensor | None:
+    """``[heads]`` logits in fp32 of a layer that is ours."""
+    sinks = attention.impl.sinks if isinstance(attention.impl, HybridImpl) else None
+    return None if sinks is None else sinks.detach().float()
 
 
 def as_pages(kv_cache: Tensor) -> Tensor:
