@@ -21,16 +21,16 @@ WINDOWS_KEPT = 2
 only where its last window is still there."""
 
 
-def window_blocks(window: int, page_size: int, context: int, requests: int, in_flight: int) -> int:
+def window_blocks(window: int, page_size: int, requests: int, in_flight: int) -> int:
     """Blocks of a pool that one group of layers with a sliding window has for itself, on a GPU.
 
     Args:
-        window: in tokens; ``context``: tokens of the longest sequence.
+        window: in tokens.
         requests: that run at once.
         in_flight: tokens scheduled and not yet settled, of all requests together; a window keeps them beside its own.
     """
     # A step's own token is in flight, and the window may begin inside a block.
-    each = -(-min(window, context) // page_size) + 1
+    each = -(-window // page_size) + 1
     return WINDOWS_KEPT * requests * each + -(-in_flight // page_size) + NULL_BLOCKS
 
 

@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
 from hybrid_backend.engines.vllm.blocks import Blocks
+from hybrid_backend.engines.vllm.device_groups import register_specs
 from hybrid_backend.engines.vllm.footprint import MethodMemory, Room, engine_items, largest
 from hybrid_backend.engines.vllm.platform import prepare
 from hybrid_backend.engines.vllm.settings import chosen, replace_config
@@ -45,6 +46,11 @@ class HybridCudaPlatform(CudaPlatform):
             changed = bound_requests(vllm_config, config, cls.get_device_total_memory())
             if changed:
                 init_logger("vllm.hybrid_backend").warning_once(changed)
+
+    @classmethod
+    def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
+        super().register_custom_kv_cache_specs(vllm_config)
+        register_specs()
 
     @classmethod
     def get_attn_backend_cls(
@@ -96,7 +102,7 @@ def bound_requests(vllm_config: VllmConfig, config: HybridConfig, device_bytes: 
     def needed(batch: int) -> int:
         engine = sum(item.bytes for item in engine_items(shape, room, batch) if item.place == "device")
         longest = vllm_config.model_config.max_model_len
-        return engine + memory.windows(longest, batch) + memory.gauges(pages, batch, longest)["hybrid_device_bytes"]
+        return engine + memory.windows(batch) + memory.gauges(pages, batch, longest)["hybrid_device_bytes"]
 
     limit, asked = room.limit("device"), scheduler.max_num_seqs
     fits = largest(lambda batch: needed(batch) <= limit, asked)

@@ -167,14 +167,14 @@ class MethodMemory:
             return 0
         return batch - min(batch, layout.shared_pages(batch) // -(-context // self.config.page_size))
 
-    def windows(self, context: int, batch: int) -> int:
+    def windows(self, batch: int) -> int:
         """Bytes of the device for layers with a sliding window, which stay there whole; on a CPU the host pool has
         them."""
         if self.room.on_host:
             return 0
         page = self.config.page_size
         return sum(
-            layers * self.shape.page_bytes(page) * window_blocks(window, page, context, batch, self.room.in_flight)
+            layers * self.shape.page_bytes(page) * window_blocks(window, page, batch, self.room.in_flight)
             for window, layers in Counter(self.shape.attention_windows).items()
             if window is not None
         )
@@ -191,7 +191,7 @@ class MethodMemory:
         items = (
             *engine_items(self.shape, self.room, batch),
             Item("host pool", "host", pages * self.blocks.block_bytes, "exact"),
-            Item("sliding windows", "device", self.windows(context, batch), "exact"),
+            Item("sliding windows", "device", self.windows(batch), "exact"),
             Item("digests", tier, tiers.digests, "exact"),
             Item("frames", tier, tiers.frames, "exact"),
             Item("staging", tier, tiers.staging, "exact"),

@@ -26,13 +26,13 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from hybrid_backend.engines.vllm import VLLM_VERSION
-from hybrid_backend.engines.vllm.device_groups import allocate, device_groups
+from hybrid_backend.engines.vllm.device_groups import allocate, on_device
 from hybrid_backend.engines.vllm.worker import HybridWorker
 from hybrid_backend.errors import EngineError
 from hybrid_backend.tiers.pinned import HostMemory, node_of_gpu
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
 """V1's and V2's model runner: where `allocate_kv_cache` is called, by a name of the module's own."""
@@ -44,6 +44,9 @@ class HybridGPUWorker(HybridWorker, Worker):
     memory: HostMemory | None = None
     device_view: Tensor  # the same memory as a tensor of the device
 
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return on_device(super().get_kv_cache_spec(), self.vllm_config)
+
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache":
             return super()._maybe_get_memory_pool_context(tag)
@@ -54,9 +57,7 @@ class HybridGPUWorker(HybridWorker, Worker):
     @contextmanager
     def _split_allocation(self) -> Iterator[None]:
         def ours(kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-            groups = device_groups(self.vllm_config, kv_cache_config)
-            on_host = partial(_redirected, self._host_pool)
-            return allocate(allocate_kv_cache, groups, on_host, kv_cache_config, *args, **kwargs)
+            return allocate(allocate_kv_cache, partial(_redirected, self._host_pool), kv_cache_config, *args, **kwargs)
 
         with ExitStack() as patched:
             for runner in _ALLOCATING:

@@ -16,7 +16,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from hybrid_backend.engines.vllm.device_groups import device_groups, own_pools
 from hybrid_backend.engines.vllm.outputs import HybridOutput
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ class Recomputing(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        own_pools(self.kv_cache_manager, device_groups(self.vllm_config, self.kv_cache_config))
         self._failed_at: dict[str, int] = {}  # of requests whose step failed, how many tokens they had then
 
     def update_from_output(

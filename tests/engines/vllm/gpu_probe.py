@@ -32,6 +32,7 @@ from tests.engines.vllm.watched_attention import Watch, watch_attention
 
 PROMPTS, TOKENS, CHUNK, LONGEST = (46, 94, 142), 4, 64, 192
 BLOCK, BLOCKS = 16, 17  # the prompts take 17, three of which two of them share; they grow to 20: one is preempted
+FAMILY_BLOCKS = BLOCKS
 ABORTED_AT = 5  # of the steps, when all prompts have been computed
 ROWS = 4
 VOCABULARY, LAYERS, KV_HEADS, DIM = 256, 3, 2, 32
@@ -60,6 +61,8 @@ APEX: dict[str, Any] = {"method": "apex", "apex": {"device_tokens": 5 * BLOCK, "
 FEWER = {"apex.overlap": 13}  # blocks: requests that park grow later, when the first is done
 LONGER = 8  # tokens of sparse answers, and of those of requests that park
 WAITING = ("hgca.caches",)  # for the workers, before a step: a context cache is full, or its judging is not done
+# Tiny models of tests/engines/vllm/families.py, and how many of their layers have full attention.
+FAMILIES = {"gemma3": 2, "gpt_oss": 2, "lfm2": 3}
 CARDS = (1600, 1900, 8000)  # MiB
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout": ({**EXACT, "frames_per_request": 4}, MIXED),
@@ -76,6 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "apex": (APEX, MIXED),
     "apex.overlap": ({**APEX, "apex": {**APEX["apex"], "strategy": "overlap"}}, MIXED),
     "again": ({**EXACT, "frames_per_request": 4}, MIXED),
+    **{family: ({**EXACT, "exact_layers": [], "frames_per_request": 4}, MIXED) for family in FAMILIES},
     **dict.fromkeys(("late", "late.always"), (LATE, MIXED)),
     "late.full": (LATE, FULL),
 }
@@ -96,6 +100,14 @@ def build(folder: Path) -> Any:
     return model
 
 
+def build_family(name: str, folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from tests.engines.vllm import families
+
+    return AutoModelForCausalLM.from_pretrained(families.build(name, folder), dtype="float32")
+
+
 def prompts() -> list[list[int]]:
     import random
 
@@ -105,11 +117,11 @@ def prompts() -> list[list[int]]:
     return made
 
 
-def expected(folder: Path) -> list[list[int]]:
+def expected(model: Any) -> list[list[int]]:
     """What transformers answers."""
     import torch
 
-    model, answers = build(folder), []
+    answers = []
     for prompt in prompts():
         out = model.generate(torch.tensor([prompt]), max_new_tokens=LONGER, min_new_tokens=LONGER, do_sample=False)
         answers.append(out[0, len(prompt) :].tolist())
@@ -117,13 +129,14 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 def options(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None, blocks: int = BLOCKS) -> dict[str, Any]:
+    layers = FAMILIES.get(model.name, LAYERS)
     from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER
 
     return dict(
         model=str(model), attention_backend=BACKEND, worker_cls=GPU_WORKER, dtype="float32", skip_tokenizer_init=True,
         max_model_len=LONGEST, max_num_seqs=ROWS, max_num_batched_tokens=CHUNK, enforce_eager=graphs is None,
         compilation_config=graphs or {"custom_ops": ["none"]}, block_size=BLOCK,
-        kv_cache_memory_bytes=(blocks + 1) * LAYERS * KV_HEADS * 2 * BLOCK * DIM * 4,  # vLLM keeps one for itself
+        kv_cache_memory_bytes=(blocks + 1) * layers * KV_HEADS * 2 * BLOCK * DIM * 4,  # vLLM keeps one for itself
         additional_config={"hybrid": {"page_size": BLOCK, "model": {"match": "*"}, **hybrid}},
         disable_log_stats=True,
     )  # fmt: skip
@@ -243,8 +256,8 @@ def ask_twice(llm: Any) -> dict[str, Any]:
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[3:]
     simulated_gpu.prepare(folder)
-    answers = expected(folder / "model")
-    late_answers = late_probe.expected(build(folder / "model"), prompts())
+    llama = build(folder / "model")
+    answers, late_answers = expected(llama), late_probe.expected(llama, prompts())
     watch = watch_attention()
     with simulated_gpu.simulated_gpu():
         for name in names:
@@ -261,6 +274,10 @@ def main() -> None:
                         )
                         found = run(folder / "model", *CASES[name], serving, late_probe.BLOCKS)
                     found["expected"] = late_answers
+                elif name in FAMILIES:
+                    model = build_family(name, folder / name)
+                    found = run(folder / name, *CASES[name], partial(serve, count=LONGER, waits=False), FAMILY_BLOCKS)
+                    found["expected"] = expected(model)
                 else:
                     tokens = LONGER if CASES[name][0].get("sinks") or name in FEWER else TOKENS
                     serving = partial(serve, count=tokens, waits=name in WAITING)

@@ -192,7 +192,7 @@ def _pretend_operators() -> None:
     operators.rms_norm, operators.fused_add_rms_norm = rms_norm, fused_add_rms_norm
     operators.get_cuda_view_from_cpu_tensor = Far
     operators.weak_ref_tensor = lambda x: x
-    for name in ("silu_and_mul", "rotary_embedding"):  # taken, but custom operators are off
+    for name in ("silu_and_mul", "gelu_tanh_and_mul", "rotary_embedding"):  # taken, but custom operators are off
         setattr(operators, name, None)
     for name in ("scaled_mm_supports_block_fp8", "scaled_mm_supports_fp8", "group_gemm_supported"):
         setattr(operators, f"cutlass_{name}", lambda *_: False)
