@@ -16,7 +16,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
 from hybrid_backend.engines.vllm.blocks import Blocks
-from hybrid_backend.engines.vllm.device_groups import register_specs
 from hybrid_backend.engines.vllm.footprint import MethodMemory, Room, engine_items, largest
 from hybrid_backend.engines.vllm.platform import prepare
 from hybrid_backend.engines.vllm.settings import chosen, replace_config
@@ -49,6 +48,9 @@ class HybridCudaPlatform(CudaPlatform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
+        # Not at the top: it asks for the platform, which is being made when this module is imported.
+        from hybrid_backend.engines.vllm.device_groups import register_specs
+
         super().register_custom_kv_cache_specs(vllm_config)
         register_specs()
 

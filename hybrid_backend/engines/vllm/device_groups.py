@@ -96,7 +96,7 @@ class _OwnPool(SingleTypeKVCacheManager):
     def __init__(self, kv_cache_spec: DeviceWindowSpec | DeviceStateSpec, block_pool: BlockPool, **kwargs: Any) -> None:
         # Without events, which would be taken for those of the host pool's blocks of the same ids.
         own = BlockPool(kv_cache_spec.pool_blocks, kwargs["enable_caching"], block_pool.hash_block_size)
-        super().__init__(kv_cache_spec, own, **kwargs)
+        super().__init__(kv_cache_spec, block_pool=own, **kwargs)
         self._shared = block_pool
         # vLLM zeroes new blocks, so that one group's bytes are not read as another's, and names them without a group.
         self._record_new_block_ids = False

@@ -133,6 +133,7 @@ def _pretend_driver() -> None:
     torch.cuda.synchronize = torch.accelerator.synchronize = lambda *_: far_device._work.finish()
     torch.Event = Event
     tensor = torch.tensor
+    torch.utils._device._device_constructors()  # remembers what a default device is given to, torch.tensor among it
 
     def pinned_tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         made = tensor(*args, **kwargs)
