@@ -145,20 +145,31 @@ class Session:
             for group in groups:
                 for builder in group.metadata_builders:
                     builder.session = self  # builders of other backends do not ask for it
+        self._batch: Any = None  # of the V2 runner
+        if not hasattr(runner, "input_batch"):
+            self._watch_batches(runner.model_state)
         self._step: Step | None = None  # that runs, or ran last
         self._unfinished: list[str] = []  # of it
         self._is_heard = vllm_config.parallel_config.rank == 0  # vLLM takes the output of one rank only
         self.is_scheduled = False
 
     def request_ids(self, metadata: CommonAttentionMetadata) -> list[str]:
-        """Request of each row. vLLM's V1 runner keeps them on its input batch, the V2 runner in its request table."""
-        batch = getattr(self._runner, "input_batch", None)
-        if batch is not None:
-            return list(batch.req_ids[: metadata.num_reqs])
-        if metadata.req_idx is None:
+        """Request of each row."""
+        batch = getattr(self._runner, "input_batch", self._batch)
+        if batch is None:
             raise EngineError("vLLM's model runner did not say which request each row belongs to")
-        table = self._runner.req_states.index_to_req_id
-        return [table[int(index)] for index in metadata.req_idx]
+        return list(batch.req_ids[: metadata.num_reqs])
+
+    def _watch_batches(self, state: Any) -> None:
+        """vLLM's V1 runner keeps its input batch. The V2 runner has one per step, which it hands to the model's state
+        (v1/worker/gpu/model_states/interface.py, ``ModelState.prepare_attn``): not all of them tell the builders."""
+        prepare = state.prepare_attn
+
+        def prepared(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._batch = input_batch
+            return prepare(input_batch, *args, **kwargs)
+
+        state.prepare_attn = prepared
 
     def step_for(self, layer_names: Sequence[str], batch: Batch) -> Step:
         """The runtime's step for one KV cache group: the full-attention group's is the one that methods plan."""

@@ -167,7 +167,17 @@ class _Registers:
 
 @cache
 def _kind_of_parameter(kind: Any) -> Any:
-    plain = {"__torch_function__": torch._C._disabled_torch_function_impl, "__new__": object.__new__}
+    data: Any = Tensor.data
+
+    def replace(self: Any, value: Far) -> None:
+        data.__set__(self, value)
+        self.inner = value.inner
+
+    plain = {
+        "__torch_function__": torch._C._disabled_torch_function_impl,
+        "__new__": object.__new__,
+        "data": property(data.__get__, replace),
+    }
     return type(kind)(kind.__name__, (Far, kind), plain)
 
 
