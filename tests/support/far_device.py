@@ -414,9 +414,23 @@ def _kernel_arguments(launch: Any) -> Any:
                     f"{self.fn.__name__} was given a tensor {tuple(x.shape)} that the device cannot see"
                 )
         near = [*map(_near, args)], {name: _near(x) for name, x in kwargs.items()}
+        if callable(self.grid):
+            self.grid = _that_chooses_arguments(self.grid)
         _work.launch(lambda: launch(self, *near[0], **near[1]))
 
     return launched
+
+
+def _that_chooses_arguments(grid: Any) -> Any:
+    """A grid's function may put other tensors among the kernel's arguments, as vLLM's convolutions do."""
+    from triton.runtime.interpreter import _implicit_cvt
+
+    def chosen(arguments: dict[str, Any]) -> Any:
+        found = grid(arguments)
+        arguments |= {name: _implicit_cvt(_near(x)) for name, x in arguments.items() if isinstance(x, Tensor)}
+        return found
+
+    return chosen
 
 
 def build_guard(folder: Path) -> None:

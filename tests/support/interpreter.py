@@ -22,6 +22,7 @@ def interpret_triton() -> None:
         triton.knobs.runtime.interpret = True
         _patch_once_per_launch()
         _leave_out_overlap()
+        _take_any_mask()
     finally:
         del os.environ["TRITON_INTERPRET"]
 
@@ -32,6 +33,21 @@ def _leave_out_overlap() -> None:
 
     for name in ("gdc_wait", "gdc_launch_dependents"):
         setattr(cuda, name, lambda: None)
+
+
+def _take_any_mask() -> None:
+    """A scalar's comparison and a vector's make a mask of numbers, which the interpreter refuses and a GPU does not."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def of_bools(mask: Any) -> Any:
+        return TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *args: load(self, ptrs, of_bools(mask), *args)
+    InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *args: store(
+        self, ptrs, value, of_bools(mask), *args
+    )
 
 
 def _patch_once_per_launch() -> None:

@@ -24,7 +24,9 @@ def install() -> None:
 
 
 # vLLM's wrapper, which reads these annotations, knows no others.
-def attend(mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor, layer_name: LayerNameType) -> None:
+def attend(
+    mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor, layer_name: LayerNameType
+) -> None:
     context = get_forward_context()
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
     if not isinstance(context.attn_metadata, dict):  # profiling
@@ -52,8 +54,12 @@ def sequence(layer: Any, slot: int, goes_on: bool, mixed: Tensor, b: Tensor, a: 
     weight = gdn_attention._unpacked_conv_weight(layer)
     mixed = F.silu(F.conv1d(seen[None], weight[:, None], layer.conv1d.bias, groups=len(weight))[0].T)
     widths = [layer.key_dim // layer.tp_size] * 2 + [layer.value_dim // layer.tp_size]
-    q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(
-        mixed.split(widths, 1), (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim), strict=True))
+    q, k, v = (
+        part.unflatten(1, (-1, dim))
+        for part, dim in zip(
+            mixed.split(widths, 1), (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim), strict=True
+        )
+    )
     each = v.shape[1] // k.shape[1]
     q, k = (F.normalize(x, dim=-1, eps=1e-6).repeat_interleave(each, 1) for x in (q, k))
     q = q * layer.head_k_dim**-0.5
