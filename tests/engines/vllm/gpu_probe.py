@@ -32,7 +32,7 @@ from tests.engines.vllm.watched_attention import Watch, watch_attention
 
 PROMPTS, TOKENS, CHUNK, LONGEST = (46, 94, 142), 4, 64, 192
 BLOCK, BLOCKS = 16, 17  # the prompts take 17, three of which two of them share; they grow to 20: one is preempted
-FAMILY_BLOCKS = 15  # longer answers of fewer requests
+FAMILY_BLOCKS = 19
 ABORTED_AT = 5  # of the steps, when all prompts have been computed
 ROWS = 4
 VOCABULARY, LAYERS, KV_HEADS, DIM = 256, 3, 2, 32
@@ -46,6 +46,7 @@ EXACT = {
     "recall": {"intervals": 2},
 }
 LATE = {**EXACT, "frames_per_request": 4, "workers": {"deadline_seconds": late_probe.DEADLINE}}
+FAMILY = {**EXACT, "exact_layers": [], "frames_per_request": 4}
 # Contexts of up to ten pages attend four, two of which their digests choose.
 SPARSE = {
     "budget_tokens": 4 * BLOCK,
@@ -62,7 +63,7 @@ FEWER = {"apex.overlap": 13}  # blocks: requests that park grow later, when the 
 LONGER = 8  # tokens of sparse answers, and of those of requests that park
 WAITING = ("hgca.caches",)  # for the workers, before a step: a context cache is full, or its judging is not done
 # Tiny models of tests/engines/vllm/families.py, and how many of their layers have full attention.
-FAMILIES = {"gemma3": 2}
+FAMILIES = {"gemma3": 2, "gemma3.full": 2}
 CARDS = (1600, 1900, 8000)  # MiB
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout": ({**EXACT, "frames_per_request": 4}, MIXED),
@@ -79,7 +80,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "apex": (APEX, MIXED),
     "apex.overlap": ({**APEX, "apex": {**APEX["apex"], "strategy": "overlap"}}, MIXED),
     "again": ({**EXACT, "frames_per_request": 4}, MIXED),
-    **{family: ({**EXACT, "exact_layers": [], "frames_per_request": 4}, MIXED) for family in FAMILIES},
+    "gemma3": (FAMILY, MIXED),
+    "gemma3.full": (FAMILY, FULL),
     **dict.fromkeys(("late", "late.always"), (LATE, MIXED)),
     "late.full": (LATE, FULL),
 }
@@ -105,7 +107,7 @@ def build_family(name: str, folder: Path) -> Any:
 
     from tests.engines.vllm import families
 
-    return AutoModelForCausalLM.from_pretrained(families.build(name, folder), dtype="float32")
+    return AutoModelForCausalLM.from_pretrained(families.build(name.partition(".")[0], folder), dtype="float32")
 
 
 def prompts() -> list[list[int]]:
@@ -225,6 +227,7 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
         "scheduler": type(engine.engine_core.engine_core.scheduler).__name__,
         "gauges": runtime.gauges(),
         "planned": planned(llm),
+        **groups(llm),
         "copied_bytes": runtime.gauges()["hybrid_copied_bytes"],
         "replays": Graph.replays - before,
         "preempted": sorted(name.partition("-")[0] for name in preempted),
@@ -234,16 +237,36 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     }
 
 
+def groups(llm: Any) -> dict[str, Any]:
+    """Who attends the layers of each kind, what those with a window take, and what is left in the pools of blocks."""
+    held = llm.llm_engine.model_executor.driver_worker.worker
+    layers = held.vllm_config.compilation_config.static_forward_context.values()
+    layers = [layer for layer in layers if hasattr(layer, "attn_backend")]
+    kind = {True: "full_attention", False: "sliding_attention"}
+    windows = {id(layer.kv_cache): layer.kv_cache for layer in layers if layer.sliding_window is not None}
+    managers = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers
+    return {
+        "backends": {kind[each.sliding_window is None]: each.attn_backend.__name__ for each in layers},
+        "window_bytes": sum(each.nbytes for each in windows.values()),
+        "planned_window_bytes": planner(llm).windows(ROWS),
+        "blocks_left": sum(len(blocks) for each in managers for blocks in each.req_to_blocks.values()),
+    }
+
+
 def planned(llm: Any) -> dict[str, int]:
     """What the planner says that the runtime reports."""
+    runtime = llm.llm_engine.model_executor.driver_worker.worker.session.runtime
+    return planner(llm).gauges(runtime.tiers.host.pages, ROWS, LONGEST)
+
+
+def planner(llm: Any) -> Any:
     from hybrid_backend.engines.vllm.blocks import Blocks
     from hybrid_backend.engines.vllm.footprint import MethodMemory, Room
     from hybrid_backend.model import read_json, shape_from_config
 
     runtime = llm.llm_engine.model_executor.driver_worker.worker.session.runtime
     shape = shape_from_config(read_json(Path(llm.llm_engine.model_config.model, "config.json")), "")
-    memory = MethodMemory(shape, Blocks.of(shape, BLOCK), Room(simulated_gpu.TOTAL, 0, CHUNK), runtime.config)
-    return memory.gauges(len(runtime.tiers.host.layers[0]), ROWS, LONGEST)
+    return MethodMemory(shape, Blocks.of(shape, BLOCK), Room(simulated_gpu.TOTAL, 0, CHUNK), runtime.config)
 
 
 def ask_twice(llm: Any) -> dict[str, Any]:

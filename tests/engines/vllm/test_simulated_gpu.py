@@ -28,6 +28,7 @@ V1 = ["scout.full", "apex.overlap"]
 APEX = {"apex": "lockstep", "apex.overlap": "overlap"}
 LATE_V2, LATE_V1 = ["late", "late.always"], ["late.full"]
 EXACT = ("scout", "scout.full")
+FAMILIES = ["gemma3", "gemma3.full"]  # V2, V1
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     folder = tmp_path_factory.mktemp("simulated")
     root = str(Path(__file__).parents[3])
-    for runner, names in (("v2", [*V2, *SPARSE, "again", *LATE_V2, "at_once"]), ("v1", [*V1, *LATE_V1])):
+    runs = {"v2": [*V2, *SPARSE, "gemma3", "again", *LATE_V2, "at_once"], "v1": [*V1, *LATE_V1, "gemma3.full"]}
+    for runner, names in runs.items():
         command = [sys.executable, "-m", "tests.engines.vllm.gpu_probe", folder, runner, *names]
         with (folder / "log").open("ab") as log, suppress(subprocess.TimeoutExpired):  # its log says more
             subprocess.run(
@@ -91,6 +93,21 @@ def test_decode_steps_are_replayed_graphs(seen: Probe, name: str) -> None:
 @pytest.mark.parametrize(("name", "runner"), [("scout", "gpu.model_runner"), ("scout.full", "gpu_model_runner")])
 def test_both_model_runners_are_driven(seen: Probe, name: str, runner: str) -> None:
     assert seen(name)["runner"] == f"vllm.v1.worker.{runner}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_with_a_sliding_window_stay_on_the_device_by_the_engine_s_own_kernels(seen: Probe, name: str) -> None:
+    """In replayed graphs, with requests that outgrow their window and the frames: token for token as transformers. The
+    host pool holds the layers with full attention, the device a pool of blocks per group of the others."""
+    found = seen(name)
+    assert found["tokens"] == found["expected"]
+    assert found["replays"] > 0 and found["cpu_tokens"] > 0 and "aborted" in found["ran"]
+    kinds = {"sliding_attention": "TritonAttentionBackend", "full_attention": "HybridBackend"}
+    assert found["backends"] == kinds
+    assert found["gauges"]["hybrid_host_pool_pages"] == found["planned"]["hybrid_host_pool_pages"]
+    assert found["gauges"]["hybrid_device_bytes"] == found["planned"]["hybrid_device_bytes"]
+    assert found["window_bytes"] == found["planned_window_bytes"] > 0
+    assert found["blocks_left"] == 0
 
 
 def test_the_last_token_of_a_cached_prompt_is_answered_by_the_graph_it_replays(seen: Probe) -> None:
