@@ -194,13 +194,19 @@ def missing(package: str, leans: Iterable[Lean], folder: Path | None = None) -> 
         package: the engine's, which is not imported.
         folder: which holds the package; None: where Python would import it from.
     """
+    folder = folder or folder_of(package)
     if folder is None:
-        spec = find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            return [f"{package}: it cannot be imported"]
-        folder = Path(next(iter(spec.submodule_search_locations))).parent
+        return [f"{package}: it cannot be imported"]
     sources = Sources(folder)
     return [f"{what} ({lean.use})" for lean in leans for what in _lacks(sources, lean)]
+
+
+def folder_of(package: str) -> Path | None:
+    """The folder from which Python would import a package; None: there is none."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))).parent
 
 
 def _lacks(sources: Sources, lean: Lean) -> list[str]:
@@ -249,10 +255,14 @@ def _cut(text: str, name: str, indent: str, *kinds: str) -> str:
     for kind in kinds:
         for follows in ("(", ":", "["):
             first = text.rfind(f"\n{indent}{kind}{name}{follows}")
-            if first >= 0:
-                end = re.compile(rf"\n {{0,{len(indent)}}}[^\s#)\]}}]").search(text, first + 1)
-                block = text[first + 1 : end.start() if end else None]
-                return block.replace(f"\n{indent}", "\n").removeprefix(indent) if indent else block
+            if first < 0:
+                continue
+            block = text[first + 1 :]
+            for end in re.finditer(rf"\n {{0,{len(indent)}}}[^\s#)\]}}]", block):
+                if block.count('"""', 0, end.start()) % 2 == 0:  # else it is a line of a long string
+                    block = block[: end.start()]
+                    break
+            return block.replace(f"\n{indent}", "\n").removeprefix(indent)
     return ""
 
 

@@ -75,13 +75,8 @@ def command_line() -> tuple[Callable[[], None], Callable[[Any], Any], Callable[[
     return cli_env_setup, make_arg_parser, validate_parsed_serve_args
 
 
-def end_with_error(scheduler: Scheduler, request_ids: Iterable[str], why: str) -> None:
-    """Have vLLM end requests with an error. Those whose grammar cannot be compiled end so: until 0.32 a set of their
-    names, since 0.33 with what the client is told."""
+def end_with_error(scheduler: Scheduler, request_ids: Iterable[str]) -> None:
+    """Have vLLM end requests with an error, as it does those whose grammar cannot be compiled: until 0.32 a set of
+    their names, since 0.33 with what else the client is told, which is nothing here."""
     given_up = scheduler.grammar_compile_error_reqs
-    if isinstance(given_up, set):
-        given_up.update(request_ids)
-        return
-    from vllm.outputs import RequestError
-
-    given_up.update({name: RequestError(code="internal_error", message=why) for name in request_ids})
+    given_up.update(request_ids if isinstance(given_up, set) else dict.fromkeys(request_ids))

@@ -70,7 +70,7 @@ class Recomputing(Scheduler):
             else:  # preempted since; what is on its way would still be delivered
                 request.drop_stale_output = True
         self.prev_step_scheduled_req_ids.difference_update(victims)
-        end_with_error(self, given_up, output.why)
+        end_with_error(self, given_up)
         again = [name for name in victims if name not in given_up]
         _logger.error("%s; computed again: %s; ended with an error: %s", output.why, again, given_up)
 
