@@ -23,8 +23,9 @@ export HYBRID_CACHE
 # cpu or cuda: which build of the engine is installed. The CUDA tier has not run on a GPU yet, so a machine that has one
 # gets the CPU engine too unless cuda is asked for.
 DEVICE ?= cpu
-# Another version of the engine than the locked one, in an environment of its own (docs/engines.md): make test
-# ENGINE_VERSION=0.31.0, make test-sglang ENGINE_VERSION=0.5.22. requirements/ENGINE-VERSION.txt says what else differs.
+# Another version of the engine than the locked one, in an environment of its own (docs/engines.md): `make test
+# ENGINE_VERSION=0.31.0`, `make test ENGINE=sglang ENGINE_VERSION=0.5.22`. requirements/ENGINE-VERSION.txt says what else
+# differs from the lock.
 ENGINE_VERSION ?=
 
 # -- fixed ---------------------------------------------------------------------------------------------------
@@ -103,9 +104,11 @@ endif
 # file says what differs, nothing but the engine is changed: so a release of today can be tried.
 define another_engine
 	@echo "==> $(2) $(ENGINE_VERSION) instead of the locked one"
+	$(if $(filter vllm,$(2)),@$(1)/bin/python requirements/cpu_operators.py keep $(1)/.operators)
 	@$(1)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes $(3)
 	@$(if $(call differs,$(2)),$(call locked,$(1)) -r $(call differs,$(2)),\
-	  for package in $(3); do $(call install,$(1)) --no-deps "$$package==$(ENGINE_VERSION)" && exit; done; exit 1)
+	  for package in $(3); do $(call install,$(1)) --no-deps "$$package==$(ENGINE_VERSION)" && break; done)
+	$(if $(filter vllm,$(2)),@$(1)/bin/python requirements/cpu_operators.py lay $(1)/.operators)
 endef
 
 # --no-deps: the engine's lock file holds everything that torch needs. $(1): environment
@@ -168,11 +171,17 @@ test-install: $(TEST_STAMP) ## Install what the tests need
 
 # SGLang is installed beside vLLM, since pip keeps one core busy (if that fails, test-sglang tries again and says why).
 # pytest ends with 5 when nothing was selected; for the engine tests that is fine (TESTS=tests/unit/hub).
+ifeq ($(ENGINE_VERSION),)
 test: ## Run all tests: first those without an engine, then those with vLLM, then with SGLang, in two processes
 	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory $(SGLANG_ENGINE_STAMP) & )$(MAKE) --no-print-directory test-install; wait
 	$(PY) -m pytest $(TESTS) -q -n 2 --dist worksteal -m "not engine and not gpu" --ignore tests/engines/sglang --durations 20 || [ $$? -eq 5 ]
 	$(PY) -m pytest $(TESTS) -q -n 2 --dist loadfile -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" --ignore tests/engines/sglang --durations 20 || [ $$? -eq 5 ]
 	$(if $(filter tests,$(TESTS)),@$(MAKE) --no-print-directory test-sglang)
+else
+test: $(if $(filter sglang,$(ENGINE)),$(SGLANG_TEST_STAMP),$(TEST_STAMP)) # the engine's tests, with that version
+	$(ENGINE_VENV)/bin/python -m pytest $(if $(filter tests,$(TESTS)),tests/engines,$(TESTS)) -q -n 2 --dist loadfile -m "engine and not gpu" \
+	  --ignore tests/engines/$(if $(filter sglang,$(ENGINE)),vllm,sglang) --durations 20
+endif
 
 test-fast: test-install ## Run the quick tests, which need no engine: two minutes on two quiet cores
 	$(PY) -m pytest tests/unit -q -n 2 --dist worksteal -m "not gpu"
