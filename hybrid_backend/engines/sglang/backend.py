@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from hybrid_backend.engines.sglang import patches
-from hybrid_backend.engines.sglang.checks import check_version
+from hybrid_backend.engines.sglang.compat import check_engine
 from hybrid_backend.engines.sglang.hooks import attach_lookahead
 from hybrid_backend.engines.sglang.session import Session, attention_layers
 from hybrid_backend.engines.sglang.settings import config_of
@@ -22,7 +22,7 @@ class HybridBackend(AttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        check_version()
+        check_engine()
         if runner.device != "cpu":
             raise EngineError(f"the hybrid backend of this version runs on SGLang's CPU device, not on {runner.device}")
         patches.verify()

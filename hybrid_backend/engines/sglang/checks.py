@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import nn
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.sglang import BACKEND, SGLANG_VERSION
+from hybrid_backend.engines.sglang import BACKEND
+from hybrid_backend.engines.sglang.compat import check_engine
 from hybrid_backend.engines.sglang.settings import host_pool_bytes
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
@@ -19,18 +19,11 @@ from hybrid_backend.workers import resolve_kernel
 _STOCK = f"leave out --attention-backend {BACKEND} for this model"
 
 
-def check_version() -> None:
-    """Raise EngineError for an SGLang whose internals are not the ones that we know."""
-    installed = version("sglang")
-    if installed != SGLANG_VERSION:
-        raise EngineError(f"SGLang {installed} is not supported; install sglang=={SGLANG_VERSION}")
-
-
 def check_arguments(arguments: Any, config: HybridConfig) -> None:
     """Raise EngineError or ConfigError for the first thing that cannot work. ``arguments``: SGLang's, as resolved."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
-    check_version()
+    check_engine(warns=True)
     method = resolve_method(config.method)
     resolve_kernel(config.workers.kernel)
     _refuse(_unsupported_arguments(arguments))

@@ -1,4 +1,4 @@
-"""Everything that we hook inside SGLang, by its own `HookRegistry`; written for SGLANG_VERSION only.
+"""Everything that we hook inside SGLang, by its own `HookRegistry`.
 
 * around ``KVCacheConfigurator._profile_available_bytes``: the pool is sized from the host budget, not from free device
   memory;
@@ -14,7 +14,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from hybrid_backend.engines.sglang import SGLANG_VERSION
+from hybrid_backend.engines.sglang.compat import SGLANG
 from hybrid_backend.engines.sglang.settings import chosen, config_of, host_pool_bytes
 from hybrid_backend.errors import EngineError
 
@@ -50,7 +50,7 @@ def verify() -> None:
     """Raise EngineError unless both hooks are in place in this process."""
     for target, hook in ((_BUDGET, _host_budget), (_FREE_ROWS, _rows_freed)):
         if not _wraps(pkgutil.resolve_name(target), hook):
-            raise EngineError(f"SGLang did not apply the hook on {target}; install sglang=={SGLANG_VERSION}")
+            raise EngineError(f"SGLang did not apply the hook on {target}; {SGLANG.fix}")
 
 
 def _wraps(function: Any, hook: Callable[..., Any]) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
 from typing import Any
 
-from hybrid_backend.engines.sglang import BACKEND, SGLANG_VERSION, patches
+from hybrid_backend.engines.sglang import BACKEND, compat, patches
 
 
 def register() -> None:
@@ -15,13 +14,15 @@ def register() -> None:
     SGLang only logs what this raises, so nothing here may fail quietly: without the name, SGLang refuses the flag;
     without a hook, `patches.verify` refuses to serve.
     """
+    if not compat.can_register():
+        return
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([BACKEND])
     register_attention_backend(BACKEND)(_create)
-    if version("sglang") == SGLANG_VERSION:
+    if not compat.missing():  # else the backend says what is
         patches.register()
 
 

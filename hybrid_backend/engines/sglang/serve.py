@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.address import check_address
-from hybrid_backend.engines.registry import installed_version
-from hybrid_backend.engines.sglang import BACKEND, SGLANG_VERSION
+from hybrid_backend.engines.sglang import BACKEND, compat
 from hybrid_backend.engines.sglang.settings import ENV_RESOLVED
 from hybrid_backend.errors import EngineError, HybridError
 
@@ -23,15 +22,13 @@ _HOST, _PORT = "127.0.0.1", 30000
 
 
 def check_installation() -> None:
-    """Raise EngineError unless the supported SGLang is installed, before it is imported."""
-    installed = installed_version("sglang")
-    if installed is None:
+    """Raise EngineError unless an SGLang is installed that has what we lean on, before it is imported."""
+    if compat.installed() is None:
         raise EngineError(
-            f"SGLang is not installed here; install sglang=={SGLANG_VERSION} in an environment of its own, "
+            f"SGLang is not installed here; {compat.SGLANG.fix} in an environment of its own, "
             "or run `make serve ENGINE=sglang`"
         )
-    if installed != SGLANG_VERSION:
-        raise EngineError(f"SGLang {installed} is installed; this version needs SGLang {SGLANG_VERSION}")
+    compat.check_engine()
 
 
 def check_port(extra: Sequence[str]) -> None:

@@ -1,6 +1,5 @@
-"""vLLM 0.32: platform, worker, attention backend, lookahead hooks."""
+"""vLLM: platform, worker, attention backend, lookahead hooks."""
 
-VLLM_VERSION = "0.32"
 BACKEND = "CUSTOM"
 CPU_WORKER = "hybrid_backend.engines.vllm.cpu_worker.HybridCPUWorker"
 GPU_WORKER = "hybrid_backend.engines.vllm.gpu_worker.HybridGPUWorker"

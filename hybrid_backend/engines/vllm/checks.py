@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import vllm
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, PARKING_SCHEDULER, SCHEDULER, VLLM_VERSION
+from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, PARKING_SCHEDULER, SCHEDULER
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.workers import resolve_kernel
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
 def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cls: str) -> None:
     """Raise EngineError or ConfigError for the first thing that cannot work."""
-    if not vllm.__version__.startswith(VLLM_VERSION):
-        raise EngineError(f"vLLM {vllm.__version__} is not supported; install vLLM {VLLM_VERSION}")
     method = resolve_method(config.method)
     resolve_kernel(config.workers.kernel)
     parallel = vllm_config.parallel_config

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-import vllm
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -25,7 +24,6 @@ from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from hybrid_backend.engines.vllm import VLLM_VERSION
 from hybrid_backend.engines.vllm.device_groups import allocate, on_device
 from hybrid_backend.engines.vllm.worker import HybridWorker
 from hybrid_backend.errors import EngineError
@@ -50,8 +48,6 @@ class HybridGPUWorker(HybridWorker, Worker):
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache":
             return super()._maybe_get_memory_pool_context(tag)
-        if not vllm.__version__.startswith(VLLM_VERSION):
-            raise EngineError(f"the KV cache of vLLM {vllm.__version__} cannot be redirected; install {VLLM_VERSION}")
         return self._split_allocation()
 
     @contextmanager
@@ -78,7 +74,8 @@ class HybridGPUWorker(HybridWorker, Worker):
         return self.device_view
 
     def on_host(self, view: Tensor) -> Tensor:
-        assert self.memory is not None
+        if self.memory is None:
+            raise EngineError("this vLLM allocated its KV cache in a way that the hybrid backend cannot redirect")
         first = view.data_ptr() - self.device_view.data_ptr()
         whole = self.memory.tensor[first:]
         whole = whole[: whole.numel() // view.dtype.itemsize * view.dtype.itemsize].view(view.dtype)

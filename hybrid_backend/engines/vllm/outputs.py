@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -33,6 +34,10 @@ class CheckedOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         output = self._output.get_output()
         return checked(output, self._failure())
+
+    def get_kv_connector_output(self) -> Any:
+        """Asked by vLLM 0.33 and later."""
+        return self._output.get_kv_connector_output()
 
 
 def checked(

@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, PARKING_SCHEDULER, SCHEDULER
 from hybrid_backend.engines.vllm.checks import check_engine_config
+from hybrid_backend.engines.vllm.compat import check_engine
 from hybrid_backend.engines.vllm.memory import size_host_pool
 from hybrid_backend.engines.vllm.parking import choose_parking
 from hybrid_backend.engines.vllm.settings import attach_config, chosen
@@ -48,6 +49,7 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
         stock(vllm_config)
         return None
     config = attach_config(vllm_config)
+    check_engine(vllm_config)
     cache = vllm_config.cache_config
     if not cache.user_specified_block_size:
         cache.block_size = config.page_size

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from hybrid_backend.engines.vllm.compat import can_register
+
 
 def register() -> None:
     """``vllm.general_plugins``: register ``--attention-backend CUSTOM``, vLLM's one name for plugins. A dynamic name
     would not survive unpickling in the engine core."""
+    if not can_register():
+        return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, "hybrid_backend.engines.vllm.backend.HybridBackend")
@@ -14,6 +18,8 @@ def register() -> None:
 def detect() -> str | None:
     """``vllm.platform_plugins``: the class path of our platform where vLLM would pick its plain CPU or CUDA platform,
     None elsewhere."""
+    if not can_register():
+        return None
     from vllm.platforms import cpu_platform_plugin, cuda_platform_plugin
 
     if cpu_platform_plugin() == "vllm.platforms.cpu.CpuPlatform":

@@ -16,6 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from hybrid_backend.engines.vllm.compat import end_with_error
 from hybrid_backend.engines.vllm.outputs import HybridOutput
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Recomputing(Scheduler):
             else:  # preempted since; what is on its way would still be delivered
                 request.drop_stale_output = True
         self.prev_step_scheduled_req_ids.difference_update(victims)
-        self.grammar_compile_error_reqs.update(given_up)  # whose requests vLLM ends with an error
+        end_with_error(self, given_up)
         again = [name for name in victims if name not in given_up]
         _logger.error("%s; computed again: %s; ended with an error: %s", output.why, again, given_up)
 

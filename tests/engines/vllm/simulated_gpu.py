@@ -40,6 +40,7 @@ def prepare(folder: Path) -> None:
         sys.modules[f"vllm.{name}"] = types.ModuleType(name)
     for name in ("vllm_flash_attn", "vllm_flash_attn.flash_attn_interface"):
         sys.modules[f"vllm.{name}"] = _Absent(name)
+    sys.modules["vllm.cumem_allocator"] = None  # type: ignore[assignment]  # of CUDA builds: needs the driver
     torch.inference_mode = far_device._without_gradients
 
     import vllm.platforms
@@ -219,7 +220,9 @@ def _leave_out() -> None:
 
     vllm.utils.torch_utils._current_stream_tls.value = far_device._Stream()
     gpu_worker.kernel_warmup = lambda *_: None
-    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+    topk_topp_sampler.apply_top_k_top_p_triton = lambda logits, k, p, **_: topk_topp_sampler.apply_top_k_top_p_pytorch(
+        logits, k, p
+    )
     StructuredOutputsWorker.apply_grammar_bitmask = lambda *_, **__: None
     SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(temperature=0))
     torch.Generator = _Generator

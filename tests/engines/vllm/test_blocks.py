@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("context", [100, 5000])
 def test_blocks_are_vllms(pattern: str, context: int) -> None:
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    planning = "vllm.v1.core.kv_cache_planning"  # since 0.33
+    module = planning if find_spec(planning) else "vllm.v1.core.kv_cache_utils"
+    get_kv_cache_groups = import_module(module).get_kv_cache_groups
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     shape = shape_with(PATTERNS[pattern])
