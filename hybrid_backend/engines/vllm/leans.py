@@ -159,7 +159,7 @@ _ATTENTION = (
         f"{_BACKEND}:CommonAttentionMetadata",
         "rows of a batch",
         has=(
-            "block_table_tensor", "is_prefilling", "num_actual_tokens", "num_reqs", "query_start_loc_cpu", "req_idx",
+            "block_table_tensor", "is_prefilling", "num_actual_tokens", "num_reqs", "query_start_loc_cpu",
             "seq_lens", "seq_lens_cpu_upper_bound", "slot_mapping",
         ),
     ),
@@ -241,11 +241,55 @@ _WORKERS = (
     Lean(
         _V2_RUNNER,
         "requests of rows",
-        has=("compilation_config", "get_model", "req_states"),
+        has=("compilation_config", "get_model", "model_state"),
         reads=("self.attn_groups",),
     ),
-    Lean("vllm.v1.worker.gpu.states:RequestState", "requests of rows", has=("index_to_req_id",)),
-    Lean("vllm.v1.kv_cache_interface:KVCacheConfig", "type of an argument"),
+    Lean("vllm.v1.worker.gpu.input_batch:InputBatch", "requests of rows", has=("req_ids",)),
+    Lean(
+        "vllm.v1.worker.gpu.model_states.interface:ModelState.prepare_attn",
+        "requests of rows",
+        passes=("input_batch",),
+    ),
+)  # fmt: skip
+
+_OF_A_KIND = "vllm.v1.core.single_type_kv_cache_manager"
+_INTERFACE = "vllm.v1.kv_cache_interface"
+_ON_THE_GPU = "layers that stay on a GPU"
+_GROUPS = (
+    Lean(f"{_INTERFACE}:KVCacheConfig", _ON_THE_GPU, has=("kv_cache_groups", "kv_cache_tensors", "num_blocks")),
+    Lean(f"{_INTERFACE}:KVCacheTensor", _ON_THE_GPU, has=("layer_stride", "layers", "offset", "size")),
+    Lean(f"{_INTERFACE}:KVCacheSpec", _ON_THE_GPU, has=("block_size",)),
+    Lean(f"{_INTERFACE}:FullAttentionSpec", _ON_THE_GPU),
+    Lean(f"{_INTERFACE}:SlidingWindowSpec", _ON_THE_GPU, has=("sliding_window",)),
+    Lean(f"{_INTERFACE}:SlidingWindowSpec.max_memory_usage_bytes", _ON_THE_GPU, takes=("vllm_config",)),
+    Lean(f"{_INTERFACE}:MambaSpec", _ON_THE_GPU, has=("max_memory_usage_bytes", "page_size_bytes")),
+    Lean(
+        "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
+        _ON_THE_GPU,
+        passes=("kvcache_spec_cls", "manager_class"),
+    ),
+    Lean(
+        "vllm.platforms.interface:Platform.register_custom_kv_cache_specs", _ON_THE_GPU, takes=("vllm_config",)
+    ),
+    Lean("vllm.platforms.cuda:CudaPlatformBase.get_attn_backend_cls", _ON_THE_GPU,
+         takes=("selected_backend", "attn_selector_config")),
+    Lean("vllm.v1.attention.selector:AttentionSelectorConfig", _ON_THE_GPU, has=("has_sliding_window",)),
+    Lean(
+        f"{_OF_A_KIND}:SingleTypeKVCacheManager",
+        _ON_THE_GPU,
+        has=("_record_new_block_ids", "block_pool", "get_num_blocks_to_allocate", "req_to_blocks"),
+    ),
+    Lean(f"{_OF_A_KIND}:SlidingWindowManager", _ON_THE_GPU),
+    Lean(f"{_OF_A_KIND}:MambaManager", _ON_THE_GPU),
+    Lean(
+        "vllm.v1.core.block_pool:BlockPool",
+        _ON_THE_GPU,
+        has=("evict_blocks", "get_num_free_blocks", "hash_block_size", "num_gpu_blocks"),
+    ),
+    Lean("vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec", _ON_THE_GPU, takes=()),
+    Lean("vllm.v1.worker.utils:allocate_kv_cache", _ON_THE_GPU, passes=("kv_cache_config",)),
+    Lean("vllm.v1.worker.gpu_model_runner", _ON_THE_GPU, reads=("kv_caches = allocate_kv_cache(",)),
+    Lean("vllm.v1.worker.gpu.attn_utils", _ON_THE_GPU, reads=("kv_caches = allocate_kv_cache(",)),
 )  # fmt: skip
 
 _STEPS = (
@@ -328,4 +372,4 @@ _SERVER = (
     ),
 )
 
-LEANS = (*PLUGIN, *_PLATFORMS, *_SETTINGS, *_ATTENTION, *_WORKERS, *_STEPS, *_SERVER)
+LEANS = (*PLUGIN, *_PLATFORMS, *_SETTINGS, *_ATTENTION, *_WORKERS, *_GROUPS, *_STEPS, *_SERVER)
