@@ -1,5 +1,5 @@
-"""For `make test ENGINE_VERSION=...` of a vLLM that has no CPU build yet: its Python sources on the compiled operators of
-the locked CPU build, so that the CPU engine's own platform, worker, model runner and scheduler can be tried.
+"""For `make test ENGINE_VERSION=...` of a vLLM that has no CPU build yet: its Python sources on the compiled operators
+of the locked CPU build, so that the CPU engine's own platform, worker, model runner and scheduler can be tried.
 
     python cpu_operators.py keep FOLDER      before the locked build is uninstalled
     python cpu_operators.py lay FOLDER       after the CUDA build was installed without its dependencies
