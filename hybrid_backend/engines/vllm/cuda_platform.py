@@ -56,12 +56,12 @@ class HybridCudaPlatform(CudaPlatform):
 
     @classmethod
     def get_attn_backend_cls(
-        cls, selected_backend: Any, attn_selector_config: AttentionSelectorConfig, *args: Any, **kwargs: Any
+        cls, selected_backend: Any, attn_selector_config: AttentionSelectorConfig, num_heads: int | None = None
     ) -> str:
         """Layers with a sliding window stay on the device (`device_groups`): vLLM chooses their backend."""
         if selected_backend == AttentionBackendEnum.CUSTOM and attn_selector_config.has_sliding_window:
             selected_backend = None
-        return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs))
+        return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
 
 
 def _forgo_cached_state(vllm_config: VllmConfig) -> None:

@@ -272,7 +272,7 @@ _GROUPS = (
         "vllm.platforms.interface:Platform.register_custom_kv_cache_specs", _ON_THE_GPU, takes=("vllm_config",)
     ),
     Lean("vllm.platforms.cuda:CudaPlatformBase.get_attn_backend_cls", _ON_THE_GPU,
-         takes=("selected_backend", "attn_selector_config")),
+         takes=("selected_backend", "attn_selector_config", "num_heads")),
     Lean("vllm.v1.attention.selector:AttentionSelectorConfig", _ON_THE_GPU, has=("has_sliding_window",)),
     Lean(
         f"{_OF_A_KIND}:SingleTypeKVCacheManager",
@@ -287,7 +287,11 @@ _GROUPS = (
         has=("evict_blocks", "get_num_free_blocks", "hash_block_size", "num_gpu_blocks"),
     ),
     Lean("vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec", _ON_THE_GPU, takes=()),
-    Lean("vllm.v1.worker.utils:allocate_kv_cache", _ON_THE_GPU, passes=("kv_cache_config",)),
+    Lean(
+        "vllm.v1.worker.utils:allocate_kv_cache",
+        _ON_THE_GPU,
+        passes=("kv_cache_config", "device", "layout", "kernel_block_sizes"),
+    ),
     Lean("vllm.v1.worker.gpu_model_runner", _ON_THE_GPU, reads=("kv_caches = allocate_kv_cache(",)),
     Lean("vllm.v1.worker.gpu.attn_utils", _ON_THE_GPU, reads=("kv_caches = allocate_kv_cache(",)),
 )  # fmt: skip
