@@ -245,11 +245,7 @@ _WORKERS = (
         reads=("self.attn_groups",),
     ),
     Lean("vllm.v1.worker.gpu.input_batch:InputBatch", "requests of rows", has=("req_ids",)),
-    Lean(
-        "vllm.v1.worker.gpu.model_states.interface:ModelState.prepare_attn",
-        "requests of rows",
-        passes=("input_batch",),
-    ),
+    Lean("vllm.v1.worker.gpu.model_states.interface:ModelState", "requests of rows", has=("prepare_attn",)),
 )  # fmt: skip
 
 _OF_A_KIND = "vllm.v1.core.single_type_kv_cache_manager"
