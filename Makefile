@@ -52,7 +52,7 @@ ENGINE_STAMP  := $(VENV)/.engine-$(DEVICE)-$(call checksum,requirements/$(DEVICE
 TORCH_STAMP   := $(VENV)/.torch-$(DEVICE)-$(TORCH)
 PACKAGE_STAMP := $(VENV)/.package-$(DEVICE)-$(call checksum,$(PACKAGE_SOURCES))
 TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt)
-SGLANG_ENGINE_STAMP  := $(SGLANG)/.engine-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py)
+SGLANG_ENGINE_STAMP  := $(SGLANG)/.engine-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py $(call differs,sglang))
 SGLANG_PACKAGE_STAMP := $(SGLANG)/.package-$(call checksum,$(PACKAGE_SOURCES))
 SGLANG_TEST_STAMP    := $(SGLANG)/.test-$(call checksum,requirements/test.txt)
 ENVIRONMENTS := $(addsuffix /.python,$(VENV) $(SGLANG) $(IPEX))
@@ -66,7 +66,7 @@ ENGINE_VENV  := $(VENV)
 ENGINE_READY := $(PACKAGE_STAMP)
 endif
 
-.PHONY: help venv install ipex model serve test families test-fast test-sglang test-install lint mypy format lock clean
+.PHONY: help venv install ipex model serve test test-versions families test-fast test-sglang test-install lint mypy format lock clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -182,6 +182,13 @@ test: $(if $(filter sglang,$(ENGINE)),$(SGLANG_TEST_STAMP),$(TEST_STAMP)) # the 
 	$(ENGINE_VENV)/bin/python -m pytest $(if $(filter tests,$(TESTS)),tests/engines,$(TESTS)) -q -n 2 --dist loadfile -m "engine and not gpu" \
 	  --ignore tests/engines/$(if $(filter sglang,$(ENGINE)),vllm,sglang) --durations 20
 endif
+
+OTHER_VERSIONS := vllm-0.31.0 vllm-0.33.0 sglang-0.5.22  # docs/engines.md
+
+test-versions: ## Run the engines' tests with the other versions that are supported, each in its own environment
+	for each in $(OTHER_VERSIONS); do \
+	  $(MAKE) --no-print-directory test ENGINE=$${each%-*} ENGINE_VERSION=$${each#*-} || exit; \
+	done
 
 test-fast: test-install ## Run the quick tests, which need no engine: two minutes on two quiet cores
 	$(PY) -m pytest tests/unit -q -n 2 --dist worksteal -m "not gpu"

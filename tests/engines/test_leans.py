@@ -31,7 +31,7 @@ def test_the_installed_version_has_all_that_we_lean_on(known: Engine) -> None:
 def test_looking_takes_a_tenth_of_a_second(known: Engine) -> None:
     """At start nobody waits for it: the engine's own imports take a hundred times as long."""
     taken = []
-    for _ in range(3):
+    for _ in range(5):
         before = time.process_time()
         known.missing()
         taken.append(time.process_time() - before)
@@ -80,5 +80,7 @@ def test_every_method_that_we_override_is_in_the_table_with_our_parameters(known
             lacking += [] if method.name in named or method.name == "__init__" else [place]
             continue
         names = tuple(each.arg for each in (*spec.args, *spec.kwonlyargs) if each.arg not in ("self", "cls"))
-        lacking += [] if (method.name, names) in takes else [f"{place}{names}"]
+        # A method without parameters, which not every version has, is in `defines` alone.
+        is_there = (method.name, names) in takes or (not names and method.name in named)
+        lacking += [] if is_there else [f"{place}{names}"]
     assert lacking == []

@@ -1,6 +1,6 @@
 """Everything of SGLang that this adapter leans on, checked at start by `compat.check_engine`.
 
-A test keeps the table complete, as vLLM's (tests/unit/test_engine_leans.py).
+A test keeps the table complete, as vLLM's (tests/unit/test_engine_leans.py, tests/engines/test_leans.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Everything of vLLM that this adapter leans on, checked at start by `compat.check`, before anything is allocated.
+"""All of vLLM that this adapter leans on, checked at start by `compat.check_engine` before anything is allocated.
 
 A test keeps the table complete: every name that this folder imports from vLLM and every method that it overrides is
-here (tests/unit/test_engine_leans.py, tests/engines/vllm/test_compat.py).
+here (tests/unit/test_engine_leans.py, tests/engines/test_leans.py).
 """
 
 from __future__ import annotations
