@@ -66,6 +66,22 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
         "model_type": "phi3",
         "pad_token_id": 0,
     },
+    "llama4": {
+        **_LLAMA,
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 64,
+    },
+    "lfm2": {
+        **_LLAMA,
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"],
+    },
     "mla": {
         **_LLAMA,
         "architectures": ["DeepseekV2ForCausalLM"],

@@ -15,7 +15,9 @@ def peaked(config_class: str, **arguments: Any) -> PreTrainedModel:
     """In fp32. Attention is peaked, and norms and biases are not neutral, so that errors show."""
     config = getattr(transformers, config_class)(**arguments)
     torch.manual_seed(0)
-    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    sees = hasattr(config, "vision_config")
+    auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for path, weight in model.named_parameters():
             if weight.dim() == 1:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
 from hybrid_backend.engines.sglang import patches
@@ -26,11 +27,14 @@ class HybridBackend(AttentionBackend):
         if runner.device != "cpu":
             raise EngineError(f"the hybrid backend of this version runs on SGLang's CPU device, not on {runner.device}")
         patches.verify()
+        # Models find the pools by their backend (forward_context.py), if only to ask whether they fit a fused kernel.
+        self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
         config = config_of(resolved_view(runner.server_args))
         layers = attention_layers(runner.model)
         self.session = Session(runner, config, layers)
         stream = torch.empty(0, runner.model_config.hidden_size, dtype=runner.model_config.dtype)
-        attach_lookahead(self.session, layers, config, stream)
+        with forward_context(ForwardContext(attn_backend=self)):
+            attach_lookahead(self.session, layers, config, stream)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.session.begin_step(forward_batch)

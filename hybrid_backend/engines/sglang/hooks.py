@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.layers.layer_boundary.residual.batch import start, stream_of
+from sglang.srt.layers.layer_boundary.residual.batch import start
 from sglang.srt.layers.linear import QKVParallelLinear
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor, nn
@@ -43,21 +43,22 @@ def attach_lookahead(session: Session, layers: list[Layer], config: HybridConfig
 
 
 def _proof_inputs(positions: Tensor, hidden: Tensor, residual: Tensor | None) -> dict[str, Any]:
-    """The residual stream is the batch's; here there is no batch yet."""
-    return _inputs(positions, hidden, SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=len(hidden)))
+    """For a layer that takes a residual. The others' is the batch's, and here there is no batch yet."""
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=len(hidden))
+    return _inputs(positions, hidden, batch) | {"residual": residual}
 
 
-def _inputs(positions: Tensor, hidden: Tensor, batch: Any) -> dict[str, Any]:
+def _inputs(positions: Tensor | None, hidden: Tensor, batch: Any) -> dict[str, Any]:
     """For a layer that is given the whole residual stream at once. ``batch`` is changed."""
     start(batch)
-    return {"positions": positions, "hidden_states": hidden, "forward_batch": batch}
+    return {"positions": positions, "hidden_states": hidden, "forward_batch": batch, "residual": None}
 
 
 def _hook(
     session: Session, layer: int, before: nn.Module, predictor: QueryPredictor
 ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    """A pre-hook for the decoder layer ``before``: it is called with positions, hidden states and the batch, which
-    carries the residual stream; their sum is the layer's input."""
+    """A pre-hook for the decoder layer ``before``: it is called with hidden states and the batch. The residual is the
+    batch's, or an argument, or is in the hidden states already, as the model has it; the sum is the layer's input."""
     names = tuple(call_names(before))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -65,10 +66,14 @@ def _hook(
         if step is None or not runtime.wants_lookahead(layer, step):
             return
         given = named(names, args, kwargs)
-        batch, rows = given["forward_batch"], step.decode
+        hidden, batch, rows = given["hidden_states"], given["forward_batch"], step.decode
         assert rows is not None
-        x = rows.gather(stream_of(batch).snapshot(given["hidden_states"]))
-        positions = rows.gather(given["positions"].movedim(-1, 0)).movedim(0, -1)
+        stream, residual, positions = batch.residual_stream, given.get("residual"), given.get("positions")
+        x = rows.gather(hidden if stream is None else stream.snapshot(hidden))
+        if residual is not None and predictor.adds_residual:
+            x = x + rows.gather(residual)
+        if positions is not None:
+            positions = rows.gather(positions.movedim(-1, 0)).movedim(0, -1)
         runtime.lookahead(layer, step, predictor(_inputs(positions, x, copy.copy(batch))))
 
     return hook

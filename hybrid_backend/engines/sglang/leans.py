@@ -117,8 +117,9 @@ LEANS = (
     ),
     Lean("sglang.srt.layers.linear:QKVParallelLinear", "the lookahead"),
     Lean("sglang.srt.layers.layer_boundary.residual.batch:start", "the lookahead", passes=("forward_batch",)),
-    Lean("sglang.srt.layers.layer_boundary.residual.batch:stream_of", "the lookahead", passes=("forward_batch",)),
     Lean("sglang.srt.layers.layer_boundary.residual.stream:ResidualStream", "the lookahead", has=("snapshot",)),
+    Lean("sglang.srt.model_executor.forward_context:ForwardContext", "the lookahead", has=("attn_backend",)),
+    Lean("sglang.srt.model_executor.forward_context:forward_context", "the lookahead", passes=("ctx",)),
     Lean("sglang.srt.model_executor.forward_batch_info:ForwardMode", "rows of a batch", has=("DECODE", "is_decode")),
     Lean(
         "sglang.srt.model_executor.forward_batch_info:ForwardBatch",

@@ -31,6 +31,39 @@ _DELTA_NET = {
     "linear_value_head_dim": 16,
 }  # gated queries, a rotary embedding of a quarter of them
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# Images: beyond the vocabulary of the prompts.
+IMAGE, _VIDEO, IMAGE_BEGINS, IMAGE_ENDS = range(VOCABULARY, VOCABULARY + 4)
+_SPECIAL = {
+    IMAGE: "<|image_pad|>",
+    _VIDEO: "<|video_pad|>",
+    IMAGE_BEGINS: "<|vision_start|>",
+    IMAGE_ENDS: "<|vision_end|>",
+}
+_PATCH, _MERGED, _FRAMES = 8, 2, 2
+_VISION = {
+    "text_config": SHAPE
+    | _HEADS_UNLIKE_HIDDEN
+    | {
+        "vocab_size": VOCABULARY + len(_SPECIAL),
+        "rope_parameters": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "out_hidden_size": SHAPE["hidden_size"],
+        "num_position_embeddings": 64,
+        "patch_size": _PATCH,
+        "spatial_merge_size": _MERGED,
+        "temporal_patch_size": _FRAMES,
+        "deepstack_visual_indexes": [0, 1],  # what the tower's layers see is added after layers of the decoder
+    },
+    "image_token_id": IMAGE,
+    "video_token_id": _VIDEO,
+    "vision_start_token_id": IMAGE_BEGINS,
+    "vision_end_token_id": IMAGE_ENDS,
+}
 
 # name -> (Hugging Face configuration class, its arguments)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,7 +85,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", {"hidden_size": 128}),  # layers without a residual beside the hidden states
     "granite": ("GraniteConfig", {"hidden_size": 128, "residual_multiplier": 0.5, "attention_multiplier": 0.2}),
     "qwen3_moe": ("Qwen3MoeConfig", _HEADS_UNLIKE_HIDDEN | _EXPERTS),
-    "olmoe": ("OlmoeConfig", {"hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2} | _NO_PADDING),
+    "olmoe": (
+        "OlmoeConfig",
+        {"hidden_size": 128, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2} | _NO_PADDING,
+    ),
     "glm4_moe": (
         "Glm4MoeConfig",
         _HEADS_UNLIKE_HIDDEN
@@ -154,20 +190,58 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": ("Qwen3NextConfig", _DELTA_NET | _EXPERTS | {"shared_expert_intermediate_size": 64}),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA_NET),
+    "qwen3_vl": ("Qwen3VLConfig", _VISION),  # positions of three rows
     "gpt2": ("GPT2Config", {"hidden_size": 128, "num_key_value_heads": 4} | _NO_PADDING),
     "phi3": ("Phi3Config", {"hidden_size": 128} | _NO_PADDING),
     # vLLM has no code of its own for it, and runs that of Transformers.
     "glm": ("GlmConfig", _HEADS_UNLIKE_HIDDEN | _NO_PADDING),
 }
-# Of those, the ones whose rows wait from one step to the next where they can.
-PARKED = ("llama", "mistral", "qwen2", "qwen3", "glm4", "gemma3", "stablelm", "gpt2")
+# Of those, the ones that are shown images.
+VISION = ("qwen3_vl",)
+# The ones with layers whose state is the engine's, and of these the ones of which a CPU keeps the state of prefixes.
+WITH_STATE = ("lfm2", "nemotron_h", "granite4", "qwen3_next", "qwen3_5")
+FINDS_PREFIXES = ("lfm2", "qwen3_next")
+# The ones whose rows wait from one step to the next where they can.
+PARKED = ("llama", "mistral", "qwen2", "qwen3", "glm4", "gemma3", "stablelm", "gpt2", "qwen3_vl")
 
 
 def build(name: str, folder: Path) -> Path:
     class_name, arguments = MODELS[name]
-    model = peaked(class_name, **(SHAPE | arguments))
+    model = peaked(class_name, **(arguments if name in VISION else SHAPE | arguments))
     for path, weight in model.named_parameters():
         if path.endswith(".sinks"):  # as drawn, they have little part in the sums
             weight.data.add_(4.0)
     model.save_pretrained(folder)
+    if name in VISION:
+        _processor().save_pretrained(folder)
     return folder
+
+
+def _processor() -> Any:
+    """A word is a token; an image has 16 tokens at most. It needs torchvision."""
+    import tokenizers
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2VLImageProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    words = {f"word{i}": i for i in range(VOCABULARY)} | {text: token for token, text in _SPECIAL.items()}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, extra_special_tokens=list(_SPECIAL.values()), eos_token="word1", pad_token="word0"
+    )
+    edge = _PATCH * _MERGED
+    patches = {
+        "patch_size": _PATCH,
+        "merge_size": _MERGED,
+        "temporal_patch_size": _FRAMES,
+        "size": {"shortest_edge": edge**2, "longest_edge": 16 * edge**2},  # pixels
+    }
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**patches),
+    )

@@ -1,0 +1,66 @@
+"""Families of models on SGLang's CPU engine: tiny random-weight models, stock (torch_native) and hybrid, in fp32.
+
+Those of `tests.engines.vllm.families` that the stock engine itself serves on a CPU without Triton; docs/models.md says
+why not the others. All are served by one process (family_probe.py), which the first test waits for.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines.probes import Probe, reader
+
+pytestmark = pytest.mark.engine
+
+FAMILIES = [
+    "llama", "mistral", "qwen2", "qwen3", "glm4", "phi3", "stablelm", "gpt2", "granite",
+    "qwen3_moe", "olmoe", "glm4_moe", "minimax_m2",
+]  # fmt: skip
+# fp32 sums in another order; a wrong scale or position changes them by more than 0.1
+NOISE = 1e-3
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    folder = tmp_path_factory.mktemp("families")
+    log = folder / "log"
+    with log.open("wb") as sink:
+        script = Path(__file__).with_name("family_probe.py")
+        command = [sys.executable, "-P", script, folder, *FAMILIES]
+        subprocess.run(command, stdout=sink, stderr=sink, timeout=1800, check=False)
+    return reader(folder, log)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("which", ["at_once", "alone"])
+def test_answers_equal_torch_native_s_when_every_page_is_attended(seen: Probe, family: str, which: str) -> None:
+    """In separate tiers; most pages by the CPU workers."""
+    found = seen(family)
+    mine, stock = found["mine"][which], found["stock"][which]
+    assert mine["tokens"] == stock["tokens"]
+    for own, other in zip(mine["logprobs"], stock["logprobs"], strict=True):
+        assert own and own == pytest.approx(other, abs=NOISE)
+    assert len(found["mine"]["frames"]) == len(found["mine"]["on_cpu"])
+    assert all(tokens > 0 for tokens in found["mine"]["on_cpu"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_but_the_first_is_predicted(seen: Probe, family: str) -> None:
+    found = seen(family)["mine"]
+    assert found["predicted"] == list(range(1, len(found["cosine"])))
+    # A wrong rope, norm, residual or head order gives a cosine near 0 in the last layer; these models give 0.57.
+    assert found["cosine"][-1] > 0.55
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sparse_runs_end_and_attend_less(seen: Probe, family: str) -> None:
+    dense, found = seen(family)["mine"], seen(family)["sparse"]
+    assert [len(each) for each in found["at_once"]["tokens"]] == [TOKENS] * 4
+    for on_cpu, selected, all_of_it in zip(found["on_cpu"], found["selected"], dense["selected"], strict=True):
+        assert 0 < on_cpu < selected < all_of_it
+    assert found["at_once"]["tokens"][0] == dense["at_once"]["tokens"][0]  # this request fits the budget
