@@ -185,7 +185,7 @@ endif
 
 OTHER_VERSIONS := vllm-0.31.0 vllm-0.33.0 sglang-0.5.22  # docs/engines.md
 
-test-versions: ## Run the engines' tests with the other versions that are supported, each in its own environment
+test-versions: ## Run the engines' tests with other versions than the locked ones, each in its own environment
 	for each in $(OTHER_VERSIONS); do \
 	  $(MAKE) --no-print-directory test ENGINE=$${each%-*} ENGINE_VERSION=$${each#*-} || exit; \
 	done

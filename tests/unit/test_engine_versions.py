@@ -39,12 +39,12 @@ def test_a_newer_version_that_has_all_is_warned_of_once(monkeypatch: pytest.Monk
     config: Any = SimpleNamespace(additional_config={"hybrid": {}})
     for _ in range(3):
         compat.check_engine(config)
-    assert warnings == ["vLLM 0.99.0 is newer than what was tested (0.31 to 0.33)"]
+    assert warnings == ["vLLM 0.99.0 is newer than what was tested (0.31 to 0.32)"]
     assert config.additional_config["hybrid"] == {}
 
 
 def test_a_tested_version_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings = pretend(monkeypatch, "0.33.0", [])
+    warnings = pretend(monkeypatch, "0.31.0", [])
     config: Any = SimpleNamespace(additional_config={})
     compat.check_engine(config)
     assert warnings == []

