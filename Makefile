@@ -52,6 +52,7 @@ ENGINE_STAMP  := $(VENV)/.engine-$(DEVICE)-$(call checksum,requirements/$(DEVICE
 TORCH_STAMP   := $(VENV)/.torch-$(DEVICE)-$(TORCH)
 PACKAGE_STAMP := $(VENV)/.package-$(DEVICE)-$(call checksum,$(PACKAGE_SOURCES))
 TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt)
+VISION_STAMP  := $(VENV)/.vision/.torchvision-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py)
 SGLANG_ENGINE_STAMP  := $(SGLANG)/.engine-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py $(call differs,sglang))
 SGLANG_PACKAGE_STAMP := $(SGLANG)/.package-$(call checksum,$(PACKAGE_SOURCES))
 SGLANG_TEST_STAMP    := $(SGLANG)/.test-$(call checksum,requirements/test.txt)
@@ -142,7 +143,16 @@ $(PACKAGE_STAMP) $(SGLANG_PACKAGE_STAMP):
 	$(call install,$(@D)) --no-build-isolation $(if $(filter $(VENV)-cuda,$(@D)-$(DEVICE)),,--no-deps) -e .
 	@touch $@
 
-$(TEST_STAMP): $(PACKAGE_STAMP)
+# vLLM imports torchvision for Qwen3.5 and for models that see. It is for the tests of these only, beside the environment,
+# as its wheel is the CUDA build (sglang_torchvision.py): whatever is served otherwise goes without.
+$(VISION_STAMP): | $(VENV)/.python
+	@echo "==> laying torchvision into $(@D)"
+	@rm -rf $(@D)
+	sed -n '/^torchvision==/,/[^\\]$$/p' requirements/sglang-engine.txt | $(call locked,$(VENV)) --target $(@D) -r /dev/stdin
+	@cp requirements/sglang_torchvision.py $(@D)/sitecustomize.py
+	@touch $@
+
+$(TEST_STAMP): $(PACKAGE_STAMP) | $(if $(filter cpu,$(DEVICE)),$(VISION_STAMP))
 $(SGLANG_TEST_STAMP): $(SGLANG_PACKAGE_STAMP)
 $(TEST_STAMP) $(SGLANG_TEST_STAMP):
 	@echo "==> installing the test and lint tools into $(@D)"

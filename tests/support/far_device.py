@@ -2,7 +2,8 @@
 
 Its tensors say ``cuda:0`` and keep their values in host memory. They obey the rules that a real one's obey: whatever
 mixes them with the host's tensors is an error (but for copies, scalars and indices), so is an operator that has no CUDA
-kernel, and a Triton kernel (which runs under the interpreter) may touch the device's tensors and pinned ones only.
+kernel, and a Triton kernel (which runs under the interpreter) may touch the device's tensors and pinned ones only, and
+store in the memory of those that it was given only.
 A graph keeps what was launched while it was captured, kernel by kernel, and launches that again on the same memory.
 
 The device may be `late`: then what is launched waits, in order, until the host waits for it. All streams are one.
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kernels.cpu.build import compiler
+from tests.support.interpreter import stores_within
 
 DEVICE = torch.device("cuda:0")
 # PyTorch without CUDA lacks the guard that its dispatcher asks for the current device.
@@ -83,6 +85,7 @@ _pinned: dict[int, object] = {}  # by its address, pinned memory; kept, so that 
 # that keeps what is launched.
 _state = SimpleNamespace(capturing=False, busy=False, late=False, graph=None)
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2")
+addressed: list[Tensor] = []  # the device's tensors whose addresses kernels are given
 # Custom operators that are written in Python, by name: they run as they are, on the device's tensors.
 PYTHON_OPERATORS: dict[str, Callable[..., Any]] = {}
 
@@ -416,7 +419,13 @@ def _kernel_arguments(launch: Any) -> Any:
         near = [*map(_near, args)], {name: _near(x) for name, x in kwargs.items()}
         if callable(self.grid):
             self.grid = _that_chooses_arguments(self.grid)
-        _work.launch(lambda: launch(self, *near[0], **near[1]))
+        tensors = [x for x in tree_leaves(near) if isinstance(x, Tensor)]
+
+        def now() -> None:
+            with stores_within([*tensors, *addressed]):
+                launch(self, *near[0], **near[1])
+
+        _work.launch(now)
 
     return launched
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def interpret_triton() -> None:
@@ -48,6 +53,31 @@ def _take_any_mask() -> None:
     InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *args: store(
         self, ptrs, value, of_bools(mask), *args
     )
+
+
+@contextmanager
+def stores_within(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A kernel that stores outside of all memory of ``tensors`` is an error, as on a GPU whose memory that is. Under
+    the interpreter it would spoil the process's own."""
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    storages = [x.untyped_storage() for x in tensors]
+    memory = {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
+    store = InterpreterBuilder.create_masked_store
+
+    def checked(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
+        written = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)]
+        if written.size:
+            first, last = int(written.min()), int(written.max())
+            assert any(begin <= first and last < end for begin, end in memory), "a kernel stores where it has no memory"
+        return store(self, ptrs, value, mask, *args)
+
+    InterpreterBuilder.create_masked_store = checked
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_masked_store = store
 
 
 def _patch_once_per_launch() -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,18 @@ def register_specs() -> None:
     """In every process that makes managers or checks specs."""
     KVCacheSpecRegistry.register(DeviceWindowSpec, DeviceWindowManager)
     KVCacheSpecRegistry.register(DeviceStateSpec, DeviceStateManager)
+
+
+def keep_to_pools(scheduled: SchedulerOutput, kv_cache_config: KVCacheConfig) -> None:
+    """Make the block ids of requests that vLLM made up to warm up ids of each group's own pool: they were counted
+    through all groups, as if there were one pool (v1/worker/gpu/warmup.py, ``_alloc_blocks``)."""
+    new = [each.block_ids for each in scheduled.scheduled_new_reqs]
+    more = [each for each in scheduled.scheduled_cached_reqs.new_block_ids if each is not None]
+    for ids in (*new, *more):
+        for group, blocks in zip(kv_cache_config.kv_cache_groups, ids, strict=True):
+            if isinstance(group.kv_cache_spec, DeviceWindowSpec | DeviceStateSpec):
+                there = group.kv_cache_spec.pool_blocks - NULL_BLOCKS
+                blocks[:] = [(block - NULL_BLOCKS) % there + NULL_BLOCKS for block in blocks]
 
 
 def allocate(

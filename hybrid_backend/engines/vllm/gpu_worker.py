@@ -24,13 +24,15 @@ from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from hybrid_backend.engines.vllm.device_groups import allocate, on_device
+from hybrid_backend.engines.vllm.device_groups import allocate, keep_to_pools, on_device
 from hybrid_backend.engines.vllm.worker import HybridWorker
 from hybrid_backend.errors import EngineError
 from hybrid_backend.tiers.pinned import HostMemory, node_of_gpu
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.worker.worker_base import CompilationTimes
 
 _ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
 """V1's and V2's model runner: where `allocate_kv_cache` is called, by a name of the module's own."""
@@ -41,9 +43,22 @@ class HybridGPUWorker(HybridWorker, Worker):
 
     memory: HostMemory | None = None
     device_view: Tensor  # the same memory as a tensor of the device
+    is_warming_up = False
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return on_device(super().get_kv_cache_spec(), self.vllm_config)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        self.is_warming_up = True
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            self.is_warming_up = False
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if self.is_warming_up:
+            keep_to_pools(scheduler_output, self.model_runner.kv_cache_config)
+        return super().execute_model(scheduler_output)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache":

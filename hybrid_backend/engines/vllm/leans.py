@@ -283,6 +283,10 @@ _GROUPS = (
         has=("evict_blocks", "get_num_free_blocks", "hash_block_size", "num_gpu_blocks"),
     ),
     Lean("vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec", _ON_THE_GPU, takes=()),
+    Lean("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", _ON_THE_GPU, takes=()),
+    Lean("vllm.v1.worker.worker_base:CompilationTimes", "type of a result"),
+    Lean("vllm.v1.core.sched.output:NewRequestData", _ON_THE_GPU, has=("block_ids",)),
+    Lean("vllm.v1.core.sched.output:CachedRequestData", _ON_THE_GPU, has=("new_block_ids",)),
     Lean(
         "vllm.v1.worker.utils:allocate_kv_cache",
         _ON_THE_GPU,
@@ -296,7 +300,8 @@ _STEPS = (
     Lean(
         "vllm.v1.core.sched.output:SchedulerOutput",
         "which requests own what",
-        has=("finished_req_ids", "new_block_ids_to_zero", "num_scheduled_tokens", "preempted_req_ids"),
+        has=("finished_req_ids", "new_block_ids_to_zero", "num_scheduled_tokens", "preempted_req_ids",
+             "scheduled_cached_reqs", "scheduled_new_reqs"),
     ),
     Lean("vllm.v1.core.sched.output:GrammarOutput", "type of an argument"),
     Lean("vllm.v1.outputs:ModelRunnerOutput", "what a worker tells the scheduler", has=("req_ids",)),

@@ -29,6 +29,7 @@ from tests.support.interpreter import interpret_triton
 interpret_triton()  # before vLLM imports Triton
 
 import torch
+from PIL import Image
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 from vllm import LLM, SamplingParams
@@ -41,7 +42,16 @@ from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER, worker
 from hybrid_backend.engines.vllm.hooks import lookahead_hook
 from hybrid_backend.engines.vllm.session import attention_layers, layer_inputs
 from tests.engines.vllm import gated_delta
-from tests.engines.vllm.families import PARKED, VOCABULARY, build
+from tests.engines.vllm.families import (
+    FINDS_PREFIXES,
+    IMAGE,
+    IMAGE_BEGINS,
+    IMAGE_ENDS,
+    PARKED,
+    VISION,
+    VOCABULARY,
+    build,
+)
 
 PAGE = 32
 rotate = RotaryEmbedding.forward_cpu
@@ -61,11 +71,10 @@ TOKENS, FEW = 24, 5
 PROMPTS = [20, 200, 500, 90]
 ALONE = PROMPTS[1:2]
 LONG = 120  # tokens, over which sequences grow by some blocks
-BLOCKS = {"lfm2": 40, "nemotron_h": 40, "granite4": 24, "qwen3_next": 40, "qwen3_5": 40}
-NO_LOOKAHEAD = {"lookahead": {"enabled": False}}
+BLOCKS = {"lfm2": 40, "nemotron_h": 40, "granite4": 24, "qwen3_next": 40}
+_SERVED = {"model": {"match": "*"}, "page_size": PAGE}  # all else as on a CPU by default: in place
 _EXACT = {
-    "model": {"match": "*"},
-    "page_size": PAGE,
+    **_SERVED,
     "budget_tokens": 4 * PAGE,
     "frames_per_request": 24,
     "lookahead": {"enabled": True},
@@ -79,7 +88,7 @@ _ON_CPU = _EXACT | {
     "lookahead": {"enabled": True, "partial_query": "real"},
 }
 # The shortest prompt is on the device, the others are the CPU's; rows wait from one step to the next if they can.
-_PARKED = {"model": {"match": "*"}, "page_size": PAGE, "method": "apex", "apex": {"device_tokens": 5 * PAGE}}
+_PARKED = {**_SERVED, "method": "apex", "apex": {"device_tokens": 5 * PAGE}}
 _OVERLAP = _PARKED | {"apex": {"device_tokens": 5 * PAGE, "strategy": "overlap"}}
 _SPARSE = _EXACT | {"tiers": "separate", "frames_per_request": 4, "recall": {"intervals": 2}}
 
@@ -100,6 +109,8 @@ def engine(model: Path, hybrid: dict[str, Any] | None = None, **changes: Any) ->
         "enforce_eager": True,
         "disable_log_stats": True,
     }
+    if model.name in VISION:
+        options |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1, "video": 0}}
     if hybrid is not None:
         options |= {
             "attention_backend": BACKEND,
@@ -121,13 +132,28 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [torch.randint(1, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
 
 
+def with_image(prompt: list[int]) -> dict[str, Any]:
+    """Ten tokens, an image and the rest. The image's 12 tokens take 4 positions, so the rest's are not its numbers."""
+    pixels = torch.randint(0, 256, (48, 64, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return {
+        "prompt_token_ids": [*prompt[:10], IMAGE_BEGINS, IMAGE, IMAGE_ENDS, *prompt[10:]],
+        "multi_modal_data": {"image": Image.fromarray(pixels.numpy())},
+    }
+
+
+def asked(llm: LLM, lengths: list[int]) -> list[dict[str, Any]]:
+    """Of those that see, the longer prompts have an image."""
+    sees = llm.model_config.is_multimodal_model
+    return [with_image(p) if sees and len(p) > 100 else {"prompt_token_ids": p} for p in prompts_of(lengths)]
+
+
 def generate(llm: LLM, tokens: int = TOKENS, lengths: list[int] = PROMPTS) -> dict[str, Any]:
     """Greedy tokens and their log-probabilities, all prompts at once."""
-    prompts = prompts_of(lengths)
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1)
-    requests = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+    requests = llm.generate(asked(llm, lengths), sampling, use_tqdm=False)
     outputs = [request.outputs[0] for request in requests]
     return {
+        "asked": [len(request.prompt_token_ids) for request in requests],
         "cached": [request.num_cached_tokens for request in requests],
         "tokens": [list(o.token_ids) for o in outputs],
         "logprobs": [
@@ -231,10 +257,13 @@ def parked(llm: LLM) -> dict[str, Any]:
 
 
 def family(model: Path) -> dict[str, Any]:
-    """Stock; exact, most of it on the CPU workers; the prediction from a layer's own input; sparse; rows that wait."""
+    """Stock; in place; exact, most of it on the CPU workers; the prediction from a layer's own input; sparse; rows that
+    wait."""
     found: dict[str, Any] = {}
     with engine(model) as llm:
         found["stock"], found["stock_alone"] = generate(llm), generate(llm, lengths=ALONE)
+    with engine(model, _SERVED) as llm:
+        found["in_place"] = served(llm)
     with engine(model, _ON_CPU) as llm:
         found["mine"], found["mine_alone"] = served(llm), generate(llm, lengths=ALONE)
         if found["mine"]["predicted"]:
@@ -256,7 +285,7 @@ def kept_state(model: Path) -> dict[str, Any]:
     # So many blocks that the four prompts begin, and cannot all end.
     little: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS[model.name]}
     # vLLM 0.32 fails on a CPU where a Mamba 2 layer keeps the states of prefixes (mamba_mixer2.py, has_checkpoints).
-    little["enable_prefix_caching"] = model.name == "lfm2"
+    little["enable_prefix_caching"] = model.name in FINDS_PREFIXES
     with engine(model, **little) as llm:
         found["stock"] = generate(llm, LONG)
         found["again_stock"] = [generate(llm, LONG, [500]) for _ in range(2)]
@@ -289,8 +318,6 @@ def other_tiers(model: Path) -> dict[str, Any]:
     for kind in ("separate", "unified"):
         with engine(model, _EXACT | {"tiers": kind}) as llm:
             found[kind] = served(llm)
-    with engine(model, _EXACT | NO_LOOKAHEAD | {"tiers": "unified"}) as llm:
-        found["in_place"] = served(llm)
     return found
 
 

@@ -63,7 +63,8 @@ FEWER = {"apex.overlap": 13}  # blocks: requests that park grow later, when the 
 LONGER = 8  # tokens of sparse answers, and of those of requests that park
 WAITING = ("hgca.caches",)  # for the workers, before a step: a context cache is full, or its judging is not done
 # Tiny models of tests/engines/vllm/families.py, and how many of their layers have full attention.
-FAMILIES = {"gemma3": 2, "gemma3.full": 2}
+FULL_LAYERS = {"gemma3": 2, "gpt_oss": 2, "lfm2": 3}
+FAMILIES = {name + graphs: full for name, full in FULL_LAYERS.items() for graphs in ("", ".full")}
 CARDS = (1600, 1900, 8000)  # MiB
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout": ({**EXACT, "frames_per_request": 4}, MIXED),
@@ -80,8 +81,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "apex": (APEX, MIXED),
     "apex.overlap": ({**APEX, "apex": {**APEX["apex"], "strategy": "overlap"}}, MIXED),
     "again": ({**EXACT, "frames_per_request": 4}, MIXED),
-    "gemma3": (FAMILY, MIXED),
-    "gemma3.full": (FAMILY, FULL),
+    **{name: (FAMILY, FULL if name.endswith(".full") else MIXED) for name in FAMILIES},
     **dict.fromkeys(("late", "late.always"), (LATE, MIXED)),
     "late.full": (LATE, FULL),
 }
@@ -238,15 +238,23 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
 
 
 def groups(llm: Any) -> dict[str, Any]:
-    """Who attends the layers of each kind, what those with a window take, and what is left in the pools of blocks."""
+    """Who computes the layers of each kind, what those with a window or a state take, and what is left in the pools of
+    blocks."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
     held = llm.llm_engine.model_executor.driver_worker.worker
-    layers = held.vllm_config.compilation_config.static_forward_context.values()
-    layers = [layer for layer in layers if hasattr(layer, "attn_backend")]
+    every = held.vllm_config.compilation_config.static_forward_context.values()
+    layers = [layer for layer in every if hasattr(layer, "attn_backend")]
+    states = [layer for layer in every if isinstance(layer, MambaBase)]
     kind = {True: "full_attention", False: "sliding_attention"}
     windows = {id(layer.kv_cache): layer.kv_cache for layer in layers if layer.sliding_window is not None}
     managers = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers
     return {
-        "backends": {kind[each.sliding_window is None]: each.attn_backend.__name__ for each in layers},
+        "backends": {
+            **{kind[each.sliding_window is None]: each.attn_backend.__name__ for each in layers},
+            **({"state": states[0].get_attn_backend().__name__} if states else {}),
+        },
+        "state_blocks": sorted({len(state) for each in states for state in each.kv_cache}),
         "window_bytes": sum(each.nbytes for each in windows.values()),
         "planned_window_bytes": planner(llm).windows(ROWS),
         "blocks_left": sum(len(blocks) for each in managers for blocks in each.req_to_blocks.values()),

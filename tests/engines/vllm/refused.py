@@ -133,6 +133,12 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
     ),
     "an MLA model": ("mla", [], [], ["MLA", "leave out --attention-backend CUSTOM"]),
     "a model whose layers all slide": ("all-sliding", [], [], ["64 tokens", "leave out --attention-backend CUSTOM"]),
+    "a model whose attention is in chunks": (
+        "llama4",
+        [],
+        [],
+        ["chunked local attention", "leave out --attention-backend CUSTOM"],
+    ),
     "another worker": (MODEL, [], ["--worker-cls", "vllm.v1.worker.cpu_worker.CPUWorker"], [CPU_WORKER]),
     "an additional config that is not JSON": (
         MODEL,

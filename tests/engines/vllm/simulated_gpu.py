@@ -71,12 +71,9 @@ def card_of(size: int) -> None:
     _answer(nvml, {"nvmlDeviceGetMemoryInfo": types.SimpleNamespace(total=size, free=size, used=0)})
 
 
-_addressed: list[Tensor] = []
-
-
 def _address(self: Far) -> int:
     """vLLM makes tables of addresses. What lies there must stay: the device may come to it late."""
-    _addressed.append(self.inner)
+    far_device.addressed.append(self.inner)
     return self.inner.data_ptr()
 
 
@@ -208,6 +205,56 @@ def _pretend_operators() -> None:
         setattr(operators, name, None)
     for name in ("scaled_mm_supports_block_fp8", "scaled_mm_supports_fp8", "group_gemm_supported"):
         setattr(operators, f"cutlass_{name}", lambda *_: False)
+    _pretend_experts()
+
+
+def _pretend_experts() -> None:
+    """The compiled operators around vLLM's Triton kernel of experts (csrc/moe), which runs as it is."""
+
+    def topk_softmax(
+        weights: Tensor, experts: Tensor, _: Tensor, logits: Tensor, renormalize: bool, bias: object, padding: Any
+    ) -> None:
+        """``logits``: ``[tokens, experts]``; fills ``weights`` and ``experts``: ``[tokens, top_k]``. Tokens that are
+        ``padding`` go to expert -1."""
+        assert bias is None
+        values, chosen = logits.float().softmax(-1).topk(weights.shape[1])
+        weights.copy_(values / values.sum(-1, keepdim=True) if renormalize else values)
+        experts.copy_(chosen if padding is None else chosen.masked_fill(padding[:, None], -1))
+
+    def moe_align_block_size(
+        chosen: Tensor, experts: int, block: int, ordered: Tensor, of_block: Tensor, total: Tensor, *absent: object
+    ) -> None:
+        """The routes ``chosen``, ``[tokens, top_k]``, by expert; each expert's fill whole blocks with the number
+        of routes for what is none. Those to expert -1 are left out."""
+        assert absent == (None, None)
+        route, device = chosen.flatten().long(), chosen.device
+        route = torch.where(route < 0, experts, route)  # they come last
+        counts = (route[:, None] == torch.arange(experts + 1, device=device)).sum(0)
+        filled = (counts + block - 1) // block * block
+        ends = filled.cumsum(0)
+        order = route.argsort(stable=True)
+        expert = route[order]
+        rank = torch.arange(len(route), device=device) - (counts.cumsum(0) - counts)[expert]
+        place = torch.where(expert < experts, (ends - filled)[expert] + rank, len(ordered))
+        made = torch.full((len(ordered) + 1,), len(route), dtype=torch.int32, device=device)
+        ordered.copy_(made.scatter(0, place, order.int())[:-1])
+        first = torch.arange(len(of_block), device=device) * block
+        of_block.copy_((first[:, None] >= ends[:experts]).sum(1))
+        total.copy_(ends[experts - 1])
+
+    def moe_sum(parts: Tensor, out: Tensor, *absent: object) -> None:
+        assert absent == (None, None)
+        out.copy_(parts.sum(1))
+
+    def swigluoai_and_mul(out: Tensor, x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
+        gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
+        out.copy_((up + 1) * gate * torch.sigmoid(gate * alpha))
+
+    operators: Any = torch.ops._moe_C
+    operators.topk_softmax, operators.moe_align_block_size = topk_softmax, moe_align_block_size
+    operators.moe_sum = moe_sum
+    activations: Any = torch.ops._C
+    activations.swigluoai_and_mul = swigluoai_and_mul
 
 
 def _leave_out() -> None:
