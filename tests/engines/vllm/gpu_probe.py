@@ -247,6 +247,7 @@ def groups(llm: Any) -> dict[str, Any]:
     managers = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers
     return {
         "backends": {kind[each.sliding_window is None]: each.attn_backend.__name__ for each in layers},
+        "predictors": [type(getattr(each.impl, "predictor", None)).__name__ for each in layers],
         "window_bytes": sum(each.nbytes for each in windows.values()),
         "planned_window_bytes": planner(llm).windows(ROWS),
         "blocks_left": sum(len(blocks) for each in managers for blocks in each.req_to_blocks.values()),
