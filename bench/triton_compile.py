@@ -125,7 +125,18 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
             frame_of = torch.zeros(rows, width, dtype=torch.int32)
             for resident, counted in ((frame_of, None), (frame_of, counters), (None, counters)):
                 chosen = kernels.select_pages(
-                    scores, line, line, line, line, resident, table[:, :width], page, 1, 2, k, counted,
+                    scores,
+                    line,
+                    line,
+                    line,
+                    line,
+                    resident,
+                    table[:, :width],
+                    page,
+                    1,
+                    2,
+                    k,
+                    counted,
                     None if counted is None else (ids, tokens),
                 )
         kernels.union_pages(chosen.absent, chosen.missing_listed, scores)
@@ -139,7 +150,22 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
         for lists in (1, kv_heads):
             chosen = table[:, None, :k].expand(-1, lists, -1).contiguous(), line[:, None].expand(-1, lists).contiguous()
             kernels.plan_recall(
-                small.of(0), copies.of(0), scores, table, chosen, absent, line, line, line, line, line, 1, 2, 8, 3, keep,
+                small.of(0),
+                copies.of(0),
+                scores,
+                table,
+                chosen,
+                absent,
+                line,
+                line,
+                line,
+                line,
+                line,
+                1,
+                2,
+                8,
+                3,
+                keep,
                 counters,
             )
         kernels.note_scores(small.of(0), scores, line, line, line, 1, 2)

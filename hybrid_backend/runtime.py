@@ -182,6 +182,7 @@ class HybridRuntime:
         k, v, offsets = *(whole_tokens(x[: step.num_tokens]) for x in (k, v)), step.write_offsets
         self.tiers.operations.append_tokens(k, v, self.tiers.host.views[layer], pages, offsets)
         if self.model.window(layer) is None:
+            self.tiers.whole.append(layer, pages, offsets, k, v)
             self.method.append(layer, pages, offsets, k, v)
 
     def imported(self, pages: Tensor) -> None:
@@ -189,6 +190,7 @@ class HybridRuntime:
         if self.tiers.digests is not None:
             for layer in self.tiers.digests.layers:
                 self.tiers.digests.rebuild(layer, pages, torch.full((len(pages),), self.config.page_size))
+        self.tiers.whole.copy(pages)
         self.method.imported(pages)
 
     # --- query path ---

@@ -169,8 +169,8 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
 
 
 def whole_tokens(x: Tensor) -> Tensor:
-    """``[tokens, heads, head_dim]`` whose tokens are contiguous, each for itself (`Operations.append_tokens`): as it is,
-    if it is a part of the projection to queries, keys and values."""
+    """``[tokens, heads, head_dim]``, each token contiguous for itself (`Operations.append_tokens`): a part of the
+    projection to queries, keys and values is, as it is."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 

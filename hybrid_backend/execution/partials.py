@@ -33,14 +33,15 @@ class CpuPartials(Protocol):
         """A step of ``rows`` rows begins; ``inputs`` are written."""
 
     def mailbox(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Where the workers look for a layer's missing pages (`Operations.select_pages`); None: they are handed over."""
+        """Where workers look for a layer's missing pages (`Operations.select_pages`); None: they are handed over."""
 
     def ask(
         self, layer: int, q: Tensor, missing: Tensor | None, listed: Tensor, is_told: bool, number: Tensor,
         counters: Tensor,
     ) -> None:  # fmt: skip
         """Attention of ``q`` ``[rows, heads, head_dim]`` over listed host pages (`Selection.missing`). None: over what
-        the layer's context cache holds of each row; it holds nothing where nothing is ``listed``. ``is_told``: the lists are in the mailbox already. Returns at once."""
+        the layer's context cache holds of each row; it holds nothing where nothing is ``listed``. ``is_told``: the
+        lists are in the mailbox already. Returns at once."""
 
     def answer(self, layer: int, rows: int, number: Tensor, counters: Tensor) -> tuple[Tensor, Tensor] | None:
         """``(out [rows, heads, head_dim], lse [rows, heads])`` fp32, when it is there; None: there was nothing to ask.
@@ -143,7 +144,7 @@ class MailboxPartials:
         self._time_left = torch.zeros(1, dtype=torch.int64, device=tiers.device)
         # Of the last steps, since the host is behind the device when it asks.
         self._timed_out = torch.zeros(STEPS, dtype=torch.int32, pin_memory=pinned)
-        layers, cache = tiers.layout.full_layers(model), tiers.cache
+        layers, cache = tiers.layout.framed_layers(model), tiers.cache
         arrived = torch.zeros(len(layers), dtype=torch.int32, device=tiers.device)
         self._arrived = dict(zip(layers, arrived.split(1), strict=True))
         self.boxes = Mailboxes(

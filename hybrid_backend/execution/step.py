@@ -39,6 +39,7 @@ class _Layer(NamedTuple):
     operation."""
 
     host: Tensor
+    whole: Tensor | None  # on the device tier, like ``host``; then nothing below is used
     frames: Tensor | None  # None, as its map: the device tier reads the host pool itself
     frame_of: Tensor | None
     digests: Tensor | None
@@ -90,10 +91,11 @@ class DecodeStep:
             placement = Placement(tiers.layout.shared_pages(requests), tiers.layout.swap_in)
             self._residency = self.shared = SharedFrames(tiers, self.maps, placement, self.parking.is_settled)
         elif self.shape.frames:
+            framed = {layer: at.maps for layer, at in self._at.items() if at.frames is not None}
             self._residency = (
                 FixedFrames(tiers, self.maps, method.frame_of, method.held_pages)
                 if method.has_fixed_frames
-                else MappedFrames(config, model, tiers, self.state, {layer: at.maps for layer, at in self._at.items()})
+                else MappedFrames(config, model, tiers, self.state, framed)
             )
         self._ages = [0] * requests  # by index, the decode steps that the request has run
         self._resident = [0] * requests  # by index, the pages in its frames, of one layer
@@ -108,7 +110,7 @@ class DecodeStep:
         self._counted = torch.zeros_like(self.state.counters, device="cpu")  # of them, by `count`
         self.partials: CpuPartials = (
             MailboxPartials(config, model, tiers, workers, self.shape)
-            if tiers.asks_by_itself and method.uses_workers
+            if tiers.asks_by_itself and method.uses_workers and tiers.layout.framed_layers(model)
             else PoolPartials(config, model, tiers, workers)
         )
 
@@ -116,8 +118,8 @@ class DecodeStep:
         tiers, maps = self._tiers, self.maps.of(row)
         frames = tiers.frames.layers.get(layer)
         return _Layer(
-            tiers.host.views[layer], frames, None if frames is None else maps.frame_of, tiers.digest_layer(layer), maps,
-            self.state.copies.of(row), self.state.counters[row],
+            tiers.host.views[layer], tiers.whole.stores.get(layer), frames, None if frames is None else maps.frame_of,
+            tiers.digest_layer(layer), maps, self.state.copies.of(row), self.state.counters[row],
         )  # fmt: skip
 
     # --- between steps, on the host ---
@@ -135,6 +137,8 @@ class DecodeStep:
         self._written[number % STEPS].copy_(now.pages, non_blocking=True)
         if self._residency is not None:
             self._tiers.copied_pages += self._residency.open(rows, indices)
+        if self._tiers.whole.stores:
+            self.count_tokens(int(rows.seq_lens.sum()), int(rows.num_pages.sum()), layers=self._tiers.whole.stores)
         self._method.begin_decode(self, rows)
 
     def abandon(self) -> None:
@@ -254,8 +258,13 @@ class DecodeStep:
         self._ops.append_tokens(
             k, v, at.host, pages, now.positions, at.frames, now.requests, at.frame_of, at.digests
         )  # fmt: skip
+        self._tiers.whole.append(layer, pages, now.positions, k, v)
         self._method.append(layer, pages, now.positions, k, v)
-        result = self._method.attend(self, layer, q)
+        if at.whole is None:
+            result = self._method.attend(self, layer, q)
+        else:
+            parts = self.attend(q, at.whole, now.table[:, None], now.seq_lens[:, None])
+            result = self.merge(layer, parts, None, q.dtype)
         if self._is_sampled(layer, step):
             self._sample(layer, step, q)
         self._selected.pop(layer, None)
@@ -350,9 +359,7 @@ class DecodeStep:
             chosen = self._selected[layer][0]
             self.ask_for(layer, q, chosen.missing, chosen.missing_listed, is_told=True)
 
-    def ask_for(
-        self, layer: int, q: Tensor, pages: Tensor | None, listed: Tensor, is_told: bool = False
-    ) -> None:
+    def ask_for(self, layer: int, q: Tensor, pages: Tensor | None, listed: Tensor, is_told: bool = False) -> None:
         """Let them attend listed host pages (`CpuPartials.ask`), or, with None, what the context cache holds.
         ``is_told``: `select` has listed them where the workers look."""
         self.partials.ask(layer, q, pages, listed, is_told, self.inputs.number, self._at[layer].counters)
@@ -553,7 +560,7 @@ class DecodeStep:
         """Frames that hold a page, or are about to, over all layers. As the host knows: no frame of a request is left
         empty while it has pages that it could hold."""
         held = sum(self._resident) if self.shared is None else self.shared.resident_pages
-        return held * len(self._layers)
+        return held * len(self._tiers.frames.layers)
 
     @property
     def device_bytes(self) -> int:

@@ -86,4 +86,6 @@ class StepState:
 
     @property
     def nbytes(self) -> int:
-        return self.inputs.nbytes + sum(x.nbytes for x in (*self.maps, *self.copies, self.equal_scores, self.keep, self.counters))
+        return self.inputs.nbytes + sum(
+            x.nbytes for x in (*self.maps, *self.copies, self.equal_scores, self.keep, self.counters)
+        )

@@ -38,8 +38,8 @@ def append_tokens(
         framed = (_at(frames, kind, room), _at(requests, int32, rows), _at(frame_of, int32))
     wide = positions.dtype is int64
     _call(
-        "hb_append_tokens", *store, _tokens_at(k, kind, rows, token), _tokens_at(v, kind, rows, token), _at(pages, int32),
-        _at(positions, int64 if wide else int32, rows), *framed,
+        "hb_append_tokens", *store, _tokens_at(k, kind, rows, token), _tokens_at(v, kind, rows, token),
+        _at(pages, int32), _at(positions, int64 if wide else int32, rows), *framed,
         _at(digests, kind, store[1] * 2 * token) if digests is not None else 0,
         rows, wide, frame_count, request_count, columns, k.stride(0), v.stride(0),
     )  # fmt: skip
@@ -158,12 +158,15 @@ def merge_partials(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, parts, dim = out.shape
     items = rows * heads
-    merged, merged_lse = empty(rows, heads, dim, dtype=dtype) if into is None else into, empty(rows, heads, dtype=float32)
+    merged, merged_lse = (
+        empty(rows, heads, dim, dtype=dtype) if into is None else into,
+        empty(rows, heads, dtype=float32),
+    )
     others = (_at(other[0], float32, items * dim), _at(other[1], float32, items)) if other is not None else (0, 0)
     _call(
         "hb_merge_partials", _at(out, float32), _at(lse, float32, items * parts), *others,
-        0 if sinks is None else _at(sinks, float32, heads), _at(merged, dtype, items * dim), merged_lse.data_ptr(), rows,
-        heads, parts, dim, _type(dtype), lib.isa_index(None), *_team(),
+        0 if sinks is None else _at(sinks, float32, heads), _at(merged, dtype, items * dim), merged_lse.data_ptr(),
+        rows, heads, parts, dim, _type(dtype), lib.isa_index(None), *_team(),
     )  # fmt: skip
     return merged, merged_lse
 

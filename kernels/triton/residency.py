@@ -77,8 +77,8 @@ def _note_kernel(page_of, importance, scores, num_pages, budgets, requests, sink
 @triton.jit(do_not_specialize=["interval", "phase", "selected_k", "absent_k", "columns", "frame_columns", "size",
                                 "table_stride", "sinks", "recent"])  # fmt: skip
 def _plan_kernel(frame_of, page_of, importance, scores, table, selected, selected_count, absent, absent_count,
-                 num_pages, budgets, requests, generations, ages, keep, to_frames, to_host, to_pages, to_importance, to_requests,
-                 to_started, counters, sinks, recent, interval, phase, selected_k, absent_k, most, columns,
+                 num_pages, budgets, requests, generations, ages, keep, to_frames, to_host, to_pages, to_importance,
+                 to_requests, to_started, counters, sinks, recent, interval, phase, selected_k, absent_k, most, columns,
                  frame_columns, size, table_stride, LISTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -177,8 +177,8 @@ def plan_recall(
     size, n, most = keep.shape[1], absent[0].shape[2], copies.frames.shape[1]
     _plan_kernel[(rows,)](
         *maps, scores, table, *selected, *absent, num_pages, budgets, requests, generations, ages, keep, *copies,
-        counters, sinks, max(recent, 1), interval, phase, k, n, most, columns, maps.frame_of.shape[1], size, table.stride(0),
-        lists, triton.next_power_of_2(max(k, n, size, most, 2)),
+        counters, sinks, max(recent, 1), interval, phase, k, n, most, columns, maps.frame_of.shape[1], size,
+        table.stride(0), lists, triton.next_power_of_2(max(k, n, size, most, 2)),
     )  # fmt: skip
 
 
