@@ -190,7 +190,8 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     device, as methods do that are planned on the host."""
     from vllm import SamplingParams
 
-    from tests.support.far_device import Graph, busy, late
+    from tests.support.far_device import busy, late
+    from tests.support.streams import Graph
 
     engine, held = llm.llm_engine, llm.llm_engine.model_executor.driver_worker.worker
     execute, preempted, ran = held.execute_model, [], set()

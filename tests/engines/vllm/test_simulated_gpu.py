@@ -84,6 +84,12 @@ def test_exact_steps_attend_everything(seen: Probe, name: str) -> None:
     assert seen(name)["attention"]["rows"] > 0 and seen(name)["attention"]["sparse_rows"] == 0
 
 
+@pytest.mark.parametrize("name", EXACT)
+def test_queries_are_predicted_in_three_launches(seen: Probe, name: str) -> None:
+    """But those of the first layer, which is exact."""
+    assert seen(name)["predictors"] == ["NoneType", "FusedPredictor", "FusedPredictor"]
+
+
 @pytest.mark.parametrize("name", [*V2, *V1, *SPARSE])
 def test_decode_steps_are_replayed_graphs(seen: Probe, name: str) -> None:
     """Captured at start with rows that nobody scheduled; replayed without a wait for the device."""

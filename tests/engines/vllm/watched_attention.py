@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support import far_device
+from tests.support.far_device import Far
+from tests.support.streams import STREAMS
 
 if TYPE_CHECKING:
     from hybrid_backend.methods.clo import Clo
@@ -83,7 +84,7 @@ def watch_attention() -> Watch:
         if id(self) in now:
             layer, q = now.pop(id(self))
             what = chosen[id(self), layer]
-            far_device._work.launch(lambda: seen.compare(self, layer, _near(q), _near(out), what))
+            STREAMS.launch(lambda: seen.compare(self, layer, _near(q), _near(out), what))
         return out
 
     attend = Clo.attend
@@ -91,9 +92,7 @@ def watch_attention() -> Watch:
     def attending_by_head(self: Clo, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
         out = attend(self, step, layer, q)
         persistent = self._by_true_query
-        far_device._work.launch(
-            lambda: seen.compare(step, layer, _near(q), _near(out), _by_head(self, step, layer, persistent))
-        )
+        STREAMS.launch(lambda: seen.compare(step, layer, _near(q), _near(out), _by_head(self, step, layer, persistent)))
         return out
 
     DecodeStep.select, DecodeStep.merge = selecting, merging  # type: ignore[method-assign]
@@ -131,4 +130,4 @@ def _by_head(method: Clo, step: Any, layer: int, persistent: Any) -> _ByHead:
 
 
 def _near(x: Tensor) -> Tensor:
-    return x.inner if isinstance(x, far_device.Far) else x
+    return x.inner if isinstance(x, Far) else x
