@@ -206,8 +206,9 @@ def of_queries(projection: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | No
     heads); None: they cannot be told apart. Some engines pack weights on a CPU, and may drop the original."""
     weight, bias = getattr(projection, "weight", None), getattr(projection, "bias", None)
     rows = int(getattr(projection, "num_heads", 0)) * int(getattr(projection, "head_size", 0))
-    is_plain = isinstance(weight, Tensor) and weight.dim() == 2 and weight.dtype == dtype and len(weight) > rows > 0
-    return (weight[:rows], None if bias is None else bias[:rows]) if is_plain else None
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype != dtype or not len(weight) > rows > 0:
+        return None
+    return weight[:rows], None if bias is None else bias[:rows]
 
 
 def _query_rows(projection: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
