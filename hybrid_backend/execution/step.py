@@ -39,7 +39,6 @@ class _Layer(NamedTuple):
     operation."""
 
     host: Tensor
-    whole: Tensor | None  # on the device tier, like ``host``; then nothing below is used
     frames: Tensor | None  # None, as its map: the device tier reads the host pool itself
     frame_of: Tensor | None
     digests: Tensor | None
@@ -62,11 +61,12 @@ class DecodeStep:
     ) -> None:
         self._method, self._config, self._model, self._tiers, self._stats = method, config, model, tiers, stats
         self._ops, self._layers = tiers.operations, tiers.layout.full_layers(model)
-        self._row = {layer: row for row, layer in enumerate(self._layers)}  # of the stacked maps and counters
+        # Of the stacked maps and counters.
+        self._row = {layer: row for row, layer in enumerate(tiers.layout.framed_layers(model))}
         pages, requests = len(tiers.host.layers[self._layers[0]]), tiers.frames.requests
         self.shape = StepShape.of(config, model, tiers.layout, pages, requests, method.recalls(config))
         self.state = StepState.make(
-            requests, self.shape.columns, self.shape.frames, self.shape.recalls, len(self._layers), tiers.device
+            requests, self.shape.columns, self.shape.frames, self.shape.recalls, len(self._row), tiers.device
         )
         self.inputs, self.maps = self.state.inputs, self.state.maps
         self._at = {layer: self._buffers(layer, row) for layer, row in self._row.items()}
@@ -91,7 +91,7 @@ class DecodeStep:
             placement = Placement(tiers.layout.shared_pages(requests), tiers.layout.swap_in)
             self._residency = self.shared = SharedFrames(tiers, self.maps, placement, self.parking.is_settled)
         elif self.shape.frames:
-            framed = {layer: at.maps for layer, at in self._at.items() if at.frames is not None}
+            framed = {layer: at.maps for layer, at in self._at.items()}
             self._residency = (
                 FixedFrames(tiers, self.maps, method.frame_of, method.held_pages)
                 if method.has_fixed_frames
@@ -110,7 +110,7 @@ class DecodeStep:
         self._counted = torch.zeros_like(self.state.counters, device="cpu")  # of them, by `count`
         self.partials: CpuPartials = (
             MailboxPartials(config, model, tiers, workers, self.shape)
-            if tiers.asks_by_itself and method.uses_workers and tiers.layout.framed_layers(model)
+            if tiers.asks_by_itself and method.uses_workers and self._row
             else PoolPartials(config, model, tiers, workers)
         )
 
@@ -118,8 +118,8 @@ class DecodeStep:
         tiers, maps = self._tiers, self.maps.of(row)
         frames = tiers.frames.layers.get(layer)
         return _Layer(
-            tiers.host.views[layer], tiers.whole.stores.get(layer), frames, None if frames is None else maps.frame_of,
-            tiers.digest_layer(layer), maps, self.state.copies.of(row), self.state.counters[row],
+            tiers.host.views[layer], frames, None if frames is None else maps.frame_of, tiers.digest_layer(layer), maps,
+            self.state.copies.of(row), self.state.counters[row],
         )  # fmt: skip
 
     # --- between steps, on the host ---
@@ -253,18 +253,7 @@ class DecodeStep:
         assert rows is not None
         q, k, v = rows.gather(q).contiguous(), *(whole_tokens(rows.gather(x)) for x in (k, v))
         self._into = out[: rows.count] if rows.whole_batch and out.dtype == q.dtype else None
-        now, at = self.now(len(q)), self._at[layer]
-        pages = now.pages if self.parking is None else self.parking.stored(now.pages)
-        self._ops.append_tokens(
-            k, v, at.host, pages, now.positions, at.frames, now.requests, at.frame_of, at.digests
-        )  # fmt: skip
-        self._tiers.whole.append(layer, pages, now.positions, k, v)
-        self._method.append(layer, pages, now.positions, k, v)
-        if at.whole is None:
-            result = self._method.attend(self, layer, q)
-        else:
-            parts = self.attend(q, at.whole, now.table[:, None], now.seq_lens[:, None])
-            result = self.merge(layer, parts, None, q.dtype)
+        result = self._decode_whole(layer, q, k, v) if layer not in self._row else self._decode(layer, q, k, v)
         if self._is_sampled(layer, step):
             self._sample(layer, step, q)
         self._selected.pop(layer, None)
@@ -277,6 +266,23 @@ class DecodeStep:
             out[: rows.count] = result
         else:
             out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
+
+    def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        now, at = self.now(len(q)), self._at[layer]
+        pages = now.pages if self.parking is None else self.parking.stored(now.pages)
+        self._ops.append_tokens(
+            k, v, at.host, pages, now.positions, at.frames, now.requests, at.frame_of, at.digests
+        )  # fmt: skip
+        self._method.append(layer, pages, now.positions, k, v)
+        return self._method.attend(self, layer, q)
+
+    def _decode_whole(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A layer that lies on the device tier whole."""
+        now, whole = self.now(len(q)), self._tiers.whole
+        self._ops.append_tokens(k, v, self._tiers.host.views[layer], now.pages, now.positions)
+        whole.append(layer, now.pages, now.positions, k, v)
+        parts = self.attend(q, whole.stores[layer], now.table[:, None], now.seq_lens[:, None])
+        return self.merge(layer, parts, None, q.dtype)
 
     def _end(self) -> None:
         """The last layer: what was forked from the stream joins it, and the host may read the counters."""

@@ -111,7 +111,7 @@ class Method(ABC):
         shape = StepShape.of(config, model, layout, pages, max_requests, cls.recalls(config))
         has_mailboxes = cls.uses_workers and are_launches(config, device)
         return OwnMemory(
-            device=shape.state_bytes(len(layout.full_layers(model))),
+            device=shape.state_bytes(len(layout.framed_layers(model))),
             host=shape.mailbox_bytes(config, model, layout) if has_mailboxes else 0,
         )
 

@@ -60,7 +60,7 @@ class Card:
         each = self.pages * self.shape.page_bytes(config.page_size)
         return found, (
             f"exact_layers: the GPU holds {count} of {len(wanted)} whole: each takes {size_text(each)} for the "
-            f"host pool's pages, beside {at_once} requests of {self.longest} tokens. The CPU workers attend the others, "
+            f"host pool's pages, beside {at_once} requests of {self.longest} tokens. CPU workers attend the others, "
             "and the device waits for them: a smaller host_pool.size, or fewer exact_layers, would be faster"
         )
 
