@@ -10,7 +10,7 @@ from hybrid_backend.kernels.operations import Selection
 from hybrid_backend.kernels.triton.common import ordered
 from hybrid_backend.kernels.triton.counters import MISSING_PAGES, MISSING_TOKENS, RESIDENT_PAGES, RESIDENT_TOKENS
 
-_MAX_TILE = 4096  # columns that a program holds at a time
+_MAX_TILE = 2048  # columns that a program holds at a time
 _FORCED = tl.constexpr(1 << 32)  # key of a page that is selected whatever its score
 _BEYOND = tl.constexpr(-1)  # of a column beyond the row
 _DIGITS = tl.constexpr(256)
