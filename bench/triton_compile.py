@@ -29,6 +29,7 @@ from hybrid_backend.kernels.cpu import RequestBoxes
 from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps
 from hybrid_backend.kernels.triton import operations as kernels
 from hybrid_backend.kernels.triton import predict, questions, signal
+from hybrid_backend.methods.selective import MOST_FRAMES
 
 # kv_heads, group, head_dim, page_size of models that people serve: SmolLM2-135M, Qwen3-0.6B, Llama-3-8B, Qwen3-14B,
 # Phi-3 (head_dim 96), Gemma-3 (256); with large pages, and a model with 16 query heads per KV head.
@@ -143,7 +144,7 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     maps = Maps(table[None], table, torch.zeros(1, max(COLUMNS)))
     copies = Copies(*[table[None, :, :k]] * 3, torch.zeros(1, rows, k), line[None], long[None])
     scores = torch.zeros(rows, 1, max(COLUMNS))
-    for size in (k, 4 * k):  # frames of a request
+    for size in (k, 4 * k, MOST_FRAMES):  # frames of a request
         small = Maps(table[None], torch.zeros(1, rows * size, dtype=torch.int32), torch.zeros(1, rows * size))
         keep = torch.zeros(rows, size, dtype=torch.int32)
         absent = (table[:, None, :k], line[:, None])

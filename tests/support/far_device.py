@@ -82,6 +82,7 @@ class Far(Tensor):
 _pinned: dict[int, object] = {}  # by its address, pinned memory; kept, so that nothing else comes to lie there
 # Whether steps must be fit to be captured, and whether nothing may wait for the device.
 _state = SimpleNamespace(capturing=False, busy=False)
+_EMPTY = ("new_empty", "empty_like", "new_empty_strided")  # memory alone: no launch
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2")
 # Custom operators that are written in Python, by name: they run as they are, on the device's tensors.
 PYTHON_OPERATORS: dict[str, Callable[..., Any]] = {}
@@ -181,7 +182,7 @@ def _launch(func: Any, name: str, args: Any, kwargs: dict[str, Any], has_far: bo
             pin(out)
         return tree_map(lambda x: Far(x) if to_device and isinstance(x, Tensor) else x, out)
 
-    is_made_there = not has_far and name not in ("_to_copy", "copy_")
+    is_made_there = (not has_far and name not in ("_to_copy", "copy_")) or name in _EMPTY
     waits = name in _WAITS or not (to_device or goes_on)
     if waits:
         STREAMS.finish(STREAMS.current)

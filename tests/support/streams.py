@@ -132,6 +132,11 @@ class Graph:
         self._behind: dict[Hashable, dict[Hashable, int]] = {}
         self._marks: dict[Mark, dict[Hashable, int]] = {}
 
+    @property
+    def works(self) -> list[str]:
+        """Kinds of the work that it keeps, in order."""
+        return [kind for _, entry, kind in self._entries if not isinstance(entry, Mark | _Wait)]
+
     # --- while it is captured ---
 
     def capture_begin(self, *_: object, **__: object) -> None:

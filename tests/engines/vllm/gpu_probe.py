@@ -28,6 +28,7 @@ os.environ.update(
 )
 
 from tests.engines.vllm import late_probe, simulated_gpu
+from tests.engines.vllm.counted_launches import count_launches
 from tests.engines.vllm.watched_attention import Watch, watch_attention
 
 PROMPTS, TOKENS, CHUNK, LONGEST = (46, 94, 142), 4, 64, 192
@@ -286,7 +287,7 @@ def main() -> None:
     llama = build(folder / "model")
     answers, late_answers = expected(llama), late_probe.expected(llama, prompts())
     families = {name: expected(build_family(name, folder / name)) for name in names if name in FAMILIES}
-    watch = watch_attention()
+    watch, launches = watch_attention(), count_launches()
     with simulated_gpu.simulated_gpu():
         for name in names:
             try:
@@ -310,6 +311,7 @@ def main() -> None:
                     serving = partial(serve, count=tokens, waits=name in WAITING)
                     found = run(folder / "model", *CASES[name], serving, FEWER.get(name, BLOCKS), watch)
                     found["expected"] = [answer[:tokens] for answer in answers]
+                    found["launches"] = dict(launches)
             except Exception:
                 found = {"error": traceback.format_exc()[-3000:]}
             (folder / f"{name}.json").write_text(json.dumps(found))

@@ -14,7 +14,7 @@ from hybrid_backend.model import ModelShape
 
 KERNEL_S = 2e-6
 """A small kernel in a CUDA graph, gap and all: the general figure that `Hardware.layer_overhead_s` is made of."""
-LAUNCHES = {"scout": 11, "infinigen": 11}
+LAUNCHES = {"scout": 10, "infinigen": 10}
 """Kernels of a sparse layer that the engine's own decode step does not have (tests/engines/vllm/test_simulated_gpu.py
 counts them; docs/cuda.md lists them). The predictor's matrix is none of them: it is counted by its size."""
 SPAN = 8
