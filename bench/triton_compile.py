@@ -28,7 +28,8 @@ from triton.runtime.jit import JITFunction
 from hybrid_backend.kernels.cpu import RequestBoxes
 from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps
 from hybrid_backend.kernels.triton import operations as kernels
-from hybrid_backend.kernels.triton import questions, signal
+from hybrid_backend.kernels.triton import predict, questions, signal
+from hybrid_backend.methods.selective import MOST_FRAMES
 
 # kv_heads, group, head_dim, page_size of models that people serve: SmolLM2-135M, Qwen3-0.6B, Llama-3-8B, Qwen3-14B,
 # Phi-3 (head_dim 96), Gemma-3 (256); with large pages, and a model with 16 query heads per KV head.
@@ -125,32 +126,77 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
             frame_of = torch.zeros(rows, width, dtype=torch.int32)
             for resident, counted in ((frame_of, None), (frame_of, counters), (None, counters)):
                 chosen = kernels.select_pages(
-                    scores, line, line, line, line, resident, table[:, :width], page, 1, 2, k, counted
+                    scores,
+                    line,
+                    line,
+                    line,
+                    line,
+                    resident,
+                    table[:, :width],
+                    page,
+                    1,
+                    2,
+                    k,
+                    counted,
+                    None if counted is None else (ids, tokens),
                 )
         kernels.union_pages(chosen.absent, chosen.missing_listed, scores)
     maps = Maps(table[None], table, torch.zeros(1, max(COLUMNS)))
     copies = Copies(*[table[None, :, :k]] * 3, torch.zeros(1, rows, k), line[None], long[None])
     scores = torch.zeros(rows, 1, max(COLUMNS))
-    for size in (k, 4 * k):  # frames of a request
+    for size in (k, 4 * k, MOST_FRAMES):  # frames of a request
         small = Maps(table[None], torch.zeros(1, rows * size, dtype=torch.int32), torch.zeros(1, rows * size))
         keep = torch.zeros(rows, size, dtype=torch.int32)
         absent = (table[:, None, :k], line[:, None])
         for lists in (1, kv_heads):
             chosen = table[:, None, :k].expand(-1, lists, -1).contiguous(), line[:, None].expand(-1, lists).contiguous()
             kernels.plan_recall(
-                small.of(0), copies.of(0), scores, table, chosen, absent, line, line, line, line, 8, 3, keep, counters
+                small.of(0),
+                copies.of(0),
+                scores,
+                table,
+                chosen,
+                absent,
+                line,
+                line,
+                line,
+                line,
+                line,
+                1,
+                2,
+                8,
+                3,
+                keep,
+                counters,
             )
         kernels.note_scores(small.of(0), scores, line, line, line, 1, 2)
         kernels.open_pages(small, line, line, line, page, 1)
     kernels.commit_pages(maps, copies, long)
     kernels.copy_pages(host, host, line, line)
-    signal.ask(line, line[:1], line[:, None], counters)
+    signal.ask(q, q, line, line[:1], line[:1], line[:, None], counters)
     signal.await_answer(line, line[:1], line, long[:1], counters)
     flags = torch.zeros(rows, 16, dtype=torch.int32)
     boxes = RequestBoxes(q, table, line, line, *cpu, flags, flags, flags)
     questions.ask_rows(boxes, q, table, line, line, line, 3, line)
     for waits in (False, True):
         questions.take_rows(boxes, line, line, line, *cpu, line, long, long, waits)
+    predict_all(q)
+
+
+def predict_all(q: torch.Tensor) -> None:
+    """For hidden states as wide as all heads, and as those of the largest models; queries with norms of heads or of all
+    together, and rotary embedding of both styles, of all or half of a head."""
+    rows, heads, dim = q.shape
+    for width in (heads * dim, 16384):
+        hidden = q.new_empty(rows, width)
+        for adds_one, residual in ((False, None), (False, hidden), (True, hidden)):
+            predict.normed_stream(hidden, residual, predict.RmsNorm(q.new_empty(width), 1e-6, adds_one))
+    of_heads, of_all = (predict.RmsNorm(q.new_empty(n), 1e-6, n == dim) for n in (dim, heads * dim))
+    positions = torch.zeros(rows, dtype=torch.int64)
+    whole, half = (predict.Rotation(positions, q.new_empty(8, n), n == dim) for n in (dim, dim // 2))
+    for norm in (None, of_heads, of_all):
+        for rotation in (None, whole, half):
+            predict.finished_queries(q, norm, rotation)
 
 
 def _resources(kernel: Any) -> dict[str, int]:

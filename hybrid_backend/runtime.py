@@ -20,7 +20,7 @@ from hybrid_backend.execution import make_executor
 from hybrid_backend.execution.operations import are_launches, resolve_operations
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure, make_step, window_rows
+from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure, make_step, whole_tokens, window_rows
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.pinned import node_of_gpu
@@ -179,9 +179,10 @@ class HybridRuntime:
 
     def _append(self, layer: int, step: Step, pages: Tensor, k: Tensor, v: Tensor) -> None:
         """Tokens of the batch to the host pool; those of decoding rows with full attention are the executor's."""
-        k, v, offsets = *(x[: step.num_tokens].contiguous() for x in (k, v)), step.write_offsets
+        k, v, offsets = *(whole_tokens(x[: step.num_tokens]) for x in (k, v)), step.write_offsets
         self.tiers.operations.append_tokens(k, v, self.tiers.host.views[layer], pages, offsets)
         if self.model.window(layer) is None:
+            self.tiers.whole.append(layer, pages, offsets, k, v)
             self.method.append(layer, pages, offsets, k, v)
 
     def imported(self, pages: Tensor) -> None:
@@ -189,6 +190,7 @@ class HybridRuntime:
         if self.tiers.digests is not None:
             for layer in self.tiers.digests.layers:
                 self.tiers.digests.rebuild(layer, pages, torch.full((len(pages),), self.config.page_size))
+        self.tiers.whole.copy(pages)
         self.method.imported(pages)
 
     # --- query path ---

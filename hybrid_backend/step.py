@@ -168,6 +168,12 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)
 
 
+def whole_tokens(x: Tensor) -> Tensor:
+    """``[tokens, heads, head_dim]``, each token contiguous for itself (`Operations.append_tokens`): a part of the
+    projection to queries, keys and values is, as it is."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
 def captured_step(rows: int) -> Step:
     """What a graph of ``rows`` decoding rows is captured with: all rows decode, none owns a page."""
     nothing = torch.zeros(rows, dtype=torch.int64)

@@ -100,7 +100,7 @@ class Operations(Protocol):
         """Write one new token per row: to its host page, its frame and its digest.
 
         Args:
-            k, v: ``[rows, kv_heads, head_dim]``.
+            k, v: ``[rows, kv_heads, head_dim]``, any row stride.
             host: ``[pages, kv_heads, 2, page_size, head_dim]``: host pages as the device tier sees them.
             pages: ``[rows]`` int32 host page of the token, -1: a row of padding. Tokens are distinct.
             positions: ``[rows]`` int32 or int64 position of the token in its sequence.
@@ -144,7 +144,7 @@ class Operations(Protocol):
     def select_pages(
         self, scores: Tensor, num_pages: Tensor, seq_lens: Tensor, budgets: Tensor, requests: Tensor,
         frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, most: int,
-        counters: Tensor | None = None,
+        counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None,
     ) -> Selection:  # fmt: skip
         """The best pages of each list, the first ``sinks`` and last ``recent`` (at least the growing one) always among
         them, and where they are. Of equal scores the first page wins; NaN counts as -inf.
@@ -159,6 +159,8 @@ class Operations(Protocol):
             table: ``[rows, columns]`` int32, any row stride.
             most: pages that any list may hold; the result has that many columns.
             counters: ``[COUNTERS]`` int64 of the layer: what was selected is added.
+            mailbox: ``([>= rows, lists, most], [>= rows, lists])`` int32, pinned: where the CPU workers look for
+                `Selection.missing` and `Selection.missing_listed`. The result's ``missing`` then lies there only.
         """
 
     def match_labels(
@@ -233,16 +235,18 @@ class Operations(Protocol):
 
     def merge_partials(
         self, out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None,
-        dtype: torch.dtype = torch.float32, sinks: Tensor | None = None,
+        dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Attention over the union of disjoint sets of keys (FlashAttention-2, arXiv 2307.08691, section 2.2), and over
         each head's sink: one more key, of a learned logit and no value (gpt-oss, arXiv 2508.10925).
 
         Args:
             out: ``[rows, heads, parts, head_dim]`` fp32; ``lse``: ``[rows, heads, parts]`` fp32.
-            other: ``([rows, heads, head_dim], [rows, heads])`` fp32: the CPU's partial, pinned or on the device.
+            other: ``([rows, heads, head_dim], [rows, heads])`` fp32: the CPU's partial, pinned or on the device. What
+                ``out`` holds where ``lse`` is -inf is not read.
             dtype: of the result.
             sinks: ``[heads]`` fp32 logits, as they come out of the softmax's scaling; -inf, as None: no sink.
+            into: ``[rows, heads, head_dim]`` in ``dtype``, takes the result; None: a new tensor does.
 
         Returns:
             ``([rows, heads, head_dim] dtype, [rows, heads] fp32)``. Empty partials change nothing; nothing but empty
@@ -279,10 +283,11 @@ class Operations(Protocol):
 
     def plan_recall(
         self, maps: Maps, copies: Copies, scores: Tensor, table: Tensor, selected: tuple[Tensor, Tensor],
-        absent: tuple[Tensor, Tensor], num_pages: Tensor, requests: Tensor, generations: Tensor, ages: Tensor,
-        interval: int, phase: int, keep: Tensor, counters: Tensor | None = None,
+        absent: tuple[Tensor, Tensor], num_pages: Tensor, budgets: Tensor, requests: Tensor, generations: Tensor,
+        ages: Tensor, sinks: int, recent: int, interval: int, phase: int, keep: Tensor, counters: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Pair the most important absent pages of one layer with its least important frames, for the rows that are due:
+        """`note_scores`, then pair the most important absent pages of one layer with its least important frames, for
+        the rows that are due:
         in their first step, and whenever ``(age + phase) % interval`` is 0. The frames hold nothing from now on; frames
         whose page is selected, or always is (importance +inf), are not taken. Of equals the lower frame goes first, and
         the page that is listed later comes first.
@@ -293,7 +298,7 @@ class Operations(Protocol):
             selected: frames ``[rows, lists, k]`` of selected pages, and how many ``[rows, lists]``.
             absent: logical pages ``[rows, 1, n]`` that were selected and are not resident, and how many ``[rows, 1]``
                 (of several lists: `union_pages`).
-            num_pages, requests: ``[rows]`` int32.
+            num_pages, budgets, requests, sinks, recent: as in `note_scores`.
             generations: ``[rows]`` int32 of the rows' indices when the host opened the step: by now a request may be
                 released, and the copies are its own, not those of who comes after it.
             ages: ``[rows]`` int32 decode steps that the row's request has run before this one.

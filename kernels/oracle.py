@@ -73,7 +73,7 @@ def page_scores(
 def select_pages(
     scores: Tensor, num_pages: Tensor, seq_lens: Tensor, budgets: Tensor, requests: Tensor,
     frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, most: int,
-    counters: Tensor | None = None,
+    counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None,
 ) -> Selection:  # fmt: skip
     columns = scores.shape[2]
     count, column = num_pages[:, None, None], torch.arange(columns)
@@ -94,9 +94,13 @@ def select_pages(
     tokens = torch.where(resident > 0, resident * page_size - tail, 0)
     if counters is not None:
         counters[:4] += torch.stack([resident.sum(), missing.sum(), tokens.sum(), missing.sum() * page_size])
+    lacked = _front(table[:, None], away, most)
+    if mailbox is not None:
+        lacked = mailbox[0][: len(scores)].copy_(lacked)
+        mailbox[1][: len(scores)] = missing
     return Selection(
         _front(column, chosen, most), _count(chosen), _front(frames, here, most), resident, tokens,
-        _front(table[:, None], away, most), _front(column, away, most), missing,
+        lacked, _front(column, away, most), missing,
     )  # fmt: skip
 
 
@@ -160,16 +164,18 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 
 def merge_partials(
     out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None,
-    dtype: torch.dtype = torch.float32, sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if other is not None:
-        out = torch.cat([out, other[0][:, :, None]], 2)
+        there = other[0].masked_fill((other[1] == -_INF)[..., None], 0.0)
+        out = torch.cat([out, there[:, :, None]], 2)
         lse = torch.cat([lse, other[1][:, :, None]], 2)
     if sinks is not None:
         out = F.pad(out, (0, 0, 0, 1))
         lse = torch.cat([lse, sinks.expand(len(lse), -1)[..., None]], 2)
     weights, total = _softmax(lse)
-    return (weights[..., None] * out).sum(2).to(dtype), total
+    merged = (weights[..., None] * out).sum(2).to(dtype)
+    return merged if into is None else into.copy_(merged), total
 
 
 def page_weights(
@@ -205,9 +211,10 @@ def note_scores(
 
 def plan_recall(
     maps: Maps, copies: Copies, scores: Tensor, table: Tensor, selected: tuple[Tensor, Tensor],
-    absent: tuple[Tensor, Tensor], num_pages: Tensor, requests: Tensor, generations: Tensor, ages: Tensor,
-    interval: int, phase: int, keep: Tensor, counters: Tensor | None = None,
+    absent: tuple[Tensor, Tensor], num_pages: Tensor, budgets: Tensor, requests: Tensor, generations: Tensor,
+    ages: Tensor, sinks: int, recent: int, interval: int, phase: int, keep: Tensor, counters: Tensor | None = None,
 ) -> None:  # fmt: skip
+    note_scores(maps, scores, num_pages, budgets, requests, sinks, recent)
     rows = len(scores)
     size = len(maps.page_of) // len(maps.frame_of)
     copies.frames[:rows] = -1

@@ -83,3 +83,25 @@ def digest_scores(q: Tensor, digests: Tensor) -> Tensor:
     heads, kv_heads = q.shape[0], digests.shape[1]
     d = digests.repeat_interleave(heads // kv_heads, 1)
     return torch.maximum(q[None] * d[:, :, 0], q[None] * d[:, :, 1]).sum(-1).T
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """``x / rms(x) * weight`` over the last dimension."""
+    return torch.stack([row / (row.square().mean() + epsilon).sqrt() * weight for row in x.flatten(0, -2)]).view_as(x)
+
+
+def rotated(x: Tensor, angles: Tensor, is_neox: bool) -> Tensor:
+    """Rotary embedding (RoFormer, arXiv 2104.09864): pair ``i`` of each head turns by angle ``i``.
+
+    Args:
+        x: ``[rows, heads, head_dim]``.
+        angles: ``[rows, pairs]``; what is beyond the pairs stays.
+        is_neox: pair ``i`` is elements ``i`` and ``pairs + i``; else ``2 * i`` and ``2 * i + 1``.
+    """
+    turned, pairs = x.clone(), angles.shape[1]
+    for row in range(len(x)):
+        for i in range(pairs):
+            at = [i, pairs + i] if is_neox else [2 * i, 2 * i + 1]
+            cos, sin = angles[row, i].cos(), angles[row, i].sin()
+            turned[row][:, at] = x[row][:, at] @ torch.stack([torch.stack([cos, sin]), torch.stack([-sin, cos])])
+    return turned

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,21 @@ class _Reached(Exception):
         self.query = query
 
 
-class QueryPredictor:
+class Predictor(Protocol):
     """Predicts one layer's query from what an earlier decoder layer is called with.
 
-    ``adds_residual``: the residual stream is the sum of hidden states and residual, else the hidden states alone.
+    ``adds_residual``: the residual stream is the sum of hidden states and residual, else the hidden states alone, and
+    no residual is given.
     """
+
+    adds_residual: bool
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
+        """``inputs``: what the layer is called with, by name, for any rows. ``[rows, heads, head_dim]``."""
+
+
+class QueryPredictor:
+    """A `Predictor` that runs the layer's own code."""
 
     adds_residual = False
 
@@ -68,12 +78,13 @@ class QueryPredictor:
         return name in self._takes
 
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
-        """``inputs``: what the layer is called with, by name, for any rows. ``[rows, heads, head_dim]``.
-
+        """
         Raises:
             EngineError: the layer's forward ends without attention.
         """
         given = {name: value for name, value in inputs.items() if name in self._takes}
+        if self.adds_residual and given.get("residual") is not None:
+            given |= {"hidden_states": given["hidden_states"] + given["residual"], "residual": None}
         try:
             self._layer.forward(**(self._unknown | given))
         except _Reached as reached:
@@ -157,8 +168,8 @@ def proven_predictor(
         stream: ``[0, hidden]``, of the residual stream's dtype and device.
         projections: the engine's kinds of modules that project to queries, keys and values at once.
     """
-    found = [module for module in decoder.modules() if isinstance(module, projections)]
-    narrowed = [found[0]] if len(found) == 1 and _has_plain_weight(found[0]) else []
+    only = only_projection(decoder, projections)
+    narrowed = [] if only is None or of_queries(only, stream.dtype) is None else [only]
     kind, error = type(decoder).__name__, float("inf")
     try:
         itself = QueryPredictor(decoder, attention, head_dim, None)
@@ -184,23 +195,28 @@ def proven_predictor(
     return f"{kind} gives a query that is {error:.0%} off where it is given its own input"
 
 
-def _has_plain_weight(projection: Any) -> bool:
-    """Whether the rows of queries can be told apart. Some engines pack weights on a CPU, and may drop the original."""
-    weight, rows = getattr(projection, "weight", None), _num_rows(projection)
-    return isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point() and len(weight) > rows > 0
+def only_projection(decoder: nn.Module, projections: tuple[type[nn.Module], ...]) -> nn.Module | None:
+    """The layer's module that projects to queries, keys and values at once; None: there is none, or several."""
+    found = [module for module in decoder.modules() if isinstance(module, projections)]
+    return found[0] if len(found) == 1 else None
 
 
-def _num_rows(projection: Any) -> int:
-    """Rows of queries, which come first. With gates these are counted as heads."""
-    return int(getattr(projection, "num_heads", 0)) * int(getattr(projection, "head_size", 0))
+def of_queries(projection: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
+    """Weight ``[rows, hidden]`` and bias of a projection's queries, which come first (with gates these are counted as
+    heads); None: they cannot be told apart. Some engines pack weights on a CPU, and may drop the original."""
+    weight, bias = getattr(projection, "weight", None), getattr(projection, "bias", None)
+    rows = int(getattr(projection, "num_heads", 0)) * int(getattr(projection, "head_size", 0))
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype != dtype or not len(weight) > rows > 0:
+        return None
+    return weight[:rows], None if bias is None else bias[:rows]
 
 
 def _query_rows(projection: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
     """The projection's forward with zeros for keys and values. Both engines return a bias apart, if asked to."""
-    rows = _num_rows(projection)
-    weight, bias = projection.weight[:rows], getattr(projection, "bias", None)
-    beside = len(projection.weight) - rows
-    bias = None if bias is None else bias[:rows]
+    found = of_queries(projection, projection.weight.dtype)
+    assert found is not None
+    weight, bias = found
+    beside = len(projection.weight) - len(weight)
 
     def forward(x: Tensor) -> tuple[Tensor, None]:
         return nn.functional.pad(nn.functional.linear(x, weight, bias), (0, beside)), None

@@ -308,6 +308,13 @@ class HybridConfig(Section):
     exact_layers: Annotated[tuple[int, ...], list_of(integer(0), ordered=True, unique=True)] = ()
     """Layers that always attend every token.
     Source: default (none; Quest keeps the first two dense, and `hybrid profile` measures them per model)."""
+    whole_layers: Annotated[
+        tuple[int, ...] | Literal["auto"], auto_or(list_of(integer(0), ordered=True, unique=True))
+    ] = "auto"
+    """Those of the exact layers whose whole KV also lies on the device tier, page by page of the host pool, so that the
+    device attends them alone; auto: on a GPU as many as its memory allows, elsewhere none. Of other exact layers the
+    CPU attends what the frames cannot hold, and the device waits for it. Source: default (simulated, Qwen3-14B, 64k x
+    32: two exact layers beyond the frames take longer than all sparse layers together)."""
     selection: SelectionConfig = SelectionConfig()
     lookahead: LookaheadConfig = LookaheadConfig()
     recall: RecallConfig = RecallConfig()
@@ -333,6 +340,9 @@ class HybridConfig(Section):
         if isinstance(self.frames_per_request, int) and self.frames_per_request <= always:
             expected = f"auto, or an integer >= sinks {self.sinks} + recent {self.recent} + 1"
             refuse("frames_per_request", self.frames_per_request, expected, f"write {always + 1} or more")
+        if self.whole_layers != "auto" and (sparse := set(self.whole_layers) - set(self.exact_layers)):
+            expected = f"auto, or layers of exact_layers {show(list(self.exact_layers))}"
+            refuse("whole_layers", list(self.whole_layers), expected, f"remove {show(sorted(sparse))}")
         return self
 
     @property

@@ -32,11 +32,16 @@ class CpuPartials(Protocol):
     def begin(self, inputs: StepInputs, rows: int) -> None:
         """A step of ``rows`` rows begins; ``inputs`` are written."""
 
+    def mailbox(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Where workers look for a layer's missing pages (`Operations.select_pages`); None: they are handed over."""
+
     def ask(
-        self, layer: int, q: Tensor, missing: Tensor | None, listed: Tensor, number: Tensor, counters: Tensor
-    ) -> None:
+        self, layer: int, q: Tensor, missing: Tensor | None, listed: Tensor, is_told: bool, number: Tensor,
+        counters: Tensor,
+    ) -> None:  # fmt: skip
         """Attention of ``q`` ``[rows, heads, head_dim]`` over listed host pages (`Selection.missing`). None: over what
-        the layer's context cache holds of each row; it holds nothing where nothing is ``listed``. Returns at once."""
+        the layer's context cache holds of each row; it holds nothing where nothing is ``listed``. ``is_told``: the
+        lists are in the mailbox already. Returns at once."""
 
     def answer(self, layer: int, rows: int, number: Tensor, counters: Tensor) -> tuple[Tensor, Tensor] | None:
         """``(out [rows, heads, head_dim], lse [rows, heads])`` fp32, when it is there; None: there was nothing to ask.
@@ -73,9 +78,13 @@ class PoolPartials:
         requests = inputs.requests[:rows].long()
         self._owners = Owners(requests, generation[requests], generation)
 
+    def mailbox(self, layer: int) -> None:
+        return None
+
     def ask(
-        self, layer: int, q: Tensor, missing: Tensor | None, listed: Tensor, number: Tensor, counters: Tensor
-    ) -> None:
+        self, layer: int, q: Tensor, missing: Tensor | None, listed: Tensor, is_told: bool, number: Tensor,
+        counters: Tensor,
+    ) -> None:  # fmt: skip
         if missing is None:
             assert self._owners is not None
             cache = self._tiers.cache
@@ -135,7 +144,9 @@ class MailboxPartials:
         self._time_left = torch.zeros(1, dtype=torch.int64, device=tiers.device)
         # Of the last steps, since the host is behind the device when it asks.
         self._timed_out = torch.zeros(STEPS, dtype=torch.int32, pin_memory=pinned)
-        layers, cache = tiers.layout.full_layers(model), tiers.cache
+        layers, cache = tiers.layout.framed_layers(model), tiers.cache
+        arrived = torch.zeros(len(layers), dtype=torch.int32, device=tiers.device)
+        self._arrived = dict(zip(layers, arrived.split(1), strict=True))
         self.boxes = Mailboxes(
             workers.native,
             {layer: cache.stores.get(layer, tiers.host.layers[layer]) for layer in layers},
@@ -155,15 +166,19 @@ class MailboxPartials:
         self.boxes.generations.copy_(generations, non_blocking=True)
         self._time_left.fill_(self._allowed)
 
+    def mailbox(self, layer: int) -> tuple[Tensor, Tensor]:
+        box = self.boxes.layers[layer]
+        return box.ids, box.counts
+
     def ask(
-        self, layer: int, q: Tensor, missing: Tensor | None, listed: Tensor, number: Tensor, counters: Tensor
-    ) -> None:
+        self, layer: int, q: Tensor, missing: Tensor | None, listed: Tensor, is_told: bool, number: Tensor,
+        counters: Tensor,
+    ) -> None:  # fmt: skip
         box, rows = self.boxes.layers[layer], len(q)
-        box.q[:rows].copy_(q, non_blocking=True)
-        if missing is not None:
+        if missing is not None and not is_told:
             box.ids[:rows].copy_(missing, non_blocking=True)
             box.counts[:rows].copy_(listed, non_blocking=True)
-        self._signal.ask(box.asked, number, listed, counters)
+        self._signal.ask(q, box.q, box.asked, number, self._arrived[layer], listed, counters)
 
     def answer(self, layer: int, rows: int, number: Tensor, counters: Tensor) -> tuple[Tensor, Tensor] | None:
         box = self.boxes.layers[layer]

@@ -25,7 +25,7 @@ from hybrid_backend.execution.residency import FixedFrames, MappedFrames, Reside
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step, StepFailure, sent
+from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step, StepFailure, sent, whole_tokens
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.sizes import StepShape
 from hybrid_backend.tiers.state import StepInputs, StepState
@@ -61,16 +61,18 @@ class DecodeStep:
     ) -> None:
         self._method, self._config, self._model, self._tiers, self._stats = method, config, model, tiers, stats
         self._ops, self._layers = tiers.operations, tiers.layout.full_layers(model)
-        self._row = {layer: row for row, layer in enumerate(self._layers)}  # of the stacked maps and counters
+        # Of the stacked maps and counters.
+        self._row = {layer: row for row, layer in enumerate(tiers.layout.framed_layers(model))}
         pages, requests = len(tiers.host.layers[self._layers[0]]), tiers.frames.requests
         self.shape = StepShape.of(config, model, tiers.layout, pages, requests, method.recalls(config))
         self.state = StepState.make(
-            requests, self.shape.columns, self.shape.frames, self.shape.recalls, len(self._layers), tiers.device
+            requests, self.shape.columns, self.shape.frames, self.shape.recalls, len(self._row), tiers.device
         )
         self.inputs, self.maps = self.state.inputs, self.state.maps
         self._at = {layer: self._buffers(layer, row) for layer, row in self._row.items()}
         self._first: dict[int, StepInputs] = {}  # by rows
         self._partial: list[int] = []  # rows of the open step that leave pages out
+        self._into: Tensor | None = None  # where the layer that runs leaves its result
         self._selected: dict[int, tuple[Selection, Tensor]] = {}
         self._asked: set[int] = set()
         self._predicted: dict[int, Tensor] = {}  # queries of sampled layers
@@ -89,10 +91,11 @@ class DecodeStep:
             placement = Placement(tiers.layout.shared_pages(requests), tiers.layout.swap_in)
             self._residency = self.shared = SharedFrames(tiers, self.maps, placement, self.parking.is_settled)
         elif self.shape.frames:
+            framed = {layer: at.maps for layer, at in self._at.items()}
             self._residency = (
                 FixedFrames(tiers, self.maps, method.frame_of, method.held_pages)
                 if method.has_fixed_frames
-                else MappedFrames(config, model, tiers, self.state, {layer: at.maps for layer, at in self._at.items()})
+                else MappedFrames(config, model, tiers, self.state, framed)
             )
         self._ages = [0] * requests  # by index, the decode steps that the request has run
         self._resident = [0] * requests  # by index, the pages in its frames, of one layer
@@ -107,7 +110,7 @@ class DecodeStep:
         self._counted = torch.zeros_like(self.state.counters, device="cpu")  # of them, by `count`
         self.partials: CpuPartials = (
             MailboxPartials(config, model, tiers, workers, self.shape)
-            if tiers.asks_by_itself and method.uses_workers
+            if tiers.asks_by_itself and method.uses_workers and self._row
             else PoolPartials(config, model, tiers, workers)
         )
 
@@ -134,6 +137,8 @@ class DecodeStep:
         self._written[number % STEPS].copy_(now.pages, non_blocking=True)
         if self._residency is not None:
             self._tiers.copied_pages += self._residency.open(rows, indices)
+        if self._tiers.whole.stores:
+            self.count_tokens(int(rows.seq_lens.sum()), int(rows.num_pages.sum()), layers=self._tiers.whole.stores)
         self._method.begin_decode(self, rows)
 
     def abandon(self) -> None:
@@ -198,19 +203,17 @@ class DecodeStep:
         now, count = self.inputs, rows.count
         requests, budgets = torch.tensor(indices), self._method.budgets(rows)
         self._partial = (budgets < rows.num_pages).nonzero().flatten().tolist()
-        columns = [
-            rows.num_pages, rows.seq_lens, rows.seq_lens - 1, requests,
-            # Generations as they are now: the host may be steps ahead of the device.
-            self._tiers.frames.generation[requests], budgets,
-            torch.tensor([self._ages[index] for index in indices]),
-        ]  # fmt: skip
-        into = (now.num_pages, now.seq_lens, now.positions, now.requests, now.generations, now.budgets, now.ages)
-        small = torch.zeros(len(into), len(now.requests), dtype=torch.int32)
-        small[:, :count] = torch.stack(columns)
-        there = sent(torch.cat([small.flatten(), torch.tensor([number], dtype=torch.int32)]), now.number.device)
-        for k, target in enumerate(into):
-            target.copy_(there[k * len(target) : (k + 1) * len(target)])
-        now.number.copy_(there[-1:])
+        columns = {
+            "num_pages": rows.num_pages, "seq_lens": rows.seq_lens, "positions": rows.seq_lens - 1,
+            "requests": requests, "budgets": budgets, "ages": torch.tensor([self._ages[index] for index in indices]),
+            # As they are now: the host may be steps ahead of the device.
+            "generations": self._tiers.frames.generation[requests],
+        }  # fmt: skip
+        there = torch.zeros(now.small.shape, dtype=torch.int32)
+        for at, name in enumerate(now.PER_ROW):
+            there[at * self.shape.rows :][:count] = columns[name]
+        there[-1] = number
+        now.small.copy_(sent(there, now.small.device))
         now.table[:count, : rows.page_table.shape[1]].copy_(rows.page_table)
         now.pages.fill_(-1)
         now.pages[:count].copy_(rows.page_table.gather(1, now.num_pages[:count, None].long() - 1)[:, 0])
@@ -248,24 +251,38 @@ class DecodeStep:
         kv_heads, head_dim]``; only the decoding rows' tokens are touched."""
         rows, self.is_captured = step.decode, step.is_captured
         assert rows is not None
-        q, k, v = (rows.gather(x).contiguous() for x in (q, k, v))
-        now, at = self.now(len(q)), self._at[layer]
-        pages = now.pages if self.parking is None else self.parking.stored(now.pages)
-        self._ops.append_tokens(
-            k, v, at.host, pages, now.positions, at.frames, now.requests, at.frame_of, at.digests
-        )  # fmt: skip
-        self._method.append(layer, pages, now.positions, k, v)
-        result = self._method.attend(self, layer, q)
+        q, k, v = rows.gather(q).contiguous(), *(whole_tokens(rows.gather(x)) for x in (k, v))
+        self._into = out[: rows.count] if rows.whole_batch and out.dtype == q.dtype else None
+        result = self._decode_whole(layer, q, k, v) if layer not in self._row else self._decode(layer, q, k, v)
         if self._is_sampled(layer, step):
             self._sample(layer, step, q)
         self._selected.pop(layer, None)
         self._asked.discard(layer)
         if layer == self._layers[-1]:
             self._end()
+        if result is self._into:
+            return
         if rows.whole_batch:
             out[: rows.count] = result
         else:
             out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
+
+    def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        now, at = self.now(len(q)), self._at[layer]
+        pages = now.pages if self.parking is None else self.parking.stored(now.pages)
+        self._ops.append_tokens(
+            k, v, at.host, pages, now.positions, at.frames, now.requests, at.frame_of, at.digests
+        )  # fmt: skip
+        self._method.append(layer, pages, now.positions, k, v)
+        return self._method.attend(self, layer, q)
+
+    def _decode_whole(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A layer that lies on the device tier whole."""
+        now, whole = self.now(len(q)), self._tiers.whole
+        self._ops.append_tokens(k, v, self._tiers.host.views[layer], now.pages, now.positions)
+        whole.append(layer, now.pages, now.positions, k, v)
+        parts = self.attend(q, whole.stores[layer], now.table[:, None], now.seq_lens[:, None])
+        return self.merge(layer, parts, None, q.dtype)
 
     def _end(self) -> None:
         """The last layer: what was forked from the stream joins it, and the host may read the counters."""
@@ -326,16 +343,19 @@ class DecodeStep:
                 q, at.digests, now.table, now.num_pages, now.budgets, how.aggregate, self.shape.lists > 1, how.bound,
                 self._model.scale,
             )  # fmt: skip
-        self._selected[layer] = self._split(layer, scores, at.counters), scores
+        mailbox = self.partials.mailbox(layer) if self._method.uses_workers else None
+        self._selected[layer] = self._split(layer, scores, at.counters, mailbox), scores
         return self._selected[layer][0]
 
-    def _split(self, layer: int, scores: Tensor, counters: Tensor | None = None) -> Selection:
+    def _split(
+        self, layer: int, scores: Tensor, counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None
+    ) -> Selection:
         """The best pages by residency, as it is now."""
         now, has_digests, config = self.now(len(scores)), self.has_digests(layer), self._config
         return self._ops.select_pages(
             scores, now.num_pages, now.seq_lens, now.budgets if has_digests else now.num_pages, now.requests,
             self._at[layer].frame_of, now.table, config.page_size, config.sinks, config.recent,
-            self.shape.listed(has_digests)[1], counters,
+            self.shape.listed(has_digests)[1], counters, mailbox,
         )  # fmt: skip
 
     def ask(self, layer: int, q: Tensor) -> None:
@@ -343,11 +363,12 @@ class DecodeStep:
         self._asked.add(layer)
         if self.shape.frames:
             chosen = self._selected[layer][0]
-            self.ask_for(layer, q, chosen.missing, chosen.missing_listed)
+            self.ask_for(layer, q, chosen.missing, chosen.missing_listed, is_told=True)
 
-    def ask_for(self, layer: int, q: Tensor, pages: Tensor | None, listed: Tensor) -> None:
-        """Let them attend listed host pages (`CpuPartials.ask`), or, with None, what the context cache holds."""
-        self.partials.ask(layer, q, pages, listed, self.inputs.number, self._at[layer].counters)
+    def ask_for(self, layer: int, q: Tensor, pages: Tensor | None, listed: Tensor, is_told: bool = False) -> None:
+        """Let them attend listed host pages (`CpuPartials.ask`), or, with None, what the context cache holds.
+        ``is_told``: `select` has listed them where the workers look."""
+        self.partials.ask(layer, q, pages, listed, is_told, self.inputs.number, self._at[layer].counters)
 
     def answer(self, layer: int, rows: int) -> tuple[Tensor, Tensor] | None:
         """Their partial, once it is there; None: they were asked for nothing."""
@@ -386,7 +407,8 @@ class DecodeStep:
         """``[rows, heads, head_dim]``: attention over all parts, the other partial and the layer's sinks. Partials of
         whole rows, or of their KV heads one after the other."""
         parts, other = self._of_rows(*parts), None if other is None else self._of_rows(*other)
-        return self._ops.merge_partials(*parts, other=other, dtype=dtype, sinks=self._model.sink(layer))[0]
+        sinks = self._model.sink(layer)
+        return self._ops.merge_partials(*parts, other=other, dtype=dtype, sinks=sinks, into=self._into)[0]
 
     def _of_rows(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         heads = self._model.num_heads
@@ -401,16 +423,18 @@ class DecodeStep:
             return
         chosen, scores = self._selected[layer]
         config, now, at = self._config, self.now(len(scores)), self._at[layer]
-        self._ops.note_scores(at.maps, scores, now.num_pages, now.budgets, now.requests, config.sinks, config.recent)
-        if not self.shape.recalls:
-            return  # pages that begin take the least important frames all the same
+        sinks, recent = config.sinks, config.recent
+        if not self.shape.recalls:  # pages that begin take the least important frames all the same
+            self._ops.note_scores(at.maps, scores, now.num_pages, now.budgets, now.requests, sinks, recent)
+            return
         absent, listed = chosen.absent, chosen.missing_listed
         if scores.shape[1] > 1:  # a selection per KV head, but frames hold pages of all heads
             absent, listed, scores = self._ops.union_pages(absent, listed, scores)
         interval, phase = (1, 0) if at_once else (config.recall_interval(layer), layer)
         self._ops.plan_recall(
             at.maps, at.copies, scores, now.table, (chosen.frames, chosen.frames_listed), (absent, listed),
-            now.num_pages, now.requests, now.generations, now.ages, interval, phase, self.state.keep, at.counters,
+            now.num_pages, now.budgets, now.requests, now.generations, now.ages, sinks, recent, interval, phase,
+            self.state.keep, at.counters,
         )  # fmt: skip
         rows, frames = len(scores), self._tiers.frames.layers[layer]
         self.copy(layer, at.host, frames, at.copies.host_pages[:rows], at.copies.frames[:rows], is_awaited=at_once)
@@ -542,7 +566,7 @@ class DecodeStep:
         """Frames that hold a page, or are about to, over all layers. As the host knows: no frame of a request is left
         empty while it has pages that it could hold."""
         held = sum(self._resident) if self.shared is None else self.shared.resident_pages
-        return held * len(self._layers)
+        return held * len(self._tiers.frames.layers)
 
     @property
     def device_bytes(self) -> int:

@@ -95,7 +95,7 @@ class Apex(Method):
         )
 
     @classmethod
-    def filled(cls, config: HybridConfig, device_pages: int) -> HybridConfig:
+    def filled(cls, config: HybridConfig, device_pages: int, requests: int) -> HybridConfig:
         if config.apex.device_tokens != "auto":
             return config
         tokens = device_pages * config.page_size

@@ -90,9 +90,9 @@ class Method(ABC):
         """The tiers it needs."""
 
     @classmethod
-    def filled(cls, config: HybridConfig, device_pages: int) -> HybridConfig:
-        """The configuration with so many pages on the device, where the method leaves their number to us and they are
-        of use to any request; else as it is."""
+    def filled(cls, config: HybridConfig, device_pages: int, requests: int) -> HybridConfig:
+        """The configuration with so many pages on the device, of as many requests as run at once, where their number is
+        left to us; else as it is."""
         return config
 
     @classmethod
@@ -111,7 +111,7 @@ class Method(ABC):
         shape = StepShape.of(config, model, layout, pages, max_requests, cls.recalls(config))
         has_mailboxes = cls.uses_workers and are_launches(config, device)
         return OwnMemory(
-            device=shape.state_bytes(len(layout.full_layers(model))),
+            device=shape.state_bytes(len(layout.framed_layers(model))),
             host=shape.mailbox_bytes(config, model, layout) if has_mailboxes else 0,
         )
 
@@ -215,10 +215,15 @@ class Method(ABC):
         self, layer: int, pages: Tensor, tokens: int, heads: tuple[int, ...] | None = None, groups: int = 1
     ) -> Iterable[KVBlock]:
         """The first ``tokens`` tokens of a sequence on the device tier, of some KV heads (None: all): in place where
-        that is the host, else streamed through the staging buffers, ``groups`` groups of heads (or more) one after the
-        other."""
+        that is the host or has the whole layer, else streamed through the staging buffers, ``groups`` groups of heads
+        (or more) one after the other."""
         every = self.model.num_kv_heads
         heads = tuple(range(every)) if heads is None else heads
+        store = self.tiers.whole.stores.get(layer)
+        if store is not None:
+            step = staging_tokens(self.config)
+            cuts = [(start, min(tokens, start + step)) for start in range(0, tokens, step)]
+            return (KVBlock(heads, *gather_tokens(store.flatten(0, 2), pages, every, *cut, heads)) for cut in cuts)
         if self.tiers.stream is not None:
             return self.tiers.stream.blocks(layer, heads, groups, pages, tokens)
         if not heads or not tokens:

@@ -198,7 +198,7 @@ class Clo(Selective):
         tokens, pages, every = int(rows.seq_lens.sum()), int(rows.num_pages.sum()), self.model.num_kv_heads
         left_out_pages, sparse_rows = int(left_out.sum()), int(is_sparse.sum())
         frames, is_beyond = self.tiers.frames.size, rows.num_pages > self._limit
-        for layer in self.tiers.layout.full_layers(self.model):
+        for layer in self.tiers.layout.framed_layers(self.model):
             if layer in self._row and self.config.sparse != "never":
                 loading = every - len(self._persistent.heads.get(layer, ()))
                 looked_up = sparse_rows * self.pages_per_load * loading / every  # counted when it is known who hit

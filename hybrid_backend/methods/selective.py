@@ -12,6 +12,9 @@ from hybrid_backend.methods.base import Method, can_fuse, frames_per_request, is
 from hybrid_backend.step import DecodeRows, ModelSpec
 from hybrid_backend.tiers import TierLayout
 
+MOST_FRAMES = 1024
+"""That a request takes of free memory: a program sorts all of them in registers (`Operations.plan_recall`)."""
+
 
 class Selective(Method):
     """Placement and budgets; what becomes of selected pages that are not resident is the subclass's."""
@@ -55,7 +58,16 @@ class Selective(Method):
             frames_per_request=frames_per_request(config),
             digests="minmax",
             staging_tokens=staging_tokens(config),
+            whole_layers=whole_layers(config, model, device),
         )
+
+    @classmethod
+    def filled(cls, config: HybridConfig, device_pages: int, requests: int) -> HybridConfig:
+        """A request that fits its frames is exact, and one that does not asks the CPU for less."""
+        if config.frames_per_request != "auto" or cls.has_fixed_frames:
+            return config
+        frames = max(config.automatic_frames, min(device_pages // requests, MOST_FRAMES))
+        return config.model_copy(update={"frames_per_request": frames})
 
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
@@ -72,6 +84,13 @@ class Selective(Method):
         frames = frames_per_request(config)
         limit = frames if config.sparse == "auto" else min(frames, config.budget_pages)
         return torch.where(rows.num_pages > limit, config.budget_pages, rows.num_pages)
+
+
+def whole_layers(config: HybridConfig, model: ModelSpec, device: torch.device) -> tuple[int, ...]:
+    """What ``whole_layers`` stands for, where the device tier is separate; of layers with a window nothing."""
+    automatic = config.exact_layers if device.type != "cpu" else ()
+    chosen = automatic if config.whole_layers == "auto" else config.whole_layers
+    return tuple(layer for layer in chosen if model.window(layer) is None)
 
 
 _NATIVE = ("auto", "native")

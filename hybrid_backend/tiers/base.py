@@ -13,6 +13,7 @@ from hybrid_backend.step import ModelSpec
 from hybrid_backend.tiers.context_cache import ContextCache
 from hybrid_backend.tiers.digests import Digests
 from hybrid_backend.tiers.frames import FramePool
+from hybrid_backend.tiers.heads import ResidentHeads
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.sizes import TierLayout, frame_shape, pages_of_a_sequence
 from hybrid_backend.tiers.stream import HeadStream
@@ -31,6 +32,7 @@ class Tiers:
     digests: Digests | None
     frames: FramePool
     stream: HeadStream | None
+    whole: ResidentHeads  # all heads of `TierLayout.whole_layers`
     cache: ContextCache  # of `TierLayout.cached_layers`
     copied_pages: int = 0  # into frames, since start
     copied_head_pages: int = 0  # pages of one KV head, into frames
@@ -52,8 +54,9 @@ class Tiers:
         if layout.digests != "none":
             in_bytes = layout.digests == "minmax_int8"
             digests = Digests(host, layout.digest_layers(config, model), operations, in_bytes=in_bytes, device=device)
+        every = tuple(range(model.num_kv_heads))
         shape = frame_shape(model, config.page_size, layout.frames(max_requests))
-        held = layers if shape[0] else []
+        held = layout.framed_layers(model) if shape[0] else []
         frames = {layer: torch.zeros(shape, dtype=model.dtype, device=device) for layer in held}
         stream = None
         if layout.separate:
@@ -71,6 +74,7 @@ class Tiers:
             digests=digests,
             frames=FramePool(frames, max_requests, layout.frames_of(max_requests), device),
             stream=stream,
+            whole=ResidentHeads(dict.fromkeys(layout.whole_layers, every), host, operations, model, device),
             cache=ContextCache(cached, max_requests, most),
         )
 
@@ -84,10 +88,12 @@ class Tiers:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of frames, staging and digests; 0 where the device tier is the host pool itself."""
+        """Device memory of frames, staging, digests and whole layers; 0 where the device tier is the host pool
+        itself."""
         if self.stream is None:
             return 0
-        return self.frames.nbytes + self.stream.nbytes + (self.digests.nbytes if self.digests else 0)
+        digests = self.digests.nbytes if self.digests else 0
+        return self.frames.nbytes + self.stream.nbytes + digests + self.whole.nbytes
 
     @property
     def copied_bytes(self) -> int:

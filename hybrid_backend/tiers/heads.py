@@ -36,7 +36,8 @@ class ResidentHeads:
     def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """New tokens (`Method.append`)."""
         if layer in self.stores:
-            k, v = (x.index_select(1, self._kept[layer]) for x in (k, v))
+            if len(self.heads[layer]) < k.shape[1]:
+                k, v = (x.index_select(1, self._kept[layer]) for x in (k, v))
             self._operations.append_tokens(k, v, self.stores[layer], pages, positions)
 
     def copy(self, pages: Tensor) -> None:

@@ -27,6 +27,7 @@ class TierLayout:
     ``frames_per_request``: pages of each layer that a running request may have on the device tier; 0: none are copied.
     ``staging_tokens``: tokens of all KV heads that each of the two staging buffers holds. Separate tiers have them,
     because prompts attend their cached prefix through them.
+    ``whole_layers``: layers that lie on the device tier whole, for every page of the host pool, and have no frames.
     ``context_caches``: layers that leave tokens out keep those that they attend in a context cache.
     ``shares_frames``: requests are on the device tier whole or not at all, and share all frames: ``device_pages`` of
     them, 0: ``frames_per_request`` for each request. Without separate tiers they are a number that is kept to. A
@@ -37,6 +38,7 @@ class TierLayout:
     frames_per_request: int = 0
     digests: Literal["none", "minmax", "minmax_int8"] = "none"
     staging_tokens: int = 0
+    whole_layers: tuple[int, ...] = ()
     context_caches: bool = False
     shares_frames: bool = False
     device_pages: int = 0
@@ -60,6 +62,10 @@ class TierLayout:
         """Layers with full attention: the only ones that tiers are for."""
         return [layer for layer in range(model.num_layers) if model.window(layer) is None]
 
+    def framed_layers(self, model: ModelSpec) -> list[int]:
+        """Layers whose pages take turns on the device tier; the CPU workers may attend what it lacks."""
+        return [layer for layer in self.full_layers(model) if layer not in self.whole_layers]
+
     def digest_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
         if self.digests == "none":
             return []
@@ -82,7 +88,8 @@ class TierLayout:
             digests += with_digests * pages * byte_row(model.num_kv_heads, model.head_dim)
         a_layer = prod(frame_shape(model, config.page_size, self.frames(max_requests))) * size
         buffers = prod(staging_shape(model, config.page_size, self.buffer_tokens(config.page_size, pages))) * size
-        return TierBytes(self.separate, digests, len(self.full_layers(model)) * a_layer, buffers)
+        whole = len(self.whole_layers) * pages * model.page_bytes(config.page_size)
+        return TierBytes(self.separate, digests, len(self.framed_layers(model)) * a_layer, buffers, whole)
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,11 @@ class TierBytes:
     digests: int
     frames: int
     staging: int
+    whole_layers: int
 
     @property
     def total(self) -> int:
-        return self.digests + self.frames + self.staging
+        return self.digests + self.frames + self.staging + self.whole_layers
 
 
 def pages_of_a_sequence(config: HybridConfig, model: ModelSpec, pages: int) -> int:
@@ -160,10 +168,10 @@ class StepShape:
         return StepState.make(self.rows, self.columns, self.frames, self.recalls, layers, torch.device("meta")).nbytes
 
     def mailbox_bytes(self, config: HybridConfig, model: ModelSpec, layout: TierLayout) -> int:
-        """Pinned host memory through which a GPU asks the CPU workers, of all layers with full attention."""
+        """Pinned host memory through which a GPU asks the CPU workers, of all layers of which they may have a part."""
         with_digests, cached = layout.digest_layers(config, model), layout.cached_layers(config, model)
         vector = model.num_heads, model.head_dim, model.dtype.itemsize
-        asked = [layer for layer in layout.full_layers(model) if layer not in cached]
+        asked = [layer for layer in layout.framed_layers(model) if layer not in cached]
         # What a context cache holds is listed there.
         lists = [(0, 0)] * len(cached) + [self.listed(layer in with_digests) for layer in asked]
         return mailbox_bytes(self.rows, lists, *vector)

@@ -3,7 +3,7 @@ counters."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,22 +25,28 @@ class StepInputs:
     budgets: Tensor  # [rows] int32 pages that a layer with digests may attend
     ages: Tensor  # [rows] int32 decode steps that the request has run before
     number: Tensor  # [1] int32, grows by one per step
+    small: Tensor  # all of the above but table and pages, one after the other, so that one copy writes them
 
-    PER_STEP = ("number",)
+    PER_ROW = ("num_pages", "seq_lens", "positions", "requests", "generations", "budgets", "ages")
 
     @classmethod
     def zeros(cls, rows: int, columns: int, device: torch.device) -> StepInputs:
-        sizes = {"table": (rows, columns), "number": (1,)}
-        return cls(
-            **{f.name: torch.zeros(sizes.get(f.name, (rows,)), dtype=torch.int32, device=device) for f in fields(cls)}
+        table, pages, small = (
+            torch.zeros(shape, dtype=torch.int32, device=device)
+            for shape in ((rows, columns), (rows,), (len(cls.PER_ROW) * rows + 1,))
         )
+        parts = small[:-1].view(-1, rows)
+        named = {name: parts[at] for at, name in enumerate(cls.PER_ROW)}
+        return cls(table=table, pages=pages, number=small[-1:], small=small, **named)
 
     def first(self, rows: int) -> StepInputs:
         """Of a step that has fewer rows."""
-        if rows == len(self.num_pages):
-            return self
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return StepInputs(**{name: x if name in self.PER_STEP else x[:rows] for name, x in values.items()})
+        per_row = {name: getattr(self, name)[:rows] for name in ("table", "pages", *self.PER_ROW)}
+        return self if rows == len(self.num_pages) else replace(self, **per_row)
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes + self.pages.nbytes + self.small.nbytes
 
 
 @dataclass(frozen=True)
@@ -80,5 +86,6 @@ class StepState:
 
     @property
     def nbytes(self) -> int:
-        inputs = [getattr(self.inputs, f.name) for f in fields(self.inputs)]
-        return sum(x.nbytes for x in (*inputs, *self.maps, *self.copies, self.equal_scores, self.keep, self.counters))
+        return self.inputs.nbytes + sum(
+            x.nbytes for x in (*self.maps, *self.copies, self.equal_scores, self.keep, self.counters)
+        )

@@ -156,7 +156,7 @@ STRUCTURES = (Cache, DigestStore, ByteStore, Model, PartialArgs, StepArgs, Layer
 # what a ctypes structure costs to make, and a decode step makes ten per layer.
 _PAGED, _TEAM, _MAPS, _COPIES = "P5q", "Pq", "3P4q", "6P2q"
 OPERATIONS = {
-    "hb_append_tokens": Struct(f"{_PAGED}8P5q"),
+    "hb_append_tokens": Struct(f"{_PAGED}8P7q"),
     "hb_build_digests": Struct(f"{_PAGED}3Pq{_TEAM}"),
     "hb_page_scores": Struct(f"6P11q{_TEAM}2d"),
     "hb_select_pages": Struct(f"10P10q{_TEAM}"),

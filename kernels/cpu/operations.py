@@ -38,10 +38,10 @@ def append_tokens(
         framed = (_at(frames, kind, room), _at(requests, int32, rows), _at(frame_of, int32))
     wide = positions.dtype is int64
     _call(
-        "hb_append_tokens", *store, _at(k, kind, rows * token), _at(v, kind, rows * token), _at(pages, int32),
-        _at(positions, int64 if wide else int32, rows), *framed,
+        "hb_append_tokens", *store, _tokens_at(k, kind, rows, token), _tokens_at(v, kind, rows, token),
+        _at(pages, int32), _at(positions, int64 if wide else int32, rows), *framed,
         _at(digests, kind, store[1] * 2 * token) if digests is not None else 0,
-        rows, wide, frame_count, request_count, columns,
+        rows, wide, frame_count, request_count, columns, k.stride(0), v.stride(0),
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def page_scores(
 def select_pages(
     scores: Tensor, num_pages: Tensor, seq_lens: Tensor, budgets: Tensor, requests: Tensor,
     frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, most: int,
-    counters: Tensor | None = None,
+    counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None,
 ) -> Selection:  # fmt: skip
     rows, lists, columns = scores.shape
     selected, listed = empty(4, rows, lists, most, dtype=int32), empty(4, rows, lists, dtype=int32)
@@ -87,6 +87,9 @@ def select_pages(
     )  # fmt: skip
     pages, frames, missing, absent = selected.unbind()
     pages_listed, frames_listed, tokens, missing_listed = listed.unbind()
+    if mailbox is not None:
+        missing = mailbox[0][:rows].copy_(missing)
+        mailbox[1][:rows].copy_(missing_listed)
     return Selection(pages, pages_listed, frames, frames_listed, tokens, missing, absent, missing_listed)
 
 
@@ -151,16 +154,19 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 
 def merge_partials(
     out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype = torch.float32,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, parts, dim = out.shape
-    merged, merged_lse = empty(rows, heads, dim, dtype=dtype), empty(rows, heads, dtype=float32)
     items = rows * heads
+    merged, merged_lse = (
+        empty(rows, heads, dim, dtype=dtype) if into is None else into,
+        empty(rows, heads, dtype=float32),
+    )
     others = (_at(other[0], float32, items * dim), _at(other[1], float32, items)) if other is not None else (0, 0)
     _call(
         "hb_merge_partials", _at(out, float32), _at(lse, float32, items * parts), *others,
-        0 if sinks is None else _at(sinks, float32, heads), merged.data_ptr(), merged_lse.data_ptr(), rows, heads,
-        parts, dim, _type(dtype), lib.isa_index(None), *_team(),
+        0 if sinks is None else _at(sinks, float32, heads), _at(merged, dtype, items * dim), merged_lse.data_ptr(),
+        rows, heads, parts, dim, _type(dtype), lib.isa_index(None), *_team(),
     )  # fmt: skip
     return merged, merged_lse
 
@@ -194,9 +200,10 @@ def note_scores(
 
 def plan_recall(
     maps: Maps, copies: Copies, scores: Tensor, table: Tensor, selected: tuple[Tensor, Tensor],
-    absent: tuple[Tensor, Tensor], num_pages: Tensor, requests: Tensor, generations: Tensor, ages: Tensor,
-    interval: int, phase: int, keep: Tensor, counters: Tensor | None = None,
+    absent: tuple[Tensor, Tensor], num_pages: Tensor, budgets: Tensor, requests: Tensor, generations: Tensor,
+    ages: Tensor, sinks: int, recent: int, interval: int, phase: int, keep: Tensor, counters: Tensor | None = None,
 ) -> None:  # fmt: skip
+    note_scores(maps, scores, num_pages, budgets, requests, sinks, recent)
     rows, _, columns = scores.shape
     _, lists, k = selected[0].shape
     n = absent[0].shape[2]
@@ -253,6 +260,16 @@ def _at(x: Tensor, dtype: torch.dtype, count: int = -1) -> int:
     if x.dtype is not dtype or (count >= 0 and x.numel() != count) or not x.is_contiguous():
         wanted = f"contiguous {dtype}" + (f" of {count} elements" if count >= 0 else "")
         raise ValueError(f"an argument must be {wanted}, not {x.dtype} {tuple(x.shape)} with strides {x.stride()}")
+    return x.data_ptr()
+
+
+def _tokens_at(x: Tensor, dtype: torch.dtype, rows: int, width: int) -> int:
+    """Address of ``[rows, heads, head_dim]``, ``width`` elements a row, whose rows may lie apart."""
+    if x.dtype is not dtype or x.numel() != rows * width or not (rows == 0 or x[0].is_contiguous()):
+        raise ValueError(
+            f"new tokens must be {dtype}, {rows} contiguous rows of {width} elements, not {x.dtype} {tuple(x.shape)} "
+            f"with strides {x.stride()}"
+        )
     return x.data_ptr()
 
 

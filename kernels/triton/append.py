@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["columns"])
-def _append_kernel(key, value, host, frames, digests, pages, positions, requests, frame_of, columns,
+@triton.jit(do_not_specialize=["columns", "key_stride", "value_stride"])
+def _append_kernel(key, value, host, frames, digests, pages, positions, requests, frame_of, columns, key_stride,
+                   value_stride,
                    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                    HAS_FRAMES: tl.constexpr, HAS_DIGESTS: tl.constexpr):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -17,8 +18,8 @@ def _append_kernel(key, value, host, frames, digests, pages, positions, requests
         offset = tl.load(positions + row) % PAGE
         d = tl.arange(0, BLOCK_D)
         live = d < DIM
-        k = tl.load(key + (row * KV_HEADS + head) * DIM + d, mask=live)
-        v = tl.load(value + (row * KV_HEADS + head) * DIM + d, mask=live)
+        k = tl.load(key + row * key_stride + head * DIM + d, mask=live)
+        v = tl.load(value + row * value_stride + head * DIM + d, mask=live)
         at = ((page * KV_HEADS + head) * 2 * PAGE + offset) * DIM + d
         tl.store(host + at, k, mask=live)
         tl.store(host + at + PAGE * DIM, v, mask=live)
@@ -48,7 +49,7 @@ def append_tokens(
     if rows:
         _append_kernel[(rows, kv_heads)](
             k, v, host, frames, digests, pages, positions, requests, frame_of,
-            0 if frame_of is None else frame_of.shape[1],
+            0 if frame_of is None else frame_of.shape[1], k.stride(0), v.stride(0),
             kv_heads, host.shape[3], dim, triton.next_power_of_2(dim), frames is not None, digests is not None,
         )  # fmt: skip
 

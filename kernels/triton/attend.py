@@ -154,7 +154,9 @@ def _merge_kernel(out, lse, other_out, other_lse, sinks, merged, merged_lse, hea
     if HAS_OTHER:
         weight = tl.exp(other - base)
         total += weight
-        result += weight * tl.load(other_out + at * DIM + d, mask=live, other=0.0)
+        # What lies there where the partial is empty is not read: the bus has better to do.
+        there = d < tl.where(other == float("-inf"), 0, DIM)
+        result += weight * tl.load(other_out + at * DIM + d, mask=there, other=0.0)
     if HAS_SINKS:  # a key without a value
         total += tl.exp(sink - base)
     some = total > 0
@@ -165,10 +167,10 @@ def _merge_kernel(out, lse, other_out, other_lse, sinks, merged, merged_lse, hea
 
 def merge_partials(
     out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None,
-    dtype: torch.dtype = torch.float32, sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, parts, dim = out.shape
-    merged = (out.new_empty(rows, heads, dim, dtype=dtype), out.new_empty(rows, heads))
+    merged = (out.new_empty(rows, heads, dim, dtype=dtype) if into is None else into, out.new_empty(rows, heads))
     if rows:
         _merge_kernel[(rows * heads,)](
             out, lse, *(other or (None, None)), sinks, *merged, heads, parts,

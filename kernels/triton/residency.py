@@ -13,7 +13,12 @@ from hybrid_backend.kernels.operations import Copies, Maps
 from hybrid_backend.kernels.triton.common import ordered
 from hybrid_backend.kernels.triton.counters import RECALLED_PAGES
 
-_BLOCK = 2048  # elements that a program copies
+COPY_PROGRAMS = 12
+"""Of a copy, at most: they wait for the bus and take their processors from the step. With 8 KiB in flight of each they
+keep a bus of 50 GB/s busy whose reads take 1.5 us; vLLM measured the same number on an H100
+(v1/kv_offload/cpu/swap_blocks_triton.py)."""
+_BLOCK = 4096  # elements that a program copies at a time
+_ENTRIES = 64  # of a list, that a program looks at together
 
 
 @triton.jit(do_not_specialize=["sinks", "columns", "size", "all_frames"])
@@ -38,38 +43,56 @@ def _open_kernel(frame_of, page_of, importance, requests, pages, positions, sink
             tl.store(entry, (request * size + victim).to(tl.int32))
 
 
+@triton.jit
+def _noted(page_of, importance, scores, pages, budget, sinks, recent, columns, size, LISTS: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """Importance of a request's frames by the scores of one row, stored; of a row that may attend all pages as it was.
+    ``page_of``, ``importance``: of the request's first frame; ``scores``: of the row."""
+    s = tl.arange(0, BLOCK)
+    found = tl.load(importance + s, mask=s < size, other=float("-inf"))
+    if budget < pages:
+        page = tl.load(page_of + s, mask=s < size, other=-1)
+        held = page >= 0
+        best = tl.full([BLOCK], float("-inf"), tl.float32)
+        for listing in range(LISTS):
+            score = tl.load(scores + listing * columns + page, mask=held & (page < pages), other=0.0)
+            best = tl.maximum(best, score)
+        best = tl.where((page < sinks) | (page >= pages - recent), float("inf"), best)
+        found = tl.where(held, best, float("-inf"))
+        tl.store(importance + s, found, mask=s < size)
+    return found
+
+
 @triton.jit(do_not_specialize=["sinks", "recent", "columns", "size"])
 def _note_kernel(page_of, importance, scores, num_pages, budgets, requests, sinks, recent, columns, size,
                  LISTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     pages = tl.load(num_pages + row)
-    if tl.load(budgets + row) < pages:
+    if pages > 0:
         first = tl.load(requests + row).to(tl.int64) * size
-        s = tl.arange(0, BLOCK)
-        page = tl.load(page_of + first + s, mask=s < size, other=-1)
-        held = page >= 0
-        best = tl.full([BLOCK], float("-inf"), tl.float32)
-        for listing in range(LISTS):
-            score = tl.load(scores + (row * LISTS + listing) * columns + page, mask=held & (page < pages), other=0.0)
-            best = tl.maximum(best, score)
-        best = tl.where((page < sinks) | (page >= pages - recent), float("inf"), best)
-        tl.store(importance + first + s, tl.where(held, best, float("-inf")), mask=s < size)
+        _noted(page_of + first, importance + first, scores + row * LISTS * columns, pages, tl.load(budgets + row),
+               sinks, recent, columns, size, LISTS, BLOCK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["interval", "phase", "selected_k", "absent_k", "columns", "frame_columns", "size",
-                                "table_stride"])  # fmt: skip
+                                "table_stride", "sinks", "recent"])  # fmt: skip
 def _plan_kernel(frame_of, page_of, importance, scores, table, selected, selected_count, absent, absent_count,
-                 num_pages, requests, generations, ages, keep, to_frames, to_host, to_pages, to_importance, to_requests,
-                 to_started, counters, interval, phase, selected_k, absent_k, most, columns, frame_columns, size,
-                 table_stride, LISTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                 num_pages, budgets, requests, generations, ages, keep, to_frames, to_host, to_pages, to_importance,
+                 to_requests, to_started, counters, sinks, recent, interval, phase, selected_k, absent_k, most, columns,
+                 frame_columns, size, table_stride, LISTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     tl.store(to_frames + row * most + i, -1, mask=i < most)
+    pages = tl.load(num_pages + row)
+    request = tl.where(pages > 0, tl.load(requests + row), 0).to(tl.int64)
+    first = request * size
+    noted = tl.full([BLOCK], float("-inf"), tl.float32)
+    if pages > 0:
+        noted = _noted(page_of + first, importance + first, scores + row * columns, pages, tl.load(budgets + row),
+                       sinks, recent, columns, size, 1, BLOCK)  # fmt: skip
     count, age = tl.load(absent_count + row), tl.load(ages + row)
     is_due = (age == 0) | ((age + phase) % interval == 0)
-    if is_due & (tl.load(num_pages + row) > 0) & (count > 0):
-        request = tl.load(requests + row).to(tl.int64)
-        first = request * size
+    if is_due & (pages > 0) & (count > 0):
         # Which of the request's frames hold pages that any list selected.
         tl.store(keep + row * size + i, 0, mask=i < size)
         tl.debug_barrier()
@@ -81,8 +104,7 @@ def _plan_kernel(frame_of, page_of, importance, scores, table, selected, selecte
         is_kept = tl.load(keep + row * size + i, mask=i < size, other=1) > 0
         # Least important frames first, most important absent pages first: pairs of them are copies.
         no_key: tl.constexpr = (1 << 63) - 1  # above all keys; below them with its sign changed
-        score = tl.load(importance + first + i, mask=i < size, other=0.0)
-        key = tl.where(is_kept | (score == float("inf")), no_key, ordered(score) * 4294967296 + i)
+        key = tl.where(is_kept | (noted == float("inf")), no_key, ordered(noted) * 4294967296 + i)
         victims = tl.sort(key)
         page = tl.load(absent + row * absent_k + i, mask=i < count, other=0)
         score = tl.load(scores + row * columns + page, mask=i < count, other=0.0)
@@ -147,16 +169,16 @@ def note_scores(
 
 def plan_recall(
     maps: Maps, copies: Copies, scores: Tensor, table: Tensor, selected: tuple[Tensor, Tensor],
-    absent: tuple[Tensor, Tensor], num_pages: Tensor, requests: Tensor, generations: Tensor, ages: Tensor,
-    interval: int, phase: int, keep: Tensor, counters: Tensor | None = None,
+    absent: tuple[Tensor, Tensor], num_pages: Tensor, budgets: Tensor, requests: Tensor, generations: Tensor,
+    ages: Tensor, sinks: int, recent: int, interval: int, phase: int, keep: Tensor, counters: Tensor | None = None,
 ) -> None:  # fmt: skip
     rows, _, columns = scores.shape
     _, lists, k = selected[0].shape
     size, n, most = keep.shape[1], absent[0].shape[2], copies.frames.shape[1]
     _plan_kernel[(rows,)](
-        *maps, scores, table, *selected, *absent, num_pages, requests, generations, ages, keep, *copies, counters,
-        interval, phase, k, n, most, columns, maps.frame_of.shape[1], size, table.stride(0),
-        lists, triton.next_power_of_2(max(k, n, size, most, 2)),
+        *maps, scores, table, *selected, *absent, num_pages, budgets, requests, generations, ages, keep, *copies,
+        counters, sinks, max(recent, 1), interval, phase, k, n, most, columns, maps.frame_of.shape[1], size,
+        table.stride(0), lists, triton.next_power_of_2(max(k, n, size, most, 2)),
     )  # fmt: skip
 
 
@@ -169,21 +191,27 @@ def commit_pages(maps: Maps, copies: Copies, generations: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit
-def _copy_kernel(host, frames, host_pages, frame_ids, page_elements, BLOCK: tl.constexpr):
-    i = tl.program_id(0)
-    frame = tl.load(frame_ids + i).to(tl.int64)
-    if frame >= 0:
-        page = tl.load(host_pages + i).to(tl.int64)
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < page_elements
-        found = tl.load(host + page * page_elements + at, mask=inside)
-        tl.store(frames + frame * page_elements + at, found, mask=inside)
+@triton.jit(do_not_specialize=["entries", "page_elements"])
+def _copy_kernel(host, frames, host_pages, frame_ids, entries, page_elements, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    mine, programs = tl.program_id(0), tl.num_programs(0)
+    for begin in range(0, entries, programs * TILE):
+        # Neighbours are different programs': what is due comes in runs.
+        entry = begin + tl.arange(0, TILE) * programs + mine
+        some = tl.max(tl.load(frame_ids + entry, mask=entry < entries, other=-1), 0) >= 0
+        last = tl.where(some, tl.minimum(begin + TILE * programs, entries), 0)
+        for i in range(begin + mine, last, programs):
+            frame = tl.load(frame_ids + i).to(tl.int64)
+            if frame >= 0:
+                page = tl.load(host_pages + i).to(tl.int64)
+                for first in range(0, page_elements, BLOCK):
+                    at = first + tl.arange(0, BLOCK)
+                    inside = at < page_elements
+                    found = tl.load(host + page * page_elements + at, mask=inside)
+                    tl.store(frames + frame * page_elements + at, found, mask=inside)
 
 
 def copy_pages(host: Tensor, frames: Tensor, host_pages: Tensor, frame_ids: Tensor) -> None:
-    elements = host[0].numel()
     if frame_ids.numel():
-        _copy_kernel[(frame_ids.numel(), triton.cdiv(elements, _BLOCK))](
-            host, frames, host_pages, frame_ids, elements, _BLOCK
+        _copy_kernel[(min(COPY_PROGRAMS, frame_ids.numel()),)](
+            host, frames, host_pages, frame_ids, frame_ids.numel(), host[0].numel(), _ENTRIES, _BLOCK, num_warps=8
         )

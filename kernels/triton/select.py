@@ -11,20 +11,52 @@ from hybrid_backend.kernels.triton.common import ordered
 from hybrid_backend.kernels.triton.counters import MISSING_PAGES, MISSING_TOKENS, RESIDENT_PAGES, RESIDENT_TOKENS
 
 _MAX_TILE = 2048  # columns that a program holds at a time
+_FORCED = tl.constexpr(1 << 32)  # key of a page that is selected whatever its score
+_BEYOND = tl.constexpr(-1)  # of a column beyond the row
+_DIGITS = tl.constexpr(256)
 
 
 @triton.jit
 def _keys_of(scores, first, pages, sinks, recent, TILE: tl.constexpr):
-    """Scores of a tile of columns, ordered: forced pages above all others, columns beyond the row below."""
+    """Scores of a tile of columns in 32 bits of the same order, forced pages above and columns beyond the row below."""
     column = first + tl.arange(0, TILE)
-    key = ordered(tl.load(scores + column, mask=column < pages, other=float("-inf")))
-    key = tl.where((column < sinks) | (column >= pages - recent), 1 << 31, key)
-    return column, tl.where(column < pages, key, -(1 << 31) - 1)
+    key = ordered(tl.load(scores + column, mask=column < pages, other=float("-inf"))) + 2147483648
+    key = tl.where((column < sinks) | (column >= pages - recent), _FORCED, key)
+    return column, tl.where(column < pages, key, _BEYOND)
+
+
+@triton.jit
+def _threshold(scores, pages, budget, sinks, recent, TILE: tl.constexpr, ONE_TILE: tl.constexpr):
+    """The budget-th largest key and how many are larger: digit by digit, from a histogram of the keys that begin as it
+    does (radix selection). Each digit reads the scores once."""
+    forced = tl.minimum(sinks, pages) + tl.minimum(recent, tl.maximum(pages - sinks, 0))
+    low, better = tl.zeros([], tl.int64) + _FORCED, tl.zeros([], tl.int32)
+    if forced < budget:
+        low -= _FORCED
+        better += forced
+        digit = tl.arange(0, _DIGITS)
+        if ONE_TILE:
+            _, held = _keys_of(scores, 0, pages, sinks, recent, TILE)
+        for shift in tl.static_range(24, -1, -8):
+            count = tl.zeros([_DIGITS], tl.int32)
+            if ONE_TILE:
+                mine = ((held ^ low) >> (shift + 8)) == 0
+                count += tl.histogram(((held >> shift) & 255).to(tl.int32), _DIGITS, mask=mine)
+            else:
+                for first in range(0, pages, TILE):
+                    _, key = _keys_of(scores, first, pages, sinks, recent, TILE)
+                    mine = ((key ^ low) >> (shift + 8)) == 0
+                    count += tl.histogram(((key >> shift) & 255).to(tl.int32), _DIGITS, mask=mine)
+            at_least = tl.sum(count, 0) - tl.cumsum(count, 0) + count
+            chosen = tl.max(tl.where(better + at_least >= budget, digit, 0), 0)
+            better += tl.sum(tl.where(digit > chosen, count, 0), 0)
+            low += chosen.to(tl.int64) << shift
+    return low, better
 
 
 @triton.jit(do_not_specialize=["sinks", "recent", "k", "table_stride", "frame_columns"])
 def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, table, chosen, count, frames, frame_count,
-                   tokens, missing, absent, missing_count, counters, sinks, recent, columns, k, table_stride,
+                   tokens, missing, absent, missing_count, told, counters, sinks, recent, columns, k, table_stride,
                    frame_columns,
                    LISTS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, ONE_TILE: tl.constexpr):  # fmt: skip
     row, listing = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -33,27 +65,7 @@ def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, tab
     pages = tl.load(num_pages + row)
     budget = tl.minimum(tl.minimum(tl.load(budgets + row), pages), k)
     request = tl.load(requests + row).to(tl.int64)
-
-    # The budget-th largest key, found bit by bit: how many keys are at least this?
-    low = tl.full([], -(1 << 32), tl.int64)
-    better = tl.zeros([], tl.int32)
-    if ONE_TILE:
-        _, key = _keys_of(scores, 0, pages, sinks, recent, TILE)
-        for bit in range(32, -1, -1):
-            trial = low + (tl.full([], 1, tl.int64) << bit)
-            low = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= budget, trial, low)
-        better += tl.sum((key > low).to(tl.int32), 0)
-    else:
-        for bit in range(32, -1, -1):
-            trial = low + (tl.full([], 1, tl.int64) << bit)
-            above = tl.zeros([], tl.int32)
-            for first in range(0, pages, TILE):
-                _, key = _keys_of(scores, first, pages, sinks, recent, TILE)
-                above += tl.sum((key >= trial).to(tl.int32), 0)
-            low = tl.where(above >= budget, trial, low)
-        for first in range(0, pages, TILE):
-            _, key = _keys_of(scores, first, pages, sinks, recent, TILE)
-            better += tl.sum((key > low).to(tl.int32), 0)
+    low, better = _threshold(scores, pages, budget, sinks, recent, TILE, ONE_TILE)
     ties = budget - better  # of equals, the first ones
 
     taken = tl.zeros([], tl.int32)
@@ -83,6 +95,8 @@ def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, tab
     tl.store(count + at, taken)
     tl.store(frame_count + at, resident)
     tl.store(missing_count + at, lacking)
+    if told is not None:
+        tl.store(told + at, lacking)
     tail = pages * PAGE - tl.load(seq_lens + row)  # what the growing page lacks
     held = tl.where(resident > 0, resident * PAGE - tail, 0)
     tl.store(tokens + at, held)
@@ -96,17 +110,17 @@ def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, tab
 def select_pages(
     scores: Tensor, num_pages: Tensor, seq_lens: Tensor, budgets: Tensor, requests: Tensor,
     frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, most: int,
-    counters: Tensor | None = None,
+    counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None,
 ) -> Selection:  # fmt: skip
     rows, lists, columns = scores.shape
-    number = num_pages.new_zeros(4, rows, lists)
-    listed = num_pages.new_full((4, rows, lists, most), -1)
-    out = Selection(listed[0], number[0], listed[1], number[1], number[2], listed[2], listed[3], number[3])
+    number, listed = num_pages.new_empty(4, rows, lists), num_pages.new_empty(4, rows, lists, most)
+    missing, told = (listed[2], None) if mailbox is None else (mailbox[0][:rows], mailbox[1])
+    out = Selection(listed[0], number[0], listed[1], number[1], number[2], missing, listed[3], number[3])
     if rows:
         _select_kernel[(rows, lists)](
             scores, num_pages, seq_lens, budgets, requests, frame_of, table, out.pages, out.pages_listed, out.frames,
-            out.frames_listed, out.tokens, out.missing, out.absent, out.missing_listed, counters, sinks, max(recent, 1),
-            columns, most, table.stride(0), 0 if frame_of is None else frame_of.shape[1],
+            out.frames_listed, out.tokens, out.missing, out.absent, out.missing_listed, told, counters, sinks,
+            max(recent, 1), columns, most, table.stride(0), 0 if frame_of is None else frame_of.shape[1],
             lists, page_size, min(_MAX_TILE, triton.next_power_of_2(max(columns, 16))), columns <= _MAX_TILE,
         )  # fmt: skip
     return out

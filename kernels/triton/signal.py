@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_backend.kernels.triton.counters import AHEAD, ASKED_AT, WAITED, clock
 
-_BLOCK = 256
+_BLOCK = 2048  # elements that a program copies
 
 
 @triton.jit
@@ -40,15 +40,24 @@ def look(flag, REAL: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["lists"])
-def _ask_kernel(asked, number, listed, counters, lists, REAL: tl.constexpr, BLOCK: tl.constexpr):
-    value = tl.load(number)
-    if counters is not None:
-        i, pages = tl.arange(0, BLOCK), tl.zeros([], tl.int32)
-        for first in range(0, lists, BLOCK):
-            pages += tl.sum(tl.load(listed + first + i, mask=first + i < lists, other=0), 0)
-        tl.store(counters + ASKED_AT, tl.where(pages > 0, clock(), 0))
-    raise_flag(asked, value, REAL)
+@triton.jit(do_not_specialize=["lists", "elements", "stride"])
+def _ask_kernel(asked, number, q, box, arrived, listed, counters, lists, elements, stride, WIDTH: tl.constexpr,
+                REAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    at, programs = tl.program_id(0), tl.num_programs(0)
+    i = at * BLOCK + tl.arange(0, BLOCK)
+    inside = i < elements
+    tl.store(box + i, tl.load(q + (i // WIDTH).to(tl.int64) * stride + i % WIDTH, mask=inside), mask=inside)
+    tl.debug_barrier()  # all threads have written before one says so
+    # Whoever comes last raises the flag, when all of the query is there.
+    before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="sys")
+    if before == programs - 1:
+        tl.store(arrived, 0)
+        if counters is not None:
+            j, pages = tl.arange(0, BLOCK), tl.zeros([], tl.int32)
+            for first in range(0, lists, BLOCK):
+                pages += tl.sum(tl.load(listed + first + j, mask=first + j < lists, other=0), 0)
+            tl.store(counters + ASKED_AT, tl.where(pages > 0, clock(), 0))
+        raise_flag(asked, tl.load(number), REAL)
 
 
 @triton.jit
@@ -71,16 +80,25 @@ def _await_kernel(answered, number, timed_out, time_left, counters, STEPS: tl.co
         tl.store(timed_out + wanted % STEPS, wanted)
 
 
-def ask(asked: Tensor, number: Tensor, listed: Tensor | None = None, counters: Tensor | None = None) -> None:
-    """Store ``number`` (``[1]`` int32 on the device) to the flag ``asked`` (int32, pinned), after all that the stream
-    has written.
+def ask(
+    q: Tensor, box: Tensor, asked: Tensor, number: Tensor, arrived: Tensor,
+    listed: Tensor | None = None, counters: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Copy ``q`` to the mailbox, and when it is there store ``number`` to the flag, after all that the stream has
+    written before.
 
     Args:
+        q: ``[rows, heads, head_dim]``, any row stride; box: ``[>= rows, heads, head_dim]`` (pinned) of its dtype.
+        asked: the flag, int32 (pinned); number: ``[1]`` int32 on the device.
+        arrived: ``[1]`` int32 on the device, 0: how many programs have copied their part; 0 again when all have.
         listed: ``[rows, lists]`` int32 on the device, how many pages the CPU is asked for; given with ``counters``.
         counters: ``[COUNTERS]`` int64 of the layer (`operations.Counters`): remembers when pages were asked for.
     """
     real, lists = not triton.knobs.runtime.interpret, 0 if listed is None else listed.numel()
-    _ask_kernel[(1,)](asked, number, listed, counters, lists, real, _BLOCK, num_warps=1)
+    _ask_kernel[(triton.cdiv(q.numel(), _BLOCK),)](
+        asked, number, q, box, arrived, listed, counters, lists, q.numel(), q.stride(0), q[0].numel(), real, _BLOCK,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def await_answer(

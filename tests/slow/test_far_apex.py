@@ -17,10 +17,10 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.execution.questions import BoxQuestions
 from hybrid_backend.step import Step, captured_step
-from tests.support import far_device
-from tests.support.far_device import Far, Graph, busy, late, pin
+from tests.support.far_device import Far, busy, late, pin
 from tests.support.harness import PAGE, config
 from tests.support.held_up import HeldQuestions
+from tests.support.streams import STREAMS, Graph, graph
 from tests.support.tiny_engine import TinyEngine, TinyModel
 
 LAYERS, ROWS = 2, 3
@@ -45,7 +45,7 @@ class FarTiny(TinyEngine):
         if self.captures:
             made = Graph()
             self.tokens = torch.zeros(ROWS, dtype=torch.int64, device=self.device)
-            with far_device.graph(made):
+            with graph(made):
                 self.sampled = super().forward(captured_step(ROWS), self.tokens)
             self.graph = made
 
@@ -172,7 +172,7 @@ def test_a_step_in_lockstep_never_waits_for_the_device(device: torch.device) -> 
             with busy():
                 closed(step)
                 assert running.runtime.unfinished(step) == []
-            launched.append(len(far_device._work._waiting))
+            launched.append(STREAMS.waiting)
 
         running.runtime.begin_step = begin_step  # type: ignore[method-assign]
         running.runtime.end_step = end_step  # type: ignore[method-assign]

@@ -6,16 +6,15 @@ kernel, and a Triton kernel (which runs under the interpreter) may touch the dev
 store in the memory of those that it was given only.
 A graph keeps what was launched while it was captured, kernel by kernel, and launches that again on the same memory.
 
-The device may be `late`: then what is launched waits, in order, until the host waits for it. All streams are one.
+The device may be `late`: then what is launched waits until the host waits for it, and is done in any order that streams
+and events allow (`streams`).
 """
 
 from __future__ import annotations
 
 import subprocess
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kernels.cpu.build import compiler
+from tests.support import streams
 from tests.support.interpreter import stores_within
+from tests.support.streams import STREAMS, Event, Graph, Stream
 
 DEVICE = torch.device("cuda:0")
 # PyTorch without CUDA lacks the guard that its dispatcher asks for the current device.
@@ -73,7 +74,7 @@ class Far(Tensor):
 
     def tolist(self) -> Any:
         assert not _forbids(), "tolist waits for the device"
-        _work.finish()
+        STREAMS.finish(STREAMS.current)
         return self.inner.tolist()
 
     def __repr__(self, *_: object, **__: object) -> str:
@@ -81,9 +82,9 @@ class Far(Tensor):
 
 
 _pinned: dict[int, object] = {}  # by its address, pinned memory; kept, so that nothing else comes to lie there
-# Whether a graph is being captured, whether nothing may wait for the device, whether it does things late, and the graph
-# that keeps what is launched.
-_state = SimpleNamespace(capturing=False, busy=False, late=False, graph=None)
+# Whether steps must be fit to be captured, and whether nothing may wait for the device.
+_state = SimpleNamespace(capturing=False, busy=False)
+_EMPTY = ("new_empty", "empty_like", "new_empty_strided")  # memory alone: no launch
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2")
 addressed: list[Tensor] = []  # the device's tensors whose addresses kernels are given
 # Custom operators that are written in Python, by name: they run as they are, on the device's tensors.
@@ -113,75 +114,20 @@ def busy() -> AbstractContextManager[None]:
 @contextmanager
 def late() -> Iterator[None]:
     """The device does nothing before the host waits for it. Meanwhile the host may write what was not read yet."""
-    with _while(late=True):
+    before, STREAMS.late = STREAMS.late, True
+    try:
         yield
-        _work.finish()
+        STREAMS.finish()
+    finally:
+        STREAMS.late = before
 
 
 def _forbids() -> bool:
-    return _state.capturing or _state.busy
+    return _captures() or _state.busy
 
 
-class _Work:
-    """What was launched, in order."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Callable[[], object]] = deque()
-        self._lock = threading.RLock()
-        self.launched = self._done = 0
-
-    def launch(self, work: Callable[[], object]) -> None:
-        if _state.graph is not None:
-            _state.graph.launches.append(work)
-        elif _state.late:
-            self._waiting.append(work)
-            self.launched += 1
-        else:
-            work()
-
-    def finish(self, count: int | None = None) -> None:
-        """Wait for the first ``count`` launches, or for all."""
-        with self._lock:
-            while self._waiting and (count is None or self._done < count):
-                self._waiting.popleft()()
-                self._done += 1
-
-
-_work = _Work()
-
-
-class Graph:
-    """``torch.cuda.CUDAGraph``: what was launched while it was captured."""
-
-    replays = 0  # of all graphs
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self.launches: list[Callable[[], object]] = []
-        self._captured = ExitStack()
-
-    def capture_begin(self, *_: object, **__: object) -> None:
-        self._captured.enter_context(_while(capturing=True, graph=self))
-
-    def capture_end(self) -> None:
-        self._captured.close()
-
-    def replay(self) -> None:
-        Graph.replays += 1
-        for work in self.launches:
-            _work.launch(work)
-
-    def reset(self) -> None:
-        self.launches.clear()
-
-
-@contextmanager
-def graph(made: Graph, *_: object, **__: object) -> Iterator[None]:
-    """``torch.cuda.graph``"""
-    made.capture_begin()
-    try:
-        yield
-    finally:
-        made.capture_end()
+def _captures() -> bool:
+    return _state.capturing or STREAMS.graph is not None
 
 
 def _near(x: Any) -> Any:
@@ -204,7 +150,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if wanted.get("device") is not None:
         to_device = torch.device(wanted["device"]).type == "cuda"
         crosses = has_far != to_device and bool(tensors)
-        assert not (_state.capturing and crosses), f"{name} crosses over while a graph is captured"
+        assert not (_captures() and crosses), f"{name} crosses over while a graph is captured"
         # PyTorch pins by itself what it brings to the host without waiting.
         is_ready = not crosses or (kwargs.get("non_blocking") and (has_far or _is_pinned(tensors[0])))
         assert not _state.busy or is_ready, f"{name} waits for the device"
@@ -224,13 +170,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _at_once() -> bool:
-    return not _state.late and _state.graph is None
+    return not STREAMS.late and STREAMS.graph is None
 
 
 def _launch(func: Any, name: str, args: Any, kwargs: dict[str, Any], has_far: bool, to_device: bool) -> Any:
     """An operator of the device: done at once, or launched, if the device is late or a graph is captured."""
     call = _ON_CUDA_ONLY.get(name, func)
-    near, options = tree_map(_snapshot if _state.late and to_device else _near, (args, kwargs))
+    near, options = tree_map(_snapshot if STREAMS.late and to_device else _near, (args, kwargs))
     goes_on = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
 
     def now() -> Any:
@@ -239,16 +185,16 @@ def _launch(func: Any, name: str, args: Any, kwargs: dict[str, Any], has_far: bo
             pin(out)
         return tree_map(lambda x: Far(x) if to_device and isinstance(x, Tensor) else x, out)
 
-    is_made_there = not has_far and name not in ("_to_copy", "copy_")
+    is_made_there = (not has_far and name not in ("_to_copy", "copy_")) or name in _EMPTY
     waits = name in _WAITS or not (to_device or goes_on)
     if waits:
-        _work.finish()
+        STREAMS.finish(STREAMS.current)
     if func._schema.is_mutable:
         given = args[0] if name.endswith("_") else kwargs["out"]
         if _at_once() or waits:
             now()
         else:
-            _work.launch(lambda: call(*near, **options))
+            STREAMS.launch(lambda: call(*near, **options), name)
         return given
     if _at_once() or waits or is_made_there or func.is_view:
         return now()
@@ -257,7 +203,7 @@ def _launch(func: Any, name: str, args: Any, kwargs: dict[str, Any], has_far: bo
         made = tree_map(_space_for, call(*tree_map(_on_meta, near), **tree_map(_on_meta, on_meta)))
     except NotImplementedError:  # its shape is not known before its values are, as of an index that is a mask
         assert not _forbids(), f"{name} waits for the device"
-        _work.finish()
+        STREAMS.finish(STREAMS.current)
         return now()
 
     def work() -> None:
@@ -265,7 +211,7 @@ def _launch(func: Any, name: str, args: Any, kwargs: dict[str, Any], has_far: bo
             if isinstance(space, Tensor):
                 space.copy_(result)
 
-    _work.launch(work)
+    STREAMS.launch(work, name)
     if to_device:
         return tree_map(lambda x: Far(x) if isinstance(x, Tensor) else x, made)
     pin(made)
@@ -367,46 +313,6 @@ class _Rules(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
-class _Stream:
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def synchronize(self) -> None:
-        _work.finish()
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record()
-        return event
-
-
-class Event:
-    """``torch.cuda.Event``"""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self._after = 0
-
-    def record(self, *_: object) -> None:
-        self._after = _work.launched
-
-    def wait(self, *_: object) -> None: ...
-
-    def synchronize(self) -> None:
-        _work.finish(self._after)
-
-    def query(self) -> bool:
-        self.synchronize()
-        return True
-
-
 def _kernel_arguments(launch: Any) -> Any:
     """A launch under the interpreter that sees what a kernel on the device could see."""
 
@@ -425,7 +331,7 @@ def _kernel_arguments(launch: Any) -> Any:
             with stores_within([*tensors, *addressed]):
                 launch(self, *near[0], **near[1])
 
-        _work.launch(now)
+        STREAMS.launch(now, self.fn.__name__)
 
     return launched
 
@@ -469,12 +375,12 @@ def far_device() -> Iterator[torch.device]:
     patch.setattr(Tensor, "pin_memory", torch._C.TensorBase.pin_memory)  # vLLM for the CPU replaces it
     patch.setattr(cuda, "_lazy_init", lambda: None)
     patch.setattr(cuda, "is_available", lambda: True)
-    patch.setattr(cuda, "Stream", _Stream)
+    patch.setattr(cuda, "Stream", Stream)
     patch.setattr(cuda, "Event", Event)
     patch.setattr(cuda, "CUDAGraph", Graph)
-    patch.setattr(cuda, "graph", graph)
-    patch.setattr(cuda, "current_stream", lambda *_: _Stream())
-    patch.setattr(cuda, "stream", lambda _: nullcontext())
+    patch.setattr(cuda, "graph", streams.graph)
+    patch.setattr(cuda, "current_stream", streams.current_stream)
+    patch.setattr(cuda, "stream", lambda stream: nullcontext() if stream is None else stream)
     patch.setattr(cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=4))
     patch.setattr(GridExecutor, "__call__", _kernel_arguments(GridExecutor.__call__))
     before = torch._C._only_lift_cpu_tensors()

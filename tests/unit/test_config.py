@@ -356,6 +356,7 @@ def test_the_json_depends_on_the_content_only():
 
 
 CHANGES = [
+    "whole_layers=[]",
     "model.match=foo",
     "method=dense",
     "page_size=64",

@@ -121,10 +121,13 @@ def test_keys_and_values_are_not_computed() -> None:
     assert layer.mixer.qkv.calls == before
 
 
-def test_a_packed_projection_is_called_as_it_is() -> None:
+@pytest.mark.parametrize("left", [(0,), ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN)])
+def test_a_packed_projection_is_called_as_it_is(left: tuple[int, ...]) -> None:
+    """Nothing is left of its weight, or it is quantised."""
     layer = Layer()
     projection = layer.mixer.qkv
-    packed, projection.weight = projection.weight, nn.Parameter(torch.empty(0))
+    packed = projection.weight
+    projection.weight = nn.Parameter(torch.zeros(left).to(torch.float8_e4m3fn), requires_grad=False)
     projection.forward = lambda x: (x @ packed.mT, None)  # type: ignore[method-assign]
     assert isinstance(proven(layer), QueryPredictor)
 

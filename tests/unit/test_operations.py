@@ -71,7 +71,8 @@ def test_new_tokens_reach_host_page_frame_and_digest_and_nothing_else(
     chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
     host, frames = (cache(n, kv_heads, page_size, dim, dtype, rng) for n in (8, 6))
     digests = torch.randn(8, kv_heads, 2, dim, generator=rng).to(dtype)
-    k, v = torch.randn(2, rows, kv_heads, dim, generator=rng).to(dtype)
+    # As parts of the projection to queries, keys and values: rows lie apart.
+    k, v = torch.randn(rows, 3, kv_heads, dim, generator=rng).to(dtype).unbind(1)[1:]
     columns = 4
     requests, frame_of = shuffled(6, chance)[:rows], torch.full((6, columns), -1, dtype=torch.int32)
     pages, positions = shuffled(8, chance)[:rows], []
@@ -219,27 +220,31 @@ def test_a_score_with_the_whole_bound_is_never_below_the_largest_logit(
     has_frames=st.booleans(),
     counted=st.booleans(),
     spare=st.integers(0, 9),
+    has_mailbox=st.booleans(),
 )
 def test_the_best_pages_are_selected_and_split_by_residency(
     operations: Operations, seed: int, lists: int, columns: int, sinks: int, recent: int, has_frames: bool,
-    counted: bool, spare: int,
+    counted: bool, spare: int, has_mailbox: bool,
 ) -> None:  # fmt: skip
     """Scores with many equals, infinities and NaN; budgets below and above what a row has."""
     chance = random.Random(seed)
     always = sinks + max(recent, 1)
     num_pages = [columns, 0, chance.randint(1, columns), chance.randint(1, columns)]
     budgets = [chance.randint(always, max(always, columns)) for _ in num_pages]
-    check_selection(operations, chance, num_pages, budgets, lists, columns, sinks, recent, has_frames, counted, spare)
+    check_selection(
+        operations, chance, num_pages, budgets, lists, columns, sinks, recent, has_frames, counted, spare, has_mailbox
+    )
 
 
-def test_sequences_of_thousands_of_pages_are_selected_from(operations: Operations) -> None:
+@pytest.mark.parametrize("columns", [2500, 5000])
+def test_sequences_of_thousands_of_pages_are_selected_from(operations: Operations, columns: int) -> None:
     chance = random.Random(6)
-    check_selection(operations, chance, [2500, 2049, 20], [24, 24, 24], 2, 2500, 1, 2, True, True, 0)
+    check_selection(operations, chance, [columns, 2049, 20], [24, 24, 24], 2, columns, 1, 2, True, True, 0, True)
 
 
 def check_selection(
     operations: Operations, chance: random.Random, num_pages: list[int], budgets: list[int], lists: int, columns: int,
-    sinks: int, recent: int, has_frames: bool, counted: bool, spare: int,
+    sinks: int, recent: int, has_frames: bool, counted: bool, spare: int, has_mailbox: bool,
 ) -> None:  # fmt: skip
     rows, page_size = len(num_pages), 16
     scores = odd_scores((rows, lists, columns), chance)
@@ -253,10 +258,15 @@ def check_selection(
             frame_of[request, pages - 1] = 7
     most = max(min(b, p) for b, p in zip(budgets, num_pages, strict=True)) + spare
     counters, counts = torch.arange(len(Counters._fields)), [0] * 4
+    mailbox = torch.full((rows + 1, lists, most), 5).int(), torch.full((rows + 1, lists), 5).int()
     found = operations.select_pages(
         scores, ints(num_pages), ints(seq_lens), ints(budgets), ints(requests), frame_of if has_frames else None, table,
-        page_size, sinks, recent, most, counters if counted else None,
+        page_size, sinks, recent, most, counters if counted else None, mailbox if has_mailbox else None,
     )  # fmt: skip
+    if has_mailbox:
+        assert found.missing.data_ptr() == mailbox[0].data_ptr()
+        assert torch.equal(mailbox[1][:rows], found.missing_listed)
+        assert (mailbox[0][rows] == 5).all() and (mailbox[1][rows] == 5).all(), "a row that the step does not have"
     assert all(x.dtype == torch.int32 and x.is_contiguous() for x in found)
     assert all(getattr(found, x).shape == (rows, lists, most) for x in ("pages", "frames", "missing", "absent"))
     for row, listing in ((r, h) for r in range(rows) for h in range(lists)):
@@ -565,13 +575,14 @@ def test_there_is_at_least_one_part(operations: Operations) -> None:
     has_sinks=st.booleans(),
     spread=st.sampled_from([1.0, 100.0, 3e4, 1e30]),
     dtype=DTYPES,
+    is_given=st.booleans(),
 )
 def test_merging_is_attention_over_the_union_and_the_sinks(
     operations: Operations, seed: int, rows: int, parts: int, dim: int, has_other: bool, has_sinks: bool,
-    spread: float, dtype: torch.dtype,
+    spread: float, dtype: torch.dtype, is_given: bool,
 ) -> None:  # fmt: skip
-    """Empty partials among the others, in a row's head nothing but empty ones; LSEs far from each other; a head
-    without a sink beside heads with one."""
+    """Empty partials among the others (the CPU's hold anything), in a row's head nothing but empty ones; LSEs far from
+    each other; a head without a sink beside heads with one."""
     rng, heads = torch.Generator().manual_seed(seed), 3
     out = torch.randn(rows, heads, parts + 1, dim, generator=rng)
     lse = torch.randn(out.shape[:3], generator=rng) * spread
@@ -586,9 +597,13 @@ def test_merging_is_attention_over_the_union_and_the_sinks(
     logits = torch.cat([lse, sinks.expand(rows, -1)[..., None]], 2).double()
     weights = logits.softmax(-1).nan_to_num(0.0)[..., :-1]
     expected, total = (weights[..., None] * out).sum(2), logits.logsumexp(-1)
+    if other is not None:
+        other[0][other[1] == -INF] = NAN
+    into = torch.full((rows, heads, dim), NAN, dtype=dtype) if is_given else None
     merged, found = operations.merge_partials(
-        out[:, :, :parts].contiguous(), lse[:, :, :parts].contiguous(), other, dtype, sinks if has_sinks else None
+        out[:, :, :parts].contiguous(), lse[:, :, :parts].contiguous(), other, dtype, sinks if has_sinks else None, into
     )
+    assert into is None or merged is into
     assert merged.dtype == dtype and found.dtype == torch.float32
     assert torch.allclose(merged.double(), expected, atol=ERROR[dtype], rtol=ERROR[dtype])
     assert torch.allclose(found.double(), total, atol=1e-5, rtol=1e-6)
@@ -654,15 +669,23 @@ def test_importance_is_the_latest_score_of_rows_under_pressure(
     maps = random_maps(chance, 1, requests, columns, size, dict(zip(owners, num_pages, strict=True)))
     scores = odd_scores((4, lists, columns), chance)
     budgets = [chance.randrange(columns), 3, num_pages[2], chance.randint(0, columns)]
-    expected = Maps(*(x.clone() for x in maps))
+    expected = noted(maps, scores, num_pages, budgets, owners, sinks, recent)
+    operations.note_scores(maps.of(0), scores, ints(num_pages), ints(budgets), ints(owners), sinks, recent)
+    assert_same_maps(maps, expected)
+
+
+def noted(
+    maps: Maps, scores: Tensor, num_pages: list[int], budgets: list[int], owners: list[int], sinks: int, recent: int
+) -> Maps:
+    """The maps of one layer with the importance that the scores give its frames."""
+    found, size = Maps(*(x.clone() for x in maps)), maps.page_of.shape[1] // maps.frame_of.shape[1]
     for row, (pages, budget, request) in enumerate(zip(num_pages, budgets, owners, strict=True)):
         for frame in range(request * size, request * size + size) if budget < pages else ():
             page = int(maps.page_of[0, frame])
             best = max((-INF if math.isnan(x) else x for x in scores[row, :, page].tolist()), default=-INF)
             forced = page < sinks or page >= pages - recent
-            expected.importance[0, frame] = -INF if page < 0 else INF if forced else best
-    operations.note_scores(maps.of(0), scores, ints(num_pages), ints(budgets), ints(owners), sinks, recent)
-    assert_same_maps(maps, expected)
+            found.importance[0, frame] = -INF if page < 0 else INF if forced else best
+    return found
 
 
 @over_implementations(
@@ -685,6 +708,8 @@ def test_a_due_row_recalls_its_most_important_absent_pages_over_its_least_import
     num_pages[2] = 0
     owners[2] = -1
     ages = [0, chance.randrange(20), 0, chance.choice([interval * 2 - phase % interval, chance.randrange(20)])]
+    budgets = [chance.randint(0, pages) for pages in num_pages]
+    sinks, recent = chance.randrange(2), chance.randrange(3)
     maps = random_maps(chance, 1, requests, columns, size, dict(zip(owners, num_pages, strict=True)))
     scores = odd_scores((rows, 1, columns), chance)
     table = torch.tensor([shuffled(columns + 5, chance) for _ in owners], dtype=torch.int32)[:, :columns]
@@ -706,10 +731,11 @@ def test_a_due_row_recalls_its_most_important_absent_pages_over_its_least_import
         torch.zeros(1, rows + 1, dtype=torch.int32), torch.zeros(1, rows + 1, dtype=torch.int64),
     )  # fmt: skip
     counters, begun = torch.arange(len(Counters._fields)), 0
-    expected, pairs = Maps(*(x.clone() for x in maps)), [list[tuple[int, int]]() for _ in owners]
+    expected = noted(maps, scores, num_pages, budgets, owners, sinks, max(recent, 1))
+    importance, pairs = expected.importance[0].clone(), [list[tuple[int, int]]() for _ in owners]
     for row, request in enumerate(owners):
         if num_pages[row] and (ages[row] == 0 or (ages[row] + phase) % interval == 0):
-            importance, kept = maps.importance[0], {f for h in range(lists) for f in entries(*selected, row, h)}
+            kept = {f for h in range(lists) for f in entries(*selected, row, h)}
             mine = range(request * size, request * size + size)
             victims = sorted((float(importance[f]), f) for f in mine if f not in kept and importance[f] < INF)
             best = [(number(scores[row, 0, page]), i, page) for i, page in enumerate(entries(*absent, row, 0))]
@@ -723,8 +749,8 @@ def test_a_due_row_recalls_its_most_important_absent_pages_over_its_least_import
             expected.page_of[0, frame], expected.importance[0, frame] = -1, -INF
     keep = torch.full((rows + 1, size), 5, dtype=torch.int32)
     operations.plan_recall(
-        maps.of(0), copies.of(0), scores, table, selected, absent, ints(num_pages), ints(owners), ints(generations),
-        ints(ages), interval, phase, keep, counters if counted else None,
+        maps.of(0), copies.of(0), scores, table, selected, absent, ints(num_pages), ints(budgets), ints(owners),
+        ints(generations), ints(ages), sinks, recent, interval, phase, keep, counters if counted else None,
     )  # fmt: skip
     assert_same_maps(maps, expected)
     for row, request in enumerate(owners):
@@ -747,7 +773,7 @@ def test_nan_counts_as_the_lowest_score_where_scores_are_kept(operations: Operat
     scores = torch.tensor([[[NAN, -1e10, NAN, 0.0]]])
     operations.plan_recall(
         maps, copies, scores, ints(range(4))[None], (none[None], none), (ints([0, 1, 3])[None, None], ints([3])[None]),
-        ints([4]), ints([0]), one, none[0], 8, 0, none.expand(1, 4).contiguous(),
+        ints([4]), ints([4]), ints([0]), one, none[0], 0, 1, 8, 0, none.expand(1, 4).contiguous(),
     )  # fmt: skip
     assert copies.pages[0, :3].tolist() == [3, 1, 0] and copies.importance[0, :3].tolist() == [0.0, -1e10, -INF]
     maps.frame_of[0, 0], maps.page_of[1] = 1, 0
@@ -982,13 +1008,13 @@ class Steps:
                 selections.append(entries(chosen.pages, chosen.pages_listed, row, listing))
                 selections.append(entries(chosen.frames, chosen.frames_listed, row, listing))
                 selections.append(entries(chosen.missing, chosen.missing_listed, row, listing))
-            run.note_scores(maps, scores, num_pages, budgets, requests, self.SINKS, self.RECENT)
             absent = chosen.absent, chosen.missing_listed
             if self.per_head:
                 *absent, scores = run.union_pages(*absent, scores)
             run.plan_recall(
-                maps, copies, scores, table, (chosen.frames, chosen.frames_listed), tuple(absent), num_pages, requests,
-                generations, ages, self.interval, layer, torch.zeros(rows, self.SIZE, dtype=torch.int32), counters,
+                maps, copies, scores, table, (chosen.frames, chosen.frames_listed), tuple(absent), num_pages, budgets,
+                requests, generations, ages, self.SINKS, self.RECENT, self.interval, layer,
+                torch.zeros(rows, self.SIZE, dtype=torch.int32), counters,
             )  # fmt: skip
             run.copy_pages(self.host[layer], self.frames[layer], copies.host_pages[:rows], copies.frames[:rows])
         return selections

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.logger import init_logger
 from vllm.platforms.cuda import CudaPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -16,21 +15,17 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
 from hybrid_backend.engines.vllm.blocks import Blocks
-from hybrid_backend.engines.vllm.footprint import MethodMemory, Room, engine_items, largest
+from hybrid_backend.engines.vllm.card import Card
+from hybrid_backend.engines.vllm.footprint import Room
 from hybrid_backend.engines.vllm.platform import prepare
 from hybrid_backend.engines.vllm.settings import chosen, replace_config
 from hybrid_backend.errors import ConfigError, ModelError
 from hybrid_backend.host_memory import size_text
-from hybrid_backend.methods import resolve_method
-from hybrid_backend.model import ModelShape, shape_from_config, spec_of
+from hybrid_backend.model import ModelShape, shape_from_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
-
-
-_FILLED = 0.9
-"""Of the room that is left: what the engine takes is estimated."""
 
 
 class HybridCudaPlatform(CudaPlatform):
@@ -42,9 +37,8 @@ class HybridCudaPlatform(CudaPlatform):
             _forgo_cached_state(vllm_config)
         config = prepare(vllm_config, super().check_and_update_config, GPU_WORKER)
         if config is not None:
-            changed = bound_requests(vllm_config, config, cls.get_device_total_memory())
-            if changed:
-                init_logger("vllm.hybrid_backend").warning_once(changed)
+            for told in bound_requests(vllm_config, config, cls.get_device_total_memory()):
+                init_logger("vllm.hybrid_backend").warning_once(told)
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
@@ -80,64 +74,61 @@ def _forgo_cached_state(vllm_config: VllmConfig) -> None:
     )
 
 
-def bound_requests(vllm_config: VllmConfig, config: HybridConfig, device_bytes: int) -> str | None:
-    """Lower ``max_num_seqs`` to what a GPU of ``device_bytes`` holds; vLLM's default (256, or 1,024 on large GPUs) is
-    for engines that reserve nothing for a request.
+def bound_requests(vllm_config: VllmConfig, config: HybridConfig, device_bytes: int) -> list[str]:
+    """What a GPU of ``device_bytes`` holds: which exact layers stay on it whole, how many requests run at once, how
+    many frames each has. ``max_num_seqs`` is lowered to that; vLLM's default (256, or 1,024 on large GPUs) is for
+    engines that reserve nothing for a request.
 
     Returns:
-        what was changed and why, for the log; None: nothing was.
+        what was changed and why, for the log.
 
     Raises:
         ConfigError: not even one request fits.
     """
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     if vllm_config.model_config.quantization is not None:
-        return None  # what the weights take is not known before they are loaded
+        return []  # what the weights take is not known before they are loaded
     try:
         shape = _share(vllm_config)
     except ModelError as error:
-        return f"how many requests fit the GPU is not known ({error}); if it runs out of memory, set --max-num-seqs"
+        return [f"how many requests fit the GPU is not known ({error}); if it runs out of memory, set --max-num-seqs"]
     room = Room(device_bytes, 0, scheduler.max_num_batched_tokens, utilization=cache.gpu_memory_utilization)
-    memory = MethodMemory(shape, Blocks.of(shape, config.page_size), room, config)
-    pages = memory.blocks.in_bytes(cache.kv_cache_memory_bytes)
+    longest, asked = vllm_config.model_config.max_model_len, scheduler.max_num_seqs
+    card = Card(shape, Blocks.of(shape, config.page_size), room, cache.kv_cache_memory_bytes, longest)
+    told: list[str] = []
 
-    def needed(batch: int) -> int:
-        engine = sum(item.bytes for item in engine_items(shape, room, batch) if item.place == "device")
-        longest = vllm_config.model_config.max_model_len
-        return engine + memory.windows(batch) + memory.gauges(pages, batch, longest)["hybrid_device_bytes"]
-
-    limit, asked = room.limit("device"), scheduler.max_num_seqs
-    fits = largest(lambda batch: needed(batch) <= limit, asked)
-    if fits:
-        _fill(vllm_config, config, shape, fits, pages, int(_FILLED * (limit - needed(fits))))
-    if fits == asked:
-        return None
-    each = needed(2) - needed(1)
+    config, kept = card.with_whole_layers(config, asked)
+    if kept is not None:
+        told.append(kept)
+    fits = card.requests(config, asked)
+    needed, limit = card.needed(config, 1), room.limit("device")
+    each = card.needed(config, 2) - needed
     if not fits:
         raise ConfigError(
-            f"frames_per_request: {config.frames_per_request}: one request needs {size_text(needed(1))} of the GPU's "
+            f"frames_per_request: {config.frames_per_request}: one request needs {size_text(needed)} of the GPU's "
             f"{size_text(limit)} (its memory times --gpu-memory-utilization): {size_text(each)} for its frames, the "
             "remainder for weights, digests of the host pool and the engine; choose fewer frames or a smaller "
             "host_pool.size"
         )
-    scheduler.max_num_seqs = fits
-    return (
-        f"--max-num-seqs: {fits} requests run at once instead of {asked}: each takes {size_text(each)} of the GPU; "
-        "with a smaller frames_per_request there can be more"
-    )
+    replace_config(vllm_config, card.filled(config, fits))
+    if fits < asked:
+        scheduler.max_num_seqs = fits
+        _capture_full_batch(vllm_config)
+        told.append(
+            f"--max-num-seqs: {fits} requests run at once instead of {asked}: each takes {size_text(each)} of the GPU; "
+            "with a smaller frames_per_request there can be more"
+        )
+    return told
 
 
-def _fill(
-    vllm_config: VllmConfig, config: HybridConfig, shape: ModelShape, requests: int, pages: int, room: int
-) -> None:
-    """Where requests share frames, those that fit ``room`` bytes beside the ones that so many requests bring along; not
-    more than there are ``pages`` in the host pool."""
-    method = resolve_method(config.method)
-    model = spec_of(shape, vllm_config.model_config.max_model_len)
-    layout = method.layout(config, model, torch.device("cuda"))
-    if layout.shares_frames:
-        more = room // (len(layout.full_layers(model)) * model.page_bytes(config.page_size))
-        replace_config(vllm_config, method.filled(config, min(layout.frames(requests) + more, pages)))
+def _capture_full_batch(vllm_config: VllmConfig) -> None:
+    """vLLM has chosen the sizes of graphs before it asks the platform (config/vllm.py, ``_set_cudagraph_sizes``): a
+    batch of as many requests as there can be has its graph too."""
+    compilation, most = vllm_config.compilation_config, vllm_config.scheduler_config.max_num_seqs
+    sizes = compilation.cudagraph_capture_sizes
+    if sizes and most < sizes[-1] and most not in sizes:
+        compilation.cudagraph_capture_sizes = sorted([*sizes, most])
+        compilation.post_init_cudagraph_sizes()
 
 
 def _share(vllm_config: VllmConfig) -> ModelShape:

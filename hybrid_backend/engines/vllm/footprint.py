@@ -194,6 +194,7 @@ class MethodMemory:
             Item("sliding windows", "device", self.windows(batch), "exact"),
             Item("digests", tier, tiers.digests, "exact"),
             Item("frames", tier, tiers.frames, "exact"),
+            Item("whole layers", tier, tiers.whole_layers, "exact"),
             Item("staging", tier, tiers.staging, "exact"),
             Item("method, device", own_tier, own.device, "exact"),
             Item("method, host", "host", own.host, "exact"),

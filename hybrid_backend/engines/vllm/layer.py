@@ -13,7 +13,7 @@ from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Step
 
 if TYPE_CHECKING:
-    from hybrid_backend.attention.lookahead import QueryPredictor
+    from hybrid_backend.attention.lookahead import Predictor
 
 
 @dataclass
@@ -60,7 +60,7 @@ class HybridImpl(AttentionImpl):
         self.sinks = sinks  # a parameter, whose weights are loaded later
         self.layer_index = -1
         self.runtime: HybridRuntime | None = None
-        self.predictor: QueryPredictor | None = None
+        self.predictor: Predictor | None = None
 
     def bind(self, runtime: HybridRuntime, layer_index: int) -> None:
         self.runtime = runtime
@@ -77,12 +77,10 @@ class HybridImpl(AttentionImpl):
             return
         rows = step.decode
         assert rows is not None
-        x = rows.gather(hidden)
-        if residual is not None and self.predictor.adds_residual:
-            x = x + rows.gather(residual)
+        residual = rows.gather(residual) if residual is not None and self.predictor.adds_residual else None
         if positions is not None:  # of several axes (rotary embedding of images), tokens are the last dimension
             positions = rows.gather(positions.movedim(-1, 0)).movedim(0, -1)
-        inputs = {"positions": positions, "hidden_states": x, "residual": None}
+        inputs = {"positions": positions, "hidden_states": rows.gather(hidden), "residual": residual}
         runtime.lookahead(self.layer_index, step, self.predictor(inputs))
 
     def layer_input(self, metadata: HybridMetadata, hidden: Tensor, residual: Tensor | None) -> None:

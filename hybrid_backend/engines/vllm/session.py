@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from hybrid_backend.attention.fused_lookahead import fused
 from hybrid_backend.attention.lookahead import Layer, call_names, layer_at, predictors
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead_hook
@@ -21,6 +22,7 @@ from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, checked
 from hybrid_backend.engines.vllm.parking import forgo_parking, parks_rows
 from hybrid_backend.errors import EngineError
+from hybrid_backend.execution.operations import are_launches
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure
@@ -63,9 +65,13 @@ def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridCo
     }
     found, warning = predictors(layers, engine.get_head_size(), stream, (QKVParallelLinear,), layer_inputs)
     for index, predictor in found.items():
-        attention, _, before = layers[index]
+        attention, decoder, before = layers[index]
         assert before is not None
         attention.impl.predictor = predictor
+        if are_launches(config, device):
+            attention.impl.predictor = fused(
+                predictor, decoder, stream, (QKVParallelLinear,), layer_inputs, engine.max_model_len
+            )
         before.register_forward_pre_hook(lookahead_hook(before, attention.layer_name, device), with_kwargs=True)
     if warning:
         init_logger("vllm.hybrid_backend").warning(warning)

@@ -76,17 +76,18 @@ def cpu_ratios(
         )  # fmt: skip
         on_cpu, on_device = found.missing_listed.sum(1) * page, found.tokens.sum(1)
         ratios[:, step] = on_cpu / (on_cpu + on_device)
-        operations.note_scores(maps, scores, num_pages, budgets, requests, config.sinks, config.recent)
         absent, listed, best = found.absent, found.missing_listed, scores
         if lists > 1:
             absent, listed, best = operations.union_pages(absent, listed, scores)
+        sinks, recent = config.sinks, config.recent
         for row, interval in enumerate(intervals):
-            if interval == NEVER:
-                continue
             one = slice(row, row + 1)
+            if interval == NEVER:
+                operations.note_scores(maps, best[one], num_pages[one], budgets[one], requests[one], sinks, recent)
+                continue
             operations.plan_recall(
                 maps, copies.of(one), best[one], table[one], (found.frames[one],
-                found.frames_listed[one]), (absent[one], listed[one]), num_pages[one], requests[one], none[one],
-                ages[one], interval, phase, state.keep,
+                found.frames_listed[one]), (absent[one], listed[one]), num_pages[one], budgets[one],
+                requests[one], none[one], ages[one], sinks, recent, interval, phase, state.keep,
             )  # fmt: skip
     return ratios

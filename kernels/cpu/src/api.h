@@ -241,7 +241,7 @@ typedef struct hb_append_tokens_args {
   char* frames;  // null: none, nor the next two
   const int32_t *requests, *frame_of;
   char* digests;  // [host.pages, kv_heads, 2, head_dim], or null
-  int64_t rows, positions_are_64, frame_count, request_count, columns;
+  int64_t rows, positions_are_64, frame_count, request_count, columns, k_stride, v_stride;  // strides in elements
 } hb_append_tokens_args;
 int hb_append_tokens(const hb_append_tokens_args* args);
 

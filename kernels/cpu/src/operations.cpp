@@ -89,7 +89,8 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
       const int64_t position = a.positions_are_64 ? ((const int64_t*)a.positions)[r] : ((const int32_t*)a.positions)[r];
       require(position >= 0, "a token's position is negative");
       const int64_t offset = position % a.host.page_size;
-      const char *k = a.k + r * a.host.kv_heads * row, *v = a.v + r * a.host.kv_heads * row;
+      const int64_t size = element_size((int)a.host.type);
+      const char *k = a.k + r * a.k_stride * size, *v = a.v + r * a.v_stride * size;
       auto write = [&](const hb_paged& x, int64_t to) {
         for (int64_t h = 0; h < x.kv_heads; h++) {
           char* at = keys_of(x, to, h) + offset * row;

@@ -369,7 +369,7 @@ struct Operations {
       const hb_maps held = maps(layer);
       call(hb_append_tokens, {paged(host), (const char*)kv.data(), (const char*)kv.data(), pages.data(),
                               positions.data(), (char*)frames.data(), requests.data(), held.frame_of,
-                              (char*)digests.data(), kRows, 0, kRows * kFrames, kRows, kColumns});
+                              (char*)digests.data(), kRows, 0, kRows * kFrames, kRows, kColumns, kHeads * kDim, kHeads * kDim});
       std::vector<float> scores((size_t)kRows * lists * kColumns), best((size_t)kRows * kColumns);
       call(hb_page_scores, {(const char*)q.data(),
                             (const char*)digests.data(),

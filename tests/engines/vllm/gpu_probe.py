@@ -28,6 +28,7 @@ os.environ.update(
 )
 
 from tests.engines.vllm import late_probe, simulated_gpu
+from tests.engines.vllm.counted_launches import count_launches
 from tests.engines.vllm.watched_attention import Watch, watch_attention
 
 PROMPTS, TOKENS, CHUNK, LONGEST = (46, 94, 142), 4, 64, 192
@@ -190,7 +191,8 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     device, as methods do that are planned on the host."""
     from vllm import SamplingParams
 
-    from tests.support.far_device import Graph, busy, late
+    from tests.support.far_device import busy, late
+    from tests.support.streams import Graph
 
     engine, held = llm.llm_engine, llm.llm_engine.model_executor.driver_worker.worker
     execute, preempted, ran = held.execute_model, [], set()
@@ -255,6 +257,7 @@ def groups(llm: Any) -> dict[str, Any]:
             **({"state": states[0].get_attn_backend().__name__} if states else {}),
         },
         "state_blocks": sorted({len(state) for each in states for state in each.kv_cache}),
+        "predictors": [type(getattr(each.impl, "predictor", None)).__name__ for each in layers],
         "window_bytes": sum(each.nbytes for each in windows.values()),
         "planned_window_bytes": planner(llm).windows(ROWS),
         "blocks_left": sum(len(blocks) for each in managers for blocks in each.req_to_blocks.values()),
@@ -292,7 +295,7 @@ def main() -> None:
     llama = build(folder / "model")
     answers, late_answers = expected(llama), late_probe.expected(llama, prompts())
     families = {name: expected(build_family(name, folder / name)) for name in names if name in FAMILIES}
-    watch = watch_attention()
+    watch, launches = watch_attention(), count_launches()
     with simulated_gpu.simulated_gpu():
         for name in names:
             try:
@@ -316,6 +319,7 @@ def main() -> None:
                     serving = partial(serve, count=tokens, waits=name in WAITING)
                     found = run(folder / "model", *CASES[name], serving, FEWER.get(name, BLOCKS), watch)
                     found["expected"] = [answer[:tokens] for answer in answers]
+                    found["launches"] = dict(launches)
             except Exception:
                 found = {"error": traceback.format_exc()[-3000:]}
             (folder / f"{name}.json").write_text(json.dumps(found))

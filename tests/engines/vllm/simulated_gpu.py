@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from tests.support import far_device
-from tests.support.far_device import Event, Far, _pinned, build_guard
+from tests.support.far_device import Far, _pinned, build_guard
 from tests.support.interpreter import interpret_triton
+from tests.support.streams import STREAMS, Event, current_stream
 
 FREE, TOTAL = 139 << 30, 140 << 30
 _DEVICE = types.SimpleNamespace(
@@ -119,16 +120,17 @@ def _pretend_driver() -> None:
         "device_count": 1, "current_device_index": 0, "get_memory_info": memory_of, "memory_stats": {},
         **dict.fromkeys(("memory_reserved", "memory_allocated", "max_memory_allocated", "max_memory_reserved"), 0),
         **dict.fromkeys(("set_device_index", "empty_cache", "empty_host_cache"), None),
-        "reset_peak_memory_stats": None, "current_stream": far_device._Stream(),
+        "reset_peak_memory_stats": None, "current_stream": current_stream(),
     })  # fmt: skip
     _answer(torch.cuda, {
         "device_count": 1, "_device_count_nvml": 1, "current_device": 0, "mem_get_info": memory_of,
         "max_memory_allocated": 0, "graph_pool_handle": (0, 0), "cudart": _Registers(),
         **dict.fromkeys(("set_device", "empty_cache", "manual_seed", "manual_seed_all"), None),
-        **dict.fromkeys(("set_stream", "reset_peak_memory_stats"), None),
+        "reset_peak_memory_stats": None,
     })  # fmt: skip
+    torch.cuda.set_stream = lambda stream: setattr(STREAMS, "current", stream.name)
     _answer(torch.cuda.memory, {"get_allocator_backend": "none"})
-    torch.cuda.synchronize = torch.accelerator.synchronize = lambda *_: far_device._work.finish()
+    torch.cuda.synchronize = torch.accelerator.synchronize = lambda *_: STREAMS.finish()
     torch.Event = Event
     tensor = torch.tensor
     torch.utils._device._device_constructors()  # remembers what a default device is given to, torch.tensor among it
@@ -265,7 +267,7 @@ def _leave_out() -> None:
     from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
-    vllm.utils.torch_utils._current_stream_tls.value = far_device._Stream()
+    vllm.utils.torch_utils._current_stream_tls.value = current_stream()
     gpu_worker.kernel_warmup = lambda *_: None
     topk_topp_sampler.apply_top_k_top_p_triton = lambda logits, k, p, **_: topk_topp_sampler.apply_top_k_top_p_pytorch(
         logits, k, p

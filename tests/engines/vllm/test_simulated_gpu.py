@@ -23,6 +23,9 @@ pytestmark = [
 ]
 
 SPARSE = ["scout.sparse", "scout.per_head", "infinigen.sparse", "clo.sparse"]
+SCOUT = [f"_{kernel}_kernel" for kernel in (
+    "stream", "queries", "score", "combine", "select", "ask", "append", "partial", "await", "merge", "plan", "copy",
+)]  # fmt: skip
 V2 = ["scout", "clo", "hgca", "hgca.caches", "headinfer", "dense", "apex"]
 V1 = ["scout.full", "apex.overlap"]
 ROWS = 4  # gpu_probe.ROWS
@@ -70,8 +73,10 @@ def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) ->
     assert set(found["preempted"]) == {"2"}
     for layer, counted in enumerate(found["layers"]):
         # What clo counts on the host lacks the row of the warm-up with which its graph was captured: a page.
-        assert attention["pages"][str(layer)] - counted["resident_lookups"] == (name == "clo.sparse")
-        assert 0 < counted["resident_hits"] < counted["resident_lookups"]
+        # So does what is counted of an exact layer, which is on the device whole.
+        is_whole = layer == 0
+        assert attention["pages"][str(layer)] - counted["resident_lookups"] == (name == "clo.sparse" or is_whole)
+        assert 0 < counted["resident_hits"] <= counted["resident_lookups"] - (not is_whole)
         if name == "clo.sparse" and layer > 0:
             assert 0 < counted["head_hits"] < counted["head_lookups"] and counted["loaded_head_pages"] > 0
         elif layer > 0:
@@ -81,10 +86,32 @@ def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) ->
     assert found["copied_bytes"] > 0
 
 
+MOST_LAUNCHES = 20  # of a sparse layer
+
+
+@pytest.mark.parametrize("name", ["scout", "scout.sparse", "scout.per_head", "infinigen.sparse"])
+def test_a_layer_is_a_few_launches(seen: Probe, name: str) -> None:
+    """Its prediction with it, counted in the captured graph; the oracle's are not."""
+    launches = {int(layer): counted for layer, counted in seen(name)["launches"].items()}
+    print(name, launches)
+    counts = {layer: sum(counted.values()) - counted.get("", 0) for layer, counted in launches.items()}
+    assert counts[0] == 4, "exact, on the device whole: two stores, attention, merge"
+    # The last layer hands the counters over as well.
+    assert max(counts.values()) <= MOST_LAUNCHES and counts[1] + 1 >= counts[2]
+    if name == "scout.sparse":
+        assert sorted(launches[1].items()) == sorted({"": 1, "mm": 1, **dict.fromkeys(SCOUT, 1)}.items())
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_steps_attend_everything(seen: Probe, name: str) -> None:
     assert seen(name)["attention"]["worst"] < 1e-4
     assert seen(name)["attention"]["rows"] > 0 and seen(name)["attention"]["sparse_rows"] == 0
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_queries_are_predicted_in_three_launches(seen: Probe, name: str) -> None:
+    """But those of the first layer, which is exact."""
+    assert seen(name)["predictors"] == ["NoneType", "FusedPredictor", "FusedPredictor"]
 
 
 @pytest.mark.parametrize("name", [*V2, *V1, *SPARSE])

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support import far_device
+from tests.support.far_device import Far
+from tests.support.streams import STREAMS
 
 if TYPE_CHECKING:
+    from hybrid_backend.execution import DecodeStep
     from hybrid_backend.methods.clo import Clo
 
 
@@ -83,7 +85,14 @@ def watch_attention() -> Watch:
         if id(self) in now:
             layer, q = now.pop(id(self))
             what = chosen[id(self), layer]
-            far_device._work.launch(lambda: seen.compare(self, layer, _near(q), _near(out), what))
+            STREAMS.launch(lambda: seen.compare(self, layer, _near(q), _near(out), what))
+        return out
+
+    decode_whole = DecodeStep._decode_whole
+
+    def decoding_whole(self: DecodeStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = decode_whole(self, layer, q, k, v)
+        STREAMS.launch(lambda: seen.compare(self, layer, _near(q), _near(out), _every_page(self)))
         return out
 
     attend = Clo.attend
@@ -91,23 +100,27 @@ def watch_attention() -> Watch:
     def attending_by_head(self: Clo, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
         out = attend(self, step, layer, q)
         persistent = self._by_true_query
-        far_device._work.launch(
-            lambda: seen.compare(step, layer, _near(q), _near(out), _by_head(self, step, layer, persistent))
-        )
+        STREAMS.launch(lambda: seen.compare(step, layer, _near(q), _near(out), _by_head(self, step, layer, persistent)))
         return out
 
     DecodeStep.select, DecodeStep.merge = selecting, merging  # type: ignore[method-assign]
     DecodeStep.attend_resident = attending  # type: ignore[method-assign]
+    DecodeStep._decode_whole = decoding_whole  # type: ignore[method-assign]
     Clo.attend = attending_by_head  # type: ignore[method-assign]
     return seen
 
 
-class _ByHead(NamedTuple):
-    pages: Tensor  # [rows, kv_heads, n] logical
-    pages_listed: Tensor  # [rows, kv_heads]
+class _Pages(NamedTuple):
+    pages: Tensor  # [rows, 1 | kv_heads, n] logical
+    pages_listed: Tensor  # [rows, 1 | kv_heads]
 
 
-def _by_head(method: Clo, step: Any, layer: int, persistent: Any) -> _ByHead:
+def _every_page(step: DecodeStep) -> _Pages:
+    counts = _near(step.inputs.num_pages)
+    return _Pages(torch.arange(max(1, int(counts.max()))).expand(len(counts), 1, -1), counts[:, None])
+
+
+def _by_head(method: Clo, step: Any, layer: int, persistent: Any) -> _Pages:
     """What CLO's heads have: the whole context, or sinks, cached and recent pages, or what the true query selected."""
     now, config, every = step.inputs, method.config, method.model.num_kv_heads
     counts, budgets, requests = (_near(x).tolist() for x in (now.num_pages, now.budgets, now.requests))
@@ -127,8 +140,8 @@ def _by_head(method: Clo, step: Any, layer: int, persistent: Any) -> _ByHead:
                 mine = [*range(config.sinks), *kept, *range(count - config.recent, count)]
             pages[r, head, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
             listed[r, head] = len(mine)
-    return _ByHead(pages, listed)
+    return _Pages(pages, listed)
 
 
 def _near(x: Tensor) -> Tensor:
-    return x.inner if isinstance(x, far_device.Far) else x
+    return x.inner if isinstance(x, Far) else x

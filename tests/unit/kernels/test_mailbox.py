@@ -234,16 +234,19 @@ def test_lists_that_the_host_keeps_need_the_rows_requests(layers: list[Tensor]) 
 def test_the_devices_own_kernels_ask_and_wait(mail: cpu.Mailboxes, layers: list[Tensor]) -> None:
     """Triton's kernels (under its interpreter where there is no GPU) against the same workers."""
     signal = pytest.importorskip("hybrid_backend.kernels.triton.signal", reason="Triton has no wheel here")
-    number = torch.zeros(1, dtype=torch.int32)
+    number, arrived = torch.zeros(2, 1, dtype=torch.int32)
     timed_out, time_left = torch.zeros(cpu.STEPS, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     if torch.cuda.is_available():
-        number, timed_out, time_left = number.cuda(), timed_out.pin_memory(), time_left.cuda()
+        number, arrived, timed_out, time_left = number.cuda(), arrived.cuda(), timed_out.pin_memory(), time_left.cuda()
     for step in range(1, 20):
         number.fill_(step)
         time_left.fill_(10**10)
         asked = write(mail, step % LAYERS, step)
         letters = mail.layers[step % LAYERS]
-        signal.ask(letters.asked, number)
+        # The query comes from the device, in rows that lie apart.
+        q = torch.stack([letters.q] * 2, 1).to(number.device)[:, 1]
+        letters.q.fill_(float("nan"))
+        signal.ask(q, letters.q, letters.asked, number, arrived)
         signal.await_answer(letters.answered, number, timed_out, time_left)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -261,7 +264,8 @@ def test_a_server_that_never_answers_makes_the_step_time_out_and_does_not_hang(m
     if torch.cuda.is_available():
         number, timed_out, time_left = number.cuda(), timed_out.pin_memory(), time_left.cuda()
     for layer in range(LAYERS):
-        signal.ask(mail.layers[layer].asked, number)
+        letters = mail.layers[layer]
+        signal.ask(letters.q.clone().to(number.device), letters.q, letters.asked, number, torch.zeros_like(number))
         before = time.monotonic()
         signal.await_answer(mail.layers[layer].answered, number, timed_out, time_left)
         assert int(time_left) == 0
@@ -283,7 +287,8 @@ def test_the_devices_kernels_count_how_long_they_waited_and_how_early_they_asked
     for step, pages in ((1, 3), (2, 0)):
         number = torch.full((1,), step, dtype=torch.int32, device=device)
         listed = torch.full((ROWS, 1), pages, dtype=torch.int32, device=device)
-        signal.ask(letters.asked, number, listed, counters)
+        q = letters.q.clone().to(device)
+        signal.ask(q, letters.q, letters.asked, number, torch.zeros_like(number), listed, counters)
         if device == "cuda":
             torch.cuda.synchronize()
         time.sleep(0.02)

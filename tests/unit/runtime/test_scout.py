@@ -264,7 +264,7 @@ def test_a_recall_is_due_in_a_requests_first_step_and_then_every_interval_of_its
     plan = step._ops.plan_recall
 
     def log(*args):  # type: ignore[no-untyped-def]
-        ages, interval, phase = args[9:12]
+        ages, _, _, interval, phase = args[10:15]
         due.append([bool(age == 0 or (age + phase) % interval == 0) for age in ages.tolist()])
         return plan(*args)
 

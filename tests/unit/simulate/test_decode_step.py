@@ -279,10 +279,21 @@ def test_without_anything_missing_nobody_waits() -> None:
     assert (step.cpu_busy, step.pcie_busy) == (0, 0)
 
 
-def test_exact_layers_leave_what_slots_cannot_hold_to_the_cpu() -> None:
-    config = HybridConfig(exact_layers=(0,))
+def test_exact_layers_that_are_not_whole_leave_what_slots_cannot_hold_to_the_cpu() -> None:
+    config = HybridConfig(exact_layers=(0,), whole_layers=())
     step = decode_step(find_hardware("a100"), SHAPE, config, "scout", 50_000, 1, cpu_share=0.0)
     assert step.cpu_bytes == (50_000 - config.automatic_frames * config.page_size) * SHAPE.token_bytes
+
+
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
+def test_exact_layers_that_are_whole_leave_nothing_to_anybody(method: str) -> None:
+    config = HybridConfig(exact_layers=(0,))
+    machine = find_hardware("a100")
+    whole = decode_step(machine, SHAPE, config, method, 50_000, 1, cpu_share=0.0)
+    sparse = decode_step(machine, SHAPE, HybridConfig(), method, 50_000, 1, cpu_share=0.0)
+    assert whole.cpu_bytes == whole.pcie_bytes == 0
+    assert whole.device_idle == pytest.approx(sparse.device_idle)
+    assert whole.seconds > sparse.seconds
 
 
 def test_where_the_device_is_the_cpu_everything_is_one_queue() -> None:

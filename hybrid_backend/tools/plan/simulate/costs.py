@@ -12,6 +12,11 @@ from hybrid_backend.hardware.times import LayerTimes
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.model import ModelShape
 
+KERNEL_S = 2e-6
+"""A small kernel in a CUDA graph, gap and all: the general figure that `Hardware.layer_overhead_s` is made of."""
+LAUNCHES = {"scout": 10, "infinigen": 10}
+"""Kernels of a sparse layer that the engine's own decode step does not have (tests/engines/vllm/test_simulated_gpu.py
+counts them; docs/cuda.md lists them). The predictor's matrix is none of them: it is counted by its size."""
 SPAN = 8
 """Pages of a span, the second level of digests in bytes (docs/cpu-kernels.md)."""
 SCORING = 0.5
@@ -33,6 +38,13 @@ class Costs:
     def times(self) -> LayerTimes:
         """The formulas, which methods share."""
         return LayerTimes.of(self.hardware, self.shape)
+
+    @cached_property
+    def whole_layers(self) -> tuple[int, ...]:
+        """Exact layers that lie on the device whole."""
+        if self.config.whole_layers != "auto":
+            return self.config.whole_layers
+        return self.config.exact_layers if self.hardware.device != "cpu" else ()
 
     # --- sizes ---
 
@@ -72,6 +84,10 @@ class Costs:
     def linear(self, weight_bytes: float) -> float:
         """Matrices of that size times the rows."""
         return self.times.matrices(weight_bytes, self.rows)
+
+    def launches(self, method: str) -> float:
+        """Of a sparse layer, beside what `rest` has."""
+        return LAUNCHES[method] * KERNEL_S if self.hardware.device != "cpu" else 0.0
 
     @cached_property
     def projections(self) -> float:

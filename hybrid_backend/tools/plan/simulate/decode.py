@@ -159,7 +159,10 @@ def decode_step(
         raise ConfigError(f"cpu_rows: got {cpu_rows}, but not all layers of {shape.name} attend in full; write 0")
     config.validate_for(len(shape.attention_windows))
     counted = [layer for layer, window in enumerate(shape.windows) if window != 0]  # as the configuration counts them
-    config = config.model_copy(update={"exact_layers": tuple(counted[index] for index in config.exact_layers)})
+    named = {key: getattr(config, key) for key in ("exact_layers", "whole_layers")}
+    config = config.model_copy(
+        update={key: of if of == "auto" else tuple(counted[index] for index in of) for key, of in named.items()}
+    )
     entry = _METHODS[method]
     is_cpu = hardware.device == "cpu"
     unified = config.tiers == "unified" or (config.tiers == "auto" and is_cpu)

@@ -104,6 +104,8 @@ class _Parts:
 
 def _parts(machine: Machine, layer: int) -> _Parts:
     costs = machine.costs
+    if layer in costs.whole_layers:
+        return _Parts(costs.kv(costs.context), 0.0, 0.0)
     if layer in costs.config.exact_layers:
         resident = min(costs.context, costs.slot_tokens)
         return _Parts(costs.kv(resident), costs.kv(costs.context - resident), 0.0)
@@ -119,11 +121,12 @@ def _ahead(machine: Machine, layer: int) -> int | None:
     return following if machine.lookahead and following not in costs.config.exact_layers else None
 
 
-def _select(machine: Machine, layer: int, ahead: bool) -> float:
-    """Score the layer's digests on the device; returns when its selection is known."""
+def _select(machine: Machine, method: str, layer: int, ahead: bool) -> float:
+    """Score the layer's digests on the device; returns when its selection is known. The small kernels of the layer are
+    counted here."""
     costs = machine.costs
     predicted = costs.prediction if ahead else 0.0
-    return machine.device(predicted + costs.scoring(_parts(machine, layer).digests))
+    return machine.device(predicted + costs.scoring(_parts(machine, layer).digests) + costs.launches(method))
 
 
 def scout(machine: Machine, step: int) -> None:
@@ -138,13 +141,13 @@ def scout(machine: Machine, step: int) -> None:
         recalls = machine.recall and layer not in config.exact_layers
         copied = parts.away / config.recall_interval(layer) if recalls else 0.0
         if following is not None:
-            known = _select(machine, following, ahead=True)
+            known = _select(machine, "scout", following, ahead=True)
             selected.add(following)
             if config.lookahead.partial_query == "predicted":
                 answers[following] = machine.cpu(_parts(machine, following).away, copied, known)
         known = machine.device(costs.projections)
-        if layer not in selected:
-            known = _select(machine, layer, ahead=False)
+        if layer not in selected and layer not in costs.whole_layers:
+            known = _select(machine, "scout", layer, ahead=False)
         answer = answers[layer] if layer in answers else machine.cpu(parts.away, copied, known)
         machine.device(costs.attention(parts.here))
         attended = machine.device(0.0, answer)
@@ -160,11 +163,13 @@ def infinigen(machine: Machine, step: int) -> None:
     for layer in _full_layers(machine):
         parts, following = _parts(machine, layer), _ahead(machine, layer)
         if following is not None:
-            known = _select(machine, following, ahead=True)
+            known = _select(machine, "infinigen", following, ahead=True)
             arrivals[following] = machine.link(_parts(machine, following).away, known)
         machine.device(costs.projections)
         if layer not in arrivals:
-            arrivals[layer] = machine.link(parts.away, _select(machine, layer, ahead=False))
+            whole = layer in costs.whole_layers
+            known = machine.device(0.0) if whole else _select(machine, "infinigen", layer, ahead=False)
+            arrivals[layer] = machine.link(parts.away, known)
         machine.device(costs.attention(parts.here + parts.away), arrivals[layer])
         machine.device(costs.rest)
 
