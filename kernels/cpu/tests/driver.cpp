@@ -367,9 +367,10 @@ struct Operations {
       const std::vector<uint16_t> q = random_bf16((size_t)kRows * heads * kDim, rng);
       const std::vector<uint16_t> kv = random_bf16((size_t)kRows * kHeads * kDim, rng);
       const hb_maps held = maps(layer);
-      call(hb_append_tokens, {paged(host), (const char*)kv.data(), (const char*)kv.data(), pages.data(),
-                              positions.data(), (char*)frames.data(), requests.data(), held.frame_of,
-                              (char*)digests.data(), kRows, 0, kRows * kFrames, kRows, kColumns, kHeads * kDim, kHeads * kDim});
+      call(hb_append_tokens,
+           {paged(host), (const char*)kv.data(), (const char*)kv.data(), pages.data(), positions.data(),
+            (char*)frames.data(), requests.data(), held.frame_of, (char*)digests.data(), kRows, 0, kRows * kFrames,
+            kRows, kColumns, kHeads * kDim, kHeads * kDim});
       std::vector<float> scores((size_t)kRows * lists * kColumns), best((size_t)kRows * kColumns);
       call(hb_page_scores, {(const char*)q.data(),
                             (const char*)digests.data(),

@@ -1,0 +1,104 @@
+"""Copies beside the step, on a device whose streams go on in any order that events allow (tests/support/streams.py)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+from hybrid_backend.execution import DecodeStep
+from tests.slow.test_far_device import FRAMES, FarEngine
+from tests.slow.test_graph_step import ROWS, replay_as_a_graph
+from tests.support.far_device import capture, late
+from tests.support.harness import PAGE, Engine, config, spec
+from tests.support.streams import STREAMS, Event, Graph, Stream, current_stream, graph
+
+LAYERS, STEPS, FEW = 3, 100, 30
+
+
+def check_steps(device: torch.device, method: str, steps: int) -> None:
+    """Requests that come, grow out of their frames and go, decoded beside the same on a CPU by native kernels."""
+    keys = {
+        "method": method, "frames_per_request": FRAMES, "exact_layers": [0], "whole_layers": [0],
+        "recall": {"intervals": 2}, "metrics": {"sample_interval": 1},
+    }  # fmt: skip
+    shape = spec(LAYERS)
+    far = FarEngine(config(**keys), shape, num_pages=64, max_requests=ROWS, device=device)
+    near = Engine(config(**keys, tiers="separate", device_kernels="native"), shape, num_pages=64, max_requests=ROWS)
+    replay_as_a_graph(far, capture)
+    chance, born = random.Random(5), 0
+    try:
+        with late():
+            for step in range(steps):
+                STREAMS.seed(step)
+                for name in [name for name in far.sequences if chance.random() < 0.1]:
+                    for each in (far, near):
+                        each.drop(name)
+                if len(far.sequences) < ROWS and (not far.sequences or chance.random() < 0.5):
+                    prompt, born = chance.randint(PAGE, 9 * PAGE), born + 1
+                    for each in (far, near):
+                        each.add(f"{born}", prompt)
+                        each.prefill(f"{born}")
+                work = dict.fromkeys(far.sequences, 1)
+                found, expected = (each.step(work, lookahead_noise=0.3, tolerance=None) for each in (far, near))
+                for name in work:
+                    assert (found[name] - expected[name]).abs().max() < 1e-4, f"request {name} in step {step}"
+        assert sum(layer.recalled_pages for layer in far.runtime.stats.layers) > steps // 2, "too little is copied"
+    finally:
+        far.close()
+        near.close()
+
+
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
+def test_two_hundred_steps_are_right_in_whatever_order_the_streams_go_on(device: torch.device, method: str) -> None:
+    """A hundred of each method."""
+    check_steps(device, method, STEPS)
+
+
+def test_a_copy_that_nobody_waits_for_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecodeStep, "_join", lambda self: None)
+    with pytest.raises(AssertionError, match="request"):
+        check_steps(device, "scout", FEW)
+    STREAMS.finish()
+
+
+# --- the simulation itself ---
+
+
+def test_a_capture_that_waits_for_what_is_outside_of_it_is_refused() -> None:
+    outside, side = Event(), Stream()
+    outside.record()
+    with pytest.raises(AssertionError, match="capture isolation"), graph(Graph()):
+        current_stream().wait_event(outside)
+    with pytest.raises(AssertionError, match="capture isolation"), graph(Graph()):
+        current_stream().wait_stream(side)  # which never forked
+
+
+def test_a_capture_that_ends_before_its_forks_have_joined_is_refused() -> None:
+    side, made = Stream(), Graph()
+    with pytest.raises(AssertionError, match="has joined"), graph(made):
+        side.wait_stream(current_stream())
+        with side:
+            STREAMS.launch(lambda: None)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_streams_of_a_late_device_go_on_in_random_order_but_for_what_they_wait_for(waits: bool) -> None:
+    def order(seed: int) -> tuple[str, ...]:
+        STREAMS.seed(seed)
+        side, done = Stream(), list[str]()
+        with late():
+            STREAMS.launch(lambda: done.append("first"))
+            if waits:
+                side.wait_stream(current_stream())
+            with side:
+                STREAMS.launch(lambda: done.append("beside"))
+            STREAMS.launch(lambda: done.append("second"))
+        return tuple(done)
+
+    orders = {order(seed) for seed in range(30)}
+    both = {("first", "beside", "second"), ("first", "second", "beside")}
+    assert orders == (both if waits else both | {("beside", "first", "second")})
