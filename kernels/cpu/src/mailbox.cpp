@@ -142,10 +142,10 @@ void MailServer::write_empty(const hb_mailbox& box, int64_t row) const {
 }
 
 void MailServer::compute(const hb_mailbox& box) {
+  const hb_cache& cache = cache_of(box);
   find_rows(box);
   if (rows_.empty()) return;
   AttendJob& job = round_.job;
-  const hb_cache& cache = cache_of(box);
   job.configure(model_, cache, pool_.isa());
   const int64_t element = element_size(model_.type), head = model_.head_dim * element;
   const int64_t heads = (int64_t)model_.kv_heads * model_.group;
@@ -174,8 +174,8 @@ void MailServer::compute(const hb_mailbox& box) {
       const int list = job.lists.of((int)row, l);
       ListedPage* to = job.lists.pages(list);
       for (int64_t k = 0; k < count; k++) {
-        const int64_t page = box.ids ? read_once(box.ids + (r * box.lists + l) * box.capacity + k)
-                                     : requests_[row] * box.capacity + k;
+        const int64_t page =
+            box.ids ? read_once(box.ids + (r * box.lists + l) * box.capacity + k) : requests_[row] * box.capacity + k;
         if (page < 0 || page >= cache.pages)
           throw std::out_of_range("page id " + std::to_string(page) + " of row " + std::to_string(r) +
                                   " is beyond the cache's " + std::to_string(cache.pages) + " pages");
