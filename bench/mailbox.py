@@ -4,16 +4,17 @@
 
 A question has as many rows as the captured graph, most of them empty; the device is played by this thread. A worker's
 latency is from before a partial is submitted until its first worker has begun, with a pause before as between two
-layers of a GPU's step: a pool that sleeps at once, and one that spins first. Times are of this machine in this minute:
-run it several times, alone.
+layers of a GPU's step: a pool that sleeps at once, and one that spins first. Who asks and who answers have a CPU each:
+on one they would wait for each other. Times are of this machine in this minute: run it several times, alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes as C
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -29,6 +30,12 @@ def percentiles(seconds: Sequence[float]) -> str:
     return " ".join(f"{ordered[int(part * (len(ordered) - 1))] * 1e6:9.1f}" for part in (0.01, 0.5, 0.99))
 
 
+def two_cpus() -> list[int]:
+    """Two at least: one to ask from, one to answer on."""
+    found = sorted(os.sched_getaffinity(0))
+    return found if len(found) > 1 else found * 2
+
+
 def wait_for(seconds: float) -> None:
     """Without giving the core away."""
     until = time.perf_counter() + seconds
@@ -41,11 +48,13 @@ def flag(numbers: torch.Tensor) -> C.c_uint32:
     return C.c_uint32.from_address(numbers.data_ptr())
 
 
-def questions(layer: torch.Tensor, rows: int, live: int, pages: int, rounds: int, gap: float) -> list[float]:
-    """Seconds from asking to the answer, of rounds of which ``live`` rows attend ``pages`` pages each."""
+def questions(
+    cpus: list[int], layer: torch.Tensor, rows: int, live: int, pages: int, rounds: int, gap: float
+) -> list[float]:
+    """Seconds from asking to the answer, of questions of which ``live`` rows attend ``pages`` pages each."""
     current = torch.zeros(rows, dtype=torch.int64)
     with (
-        cpu.Pool(1) as pool,
+        cpu.Pool(1, cpus[:1], server_cpu=cpus[-1]) as pool,
         cpu.Mailboxes(pool, {0: layer}, HEADS, rows, {0: (1, CAPACITY)}, DIM**-0.5, current=current) as mail,
     ):
         box = mail.layers[0]
@@ -68,12 +77,12 @@ def questions(layer: torch.Tensor, rows: int, live: int, pages: int, rounds: int
         return taken[rounds // 10 :]
 
 
-def beginnings(layer: torch.Tensor, make: Callable[[], cpu.Pool], rounds: int, gap: float) -> list[float]:
+def beginnings(cpus: list[int], layer: torch.Tensor, spin: float, rounds: int, gap: float) -> list[float]:
     """Seconds from submitting a small partial until a worker has begun with it."""
     q = torch.randn(1, HEADS, DIM).to(layer.dtype)
     ids, valid = torch.zeros(1, 1, 1, dtype=torch.int64), torch.full((1, 1, 1), PAGE)
     taken = []
-    with make() as pool:
+    with cpu.Pool(1, cpus[-1:], spin_seconds=spin) as pool:
         for _ in range(rounds):
             wait_for(gap)
             began = time.perf_counter()
@@ -89,14 +98,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--gap", type=float, default=300.0, help="microseconds between two jobs")
     options = parser.parse_args()
-    rounds, gap = options.rounds, options.gap * 1e-6
+    rounds, gap, every = options.rounds, options.gap * 1e-6, two_cpus()
     layer = torch.randn(PAGES, KV_HEADS, 2, PAGE, DIM).bfloat16()
     print(f"microseconds of {rounds} rounds {options.gap:g} us apart: 1st, 50th and 99th percentile")
+    os.sched_setaffinity(0, every[:1])
     for live, pages in ((0, 1), (4, 1), (4, 8), (options.rows, 1)):
-        taken = questions(layer, options.rows, live, pages, rounds, gap)
+        taken = questions(every, layer, options.rows, live, pages, rounds, gap)
         print(f"question of {options.rows} rows, {live:3} with {pages} pages {percentiles(taken)}")
     for spin in (0.0, 1e-3):
-        taken = beginnings(layer, lambda spin=spin: cpu.Pool(1, spin_seconds=spin), rounds, gap)  # type: ignore[misc]
+        taken = beginnings(every, layer, spin, rounds, gap)
         print(f"first worker begins, spinning {spin * 1e3:g} ms {percentiles(taken)}")
 
 
