@@ -48,11 +48,16 @@ class HostMemory:
     ) -> None:
         size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
         try:
-            self._map = mmap.mmap(-1, size + _HUGE_PAGE)
+            # Private: memory that is shared among processes is the kernel's tmpfs, for which huge pages are off.
+            self._map = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise ConfigError(f"host_pool.size: {nbytes} bytes cannot be mapped: {error}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
+        if pin:
+            # A process that forks shares its pages until somebody writes, and the writer gets a copy. That may be this
+            # process, while the device keeps the page that it knows. A child has no use for the pool.
+            self._map.madvise(mmap.MADV_DONTFORK)
         whole = torch.frombuffer(self._map, dtype=torch.int8)
         aligned = -whole.data_ptr() % _HUGE_PAGE
         self.tensor: Tensor = whole[aligned : aligned + size][:nbytes]

@@ -11,6 +11,9 @@ from pathlib import Path
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import numbers
 
+_SPIN_SECONDS = 1e-3  # a layer of a GPU's step takes less, and so does what lies between two steps as a rule
+_ENOUGH = 4  # of so many cores one is left to the engine
+
 THREAD_NAME = "hybrid-worker"  # kernels/cpu/src/pool.cpp, `pin_to`, gives its threads the same
 
 
@@ -88,6 +91,29 @@ class Bound:
             allowed, found.get(me, frozenset()),
             tuple(cpus for pid, cpus in others if pid < me), tuple(cpus for pid, cpus in others if pid > me),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where native workers run. ``server``: the CPU of the thread that watches a GPU's mailboxes and computes with the
+    others; None: there is no GPU. ``spin_seconds``: how long threads without work look for some before they sleep."""
+
+    workers: tuple[int, ...]
+    server: int | None = None
+    spin_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, cpus: Sequence[int], bound: Bound, topology: Topology, rank: Rank, chosen: bool = False) -> Places:
+        """Out of ``cpus``. With a GPU the last one is the server's, and unless the user has ``chosen`` them the first
+        of four or more stays free: for the engine's own threads, which launch the step, and for interrupts.
+
+        Threads spin where the engine has a core that is not theirs: else they would take its time.
+        """
+        if not rank.on_gpu:
+            return cls(tuple(cpus))
+        mine = cpus[1:] if len(cpus) >= _ENOUGH and not chosen else cpus
+        left = topology.one_per_core(bound.allowed - topology.siblings(mine))
+        return cls(tuple(mine[:-1] or mine), mine[-1], _SPIN_SECONDS if left else 0.0)
 
 
 def spare_cpus(bound: Bound, topology: Topology, numa: int | str = "auto", rank: Rank = ALONE) -> list[int]:

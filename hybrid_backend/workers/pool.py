@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
@@ -14,7 +15,7 @@ from hybrid_backend.config import WorkersConfig
 from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
 from hybrid_backend.kernels import cpu
 from hybrid_backend.workers.base import Owners, Ticket, WorkerPool
-from hybrid_backend.workers.cpus import ALONE, Bound, Rank, Topology, check_cpus, name_thread, spare_cpus
+from hybrid_backend.workers.cpus import ALONE, Bound, Places, Rank, Topology, check_cpus, name_thread, spare_cpus
 from hybrid_backend.workers.ipex import IpexPool
 from hybrid_backend.workers.registry import IPEX, PartialKernel, kernel_name, resolve_kernel
 
@@ -28,30 +29,39 @@ def make_pool(config: WorkersConfig, rank: Rank = ALONE) -> WorkerPool:
     Raises:
         ConfigError: ``workers`` asks for CPUs, a node, threads or a kernel that this machine lacks.
     """
-    bound = Bound.now()
+    bound, topology = Bound.now(), Topology.read()
     if config.cpus == "auto":
-        cpus = spare_cpus(bound, Topology.read(), config.numa, rank)
+        cpus = spare_cpus(bound, topology, config.numa, rank)
     else:
         cpus = check_cpus(config.cpus, bound.allowed)
-    threads = len(cpus) if config.threads == "auto" else config.threads
     if kernel_name(config.kernel) == "native":
         resolve_kernel("native")  # refuses with a reason where it does not run
+        places = Places.of(cpus, bound, topology, rank, chosen=config.cpus != "auto")
+        threads = len(places.workers) if config.threads == "auto" else config.threads
         try:
-            return NativePool(threads, cpus)
+            return NativePool(threads, places.workers, places.server, places.spin_seconds)
         except WorkerError as error:
             raise ConfigError(f"workers.threads: {threads} threads cannot be started ({error}); write fewer") from error
+    threads = len(cpus) if config.threads == "auto" else config.threads
     if config.kernel == IPEX:
         return IpexPool(threads, cpus)
     return TorchPool(threads, cpus, resolve_kernel(config.kernel), config.per_sequence_groups)
 
 
 class NativePool(WorkerPool):
-    """C++ threads; no Python and no interpreter lock while they work. Sequences are their own groups, with stealing."""
+    """C++ threads; no Python and no interpreter lock while they work. Sequences are their own groups, with stealing.
 
-    def __init__(self, threads: int, cpus: list[int]) -> None:
-        self.cpus = cpus
+    Args:
+        cpus, server, spin_seconds: as in `cpus.Places`. Threads that share a CPU do not spin.
+    """
+
+    def __init__(self, threads: int, cpus: Sequence[int], server: int | None = None, spin_seconds: float = 0.0) -> None:
+        self.cpus = list(cpus)
         self.threads = threads
-        self.native = cpu.Pool(threads, [cpus[i % len(cpus)] for i in range(threads)])
+        if threads > len(set(cpus) - {server}):
+            spin_seconds = 0.0
+        pins = [cpus[i % len(cpus)] for i in range(threads)]
+        self.native = cpu.Pool(threads, pins, spin_seconds=spin_seconds, server_cpu=server)
 
     def submit(
         self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None

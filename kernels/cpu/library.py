@@ -223,7 +223,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
         ],
     ),
     "hb_select": (C.c_int, [C.c_void_p, C.c_int32, C.c_int32, C.c_int32, C.c_int32, C.c_void_p]),
-    "hb_pool_new": (C.c_void_p, [C.c_int, _INT_P, C.c_int]),
+    "hb_pool_new": (C.c_void_p, [C.c_int, _INT_P, C.c_int, C.c_int64]),
     "hb_pool_free": (None, [C.c_void_p]),
     "hb_pool_pause": (None, [C.c_void_p, C.c_int]),
     "hb_submit": (C.c_void_p, [C.c_void_p, _P(PartialArgs)]),

@@ -28,14 +28,16 @@ class Mailbox:
     """Where one layer's questions and answers lie, in pinned memory where there is a GPU.
 
     The device writes the query and the lists (unless the host keeps them), then the step's number to ``asked``; the
-    server writes the partial, then the same number to ``answered``. Numbers go up; a row without pages gets the empty
-    partial.
+    server writes the partial, then the same number to ``answered``. Numbers go up.
+
+    A row without pages, or of a request that is gone, gets the empty partial: ``lse`` -inf, and nothing is written to
+    ``out``. So what ``out`` holds where ``lse`` is -inf (of another step, or NaN) must not be used, not even times 0.
     """
 
     q: Tensor  # [rows, heads, head_dim], dtype of the cache
     ids: Tensor  # [rows, lists, capacity] int32 host pages, whole ones; empty where the host keeps the lists
     counts: Tensor  # [rows, lists] int32, likewise
-    out: Tensor  # [rows, heads, head_dim] fp32
+    out: Tensor  # [rows, heads, head_dim] fp32, anything where lse is -inf
     lse: Tensor  # [rows, heads] fp32, natural log
     asked: Tensor  # [16] int32, the first counts
     answered: Tensor  # the same
@@ -57,7 +59,7 @@ class RequestBoxes:
     ids: Tensor  # [requests, capacity] int32 host pages, whole ones
     counts: Tensor  # [requests] int32, how many of them
     layer: Tensor  # [requests] int32, see `QuestionBoxes.position`
-    out: Tensor  # [requests, heads, head_dim] fp32
+    out: Tensor  # [requests, heads, head_dim] fp32, 0 where lse is -inf
     lse: Tensor  # [requests, heads] fp32, natural log
     asked: Tensor  # [requests, 16] int32, the first of each counts
     answered: Tensor  # the same
@@ -90,17 +92,16 @@ def _pinned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 class _Server:
-    """A native thread that serves boxes together with a pool."""
+    """A native thread that serves boxes together with a pool, on the CPU that the pool has for it."""
 
     _handle: int | None = None
 
-    def _serve(
-        self, pool: Pool, layer: Tensor, heads: int, scale: float, boxes: C.Array[lib.MailboxArgs], cpu: int
-    ) -> None:
+    def _serve(self, pool: Pool, layer: Tensor, heads: int, scale: float, boxes: C.Array[lib.MailboxArgs]) -> None:
         """``layer``: one of those that are asked about, which are all of its shape but for the pages."""
         self._native = lib.native()
         _, kv_heads, _, page_size, dim = layer.shape
         model = lib.model_of(layer.dtype, kv_heads, heads, dim, page_size, scale)
+        cpu = -1 if pool.server_cpu is None else pool.server_cpu
         self._handle = self._native.hb_mail_new(pool.handle, C.byref(model), boxes, len(boxes), cpu)
         if not self._handle:
             raise WorkerError(f"native CPU kernel: {lib.failure()}")
@@ -142,7 +143,6 @@ class Mailboxes(_Server):
         kept: by layer, ``[rows, kv_heads]`` int32 tokens, which the host may change between steps: a row whose request
             has index i attends, for each KV head, so many tokens of the i-th of ``rows`` equal parts of the layer.
             ``requests`` and ``current`` are needed for it.
-        cpu: to pin the server's thread to.
 
     Raises:
         WorkerError: a shape that the kernels lack.
@@ -159,7 +159,6 @@ class Mailboxes(_Server):
         *,
         current: Tensor | None = None,
         kept: Mapping[int, Tensor] = MappingProxyType({}),
-        cpu: int = -1,
     ) -> None:
         self._keep = (pool, dict(layers), current, dict(kept))
         first = next(iter(layers.values()))
@@ -191,7 +190,7 @@ class Mailboxes(_Server):
             if current is not None:
                 args.request, args.generation = self.requests.data_ptr(), self.generations.data_ptr()
                 args.current = current.data_ptr()
-        self._serve(pool, first, heads, scale, boxes, cpu)
+        self._serve(pool, first, heads, scale, boxes)
 
     @property
     def nbytes(self) -> int:
@@ -222,7 +221,6 @@ class QuestionBoxes(RequestBoxes, _Server):
         requests: that run at once, at most.
         capacity: pages of a sequence, at most.
         scale: multiplies the logits.
-        cpu: to pin the server's thread to.
 
     Raises:
         WorkerError: a shape that the kernels lack.
@@ -236,8 +234,6 @@ class QuestionBoxes(RequestBoxes, _Server):
         requests: int,
         capacity: int,
         scale: float,
-        *,
-        cpu: int = -1,
     ) -> None:
         first = next(iter(layers.values()))
         dim = first.shape[4]
@@ -261,7 +257,7 @@ class QuestionBoxes(RequestBoxes, _Server):
             args.caches, args.caches_count = C.addressof(caches), len(layers)
             for field in fields(RequestBoxes):
                 setattr(args, field.name, getattr(self, field.name)[request].data_ptr())
-        self._serve(pool, first, heads, scale, boxes, cpu)
+        self._serve(pool, first, heads, scale, boxes)
 
     def failure(self, request: int) -> str:
         """Why the last question of the request that could not be computed could not."""

@@ -200,15 +200,29 @@ class Pool:
 
     Threads are pinned to ``cpus`` (one each), if given. Pages of one sequence stay with few threads; a thread that is
     done takes over from others. Any number of Python threads may submit.
+
+    Args:
+        spin_seconds: how long a thread without work looks for some before it sleeps. Only for threads that have their
+            cores to themselves: a sleeping one takes tens of microseconds to wake.
+        server_cpu: to pin the thread of mailboxes to that this pool serves (`Mailboxes`); None: not pinned.
     """
 
-    def __init__(self, threads: int, cpus: Sequence[int] | None = None, *, isa: str | None = None) -> None:
+    def __init__(
+        self,
+        threads: int,
+        cpus: Sequence[int] | None = None,
+        *,
+        isa: str | None = None,
+        spin_seconds: float = 0.0,
+        server_cpu: int | None = None,
+    ) -> None:
         if cpus is not None and len(cpus) < threads:
             raise ValueError(f"{threads} threads need as many CPUs, not {list(cpus)}")
         self.native = lib.native()
         self.threads = threads
+        self.server_cpu = server_cpu
         pins = (C.c_int * threads)(*cpus[:threads]) if cpus is not None else None
-        self._handle = self.native.hb_pool_new(threads, pins, lib.isa_index(isa))
+        self._handle = self.native.hb_pool_new(threads, pins, lib.isa_index(isa), round(spin_seconds * 1e9))
         if not self._handle:
             raise WorkerError(f"native CPU pool: {lib.failure()}")
         self._lock = threading.Lock()

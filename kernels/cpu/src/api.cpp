@@ -1,6 +1,7 @@
 // The exported functions, but for the mailboxes' (mailbox.cpp) and the operations (operations.cpp, residency.cpp).
 #include "api.h"
 
+#include <algorithm>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -134,12 +135,12 @@ HB_API int hb_select(const float* scores, int32_t columns, int32_t budget, int32
 
 // --- asynchronous jobs -----------------------------------------------------------------------------------------
 
-HB_API hb_pool* hb_pool_new(int threads, const int* cpus, int isa) {
+HB_API hb_pool* hb_pool_new(int threads, const int* cpus, int isa, int64_t spin) {
   hb_pool* pool = nullptr;
   guarded([&] {
     require(threads >= 1, "a pool has at least one thread");
     require(hb::isa_runs(isa), "this instruction set is not available on this CPU");
-    pool = new hb_pool(threads, cpus, isa);
+    pool = new hb_pool(threads, cpus, isa, spin);
   });
   return pool;
 }
@@ -152,8 +153,10 @@ HB_API hb_ticket* hb_submit(hb_pool* pool, const hb_partial_args* args) {
     auto made = std::make_unique<hb_ticket>();
     made->pool = pool;
     made->task = pool->take_spare();
-    made->task->reset(*args, pool->isa(), pool->threads() + 1);  // whoever waits may help
-    pool->push(*made->task);
+    const int lanes = pool->threads() + 1;  // whoever waits may help
+    made->task->reset(*args, pool->isa(), lanes);
+    const int64_t pages = (int64_t)args->rows * args->model.kv_heads * args->capacity;  // at most
+    pool->push(*made->task, std::max(1, hb::AttendJob::most_chunks(args->model, pages, lanes)));
     ticket = made.release();
   });
   return ticket;

@@ -92,8 +92,9 @@ int hb_select(const float* scores, int32_t columns, int32_t budget, int32_t sink
 typedef struct hb_pool hb_pool;
 typedef struct hb_ticket hb_ticket;
 
-// cpus: one per thread, or null for no pinning.
-hb_pool* hb_pool_new(int threads, const int* cpus, int isa);
+// cpus: one per thread, or null for no pinning. spin: nanoseconds that a thread without work looks for some before it
+// sleeps; 0: it sleeps at once.
+hb_pool* hb_pool_new(int threads, const int* cpus, int isa, int64_t spin);
 void hb_pool_free(hb_pool* pool);
 void hb_pool_pause(hb_pool* pool, int paused);  // paused workers take no new job
 
@@ -122,7 +123,9 @@ typedef struct hb_mailbox {
   // Without ids the host keeps the lists between steps: the row whose request is g attends, in list l, the first counts[g,
   // l] tokens of the pages g * capacity, g * capacity + 1... Then there are as many requests as rows.
   const int64_t *request, *generation, *current;  // as in hb_partial_args, or null
-  float *out, *lse;  // [rows, heads, head_dim], [rows, heads]
+  // [rows, heads, head_dim], [rows, heads]. Where lse is -inf (the empty partial), out is 0 in a box that names a layer, and
+  // in all others whatever it was: many rows may be empty there, and whoever merges must not read it.
+  float *out, *lse;
   const uint32_t* asked;
   uint32_t* answered;
   uint32_t* failed;  // [HB_MAIL_STEPS]: of a job that could not be computed (its answer is empty) its number

@@ -115,12 +115,15 @@ void AttendJob::plan(int lanes) {
     if (item_begin_[i] == item_begin_[i + 1]) write_empty(i);
 }
 
+int AttendJob::most_chunks(const hb_model& model, int64_t pages, int lanes) {
+  const int64_t page_bytes = 2 * (int64_t)model.page_size * model.head_dim * element_size(model.type);
+  const int64_t wanted = lanes == 1 ? 1 : std::max<int64_t>(pages * page_bytes / kChunkBytes, 1);
+  return (int)std::min({wanted, (int64_t)kChunksPerLane * lanes, pages});
+}
+
 void AttendJob::cut(int lanes) {
   const int64_t total = item_begin_[items_];
-  const int64_t page_bytes = 2 * (int64_t)model_.page_size * model_.head_dim * element_size(model_.type);
-  int64_t wanted = lanes == 1 ? 1 : total * page_bytes / kChunkBytes;
-  wanted = std::min<int64_t>(std::max<int64_t>(wanted, 1), (int64_t)kChunksPerLane * lanes);
-  chunk_count_ = total ? (int)std::min(wanted, total) : 0;
+  chunk_count_ = most_chunks(model_, total, lanes);
   grown(chunks_, chunk_count_);
   grown(segments_, items_ + chunk_count_);
   grown(part_out_, 2 * chunk_count_ * item_floats());
@@ -156,6 +159,11 @@ float* AttendJob::direct_out(int item) const {
   const int row = item / model_.kv_heads, head = item % model_.kv_heads * model_.group;
   const int64_t at = io.tokens ? io.tokens[row] : row;
   return (float*)(io.out + at * io.out_row_stride + head * io.out_head_stride);
+}
+
+float* AttendJob::direct_lse(int item) const {
+  const int64_t row = item / model_.kv_heads, head = item % model_.kv_heads;
+  return io.lse + ((io.lse_by_token ? io.tokens[row] : row) * model_.kv_heads + head) * model_.group;
 }
 
 void AttendJob::run_chunk(int c) {
@@ -265,11 +273,11 @@ void AttendJob::write_item(int item, float* out, float* lse) {
 }
 
 void AttendJob::write_empty(int item) {
+  if (io.lse) std::fill_n(direct_lse(item), model_.group, kEmpty);
+  if (!io.zero_empty) return;
   char* to = (char*)direct_out(item);
-  for (int g = 0; g < model_.group; g++) {
+  for (int g = 0; g < model_.group; g++)
     std::memset(to + g * io.out_head_stride, 0, (size_t)model_.head_dim * element_size(io.out_type));
-    if (io.lse) direct_lse(item)[g] = kEmpty;
-  }
 }
 
 }  // namespace hb

@@ -55,10 +55,14 @@ class AttendJob {
     float* lse;  // [rows, heads] or null
     const int64_t *request, *generation, *current;
     const float* sinks = nullptr;  // [heads] or null: one more key without a value, of rows that have a key
+    bool lse_by_token = false;     // `tokens` tells the row of lse too
+    bool zero_empty = true;        // else nothing is written to out where lse becomes -inf: nobody reads it there
   };
   Io io{};
   PageLists lists;
 
+  // Into how many pieces so many pages (of all items) are cut at most.
+  static int most_chunks(const hb_model& model, int64_t pages, int lanes);
   // Cuts the work into chunks for up to `lanes` threads. Throws std::out_of_range for a page that the cache lacks.
   void plan(int lanes);
   // Computes chunks until none is left to claim; `lane` says where to begin. Many threads may be inside.
@@ -93,7 +97,7 @@ class AttendJob {
     return io.out_type == FP32 && io.out_head_stride == 4 * model_.head_dim && io.lse && !io.sinks;
   }
   float* direct_out(int item) const;
-  float* direct_lse(int item) const { return io.lse + (size_t)item * model_.group; }
+  float* direct_lse(int item) const;
 
   hb_model model_{};
   hb_cache cache_{};

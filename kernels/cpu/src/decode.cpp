@@ -94,7 +94,7 @@ void DecodeLayer::run(int layer, const hb_layer& args, Pool* pool, void* gomp_pa
   if (lanes_ == 1 || (!pool && !gomp_parallel)) {
     work(0);
   } else if (pool) {
-    pool->push(*this);
+    pool->push(*this, lanes_ - 1);
     work(0);
     Backoff backoff;
     while (!failed_ && !job_.finished()) backoff.pause();

@@ -3,7 +3,6 @@
 #include <time.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
 
@@ -12,8 +11,12 @@
 namespace hb {
 namespace {
 
-constexpr int kIdleRounds = 20000;        // looks at all boxes before the thread begins to sleep: some milliseconds
-constexpr long kNapNanoseconds = 50'000;  // then between two looks; a busy device asks every few hundred microseconds
+// A busy device asks every few hundred microseconds, and what lies between two steps is a few milliseconds at most. Only
+// when nothing came for longer does the thread sleep between two looks.
+constexpr int64_t kIdleNanoseconds = 5'000'000;
+constexpr long kNapNanoseconds = 50'000;
+
+constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 
 uint32_t look_at(const uint32_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
 
@@ -53,8 +56,8 @@ std::string MailServer::error(int box) {
 
 void MailServer::loop(int cpu) {
   if (cpu >= 0) pin_to(cpu);
-  int idle = 0;
-  while (!stop_.load(std::memory_order_relaxed)) {
+  int64_t last = nanoseconds();  // job's end
+  for (unsigned looks = 0; !stop_.load(std::memory_order_relaxed); looks++) {
     bool found = false;
     for (size_t b = 0; b < boxes_.size(); b++) {
       const uint32_t number = look_at(boxes_[b].asked);
@@ -63,15 +66,20 @@ void MailServer::loop(int cpu) {
       answered_[b] = number;
       found = true;
     }
-    if (found) {
-      idle = 0;
-    } else if (++idle > kIdleRounds) {
-      const timespec nap{0, kNapNanoseconds};
-      nanosleep(&nap, nullptr);
-    } else {
+    if (found) last = nanoseconds();
+    if (found || looks % 64 || nanoseconds() - last < kIdleNanoseconds) {
       relax();
+      continue;
     }
+    const timespec nap{0, kNapNanoseconds};
+    while (!stop_.load(std::memory_order_relaxed) && !any_asks()) nanosleep(&nap, nullptr);
   }
+}
+
+bool MailServer::any_asks() const {
+  for (size_t b = 0; b < boxes_.size(); b++)
+    if (look_at(boxes_[b].asked) != answered_[b]) return true;
+  return false;
 }
 
 void MailServer::serve(size_t index, uint32_t number) {
@@ -84,23 +92,65 @@ void MailServer::serve(size_t index, uint32_t number) {
       errors_[index] = failure.what();
     }
     // The device must not wait for what will never come, nor merge what an earlier step left.
-    const size_t heads = (size_t)box.rows * model_.kv_heads * model_.group;
-    std::memset(box.out, 0, heads * model_.head_dim * sizeof(float));
-    std::fill(box.lse, box.lse + heads, -std::numeric_limits<float>::infinity());
+    for (int64_t r = 0; r < box.rows; r++) write_empty(box, r);
     __atomic_store_n(box.failed + number % HB_MAIL_STEPS, number, __ATOMIC_RELEASE);
   }
   served_.fetch_add(1, std::memory_order_relaxed);
   __atomic_store_n(box.answered, number, __ATOMIC_RELEASE);
 }
 
+// A captured graph asks about as many rows as it was captured with, of which few may be live: all others cost a look at
+// their generation and an lse.
+void MailServer::find_rows(const hb_mailbox& box) {
+  const int64_t unit = box.ids ? 1 : model_.page_size;
+  rows_.clear();
+  requests_.clear();
+  generations_.clear();
+  counts_.clear();
+  for (int64_t r = 0; r < box.rows; r++) {
+    const int64_t request = box.request ? __atomic_load_n(box.request + r, __ATOMIC_RELAXED) : r;
+    if (!box.ids && (request < 0 || request >= box.rows))
+      throw std::out_of_range("row " + std::to_string(r) + " has request " + std::to_string(request));
+    const int64_t generation = box.current ? __atomic_load_n(box.generation + r, __ATOMIC_RELAXED) : 0;
+    bool is_live = false;
+    if (!box.current || __atomic_load_n(box.current + request, __ATOMIC_RELAXED) == generation) {
+      for (int l = 0; l < box.lists; l++) {
+        const int64_t count = read_once(box.counts + (box.ids ? r : request) * box.lists + l);
+        const int64_t pages = (count + unit - 1) / unit;
+        if (count < 0 || pages > box.capacity)
+          throw std::out_of_range("row " + std::to_string(r) + " lists " + std::to_string(pages) +
+                                  " pages, but there is room for " + std::to_string(box.capacity));
+        counts_.push_back(count);
+        is_live |= count > 0;
+      }
+      if (!is_live) counts_.resize(counts_.size() - box.lists);
+    }
+    if (!is_live) {
+      write_empty(box, r);
+      continue;
+    }
+    rows_.push_back(r);
+    requests_.push_back(request);
+    generations_.push_back(generation);
+  }
+}
+
+void MailServer::write_empty(const hb_mailbox& box, int64_t row) const {
+  const int64_t heads = (int64_t)model_.kv_heads * model_.group;
+  std::fill_n(box.lse + row * heads, heads, kEmpty);
+  if (box.layer) std::fill_n(box.out + row * heads * model_.head_dim, heads * model_.head_dim, 0.f);
+}
+
 void MailServer::compute(const hb_mailbox& box) {
-  AttendJob& job = round_.job;
   const hb_cache& cache = cache_of(box);
+  find_rows(box);
+  if (rows_.empty()) return;
+  AttendJob& job = round_.job;
   job.configure(model_, cache, pool_.isa());
   const int64_t element = element_size(model_.type), head = model_.head_dim * element;
   const int64_t heads = (int64_t)model_.kv_heads * model_.group;
-  job.io = {box.rows,
-            nullptr,
+  job.io = {(int)rows_.size(),
+            rows_.data(),
             box.q,
             heads * head,
             head,
@@ -109,30 +159,27 @@ void MailServer::compute(const hb_mailbox& box) {
             heads * model_.head_dim * 4,
             model_.head_dim * 4,
             box.lse,
-            box.request,
-            box.generation,
+            requests_.data(),
+            generations_.data(),
             box.current};
-  job.lists.reset(box.rows, model_.kv_heads, box.capacity);
-  const int whole = model_.page_size;
-  for (int r = 0; r < box.rows; r++) {
-    job.lists.set_row(r, box.lists);
-    const int64_t owner = box.ids ? r : box.request[r];
-    if (owner < 0 || owner >= box.rows)
-      throw std::out_of_range("row " + std::to_string(r) + " has request " + std::to_string(owner));
+  job.io.lse_by_token = true;
+  job.io.zero_empty = box.layer != nullptr;
+  job.lists.reset((int)rows_.size(), model_.kv_heads, box.capacity);
+  const int64_t whole = model_.page_size;
+  for (size_t row = 0; row < rows_.size(); row++) {
+    const int64_t r = rows_[row];
+    job.lists.set_row((int)row, box.lists);
     for (int l = 0; l < box.lists; l++) {
-      const int64_t at = owner * box.lists + l, tokens = (int64_t)read_once(box.counts + at) * (box.ids ? whole : 1);
-      const int64_t count = (tokens + whole - 1) / whole;
-      if (tokens < 0 || count > box.capacity)
-        throw std::out_of_range("row " + std::to_string(r) + " lists " + std::to_string(count) +
-                                " pages, but there is room for " + std::to_string(box.capacity));
-      const int list = job.lists.of(r, l);
+      const int64_t tokens = counts_[row * box.lists + l] * (box.ids ? whole : 1), count = (tokens + whole - 1) / whole;
+      const int list = job.lists.of((int)row, l);
       ListedPage* to = job.lists.pages(list);
       for (int64_t k = 0; k < count; k++) {
-        const int64_t page = box.ids ? read_once(box.ids + at * box.capacity + k) : owner * box.capacity + k;
+        const int64_t page =
+            box.ids ? read_once(box.ids + (r * box.lists + l) * box.capacity + k) : requests_[row] * box.capacity + k;
         if (page < 0 || page >= cache.pages)
           throw std::out_of_range("page id " + std::to_string(page) + " of row " + std::to_string(r) +
                                   " is beyond the cache's " + std::to_string(cache.pages) + " pages");
-        to[k] = {page, (int32_t)std::min<int64_t>(whole, tokens - k * whole)};
+        to[k] = {page, (int32_t)std::min(whole, tokens - k * whole)};
       }
       job.lists.count(list) = (int32_t)count;
     }
@@ -140,9 +187,10 @@ void MailServer::compute(const hb_mailbox& box) {
   const int lanes = pool_.threads() + 1;
   job.plan(lanes);
   if (job.chunks() > 1) {
-    pool_.push(round_);
+    pool_.push(round_, job.chunks() - 1);
     job.run(lanes - 1);
-    while (!job.finished()) relax();
+    Backoff backoff;
+    while (!job.finished()) backoff.pause();
     pool_.retire(round_);
   } else {
     job.run(0);

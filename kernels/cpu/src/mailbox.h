@@ -29,14 +29,20 @@ class MailServer {
   };
 
   void loop(int cpu);
+  bool any_asks() const;
   void serve(size_t box, uint32_t number);
   void compute(const hb_mailbox& box);
+  void find_rows(const hb_mailbox& box);
+  void write_empty(const hb_mailbox& box, int64_t row) const;
 
   Pool& pool_;
   const hb_model model_;
   const std::vector<hb_mailbox> boxes_;
   std::vector<uint32_t> answered_;
   Round round_;
+  // Of the question that is being computed: rows that attend something, and of each of them the request, its generation,
+  // and how many tokens (a box without ids) or pages each list has.
+  std::vector<int64_t> rows_, requests_, generations_, counts_;
   std::atomic<int64_t> served_{0};
   std::atomic<bool> stop_{false};
   std::mutex error_mutex_;

@@ -1,21 +1,28 @@
 #include "pool.h"
 
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <stdexcept>
 
 namespace hb {
-namespace {
 
-double now() {
+int64_t nanoseconds() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec + 1e-9 * t.tv_nsec;
+  return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
+
+namespace {
+
+double now() { return 1e-9 * nanoseconds(); }
 
 }  // namespace
 
@@ -44,8 +51,9 @@ void Backoff::pause() {
 
 // --- the pool --------------------------------------------------------------------------------------------------
 
-Pool::Pool(int threads, const int* cpus, int isa) : isa_(isa) {
+Pool::Pool(int threads, const int* cpus, int isa, int64_t spin) : isa_(isa), spin_(spin), lanes_(new Lane[threads]) {
   try {
+    threads_.reserve(threads);
     for (int i = 0; i < threads; i++) threads_.emplace_back([this, i, cpu = cpus ? cpus[i] : -1] { loop(i, cpu); });
   } catch (...) {  // no more threads to be had: those that run must end before they are forgotten
     stop();
@@ -56,40 +64,57 @@ Pool::Pool(int threads, const int* cpus, int isa) : isa_(isa) {
 Pool::~Pool() { stop(); }
 
 void Pool::stop() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
-  }
-  wake_.notify_all();
+  stop_ = true;
+  wake(std::numeric_limits<int>::max());
   for (std::thread& thread : threads_) thread.join();
 }
 
-void Pool::push(Task& task) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  queue_.push_back(&task);
-  if (sleeping_) wake_.notify_all();
+void Pool::push(Task& task, int wanted) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back(&task);
+    publish();
+  }
+  const int sleeping = sleeping_.load();
+  if (!sleeping) return;
+  int idle = threads() - sleeping;
+  for (int i = 0; i < threads(); i++) idle -= lanes_[i].inside.load(std::memory_order_relaxed) != nullptr;
+  if (wanted > idle) wake(wanted - idle);
 }
+
+void Pool::publish() { front_.store(paused_ || queue_.empty() ? nullptr : queue_.front()); }
 
 void Pool::unlist(Task& task) {
   const auto at = std::find(queue_.begin(), queue_.end(), &task);
   if (at != queue_.end()) queue_.erase(at);
+  publish();
 }
 
 void Pool::retire(Task& task) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  unlist(task);
-  while (task.inside_) left_.wait(lock);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    unlist(task);
+  }
+  Backoff backoff;
+  for (int i = 0; i < threads(); i++)
+    while (lanes_[i].inside.load() == &task) backoff.pause();
 }
 
 bool Pool::is_idle(Task& task) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return !task.inside_ && std::find(queue_.begin(), queue_.end(), &task) == queue_.end();
+  if (std::find(queue_.begin(), queue_.end(), &task) != queue_.end()) return false;
+  for (int i = 0; i < threads(); i++)
+    if (lanes_[i].inside.load() == &task) return false;
+  return true;
 }
 
 void Pool::pause(bool paused) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  paused_ = paused;
-  wake_.notify_all();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    paused_ = paused;
+    publish();
+  }
+  wake(std::numeric_limits<int>::max());
 }
 
 std::unique_ptr<PartialTask> Pool::take_spare() {
@@ -107,22 +132,49 @@ void Pool::give_spare(std::unique_ptr<PartialTask> task) {
 
 void Pool::loop(int lane, int cpu) {
   if (cpu >= 0) pin_to(cpu);
-  std::unique_lock<std::mutex> lock(mutex_);
-  for (;;) {
-    while (!stop_ && (paused_ || queue_.empty())) {
-      sleeping_++;
-      wake_.wait(lock);
-      sleeping_--;
+  std::atomic<Task*>& inside = lanes_[lane].inside;
+  while (Task* task = enter(inside)) {
+    task->work(lane);
+    // Nothing left to claim: nobody else needs to look. Whoever retires it waits until that is done.
+    if (front_.load() == task) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      unlist(*task);
     }
-    if (stop_) return;
-    Task& task = *queue_.front();
-    task.inside_++;
-    lock.unlock();
-    task.work(lane);
-    lock.lock();
-    unlist(task);  // nothing left to claim: nobody else needs to look
-    if (--task.inside_ == 0) left_.notify_all();
+    inside.store(nullptr);
   }
+}
+
+Task* Pool::enter(std::atomic<Task*>& inside) {
+  int64_t until = 0;
+  for (unsigned looks = 0; !stop_.load(std::memory_order_relaxed);) {
+    if (Task* task = front_.load()) {
+      inside.store(task);
+      if (front_.load() == task) return task;  // from here on whoever retires it sees this thread inside
+      inside.store(nullptr);
+    } else if (spin_ > 0 && ++looks % 64) {
+      relax();
+    } else if (const int64_t at = spin_ > 0 ? nanoseconds() : 0; spin_ > 0 && (!until || at < until)) {
+      if (!until) until = at + spin_;
+    } else {
+      sleep();
+      until = 0;
+    }
+  }
+  return nullptr;
+}
+
+// Nobody is missed: either this thread sees the task, or whoever pushed it sees this thread's mark and then changes the
+// number that it is about to sleep on.
+void Pool::sleep() {
+  sleeping_.fetch_add(1);
+  const uint32_t seen = wakes_.load();
+  if (!front_.load() && !stop_) syscall(SYS_futex, &wakes_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+  sleeping_.fetch_sub(1);
+}
+
+void Pool::wake(int threads) {
+  wakes_.fetch_add(1);
+  syscall(SYS_futex, &wakes_, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0);
 }
 
 // --- partials --------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-// Persistent pinned threads that work on tasks: asynchronous partials, and decode layers together with their caller.
+// Persistent pinned threads that work on tasks: asynchronous partials, mailboxes' jobs and decode layers together with
+// their caller.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -19,18 +20,17 @@ class Task {
   virtual ~Task() = default;
   // Works until nothing is left to claim. Must not throw.
   virtual void work(int lane) = 0;
-
- private:
-  friend class Pool;
-  int inside_ = 0;  // threads in work(); guarded by the pool's mutex
 };
 
+// A thread takes a task, and leaves it, without a lock: it says in a cache line of its own which one it is inside.
 class Pool {
  public:
-  Pool(int threads, const int* cpus, int isa);
+  // A thread without work looks for some for `spin` nanoseconds before it sleeps.
+  Pool(int threads, const int* cpus, int isa, int64_t spin);
   ~Pool();
 
-  void push(Task& task);
+  // Wakes sleeping threads as far as there are fewer than `wanted` that are awake without work.
+  void push(Task& task, int wanted);
   // Takes the task from the queue and waits until no worker is inside it.
   void retire(Task& task);
   bool is_idle(Task& task);
@@ -44,17 +44,31 @@ class Pool {
   void give_spare(std::unique_ptr<class PartialTask> task);
 
  private:
+  struct alignas(64) Lane {
+    std::atomic<Task*> inside{nullptr};
+  };
+
   void stop();
   void loop(int lane, int cpu);
+  Task* enter(std::atomic<Task*>& inside);  // null: the pool ends
+  void sleep();
+  void wake(int threads);
   void unlist(Task& task);
+  void publish();  // to call under the lock, whenever the queue or the pause changed
 
+  const int isa_;
+  const int64_t spin_;
   std::mutex mutex_;
-  std::condition_variable wake_, left_;
   std::deque<Task*> queue_;
   std::vector<std::unique_ptr<PartialTask>> spares_;
+  bool paused_ = false;
+  // What threads without work look at, alone on its line: the queue's first task, null for none or a pause.
+  alignas(64) std::atomic<Task*> front_{nullptr};
+  std::atomic<bool> stop_{false};
+  alignas(64) std::atomic<uint32_t> wakes_{0};  // what they sleep on (futex(2))
+  std::atomic<int> sleeping_{0};
+  const std::unique_ptr<Lane[]> lanes_;
   std::vector<std::thread> threads_;
-  int sleeping_ = 0, isa_;
-  bool stop_ = false, paused_ = false;
 };
 
 // One submitted hb_partial_args. The first thread inside plans, then all compute.
@@ -94,6 +108,7 @@ void prepare_partial(AttendJob& job, const hb_partial_args& args, int isa, int l
 
 void pin_to(int cpu);  // the calling thread, and names it
 void relax();          // a moment's rest of a thread that polls
+int64_t nanoseconds();  // of the steady clock
 
 // For short waits on threads that may have lost their core.
 class Backoff {

@@ -158,8 +158,8 @@ void test_kernels(int rounds) {
 }
 
 // Every submitter owns its jobs; some are cancelled, some freed before they are done, some helped.
-void test_pool(int rounds) {
-  hb_pool* pool = hb_pool_new(3, nullptr, hb_isa_best());
+void test_pool(int rounds, int64_t spin) {
+  hb_pool* pool = hb_pool_new(3, nullptr, hb_isa_best(), spin);
   std::vector<std::thread> submitters;
   for (int me = 0; me < 8; me++)
     submitters.emplace_back([=] {
@@ -271,9 +271,9 @@ std::vector<uint16_t> decode(int rounds, hb_pool* pool, void* gomp, int threads)
   return all;
 }
 
-void test_decode(int rounds) {
+void test_decode(int rounds, int64_t spin) {
   const std::vector<uint16_t> alone = decode(rounds, nullptr, nullptr, 1);
-  hb_pool* pool = hb_pool_new(2, nullptr, hb_isa_best());
+  hb_pool* pool = hb_pool_new(2, nullptr, hb_isa_best(), spin);
   const std::vector<uint16_t> pooled = decode(rounds, pool, nullptr, 3);
   hb_pool_free(pool);
   const std::vector<uint16_t> team = decode(rounds, nullptr, (void*)fake_gomp_parallel, 4);
@@ -534,8 +534,8 @@ void test_operations(int rounds) {
 }
 
 // A device thread per box asks and waits; what it gets is what hb_partial computes, or the empty partial of a stale row.
-void test_mailbox(int rounds) {
-  hb_pool* pool = hb_pool_new(2, nullptr, hb_isa_best());
+void test_mailbox(int rounds, int64_t spin) {
+  hb_pool* pool = hb_pool_new(2, nullptr, hb_isa_best(), spin);
   constexpr int kBoxes = 3, kRows = 4, kCapacity = 12;
   struct Device {
     std::unique_ptr<Job> job;
@@ -594,6 +594,8 @@ void test_mailbox(int rounds) {
         for (size_t i = 0; i < kept; i++)
           EXPECT(device.lse[i] == job.expected_lse[i] || std::fabs(device.lse[i] - job.expected_lse[i]) < 1e-3,
                  "box %d", b);
+        for (size_t i = 0; i < kept * 64; i++)
+          EXPECT(device.lse[i / 64] == -INFINITY || std::fabs(device.out[i] - job.expected_out[i]) < 0.03, "box %d", b);
       }
     });
   for (std::thread& thread : threads) thread.join();
@@ -604,8 +606,8 @@ void test_mailbox(int rounds) {
 
 // A device thread per request asks about one layer after the other, in an order of its own; what it gets is what hb_partial
 // computes of that layer and row. A layer that is not there fails that question and no other.
-void test_questions(int rounds) {
-  hb_pool* pool = hb_pool_new(2, nullptr, hb_isa_best());
+void test_questions(int rounds, int64_t spin) {
+  hb_pool* pool = hb_pool_new(2, nullptr, hb_isa_best(), spin);
   constexpr int kLayers = 3, kRequests = 4, kCapacity = 12;
   constexpr size_t kHeads = 6, kDim = 64;
   struct Device {
@@ -690,11 +692,13 @@ void test_questions(int rounds) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 40;
   test_kernels(rounds);
-  test_pool(rounds);
-  test_decode(rounds);
+  for (const int64_t spin : {INT64_C(0), INT64_C(1'000'000)}) {  // nanoseconds
+    test_pool(rounds, spin);
+    test_decode(rounds, spin);
+    test_mailbox(rounds, spin);
+    test_questions(rounds, spin);
+  }
   test_operations(std::min(rounds, 12));
-  test_mailbox(rounds);
-  test_questions(rounds);
   std::printf("%s, %d failures\n", hb_isa_name(hb_isa_best()), failures.load());
   return failures ? 1 : 0;
 }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,43 @@ def test_memory_is_zeroed_writable_and_aligned_to_huge_pages() -> None:
     memory.tensor.fill_(7)
     assert int(memory.tensor[-1]) == 7
     assert seen == [SIZE]
+    memory.close()
+
+
+def _mapping(address: int) -> tuple[str, dict[str, str]]:
+    """What the kernel says of the mapping that holds an address: its permissions, and the rest by name."""
+    found: tuple[str, dict[str, str]] = ("", {})
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if region := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ", line):
+            if found[1]:
+                break
+            first, last = int(region[1], 16), int(region[2], 16)
+            found = (region[3], {"": line}) if first <= address < last else ("", {})
+        elif found[1]:
+            name, _, value = line.partition(":")
+            found[1][name] = value.strip()
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this kernel does not say")
+def test_memory_is_private_and_in_huge_pages_where_the_kernel_has_them() -> None:
+    memory = HostMemory(64 << 20)
+    permissions, says = _mapping(memory.tensor.data_ptr() + (32 << 20))
+    assert permissions == "rw-p", "shared memory is tmpfs, for which huge pages are off by default"
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if enabled.exists() and "[never]" not in enabled.read_text():
+        assert "hg" in says["VmFlags"].split(), says
+        assert int(says["AnonHugePages"].split()[0]) > 0, says
+    memory.close()
+
+
+def test_a_child_process_has_nothing_of_memory_that_a_device_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a fork would leave this process and the device with different pages. CUDA is stood in for: it says yes."""
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = HostMemory(SIZE, pin=True)
+    _, says = _mapping(memory.tensor.data_ptr())
+    assert "dc" in says["VmFlags"].split(), "not copied to children"
     memory.close()
 
 

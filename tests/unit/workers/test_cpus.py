@@ -6,16 +6,19 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_backend.config import WorkersConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.workers import Rank, make_pool
-from hybrid_backend.workers.cpus import Bound, Topology, spare_cpus
+from hybrid_backend.kernels import cpu as native
+from hybrid_backend.workers import NativePool, Rank, make_pool
+from hybrid_backend.workers.cpus import Bound, Places, Topology, spare_cpus
 
 
 def draw(root: Path, cores: list[str], nodes: dict[int, str]) -> Topology:
@@ -57,6 +60,31 @@ def test_a_gpu_rank_takes_every_core_of_its_gpus_node_once(server: Topology) -> 
 def test_a_gpu_engine_that_is_bound_to_a_node_leaves_its_cores_to_the_workers(server: Topology) -> None:
     node = cpus(0, 95) | cpus(192, 287)
     assert spare_cpus(Bound(ALL, node), server, rank=Rank(on_gpu=True, node=0)) == list(range(96))
+
+
+def places(bound: Bound, topology: Topology, rank: Rank) -> Places:
+    return Places.of(spare_cpus(bound, topology, rank=rank), bound, topology, rank)
+
+
+def test_a_gpu_ranks_mailboxes_are_watched_from_a_core_of_the_workers_node(server: Topology) -> None:
+    """And its first core is left to the engine: no thread of ours, nor on its sibling."""
+    found = places(Bound(ALL), server, Rank(on_gpu=True, node=1))
+    assert found == Places(tuple(range(97, 191)), 191, 1e-3)
+    nodes = [0, 0, 0, 0, 1, 1, 1, 1]
+    each = [places(Bound(ALL), server, Rank(i, 8).with_gpus(nodes)) for i in range(8)]
+    taken = [cpu for rank in each for cpu in (*rank.workers, rank.server)]
+    assert len(set(taken)) == len(taken) == 8 * 23 and None not in taken
+
+
+def test_threads_spin_only_beside_a_gpu_and_where_the_engine_keeps_a_core(tmp_path: Path, server: Topology) -> None:
+    small = draw(tmp_path / "small", ["0,2", "1,3"], {0: "0-3"})
+    gpu = Rank(on_gpu=True, node=0)
+    assert places(Bound(cpus(0, 3)), small, gpu) == Places((0,), 1, 0.0), "a sibling is no core"
+    assert places(Bound(frozenset({0})), small, gpu) == Places((0,), 0, 0.0)
+    assert places(Bound(ALL), server, Rank()) == Places(tuple(range(192)), None, 0.0)
+    chosen = Places.of([5, 4, 7, 6], Bound(ALL), server, gpu, chosen=True)
+    assert chosen == Places((5, 4, 7), 6, 1e-3), "whoever names CPUs has left out what the engine needs"
+    assert Places.of(range(96), Bound(cpus(0, 95)), server, gpu, chosen=True).spin_seconds == 0
 
 
 def test_eight_gpu_ranks_share_out_the_cores_of_their_nodes(server: Topology) -> None:
@@ -180,6 +208,24 @@ def test_cpus_that_the_user_names_win_and_are_checked() -> None:
     pool.close()
     with pytest.raises(ConfigError, match=r"workers\.cpus: this process may not use 4711; it may use \d"):
         make_pool(WorkersConfig(cpus=(may[0], 4711)))
+
+
+@pytest.mark.skipif(not native.available(), reason=str(native.why_unavailable()))
+def test_the_threads_of_a_gpus_pool_are_where_they_were_placed() -> None:
+    """Those of the pool and, once there are mailboxes, the one that serves them."""
+    may = sorted(os.sched_getaffinity(0))
+    before = set(Path("/proc/self/task").iterdir())
+    pool = make_pool(WorkersConfig(cpus=tuple(may)), Rank(on_gpu=True))
+    assert isinstance(pool, NativePool)
+    layer = torch.zeros(1, 1, 2, 16, 16)
+    with native.Mailboxes(pool.native, {0: layer}, 1, 1, {0: (1, 1)}, 1.0):
+        ours = [int(task.name) for task in set(Path("/proc/self/task").iterdir()) - before]
+        wanted = sorted([*may[: max(1, len(may) - 1)], may[-1]])
+        until = time.monotonic() + 20  # a thread pins itself when it begins
+        while sorted(min(os.sched_getaffinity(task)) for task in ours) != wanted and time.monotonic() < until:
+            time.sleep(0.01)
+        assert sorted(sorted(os.sched_getaffinity(task)) for task in ours) == [[each] for each in wanted]
+    pool.close()
 
 
 def test_threads_that_cannot_be_started_are_one_clear_error() -> None:

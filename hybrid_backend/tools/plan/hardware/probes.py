@@ -50,7 +50,7 @@ class HostMemory:
 
     def __init__(self, size: int, shape: ModelShape) -> None:
         size = size >> 21 << 21
-        area = mmap.mmap(-1, size)
+        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # as tiers/pinned.py
         if hasattr(mmap, "MADV_HUGEPAGE"):
             area.madvise(mmap.MADV_HUGEPAGE)
         flat = torch.frombuffer(area, dtype=torch.bfloat16)
