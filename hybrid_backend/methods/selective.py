@@ -12,7 +12,7 @@ from hybrid_backend.methods.base import Method, can_fuse, frames_per_request, is
 from hybrid_backend.step import DecodeRows, ModelSpec
 from hybrid_backend.tiers import TierLayout
 
-MOST_FRAMES = 1024
+MOST_FRAMES = 512
 """That a request takes of free memory: a program sorts all of them in registers (`Operations.plan_recall`)."""
 
 

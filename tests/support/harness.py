@@ -248,9 +248,9 @@ def decode_step(engine: Engine) -> DecodeStep:
 
 
 def resident(engine: Engine, name: str, layer: int) -> set[int]:
-    """Logical pages of a request that the device tier holds now: in a frame, or all where there are none."""
+    """Logical pages of a request that the device tier holds now: in a frame, or all where the layer needs none."""
     frames = engine.runtime.tiers.frames
-    if not frames.size:
+    if not frames.size or layer in engine.runtime.tiers.whole.stores:
         return set(range(-(-engine.sequences[name].tokens // engine.cfg.page_size)))
     index = frames.index(name)
     if index is None:

@@ -109,7 +109,8 @@ def test_a_sink_is_one_more_key_without_a_value(seed: int, spread: float) -> Non
     found = with_sinks(Partial(out, lse), sinks)
     logits = torch.stack([lse, sinks.expand(3, -1)], 2).double()
     shares = logits.softmax(-1)[..., :1].nan_to_num(0.0)
-    torch.testing.assert_close(found.out.double(), out * shares, atol=1e-6, rtol=1e-5)
+    # A share is an exponential of a difference of logits, which fp32 holds to a part of their size.
+    torch.testing.assert_close(found.out.double(), out * shares, atol=1e-6, rtol=1e-5 + 4e-7 * spread)
     torch.testing.assert_close(found.lse.double(), logits.logsumexp(-1), atol=1e-5, rtol=1e-6)
     assert torch.equal(found.out[:, 1], out[:, 1]) and torch.equal(found.lse[:, 1], lse[:, 1])
 
