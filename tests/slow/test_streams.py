@@ -14,12 +14,12 @@ from tests.slow.test_far_device import FRAMES, FarEngine
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.far_device import capture, late
 from tests.support.harness import PAGE, Engine, config, spec
-from tests.support.streams import STREAMS, Event, Graph, Stream, current_stream, graph
+from tests.support.streams import STREAMS, Event, Graph, Order, Stream, current_stream, graph
 
 LAYERS, STEPS, FEW = 3, 100, 30
 
 
-def check_steps(device: torch.device, method: str, steps: int) -> None:
+def check_steps(device: torch.device, method: str, steps: int, order: Order | None = None) -> None:
     """Requests that come, grow out of their frames and go, decoded beside the same on a CPU by native kernels."""
     keys = {
         "method": method, "frames_per_request": FRAMES, "exact_layers": [0], "whole_layers": [0],
@@ -33,7 +33,7 @@ def check_steps(device: torch.device, method: str, steps: int) -> None:
     try:
         with late():
             for step in range(steps):
-                STREAMS.seed(step)
+                STREAMS.seed(step, order)
                 for name in [name for name in far.sequences if chance.random() < 0.1]:
                     for each in (far, near):
                         each.drop(name)
@@ -61,7 +61,7 @@ def test_two_hundred_steps_are_right_in_whatever_order_the_streams_go_on(device:
 def test_a_copy_that_nobody_waits_for_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeStep, "_join", lambda self: None)
     with pytest.raises(AssertionError, match="request"):
-        check_steps(device, "scout", FEW)
+        check_steps(device, "scout", FEW, "default first")
     STREAMS.finish()
 
 
@@ -88,7 +88,7 @@ def test_a_capture_that_ends_before_its_forks_have_joined_is_refused() -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_streams_of_a_late_device_go_on_in_random_order_but_for_what_they_wait_for(waits: bool) -> None:
     def order(seed: int) -> tuple[str, ...]:
-        STREAMS.seed(seed)
+        STREAMS.seed(seed, "random")
         side, done = Stream(), list[str]()
         with late():
             STREAMS.launch(lambda: done.append("first"))

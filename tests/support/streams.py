@@ -15,9 +15,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 Work = Callable[[], object]
+Order = Literal["random", "default first", "default last"]
+"""Of streams that could go on: whichever, or the default one before or after all others."""
 
 
 class Mark:
@@ -41,12 +43,14 @@ class Streams:
         self.graph: Graph | None = None  # that is being captured
         self._queues: dict[Hashable, deque[Work | Mark | _Wait]] = {}
         self._lock = threading.RLock()
+        self._order: Order = "random"
         self._chance = random.Random(0)
         self.by_kind: dict[str, int] = {}  # launches, by what they are
 
-    def seed(self, number: int) -> None:
-        """Of the order in which streams go on."""
+    def seed(self, number: int, order: Order | None = None) -> None:
+        """Of the order in which streams go on; None: any of them."""
         self._chance = random.Random(number)
+        self._order = order or self._chance.choice(("random", "default first", "default last"))
 
     @property
     def waiting(self) -> int:
@@ -84,8 +88,9 @@ class Streams:
             while self._is_open(stream, mark):
                 free = [name for name, queue in self._queues.items() if queue and not self._is_held(queue[0])]
                 assert free, "streams wait for each other, or for an event that nobody records"
-                queue = self._queues[self._chance.choice(free) if len(free) > 1 else free[0]]
-                self._do(queue.popleft())
+                if self._order != "random":  # as far as there is a choice
+                    free = [name for name in free if (name is None) == (self._order == "default first")] or free
+                self._do(self._queues[self._chance.choice(free)].popleft())
             self._queues = {name: queue for name, queue in self._queues.items() if queue}
 
     def _is_open(self, stream: Hashable, mark: Mark | None) -> bool:
