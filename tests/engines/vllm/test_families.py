@@ -48,7 +48,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
         command = [sys.executable, script, folder, *names]
         paths = os.pathsep.join([os.environ["PYTHONPATH"], str(BESIDE)])
         environment = os.environ | {"PYTHONPATH": paths}
-        subprocess.run(command, env=environment, stdout=sink, stderr=sink, timeout=1800, check=False)
+        subprocess.run(command, env=environment, stdout=sink, stderr=sink, timeout=2700, check=False)
     return reader(folder, log)
 
 

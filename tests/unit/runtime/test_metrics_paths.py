@@ -28,6 +28,7 @@ FRAMES, LAYERS, EXACT, STEPS, CHUNK, REST = 6, 3, 0, 8, 40, 0.002
 BASE: dict[str, object] = {
     "frames_per_request": FRAMES, "exact_layers": [EXACT], "recall": {"intervals": 2},
     "metrics": {"sample_interval": 1},
+    "whole_layers": [],  # on every path the exact layer has frames (test_simulated_gpu.py counts whole ones)
 }  # fmt: skip
 TORCH = {"workers": {"threads": 2, "deadline_seconds": 20, "kernel": "torch"}}
 KERNELS: dict[str, object] = {"tiers": "separate", "device_kernels": "triton"}
