@@ -242,8 +242,8 @@ class Operations(Protocol):
 
         Args:
             out: ``[rows, heads, parts, head_dim]`` fp32; ``lse``: ``[rows, heads, parts]`` fp32.
-            other: ``([rows, heads, head_dim], [rows, heads])`` fp32: the CPU's partial, pinned or on the device. What
-                ``out`` holds where ``lse`` is -inf is not read.
+            other: ``([rows, heads, head_dim], [rows, heads] fp32)``: the CPU's partial, in any dtype, pinned or on the
+                device. What ``out`` holds where ``lse`` is -inf is not read.
             dtype: of the result.
             sinks: ``[heads]`` fp32 logits, as they come out of the softmax's scaling; -inf, as None: no sink.
             into: ``[rows, heads, head_dim]`` in ``dtype``, takes the result; None: a new tensor does.

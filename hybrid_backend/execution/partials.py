@@ -44,7 +44,7 @@ class CpuPartials(Protocol):
         lists are in the mailbox already. Returns at once."""
 
     def answer(self, layer: int, rows: int, number: Tensor, counters: Tensor) -> tuple[Tensor, Tensor] | None:
-        """``(out [rows, heads, head_dim], lse [rows, heads])`` fp32, when it is there; None: there was nothing to ask.
+        """``(out [rows, heads, head_dim], lse [rows, heads] fp32)``, when it is there; None: there was nothing to ask.
 
         Raises:
             WorkerError: the workers failed, or were late, and the caller can be told (not from inside a stream).

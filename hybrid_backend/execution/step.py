@@ -101,8 +101,12 @@ class DecodeStep:
         self._resident = [0] * requests  # by index, the pages in its frames, of one layer
         on_gpu = tiers.device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(tiers.device).multi_processor_count if on_gpu else 1
-        # Pages cross the bus beside the step.
+        # Pages cross the bus beside the step. So is the next layer's selection made: few programs, each of which waits
+        # for memory, and the CPU waits for them; what they need is small, so they go first.
         self._copying = torch.cuda.Stream(tiers.device) if on_gpu else None
+        self._looking = torch.cuda.Stream(tiers.device, priority=-1) if on_gpu else None
+        # By layer, when that is done, and the query, whose memory nobody else may have until then.
+        self._ahead = dict[int, tuple[torch.cuda.Event, Tensor]]()
         self._forked, self._copied = False, dict[int, torch.cuda.Event]()
         # What the host reads, pinned where there is a GPU, which may be steps behind.
         self._written = torch.zeros(STEPS, requests, dtype=torch.int32, pin_memory=on_gpu)
@@ -143,6 +147,8 @@ class DecodeStep:
 
     def abandon(self) -> None:
         """Forget the open step; perhaps its forward raised."""
+        for layer in list(self._ahead):
+            self._await_lookahead(layer)
         self._join()  # a copy may be under way into frames that somebody else is about to fill
         self._copied.clear()
         self.partials.abandon()
@@ -244,7 +250,13 @@ class DecodeStep:
         q = q.contiguous()
         if self._is_sampled(layer, step):
             self._predicted[layer] = q
-        self._method.lookahead(self, layer, q)
+        if self._looking is None:
+            self._method.lookahead(self, layer, q)
+            return
+        self._looking.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._looking):
+            self._method.lookahead(self, layer, q)
+            self._ahead[layer] = self._looking.record_event(), q
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Store the rows' tokens and attend. ``q``, ``out``: ``[tokens, heads, head_dim]``; ``k``, ``v``: ``[tokens,
@@ -269,12 +281,17 @@ class DecodeStep:
 
     def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         now, at = self.now(len(q)), self._at[layer]
+        self._await_lookahead(layer)  # before the digests change
         pages = now.pages if self.parking is None else self.parking.stored(now.pages)
         self._ops.append_tokens(
             k, v, at.host, pages, now.positions, at.frames, now.requests, at.frame_of, at.digests
         )  # fmt: skip
         self._method.append(layer, pages, now.positions, k, v)
         return self._method.attend(self, layer, q)
+
+    def _await_lookahead(self, layer: int) -> None:
+        if layer in self._ahead:
+            torch.cuda.current_stream().wait_event(self._ahead.pop(layer)[0])
 
     def _decode_whole(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A layer that lies on the device tier whole."""

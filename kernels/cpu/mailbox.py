@@ -28,7 +28,8 @@ class Mailbox:
     """Where one layer's questions and answers lie, in pinned memory where there is a GPU.
 
     The device writes the query and the lists (unless the host keeps them), then the step's number to ``asked``; the
-    server writes the partial, then the same number to ``answered``. Numbers go up.
+    server writes the partial, then the same number to ``answered``. Numbers go up. The partial is rounded to the dtype of
+    the cache, in which it crosses the bus: the sum that it becomes a part of is rounded to it as well.
 
     A row without pages, or of a request that is gone, gets the empty partial: ``lse`` -inf, and nothing is written to
     ``out``. So what ``out`` holds where ``lse`` is -inf (of another step, or NaN) must not be used, not even times 0.
@@ -37,7 +38,7 @@ class Mailbox:
     q: Tensor  # [rows, heads, head_dim], dtype of the cache
     ids: Tensor  # [rows, lists, capacity] int32 host pages, whole ones; empty where the host keeps the lists
     counts: Tensor  # [rows, lists] int32, likewise
-    out: Tensor  # [rows, heads, head_dim] fp32, anything where lse is -inf
+    out: Tensor  # [rows, heads, head_dim], dtype of the cache; anything where lse is -inf
     lse: Tensor  # [rows, heads] fp32, natural log
     asked: Tensor  # [16] int32, the first counts
     answered: Tensor  # the same
@@ -59,7 +60,7 @@ class RequestBoxes:
     ids: Tensor  # [requests, capacity] int32 host pages, whole ones
     counts: Tensor  # [requests] int32, how many of them
     layer: Tensor  # [requests] int32, see `QuestionBoxes.position`
-    out: Tensor  # [requests, heads, head_dim] fp32, 0 where lse is -inf
+    out: Tensor  # [requests, heads, head_dim], dtype of the cache; 0 where lse is -inf
     lse: Tensor  # [requests, heads] fp32, natural log
     asked: Tensor  # [requests, 16] int32, the first of each counts
     answered: Tensor  # the same
@@ -84,7 +85,7 @@ def question_bytes(requests: int, capacity: int, heads: int, head_dim: int, item
 
 def _vector_bytes(heads: int, head_dim: int, itemsize: int) -> int:
     """Of one row: q, out and lse."""
-    return heads * head_dim * (itemsize + 4) + 4 * heads
+    return 2 * heads * head_dim * itemsize + 4 * heads
 
 
 def _pinned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -170,7 +171,7 @@ class Mailboxes(_Server):
                 q=_pinned(rows, heads, dim, dtype=first.dtype),
                 ids=_pinned(rows, *lists[layer]),
                 counts=_pinned(rows, lists[layer][0]),
-                out=_pinned(rows, heads, dim, dtype=torch.float32),
+                out=_pinned(rows, heads, dim, dtype=first.dtype),
                 lse=_pinned(rows, heads, dtype=torch.float32),
                 asked=_pinned(_LINE),
                 answered=_pinned(_LINE),
@@ -242,7 +243,7 @@ class QuestionBoxes(RequestBoxes, _Server):
             ids=_pinned(requests, capacity),
             counts=_pinned(requests),
             layer=_pinned(requests),
-            out=_pinned(requests, heads, dim, dtype=torch.float32),
+            out=_pinned(requests, heads, dim, dtype=first.dtype),
             lse=_pinned(requests, heads, dtype=torch.float32),
             asked=_pinned(requests, _LINE),
             answered=_pinned(requests, _LINE),

@@ -156,7 +156,7 @@ def _merge_kernel(out, lse, other_out, other_lse, sinks, merged, merged_lse, hea
         total += weight
         # What lies there where the partial is empty is not read: the bus has better to do.
         there = d < tl.where(other == float("-inf"), 0, DIM)
-        result += weight * tl.load(other_out + at * DIM + d, mask=there, other=0.0)
+        result += weight * tl.load(other_out + at * DIM + d, mask=there, other=0.0).to(tl.float32)
     if HAS_SINKS:  # a key without a value
         total += tl.exp(sink - base)
     some = total > 0

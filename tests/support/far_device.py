@@ -15,6 +15,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from kernels.cpu.build import compiler
 from tests.support import streams
-from tests.support.interpreter import stores_within
+from tests.support.interpreter import stores_within, traffic
 from tests.support.streams import STREAMS, Event, Graph, Stream
 
 DEVICE = torch.device("cuda:0")
@@ -183,6 +184,8 @@ def _launch(func: Any, name: str, args: Any, kwargs: dict[str, Any], has_far: bo
         out = call(*near, **options)
         if not to_device and goes_on:
             pin(out)
+        if name in _EMPTY:
+            _unwritten(out)
         return tree_map(lambda x: Far(x) if to_device and isinstance(x, Tensor) else x, out)
 
     is_made_there = (not has_far and name not in ("_to_copy", "copy_")) or name in _EMPTY
@@ -230,7 +233,12 @@ def _on_meta(x: Any) -> Any:
 
 
 def _space_for(x: Any) -> Any:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, Tensor) else x
+    return _unwritten(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)) if isinstance(x, Tensor) else x
+
+
+def _unwritten(x: Tensor) -> Tensor:
+    """Whoever reads it too early is wrong (NaN), and does not crash (index 0)."""
+    return x.fill_(float("nan") if x.is_floating_point() else 0)
 
 
 def pin(x: Tensor) -> None:
@@ -327,11 +335,17 @@ def _kernel_arguments(launch: Any) -> Any:
             self.grid = _that_chooses_arguments(self.grid)
         tensors = [x for x in tree_leaves(near) if isinstance(x, Tensor)]
 
+        name, pinned = self.fn.__name__, [x for x in tensors if _is_pinned(x)]
+        if isinstance(self.grid, tuple):
+            STREAMS.programs[name] = max(STREAMS.programs.get(name, 0), prod(self.grid))
+
         def now() -> None:
-            with stores_within([*tensors, *addressed]):
+            counts = STREAMS.measured
+            measuring = nullcontext() if counts is None or not pinned else traffic(pinned, counts)
+            with stores_within([*tensors, *addressed]), measuring:
                 launch(self, *near[0], **near[1])
 
-        STREAMS.launch(now, self.fn.__name__)
+        STREAMS.launch(now, name)
 
     return launched
 

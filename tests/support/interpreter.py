@@ -80,6 +80,37 @@ def stores_within(tensors: Iterable[Tensor]) -> Iterator[None]:
         InterpreterBuilder.create_masked_store = store
 
 
+@contextmanager
+def traffic(tensors: Iterable[Tensor], counts: list[int]) -> Iterator[None]:
+    """Adds the bytes that kernels read of the memory of ``tensors``, and that they write there, to the two counts."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    storages = [x.untyped_storage() for x in tensors]
+    memory = {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def moved(ptrs: Any, mask: Any) -> int:
+        first = int(ptrs.data.flat[0])
+        if not any(begin <= first < end for begin, end in memory):
+            return 0
+        size = ptrs.get_element_ty().primitive_bitwidth // 8
+        return size * int(mask.data.sum()) * (ptrs.data.size // mask.data.size)
+
+    def loads(self: Any, ptrs: Any, mask: Any, *args: Any) -> Any:
+        counts[0] += moved(ptrs, mask)
+        return load(self, ptrs, mask, *args)
+
+    def stores(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
+        counts[1] += moved(ptrs, mask)
+        return store(self, ptrs, value, mask, *args)
+
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = loads, stores
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+
+
 def _patch_once_per_launch() -> None:
     """The interpreter changes triton.language for each call of a function within a kernel, which took half of its
     time; once for each launch is enough."""

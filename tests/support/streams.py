@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 Work = Callable[[], object]
@@ -46,6 +47,9 @@ class Streams:
         self._order: Order = "random"
         self._chance = random.Random(0)
         self.by_kind: dict[str, int] = {}  # launches, by what they are
+        self.bus: dict[str, list[int]] = {}  # of replayed graphs: bytes of pinned memory that each kind read and wrote
+        self.measured: list[int] | None = None  # those of the kind that runs
+        self.programs: dict[str, int] = {}  # of a launch of each kind, at most
 
     def seed(self, number: int, order: Order | None = None) -> None:
         """Of the order in which streams go on; None: any of them."""
@@ -115,11 +119,20 @@ class Streams:
         """For graphs: an entry of one that is replayed."""
         if not isinstance(entry, Mark | _Wait):
             self.by_kind[kind] = self.by_kind.get(kind, 0) + 1
+            entry = partial(self._measure, entry, self.bus.setdefault(kind, [0, 0]))
         if self.late:
             self._push(stream, entry)
         else:
             assert not self._is_held(entry), "a graph waits for an event that is recorded later"
             self._do(entry)
+
+
+    def _measure(self, work: Work, counts: list[int]) -> None:
+        self.measured = counts
+        try:
+            work()
+        finally:
+            self.measured = None
 
 
 STREAMS = Streams()
@@ -129,6 +142,7 @@ class Graph:
     """``torch.cuda.CUDAGraph``"""
 
     replays: ClassVar[int] = 0  # of all graphs
+    replayed: ClassVar[Counter[str]] = Counter()  # work of each kind, of all graphs
 
     def __init__(self, *_: object, **__: object) -> None:
         self._entries: list[tuple[Hashable, Any, str]] = []
@@ -180,6 +194,7 @@ class Graph:
 
     def replay(self) -> None:
         Graph.replays += 1
+        Graph.replayed.update(self.works)
         new = {mark: Mark() for mark in self._marks}
         once = object()  # this replay's own branches
         for stream, entry, kind in self._entries:

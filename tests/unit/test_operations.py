@@ -575,11 +575,12 @@ def test_there_is_at_least_one_part(operations: Operations) -> None:
     has_sinks=st.booleans(),
     spread=st.sampled_from([1.0, 100.0, 3e4, 1e30]),
     dtype=DTYPES,
+    other_dtype=DTYPES,
     is_given=st.booleans(),
 )
 def test_merging_is_attention_over_the_union_and_the_sinks(
     operations: Operations, seed: int, rows: int, parts: int, dim: int, has_other: bool, has_sinks: bool,
-    spread: float, dtype: torch.dtype, is_given: bool,
+    spread: float, dtype: torch.dtype, other_dtype: torch.dtype, is_given: bool,
 ) -> None:  # fmt: skip
     """Empty partials among the others (the CPU's hold anything), in a row's head nothing but empty ones; LSEs far from
     each other; a head without a sink beside heads with one."""
@@ -591,7 +592,8 @@ def test_merging_is_attention_over_the_union_and_the_sinks(
     out[lse == -INF] = 0
     if not has_other:
         out[:, :, parts], lse[:, :, parts] = 0, -INF
-    other = (out[:, :, parts].contiguous(), lse[:, :, parts].contiguous()) if has_other else None
+    out[:, :, parts] = out[:, :, parts].to(other_dtype)
+    other = (out[:, :, parts].to(other_dtype).contiguous(), lse[:, :, parts].contiguous()) if has_other else None
     sinks = torch.randn(heads, generator=rng) * spread if has_sinks else torch.full((heads,), -INF)
     sinks[1] = -INF
     logits = torch.cat([lse, sinks.expand(rows, -1)[..., None]], 2).double()

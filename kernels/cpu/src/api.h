@@ -123,9 +123,11 @@ typedef struct hb_mailbox {
   // Without ids the host keeps the lists between steps: the row whose request is g attends, in list l, the first counts[g,
   // l] tokens of the pages g * capacity, g * capacity + 1... Then there are as many requests as rows.
   const int64_t *request, *generation, *current;  // as in hb_partial_args, or null
-  // [rows, heads, head_dim], [rows, heads]. Where lse is -inf (the empty partial), out is 0 in a box that names a layer, and
-  // in all others whatever it was: many rows may be empty there, and whoever merges must not read it.
-  float *out, *lse;
+  // [rows, heads, head_dim] in the model's type, [rows, heads]. Where lse is -inf (the empty partial), out is 0 in a box
+  // that names a layer, and in all others whatever it was: many rows may be empty there, and whoever merges must not read
+  // it.
+  char* out;
+  float* lse;
   const uint32_t* asked;
   uint32_t* answered;
   uint32_t* failed;  // [HB_MAIL_STEPS]: of a job that could not be computed (its answer is empty) its number

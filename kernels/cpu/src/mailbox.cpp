@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 
@@ -138,7 +139,8 @@ void MailServer::find_rows(const hb_mailbox& box) {
 void MailServer::write_empty(const hb_mailbox& box, int64_t row) const {
   const int64_t heads = (int64_t)model_.kv_heads * model_.group;
   std::fill_n(box.lse + row * heads, heads, kEmpty);
-  if (box.layer) std::fill_n(box.out + row * heads * model_.head_dim, heads * model_.head_dim, 0.f);
+  const int64_t bytes = heads * model_.head_dim * element_size(model_.type);
+  if (box.layer) std::memset(box.out + row * bytes, 0, bytes);
 }
 
 void MailServer::compute(const hb_mailbox& box) {
@@ -149,19 +151,9 @@ void MailServer::compute(const hb_mailbox& box) {
   job.configure(model_, cache, pool_.isa());
   const int64_t element = element_size(model_.type), head = model_.head_dim * element;
   const int64_t heads = (int64_t)model_.kv_heads * model_.group;
-  job.io = {(int)rows_.size(),
-            rows_.data(),
-            box.q,
-            heads * head,
-            head,
-            (char*)box.out,
-            FP32,
-            heads * model_.head_dim * 4,
-            model_.head_dim * 4,
-            box.lse,
-            requests_.data(),
-            generations_.data(),
-            box.current};
+  job.io = {(int)rows_.size(), rows_.data(),        box.q,        heads * head, head,
+            box.out,           model_.type,         heads * head, head,         box.lse,
+            requests_.data(),  generations_.data(), box.current};
   job.io.lse_by_token = true;
   job.io.zero_empty = box.layer != nullptr;
   job.lists.reset((int)rows_.size(), model_.kv_heads, box.capacity);

@@ -540,7 +540,8 @@ void test_mailbox(int rounds, int64_t spin) {
   struct Device {
     std::unique_ptr<Job> job;
     std::vector<int32_t> ids, counts;
-    std::vector<float> out, lse;
+    std::vector<uint16_t> out;
+    std::vector<float> lse;
     alignas(64) uint32_t asked = 0;
     alignas(64) uint32_t answered = 0;
     alignas(64) uint32_t failed[HB_MAIL_STEPS] = {};
@@ -562,10 +563,10 @@ void test_mailbox(int rounds, int64_t spin) {
       device.ids.push_back((int32_t)job.ids[i]);
       device.counts[i / kCapacity] += job.ids[i] >= 0;
     }
-    device.out.assign(job.out.size(), NAN);
+    device.out.assign(job.out.size(), to_bf16(NAN));
     device.lse.assign(job.lse.size(), NAN);
     boxes.push_back({job.args.cache, kRows, 1, kCapacity, job.args.q, device.ids.data(), device.counts.data(),
-                     requests.data(), generations.data(), current.data(), device.out.data(), device.lse.data(),
+                     requests.data(), generations.data(), current.data(), (char*)device.out.data(), device.lse.data(),
                      &device.asked, &device.answered, device.failed});
   }
   hb_mail* mail = hb_mail_new(pool, &devices[0]->job->args.model, boxes.data(), kBoxes, -1);
@@ -595,7 +596,8 @@ void test_mailbox(int rounds, int64_t spin) {
           EXPECT(device.lse[i] == job.expected_lse[i] || std::fabs(device.lse[i] - job.expected_lse[i]) < 1e-3,
                  "box %d", b);
         for (size_t i = 0; i < kept * 64; i++)
-          EXPECT(device.lse[i / 64] == -INFINITY || std::fabs(device.out[i] - job.expected_out[i]) < 0.03, "box %d", b);
+          EXPECT(device.lse[i / 64] == -INFINITY || std::fabs(to_float(device.out[i]) - job.expected_out[i]) < 0.03,
+                 "box %d", b);
       }
     });
   for (std::thread& thread : threads) thread.join();
@@ -613,7 +615,8 @@ void test_questions(int rounds, int64_t spin) {
   struct Device {
     std::vector<uint16_t> q = std::vector<uint16_t>(kHeads * kDim);
     std::vector<int32_t> ids = std::vector<int32_t>(kCapacity);
-    std::vector<float> out = std::vector<float>(kHeads * kDim, NAN), lse = std::vector<float>(kHeads, NAN);
+    std::vector<uint16_t> out = std::vector<uint16_t>(kHeads * kDim, to_bf16(NAN));
+    std::vector<float> lse = std::vector<float>(kHeads, NAN);
     int32_t count = 0, layer = 0;
     alignas(64) uint32_t asked = 0;
     alignas(64) uint32_t answered = 0;
@@ -642,7 +645,7 @@ void test_questions(int rounds, int64_t spin) {
                      nullptr,
                      nullptr,
                      nullptr,
-                     device.out.data(),
+                     (char*)device.out.data(),
                      device.lse.data(),
                      &device.asked,
                      &device.answered,
@@ -676,8 +679,8 @@ void test_questions(int rounds, int64_t spin) {
           const float expected = is_bad ? -INFINITY : job.expected_lse[r * kHeads + i];
           EXPECT(device.lse[i] == expected || std::fabs(device.lse[i] - expected) < 1e-3, "request %d", r);
           for (size_t d = i * kDim; d < (i + 1) * kDim; d++)
-            EXPECT(std::fabs(device.out[d] - (is_bad ? 0 : job.expected_out[r * kHeads * kDim + d])) < 0.03, "%g",
-                   device.out[d]);
+            EXPECT(std::fabs(to_float(device.out[d]) - (is_bad ? 0 : job.expected_out[r * kHeads * kDim + d])) < 0.03,
+                   "%g", to_float(device.out[d]));
         }
       }
     });

@@ -192,7 +192,7 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     from vllm import SamplingParams
 
     from tests.support.far_device import busy, late
-    from tests.support.streams import Graph
+    from tests.support.streams import STREAMS, Graph
 
     engine, held = llm.llm_engine, llm.llm_engine.model_executor.driver_worker.worker
     execute, preempted, ran = held.execute_model, [], set()
@@ -208,6 +208,9 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
         engine.add_request(str(name), {"prompt_token_ids": prompt}, sampling)
     tokens: dict[str, list[int]] = {}
     before = Graph.replays
+    STREAMS.bus.clear()
+    STREAMS.programs.clear()
+    Graph.replayed.clear()
     runtime = held.session.runtime
     steps = parked = 0
     with late(), nullcontext() if waits else busy():
@@ -232,6 +235,10 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
         **groups(llm),
         "copied_bytes": runtime.gauges()["hybrid_copied_bytes"],
         "replays": Graph.replays - before,
+        "bus": {kind: counts for kind, counts in STREAMS.bus.items() if any(counts)},
+        "replayed": dict(Graph.replayed),
+        "programs": STREAMS.programs.get("_copy_kernel", 0),
+        "page_bytes": runtime.tiers.host.views[0][0].nbytes,
         "preempted": sorted(name.partition("-")[0] for name in preempted),
         "ran": sorted(ran),
         "made_harmless": "vllm.v1.worker.cpu.shm" in sys.modules,
