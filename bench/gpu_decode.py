@@ -10,8 +10,10 @@ process of its own: at the largest batch that its memory holds, and at ``--equal
 ``no-lookahead`` (the CPU starts when the layer does), ``no-recall``, ``neither``, ``dense`` (never sparse: the CPU
 attends all that the slots cannot hold). ``hgca`` judges by the one prompt token that is computed, and has a third of
 the host memory for its pool, because its context caches come beside it. Time per step is a difference between two
-lengths, so start-up cancels; idle is what kernels leave of a profiled step. Prints a table, writes
-bench/out/gpu_decode.json and, beside the paper's numbers, gpu_decode.png. Needs a GPU.
+lengths, so start-up cancels; idle is what kernels leave of a profiled step. The weights are random, but attention is
+peaked and moves slowly (`bench.shapes.peak`); what share of the attended tokens the CPU had, and what share was
+recalled, is printed with each line, since the speed depends on it. Prints a table, writes bench/out/gpu_decode.json
+and, beside the paper's numbers, gpu_decode.png. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hgca": {"method": "hgca"},
     "dense": {"sparse": "never"},
 }
-FIGURES = ("step_ms", "tokens_per_second", "idle")
+FIGURES = ("step_ms", "tokens_per_second", "idle", "on_cpu", "recalled")
 MOST = 256  # sequences
 # Of batches that are known only when the engine has started: what it pads to is close.
 SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256]
@@ -95,6 +97,8 @@ def one(kind: str, model: str, context: int, batch: int | None, card: float, hos
     """Time one engine; the last line printed is JSON. ``batch`` None: as many sequences as fit."""
     from vllm import SamplingParams
 
+    from bench.shapes import peak
+
     most = context + max(steps) + PAGE
     if batch is None and kind in VARIANTS:
         batch = min(MOST, fits_in_host(model, most, pool_gb(kind, host_gb)))
@@ -102,6 +106,7 @@ def one(kind: str, model: str, context: int, batch: int | None, card: float, hos
     cache = llm.llm_engine.vllm_config.cache_config
     fits = cache.num_gpu_blocks * cache.block_size // most
     batch = min(batch or fits, MOST)
+    llm.apply_model(peak)
     if fits < batch:
         print(json.dumps({"batch": batch, "fits": fits}))
         return
@@ -117,7 +122,21 @@ def one(kind: str, model: str, context: int, batch: int | None, card: float, hos
     short, long = run(steps[0]), run(steps[1])
     step = (long - short) / (steps[1] - steps[0])
     found = {"batch": batch, "fits": fits, "step_ms": step * 1e3, "tokens_per_second": batch / step}
-    print(json.dumps(found | {"idle": idle_share(run, steps)}))
+    print(json.dumps(found | {"idle": idle_share(run, steps)} | shares(llm)))
+
+
+def shares(llm: Any) -> dict[str, float]:
+    """Of what sparse layers attended since start: tokens that the CPU did, and pages that were copied per one attended.
+    Both depend on the weights, which are random (`bench.shapes.peak`), so they belong beside the speed."""
+    session = getattr(llm.llm_engine.model_executor.driver_worker.worker, "session", None)
+    if session is None:
+        return {}
+    layers = [layer for layer in session.runtime.stats.layers if layer.cpu_tokens or layer.recalled_pages]
+    attended = sum(layer.selected_tokens for layer in layers)
+    if not attended:
+        return {"on_cpu": 0.0, "recalled": 0.0}
+    on_cpu, recalled = (sum(getattr(layer, name) for layer in layers) for name in ("cpu_tokens", "recalled_pages"))
+    return {"on_cpu": on_cpu / attended, "recalled": recalled * PAGE / attended}
 
 
 def idle_share(run: Any, steps: list[int]) -> float:
@@ -154,7 +173,7 @@ def main() -> None:
     from bench.shapes import write_shape
 
     steps = [int(x) for x in arguments.steps.split(",")]
-    table = Table("card GB", "context", "backend", "batch", "ms/step", "tokens/s", "device idle")
+    table = Table("card GB", "context", "backend", "batch", "ms/step", "tokens/s", "device idle", "by the CPU", "recalled")
     rows: list[dict[str, Any]] = []
     root = str(Path(__file__).parents[1])
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": root}

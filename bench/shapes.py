@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import (
     DecodeBenchConnector,
     DecodeBenchConnectorMetadata,
@@ -47,6 +48,25 @@ def write_shape(name: str, folder: Path) -> Path:
     vocabulary.update({f"<unused{i}>": i for i in range(first, SHAPES[name]["vocab_size"])})
     (target / "tokenizer.json").write_text(json.dumps(tokenizer))
     return target
+
+
+def peak(model: nn.Module) -> None:
+    """Random weights with which attention is peaked, and moves from step to step as a trained model's does: vLLM's own
+    are so small that every page is as good as any other. Queries are as long as a head's dimensions call for twice over
+    (logits over filled pages have a standard deviation of 2), and tokens' embeddings have a common part, so that
+    hidden states of consecutive steps have a cosine of about 0.9 (CLO, arXiv 2511.14510, section 2.3, finds as much
+    between queries)."""
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if not weight.is_floating_point():
+                continue
+            sharp = 2.0 if any(name in path for name in ("qkv_proj", "q_norm", "k_norm")) else 1.0
+            if weight.dim() == 1:
+                weight.fill_(0.0 if path.endswith("bias") else sharp)
+            else:
+                weight.normal_(0.0, sharp * weight.shape[-1] ** -0.5)
+            if "embed_tokens" in path:
+                weight.add_(3 * torch.randn(weight.shape[1], device=weight.device, dtype=weight.dtype) * weight.std())
 
 
 class FilledKV(DecodeBenchConnector):  # type: ignore[misc]
