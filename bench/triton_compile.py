@@ -3,7 +3,8 @@
     python -m bench.triton_compile [--arch 90] [--json FILE]
 
 Launches go to a driver that only says what it would run on; each is compiled to PTX and on to machine code, which tells
-its registers, shared memory and spills. Prints a table.
+its registers, shared memory and spills; from these follow the programs that a multiprocessor holds at once, and for the
+kernels that read much how many bytes it then has under way. Prints a table.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from hybrid_backend.kernels.cpu import RequestBoxes
 from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps
 from hybrid_backend.kernels.triton import operations as kernels
-from hybrid_backend.kernels.triton import predict, questions, signal
+from hybrid_backend.kernels.triton import predict, questions, residency, signal
 from hybrid_backend.methods.selective import MOST_FRAMES
 
 # kv_heads, group, head_dim, page_size of models that people serve: SmolLM2-135M, Qwen3-0.6B, Llama-3-8B, Qwen3-14B,
@@ -76,7 +77,11 @@ def compile_all(arch: int) -> list[dict[str, Any]]:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         if not any(entry["hash"] == kernel.hash for entry in found):
             report = {"kernel": self.fn.__name__.strip("_"), "shape": str(shape), "hash": kernel.hash}
-            found.append({**report, **_resources(kernel), "seconds": round(time.perf_counter() - began, 2)})
+            resources = _resources(kernel)
+            programs = resident_programs(resources["registers"], resources["shared"], int(kernel.metadata.num_warps))
+            each = _bytes_under_way(report["kernel"], shape, resources["shared"])
+            more = {"programs": programs, "under_way": programs * each}
+            found.append({**report, **resources, **more, "seconds": round(time.perf_counter() - began, 2)})
         return kernel
 
     JITFunction.run = compile_only
@@ -214,18 +219,43 @@ def _resources(kernel: Any) -> dict[str, int]:
     }
 
 
+def resident_programs(registers: int, shared: int, warps: int) -> int:
+    """Programs that a multiprocessor of an H100 or H200 holds at once (CUDA C++ Programming Guide, table of technical
+    specifications for compute capability 9.0): 64 warps, 32 programs, 65,536 registers given to warps 256 at a time, 228
+    KiB of shared memory, one of which each program takes for itself.
+
+    Args:
+        registers: of a thread; shared: bytes of a program.
+    """
+    of_a_warp = -(-max(registers, 1) * 32 // 256) * 256
+    return min(32, 64 // warps, 65536 // (of_a_warp * warps), (228 << 10) // (shared + 1024))
+
+
+def _bytes_under_way(kernel: str, shape: tuple[Any, ...], shared: int) -> int:
+    """That a program has asked memory for at once. ``partial``: the tiles of K and V that are on their way to shared
+    memory, which holds nothing else; ``score``: both halves of a tile's digests; ``copy``: a block."""
+    if not shape:
+        return 0
+    _, _, dim, _, dtype = shape
+    size = torch.empty(0, dtype=getattr(torch, dtype)).itemsize
+    tile = 2 * 64 * dim * size
+    return {"partial_kernel": shared, "score_kernel": tile, "copy_kernel": residency.COPY_BLOCK * size}.get(kernel, 0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found = compile_all(arguments.arch)
-    table = Table("kernel", "variants", "registers", "shared bytes", "local bytes", title=f"sm_{arguments.arch}")
+    columns = ("registers", "shared", "local", "programs", "under_way")
+    heads = ("registers", "shared bytes", "local bytes", "programs per SM", "bytes under way per SM")
+    table = Table("kernel", "variants", *heads, title=f"sm_{arguments.arch}")
     for name in sorted({entry["kernel"] for entry in found}):
         mine = [entry for entry in found if entry["kernel"] == name]
         table.add_row(
             name, str(len(mine)), *(f"{min(e[x] for e in mine)} to {max(e[x] for e in mine)}"
-                                    for x in ("registers", "shared", "local"))
+                                    for x in columns)
         )  # fmt: skip
     Console(width=110).print(table)
     if arguments.json:

@@ -17,7 +17,7 @@ COPY_PROGRAMS = 12
 """Of a copy, at most: they wait for the bus and take their processors from the step. With 8 KiB in flight of each they
 keep a bus of 50 GB/s busy whose reads take 1.5 us; vLLM measured the same number on an H100
 (v1/kv_offload/cpu/swap_blocks_triton.py)."""
-_BLOCK = 4096  # elements that a program copies at a time
+COPY_BLOCK = 4096  # elements that a program copies at a time
 _ENTRIES = 64  # of a list, that a program looks at together
 
 
@@ -213,5 +213,5 @@ def _copy_kernel(host, frames, host_pages, frame_ids, entries, page_elements, TI
 def copy_pages(host: Tensor, frames: Tensor, host_pages: Tensor, frame_ids: Tensor) -> None:
     if frame_ids.numel():
         _copy_kernel[(min(COPY_PROGRAMS, frame_ids.numel()),)](
-            host, frames, host_pages, frame_ids, frame_ids.numel(), host[0].numel(), _ENTRIES, _BLOCK, num_warps=8
+            host, frames, host_pages, frame_ids, frame_ids.numel(), host[0].numel(), _ENTRIES, COPY_BLOCK, num_warps=8
         )
