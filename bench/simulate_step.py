@@ -22,7 +22,7 @@ from hybrid_backend.config import HybridConfig, resolve_config
 from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.card import Card
 from hybrid_backend.engines.vllm.footprint import Room, default_chunk
-from hybrid_backend.hardware import Hardware, Number, find_hardware
+from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.tools.plan.report import Request, make_plan
 from hybrid_backend.tools.plan.simulate import PARTS, Overheads, StepTime, decode_step
@@ -143,6 +143,8 @@ def ablations(name: str) -> dict[str, StepTime]:
     at, usual = chosen(name), Overheads()
     quiet = at.machine.replace(cpu_job_overhead_s=Number(value=0, source="switched off"))
     ready = at.machine.replace(step_overhead_s=Number(value=0, source="switched off"))
+    rate = Curve(points=((1.0, 0.6 * at.machine.hbm_bytes_per_s.value),), source="what if: 60 % of the peak, not 80")
+    slow = at.machine.replace(device_attention_bytes_per_s=rate)
     not_whole = at.config.model_copy(update={"whole_layers": ()})
     return {
         "no launches (kernels that are not bytes, selection)": step(at, usual.without("launches")),
@@ -155,6 +157,7 @@ def ablations(name: str) -> dict[str, StepTime]:
         "workers asleep between layers": step(at, replace(usual, wake_s=ASLEEP_S)),
         "63 launches a layer": step(at, replace(usual, launches=BEFORE.launches)),
         "twice the share on the CPU": step(at, cpu_share=2 * SCOUT_SHARE),
+        "our attention at 60 % of the peak": step(replace(at, machine=slow)),
         "exact layers not whole": step(replace(at, config=not_whole)),
     }
 

@@ -11,7 +11,7 @@ from hybrid_backend.hardware import Hardware
 from hybrid_backend.hardware.times import LayerTimes
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.model import ModelShape
-from hybrid_backend.tools.plan.simulate.overheads import Overheads
+from hybrid_backend.tools.plan.simulate.overheads import SELECTING, Overheads
 
 SPAN = 8
 """Pages of a span, the second level of digests in bytes (docs/cpu-kernels.md)."""
@@ -83,9 +83,14 @@ class Costs:
         return self.times.matrices(weight_bytes, self.rows)
 
     def launched(self, method: str, is_whole: bool = False) -> dict[str, float]:
-        """Seconds of a layer's launches beyond the engine's own, and of the gaps before them."""
-        count = self.overheads.beyond_engine(method, is_whole)
-        return {"launches": count * self.overheads.kernel_s, "gaps": count * self.overheads.gap_s}
+        """Seconds of a layer's launches beyond the engine's own, of the gaps before them and of a selection."""
+        extra, selects = self.overheads, method in SELECTING and not is_whole
+        count = extra.beyond_engine(method, is_whole)
+        return {
+            "launches": count * extra.kernel_s,
+            "gaps": count * extra.gap_s,
+            "selection": extra.selection_s if selects else 0.0,
+        }
 
     @cached_property
     def projections(self) -> float:

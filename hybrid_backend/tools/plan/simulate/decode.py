@@ -225,10 +225,8 @@ def _run(machine: Machine, pipeline: Pipeline, batch: int) -> StepTime:
     mean = {key: (now - begun.get(key, 0.0)) / cycle for key, now in _state(machine).items()}
     seconds, busy = mean["seconds"], mean["device"]
     idle = max(0.0, seconds - busy)
-    parts = {part: mean[part] for part in PARTS if mean.get(part)} | {
-        "waits": max(0.0, idle - overhead),
-        "engine": overhead,
-    }
+    waits = idle - overhead if idle - overhead > 1e-9 * seconds else 0.0  # else rounding
+    parts = {part: mean[part] for part in PARTS if mean.get(part)} | {"waits": waits, "engine": overhead}
     return StepTime(
         seconds, busy, idle, mean["workers"], mean["link"], mean["pcie bytes"], mean["cpu bytes"], batch, parts=parts
     )

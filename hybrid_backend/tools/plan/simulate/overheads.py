@@ -40,6 +40,10 @@ LAUNCHES: Mapping[str, Launches] = {
 product of the prediction is one of the 13; its matrix is counted by its size. headinfer's first layer has 142."""
 
 
+SELECTING = ("scout", "infinigen", "clo")
+"""Methods whose sparse layers select pages by their digests."""
+
+
 @dataclass(frozen=True)
 class Overheads:
     """Times in seconds."""

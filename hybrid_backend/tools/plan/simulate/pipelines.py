@@ -50,9 +50,6 @@ class Machine:
         """Of a layer, what comes after its attention."""
         return self.device(self.costs.others, **{"engine's kernels": self.costs.kernels})
 
-    def launched(self, method: str, is_whole: bool = False) -> float:
-        return self.device(0.0, **self.costs.launched(method, is_whole))
-
     def copied(self, size: float, *after: float) -> float:
         """Pages copied by programs of the device beside its step."""
         arrived = self.link(size, *after)
@@ -153,7 +150,6 @@ def _select(machine: Machine, method: str, layer: int, ahead: bool) -> float:
         0.0,
         prediction=costs.prediction if ahead else 0.0,
         digests=costs.scoring(_parts(machine, layer).digests),
-        selection=costs.overheads.selection_s,
         **costs.launched(method),
     )
 
@@ -181,7 +177,7 @@ def scout(machine: Machine, step: int) -> None:
                 answers[following] = machine.cpu(_parts(machine, following).away, copied, _ask(machine))
         machine.device(costs.projections)
         if is_whole:
-            machine.launched("scout", is_whole)
+            machine.device(0.0, **costs.launched("scout", is_whole))
         elif layer not in selected:
             _select(machine, "scout", layer, ahead=False)
         if not is_whole and layer not in answers:
@@ -206,7 +202,7 @@ def infinigen(machine: Machine, step: int) -> None:
         machine.device(costs.projections)
         if layer not in arrivals:
             if layer in costs.whole_layers:
-                known = machine.launched("infinigen", is_whole=True)
+                known = machine.device(0.0, **costs.launched("infinigen", is_whole=True))
             else:
                 known = _select(machine, "infinigen", layer, ahead=False)
             arrivals[layer] = machine.copied(parts.away, known)
@@ -224,9 +220,8 @@ def clo(machine: Machine, step: int) -> None:
         if following is not None and _cached(machine, following):
             arrivals[following] = _refresh(machine, following, costs.prediction)
         fresh = 0.0 if exact else (1.0 - _cached(machine, layer)) * costs.digest_bytes
-        machine.device(
-            costs.projections, digests=costs.scoring(fresh), **costs.launched("clo", layer in costs.whole_layers)
-        )
+        launched = costs.launched("clo", layer in costs.whole_layers)
+        machine.device(costs.projections, digests=costs.scoring(fresh), **launched)
         if layer not in arrivals:
             arrivals[layer] = _refresh(machine, layer, 0.0)
         attended = costs.context if exact else costs.config.budget_tokens
