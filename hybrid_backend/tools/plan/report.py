@@ -257,9 +257,10 @@ def _times(candidate: Candidate, request: Request, max_batch: int, fits: bool) -
 
     now = simulated(request.batch) if fits else None
     best = simulated(max_batch) if max_batch else None
+    shown = now or best
     return _Times(
         step_ms=now.seconds * 1e3 if now else None,
         tokens_per_s=now.tokens_per_s if now else None,
         best_tokens_per_s=best.tokens_per_s if best else None,
-        parts_ms={part: seconds * 1e3 for part, seconds in (now or best).parts.items()} if now or best else {},
+        parts_ms={part: seconds * 1e3 for part, seconds in shown.parts.items()} if shown else {},
     )

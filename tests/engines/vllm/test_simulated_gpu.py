@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_backend.tools.plan.simulate.overheads import LAUNCHES
 from tests.engines.probes import Probe, reader
 
 pytestmark = [
@@ -100,6 +101,16 @@ def test_a_layer_is_a_few_launches(seen: Probe, name: str) -> None:
     assert max(counts.values()) <= MOST_LAUNCHES and counts[1] + 1 >= counts[2]
     if name == "scout.sparse":
         assert sorted(launches[1].items()) == sorted({"": 1, "mm": 1, **dict.fromkeys(SCOUT, 1)}.items())
+
+
+@pytest.mark.parametrize("name", ["scout.sparse", "infinigen.sparse", "clo.sparse", "hgca", "headinfer", "dense"])
+def test_the_simulator_counts_the_same_launches(seen: Probe, name: str) -> None:
+    """Of clo in the last layer, which has no persistent heads and hands the counters over too; and of a whole layer."""
+    counts = {int(layer): sum(found.values()) - found.get("", 0) for layer, found in seen(name)["launches"].items()}
+    known = LAUNCHES[name.removesuffix(".sparse")]
+    assert (counts[2] - 1 if name == "clo.sparse" else counts[1]) == known.sparse
+    if name in SPARSE:
+        assert counts[0] == known.whole
 
 
 @pytest.mark.parametrize("name", EXACT)

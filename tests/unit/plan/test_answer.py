@@ -46,6 +46,12 @@ def test_a_small_host_pool_is_named_with_the_numbers_and_the_fix() -> None:
     assert told(plan(ram=100 * GIB, context=19 * 1024)).startswith(("All 32 fit", "Bounded by --batch"))
 
 
+def test_the_documentation_has_todays_answers() -> None:
+    text = " ".join((Path(__file__).parents[3] / "docs" / "plan.md").read_text().split())
+    for found in (plan(), plan(ram=100 * GIB)):
+        assert headline(found) in text and told(found) in text
+
+
 def test_a_small_device_is_named_and_what_the_engine_would_make_of_it() -> None:
     small = plan("l40s")
     assert told(small).startswith(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PARTS = (
     "matrices", "attention", "digests", "prediction", "engine's kernels", "launches", "gaps", "selection", "bus",
@@ -31,13 +31,14 @@ ENGINE = 3
 LAUNCHES: Mapping[str, Launches] = {
     "scout": Launches(13, 4),
     "infinigen": Launches(13, 4),
-    "clo": Launches(22, 4),
+    "clo": Launches(21, 4),
     "hgca": Launches(10, 4),
     "headinfer": Launches(15, 4),
     "dense": Launches(3, 4),
 }
 """As counted in captured graphs on the simulated GPU (tests/engines/vllm/counted_launches.py; docs/cuda.md). The
-product of the prediction is one of the 13; its matrix is counted by its size. headinfer's first layer has 142."""
+product of the prediction is one of the 13; its matrix is counted by its size. A layer of clo with persistent heads has
+39, headinfer's first layer 142."""
 
 
 SELECTING = ("scout", "infinigen", "clo")
@@ -88,7 +89,7 @@ class Overheads:
 
 ASLEEP_S = 45e-6
 """`Overheads.wake_s` of workers that do not spin: median of 45 to 52 us (docs/cpu-kernels.md, two busy cores)."""
-SWITCHES: Mapping[str, Mapping[str, object]] = {
+SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "launches": {"kernel_s": 0.0, "selection_s": 0.0},
     "gaps": {"gap_s": 0.0},
     "contention": {"copy_programs": 0, "shares_dram": False},
