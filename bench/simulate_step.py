@@ -216,7 +216,9 @@ def auto_pool(name: str) -> int:
 def choices() -> list[tuple[str, ...]]:
     """What the code at start chooses: with a host pool of as many sequences as run at once, of ``auto``, and of
     `BATCH`."""
-    rows = [("GPU", "host of", "host pool", "exact layers whole", "frames", "at once", "tokens/s", "over stock")]
+    rows: list[tuple[str, ...]] = [
+        ("GPU", "host of", "host pool", "exact layers whole", "frames", "at once", "tokens/s", "over stock")
+    ]
     for name, title in MACHINES.items():
         pools = {auto_pool(name): " (auto)", BATCH: "", chosen(name).pool: ""}
         for pool, why in sorted(pools.items()):
