@@ -4,9 +4,9 @@
 
 Prints for each paper its numbers with their workload, what the paper leaves open and was assumed, the simulated
 value, its error and where that comes from (ScoutAttention: `bench.simulate_paper`; CLO: `bench.simulate_clo`; APEX:
-`bench.simulate_apex`); its statements in words; what other readings of the text would give; and our own runs
-(`bench.simulate_runs`). Writes `simulate_figures.json` and a PNG with plots: decode throughput by context and by batch,
-GPU idle, ratios, and measured against simulated tokens/s.
+`bench.simulate_apex`); its statements in words; what other readings of the text would give; our own runs
+(`bench.simulate_runs`); and our step by its parts (`bench.simulate_step`). Writes `simulate_figures.json` and PNGs with
+plots: decode throughput by context and by batch, GPU idle, ratios, measured against simulated tokens/s, and the parts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rich.table import Table
 from bench import simulate_apex as apex
 from bench import simulate_clo as clo
 from bench import simulate_paper as paper
+from bench import simulate_step
 from bench.simulate_runs import own_runs, validation_error
 from hybrid_backend.tools.plan.simulate import StepTime
 
@@ -144,6 +145,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(width=None)
     show(console)
+    simulate_step.show(Console(width=200))
     options.out.mkdir(parents=True, exist_ok=True)
     report = {
         **as_json(paper),
@@ -151,9 +153,12 @@ def main() -> None:
         "apex": as_json(apex),
         "own_runs": [{**asdict(run), "error": run.error} for run in own_runs()],
         "validation_error": validation_error(own_runs()),
+        "step": {title: rows() for title, rows in simulate_step.TABLES.items()},
     }
     (options.out / "simulate_figures.json").write_text(json.dumps(report, indent=1) + "\n")
     plot(options.out)
+    simulate_step.plot(options.out / "simulate_step.png")
+    (options.out / "simulate_step.md").write_text(simulate_step.text())
     console.print(f"written to {options.out}/simulate_figures.json and .png")
 
 

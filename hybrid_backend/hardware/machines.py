@@ -4,8 +4,8 @@ A profile that was measured (``hybrid profile --hardware``) is always better: wh
 shares, overheads) is the same general figure for every machine here, named in its ``source``.
 
 Data sheets: NVIDIA T4 (2018), A10 (2021), A40 (2021), A100 (2021), H100 (2022), H200 (2023), Ada GPU architecture
-whitepaper (RTX 4090, 2022). PCI Express: 8, 16 and 32 GT/s per lane for generations 3, 4 and 5 with 128b/130b coding,
-so 15.75, 31.5 and 63 GB/s per direction on 16 lanes.
+whitepaper (RTX 4090, 2022), L40S (2023); numbers of processors from the same. PCI Express: 8, 16 and 32 GT/s per lane
+for generations 3, 4 and 5 with 128b/130b coding, so 15.75, 31.5 and 63 GB/s per direction on 16 lanes.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def _machine(
     channels: int,
     transfers: float,
     ram_gib: int,
+    processors: int,
 ) -> Hardware:
     """A device by its data sheet on a host with ``channels`` of 8 bytes at ``transfers`` per second."""
     peak = channels * 8 * transfers
@@ -66,6 +67,7 @@ def _machine(
         step_overhead_s=Number(value=2e-3, source="general figure: scheduler, sampler and detokenizer of a server"),
         cpu_job_overhead_s=Number(value=30e-6, source="general figure: flags in pinned memory, threads that spin"),
         cores=cores,
+        processors=processors,
     )
 
 
@@ -83,28 +85,31 @@ def _named() -> tuple[Hardware, ...]:
     return (
         _machine("t4", sheet="NVIDIA T4 data sheet: 16 GB, 320 GB/s, 65 TFLOPS fp16 (no bf16), PCIe 3 x16",
                  memory_mib=15360, hbm=320e9, flops=65e12, pcie=3, host=_T4_HOST, cores=16, channels=3,
-                 transfers=2933e6, ram_gib=128),
+                 transfers=2933e6, ram_gib=128, processors=40),
         _machine("a10", sheet="NVIDIA A10 data sheet: 24 GB, 600 GB/s, 125 TFLOPS bf16, PCIe 4 x16",
                  memory_mib=23028, hbm=600e9, flops=125e12, pcie=4, host=_A10_HOST, cores=16, channels=3,
-                 transfers=3200e6, ram_gib=128),
+                 transfers=3200e6, ram_gib=128, processors=72),
         _machine("a40", sheet="NVIDIA A40 data sheet: 48 GB, 696 GB/s, 149.7 TFLOPS bf16, PCIe 4 x16",
                  memory_mib=46068, hbm=696e9, flops=149.7e12, pcie=4, host=_A100_HOST, cores=32, channels=8,
-                 transfers=3200e6, ram_gib=512),
+                 transfers=3200e6, ram_gib=512, processors=84),
+        _machine("l40s", sheet="NVIDIA L40S data sheet: 48 GB, 864 GB/s, 362 TFLOPS bf16 dense, PCIe 4 x16",
+                 memory_mib=46068, hbm=864e9, flops=362e12, pcie=4, host=_A100_HOST, cores=32, channels=8,
+                 transfers=3200e6, ram_gib=512, processors=142),
         _machine("rtx4090", sheet="NVIDIA Ada whitepaper, RTX 4090: 24 GB, 1008 GB/s, 165.2 TFLOPS bf16 (fp32 sums), "
                  "PCIe 4 x16", memory_mib=24564, hbm=1008e9, flops=165.2e12, pcie=4, host=_4090_HOST, cores=16,
-                 channels=2, transfers=5200e6, ram_gib=128),
+                 channels=2, transfers=5200e6, ram_gib=128, processors=128),
         _machine("a100-40", sheet="NVIDIA A100 data sheet: 40 GB, 1555 GB/s, 312 TFLOPS bf16, PCIe 4 x16",
                  memory_mib=40960, hbm=1555e9, flops=312e12, pcie=4, host=_A100_HOST, cores=32, channels=8,
-                 transfers=3200e6, ram_gib=512),
+                 transfers=3200e6, ram_gib=512, processors=108),
         _machine("a100-80", sheet="NVIDIA A100 80GB PCIe data sheet: 80 GB, 1935 GB/s, 312 TFLOPS bf16, PCIe 4 x16",
                  memory_mib=81920, hbm=1935e9, flops=312e12, pcie=4, host=_A100_HOST, cores=32, channels=8,
-                 transfers=3200e6, ram_gib=512),
+                 transfers=3200e6, ram_gib=512, processors=108),
         _machine("h100", sheet="NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s, 989 TFLOPS bf16 dense, PCIe 5 x16",
                  memory_mib=81559, hbm=3350e9, flops=989e12, pcie=5, host=_H100_HOST, cores=56, channels=8,
-                 transfers=4800e6, ram_gib=1024),
+                 transfers=4800e6, ram_gib=1024, processors=132),
         _machine("h200", sheet="NVIDIA H200 SXM data sheet: 141 GB, 4.8 TB/s, 989 TFLOPS bf16 dense, PCIe 5 x16",
                  memory_mib=143771, hbm=4800e9, flops=989e12, pcie=5, host=_H100_HOST, cores=56, channels=8,
-                 transfers=4800e6, ram_gib=1024),
+                 transfers=4800e6, ram_gib=1024, processors=132),
     )  # fmt: skip
 
 

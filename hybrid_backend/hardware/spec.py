@@ -106,6 +106,8 @@ class Hardware(_Frozen):
     """Per layer, from the device's request to the answer, beyond the attention itself: flags, threads woken."""
     cores: Annotated[int, Field(ge=1)]
     """Physical cores that workers may use."""
+    processors: Annotated[int, Field(ge=1)] | None = None
+    """Streaming multiprocessors of the device; None: not known, and none is taken from a step by copies."""
     gpus: Annotated[int, Field(ge=1)] = 1
     """Devices that share this host, each with a replica of the model and its share of cores and host memory."""
 

@@ -22,7 +22,7 @@ def plan(
     gpu_mem: Annotated[str | None, typer.Option(help="memory of one device, as 24GiB; 0: no device")] = None,
     ram: Annotated[str | None, typer.Option(help="host memory that the server may take, as 128GiB")] = None,
     machine: Annotated[
-        str | None, typer.Option(help="t4, a10, a40, rtx4090, a100, h100, h200, or a JSON profile")
+        str | None, typer.Option(help="t4, a10, a40, l40s, rtx4090, a100, h100, h200, or a JSON profile")
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="only this one (several times: these); default: all")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file; default: by the model's name")] = None,
@@ -31,6 +31,7 @@ def plan(
     what_if: Annotated[list[str] | None, typer.Option(help="as cores=64, pcie=5, gpus=8, context=1M")] = None,
     engine_overhead: Annotated[str | None, typer.Option(help="of the device, beside weights, activations, KV")] = None,
     host_overhead: Annotated[str | None, typer.Option(help="of the host, beside KV")] = None,
+    details: Annotated[bool, typer.Option("--details", help="memory by item, a step by its parts")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
     """What fits where: memory, largest batch and context, and expected speed of every method against stock."""
@@ -61,7 +62,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps({**planned.as_dict(), "before": before.as_dict() if before else None}, indent=1))
     else:
-        show(planned, before, _serve(model, config, overrides or []), Console())
+        show(planned, before, _serve(model, config, overrides or []), Console(), details)
 
 
 def _serve(model: str, config: Path | None, overrides: list[str]) -> list[str]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.blocks import Blocks
+from hybrid_backend.engines.vllm.card import Card
 from hybrid_backend.engines.vllm.footprint import (
     Candidate,
     Item,
     Memory,
     MethodMemory,
+    Place,
     Room,
     StockMemory,
     default_chunk,
@@ -61,6 +65,11 @@ class Row:
     step_ms: float | None = None  # at context and batch, that is, per token of one sequence
     tokens_per_s: float | None = None
     best_tokens_per_s: float | None = None  # at max_batch
+    device_batch: int | None = None  # what the devices' memory alone would hold; None: there is none
+    host_batch: int | None = None  # what the host's memory alone would hold
+    host_context: int = 0  # the longest that the host's memory holds at the batch
+    parts_ms: Mapping[str, float] = field(default_factory=dict)  # of the step, by the simulator's names
+    otherwise: str | None = None  # what the engine makes of it where the device does not hold all exact layers whole
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,12 @@ def _row(candidate: Candidate, request: Request, room: Room, devices: int) -> Ro
     mine = -(-request.batch // devices)
     memory = candidate.memory(request.context, mine)
     why_not = memory.missing(room)
-    max_batch = devices * largest(lambda batch: _fits(candidate, room, request.context, batch), MOST_BATCH)
+    places: tuple[Place, ...] = ("host",) if room.on_host else ("device", "host")
+    by_place = {
+        place: largest(partial(_fits, candidate, room, request.context, places=(place,)), MOST_BATCH)
+        for place in places
+    }
+    max_batch = devices * min(by_place.values())
     times = _times(candidate, request, max_batch, why_not is None)
     return Row(
         name=candidate.name,
@@ -186,22 +200,45 @@ def _row(candidate: Candidate, request: Request, room: Room, devices: int) -> Ro
         pages=memory.pages,
         items=memory.items,
         max_batch=max_batch,
-        max_context=largest(lambda context: _fits(candidate, room, context, mine), MOST_CONTEXT),
+        max_context=largest(lambda context: _fits(candidate, room, context, mine, places), MOST_CONTEXT),
         step_ms=times.step_ms,
         tokens_per_s=times.tokens_per_s,
         best_tokens_per_s=times.best_tokens_per_s,
+        device_batch=devices * by_place["device"] if "device" in by_place else None,
+        host_batch=devices * by_place["host"],
+        host_context=largest(lambda context: _fits(candidate, room, context, mine, ("host",)), MOST_CONTEXT),
+        parts_ms=times.parts_ms,
+        otherwise=_otherwise(candidate, memory, request.context, mine) if by_place.get("device", mine) < mine else None,
     )
 
 
-def _fits(candidate: Candidate, room: Room, context: int, batch: int) -> bool:
-    memory: Memory = candidate.memory(context, batch)
-    return memory.missing(room) is None
+def _fits(candidate: Candidate, room: Room, context: int, batch: int, places: tuple[Place, ...]) -> bool:
+    """In all of these places."""
+    memory = candidate.memory(context, batch)
+    return all(memory.at(place) <= room.limit(place) for place in places)
+
+
+def _otherwise(candidate: Candidate, memory: Memory, context: int, batch: int) -> str | None:
+    """How the engine would share out a device that is too small for a host pool of this size."""
+    if not isinstance(candidate, MethodMemory):
+        return None
+    pool = memory.pages * candidate.blocks.block_bytes
+    card = Card(candidate.shape, candidate.blocks, candidate.room, pool, context)
+    config, _ = card.with_whole_layers(candidate.config, batch)
+    layers = config.whole_layers
+    if layers == "auto" or len(layers) == len(config.exact_layers):
+        return None
+    return (
+        f"with a host pool for all {batch} the engine would keep {len(layers)} of {len(config.exact_layers)} exact "
+        f"layers whole, run {card.requests(config, batch)} at once, and wait for the CPU in the other exact layers"
+    )
 
 
 class _Times(NamedTuple):
     step_ms: float | None = None
     tokens_per_s: float | None = None
     best_tokens_per_s: float | None = None
+    parts_ms: Mapping[str, float] = {}
 
 
 def _times(candidate: Candidate, request: Request, max_batch: int, fits: bool) -> _Times:
@@ -220,8 +257,10 @@ def _times(candidate: Candidate, request: Request, max_batch: int, fits: bool) -
 
     now = simulated(request.batch) if fits else None
     best = simulated(max_batch) if max_batch else None
+    shown = now or best
     return _Times(
         step_ms=now.seconds * 1e3 if now else None,
         tokens_per_s=now.tokens_per_s if now else None,
         best_tokens_per_s=best.tokens_per_s if best else None,
+        parts_ms={part: seconds * 1e3 for part, seconds in shown.parts.items()} if shown else {},
     )

@@ -1,44 +1,50 @@
-"""The plan as a person reads it."""
+"""The plan as a person reads it, in 80 columns: the answer first, then a row for each method, and on request what every
+method takes of memory and of time."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hybrid_backend.tools.plan.answer import answer, bound, headline, times_stock
 from hybrid_backend.tools.plan.report import Plan, Row, serve_flags
 
 _MARK = {"exact": "", "at most": "<= ", "estimate": "~ "}
+_COLUMNS = (
+    "fits", "device\nGiB", "host\nGiB", "most at\nonce", "longest\ncontext", "ms per\ntoken", "tokens\nper s",
+    "at most\nat once", "times\nstock",
+)  # fmt: skip
 
 
-def render(plan: Plan, before: Plan | None = None, serve: Sequence[str] = ()) -> RenderableType:
-    """Tables of capacity and of memory.
+def render(plan: Plan, before: Plan | None = None, serve: Sequence[str] = (), details: bool = False) -> RenderableType:
+    """The answer, what bounds it, and the methods.
 
     Args:
         before: the plan without what `--what-if` changed.
         serve: what of the user's command line `hybrid serve` needs too: the model, the configuration.
+        details: each method's memory, item by item, and its step, part by part.
     """
-    parts: list[RenderableType] = [Text(_headline(plan), style="bold"), _capacity(plan, before), _memory(plan)]
-    notes = [f"{row.name}: {row.refused}" for row in plan.rows if row.refused]
-    notes += [f"{row.name} does not fit: {row.why_not}" for row in plan.rows if row.why_not]
-    longest = plan.model.max_context
-    if longest is not None and plan.context > longest:
-        notes.append(f"{plan.model.name} was made for {longest:,} tokens; {plan.context:,} are planned")
-    if plan.machine is None:
-        notes.append("no times: name a machine with --machine")
-    parts += [Text(f"- {note}") for note in notes]
-    chosen = next((row for row in plan.rows if row.fits and row.name == plan.configured), None)
+    chosen = answer(plan)
+    parts: list[RenderableType] = [Text(headline(plan), style="bold")]
     if chosen is not None:
-        command = ["hybrid", "serve", *(serve or [plan.model.name]), *serve_flags(chosen, plan)]
-        parts.append(Text(shlex.join(command), style="dim"))
+        parts += [Text(bound(plan, chosen)), Text(_places(chosen, "device") or _places(chosen, "host"))]
+    parts += [Text(_load(plan), style="dim"), Text(), _methods(plan, before), Text()]
+    if details:
+        parts += [line for row in plan.rows if not row.refused for line in _details(row)]
+    parts += [Text(f"- {note}") for note in _notes(plan)]
+    served = next((row for row in plan.rows if row.fits and row.name == plan.configured), None)
+    if served is not None:
+        command = ["hybrid", "serve", *(serve or [plan.model.name]), *serve_flags(served, plan)]
+        parts.append(_Command(command))
     return Group(*parts)
 
 
-def show(plan: Plan, before: Plan | None, serve: Sequence[str], console: Console) -> None:
-    console.print(render(plan, before, serve), soft_wrap=True)
+def show(plan: Plan, before: Plan | None, serve: Sequence[str], console: Console, details: bool = False) -> None:
+    console.print(render(plan, before, serve, details))
 
 
 def size(count: float) -> str:
@@ -49,7 +55,25 @@ def size(count: float) -> str:
     return f"{count / 2**10:.4g} KiB"
 
 
-def _headline(plan: Plan) -> str:
+class _Command:
+    """A command line that can be copied: broken with backslashes where the console is narrower."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = words
+
+    def __rich_console__(self, console: Console, _: object) -> Iterator[Text]:
+        lines = [""]
+        for word in map(shlex.quote, self.words):
+            longer = f"{lines[-1]} {word}".lstrip() if len(lines) == 1 else f"{lines[-1]} {word}"
+            if lines[-1].strip() and len(longer) > console.width - 2:
+                lines[-1] += " \\"
+                longer = f"    {word}"
+                lines.append("")
+            lines[-1] = longer
+        yield Text("\n".join(lines), style="dim", no_wrap=True, overflow="ignore")
+
+
+def _load(plan: Plan) -> str:
     on = f" on {plan.machine}" if plan.machine else ""
     many = f" ({plan.devices} devices, memory is of one)" if plan.devices > 1 else ""
     device = f"device {size(plan.device_limit)}, " if plan.device_limit else "no device memory, "
@@ -59,56 +83,74 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _capacity(plan: Plan, before: Plan | None) -> Table:
-    table = Table()
-    table.add_column("method")
-    columns = ("fits", "device", "host", "max batch", "max context", "ms/token", "tokens/s", "tokens/s at max batch")
-    for name in columns:
-        table.add_column(name, justify="right")
+def _places(row: Row, place: str) -> str:
+    """One place's memory, largest item first."""
+    items = sorted((item for item in row.items if item.place == place), key=lambda item: -item.bytes)
+    listed = ", ".join(f"{item.name} {_MARK[item.kind]}{size(item.bytes)}" for item in items)
+    return f"{row.name}, {place} memory: {listed}" if items else ""
+
+
+def _methods(plan: Plan, before: Plan | None) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("\nmethod", no_wrap=True)
+    for name in _COLUMNS:
+        table.add_column(name if "\n" in name else f"\n{name}", justify="right", no_wrap=True)
     for row in plan.rows:
-        old = before.row(row.name) if before else None
-        if row.refused:
-            table.add_row(row.name, "refused")
-            continue
-        table.add_row(
-            row.name,
-            "yes" if row.fits else "no",
-            size(row.device_bytes),
-            size(row.host_bytes),
-            _change(row.max_batch, old.max_batch if old else None),
-            _change(row.max_context, old.max_context if old else None),
-            _change(row.step_ms, old.step_ms if old else None),
-            _change(row.tokens_per_s, old.tokens_per_s if old else None),
-            _change(row.best_tokens_per_s, old.best_tokens_per_s if old else None),
-        )
+        cells = ["refused"] if row.refused else _cells(plan, row)
+        was = cells if before is None or row.refused else _cells(before, before.row(row.name))
+        table.add_row(row.name, *cells)
+        if was != cells:
+            table.add_row("  was", *was, style="dim")
     return table
 
 
-def _change(now: float | None, before: float | None) -> str:
-    if now is None:
+def _cells(plan: Plan, row: Row) -> list[str]:
+    times = times_stock(plan, row)
+    return [
+        "yes" if row.fits else "no",
+        _number(row.device_bytes / 2**30),
+        _number(row.host_bytes / 2**30),
+        _number(row.max_batch),
+        _number(row.max_context),
+        _number(row.step_ms),
+        _number(row.tokens_per_s),
+        _number(row.best_tokens_per_s),
+        "-" if times is None else f"{times:.2g}" if times >= 0.1 else "< 0.1",
+    ]
+
+
+def _number(value: float | None) -> str:
+    """In at most seven characters."""
+    if value is None:
         return "-"
-    text = _number(now)
-    return text if before is None else f"{text} (was {_number(before)})"
+    for unit, factor in (("M", 1e6), ("k", 1e3)):
+        if value >= 1e2 * factor:
+            return f"{value / factor:,.0f}{unit}"
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 1000 else f"{value:.3g}"
 
 
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+def _details(row: Row) -> Iterator[Text]:
+    yield Text(f"{row.name}: {row.pages:,} KV pages", style="bold")
+    for place in ("device", "host"):
+        if text := _places(row, place):
+            yield Text(text)
+    if row.parts_ms:
+        parts = ", ".join(f"{part} {ms:.3g}" for part, ms in row.parts_ms.items() if ms)
+        which = "a step" if row.fits else f"a step of {row.max_batch}"
+        yield Text(f"{row.name}, {which}, ms: {parts}")
 
 
-def _memory(plan: Plan) -> Table:
-    """Rows: pieces of memory; columns: methods."""
-    rows = [row for row in plan.rows if not row.refused]
-    table = Table()
-    table.add_column("memory")
-    for row in rows:
-        table.add_column(row.name, justify="right")
-    names = dict.fromkeys((item.place, item.name) for row in rows for item in row.items)
-    for place, name in sorted(names, key=lambda key: key[0] == "host"):
-        table.add_row(f"{place}: {name}", *(_cell(row, place, name) for row in rows))
-    table.add_row("KV pages", *(f"{row.pages:,}" for row in rows))
-    return table
-
-
-def _cell(row: Row, place: str, name: str) -> str:
-    found = next((item for item in row.items if (item.place, item.name) == (place, name)), None)
-    return "" if found is None else f"{_MARK[found.kind]}{size(found.bytes)}"
+def _notes(plan: Plan) -> list[str]:
+    notes = [f"{row.name}: {row.refused}" for row in plan.rows if row.refused]
+    short: dict[str, list[str]] = {}
+    for row in plan.rows:
+        if row.why_not:
+            short.setdefault(row.why_not, []).append(row.name)
+    notes += [f"{', '.join(names)}: does not fit {plan.batch} times: {why}" for why, names in short.items()]
+    notes += [f"{row.name}: {row.otherwise}" for row in plan.rows if row.otherwise and row is answer(plan)]
+    longest = plan.model.max_context
+    if longest is not None and plan.context > longest:
+        notes.append(f"{plan.model.name} was made for {longest:,} tokens; {plan.context:,} are planned")
+    if plan.machine is None:
+        notes.append("no times: name a machine with --machine")
+    return notes

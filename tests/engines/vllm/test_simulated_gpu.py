@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_backend.tools.plan.simulate.overheads import LAUNCHES as SIMULATED
 from tests.engines.probes import Probe, reader
 
 pytestmark = [
@@ -144,6 +145,16 @@ def test_little_crosses_the_bus_in_a_step(seen: Probe, name: str) -> None:
     if "_select_kernel" in bus:
         most = sum(layer["resident_lookups"] - layer["resident_hits"] for layer in found["layers"]) * 2
         assert bus["_select_kernel"][1] <= 4 * (most + replayed["_select_kernel"] * ROWS * 2)
+
+
+@pytest.mark.parametrize("name", ["scout.sparse", "infinigen.sparse", "clo.sparse", "hgca", "headinfer", "dense"])
+def test_the_simulator_counts_the_same_launches(seen: Probe, name: str) -> None:
+    """Of clo in the last layer, which has no persistent heads and hands the counters over too; and of a whole layer."""
+    counts = {int(layer): sum(found.values()) - found.get("", 0) for layer, found in seen(name)["launches"].items()}
+    known = SIMULATED[name.removesuffix(".sparse")]
+    assert (counts[2] - 1 if name == "clo.sparse" else counts[1]) == known.sparse
+    if name in SPARSE:
+        assert counts[0] == known.whole
 
 
 @pytest.mark.parametrize("name", EXACT)

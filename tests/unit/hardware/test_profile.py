@@ -81,8 +81,8 @@ def test_a_named_machine_has_a_source_for_every_number(name: str) -> None:
 
 def test_the_named_machines_are_those_that_were_promised() -> None:
     """Memory and peak bandwidth as on the data sheets, in GiB and GB/s."""
-    sheet = {"t4": (15, 320), "a10": (22, 600), "a40": (45, 696), "rtx4090": (24, 1008), "a100-40": (40, 1555),
-             "a100-80": (80, 1935), "h100": (80, 3350), "h200": (140, 4800)}  # fmt: skip
+    sheet = {"t4": (15, 320), "a10": (22, 600), "a40": (45, 696), "l40s": (45, 864), "rtx4090": (24, 1008),
+             "a100-40": (40, 1555), "a100-80": (80, 1935), "h100": (80, 3350), "h200": (140, 4800)}  # fmt: skip
     found = {
         name: (
             round(find_hardware(name).device_memory_bytes.value / 2**30),

@@ -168,14 +168,15 @@ def test_flags_ask_for_the_pages_that_were_planned(planned: Plan) -> None:
 # --- the command ---
 
 
-def run(*arguments: str) -> Any:
+def run(*arguments: str, model: str = "smollm2-135m-instruct", columns: int = 200) -> Any:
     app = typer.Typer()
     app.command()(plan)
-    return CliRunner().invoke(app, ["smollm2-135m-instruct", *arguments], env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, [model, *arguments], env={"COLUMNS": str(columns)})
 
 
 def test_the_command_prints_tables(model_dir: Path) -> None:
-    result = run("--batch", "4", "--machine", "a10", "--what-if", "pcie=3", "--set", "budget_tokens=512")
+    asked = ("--batch", "4", "--machine", "a10", "--what-if", "pcie=3", "--set", "budget_tokens=512")
+    result = run(*asked, "--details")
     assert result.exit_code == 0, result.output
     for text in (
         "scout",
@@ -183,12 +184,15 @@ def test_the_command_prints_tables(model_dir: Path) -> None:
         "was",
         "host pool",
         "~ 4 GiB",
+        "matrices",
         "hybrid serve smollm2-135m-instruct --set=budget_tokens=512 --set=method=scout",
     ):
         assert text in result.output
+    short = run(*asked).output
+    assert "was" in short and "host pool" not in short and "matrices" not in short
     assert "no times" in run("--gpu-mem", "24GiB", "--ram", "64GiB").output
     assert "smollm2-135m-instruct was made for 8,192 tokens" in run("--machine", "t4", "--context", "16k").output
-    assert "does not fit: device" in run("--gpu-mem", "2GiB", "--ram", "64GiB", "--batch", "64").output
+    assert "does not fit 64 times: device" in run("--gpu-mem", "2GiB", "--ram", "64GiB", "--batch", "64").output
 
 
 def test_the_command_prints_json(model_dir: Path) -> None:

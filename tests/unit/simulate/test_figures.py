@@ -78,7 +78,8 @@ def test_infinigen_waits_for_the_link_and_hgca_for_the_workers(batch: int) -> No
         share = {"hgca": paper.BUDGET / (paper.BUDGET + window)}.get(method)
         config = paper.paper_config(window)
         return paper.idle(
-            decode_step(changed, paper.QWEN3_14B, config, method, paper.LENGTH, batch, cpu_share=share)
+            decode_step(changed, paper.QWEN3_14B, config, method, paper.LENGTH, batch, cpu_share=share,
+                        overheads=paper.OVERHEADS)
         )  # fmt: skip
 
     faster_cpu = {"cpu_attention_bytes_per_s": cores, "host_read_bytes_per_s": memory}

@@ -198,6 +198,7 @@ def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, ro
         step_overhead_s=number(2e-3, "general figure, not measured: scheduler, sampler and detokenizer of a server"),
         cpu_job_overhead_s=number(rates["cpu_job"][1], f"{how}: a job of one page, from submission to result"),
         cores=cores,
+        processors=torch.cuda.get_device_properties(tier).multi_processor_count if is_cuda else None,
     )
 
 

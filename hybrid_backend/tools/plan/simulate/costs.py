@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hybrid_backend.config import HybridConfig
@@ -11,12 +11,8 @@ from hybrid_backend.hardware import Hardware
 from hybrid_backend.hardware.times import LayerTimes
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.model import ModelShape
+from hybrid_backend.tools.plan.simulate.overheads import SELECTING, Overheads
 
-KERNEL_S = 2e-6
-"""A small kernel in a CUDA graph, gap and all: the general figure that `Hardware.layer_overhead_s` is made of."""
-LAUNCHES = {"scout": 10, "infinigen": 10}
-"""Kernels of a sparse layer that the engine's own decode step does not have (tests/engines/vllm/test_simulated_gpu.py
-counts them; docs/cuda.md lists them). The predictor's matrix is none of them: it is counted by its size."""
 SPAN = 8
 """Pages of a span, the second level of digests in bytes (docs/cpu-kernels.md)."""
 SCORING = 0.5
@@ -33,6 +29,7 @@ class Costs:
     config: HybridConfig
     context: int
     rows: int
+    overheads: Overheads = field(default_factory=Overheads)
 
     @cached_property
     def times(self) -> LayerTimes:
@@ -85,9 +82,15 @@ class Costs:
         """Matrices of that size times the rows."""
         return self.times.matrices(weight_bytes, self.rows)
 
-    def launches(self, method: str) -> float:
-        """Of a sparse layer, beside what `rest` has."""
-        return LAUNCHES[method] * KERNEL_S if self.hardware.device != "cpu" else 0.0
+    def launched(self, method: str, is_whole: bool = False) -> dict[str, float]:
+        """Seconds of a layer's launches beyond the engine's own, of the gaps before them and of a selection."""
+        extra, selects = self.overheads, method in SELECTING and not is_whole
+        count = extra.beyond_engine(method, is_whole)
+        return {
+            "launches": count * extra.kernel_s,
+            "gaps": count * extra.gap_s,
+            "selection": extra.selection_s if selects else 0.0,
+        }
 
     @cached_property
     def projections(self) -> float:
@@ -106,10 +109,20 @@ class Costs:
     @cached_property
     def rest(self) -> float:
         """Everything of a layer after its attention, and its small kernels."""
+        return self.others + self.kernels
+
+    @property
+    def kernels(self) -> float:
+        """The engine's own small kernels of a layer, gaps and all."""
+        return self.hardware.layer_overhead_s.value
+
+    @cached_property
+    def others(self) -> float:
+        """The matrices of a layer after its attention."""
         shape = self.shape
         output, size = float(shape.hidden * shape.head_dim * shape.heads), shape.dtype_bytes
         read, passed = output + shape.mlp_params(self.rows), output + shape.mlp_params()
-        return self.times.matrices(read * size, self.rows, passed * size) + self.hardware.layer_overhead_s.value
+        return self.times.matrices(read * size, self.rows, passed * size)
 
     @cached_property
     def head(self) -> float:
@@ -153,11 +166,44 @@ class Costs:
         return size / self.hardware.link_achieved(math.inf)
 
     def cpu_attention(self, kv_bytes: float, copied: float = 0.0) -> float:
-        """Of the workers, while ``copied`` bytes also leave the same memory for the device."""
-        return self.times.cpu_reading(kv_bytes, copied)
+        """Of the workers, from the flag on the device to the answer in host memory, while ``copied`` bytes also leave
+        the same memory for the device."""
+        if not kv_bytes:
+            return 0.0
+        job = self.times.cpu_reading(kv_bytes, copied if self.overheads.shares_dram else 0.0)
+        return job + self.overheads.flag_s + self.overheads.wake_s
+
+    @property
+    def query_bytes(self) -> float:
+        """A CPU job's query, in the cache's type."""
+        return float(self.rows * self.shape.heads * self.shape.head_dim * self.shape.dtype_bytes)
+
+    @property
+    def partial_bytes(self) -> float:
+        """Its partial, and the LSE in fp32."""
+        return self.rows * self.shape.heads * (self.shape.head_dim * self.overheads.partial_bytes + 4.0)
 
     @property
     def answer_bytes(self) -> float:
-        """A CPU job's query (in the cache's type) and its partial and LSE (fp32)."""
-        values = self.rows * self.shape.heads * self.shape.head_dim
-        return values * (self.shape.dtype_bytes + 4.0) + 4.0 * self.rows * self.shape.heads
+        """Both."""
+        return self.query_bytes + self.partial_bytes
+
+    @property
+    def asking(self) -> float:
+        """Of the device: the query through the bus, and the flag after it."""
+        return self.pull(self.query_bytes) + self.overheads.flag_s if self.overheads.asks else 0.0
+
+    def taking(self, is_empty: bool) -> float:
+        """Of the device, once the answer is there: the flag is read, and the partial, unless there is none."""
+        if not self.overheads.asks:
+            return 0.0
+        return self.overheads.flag_s + (0.0 if is_empty else self.pull(self.partial_bytes))
+
+    def beside(self, copied: float) -> float:
+        """What a copy takes from the step beside it: the processors that its programs keep while it lasts, and the
+        bytes in the device's memory."""
+        programs, processors = self.overheads.copy_programs, self.hardware.processors
+        if not programs:
+            return 0.0
+        share = min(1.0, programs / processors) if processors else 0.0
+        return self.copy(copied) * share + copied / self.hardware.hbm_achieved

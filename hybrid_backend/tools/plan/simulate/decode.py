@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
@@ -11,6 +11,7 @@ from hybrid_backend.hardware import Hardware
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.simulate import apex, pipelines
 from hybrid_backend.tools.plan.simulate.costs import Costs
+from hybrid_backend.tools.plan.simulate.overheads import BARE, PARTS, Overheads
 from hybrid_backend.tools.plan.simulate.pipelines import Machine, Pipeline
 
 SCOUT_SHARE = 0.082
@@ -36,6 +37,8 @@ class StepTime:
     kernels only; ``device_idle`` is the rest of the step: waits for workers or copies, and the step's own overhead.
     ``cpu_busy``: of the worker pool as a whole. Where the device tier is the CPU itself all work is ``device_busy``.
     ``cpu_rows`` of the batch take ``cpu_token_steps`` steps for a token (inf: they wait), the others one step.
+    ``parts``: of ``seconds``, by the names of `overheads.PARTS`; those that take no time are left out. Of ``apex`` all
+    that is not waited for counts as matrices.
     """
 
     seconds: float
@@ -48,6 +51,7 @@ class StepTime:
     batch: int
     cpu_rows: int = 0
     cpu_token_steps: float = 1.0
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -118,6 +122,7 @@ def decode_step(
     hit_ratio: float | None = None,
     persistent_heads: Sequence[int] | None = None,
     cpu_rows: int = 0,
+    overheads: Overheads | None = None,
 ) -> StepTime:
     """Simulate decoding ``batch`` sequences of ``context`` tokens each.
 
@@ -137,6 +142,8 @@ def decode_step(
             first full-attention layer, which no layer can load for (CLO, section 3.3), and none of the others.
         cpu_rows: of apex: sequences of the batch that the CPU attends, over all devices, 0 to batch. Where tiers
             are unified there is no other place, and all sequences decode alike.
+        overheads: launches, gaps and the like; None: those of our step. None are reckoned with where the device tier is
+            a CPU, and of apex, whose paper has none.
 
     Returns:
         The step's times and bytes.
@@ -168,7 +175,8 @@ def decode_step(
     unified = config.tiers == "unified" or (config.tiers == "auto" and is_cpu)
     if unified or not entry.splits:
         cpu_rows = 0
-    costs = Costs(hardware, shape, config, context, rows=-(-(batch - cpu_rows) // hardware.gpus))
+    extra = BARE if is_cpu or entry.splits else overheads or Overheads()
+    costs = Costs(hardware, shape, config, context, -(-(batch - cpu_rows) // hardware.gpus), extra)
     recalls = config.recall.enabled if recall is None else recall
     looks = config.lookahead.enabled if lookahead is None else lookahead
     machine = Machine(
@@ -206,23 +214,33 @@ def _run(machine: Machine, pipeline: Pipeline, batch: int) -> StepTime:
     overhead = costs.hardware.step_overhead_s.value
     intervals = costs.config.recall.intervals
     cycle = min(intervals if isinstance(intervals, int) else max(intervals), 16)
-    begun = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    begun = _state(machine)
     for step in range(cycle + 1):
         pipeline(machine, step)
         machine.device(costs.head)
         # Scheduling and sampling: the device waits, workers and copies go on.
         time.pass_idle("device", overhead)
-        state = (
-            time.free("device"),
-            time.busy("device"),
-            time.busy("workers"),
-            time.busy("link"),
-            machine.pcie_bytes,
-            machine.cpu_bytes,
-        )
         if step == 0:
-            begun = state
-    seconds, device, workers, link, pcie_bytes, cpu_bytes = (
-        (now - then) / cycle for now, then in zip(state, begun, strict=True)
+            begun = _state(machine)
+    mean = {key: (now - begun.get(key, 0.0)) / cycle for key, now in _state(machine).items()}
+    seconds, busy = mean["seconds"], mean["device"]
+    idle = max(0.0, seconds - busy)
+    waits = idle - overhead if idle - overhead > 1e-9 * seconds else 0.0  # else rounding
+    parts = {part: mean[part] for part in PARTS if mean.get(part)} | {"waits": waits, "engine": overhead}
+    return StepTime(
+        seconds, busy, idle, mean["workers"], mean["link"], mean["pcie bytes"], mean["cpu bytes"], batch, parts=parts
     )
-    return StepTime(seconds, device, max(0.0, seconds - device), workers, link, pcie_bytes, cpu_bytes, batch)
+
+
+def _state(machine: Machine) -> dict[str, float]:
+    """What has passed, been worked and moved so far."""
+    time = machine.time
+    return {
+        "seconds": time.free("device"),
+        "device": time.busy("device"),
+        "workers": time.busy("workers"),
+        "link": time.busy("link"),
+        "pcie bytes": machine.pcie_bytes,
+        "cpu bytes": machine.cpu_bytes,
+        **machine.spent,
+    }

@@ -7,6 +7,7 @@ all tokens attended in the layer. CLO knows hit ratio and persistent heads inste
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -31,9 +32,29 @@ class Machine:
     pcie_bytes: float = 0.0
     cpu_bytes: float = 0.0
     recalled: float = 0.0  # when the last recall ends: it becomes visible when the next step begins
+    spent: Counter[str] = field(default_factory=Counter)  # seconds of the device, by `overheads.PARTS`
 
-    def device(self, seconds: float, *after: float) -> float:
-        return self.time.run("device", seconds, *after)
+    def device(self, matrices: float, *after: float, **parts: float) -> float:
+        """Work of one or several `overheads.PARTS`, by their names."""
+        self.spent.update({"matrices": matrices, **parts})
+        return self.time.run("device", matrices + sum(parts.values()), *after)
+
+    def attended(self, seconds: float) -> float:
+        """A layer: its projections, attention of so many seconds, and everything after it."""
+        costs = self.costs
+        return self.device(
+            costs.projections + costs.others, **{"attention": seconds, "engine's kernels": costs.kernels}
+        )
+
+    def rest(self) -> float:
+        """Of a layer, what comes after its attention."""
+        return self.device(self.costs.others, **{"engine's kernels": self.costs.kernels})
+
+    def copied(self, size: float, *after: float) -> float:
+        """Pages copied by programs of the device beside its step."""
+        arrived = self.link(size, *after)
+        self.device(0.0, **{"copies' share": self.costs.beside(size)})
+        return arrived
 
     def link(self, size: float, *after: float) -> float:
         self.pcie_bytes += size
@@ -63,7 +84,7 @@ def _full_layers(machine: Machine) -> Iterator[int]:
         if window is None:
             yield layer
         else:
-            machine.device(costs.projections + costs.attention(costs.kv(min(window, costs.context))) + costs.rest)
+            machine.attended(costs.attention(costs.kv(min(window, costs.context))))
 
 
 def stock(machine: Machine, step: int) -> None:
@@ -71,14 +92,14 @@ def stock(machine: Machine, step: int) -> None:
     costs = machine.costs
     for window in costs.shape.windows:
         tokens = costs.context if window is None else min(window, costs.context)
-        machine.device(costs.projections + costs.stock_attention(costs.kv(tokens)) + costs.rest)
+        machine.attended(costs.stock_attention(costs.kv(tokens)))
 
 
 def resident(machine: Machine, step: int) -> None:
     """Our kernels over a context that is wholly on the device."""
     costs = machine.costs
     for _ in _full_layers(machine):
-        machine.device(costs.projections + costs.attention(costs.kv(costs.context)) + costs.rest)
+        machine.attended(costs.attention(costs.kv(costs.context)))
 
 
 def in_place(machine: Machine, step: int) -> None:
@@ -90,7 +111,7 @@ def in_place(machine: Machine, step: int) -> None:
         else:
             selection = costs.scoring_in_place(costs.digest_bytes_in_place)
             attention = selection + costs.attention(costs.kv(costs.config.budget_tokens))
-        machine.device(costs.projections + attention + costs.rest)
+        machine.attended(attention)
 
 
 @dataclass(frozen=True)
@@ -122,11 +143,20 @@ def _ahead(machine: Machine, layer: int) -> int | None:
 
 
 def _select(machine: Machine, method: str, layer: int, ahead: bool) -> float:
-    """Score the layer's digests on the device; returns when its selection is known. The small kernels of the layer are
+    """Score the layer's digests on the device; returns when its selection is known. The launches of the layer are
     counted here."""
     costs = machine.costs
-    predicted = costs.prediction if ahead else 0.0
-    return machine.device(predicted + costs.scoring(_parts(machine, layer).digests) + costs.launches(method))
+    return machine.device(
+        0.0,
+        prediction=costs.prediction if ahead else 0.0,
+        digests=costs.scoring(_parts(machine, layer).digests),
+        **costs.launched(method),
+    )
+
+
+def _ask(machine: Machine) -> float:
+    """The query to the workers, by the device; returns when they know of it."""
+    return machine.device(0.0, bus=machine.costs.asking)
 
 
 def scout(machine: Machine, step: int) -> None:
@@ -137,23 +167,27 @@ def scout(machine: Machine, step: int) -> None:
     answers: dict[int, float] = {}
     selected: set[int] = set()
     for layer in _full_layers(machine):
-        parts, following = _parts(machine, layer), _ahead(machine, layer)
+        parts, following, is_whole = _parts(machine, layer), _ahead(machine, layer), layer in costs.whole_layers
         recalls = machine.recall and layer not in config.exact_layers
         copied = parts.away / config.recall_interval(layer) if recalls else 0.0
         if following is not None:
-            known = _select(machine, "scout", following, ahead=True)
+            _select(machine, "scout", following, ahead=True)
             selected.add(following)
             if config.lookahead.partial_query == "predicted":
-                answers[following] = machine.cpu(_parts(machine, following).away, copied, known)
-        known = machine.device(costs.projections)
-        if layer not in selected and layer not in costs.whole_layers:
-            known = _select(machine, "scout", layer, ahead=False)
-        answer = answers[layer] if layer in answers else machine.cpu(parts.away, copied, known)
-        machine.device(costs.attention(parts.here))
-        attended = machine.device(0.0, answer)
-        machine.device(costs.rest)
+                answers[following] = machine.cpu(_parts(machine, following).away, copied, _ask(machine))
+        machine.device(costs.projections)
+        if is_whole:
+            machine.device(0.0, **costs.launched("scout", is_whole))
+        elif layer not in selected:
+            _select(machine, "scout", layer, ahead=False)
+        if not is_whole and layer not in answers:
+            answers[layer] = machine.cpu(parts.away, copied, _ask(machine))
+        machine.device(0.0, attention=costs.attention(parts.here))
+        if not is_whole:
+            machine.device(0.0, answers[layer], bus=costs.taking(is_empty=not parts.away))
+        attended = machine.rest()
         if recalls and (step + layer) % config.recall_interval(layer) == 0:
-            machine.recalled = machine.link(parts.away, attended)
+            machine.recalled = machine.copied(parts.away, attended)
 
 
 def infinigen(machine: Machine, step: int) -> None:
@@ -164,14 +198,16 @@ def infinigen(machine: Machine, step: int) -> None:
         parts, following = _parts(machine, layer), _ahead(machine, layer)
         if following is not None:
             known = _select(machine, "infinigen", following, ahead=True)
-            arrivals[following] = machine.link(_parts(machine, following).away, known)
+            arrivals[following] = machine.copied(_parts(machine, following).away, known)
         machine.device(costs.projections)
         if layer not in arrivals:
-            whole = layer in costs.whole_layers
-            known = machine.device(0.0) if whole else _select(machine, "infinigen", layer, ahead=False)
-            arrivals[layer] = machine.link(parts.away, known)
-        machine.device(costs.attention(parts.here + parts.away), arrivals[layer])
-        machine.device(costs.rest)
+            if layer in costs.whole_layers:
+                known = machine.device(0.0, **costs.launched("infinigen", is_whole=True))
+            else:
+                known = _select(machine, "infinigen", layer, ahead=False)
+            arrivals[layer] = machine.copied(parts.away, known)
+        machine.device(0.0, arrivals[layer], attention=costs.attention(parts.here + parts.away))
+        machine.rest()
 
 
 def clo(machine: Machine, step: int) -> None:
@@ -184,12 +220,13 @@ def clo(machine: Machine, step: int) -> None:
         if following is not None and _cached(machine, following):
             arrivals[following] = _refresh(machine, following, costs.prediction)
         fresh = 0.0 if exact else (1.0 - _cached(machine, layer)) * costs.digest_bytes
-        machine.device(costs.projections + costs.scoring(fresh))
+        launched = costs.launched("clo", layer in costs.whole_layers)
+        machine.device(costs.projections, digests=costs.scoring(fresh), **launched)
         if layer not in arrivals:
             arrivals[layer] = _refresh(machine, layer, 0.0)
         attended = costs.context if exact else costs.config.budget_tokens
-        machine.device(costs.attention(costs.kv(attended)), arrivals[layer])
-        machine.device(costs.rest)
+        machine.device(0.0, arrivals[layer], attention=costs.attention(costs.kv(attended)))
+        machine.rest()
 
 
 def _cached(machine: Machine, layer: int) -> float:
@@ -206,7 +243,7 @@ def _refresh(machine: Machine, layer: int, predicted: float) -> float:
     if not cached:
         return 0.0
     missed = cached * (1.0 - machine.hit_ratio)
-    known = machine.device(predicted + costs.lookup + costs.scoring(missed * costs.digest_bytes))
+    known = machine.device(0.0, prediction=predicted, digests=costs.lookup + costs.scoring(missed * costs.digest_bytes))
     always = (costs.config.sinks + costs.config.recent) * costs.config.page_size
     return machine.pull(missed * costs.kv(costs.config.budget_tokens - always), known)
 
@@ -221,7 +258,7 @@ def clo_in_place(machine: Machine, step: int) -> None:
             selected = 1.0 - _cached(machine, layer) * machine.hit_ratio
             selection = costs.lookup + costs.scoring_in_place(selected * costs.digest_bytes_in_place)
             attention = selection + costs.attention(costs.kv(costs.config.budget_tokens))
-        machine.device(costs.projections + attention + costs.rest)
+        machine.attended(attention)
 
 
 def hgca(machine: Machine, step: int) -> None:
@@ -230,20 +267,20 @@ def hgca(machine: Machine, step: int) -> None:
     window = min(costs.context, max(2 * costs.config.page_size, costs.config.hgca.window_tokens))
     kept = min(window * machine.share / (1.0 - machine.share), costs.context - window)
     for _ in _full_layers(machine):
-        known = machine.device(costs.projections)
-        answer = machine.cpu(costs.kv(kept), 0.0, known)
-        machine.device(costs.attention(costs.kv(window)))
-        machine.device(0.0, answer)
-        machine.device(costs.rest)
+        machine.device(costs.projections, **costs.launched("hgca"))
+        answer = machine.cpu(costs.kv(kept), 0.0, _ask(machine))
+        machine.device(0.0, attention=costs.attention(costs.kv(window)))
+        machine.device(0.0, answer, bus=costs.taking(is_empty=not kept))
+        machine.rest()
 
 
 def read_over_link(machine: Machine, step: int) -> None:
     """Dense attention of the device over host pages in place: every byte crosses the link while it is attended."""
     costs = machine.costs
     for _ in _full_layers(machine):
-        known = machine.device(costs.projections)
+        known = machine.device(costs.projections, **costs.launched("dense"))
         machine.device(0.0, machine.link(costs.kv(costs.context), known))
-        machine.device(costs.rest)
+        machine.rest()
 
 
 def streamed(machine: Machine, step: int) -> None:
@@ -255,9 +292,9 @@ def streamed(machine: Machine, step: int) -> None:
     emptied = [begun, begun]  # when each of the two buffers may be filled
     arrived = machine.link(size, emptied[0]) if full else 0.0
     for _ in _full_layers(machine):
-        machine.device(costs.projections)
+        machine.device(costs.projections, **costs.launched("headinfer"))
         here, full = arrived, full - 1
         if full:
             arrived = machine.link(size, emptied[1])
-        emptied = [emptied[1], machine.device(costs.attention(size), here)]
-        machine.device(costs.rest)
+        emptied = [emptied[1], machine.device(0.0, here, attention=costs.attention(size))]
+        machine.rest()

@@ -1,0 +1,122 @@
+"""What `hybrid plan` says first, in 80 columns."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.model_configs import SHAPES
+from bench.simulate_paper import QWEN3_14B
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.hardware import find_hardware
+from hybrid_backend.tools.plan.answer import answer, bound, headline
+from hybrid_backend.tools.plan.report import Plan, Request, make_plan
+from tests.unit.plan.test_report import run
+
+GIB = 2**30
+CONFIG = HybridConfig(exact_layers=(0, 1))
+
+
+def plan(machine: str | None = "a100-80", **changes: Any) -> Plan:
+    """32 sequences of 64k of Qwen3-14B."""
+    hardware = find_hardware(machine) if machine else None
+    asked = {"context": 65536, "batch": 32, "gpu_mem": None, "ram": None, "methods": ("infinigen", "scout"), **changes}
+    return make_plan(Request(QWEN3_14B, CONFIG, hardware=hardware, **asked))
+
+
+def told(found: Plan) -> str:
+    row = answer(found)
+    assert row is not None
+    return bound(found, row)
+
+
+def test_a_small_host_pool_is_named_with_the_numbers_and_the_fix() -> None:
+    """100 GiB hold nine sequences, beside the server."""
+    small = plan(ram=100 * GIB)
+    assert headline(small).startswith("scout: 276 tokens/s, 9 of 32 at once: 3.4 times stock, which holds 4.")
+    assert told(small) == (
+        "Bounded by host memory: 100 GiB hold 9 sequences of 65,536 tokens, not 32 (device memory 39). To hold all: "
+        "--ram 325GiB or --context 19k."
+    )
+    assert "All 32 fit" in told(plan(ram=325 * GIB)) or "Bounded by --batch" in told(plan(ram=325 * GIB))
+    assert told(plan(ram=100 * GIB, context=19 * 1024)).startswith(("All 32 fit", "Bounded by --batch"))
+
+
+def test_the_documentation_has_todays_answers() -> None:
+    text = " ".join((Path(__file__).parents[3] / "docs" / "plan.md").read_text().split())
+    for found in (plan(), plan(ram=100 * GIB)):
+        assert headline(found) in text and told(found) in text
+
+
+def test_a_small_device_is_named_and_what_the_engine_would_make_of_it() -> None:
+    small = plan("l40s")
+    assert told(small).startswith(
+        "Bounded by device memory: 41.39 GiB hold 10 sequences of 65,536 tokens, not 32 (host"
+    )
+    assert "Plan --batch 10" in told(small)
+    assert "keep 0 of 2 exact layers whole, run 7 at once" in str(small.row("scout").otherwise)
+    assert plan("l40s", batch=10).row("scout").fits
+
+
+def test_else_the_batch_is_the_bound() -> None:
+    assert told(plan()) == (
+        "Bounded by --batch (--max-num-seqs) 32. There is room for more: device memory 39, host memory 50."
+    )
+    assert told(plan(batch=39)) == "All 39 fit, and no more: device memory 39, host memory 50."
+
+
+def test_without_a_machine_there_are_no_times_and_the_configured_method_answers() -> None:
+    found = plan(None, gpu_mem=80 * GIB, ram=512 * GIB)
+    assert headline(found) == "scout: 32 at once; stock holds 4."
+
+
+def test_nothing_that_fits_is_said() -> None:
+    found = plan(None, gpu_mem=8 * GIB, ram=512 * GIB)
+    assert answer(found) is None
+    assert headline(found) == "Nothing holds a single sequence of 65,536 tokens."
+
+
+def test_a_method_that_is_faster_is_named() -> None:
+    assert "Faster:" not in headline(plan())
+    slow = plan(methods=("dense", "scout"), batch=32)
+    configured = make_plan(
+        Request(
+            QWEN3_14B, CONFIG.model_copy(update={"method": "dense"}), 65536, 32, None, None, find_hardware("a100-80"),
+            methods=("dense", "scout"),
+        )
+    )  # fmt: skip
+    assert headline(slow).startswith("scout")
+    assert headline(configured).startswith("dense") and "Faster: scout, 624.9." in headline(configured)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (),
+        ("--details",),
+        ("--ram", "100GiB", "--details"),
+        ("--machine", "l40s", "--what-if", "context=128k,pcie=5"),
+        ("--context", "1M", "--batch", "1"),
+    ],
+)
+def test_nothing_is_cut_in_80_columns(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    file = tmp_path / "qwen3-14b" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(SHAPES["qwen3-14b"]))
+    asked = ("--machine", "a100", "--context", "64k", "--batch", "32", *extra)
+    narrow, wide = (run(*asked, model=str(file), columns=columns) for columns in (80, 400))
+    assert narrow.exit_code == 0, narrow.output
+    assert "…" not in narrow.output
+    kept, _, command = narrow.output.partition("hybrid serve")
+    assert max(map(len, kept.splitlines())) <= 80
+    # Whatever stands in a wide console stands here too, and the command can be copied.
+    assert " ".join(kept.split()) == " ".join(wide.output.partition("hybrid serve")[0].split())
+    copied = shlex.split(command.replace("\\\n", " "))
+    assert copied == shlex.split(wide.output.partition("hybrid serve")[2])
+    rows = [line.split()[0] for line in narrow.output.splitlines() if line and not line.startswith((" ", "-"))]
+    assert {"stock", "scout", "infinigen", "hgca", "dense"} <= set(rows), "methods are rows"
+    assert "whole layers" in narrow.output.split("method ")[0], "among the device's memory, before the table"
