@@ -32,10 +32,13 @@ from hybrid_backend.tools.plan.simulate.overheads import ASLEEP_S, Launches
 MACHINES = {"a100-80": "A100-80", "h200": "H200", "l40s": "L40S"}
 CONTEXT, BATCH = 65536, 32
 CONFIG: HybridConfig = resolve_config("qwen3-14b", None, {}, ())[0]
-BEFORE = Overheads(launches={"scout": Launches(63, 63)}, selection_s=107e-6, copy_programs=1 << 20, wake_s=ASLEEP_S)
+BEFORE = Overheads(
+    launches={"scout": Launches(63, 63)}, selection_s=107e-6, copy_programs=1 << 20, wake_s=ASLEEP_S, partial_bytes=4.0,
+    selects_beside=False,
+)  # fmt: skip
 """Our step before it was rewritten: 63 nodes a layer (counted), a search by 33 passes over the scores (ESTIMATE: 75 us
 beside 32), copies by as many programs as there are pieces, so that they keep all processors, workers asleep between
-layers."""
+layers, one stream, partials in fp32."""
 MOST_IDLE = 0.06
 
 
@@ -151,7 +154,8 @@ def ablations(name: str) -> dict[str, StepTime]:
         "no gaps between nodes": step(at, usual.without("gaps")),
         "copies take nothing from the step": step(at, usual.without("contention")),
         "no flags, no wake-up": step(replace(at, machine=quiet), usual.without("flags")),
-        "CPU's partial in 2 bytes": step(at, replace(usual, partial_bytes=2.0)),
+        "CPU's partial in 4 bytes": step(at, replace(usual, partial_bytes=4.0)),
+        "selections in the step's own stream": step(at, replace(usual, selects_beside=False)),
         "CPU's partial free": step(at, usual.without("CPU partial")),
         "no time of the engine between steps": step(replace(at, machine=ready)),
         "workers asleep between layers": step(at, replace(usual, wake_s=ASLEEP_S)),

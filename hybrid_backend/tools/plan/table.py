@@ -44,7 +44,7 @@ def render(plan: Plan, before: Plan | None = None, serve: Sequence[str] = (), de
 
 
 def show(plan: Plan, before: Plan | None, serve: Sequence[str], console: Console, details: bool = False) -> None:
-    console.print(render(plan, before, serve, details))
+    console.print(render(plan, before, serve, details), crop=False)  # a path may be longer than a line
 
 
 def size(count: float) -> str:

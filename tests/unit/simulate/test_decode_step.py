@@ -292,7 +292,8 @@ def test_exact_layers_that_are_whole_leave_nothing_to_anybody(method: str) -> No
     whole = decode_step(machine, SHAPE, config, method, 50_000, 1, cpu_share=0.0)
     sparse = decode_step(machine, SHAPE, HybridConfig(), method, 50_000, 1, cpu_share=0.0)
     assert whole.cpu_bytes == whole.pcie_bytes == 0
-    assert whole.device_idle == pytest.approx(sparse.device_idle)
+    # A small layer may be over before the next one's pages are selected.
+    assert whole.device_idle == pytest.approx(sparse.device_idle, rel=0.01)
     assert whole.seconds > sparse.seconds
 
 

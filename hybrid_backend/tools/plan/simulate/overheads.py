@@ -71,8 +71,11 @@ class Overheads:
     wake_s: float = 0.0
     """Until workers that sleep are at work, beyond ``cpu_job_overhead_s``, which is of workers that spin. Measured
     here, asleep: 45 us (docs/cpu-kernels.md)."""
-    partial_bytes: float = 4.0
-    """Of an element of the CPU's partial, which the merge reads over the bus; 4: fp32, as it is today."""
+    selects_beside: bool = True
+    """A selection that is made a layer ahead has a stream of its own: what it takes beyond the digests' bytes passes
+    while the layer before computes, and so does the way of the query over the bus."""
+    partial_bytes: float = 2.0
+    """Of an element of the CPU's partial, which the merge reads over the bus: the model's type."""
     asks: bool = True
     """Query and partial cross the bus while the device waits for them; else they take no time."""
 
@@ -98,6 +101,7 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
 }
 """What of `Overheads` is off where a part is switched off."""
 BARE = Overheads(
-    launches={}, kernel_s=0.0, gap_s=0.0, selection_s=0.0, copy_programs=0, shares_dram=False, flag_s=0.0, asks=False
-)
+    launches={}, kernel_s=0.0, gap_s=0.0, selection_s=0.0, copy_programs=0, shares_dram=False, flag_s=0.0, asks=False,
+    selects_beside=False,
+)  # fmt: skip
 """Bytes, products and waits alone; on a CPU, whose operations are calls."""

@@ -146,17 +146,22 @@ def _select(machine: Machine, method: str, layer: int, ahead: bool) -> float:
     """Score the layer's digests on the device; returns when its selection is known. The launches of the layer are
     counted here."""
     costs = machine.costs
-    return machine.device(
+    parts = costs.launched(method)
+    beside = parts.pop("selection") if ahead and costs.overheads.selects_beside else 0.0
+    scored = machine.device(
         0.0,
         prediction=costs.prediction if ahead else 0.0,
         digests=costs.scoring(_parts(machine, layer).digests),
-        **costs.launched(method),
+        **parts,
     )
+    return machine.time.run("selection", beside, scored) if beside else scored
 
 
-def _ask(machine: Machine) -> float:
-    """The query to the workers, by the device; returns when they know of it."""
-    return machine.device(0.0, bus=machine.costs.asking)
+def _ask(machine: Machine, known: float, ahead: bool) -> float:
+    """The query to the workers, by the device, once it is ``known`` for which pages; returns when they know of it."""
+    if ahead and machine.costs.overheads.selects_beside:
+        return machine.time.run("selection", machine.costs.asking, known)
+    return machine.device(0.0, known, bus=machine.costs.asking)
 
 
 def scout(machine: Machine, step: int) -> None:
@@ -165,24 +170,24 @@ def scout(machine: Machine, step: int) -> None:
     config = costs.config
     machine.device(0.0, machine.recalled)
     answers: dict[int, float] = {}
-    selected: set[int] = set()
+    selected: dict[int, float] = {}
     for layer in _full_layers(machine):
         parts, following, is_whole = _parts(machine, layer), _ahead(machine, layer), layer in costs.whole_layers
         recalls = machine.recall and layer not in config.exact_layers
         copied = parts.away / config.recall_interval(layer) if recalls else 0.0
         if following is not None:
-            _select(machine, "scout", following, ahead=True)
-            selected.add(following)
+            selected[following] = _select(machine, "scout", following, ahead=True)
             if config.lookahead.partial_query == "predicted":
-                answers[following] = machine.cpu(_parts(machine, following).away, copied, _ask(machine))
+                asked = _ask(machine, selected[following], ahead=True)
+                answers[following] = machine.cpu(_parts(machine, following).away, copied, asked)
         machine.device(costs.projections)
         if is_whole:
             machine.device(0.0, **costs.launched("scout", is_whole))
         elif layer not in selected:
-            _select(machine, "scout", layer, ahead=False)
+            selected[layer] = _select(machine, "scout", layer, ahead=False)
         if not is_whole and layer not in answers:
-            answers[layer] = machine.cpu(parts.away, copied, _ask(machine))
-        machine.device(0.0, attention=costs.attention(parts.here))
+            answers[layer] = machine.cpu(parts.away, copied, _ask(machine, selected[layer], ahead=False))
+        machine.device(0.0, selected.get(layer, 0.0), attention=costs.attention(parts.here))
         if not is_whole:
             machine.device(0.0, answers[layer], bus=costs.taking(is_empty=not parts.away))
         attended = machine.rest()
@@ -268,7 +273,7 @@ def hgca(machine: Machine, step: int) -> None:
     kept = min(window * machine.share / (1.0 - machine.share), costs.context - window)
     for _ in _full_layers(machine):
         machine.device(costs.projections, **costs.launched("hgca"))
-        answer = machine.cpu(costs.kv(kept), 0.0, _ask(machine))
+        answer = machine.cpu(costs.kv(kept), 0.0, _ask(machine, 0.0, ahead=False))
         machine.device(0.0, attention=costs.attention(costs.kv(window)))
         machine.device(0.0, answer, bus=costs.taking(is_empty=not kept))
         machine.rest()

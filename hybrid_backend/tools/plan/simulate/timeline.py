@@ -1,23 +1,23 @@
 """Resources that serve tasks in the order in which they are given: the core of the simulation.
 
-A GPU stream, a pool of workers that takes jobs in turn and a copy engine are such queues. A task starts when its
+A GPU stream (the step's, or the one in which pages are selected), a pool of workers that takes jobs in turn and a copy engine are such queues. A task starts when its
 resource is free and everything that it waits for is done; so virtual time needs no event heap, and a resource that
 becomes faster can never make anything end later.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
-Resource = Literal["device", "workers", "link"]
+Resource = Literal["device", "selection", "workers", "link"]
 
 
 class Timeline:
     """Virtual time in seconds."""
 
     def __init__(self) -> None:
-        self._free: dict[Resource, float] = {"device": 0.0, "workers": 0.0, "link": 0.0}
-        self._busy: dict[Resource, float] = {"device": 0.0, "workers": 0.0, "link": 0.0}
+        self._free: dict[Resource, float] = dict.fromkeys(get_args(Resource), 0.0)
+        self._busy: dict[Resource, float] = dict.fromkeys(get_args(Resource), 0.0)
 
     def run(self, resource: Resource, seconds: float, *after: float) -> float:
         """Queue a task that may not start before the times ``after``; returns when it ends."""
