@@ -238,7 +238,7 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
         "bus": {kind: counts for kind, counts in STREAMS.bus.items() if any(counts)},
         "replayed": dict(Graph.replayed),
         "programs": STREAMS.programs.get("_copy_kernel", 0),
-        "page_bytes": runtime.tiers.host.views[0][0].nbytes,
+        "page_bytes": next(view[0].nbytes for view in runtime.tiers.host.views if len(view)),
         "preempted": sorted(name.partition("-")[0] for name in preempted),
         "ran": sorted(ran),
         "made_harmless": "vllm.v1.worker.cpu.shm" in sys.modules,
