@@ -269,6 +269,17 @@ class MetricsConfig(Section):
     of one sequence; layers take turns. 0 turns them off. Source: default."""
 
 
+class QualityConfig(Section):
+    """A promise instead of a budget."""
+
+    min_mass: Annotated[float, number(0, 1)] = 0.0
+    """Share of the attention mass that rows under pressure keep, in the mean of the samples: the running server raises
+    the budget where they fall below, attends everything where the largest budget does not suffice, and lowers the
+    budget where less than half of the loss is used. budget_tokens is where it begins. Needs metrics.sample_interval,
+    which says how fast it follows; method scout, not yet on a GPU. 0: nothing is promised.
+    Source: default."""
+
+
 class HybridConfig(Section):
     """One model's configuration. Immutable; build it with the functions below to get readable errors."""
 
@@ -325,6 +336,7 @@ class HybridConfig(Section):
     workers: WorkersConfig = WorkersConfig()
     host_pool: HostPoolConfig = HostPoolConfig()
     metrics: MetricsConfig = MetricsConfig()
+    quality: QualityConfig = QualityConfig()
 
     @model_validator(mode="after")
     def _check_pages(self) -> HybridConfig:
@@ -343,6 +355,8 @@ class HybridConfig(Section):
         if self.whole_layers != "auto" and (sparse := set(self.whole_layers) - set(self.exact_layers)):
             expected = f"auto, or layers of exact_layers {show(list(self.exact_layers))}"
             refuse("whole_layers", list(self.whole_layers), expected, f"remove {show(sorted(sparse))}")
+        if self.quality.min_mass and not self.metrics.sample_interval:
+            refuse("metrics.sample_interval", 0, "1 or more where quality.min_mass is given", "write 64, or remove it")
         return self
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.execution.policy import Policy
+from hybrid_backend.execution.quality import watch
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu.library import byte_row
 from hybrid_backend.observe.stats import Stats
@@ -57,6 +58,7 @@ class FusedStep:
         self._sparse_layers = set(digests)
         self._sequences: dict[str, int] = {}  # the decoder's name of each request it keeps spans of
         self._next_sequence = 0
+        self._watch = watch(config, stats, sorted(self._sparse_layers), tiers.host.pages)
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
         bound = config.selection.bound
         self._decoder = cpu.Decoder(
@@ -67,6 +69,8 @@ class FusedStep:
         rows, config = step.decode, self._config
         assert rows is not None
         budgets = self._method.budgets(rows)
+        if self._watch is not None:
+            budgets = self._watch.budgets(budgets, rows.num_pages)
         self._decoder.begin(
             rows.page_table,
             rows.seq_lens,
@@ -127,7 +131,7 @@ class FusedStep:
         """Each layer counts when it is called."""
 
     def gauges(self) -> dict[str, float]:
-        return {}
+        return {} if self._watch is None else self._watch.gauges()
 
     @property
     def host_bytes(self) -> int:

@@ -20,6 +20,7 @@ from hybrid_backend.execution.parking import Parking
 from hybrid_backend.execution.partials import CpuPartials, MailboxPartials, PoolPartials
 from hybrid_backend.execution.placement import Placement
 from hybrid_backend.execution.policy import Policy
+from hybrid_backend.execution.quality import watch
 from hybrid_backend.execution.questions import BoxQuestions, PoolQuestions, Questions
 from hybrid_backend.execution.residency import FixedFrames, MappedFrames, Residency, SharedFrames
 from hybrid_backend.kernels.cpu import STEPS
@@ -77,6 +78,8 @@ class DecodeStep:
         self._asked: set[int] = set()
         self._predicted: dict[int, Tensor] = {}  # queries of sampled layers
         self.is_captured = False  # the layer that runs, in a graph: for any rows and sequences that there may be
+        sparse = [layer for layer in self._row if tiers.has_digests(layer)]
+        self._watch = watch(config, stats, sparse, self.shape.most_budget)
         self._residency: Residency | None = None  # None: no frames
         self.parking: Parking | None = None  # of methods that place whole requests
         self.shared: SharedFrames | None = None
@@ -208,6 +211,8 @@ class DecodeStep:
         """The step's inputs, in one copy to the device beside the page table."""
         now, count = self.inputs, rows.count
         requests, budgets = torch.tensor(indices), self._method.budgets(rows)
+        if self._watch is not None:
+            budgets = self._watch.budgets(budgets, rows.num_pages)
         self._partial = (budgets < rows.num_pages).nonzero().flatten().tolist()
         columns = {
             "num_pages": rows.num_pages, "seq_lens": rows.seq_lens, "positions": rows.seq_lens - 1,
@@ -569,9 +574,10 @@ class DecodeStep:
         return covered_tokens(pages, int(rows.seq_lens[r]), self._config.page_size)
 
     def gauges(self) -> dict[str, float]:
+        watched = {} if self._watch is None else self._watch.gauges()
         if self.parking is None or self.shared is None:
-            return {}
-        return {
+            return watched
+        return watched | {
             "hybrid_resident_requests": self.shared.placement.requests,
             "hybrid_parked_rows": self.parking.parked_rows,
             "hybrid_late_rows": self.parking.late_rows,

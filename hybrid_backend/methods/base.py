@@ -42,6 +42,7 @@ class Method(ABC):
     """
 
     uses_workers: ClassVar[bool] = False  # the CPU workers attend what is not resident
+    follows_promises: ClassVar[bool] = False  # budgets may change from step to step, up to all pages of a row
     has_fixed_frames: ClassVar[bool] = False  # each page belongs in one frame, which `frame_of` says; else in any
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
@@ -57,6 +58,14 @@ class Method(ABC):
         if device.type != "cpu" and not is_separate(config, device):
             raise ConfigError("tiers: unified needs a device tier that is the host itself, not a GPU; write auto")
         check_operations(config, device)
+        if config.quality.min_mass and not cls.follows_promises:
+            raise ConfigError(
+                f"quality.min_mass: {config.method} has no budget that could follow it; write method: scout, or 0"
+            )
+        if config.quality.min_mass and device.type != "cpu":
+            raise ConfigError(
+                "quality.min_mass: the attention mass is not sampled on a GPU yet; write 0 and a budget_tokens of your own"
+            )
 
     @classmethod
     def looks_ahead(cls, config: HybridConfig, device: torch.device) -> bool:

@@ -23,6 +23,7 @@ class Scout(Selective):
     """The flagship: resident pages on the device, the important others on the CPU, one layer ahead."""
 
     uses_workers = True
+    follows_promises = True
 
     @classmethod
     def recalls(cls, config: HybridConfig) -> bool:

@@ -79,6 +79,9 @@ _POOL_GAUGES: Mapping[str, str] = {
     "hybrid_moved_requests": "Running requests that were moved between device and CPU, since start (apex)",
     "hybrid_speed_ratio": "Tokens that the device attends in the time of one on the CPU, as predicted (apex)",
     "hybrid_speed_bound": "The ratio below which pipelining pays, of the last step with rows on the CPU (apex)",
+    "hybrid_quality_min_mass": "Attention mass that is promised (quality.min_mass)",
+    "hybrid_quality_mass": "Attention mass of the last round of samples, all layers (quality.min_mass)",
+    "hybrid_quality_budget_tokens": "Tokens attended per row and layer under pressure, inf: all (quality.min_mass)",
     "hybrid_copied_bytes": "Bytes copied from the host pool into frames and staging since start",
 }
 
@@ -139,4 +142,5 @@ class Publisher:
             self._steps.labels(self._rank, *kind).inc(count - self._stepped.get(kind, 0))
             self._stepped[kind] = count
         for name, value in gauges.items():
-            self._pool_gauges[name].labels(self._rank).set(value)
+            if value == value:
+                self._pool_gauges[name].labels(self._rank).set(value)

@@ -134,14 +134,20 @@ class StepShape:
     rows: int  # of a step, at most
     columns: int  # pages of a sequence, at most
     frames: int  # of a request; 0: the device tier reads the host pool itself
-    budget: int  # pages that a layer attends of a row under pressure
+    budget: int  # pages that a layer attends of a row under pressure, to begin with
+    promises: bool  # the budget follows what is sampled (`config.quality`): a row may come to attend all of its pages
     lists: int  # selections of a row in a layer with digests: 1, or one per KV head
     recalls: int  # pages that a row recalls in one layer and step, at most
 
     @property
     def most(self) -> int:
         """Pages that a list of a layer with digests may hold."""
-        return min(self.columns, max(self.budget, self.frames)) if self.frames else self.columns
+        return min(self.columns, max(self.budget, self.frames)) if self.frames and not self.promises else self.columns
+
+    @property
+    def most_budget(self) -> int:
+        """Pages that a budget may grow to: what the frames hold, so that the device tier still attends most."""
+        return max(self.budget, self.frames) if self.frames else self.columns
 
     @classmethod
     def of(
@@ -150,13 +156,16 @@ class StepShape:
         """Over a host pool of ``pages`` pages. ``recalls``: the method copies pages into frames while it decodes."""
         columns = pages_of_a_sequence(config, model, pages)
         lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
+        frames, promises = layout.frames_of(max_requests), bool(config.quality.min_mass)
+        recalled = frames if promises else min(config.budget_pages * lists, frames)
         return cls(
             rows=max_requests,
             columns=columns,
-            frames=layout.frames_of(max_requests),
+            frames=frames,
             budget=columns if config.sparse == "never" else config.budget_pages,
             lists=lists,
-            recalls=min(config.budget_pages * lists, layout.frames_of(max_requests)) if recalls else 0,
+            promises=promises,
+            recalls=recalled if recalls else 0,
         )
 
     def listed(self, has_digests: bool) -> tuple[int, int]:
