@@ -173,7 +173,8 @@ def main() -> None:
     from bench.shapes import write_shape
 
     steps = [int(x) for x in arguments.steps.split(",")]
-    table = Table("card GB", "context", "backend", "batch", "ms/step", "tokens/s", "device idle", "by the CPU", "recalled")
+    heads = ("card GB", "context", "backend", "batch", "ms/step", "tokens/s", "device idle", "by the CPU", "recalled")
+    table = Table(*heads)
     rows: list[dict[str, Any]] = []
     root = str(Path(__file__).parents[1])
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": root}

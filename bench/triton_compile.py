@@ -221,8 +221,8 @@ def _resources(kernel: Any) -> dict[str, int]:
 
 def resident_programs(registers: int, shared: int, warps: int) -> int:
     """Programs that a multiprocessor of an H100 or H200 holds at once (CUDA C++ Programming Guide, table of technical
-    specifications for compute capability 9.0): 64 warps, 32 programs, 65,536 registers given to warps 256 at a time, 228
-    KiB of shared memory, one of which each program takes for itself.
+    specifications for compute capability 9.0): 64 warps, 32 programs, 65,536 registers given to warps 256 at a time,
+    228 KiB of shared memory, one of which each program takes for itself.
 
     Args:
         registers: of a thread; shared: bytes of a program.

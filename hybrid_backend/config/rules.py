@@ -126,16 +126,16 @@ def either(scalar: Rule, other: Rule) -> Rule:
     return Rule(f"{scalar.allowed}, or {other.allowed}", check)
 
 
-def auto_or(rule: Rule) -> Rule:
+def auto_or(rule: Rule, word: str = "auto") -> Rule:
     def check(value: object) -> object:
-        if not isinstance(value, str) or value == "auto":
-            return value if value == "auto" else rule.check(value)
+        if not isinstance(value, str) or value == word:
+            return value if value == word else rule.check(value)
         try:
             return rule.check(value)
         except Wrong as wrong:
-            raise Wrong(wrong.hint or did_you_mean(value, ("auto",))) from None
+            raise Wrong(wrong.hint or did_you_mean(value, (word,))) from None
 
-    return Rule(f"auto, or {rule.allowed}", check)
+    return Rule(f"{word}, or {rule.allowed}", check)
 
 
 def parse_size(value: object) -> int:

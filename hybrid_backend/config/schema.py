@@ -272,12 +272,16 @@ class MetricsConfig(Section):
 class QualityConfig(Section):
     """A promise instead of a budget."""
 
-    min_mass: Annotated[float, number(0, 1)] = 0.0
+    min_mass: Annotated[float | Literal["none"], auto_or(number(0, 1), "none")] = "none"
     """Share of the attention mass that rows under pressure keep, in the mean of the samples: the running server raises
     the budget where they fall below, attends everything where the largest budget does not suffice, and lowers the
     budget where less than half of the loss is used. budget_tokens is where it begins. Needs metrics.sample_interval,
-    which says how fast it follows; method scout, not yet on a GPU. 0: nothing is promised.
-    Source: default."""
+    which says how fast it follows; method scout, not yet on a GPU. Source: default (none)."""
+
+    @property
+    def promise(self) -> float:
+        """0: none."""
+        return 0.0 if isinstance(self.min_mass, str) else self.min_mass
 
 
 class HybridConfig(Section):
@@ -355,7 +359,7 @@ class HybridConfig(Section):
         if self.whole_layers != "auto" and (sparse := set(self.whole_layers) - set(self.exact_layers)):
             expected = f"auto, or layers of exact_layers {show(list(self.exact_layers))}"
             refuse("whole_layers", list(self.whole_layers), expected, f"remove {show(sorted(sparse))}")
-        if self.quality.min_mass and not self.metrics.sample_interval:
+        if self.quality.promise and not self.metrics.sample_interval:
             refuse("metrics.sample_interval", 0, "1 or more where quality.min_mass is given", "write 64, or remove it")
         return self
 

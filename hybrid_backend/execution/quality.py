@@ -32,7 +32,7 @@ class QualityWatch:
             layers: that are sampled, at least one.
             most: pages that a budget may grow to.
         """
-        self.min_mass, self._stats, self._layers = config.quality.min_mass, stats, tuple(layers)
+        self.min_mass, self._stats, self._layers = config.quality.promise, stats, tuple(layers)
         self._page, self._most = config.page_size, most
         self._least = config.sinks + config.recent + 1
         self.budget = min(max(config.budget_pages, self._least), most)
@@ -91,4 +91,4 @@ class QualityWatch:
 
 def watch(config: HybridConfig, stats: Stats, layers: Sequence[int], most: int) -> QualityWatch | None:
     """None: nothing is promised, or nothing is left out."""
-    return QualityWatch(config, stats, layers, most) if config.quality.min_mass and layers else None
+    return QualityWatch(config, stats, layers, most) if config.quality.promise and layers else None

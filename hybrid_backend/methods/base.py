@@ -58,13 +58,13 @@ class Method(ABC):
         if device.type != "cpu" and not is_separate(config, device):
             raise ConfigError("tiers: unified needs a device tier that is the host itself, not a GPU; write auto")
         check_operations(config, device)
-        if config.quality.min_mass and not cls.follows_promises:
+        if config.quality.promise and not cls.follows_promises:
             raise ConfigError(
-                f"quality.min_mass: {config.method} has no budget that could follow it; write method: scout, or 0"
+                f"quality.min_mass: {config.method} has no budget that could follow it; write method: scout, or none"
             )
-        if config.quality.min_mass and device.type != "cpu":
+        if config.quality.promise and device.type != "cpu":
             raise ConfigError(
-                "quality.min_mass: the attention mass is not sampled on a GPU yet; write 0 and a budget_tokens of your own"
+                "quality.min_mass: the attention mass is not sampled on a GPU yet; write none, and a budget_tokens"
             )
 
     @classmethod

@@ -156,7 +156,7 @@ class StepShape:
         """Over a host pool of ``pages`` pages. ``recalls``: the method copies pages into frames while it decodes."""
         columns = pages_of_a_sequence(config, model, pages)
         lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
-        frames, promises = layout.frames_of(max_requests), bool(config.quality.min_mass)
+        frames, promises = layout.frames_of(max_requests), bool(config.quality.promise)
         recalled = frames if promises else min(config.budget_pages * lists, frames)
         return cls(
             rows=max_requests,

@@ -28,8 +28,8 @@ class Mailbox:
     """Where one layer's questions and answers lie, in pinned memory where there is a GPU.
 
     The device writes the query and the lists (unless the host keeps them), then the step's number to ``asked``; the
-    server writes the partial, then the same number to ``answered``. Numbers go up. The partial is rounded to the dtype of
-    the cache, in which it crosses the bus: the sum that it becomes a part of is rounded to it as well.
+    server writes the partial, then the same number to ``answered``. Numbers go up. The partial is rounded to the dtype
+    of the cache, in which it crosses the bus: the sum that it becomes a part of is rounded to it as well.
 
     A row without pages, or of a request that is gone, gets the empty partial: ``lse`` -inf, and nothing is written to
     ``out``. So what ``out`` holds where ``lse`` is -inf (of another step, or NaN) must not be used, not even times 0.

@@ -162,8 +162,10 @@ def merge_partials(
         empty(rows, heads, dim, dtype=dtype) if into is None else into,
         empty(rows, heads, dtype=float32),
     )
-    there = None if other is None else other[0].float()
-    others = (0, 0) if other is None else (_at(there, float32, items * dim), _at(other[1], float32, items))
+    others = (0, 0)
+    if other is not None:
+        there = other[0].float()  # kept until the call is over
+        others = _at(there, float32, items * dim), _at(other[1], float32, items)
     _call(
         "hb_merge_partials", _at(out, float32), _at(lse, float32, items * parts), *others,
         0 if sinks is None else _at(sinks, float32, heads), _at(merged, dtype, items * dim), merged_lse.data_ptr(),

@@ -67,7 +67,7 @@ def test_a_copy_that_nobody_waits_for_is_found(device: torch.device, monkeypatch
 
 def test_a_selection_that_nobody_waits_for_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeStep, "_await_lookahead", lambda self, layer: self._ahead.pop(layer, None))
-    with pytest.raises(AssertionError, match="has joined|request|queued"):
+    with pytest.raises(AssertionError, match=r"request"):
         check_steps(device, "scout", FEW, "default first")
     STREAMS.finish()
 

@@ -407,6 +407,7 @@ CHANGES = [
     "workers.deadline_seconds=1",
     "host_pool.size=1GiB",
     "metrics.sample_interval=0",
+    "quality.min_mass=0.98",
 ]
 
 
