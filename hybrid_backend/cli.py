@@ -108,7 +108,7 @@ def list_models() -> None:
     from hybrid_backend.tools.hub import entries
 
     for entry in entries():
-        typer.echo(f"{entry.name}  ({entry.package})")
+        typer.echo(f"{entry.name}  ({', '.join(entry.packages)})")
 
 
 @app.command()

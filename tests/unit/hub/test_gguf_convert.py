@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hybrid_backend.errors import ModelError
 from hybrid_backend.tools.hub.gguf_convert import convert, unpermute
@@ -27,9 +27,11 @@ def llama_cpp_permute(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path: Path, state: dict[str, torch.Tensor], metadata: dict[str, Any] | None = None) -> Path:
-    """A Llama state dict as llama.cpp would store it; `metadata` overrides keys, None removes one."""
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(
+    path: Path, state: dict[str, torch.Tensor], metadata: dict[str, Any] | None = None, kind: str = "llama"
+) -> Path:
+    """A state dict as llama.cpp would store it; `metadata` overrides keys, None removes one."""
+    writer = gguf.GGUFWriter(path, kind)
     keys: dict[str, Any] = {
         "llama.block_count": LAYERS,
         "llama.context_length": 64,
@@ -45,6 +47,7 @@ def write_gguf(path: Path, state: dict[str, torch.Tensor], metadata: dict[str, A
         "tokenizer.chat_template": "{{ messages[0]['content'] }}",
     }
     for key, value in (keys | (metadata or {})).items():
+        key = key.replace("llama.", f"{kind}.")
         if isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, bool):
@@ -70,9 +73,9 @@ def write_gguf(path: Path, state: dict[str, torch.Tensor], metadata: dict[str, A
     }
     for name, tensor in state.items():
         values = tensor.float().numpy()
-        if "q_proj" in name:
+        if kind == "llama" and "q_proj" in name:
             values = llama_cpp_permute(values, HEADS)
-        if "k_proj" in name:
+        if kind == "llama" and "k_proj" in name:
             values = llama_cpp_permute(values, KV_HEADS)
         for old, new in names.items():
             name = name.replace(old, new)
@@ -103,7 +106,21 @@ def small_llama(*, tied: bool) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def state_of(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+def small_qwen2() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(TOKENS), hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=64, rope_theta=5000.0,
+        rms_norm_eps=1e-6, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight)
+    return model.to(torch.bfloat16)
+
+
+def state_of(model: Any) -> dict[str, torch.Tensor]:
     state = model.state_dict()
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
@@ -135,6 +152,20 @@ def test_a_converted_model_is_the_original(tmp_path: Path, tied: bool) -> None:
         loaded = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
         expected = original.float()(tokens).logits
         torch.testing.assert_close(loaded(tokens).logits, expected)
+
+
+def test_a_converted_qwen2_is_the_original_biases_and_all(tmp_path: Path) -> None:
+    """Nothing is permuted there; digits and contractions are split as its tokenizer does."""
+    original, target = small_qwen2(), tmp_path / "model"
+    target.mkdir()
+    source = write_gguf(tmp_path / "m.gguf", state_of(original), {"tokenizer.ggml.pre": "qwen2"}, "qwen2")
+    convert(source, target, name="org/small")
+    tokens = torch.tensor([[2, 3, 4, 5, 6, 7, 2, 2]])
+    with torch.inference_mode():
+        loaded = Qwen2ForCausalLM.from_pretrained(target, dtype=torch.float32)
+        torch.testing.assert_close(loaded(tokens).logits, original.float()(tokens).logits)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+    assert [TOKENS[i] for i in tokenizer("ab 12<|end|>").input_ids] == ["ab", "Ġ", "1", "2", "<|end|>"]
 
 
 def test_the_tokenizer_keeps_special_and_added_tokens_whole(tmp_path: Path) -> None:
