@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_backend.attention.prompts import Prompts, TorchPrompts
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.step import ModelSpec
@@ -17,6 +18,7 @@ from hybrid_backend.tiers.heads import ResidentHeads
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.sizes import TierLayout, frame_shape, pages_of_a_sequence
 from hybrid_backend.tiers.stream import HeadStream
+from hybrid_backend.tiers.write_back import WriteBack
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Tiers:
     stream: HeadStream | None
     whole: ResidentHeads  # all heads of `TierLayout.whole_layers`
     cache: ContextCache  # of `TierLayout.cached_layers`
+    prompts: Prompts
+    write_back: WriteBack  # of what they write
     copied_pages: int = 0  # into frames, since start
     copied_head_pages: int = 0  # pages of one KV head, into frames
 
@@ -61,7 +65,7 @@ class Tiers:
         stream = None
         if layout.separate:
             tokens = layout.buffer_tokens(config.page_size, host.layers[layers[0]].shape[0])
-            stream = HeadStream(host, model, config.page_size, tokens, device)
+            stream = HeadStream(host, model, config.page_size, tokens, operations, device)
         most = pages_of_a_sequence(config, model, len(host.layers[layers[0]]))
         cached = {layer: host.layers[layer] for layer in layout.cached_layers(config, model)}
         return cls(
@@ -76,6 +80,8 @@ class Tiers:
             stream=stream,
             whole=ResidentHeads(dict.fromkeys(layout.whole_layers, every), host, operations, model, device),
             cache=ContextCache(cached, max_requests, most),
+            prompts=TorchPrompts(operations, model),
+            write_back=WriteBack(host, operations, device),
         )
 
     def has_digests(self, layer: int) -> bool:

@@ -10,6 +10,7 @@ from hybrid_backend.kernels.triton.common import COPY_PROGRAMS
 
 _TILE = 16  # tokens of a head that a program stores at a time: K and V of 128 channels in 16 bits are 8 KiB
 
+
 @triton.jit(do_not_specialize=["columns", "key_stride", "value_stride"])
 def _append_kernel(key, value, host, frames, digests, pages, positions, requests, frame_of, columns, key_stride,
                    value_stride,
