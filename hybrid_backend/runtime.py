@@ -17,7 +17,7 @@ from hybrid_backend.attention.prefill import windowed
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.execution import make_executor
-from hybrid_backend.execution.operations import are_launches, resolve_operations
+from hybrid_backend.execution.operations import are_launches, resolve_flashinfer, resolve_operations
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure, make_step, whole_tokens, window_rows
@@ -67,7 +67,8 @@ class HybridRuntime:
         self._stats = Stats.of(model.num_layers)
         layout, operations = method.layout(config, model, device), resolve_operations(config, device)
         by_itself = are_launches(config, device)
-        self.tiers = Tiers.build(layout, config, model, host, max_requests, device, operations, by_itself)
+        flashinfer = resolve_flashinfer(config, model, operations, device)
+        self.tiers = Tiers.build(layout, config, model, host, max_requests, device, operations, by_itself, flashinfer)
         self.workers = make_pool(config.workers, rank if device.type != "cuda" else _on_gpus(rank, device))
         self.method = method(config, model, self.tiers)
         self.executor = make_executor(self.method, config, model, self.tiers, self.workers, self._stats)

@@ -15,7 +15,7 @@ from hybrid_backend.attention.prefill import KVBlock, gather_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.execution.fused import supports_fused
-from hybrid_backend.execution.operations import are_launches, check_operations, operations_name
+from hybrid_backend.execution.operations import are_launches, check_operations, flashinfer_bytes, operations_name
 from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import StepShape
@@ -112,7 +112,7 @@ class Method(ABC):
         shape = StepShape.of(config, model, layout, pages, max_requests, cls.recalls(config))
         has_mailboxes = cls.uses_workers and are_launches(config, device)
         return OwnMemory(
-            device=shape.state_bytes(len(layout.framed_layers(model))),
+            device=shape.state_bytes(len(layout.framed_layers(model))) + flashinfer_bytes(config, model, device),
             host=shape.mailbox_bytes(config, model, layout) if has_mailboxes else 0,
         )
 
