@@ -1,5 +1,5 @@
-"""FlashInfer's kernels (https://github.com/flashinfer-ai/flashinfer, Apache-2.0) as attention of the CUDA tier: prompts,
-and those partials of decoding rows whose lengths the host knows.
+"""FlashInfer's kernels (https://github.com/flashinfer-ai/flashinfer, Apache-2.0) as attention of the CUDA tier:
+prompts, and those partials of decoding rows whose lengths the host knows.
 
 FlashInfer plans on the host: it reads the lengths of all sequences and sends the device a schedule. So whatever the
 device decides by itself (which pages are resident, how many the CPU attends), and all that a captured graph replays, is
@@ -206,8 +206,8 @@ class PagedDecode:
 
 
 class _Planned:
-    """A wrapper, and what it is planned for. A plan is written to pinned memory, from which the device copies it: a later
-    one must wait until that copy is done, or it would spoil it."""
+    """A wrapper, and what it is planned for. A plan is written to pinned memory, from which the device copies it: a
+    later one must wait until that copy is done, or it would spoil it."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper, self._key = wrapper, None

@@ -1,7 +1,8 @@
 """FlashInfer as far as we call it, in PyTorch: its documented shapes, layouts and strides, log-sum-exp with base 2.
 
-Signatures are those of the version below (tests/slow/test_flashinfer.py compares them where it is installed). As the real
-one, a plan reads lengths on the host, writes them to pinned memory, and the device works by what it copied from there.
+Signatures are those of the version below (tests/slow/test_flashinfer.py compares them where it is installed). As the
+real one, a plan reads lengths on the host, writes them to pinned memory, and the device works by what it copied from
+there.
 """
 
 from __future__ import annotations
