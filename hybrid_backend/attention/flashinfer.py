@@ -69,6 +69,15 @@ def lacks(module: ModuleType) -> list[str]:
     return found
 
 
+def faults() -> list[str]:
+    """Why what is installed cannot be imported, or what of `LEANS` it lacks; empty: it is as we know it."""
+    try:
+        module = import_module("flashinfer")
+    except Exception as error:  # it loads libraries, and asks the driver
+        return [" ".join(f"{type(error).__name__}: {error}".split())]
+    return lacks(module)
+
+
 def unfit(model: ModelSpec) -> str | None:
     """Why a model cannot be attended by it; None: it can."""
     if model.dtype not in (torch.float16, torch.bfloat16):
@@ -117,7 +126,8 @@ class FlashInfer:
             return torch.randn(*shape, dim, generator=chance).to(model.dtype)
 
         q, kv, before = drawn(5, heads), drawn(5, kv_heads, 2), drawn(kv_heads, 2, 20)
-        own = self.prompts.own(q.to(device), *kv.to(device).unbind(2), [(0, 2), (2, 5)])[1]
+        there = kv.to(device)
+        own = self.prompts.own(q.to(device), there[:, :, 0], there[:, :, 1], [(0, 2), (2, 5)])[1]
         block = KVBlock(tuple(range(kv_heads)), *before.to(device).unbind(1))
         found = self.prompts.attend(q[2:].to(device), own, [block])
         k, v = (torch.cat([before[:, i].transpose(0, 1), kv[2:, :, i]]) for i in range(2))
@@ -210,7 +220,8 @@ class _Planned:
     later one must wait until that copy is done, or it would spoil it."""
 
     def __init__(self, wrapper: Any) -> None:
-        self._wrapper, self._key = wrapper, None
+        self._wrapper = wrapper
+        self._key: Hashable = None
         self._copied: torch.cuda.Event | None = None
 
     def is_planned(self, key: Hashable) -> bool:

@@ -34,19 +34,20 @@ def shares_what_is_being_written(engine: Engine) -> None:
         engine.refs[page] = 1 + (page in b.pages)
 
 
-def check(device: torch.device, name: str, seed: int, steps: int = 6, order: Order | None = None) -> None:
+def check(device: torch.device, name: str, seed: int, steps: int = 7, order: Order | None = None) -> None:
     """Chunks that end anywhere in a page, beside decoding rows, against the same on a CPU by native kernels."""
     keys, shape = {"metrics": {"sample_interval": 1}, **KEYS[name]}, spec(3)  # both draw as many predictions
     far = FarEngine(config(**keys), shape, num_pages=64, max_requests=4, device=device)
     near_keys = {"tiers": "separate"} | keys if name == "scout" else keys
     near = Engine(config(**near_keys, device_kernels="native"), shape, num_pages=64, max_requests=4)
     work: list[dict[str, int]] = [{"a": 2 * PAGE + 3, "b": 7}, {"c": 21}, {"c": 40, "a": 1}, {"c": 19, "b": 1}]
-    work += [{"a": 1, "b": 1, "c": 1}] * 2
+    work += [{"a": 1, "b": 1, "c": 1}, {"d": 30}, {"d": 1, "a": 1}]
     STREAMS.seed(seed, order)
     try:
         for each in (far, near):
             shares_what_is_being_written(each)
             each.add("c", 80)
+            each.add("d", 30)
         with late():
             for step, counts in enumerate(work[:steps]):
                 found, expected = (each.step(counts, tolerance=None) for each in (far, near))
@@ -65,8 +66,9 @@ def check(device: torch.device, name: str, seed: int, steps: int = 6, order: Ord
 
 @pytest.mark.parametrize("name", KEYS)
 def test_whoever_reads_a_page_finds_the_prompts_tokens_in_it(device: torch.device, name: str) -> None:
-    for seed in range(3):
-        check(device, name, seed)
+    orders: tuple[Order, ...] = ("default first", "default last", "random")
+    for seed, order in enumerate(orders):
+        check(device, name, seed, order=order)
 
 
 def test_a_reader_that_does_not_wait_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
