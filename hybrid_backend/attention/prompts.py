@@ -72,14 +72,14 @@ class Prompts(ABC):
         return Partial(*self._operations.merge_partials(out[:, :, None], lse[:, :, None], other, into=into))
 
     def _merged_some(self, partial: Partial, q: Tensor, block: KVBlock) -> Partial:
-        """Of some KV heads."""
+        """Of some KV heads, in place."""
         axis, group = self.head_axis, self._model.num_heads // self._model.num_kv_heads
         some = sent(torch.tensor(block.heads), q.device)
         mine = (some[:, None] * group + torch.arange(group, device=q.device)).flatten()
         out, lse = partial.out.float(), partial.lse
         taken = Partial(out.index_select(axis, mine), lse.index_select(axis, mine))
         found = self._merged(taken, self.over(q.index_select(1, mine), block))
-        return Partial(out.index_copy(axis, mine, found.out), lse.index_copy(axis, mine, found.lse))
+        return Partial(out.index_copy_(axis, mine, found.out), lse.index_copy_(axis, mine, found.lse))
 
 
 class TorchPrompts(Prompts):

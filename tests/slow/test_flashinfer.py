@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import math
 import re
 import sys
 from importlib.metadata import version
@@ -246,6 +247,7 @@ def test_auto_takes_it_where_it_computes_what_it_should(
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "another log-sum-exp": ({"single_prefill_with_kv_cache": "natural"}, "is off by"),
+    "no numbers": ({"single_prefill_with_kv_cache": "nan"}, "is off by nan"),
     "another signature": ({"single_prefill_with_kv_cache": lambda q, k, v: None}, "sm_scale|causal|return_lse"),
     "no wrapper": ({"BatchDecodeWithPagedKVCacheWrapper": None}, "no BatchDecodeWithPagedKVCacheWrapper"),
     "no compiler": ({"single_prefill_with_kv_cache": "nvcc"}, "RuntimeError: no nvcc"),
@@ -267,7 +269,11 @@ def test_one_that_is_not_as_we_know_it_is_not_used(
     def nvcc(q, k, v, causal=False, sm_scale=None, return_lse=False):  # type: ignore[no-untyped-def]
         raise RuntimeError("no nvcc")
 
-    given = {"natural": natural, "nvcc": nvcc}
+    def nan(q, k, v, causal=False, sm_scale=None, return_lse=False):  # type: ignore[no-untyped-def]
+        out, lse = original(q, k, v, causal=causal, sm_scale=sm_scale, return_lse=return_lse)
+        return out * math.nan, lse
+
+    given = {"natural": natural, "nvcc": nvcc, "nan": nan}
     other = ModuleType("flashinfer")
     other.__spec__ = SimpleNamespace(name="flashinfer")  # type: ignore[assignment]
     vars(other).update({key: value for key, value in vars(flashinfer_stand_in).items() if key[0] != "_"})
