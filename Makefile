@@ -275,7 +275,7 @@ bench-selection-quality: test-install model ## What ways to choose pages are wor
 compile-triton: test-install ## Every Triton kernel compiled for a Hopper GPU: registers, shared memory, spills
 	$(PY) -m bench.triton_compile
 
-bench-gpu: test-install ## On a GPU: the kernels against the copy rates, then decode throughput against the stock backends
+bench-gpu: test-install ## On a GPU: the kernels against the copy rates and FlashInfer's, then decode throughput against the stock backends
 	$(PY) -m bench.gpu_kernels
 	$(PY) -m bench.gpu_decode
 

@@ -1,6 +1,7 @@
-"""The device tier's kernels on a GPU: bytes moved over time, against the copy rates measured in the same run.
+"""The device tier's kernels on a GPU: bytes moved over time, against the copy rates measured in the same run; attention
+of prompts by PyTorch and by FlashInfer, in floating point operations over time.
 
-    python -m bench.gpu_kernels [--context 32768] [--batches 1,8,40] [--budget 2048]
+    python -m bench.gpu_kernels [--context 32768] [--batches 1,8,40] [--budget 2048] [--chunk 2048]
 
 Shapes of Qwen3-14B (40 heads, 8 KV heads of 128, pages of 32). Rates: device memory by a copy on the device, the bus by
 a copy from pinned memory. Writes bench/out/gpu_kernels.json. Needs a GPU.
@@ -12,14 +13,25 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+
+from hybrid_backend.attention.flashinfer import FlashInfer
+from hybrid_backend.attention.partial import Partial
+from hybrid_backend.attention.prefill import KVBlock
+from hybrid_backend.attention.prompts import Prompts, TorchPrompts
+from hybrid_backend.kernels.operations import Operations
+from hybrid_backend.kernels.triton import operations as kernels
+from hybrid_backend.step import ModelSpec
 
 HEADS, KV_HEADS, DIM, PAGE = 40, 8, 128, 32
 ROUNDS = 20
+STAGED = 4096  # tokens of a staging buffer
+MODEL = ModelSpec(1, HEADS, KV_HEADS, DIM, DIM**-0.5, torch.bfloat16)
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -48,10 +60,51 @@ def rates() -> dict[str, float]:
     }
 
 
-def measure(rows: int, context: int, budget: int) -> dict[str, tuple[int, str, float]]:
-    """``{kernel: (bytes that it must move, what they cross, seconds)}``."""
-    from hybrid_backend.kernels.triton import operations as kernels
+def flashinfer() -> FlashInfer | None:
+    """FlashInfer, if it can be used here; else says why it cannot."""
+    found = FlashInfer.tried(cast(Operations, kernels), MODEL, torch.device("cuda"))
+    if isinstance(found, str):
+        print(f"FlashInfer is left out: {found}")
+        return None
+    return found
 
+
+def measure_prompts(chunk: int, other: FlashInfer | None) -> dict[str, tuple[float, float]]:
+    """``{what: (operations, or bytes over the bus, seconds)}`` of one layer, by PyTorch and by FlashInfer."""
+    cuda: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    q, k = torch.randn(chunk, HEADS, DIM, **cuda), torch.randn(chunk, KV_HEADS, DIM, **cuda)
+    staged = torch.randn(KV_HEADS, 2, STAGED, DIM, **cuda)
+    block = KVBlock(tuple(range(KV_HEADS)), *staged.unbind(1))
+    flops = 4 * HEADS * DIM * chunk
+    found: dict[str, tuple[float, float]] = {}
+    ways: dict[str, Prompts] = {"torch": TorchPrompts(cast(Operations, kernels), MODEL)}
+    if other is not None:
+        ways["flashinfer"] = other.prompts
+    for name, way in ways.items():
+
+        def own(way: Prompts = way) -> list[Partial]:
+            return way.own(q, k, k, [(0, chunk)])
+
+        def over(way: Prompts = way) -> Partial:
+            return way.over(q, block)
+
+        def merged(way: Prompts = way) -> Tensor:
+            return way.attend(q, way.own(q, k, k, [(0, chunk)])[0], [block, block])
+
+        found[f"own chunk, {name}"] = flops * chunk / 2, seconds(own)
+        found[f"{STAGED} earlier tokens, {name}"] = flops * STAGED, seconds(over)
+        found[f"all: its own, two such blocks, merges, {name}"] = flops * (chunk / 2 + 2 * STAGED), seconds(merged)
+    host = torch.zeros(2 * chunk // PAGE, KV_HEADS, 2, PAGE, DIM, dtype=torch.bfloat16).pin_memory()
+    at = torch.arange(chunk, device="cuda")
+    pages = (at // PAGE).int()
+    for write in (kernels.append_tokens, kernels.store_tokens):
+        took = seconds(lambda write=write: write(k, k, host, pages, at))  # type: ignore[misc]
+        found[f"{write.__name__} (bytes)"] = 2 * k.nbytes, took
+    return found
+
+
+def measure(rows: int, context: int, budget: int, other: FlashInfer | None) -> dict[str, tuple[int, str, float]]:
+    """``{kernel: (bytes that it must move, what they cross, seconds)}``."""
     pages, columns, k = rows * context // PAGE, context // PAGE, budget // PAGE
     page_bytes = KV_HEADS * 2 * PAGE * DIM * 2
     cuda: dict[str, Any] = {"device": "cuda"}
@@ -94,6 +147,11 @@ def measure(rows: int, context: int, budget: int) -> dict[str, tuple[int, str, f
         ),
         "copy_pages": (recalled.numel() * page_bytes, "bus", lambda: kernels.copy_pages(host, frames, recalled, to)),
     }  # fmt: skip
+    if other is not None:
+        known = torch.full((rows,), budget)
+        calls["paged_partial, flashinfer"] = (
+            rows * k * page_bytes, "device", lambda: other.decode.attend(q, frames, ids, known)
+        )  # fmt: skip
     return {name: (size, over, seconds(call)) for name, (size, over, call) in calls.items()}
 
 
@@ -102,22 +160,28 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--batches", default="1,8,40")
     parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a prompt's chunk")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "bench.gpu_kernels needs a GPU\n")
-    best = rates()
+    best, other = rates(), flashinfer()
     table = Table(
         "rows", "kernel", "MB", "microseconds", "GB/s", "of the copy rate", title=torch.cuda.get_device_name()
     )
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "rates": best, "rows": {}}
     for rows in map(int, arguments.batches.split(",")):
-        found["rows"][rows] = measured = measure(rows, arguments.context, arguments.budget)
+        found["rows"][rows] = measured = measure(rows, arguments.context, arguments.budget, other)
         for name, (size, over, took) in measured.items():
             rate = size / took
             table.add_row(
                 str(rows), name, f"{size / 1e6:.1f}", f"{took * 1e6:.0f}", f"{rate / 1e9:.0f}",
                 f"{rate / best[over]:.0%} ({over})",
             )  # fmt: skip
+    Console(width=120).print(table)
+    found["prompts"] = prompts = measure_prompts(arguments.chunk, other)
+    table = Table("a prompt's chunk", "microseconds", "TFLOP/s, or TB/s", title=f"{arguments.chunk} tokens, one layer")
+    for name, (work, took) in prompts.items():
+        table.add_row(name, f"{took * 1e6:.0f}", f"{work / took / 1e12:.3g}")
     Console(width=120).print(table)
     out = Path(__file__).parent / "out"
     out.mkdir(exist_ok=True)

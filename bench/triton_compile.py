@@ -120,6 +120,11 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     kernels.build_digests(host, digests, line, line)
     kernels.append_tokens(new, new, host, line, line, host, line, table, digests)
     kernels.append_tokens(new, new, host, line, long)
+    kernels.store_tokens(new, new, host, line, long)
+    kernels.extend_digests(new, digests, line, 3, page)
+    chunk, sums = q[:, :, None], cpu[1][:, :, None]  # of prompts: partials in the queries' type, and merged ones
+    kernels.merge_partials(chunk, sums, (q, cpu[1]))
+    kernels.merge_partials(cpu[0][:, :, None], sums, (q, cpu[1]), into=cpu[0])
     for aggregate, counted in zip(SIMILARITIES, (counters, None), strict=True):
         kernels.match_labels(q, q, cpu[1][0], cpu[1][0, :kv_heads], line, line, line, aggregate, counted)
     for width in columns:

@@ -17,7 +17,7 @@ from hybrid_backend.attention.prefill import windowed
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.execution import make_executor
-from hybrid_backend.execution.operations import are_launches, resolve_operations
+from hybrid_backend.execution.operations import are_launches, resolve_flashinfer, resolve_operations
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure, make_step, whole_tokens, window_rows
@@ -67,7 +67,8 @@ class HybridRuntime:
         self._stats = Stats.of(model.num_layers)
         layout, operations = method.layout(config, model, device), resolve_operations(config, device)
         by_itself = are_launches(config, device)
-        self.tiers = Tiers.build(layout, config, model, host, max_requests, device, operations, by_itself)
+        flashinfer = resolve_flashinfer(config, model, operations, device)
+        self.tiers = Tiers.build(layout, config, model, host, max_requests, device, operations, by_itself, flashinfer)
         self.workers = make_pool(config.workers, rank if device.type != "cuda" else _on_gpus(rank, device))
         self.method = method(config, model, self.tiers)
         self.executor = make_executor(self.method, config, model, self.tiers, self.workers, self._stats)
@@ -108,6 +109,7 @@ class HybridRuntime:
         """All layers of the step have run."""
         if self._open is step:
             self._open = None
+            self.tiers.write_back.join()
 
     def abandon(self, step: Step) -> None:
         """The engine's forward raised: nothing stays under way for the step."""
@@ -146,16 +148,27 @@ class HybridRuntime:
 
     def _forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         if step.prefill:
-            self._append(layer, step, step.prompt_pages, k, v)
-            for row in step.prefill:
-                mine = slice(row.start, row.end)
-                if self.tiers.has_digests(layer):
-                    assert self.tiers.digests is not None
-                    self.tiers.digests.rebuild(layer, row.written, row.tokens_in)
-                out[mine] = self.method.prefill(layer, row, q[mine], k[mine], v[mine])
-                self.executor.saw_prompt(layer, row, q[mine])
+            self._prefill(layer, step, q, k, v, out)
         if step.decode is not None:
             self.executor.decode(layer, step, q, k, v, out)
+
+    def _prefill(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Prompts are attended, and their digests built, from what the device has at hand, while it crosses to the host
+        pool beside the step."""
+        tiers, rows, pages, offsets = self.tiers, step.prefill, step.prompt_pages, step.write_offsets
+        k, v = tiers.write_back.store(layer, *self._whole_tokens(step, k, v), pages, offsets)
+        tiers.whole.append(layer, pages, offsets, k, v)
+        self.method.append(layer, pages, offsets, k, v)
+        if len(rows) > 1 and any(row.has_earlier_tokens for row in rows):
+            tiers.write_back.join()  # a row may find its prefix in pages that another one writes just now
+        owns = tiers.prompts.own(q, k, v, [(row.start, row.end) for row in rows])
+        for row, own in zip(rows, owns, strict=True):
+            mine = slice(row.start, row.end)
+            if tiers.has_digests(layer):
+                assert tiers.digests is not None
+                tiers.digests.extend(layer, row, k[mine])
+            out[mine] = self.method.prefill(layer, row, q[mine], own)
+            self.executor.saw_prompt(layer, row, q[mine])
 
     def _forward_local(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """A layer with a sliding window."""
@@ -164,7 +177,8 @@ class HybridRuntime:
         heads, scale, blocks = self.model.num_kv_heads, self.model.scale, self.tiers.host.blocks(layer)
         sinks = self.model.sink(layer)
         if step.prefill or self._local is None:
-            self._append(layer, step, step.write_pages, k, v)
+            new, at = self._whole_tokens(step, k, v), (step.write_pages, step.write_offsets)
+            self.tiers.operations.append_tokens(*new, self.tiers.host.views[layer], *at)
         for row in step.prefill:
             mine = slice(row.start, row.end)
             out[mine] = windowed(q[mine], blocks, row.pages, row.seq_len, heads, scale, window, sinks)
@@ -177,19 +191,16 @@ class HybridRuntime:
         result = decode_windows(rows.gather(q), blocks, attended, heads, scale, sinks)
         out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
 
-    def _append(self, layer: int, step: Step, pages: Tensor, k: Tensor, v: Tensor) -> None:
-        """Tokens of the batch to the host pool; those of decoding rows with full attention are the executor's."""
-        k, v, offsets = *(whole_tokens(x[: step.num_tokens]) for x in (k, v)), step.write_offsets
-        self.tiers.operations.append_tokens(k, v, self.tiers.host.views[layer], pages, offsets)
-        if self.model.window(layer) is None:
-            self.tiers.whole.append(layer, pages, offsets, k, v)
-            self.method.append(layer, pages, offsets, k, v)
+    @staticmethod
+    def _whole_tokens(step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the batch."""
+        return whole_tokens(k[: step.num_tokens]), whole_tokens(v[: step.num_tokens])
 
     def imported(self, pages: Tensor) -> None:
         """Whole pages (``[n]`` int64 host page ids, all layers) that somebody else wrote: a KV connector."""
         if self.tiers.digests is not None:
             for layer in self.tiers.digests.layers:
-                self.tiers.digests.rebuild(layer, pages, torch.full((len(pages),), self.config.page_size))
+                self.tiers.digests.rebuild(layer, pages)
         self.tiers.whole.copy(pages)
         self.method.imported(pages)
 
@@ -252,6 +263,7 @@ class HybridRuntime:
     def _abandon_open(self) -> None:
         step, self._open = self._open, None
         if step is not None:
+            self.tiers.write_back.join()
             self.executor.abandon()
             self.method.abandon(step)
 

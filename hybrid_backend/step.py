@@ -80,8 +80,11 @@ class PrefillRow:
     end: int
     seq_len: int
     pages: Tensor  # [ceil(seq_len / page_size)] int64
-    written: Tensor  # [W] int64: the last of `pages`, which the query tokens are written to
-    tokens_in: Tensor  # [W] int64: how many tokens each of them holds then
+    written: Tensor  # [W] int32: the last of `pages`, which the query tokens are written to
+
+    @property
+    def has_earlier_tokens(self) -> bool:
+        return self.seq_len > self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -206,11 +209,8 @@ def make_step(number: int, batch: Batch, page_size: int) -> Step:
 def _prefill_row(batch: Batch, row: int, start: int, end: int, page_size: int) -> PrefillRow:
     seq_len = batch.seq_lens[row]
     first, count = (seq_len - (end - start)) // page_size, -(-seq_len // page_size)
-    tokens_in = torch.full((count - first,), page_size)
-    tokens_in[-1] = seq_len - (count - 1) * page_size
-    pages = batch.page_table[row, :count].long()
-    held = sent(tokens_in, pages.device)
-    return PrefillRow(batch.request_ids[row], start, end, seq_len, pages, written=pages[first:], tokens_in=held)
+    pages = batch.page_table[row, :count]
+    return PrefillRow(batch.request_ids[row], start, end, seq_len, pages.long(), written=pages[first:].int())
 
 
 def _decode_rows(batch: Batch, rows: list[int], page_size: int) -> DecodeRows | None:

@@ -109,8 +109,27 @@ class Operations(Protocol):
                 Only then must the rows' pages be distinct.
         """
 
+    def store_tokens(self, k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor) -> None:
+        """Write a prompt's tokens to their host pages, beside the step: by few programs, since they wait for the bus.
+
+        Args:
+            k, v: ``[tokens, kv_heads, head_dim]``, contiguous, as they are when the stream has come to this.
+            host, pages, positions: as in `append_tokens`.
+        """
+
+    def extend_digests(self, k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
+        """Take the keys of a prompt chunk, consecutive tokens of one sequence, into the digests of their pages. A page
+        whose first token is among them is new, whatever it held.
+
+        Args:
+            k: ``[tokens, kv_heads, head_dim]``, any row stride.
+            digests: ``[pages, kv_heads, 2, head_dim]``, updated in place.
+            pages: ``[n]`` int32 host pages of the tokens, distinct and in order.
+            first: tokens that the first of them held before.
+        """
+
     def build_digests(self, kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
-        """Compute digests anew: after a prompt chunk, or for pages that came from elsewhere.
+        """Compute digests anew, for pages that came from elsewhere.
 
         Args:
             kv: ``[pages, kv_heads, 2, page_size, head_dim]``.
@@ -241,12 +260,13 @@ class Operations(Protocol):
         each head's sink: one more key, of a learned logit and no value (gpt-oss, arXiv 2508.10925).
 
         Args:
-            out: ``[rows, heads, parts, head_dim]`` fp32; ``lse``: ``[rows, heads, parts]`` fp32.
-            other: ``([rows, heads, head_dim], [rows, heads] fp32)``: the CPU's partial, in any dtype, pinned or on the
-                device. What ``out`` holds where ``lse`` is -inf is not read.
+            out: ``[rows, heads, parts, head_dim]`` fp32, bf16 or fp16; ``lse``: ``[rows, heads, parts]`` fp32.
+            other: ``([rows, heads, head_dim], [rows, heads] fp32)``: the CPU's partial, in any of these types, pinned
+                or on the device. What its ``out`` holds where its ``lse`` is -inf is not read.
             dtype: of the result.
             sinks: ``[heads]`` fp32 logits, as they come out of the softmax's scaling; -inf, as None: no sink.
-            into: ``[rows, heads, head_dim]`` in ``dtype``, takes the result; None: a new tensor does.
+            into: ``[rows, heads, head_dim]`` in ``dtype``, takes the result; None: a new tensor does. It may be ``out``
+                itself where that has one part.
 
         Returns:
             ``([rows, heads, head_dim] dtype, [rows, heads] fp32)``. Empty partials change nothing; nothing but empty

@@ -38,6 +38,26 @@ def append_tokens(
         digests[pages] = torch.where(begins, k[:, :, None], grown)
 
 
+def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor) -> None:
+    append_tokens(k, v, host, pages, positions)
+
+
+def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
+    tokens, at = len(k), pages.long()
+    lines = torch.full((len(at) * page_size, *k.shape[1:]), float("nan"), dtype=k.dtype)
+    lines[first : first + tokens] = k
+    keys = lines.unflatten(0, (-1, page_size))
+    inside = torch.arange(len(at) * page_size).view(-1, page_size)
+    inside = ((inside >= first) & (inside < first + tokens))[..., None, None]
+    found = torch.stack(
+        [keys.masked_fill(~inside, -_INF).amax(1), keys.masked_fill(~inside, _INF).amin(1)], 2
+    )  # [pages, kv_heads, 2, head_dim]
+    if first and len(at):
+        old = digests[at[0]]
+        found[0] = torch.stack([torch.maximum(old[:, 0], found[0, :, 0]), torch.minimum(old[:, 1], found[0, :, 1])], 1)
+    digests[at] = found
+
+
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
     written = (pages >= 0) & (tokens > 0)
     at = pages[written].long()
@@ -166,8 +186,9 @@ def merge_partials(
     out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out = out.float()
     if other is not None:
-        there = other[0].masked_fill((other[1] == -_INF)[..., None], 0.0)
+        there = other[0].float().masked_fill((other[1] == -_INF)[..., None], 0.0)
         out = torch.cat([out, there[:, :, None]], 2)
         lse = torch.cat([lse, other[1][:, :, None]], 2)
     if sinks is not None:

@@ -1,14 +1,14 @@
-"""Dense attention of prompt chunks over what came before them, in layers with a sliding window too."""
+"""What attention of prompts is made of: blocks of earlier tokens, PyTorch's flash attention, sliding windows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.partial import Partial, merge, with_sinks
+from hybrid_backend.attention.partial import Partial, with_sinks
 from hybrid_backend.step import sent
 
 
@@ -67,49 +67,6 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Ten
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(*one, bias, True, 0.0, causal, scale=scale)
         lse = lse[..., : q.shape[1]]  # padded
     return Partial(out[0], lse[0])
-
-
-def attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, before: Iterable[KVBlock], scale: float, sinks: Tensor | None = None
-) -> Tensor:
-    """Exact attention of consecutive tokens: causal over themselves, without a mask over all that came before.
-
-    The partials merge exactly, so no ``[chunk, context]`` mask is ever built.
-
-    Args:
-        q: ``[chunk, heads, head_dim]``.
-        k, v: ``[chunk, kv_heads, head_dim]``.
-        before: earlier tokens; together the blocks hold every (token, KV head) that counts once.
-        sinks: ``[heads]`` fp32 (`with_sinks`).
-
-    Returns:
-        ``[chunk, heads, head_dim]`` fp32.
-    """
-    group = q.shape[1] // k.shape[1]
-    own_k, own_v = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
-    own = flash(q.transpose(0, 1), own_k, own_v, True, scale)
-    found = merge_blocks(Partial(own.out.float(), own.lse), q, before, scale, k.shape[1])
-    return with_sinks(found, None if sinks is None else sinks[:, None]).out.transpose(0, 1)
-
-
-def merge_blocks(partial: Partial, q: Tensor, before: Iterable[KVBlock], scale: float, kv_heads: int) -> Partial:
-    """Merge the attention of ``q`` (``[chunk, heads, head_dim]``) over the blocks, unmasked, into ``partial``
-    (``[heads, chunk, head_dim]``), which it may overwrite."""
-    chunk, heads, dim = q.shape
-    group = heads // kv_heads
-    # The group's queries attend the same keys: fold them into the query length instead of repeating K and V.
-    folded = q.view(chunk, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * chunk, dim)
-    for block in before:
-        if len(block.heads) == kv_heads:
-            out, lse = flash(folded, block.k, block.v, False, scale)
-            partial = merge(partial, Partial(out.reshape(-1, chunk, dim).float(), lse.reshape(-1, chunk)))
-            continue
-        some = sent(torch.tensor(block.heads), q.device)
-        mine = (some[:, None] * group + torch.arange(group, device=q.device)).flatten()
-        out, lse = flash(folded[some], block.k, block.v, False, scale)
-        found = Partial(out.reshape(-1, chunk, dim).float(), lse.reshape(-1, chunk))
-        partial.out[mine], partial.lse[mine] = merge(Partial(partial.out[mine], partial.lse[mine]), found)
-    return partial
 
 
 def windowed(

@@ -315,11 +315,14 @@ class HybridConfig(Section):
     through in pieces. auto is 4096, for headinfer its first group threshold, and never more than the host pool.
     Source: default."""
     device_kernels: Annotated[
-        Literal["auto", "native", "torch", "triton"], choice("auto", "native", "torch", "triton")
+        Literal["auto", "native", "torch", "triton", "flashinfer"],
+        choice("auto", "native", "torch", "triton", "flashinfer"),
     ] = "auto"
     """Which implementation of the decode step's operations runs on the device tier: native C++, Triton (a GPU, and CUDA
-    graphs can hold it), or plain torch, the slow oracle of both; auto is triton on a GPU, else native where
-    workers.kernel is. Source: default."""
+    graphs can hold it), or plain torch, the slow oracle of both. flashinfer is Triton, but for prompts, and outside of
+    graphs where the host knows how much is attended: there FlashInfer attends. auto is flashinfer on a GPU where it can
+    be used (pip install 'hybrid-backend[cuda]'), else triton, elsewhere native where workers.kernel is. Source:
+    default."""
     exact_layers: Annotated[tuple[int, ...], list_of(integer(0), ordered=True, unique=True)] = ()
     """Layers that always attend every token.
     Source: default (none; Quest keeps the first two dense, and `hybrid profile` measures them per model)."""

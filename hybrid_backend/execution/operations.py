@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from types import ModuleType
 from typing import cast
 
 import torch
 
+from hybrid_backend.attention import flashinfer
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.operations import Operations
+from hybrid_backend.step import ModelSpec
 from hybrid_backend.workers import kernel_name
+
+_log = logging.getLogger(__name__)
 
 
 def operations_name(config: HybridConfig, device: torch.device) -> str:
     """``torch``, ``native`` or ``triton``: what ``device_kernels`` stands for on this device tier."""
+    if config.device_kernels == "flashinfer":
+        return "triton"  # FlashInfer attends, and has none of the other operations
     if config.device_kernels != "auto":
         return config.device_kernels
     if device.type == "cuda":
@@ -34,8 +41,12 @@ def check_operations(config: HybridConfig, device: torch.device) -> None:
     """Raise ConfigError for an implementation that this device tier cannot run. A GPU may be one of another machine: no
     Triton is needed to plan for it."""
     name = operations_name(config, device)
+    if config.device_kernels == "flashinfer" and device.type != "cuda":
+        raise ConfigError(
+            f"device_kernels: flashinfer needs a GPU, but the device tier is the {device.type}; write auto"
+        )
     if device.type == "cuda" and name != "triton":
-        raise ConfigError(f"device_kernels: {name} does not run on a GPU; write auto or triton")
+        raise ConfigError(f"device_kernels: {name} does not run on a GPU; write auto, flashinfer or triton")
     if name == "native" and (reason := cpu.why_unavailable()):
         raise ConfigError(f"device_kernels: {reason}")
     if name == "triton" and device.type != "cuda" and not _triton().knobs.runtime.interpret:
@@ -57,6 +68,37 @@ def resolve_operations(config: HybridConfig, device: torch.device) -> Operations
         _triton()
     module = {"torch": "oracle", "native": "cpu.operations", "triton": "triton.operations"}[name]
     return cast(Operations, import_module(f"hybrid_backend.kernels.{module}"))
+
+
+def flashinfer_bytes(config: HybridConfig, model: ModelSpec, device: torch.device) -> int:
+    """Device memory that FlashInfer takes. Of a GPU of another machine: as if what is installed here were there."""
+    is_wanted = config.device_kernels == "flashinfer" or (config.device_kernels == "auto" and flashinfer.is_installed())
+    return flashinfer.device_bytes() if device.type == "cuda" and is_wanted and not flashinfer.unfit(model) else 0
+
+
+def resolve_flashinfer(
+    config: HybridConfig, model: ModelSpec, operations: Operations, device: torch.device
+) -> flashinfer.FlashInfer | None:
+    """FlashInfer, if ``device_kernels`` asks for it, or is auto and it can be used: the log says what became of it.
+
+    Raises:
+        ConfigError: it was asked for and cannot be used.
+    """
+    if device.type != "cuda" or config.device_kernels not in ("auto", "flashinfer"):
+        return None
+    found: flashinfer.FlashInfer | str = "it is not installed"
+    if config.device_kernels == "flashinfer" or flashinfer.is_installed():
+        found = flashinfer.FlashInfer.tried(operations, model, device)
+    if isinstance(found, flashinfer.FlashInfer):
+        _log.info("FlashInfer attends prompts, and decoding rows outside of graphs")
+        return found
+    if config.device_kernels == "flashinfer":
+        raise ConfigError(
+            f"device_kernels: flashinfer cannot be used: {found}; {flashinfer.FIX}, or write auto or triton"
+        )
+    level = logging.WARNING if flashinfer.is_installed() else logging.INFO
+    _log.log(level, "Triton and PyTorch attend, not FlashInfer: %s; %s", found, flashinfer.FIX)
+    return None
 
 
 def _triton() -> ModuleType:

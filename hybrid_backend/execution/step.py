@@ -73,6 +73,8 @@ class DecodeStep:
         self._at = {layer: self._buffers(layer, row) for layer, row in self._row.items()}
         self._first: dict[int, StepInputs] = {}  # by rows
         self._partial: list[int] = []  # rows of the open step that leave pages out
+        self._is_resident = False  # no row does, and frames have all of them
+        self.seq_lens = torch.empty(0, dtype=torch.int64)  # of the rows of the open step, on the host
         self._into: Tensor | None = None  # where the layer that runs leaves its result
         self._selected: dict[int, tuple[Selection, Tensor]] = {}
         self._asked: set[int] = set()
@@ -214,6 +216,8 @@ class DecodeStep:
         if self._watch is not None:
             budgets = self._watch.budgets(budgets, rows.num_pages)
         self._partial = (budgets < rows.num_pages).nonzero().flatten().tolist()
+        self._is_resident = not self._partial and int(rows.num_pages.max()) <= self.shape.frames
+        self.seq_lens = rows.seq_lens
         columns = {
             "num_pages": rows.num_pages, "seq_lens": rows.seq_lens, "positions": rows.seq_lens - 1,
             "requests": requests, "budgets": budgets, "ages": torch.tensor([self._ages[index] for index in indices]),
@@ -303,7 +307,7 @@ class DecodeStep:
         now, whole = self.now(len(q)), self._tiers.whole
         self._ops.append_tokens(k, v, self._tiers.host.views[layer], now.pages, now.positions)
         whole.append(layer, now.pages, now.positions, k, v)
-        parts = self.attend(q, whole.stores[layer], now.table[:, None], now.seq_lens[:, None])
+        parts = self.attend(q, whole.stores[layer], now.table[:, None], now.seq_lens[:, None], known=self.seq_lens)
         return self.merge(layer, parts, None, q.dtype)
 
     def _end(self) -> None:
@@ -403,7 +407,7 @@ class DecodeStep:
         chosen, at = self._selected[layer][0], self._at[layer]
         kv = at.host if at.frames is None else at.frames
         most = self.shape.frames or self.shape.listed(self.has_digests(layer))[1]
-        return self.attend(q, kv, chosen.frames, chosen.tokens, most)
+        return self.attend(q, kv, chosen.frames, chosen.tokens, most, self.seq_lens if self._is_resident else None)
 
     def attend_missing(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor] | None:
         """Attention over the selected pages that no frame holds, read where they lie in host memory."""
@@ -415,10 +419,13 @@ class DecodeStep:
         return self._ops.merge_partials(*parts)
 
     def attend(
-        self, q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, most: int | None = None
+        self, q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, most: int | None = None, known: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attention over listed pages of any store (`Operations.paged_partial`). ``most``: pages that a list may hold,
-        None: as many as it has room for."""
+        None: as many as it has room for. ``known``: ``tokens`` of each row's lists, which are the same, on the host;
+        None: the device decides."""
+        if known is not None and self._tiers.decode is not None and not self.is_captured:
+            return self._tiers.decode.attend(q, kv, ids, known)
         most = ids.shape[2] if most is None else most
         parts = self._ops.parts_for(len(q), kv.shape[1], most * self._config.page_size, self._processors)
         return self._ops.paged_partial(q, kv, ids, tokens, self._model.scale, parts)

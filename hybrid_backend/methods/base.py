@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens
+from hybrid_backend.attention.partial import Partial
+from hybrid_backend.attention.prefill import KVBlock, gather_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.execution.fused import supports_fused
-from hybrid_backend.execution.operations import are_launches, check_operations, operations_name
+from hybrid_backend.execution.operations import are_launches, check_operations, flashinfer_bytes, operations_name
 from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import StepShape
@@ -120,7 +121,7 @@ class Method(ABC):
         shape = StepShape.of(config, model, layout, pages, max_requests, cls.recalls(config))
         has_mailboxes = cls.uses_workers and are_launches(config, device)
         return OwnMemory(
-            device=shape.state_bytes(len(layout.framed_layers(model))),
+            device=shape.state_bytes(len(layout.framed_layers(model))) + flashinfer_bytes(config, model, device),
             host=shape.mailbox_bytes(config, model, layout) if has_mailboxes else 0,
         )
 
@@ -135,10 +136,11 @@ class Method(ABC):
         """A step of the engine begins, before its decoding rows are planned. Requests with prompt tokens still have the
         index that they may have decoded with."""
 
-    def prefill(self, layer: int, row: PrefillRow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Exact attention of a prompt chunk: ``[chunk, heads, head_dim]`` in, the same shape in fp32 out."""
+    def prefill(self, layer: int, row: PrefillRow, q: Tensor, own: Partial) -> Tensor:
+        """Exact attention of a prompt chunk: ``[chunk, heads, head_dim]`` in, the same shape out. ``own``: what it
+        attends of itself (`Prompts.own`)."""
         before = self.prefix(layer, row.pages, row.seq_len - len(q))
-        return attend_chunk(q, k, v, before, self.model.scale, self.model.sink(layer))
+        return self.tiers.prompts.attend(q, own, before, self.model.sink(layer))
 
     def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """New tokens are in the host pool. ``pages``, ``positions``: ``[tokens]`` host page (int32, -1: none) and

@@ -37,7 +37,6 @@ class Dense(Method):
 
     def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
         now = step.now(len(q))
-        parts = step.attend(
-            q, self.tiers.host.views[layer], now.table[:, None], now.seq_lens[:, None], now.table.shape[1]
-        )
+        host, table = self.tiers.host.views[layer], now.table[:, None]
+        parts = step.attend(q, host, table, now.seq_lens[:, None], known=step.seq_lens)
         return step.merge(layer, parts, None, q.dtype)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens
+from hybrid_backend.attention.partial import Partial
+from hybrid_backend.attention.prefill import KVBlock, gather_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.base import Method, OwnMemory, by_layer, can_fuse, is_separate, named_heads, staging_tokens
@@ -122,7 +123,7 @@ class HeadInfer(Method):
 
     # --- prompts ---
 
-    def prefill(self, layer: int, row: PrefillRow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def prefill(self, layer: int, row: PrefillRow, q: Tensor, own: Partial) -> Tensor:
         heads, page, tokens = self._heads[layer], self.config.page_size, row.seq_len - len(q)
         used = -(-tokens // page)
         first = min(self.config.sinks, used)
@@ -137,7 +138,7 @@ class HeadInfer(Method):
             self.prefix(layer, row.pages[:first], min(tokens, first * page), heads.few),
             self.prefix(layer, row.pages[last:used], max(0, tokens - last * page), heads.few),
         )
-        return attend_chunk(q, k, v, before, self.model.scale, self.model.sink(layer))
+        return self.tiers.prompts.attend(q, own, before, self.model.sink(layer))
 
     def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         self._resident.append(layer, pages, positions, k, v)

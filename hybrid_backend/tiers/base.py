@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_backend.attention.flashinfer import FlashInfer, PagedDecode, device_bytes
+from hybrid_backend.attention.prompts import Prompts, TorchPrompts
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.step import ModelSpec
@@ -17,6 +19,7 @@ from hybrid_backend.tiers.heads import ResidentHeads
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.sizes import TierLayout, frame_shape, pages_of_a_sequence
 from hybrid_backend.tiers.stream import HeadStream
+from hybrid_backend.tiers.write_back import WriteBack
 
 
 @dataclass
@@ -34,6 +37,10 @@ class Tiers:
     stream: HeadStream | None
     whole: ResidentHeads  # all heads of `TierLayout.whole_layers`
     cache: ContextCache  # of `TierLayout.cached_layers`
+    prompts: Prompts
+    decode: PagedDecode | None  # of lists whose tokens the host knows, outside of graphs; None: as all others
+    write_back: WriteBack  # of what prompts write
+    kernel_bytes: int  # device memory of `prompts` and `decode`
     copied_pages: int = 0  # into frames, since start
     copied_head_pages: int = 0  # pages of one KV head, into frames
 
@@ -48,6 +55,7 @@ class Tiers:
         device: torch.device,
         operations: Operations,
         asks_by_itself: bool,
+        flashinfer: FlashInfer | None = None,
     ) -> Tiers:
         layers = layout.full_layers(model)
         digests = None
@@ -61,7 +69,7 @@ class Tiers:
         stream = None
         if layout.separate:
             tokens = layout.buffer_tokens(config.page_size, host.layers[layers[0]].shape[0])
-            stream = HeadStream(host, model, config.page_size, tokens, device)
+            stream = HeadStream(host, model, config.page_size, tokens, operations, device)
         most = pages_of_a_sequence(config, model, len(host.layers[layers[0]]))
         cached = {layer: host.layers[layer] for layer in layout.cached_layers(config, model)}
         return cls(
@@ -76,6 +84,10 @@ class Tiers:
             stream=stream,
             whole=ResidentHeads(dict.fromkeys(layout.whole_layers, every), host, operations, model, device),
             cache=ContextCache(cached, max_requests, most),
+            prompts=TorchPrompts(operations, model) if flashinfer is None else flashinfer.prompts,
+            decode=None if flashinfer is None else flashinfer.decode,
+            write_back=WriteBack(host, operations, device),
+            kernel_bytes=0 if flashinfer is None else device_bytes(),
         )
 
     def has_digests(self, layer: int) -> bool:
@@ -88,12 +100,12 @@ class Tiers:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of frames, staging, digests and whole layers; 0 where the device tier is the host pool
-        itself."""
+        """Device memory of frames, staging, digests, whole layers and what attends them; 0 where the device tier is the
+        host pool itself."""
         if self.stream is None:
             return 0
         digests = self.digests.nbytes if self.digests else 0
-        return self.frames.nbytes + self.stream.nbytes + digests + self.whole.nbytes
+        return self.frames.nbytes + self.stream.nbytes + digests + self.whole.nbytes + self.kernel_bytes
 
     @property
     def copied_bytes(self) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybrid_backend.kernels.cpu import digests as native
 from hybrid_backend.kernels.operations import Operations
-from hybrid_backend.step import sent
+from hybrid_backend.step import PrefillRow, sent
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.sizes import digest_shape
 
@@ -39,11 +39,20 @@ class Digests:
     def nbytes(self) -> int:
         return sum(layer.nbytes for store in (self.layers, self.in_bytes) for layer in store.values())
 
-    def rebuild(self, layer: int, pages: Tensor, tokens: Tensor) -> None:
-        """Recompute digests from the host pool. ``pages``: ``[n]``; ``tokens``: ``[n]`` valid tokens of each page."""
-        store = self.layers[layer]
-        ids, counts = (sent(x.int(), store.device) for x in (pages, tokens))
-        self._operations.build_digests(self._host.views[layer], store, ids, counts)
+    def extend(self, layer: int, row: PrefillRow, k: Tensor) -> None:
+        """Take in the keys of a prompt chunk, ``[chunk, kv_heads, head_dim]``, from where they were computed."""
+        page_size, before = self._host.layers[layer].shape[3], row.seq_len - len(k)
+        self._operations.extend_digests(k, self.layers[layer], row.written, before % page_size, page_size)
+        whole = row.seq_len // page_size - before // page_size
+        self._quantize(layer, row.written[:whole])
+
+    def rebuild(self, layer: int, pages: Tensor) -> None:
+        """Recompute digests of whole pages (``[n]`` host page ids) from the host pool."""
+        ids = sent(pages.int(), self.layers[layer].device)
+        counts = torch.full_like(ids, self._host.layers[layer].shape[3])
+        self._operations.build_digests(self._host.views[layer], self.layers[layer], ids, counts)
+        self._quantize(layer, pages)
+
+    def _quantize(self, layer: int, pages: Tensor) -> None:
         if layer in self.in_bytes:
-            whole = pages[tokens == self._host.layers[layer].shape[3]]
-            native.quantize(self.in_bytes[layer], store, whole)
+            native.quantize(self.in_bytes[layer], self.layers[layer], pages.long())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.prefill import KVBlock
+from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.step import ModelSpec, sent
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.sizes import staging_shape
@@ -65,8 +66,11 @@ class HeadStream:
     """Two staging buffers of ``tokens`` tokens of all KV heads each. A GPU fills them in a stream beside the step's; a
     host copies at once, because the cores that would copy are those that attend."""
 
-    def __init__(self, host: HostPool, model: ModelSpec, page_size: int, tokens: int, device: torch.device) -> None:
-        self._host, self._kv_heads = host, model.num_kv_heads
+    def __init__(
+        self, host: HostPool, model: ModelSpec, page_size: int, tokens: int, operations: Operations,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._host, self._kv_heads, self._operations = host, model.num_kv_heads, operations
         shape = staging_shape(model, page_size, tokens)
         self._buffers = torch.empty(shape, dtype=model.dtype, device=device)
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -150,7 +154,9 @@ class HeadStream:
         blocks = self._host.blocks(layer)  # as the device sees them
         head, pages = (sent(x, blocks.device) for x in (torch.tensor(heads), pages))
         half = torch.arange(2, device=blocks.device)
-        index = ((pages * self._kv_heads + head[:, None])[:, None] * 2 + half[:, None]).flatten()
-        target = buffer.flatten(0, 2)[: len(index)]
-        torch.index_select(blocks, 0, index, out=target)
-        self.copied_bytes += target.nbytes
+        index = ((pages * self._kv_heads + head[:, None])[:, None] * 2 + half[:, None]).flatten().int()
+        # What is copied as a page is K or V of a head page: a page of one head and half as many tokens.
+        _, page_size, dim = blocks.shape
+        host, to = (x.view(-1, 1, 2, page_size // 2, dim) for x in (blocks, buffer))
+        self._operations.copy_pages(host, to, index, torch.arange(len(index), dtype=torch.int32, device=index.device))
+        self.copied_bytes += len(index) * host[0].nbytes

@@ -64,8 +64,8 @@ def quantized_like(digests: Tensor) -> Tensor:
 
 
 def quantize(quantized: Tensor, digests: Tensor, pages: Tensor) -> None:
-    """Bring the rows of ``pages`` (``[n]`` int64) up to date. To be called after `rebuild`; `Decoder` does it itself
-    for pages that it fills. What is not finite in a digest counts as 0."""
+    """Bring the rows of ``pages`` (``[n]`` int64) up to date. To be called when the digests of whole pages are new;
+    `Decoder` does it itself for pages that it fills. What is not finite in a digest counts as 0."""
     model, store = _model(digests), lib.digests_of(digests)
     rows = lib.bytes_of(quantized, digests.shape[1], digests.shape[3])
     pages = pages.long().contiguous()

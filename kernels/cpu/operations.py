@@ -18,6 +18,7 @@ from torch import Tensor, empty, float32, int32, int64
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.decode import openmp_entry
 from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps, Selection
+from hybrid_backend.kernels.oracle import extend_digests as extend_digests  # two reductions of torch's
 
 _COUNTERS = len(Counters._fields)
 
@@ -43,6 +44,10 @@ def append_tokens(
         _at(digests, kind, store[1] * 2 * token) if digests is not None else 0,
         rows, wide, frame_count, request_count, columns, k.stride(0), v.stride(0),
     )  # fmt: skip
+
+
+def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor) -> None:
+    append_tokens(k, v, host, pages, positions)
 
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
@@ -158,6 +163,7 @@ def merge_partials(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, parts, dim = out.shape
     items = rows * heads
+    out = out.float()
     merged, merged_lse = (
         empty(rows, heads, dim, dtype=dtype) if into is None else into,
         empty(rows, heads, dtype=float32),

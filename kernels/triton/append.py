@@ -1,10 +1,14 @@
-"""A decode step's new tokens, in one pass into host page, frame and digest; digests built anew."""
+"""New tokens: a decode step's in one pass into host page, frame and digest, a prompt's one by one; digests of pages."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from hybrid_backend.kernels.triton.common import COPY_PROGRAMS
+
+_TILE = 16  # tokens of a head that a program stores at a time: K and V of 128 channels in 16 bits are 8 KiB
 
 
 @triton.jit(do_not_specialize=["columns", "key_stride", "value_stride"])
@@ -51,6 +55,59 @@ def append_tokens(
             k, v, host, frames, digests, pages, positions, requests, frame_of,
             0 if frame_of is None else frame_of.shape[1], k.stride(0), v.stride(0),
             kv_heads, host.shape[3], dim, triton.next_power_of_2(dim), frames is not None, digests is not None,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _store_kernel(key, value, host, pages, positions, tokens, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+                  DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    mine, programs, d = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK_D)
+    for item in range(mine, tl.cdiv(tokens, TILE) * KV_HEADS, programs):
+        head, t = item % KV_HEADS, item // KV_HEADS * TILE + tl.arange(0, TILE)
+        page = tl.load(pages + t, mask=t < tokens, other=-1).to(tl.int64)
+        offset = tl.load(positions + t, mask=t < tokens, other=0) % PAGE
+        live = (page >= 0)[:, None] & (d < DIM)[None, :]
+        source = ((t.to(tl.int64) * KV_HEADS + head) * DIM)[:, None] + d[None, :]
+        to = (((page * KV_HEADS + head) * 2 * PAGE + offset) * DIM)[:, None] + d[None, :]
+        k, v = tl.load(key + source, mask=live), tl.load(value + source, mask=live)
+        tl.store(host + to, k, mask=live)
+        tl.store(host + to + PAGE * DIM, v, mask=live)
+
+
+def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor) -> None:
+    tokens, kv_heads, dim = k.shape
+    programs = min(COPY_PROGRAMS, triton.cdiv(tokens, _TILE) * kv_heads)
+    if programs:
+        _store_kernel[(programs,)](
+            k, v, host, pages, positions, tokens, kv_heads, host.shape[3], dim, _TILE, triton.next_power_of_2(dim)
+        )
+
+
+@triton.jit(do_not_specialize=["key_stride", "tokens", "first"])
+def _extend_kernel(key, digests, pages, key_stride, tokens, first, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+                   DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    i, head = tl.program_id(0), tl.program_id(1)
+    at, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
+    live, t = d < DIM, i * PAGE - first + at
+    inside = ((at < PAGE) & (t >= 0) & (t < tokens))[:, None] & live[None, :]
+    keys = tl.load(key + t[:, None].to(tl.int64) * key_stride + head * DIM + d[None, :], mask=inside, other=0.0)
+    keys = keys.to(tl.float32)
+    high = tl.max(tl.where(inside, keys, float("-inf")), 0)
+    low = tl.min(tl.where(inside, keys, float("inf")), 0)
+    to = digests + (tl.load(pages + i).to(tl.int64) * KV_HEADS + head) * 2 * DIM + d
+    held = live & (i == 0) & (first > 0)  # of a page that began before
+    high = tl.maximum(high, tl.load(to, mask=held, other=float("-inf")).to(tl.float32))
+    low = tl.minimum(low, tl.load(to + DIM, mask=held, other=float("inf")).to(tl.float32))
+    tl.store(to, high.to(digests.dtype.element_ty), mask=live)
+    tl.store(to + DIM, low.to(digests.dtype.element_ty), mask=live)
+
+
+def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
+    tokens, kv_heads, dim = k.shape
+    if len(pages):
+        _extend_kernel[(len(pages), kv_heads)](
+            k, digests, pages, k.stride(0), tokens, first,
+            kv_heads, page_size, dim, triton.next_power_of_2(page_size), triton.next_power_of_2(dim),
         )  # fmt: skip
 
 

@@ -150,7 +150,7 @@ def _merge_kernel(out, lse, other_out, other_lse, sinks, merged, merged_lse, hea
     total = tl.sum(weights, 0)
     values = tl.load(out + (at * parts + p)[:, None] * DIM + d[None, :],
                      mask=(p < parts)[:, None] & live[None, :], other=0.0)  # fmt: skip
-    result = tl.sum(weights[:, None] * values, 0)
+    result = tl.sum(weights[:, None] * values.to(tl.float32), 0)
     if HAS_OTHER:
         weight = tl.exp(other - base)
         total += weight
@@ -170,7 +170,7 @@ def merge_partials(
     dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, parts, dim = out.shape
-    merged = (out.new_empty(rows, heads, dim, dtype=dtype) if into is None else into, out.new_empty(rows, heads))
+    merged = out.new_empty(rows, heads, dim, dtype=dtype) if into is None else into, lse.new_empty(rows, heads)
     if rows:
         _merge_kernel[(rows * heads,)](
             out, lse, *(other or (None, None)), sinks, *merged, heads, parts,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_backend.kernels.triton.append import append_tokens, build_digests
+from hybrid_backend.kernels.triton.append import append_tokens, build_digests, extend_digests, store_tokens
 from hybrid_backend.kernels.triton.attend import merge_partials, page_weights, paged_partial, parts_for
 from hybrid_backend.kernels.triton.labels import match_labels
 from hybrid_backend.kernels.triton.residency import commit_pages, copy_pages, note_scores, open_pages, plan_recall
@@ -14,6 +14,7 @@ __all__ = [
     "build_digests",
     "commit_pages",
     "copy_pages",
+    "extend_digests",
     "match_labels",
     "merge_partials",
     "note_scores",
@@ -24,5 +25,6 @@ __all__ = [
     "parts_for",
     "plan_recall",
     "select_pages",
+    "store_tokens",
     "union_pages",
 ]

@@ -10,13 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.operations import Copies, Maps
-from hybrid_backend.kernels.triton.common import ordered
+from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, ordered
 from hybrid_backend.kernels.triton.counters import RECALLED_PAGES
 
-COPY_PROGRAMS = 12
-"""Of a copy, at most: they wait for the bus and take their processors from the step. With 8 KiB in flight of each they
-keep a bus of 50 GB/s busy whose reads take 1.5 us; vLLM measured the same number on an H100
-(v1/kv_offload/cpu/swap_blocks_triton.py)."""
 COPY_BLOCK = 4096  # elements that a program copies at a time
 _ENTRIES = 64  # of a list, that a program looks at together
 

@@ -26,6 +26,7 @@ from hybrid_backend.tools.doctor.memory import UNLIMITED, check_huge_pages, chec
 from hybrid_backend.tools.doctor.software import (
     check_config,
     check_engines,
+    check_flashinfer,
     check_torch,
     config_mistakes,
     plugin_groups,
@@ -71,7 +72,7 @@ def test_what_is_not_ok_has_a_fix_on_one_line() -> None:
 def test_this_machine_is_examined_and_nothing_is_left_out() -> None:
     findings = examine()
     assert {finding.check for finding in findings} >= {
-        "torch", "GPU", "native kernels", "cores", "NUMA library", "NUMA nodes", "RAM", "pinned memory",
+        "torch", "GPU", "FlashInfer", "native kernels", "cores", "NUMA library", "NUMA nodes", "RAM", "pinned memory",
         "shared memory", "huge pages", "configuration",
     }  # fmt: skip
     for finding in findings:
@@ -109,6 +110,35 @@ def test_the_status_is_1_only_with_a_problem(tmp_path: Path) -> None:
     assert refused.exit_code == 1
     assert "did you mean budget_tokens?" in " ".join(refused.output.split())
     assert "problem" in refused.output
+
+
+# --- FlashInfer ---
+
+
+@pytest.mark.parametrize(
+    ("build", "version", "kernels", "faults", "state", "found"),
+    [
+        (None, None, "auto", [], "ok", "not installed; a GPU alone uses it"),
+        (WITH_GPU, "0.7.2", "auto", [], "ok", "flashinfer-python 0.7.2: attends prompts"),
+        (WITH_GPU, "0.7.2", "triton", ["asked"], "ok", "not used, because of device_kernels: triton"),
+        (WITH_GPU, None, "auto", ["asked"], "warning", "not installed; not used"),
+        (WITH_GPU, None, "flashinfer", [], "problem", "not installed; not used"),
+        (WITH_GPU, "0.2.0", "auto", ["no x"], "warning", "flashinfer-python 0.2.0 is unlike 0.7.0 to 0.7.2: no x;"),
+        (WITH_GPU, "0.2.0", "flashinfer", ["no x"], "problem", "no x"),
+        (None, "0.7.2", "flashinfer", [], "problem", "needs a GPU"),
+    ],
+)
+def test_flashinfer_is_told_with_its_version_and_whether_it_is_used(
+    build: TorchBuild | None, version: str | None, kernels: str, faults: list[str], state: str, found: str
+) -> None:
+    def of_it() -> list[str]:
+        assert faults != ["asked"], "an import for nothing"
+        return faults
+
+    finding = check_flashinfer(build, lambda name: version if name == "flashinfer-python" else None, kernels, of_it)
+    assert (finding.check, finding.state) == ("FlashInfer", state) and found in finding.found
+    if state != "ok" and build is not None:
+        assert "pip install 'hybrid-backend[cuda]'" in finding.fix
 
 
 # --- engines, torch ---

@@ -109,6 +109,68 @@ def test_new_tokens_reach_host_page_frame_and_digest_and_nothing_else(
 @over_implementations(
     seed=SEEDS,
     dtype=DTYPES,
+    tokens=st.integers(0, 70),
+    kv_heads=st.integers(1, 3),
+    page_size=st.sampled_from([16, 32]),
+    dim=st.sampled_from([16, 80]),
+)
+def test_a_prompts_tokens_reach_their_host_pages_and_nothing_else(
+    operations: Operations, seed: int, dtype: torch.dtype, tokens: int, kv_heads: int, page_size: int, dim: int
+) -> None:
+    """Of several sequences, which begin anywhere in a page, with tokens of decoding rows among them."""
+    chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
+    host = cache(8, kv_heads, page_size, dim, dtype, rng)
+    k, v = torch.randn(2, tokens, kv_heads, dim, generator=rng).to(dtype)
+    places = [(page, offset) for page in shuffled_list(range(8), chance) for offset in range(page_size)]
+    first = chance.randrange(len(places) - tokens)
+    pages, positions = [], []
+    expected = host.clone()
+    for token, (page, offset) in enumerate(places[first : first + tokens]):
+        pages.append(page if chance.random() < 0.9 else -1)
+        positions.append(chance.randrange(4) * page_size + offset)
+        if pages[-1] >= 0:
+            expected[page, :, 0, offset], expected[page, :, 1, offset] = k[token], v[token]
+    operations.store_tokens(k, v, host, ints(pages), torch.tensor(positions, dtype=torch.int64))
+    assert same_bits(host, expected)
+
+
+@over_implementations(
+    seed=SEEDS,
+    dtype=DTYPES,
+    before=st.integers(0, 40),
+    tokens=st.integers(1, 70),
+    kv_heads=st.integers(1, 3),
+    page_size=st.sampled_from([16, 48]),
+    dim=st.sampled_from([16, 80]),
+)
+def test_digests_that_a_chunk_of_keys_extends_are_those_of_all_keys_so_far(
+    operations: Operations, seed: int, dtype: torch.dtype, before: int, tokens: int, kv_heads: int, page_size: int,
+    dim: int,
+) -> None:  # fmt: skip
+    """Read from a projection to queries, keys and values. What a page held before its first token does not matter."""
+    chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
+    total = before + tokens
+    keys = torch.randn(total, 3, kv_heads, dim, generator=rng).to(dtype)[:, 1]
+    table = shuffled_list(range(10), chance)[: -(-total // page_size)]
+    digests = torch.randn(10, kv_heads, 2, dim, generator=rng).to(dtype)
+    expected, first = digests.clone(), before // page_size
+    for at, page in enumerate(table):
+        mine = keys[at * page_size : (at + 1) * page_size]
+        expected[page] = torch.stack([mine.amax(0), mine.amin(0)], 1)
+        old = keys[at * page_size : min(before, (at + 1) * page_size)]
+        if at == first and len(old):
+            digests[page] = torch.stack([old.amax(0), old.amin(0)], 1)
+        elif at < first:
+            digests[page] = expected[page]
+        else:
+            digests[page] = NAN
+    operations.extend_digests(keys[before:], digests, ints(table[first:]), before % page_size, page_size)
+    assert same_bits(digests, expected)
+
+
+@over_implementations(
+    seed=SEEDS,
+    dtype=DTYPES,
     count=st.integers(0, 6),
     kv_heads=st.integers(1, 3),
     page_size=st.sampled_from([16, 48]),
@@ -575,17 +637,18 @@ def test_there_is_at_least_one_part(operations: Operations) -> None:
     has_sinks=st.booleans(),
     spread=st.sampled_from([1.0, 100.0, 3e4, 1e30]),
     dtype=DTYPES,
+    of=DTYPES,
     other_dtype=DTYPES,
     is_given=st.booleans(),
 )
 def test_merging_is_attention_over_the_union_and_the_sinks(
     operations: Operations, seed: int, rows: int, parts: int, dim: int, has_other: bool, has_sinks: bool,
-    spread: float, dtype: torch.dtype, other_dtype: torch.dtype, is_given: bool,
+    spread: float, dtype: torch.dtype, of: torch.dtype, other_dtype: torch.dtype, is_given: bool,
 ) -> None:  # fmt: skip
     """Empty partials among the others (the CPU's hold anything), in a row's head nothing but empty ones; LSEs far from
-    each other; a head without a sink beside heads with one."""
+    each other; a head without a sink beside heads with one. The result may go where the only part is."""
     rng, heads = torch.Generator().manual_seed(seed), 3
-    out = torch.randn(rows, heads, parts + 1, dim, generator=rng)
+    out = torch.randn(rows, heads, parts + 1, dim, generator=rng).to(of)
     lse = torch.randn(out.shape[:3], generator=rng) * spread
     lse[torch.rand(lse.shape, generator=rng) < 0.3] = -INF
     lse[:1, 0] = -INF
@@ -602,8 +665,11 @@ def test_merging_is_attention_over_the_union_and_the_sinks(
     if other is not None:
         other[0][other[1] == -INF] = NAN
     into = torch.full((rows, heads, dim), NAN, dtype=dtype) if is_given else None
+    mine = out[:, :, :parts].contiguous()
+    if is_given and parts == 1 and of == dtype:
+        into = mine[:, :, 0]
     merged, found = operations.merge_partials(
-        out[:, :, :parts].contiguous(), lse[:, :, :parts].contiguous(), other, dtype, sinks if has_sinks else None, into
+        mine, lse[:, :, :parts].contiguous(), other, dtype, sinks if has_sinks else None, into
     )
     assert into is None or merged is into
     assert merged.dtype == dtype and found.dtype == torch.float32

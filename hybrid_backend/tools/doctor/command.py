@@ -27,7 +27,13 @@ from hybrid_backend.tools.doctor.machine import (
     check_numa,
 )
 from hybrid_backend.tools.doctor.memory import check_huge_pages, check_memlock, check_ram, check_shm
-from hybrid_backend.tools.doctor.software import check_config, check_engines, check_torch, plugin_groups
+from hybrid_backend.tools.doctor.software import (
+    check_config,
+    check_engines,
+    check_flashinfer,
+    check_torch,
+    plugin_groups,
+)
 
 _STYLE = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -58,6 +64,7 @@ def examine(config: Path | None = None) -> list[Finding]:
         *check_engines(installed_version, plugin_groups(), os.environ),
         check_torch(build, installed_version),
         check_gpu(build),
+        check_flashinfer(build, installed_version, settings.device_kernels),
         *check_kernels(isas, settings.workers.kernel),
         check_cores(allowed_cpus()),
         *check_numa(settings.workers.numa),

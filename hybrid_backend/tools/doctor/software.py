@@ -9,12 +9,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hybrid_backend.attention import flashinfer
 from hybrid_backend.config import ENV_CONFIG, HybridConfig, config_from_mapping, load_config, load_mapping
 from hybrid_backend.engines.probe import Engine
 from hybrid_backend.engines.sglang.compat import SGLANG
 from hybrid_backend.engines.vllm.compat import VLLM
 from hybrid_backend.errors import EngineError, HybridError
-from hybrid_backend.tools.doctor.finding import Finding
+from hybrid_backend.tools.doctor.finding import Finding, State
 from hybrid_backend.tools.doctor.machine import TorchBuild
 
 Installed = Callable[[str], str | None]
@@ -99,6 +100,31 @@ def check_torch(build: TorchBuild | None, installed: Installed) -> Finding:
 def _is_cuda_build(found: str | None) -> bool:
     """PyPI's builds for Linux have no local version; those for the CPU alone are called +cpu."""
     return found is not None and not found.endswith("+cpu")
+
+
+def check_flashinfer(
+    build: TorchBuild | None,
+    installed: Installed,
+    kernels: str = "auto",
+    faults: Callable[[], Sequence[str]] = flashinfer.faults,
+) -> Finding:
+    """FlashInfer, and whether it is used. ``kernels``: ``device_kernels``; ``faults``: of what is installed, which is
+    imported for it."""
+    version = installed("flashinfer-python")
+    found = "not installed" if version is None else f"flashinfer-python {version}"
+    if build is None or not build.sees_gpu:
+        if kernels == "flashinfer":
+            return Finding("FlashInfer", "problem", f"{found}; device_kernels: flashinfer needs a GPU", "write auto")
+        return Finding("FlashInfer", "ok", f"{found}; a GPU alone uses it")
+    if kernels not in ("auto", "flashinfer"):
+        return Finding("FlashInfer", "ok", f"{found}; not used, because of device_kernels: {kernels}")
+    lacking = "" if version is None else "; ".join(faults())
+    if version is not None and not lacking:
+        used = f"{found}: attends prompts, and decoding rows outside of graphs, if it passes its trial at start"
+        return Finding("FlashInfer", "ok", used)
+    state: State = "problem" if kernels == "flashinfer" else "warning"
+    found = f"{found}{lacking and f' is unlike {flashinfer.KNOWN}: {lacking}'}; not used: PyTorch and Triton attend"
+    return Finding("FlashInfer", state, found, f"{flashinfer.FIX}, or write device_kernels: triton")
 
 
 def check_config(path: Path | None, env: Mapping[str, str]) -> tuple[list[Finding], HybridConfig]:

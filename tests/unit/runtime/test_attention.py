@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_backend.attention.partial import PageList, Partial, empty_partial, merge, paged_partial, with_sinks
-from hybrid_backend.attention.prefill import KVBlock, attend_chunk, gather_tokens, windowed
+from hybrid_backend.attention.prefill import KVBlock, gather_tokens, windowed
+from hybrid_backend.attention.prompts import TorchPrompts
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
 from hybrid_backend.kernels import oracle, reference
+from hybrid_backend.kernels.operations import Operations
+from hybrid_backend.step import ModelSpec, PrefillRow
 from hybrid_backend.tiers.digests import Digests
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.workers import kernel_names, resolve_kernel
@@ -128,7 +133,7 @@ def test_merge_stands_extreme_scores(lse: tuple[float, float]) -> None:
     writes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 16)), min_size=1, max_size=6),
 )
 def test_digests_cover_exactly_the_tokens_written_since_offset_zero(seed: int, writes: list[tuple[int, int]]) -> None:
-    """Pages are written token by token, or rebuilt after a chunk; a page taken over by another request starts anew."""
+    """Pages are written token by token, or by chunks; a page taken over by another request starts anew."""
     pool = random_pool(seed, 4, 2, 16, 8, torch.float32)
     host = HostPool([pool])
     digests = Digests(host, [0], oracle, in_bytes=False, device=torch.device("cpu"))
@@ -141,9 +146,17 @@ def test_digests_cover_exactly_the_tokens_written_since_offset_zero(seed: int, w
                 digests=digests.layers[0],
             )  # fmt: skip
         assert torch.equal(digests.layers[0][page], reference.digest(pool[page], tokens))
-        digests.layers[0][page] = 0
-        digests.rebuild(0, torch.tensor([page]), torch.tensor([tokens]))
+        digests.layers[0][page] = 99  # what it was before the first token of the page counts for nothing
+        for start, end in ((0, (tokens + 1) // 2), ((tokens + 1) // 2, tokens)):
+            if start < end:
+                table = torch.tensor([page])
+                row = PrefillRow("", 0, end - start, end, table, written=table.int())
+                digests.extend(0, row, keys[start:end])
         assert torch.equal(digests.layers[0][page], reference.digest(pool[page], tokens))
+        if tokens == 16:
+            digests.layers[0][page] = 0
+            digests.rebuild(0, torch.tensor([page]))
+            assert torch.equal(digests.layers[0][page], reference.digest(pool[page], tokens))
 
 
 @given(
@@ -174,8 +187,11 @@ def test_prefill_equals_the_oracle_for_every_chunk_and_window(
         blocks = [KVBlock((0, 1), old_k, old_v)]
     sinks = torch.tensor([1.0, -INF, 5.0, -2.0]) if has_sinks else None
     column = torch.full((4, chunk, 1), -INF) if sinks is None else sinks[:, None, None].expand(-1, chunk, -1)
+    model = ModelSpec(1, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, dtype=torch.float32)
+    prompts = TorchPrompts(cast(Operations, oracle), model)
+    (own,) = prompts.own(q, k[before:].float(), v[before:].float(), [(0, chunk)])
     for width, result in (
-        (10**9, attend_chunk(q, k[before:].float(), v[before:].float(), blocks, 0.25, sinks)),
+        (10**9, prompts.attend(q, own, blocks, sinks)),
         (window, windowed(q, pool.flatten(0, 2), pages, seq_len, 2, 0.25, window, sinks)),
     ):
         seen = (key <= position) & (key > position - width)
