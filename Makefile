@@ -264,7 +264,7 @@ docs: $(DOCS_STAMP) ## Build the documents' site into build/site
 	@rm -rf build/docs build/site
 	@mkdir -p build/docs
 	@cp -r $(PAGES) build/docs
-	$(DOCS)/bin/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 pages: test-install ## Write again what is generated: docs/support.md, the plans in recipes/
 	$(PY) -m hybrid_backend.tools.support docs/support.md

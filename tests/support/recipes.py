@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "recipes").glob("*.md") if path.name != "README.md")
 _CATALOG = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _PLAN = re.compile(
-    r"^    (?P<command>hybrid plan [^\n]*)\n\n<!-- plan, written by make pages -->\n(?P<planned>.*?)<!-- end of plan -->$",
+    r"^    (?P<command>hybrid plan [^\n]*)\n\n<!-- plan, written by make pages -->\n.*?<!-- end of plan -->$",
     re.M | re.S,
 )
 

@@ -18,7 +18,7 @@ def test_the_plans_are_todays(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_what_is_planned_can_be_served(path: Path) -> None:
-    """As far as it can be told without an engine: the configuration is accepted and holds the method that was planned."""
+    """As far as it can be told without an engine: the configuration is accepted and has the method of the plan."""
     page = path.read_text()
     assert len(commands(page, "serve")) >= plans(page)
     for words in commands(page, "serve"):
