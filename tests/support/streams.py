@@ -126,6 +126,7 @@ class Streams:
             assert not self._is_held(entry), "a graph waits for an event that is recorded later"
             self._do(entry)
 
+
     def _measure(self, work: Work, counts: list[int]) -> None:
         self.measured = counts
         try:
