@@ -33,6 +33,8 @@ ENGINE_VERSION ?=
 DEMO  := smollm2-135m-instruct
 VENV  := .venv$(ENGINE_VERSION:%=-%)
 IPEX  := .venv-ipex
+DOCS  := .venv-docs
+WHEEL := .venv-wheel
 SGLANG := .venv-sglang$(ENGINE_VERSION:%=-%)
 PY    := $(VENV)/bin/python
 TORCH := 2.13.0+cpu
@@ -56,7 +58,9 @@ VISION_STAMP  := $(VENV)/.vision/.torchvision-$(call checksum,requirements/sglan
 SGLANG_ENGINE_STAMP  := $(SGLANG)/.engine-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py $(call differs,sglang))
 SGLANG_PACKAGE_STAMP := $(SGLANG)/.package-$(call checksum,$(PACKAGE_SOURCES))
 SGLANG_TEST_STAMP    := $(SGLANG)/.test-$(call checksum,requirements/test.txt)
-ENVIRONMENTS := $(addsuffix /.python,$(VENV) $(SGLANG) $(IPEX))
+DOCS_STAMP    := $(DOCS)/.tools-$(call checksum,requirements/docs.txt)
+WHEEL_STAMP   := $(WHEEL)/.tools-$(call checksum,requirements/wheel.txt)
+ENVIRONMENTS := $(addsuffix /.python,$(VENV) $(SGLANG) $(IPEX) $(DOCS) $(WHEEL))
 
 # What ENGINE stands for: each engine has an environment of its own, because their pinned dependencies differ.
 ifeq ($(ENGINE),sglang)
@@ -67,7 +71,7 @@ ENGINE_VENV  := $(VENV)
 ENGINE_READY := $(PACKAGE_STAMP)
 endif
 
-.PHONY: help venv install ipex model serve test test-versions families test-fast test-sglang test-install lint mypy format lock clean
+.PHONY: help venv install ipex model serve test test-versions families test-fast test-sglang test-install lint mypy format lock clean docs pages wheel
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -160,6 +164,14 @@ $(TEST_STAMP) $(SGLANG_TEST_STAMP):
 	$(call locked,$(@D)) -r requirements/test.txt
 	@touch $@
 
+$(DOCS_STAMP): | $(DOCS)/.python
+$(WHEEL_STAMP): | $(WHEEL)/.python
+$(DOCS_STAMP) $(WHEEL_STAMP):
+	@echo "==> installing the tools of make $(@D:.venv-%=%) into $(@D)"
+	@rm -f $(@D)/.tools-*
+	$(call locked,$(@D)) -r requirements/$(@D:.venv-%=%).txt
+	@touch $@
+
 ipex: $(IPEX)/.python ## Create .venv-ipex, where workers.kernel: ipex finds IPEX and the torch that it needs
 	@$(call install,$(IPEX)) --index-url $(TORCH_INDEX) --retries 1 "$$(grep ^torch== requirements/ipex.txt)" || \
 	  echo "==> PyTorch's own index is out of reach: pip's has the CUDA build only (several GB)"
@@ -237,10 +249,42 @@ lock: $(VENV)/.python ## Renew the lock files in requirements/ (needs the networ
 	$(UV) --override requirements/cpu-engine.overrides.txt requirements/cpu-engine.in -o $(VENV)/cpu-engine.txt
 	$(UV) --override requirements/sglang-engine.overrides.txt requirements/sglang-engine.in -o $(VENV)/sglang-engine.txt
 	$(UV) -c $(VENV)/cpu-engine.txt requirements/test.in -o $(VENV)/test.txt
-	for name in cpu-engine sglang-engine test; do \
+	for name in docs wheel; do $(UV) requirements/$$name.in -o $(VENV)/$$name.txt || exit; done
+	for name in cpu-engine sglang-engine test docs wheel; do \
 	  { grep '^#' requirements/$$name.txt; cat $(VENV)/$$name.txt; } > $(VENV)/$$name.new; \
 	  mv $(VENV)/$$name.new requirements/$$name.txt; \
 	done
+
+# -- documents -----------------------------------------------------------------------------------------------
+
+PAGES := README.md CHANGELOG.md CONTRIBUTING.md RELEASING.md SECURITY.md LICENSE docs recipes
+
+# Every page in the folder that it has here, so that one link is right on both sides; a link that leads nowhere is an error.
+docs: $(DOCS_STAMP) ## Build the documents' site into build/site
+	@rm -rf build/docs build/site
+	@mkdir -p build/docs
+	@cp -r $(PAGES) build/docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+
+pages: test-install ## Write again what is generated: docs/support.md, the plans in recipes/
+	$(PY) -m hybrid_backend.tools.support docs/support.md
+	$(PY) -m tests.support.recipes
+
+# -- package -------------------------------------------------------------------------------------------------
+
+GLIBC ?= 2.28
+MACHINE := $(shell uname -m)
+PLATFORM := manylinux_$(subst .,_,$(GLIBC))_$(MACHINE)
+
+# Clang with the symbols of an old glibc (ziglang): gcc would ask for those of this machine's. The wheel is made from the
+# source distribution, so that both are proven.
+wheel: $(WHEEL_STAMP) test-install ## Build dist/: the source distribution and a wheel for any Python 3; check and try both
+	@rm -rf build dist
+	CXX="$(CURDIR)/$(WHEEL)/bin/python -m ziglang c++ -target $(MACHINE)-linux-gnu.$(GLIBC) -s" \
+	  ZIG_GLOBAL_CACHE_DIR="$(CURDIR)/.cache/zig" ZIG_LOCAL_CACHE_DIR="$(CURDIR)/.cache/zig" \
+	  $(WHEEL)/bin/python -m build --no-isolation -C--build-option=--plat-name=$(PLATFORM)
+	$(WHEEL)/bin/python -m auditwheel show dist/*.whl
+	HYBRID_WHEELS=dist $(PY) -m pytest tests/slow/docker -q -k wheel
 
 clean: ## Remove all environments and everything built (fetched models in .cache stay)
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,6 +25,25 @@ _GATED_DELTA: dict[str, Any] = {
 }  # fmt: skip
 
 CARDS: dict[str, Card] = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Card(0.135, 30, 22.5, {
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    }),
+    "meta-llama/Llama-3.1-8B-Instruct": Card(8.03, 32, 128, {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    }),
+    "Qwen/Qwen3-8B": Card(8.2, 36, 144, {
+        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "use_sliding_window": False, "sliding_window": None,
+    }),
+    "Qwen/Qwen3-14B": Card(14.8, 40, 160, {
+        "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "use_sliding_window": False, "sliding_window": None,
+    }),
     "Qwen/Qwen3-30B-A3B": Card(30.5, 48, 96, {
         "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,

@@ -2,31 +2,177 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, PARKING_SCHEDULER, SCHEDULER
+from hybrid_backend.engines.refusal import Refusal, refuse
+from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, BACKEND, PARKING_SCHEDULER, SCHEDULER
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.workers import resolve_kernel
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is to be served, as vLLM and we have it."""
+
+    vllm_config: VllmConfig
+    config: HybridConfig
+
+    @cached_property
+    def model(self) -> Any:
+        return self.vllm_config.model_config
+
+    @cached_property
+    def parallel(self) -> Any:
+        return self.vllm_config.parallel_config
+
+    @cached_property
+    def scheduler(self) -> Any:
+        return self.vllm_config.scheduler_config
+
+    @cached_property
+    def device(self) -> torch.device:
+        return torch.device(self.vllm_config.device_config.device_type)
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.vllm_config.cache_config.cache_dtype
+
+    @property
+    def window(self) -> int | None:
+        return getattr(self.model.hf_text_config, "sliding_window", None)
+
+    @property
+    def slides_only(self) -> bool:
+        """Whether no layer has full attention."""
+        if self.window is None:
+            return False
+        kinds = getattr(self.model.hf_text_config, "layer_types", None)
+        if kinds:
+            return all(kind == "sliding_attention" for kind in kinds)
+        return self.model.get_sliding_window() is not None
+
+    @cached_property
+    def has_silent_connector(self) -> bool:
+        """A connector may say that it tells the runtime which pages it wrote (`HybridRuntime.imported`)."""
+        connector = self.vllm_config.kv_transfer_config
+        if connector is None:
+            return False
+        # Not at the top: it asks for the platform, which is being made when this module is imported.
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        try:
+            kind = KVConnectorFactory.get_connector_class(connector)
+        except (ValueError, ImportError, AttributeError):
+            return True  # the engine says what is wrong with it
+        return not getattr(kind, "updates_digests", False)
+
+    @property
+    def looks_ahead(self) -> bool:
+        return resolve_method(self.config.method).looks_ahead(self.config, self.device)
+
+
+_STOCK = f"leave out --attention-backend {BACKEND} for this model"
+
+REFUSALS: tuple[Refusal[Start], ...] = (
+    Refusal("MLA models", lambda a: a.model.use_mla, _STOCK),
+    Refusal("models without attention layers", lambda a: a.model.is_attention_free, _STOCK),
+    Refusal(
+        "models that do not generate text",
+        lambda a: a.model.is_encoder_decoder or a.model.runner_type != "generate",
+        _STOCK,
+    ),
+    Refusal(
+        "one KV group for all layers of a model with sliding windows on a GPU",
+        lambda a: (
+            a.device.type == "cuda"
+            and a.scheduler.disable_hybrid_kv_cache_manager
+            and a.model.get_sliding_window() is not None
+        ),
+        "leave out --disable-hybrid-kv-cache-manager",
+    ),
+    Refusal("chunked local attention", lambda a: getattr(a.model.hf_text_config, "attention_chunk_size", None), _STOCK),
+    Refusal("models whose layers all slide", lambda a: a.slides_only, _STOCK, lambda a: f"over {a.window} tokens"),
+    Refusal(
+        "attention with logit soft-capping",
+        lambda a: getattr(a.model.hf_text_config, "attn_logit_softcapping", None),
+        _STOCK,
+    ),
+    Refusal(
+        "a quantised KV cache",
+        lambda a: a.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+        "use --kv-cache-dtype auto",
+        lambda a: f"--kv-cache-dtype {a.cache_dtype}",
+    ),
+    Refusal(
+        "speculative decoding",
+        lambda a: a.vllm_config.speculative_config is not None,
+        "leave out --speculative-config",
+    ),
+    Refusal(
+        "another scheduler, which would use tokens that were computed without the CPU's partials",
+        lambda a: a.scheduler.scheduler_cls not in (None, SCHEDULER, ASYNC_SCHEDULER, PARKING_SCHEDULER),
+        "leave out --scheduler-cls",
+    ),
+    Refusal("pipeline parallelism", lambda a: a.parallel.pipeline_parallel_size > 1, "use --pipeline-parallel-size 1"),
+    Refusal("micro-batching", lambda a: a.parallel.use_ubatching, "leave out --enable-dbo and --ubatch-size"),
+    Refusal(
+        "decode context parallelism",
+        lambda a: a.parallel.decode_context_parallel_size > 1,
+        "use --decode-context-parallel-size 1",
+    ),
+    Refusal(
+        "KV connectors, which write pages behind its back",
+        lambda a: a.has_silent_connector,
+        "leave out --kv-transfer-config",
+    ),
+    Refusal(
+        "LoRA together with the lookahead",
+        lambda a: a.vllm_config.lora_config is not None and a.looks_ahead,
+        "set lookahead: {enabled: false} or leave out --enable-lora",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What vLLM asks of an attention layer."""
+
+    alibi_slopes: list[float] | None
+    logits_soft_cap: float | None
+    attn_type: str
+    kv_sharing_target_layer_name: str | None
+
+
+LAYER_REFUSALS: tuple[Refusal[Layer], ...] = (
+    Refusal("ALiBi", lambda a: a.alibi_slopes is not None, _STOCK),
+    Refusal("attention with logit soft-capping", lambda a: a.logits_soft_cap, _STOCK),
+    Refusal(
+        "attention of other types than a decoder's", lambda a: a.attn_type != "decoder", _STOCK, lambda a: a.attn_type
+    ),
+    Refusal("layers that share another layer's KV cache", lambda a: a.kv_sharing_target_layer_name is not None, _STOCK),
+)
 
 
 def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cls: str) -> None:
     """Raise EngineError or ConfigError for the first thing that cannot work."""
     method = resolve_method(config.method)
     resolve_kernel(config.workers.kernel)
+    start = Start(vllm_config, config)
     parallel = vllm_config.parallel_config
     if parallel.worker_cls != worker_cls:
         raise EngineError(
             f"the hybrid backend needs its own worker: add --worker-cls {worker_cls} (or use `hybrid serve MODEL`)"
         )
-    for unsupported, fix in _unsupported(vllm_config, config):
-        raise EngineError(f"the hybrid backend does not support {unsupported}; {fix}")
+    refuse(REFUSALS, start)
     page, block = config.page_size, vllm_config.cache_config.block_size
     if page != block:
         raise ConfigError(
@@ -35,85 +181,4 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
         )
     layers = vllm_config.model_config.get_num_layers_by_block_type(parallel)
     config.validate_for(layers)
-    device = torch.device(vllm_config.device_config.device_type)
-    method.check(config, device, layers, vllm_config.model_config.get_num_kv_heads(parallel))
-
-
-def _unsupported(vllm_config: VllmConfig, config: HybridConfig) -> list[tuple[str, str]]:
-    """Pairs of what was asked for and the way out."""
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    text = model.hf_text_config
-    layer_types = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None)
-    local_only = window is not None and (
-        all(kind == "sliding_attention" for kind in layer_types)
-        if layer_types
-        else model.get_sliding_window() is not None
-    )
-    device = torch.device(vllm_config.device_config.device_type)
-    looks_ahead = resolve_method(config.method).looks_ahead(config, device)
-    stock = "leave out --attention-backend CUSTOM for this model"
-    found = [
-        (model.use_mla, "MLA models", stock),
-        (model.is_attention_free, "models without attention layers", stock),
-        (
-            model.is_encoder_decoder or model.runner_type != "generate",
-            "models that do not generate text",
-            stock,
-        ),
-        (
-            device.type == "cuda"
-            and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-            and model.get_sliding_window() is not None,
-            "one KV group for all layers of a model with sliding windows on a GPU",
-            "leave out --disable-hybrid-kv-cache-manager",
-        ),
-        (bool(getattr(text, "attention_chunk_size", None)), "chunked local attention", stock),
-        (local_only, f"models whose layers all slide over {window} tokens", stock),
-        (bool(getattr(text, "attn_logit_softcapping", None)), "attention with logit soft-capping", stock),
-        (
-            cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
-            f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype})",
-            "use --kv-cache-dtype auto",
-        ),
-        (
-            vllm_config.speculative_config is not None,
-            "speculative decoding",
-            "leave out --speculative-config",
-        ),
-        (
-            vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER, ASYNC_SCHEDULER, PARKING_SCHEDULER),
-            "another scheduler, which would use tokens that were computed without the CPU's partials",
-            "leave out --scheduler-cls",
-        ),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --pipeline-parallel-size 1"),
-        (parallel.use_ubatching, "micro-batching", "leave out --enable-dbo and --ubatch-size"),
-        (
-            parallel.decode_context_parallel_size > 1,
-            "decode context parallelism",
-            "use --decode-context-parallel-size 1",
-        ),
-        (
-            vllm_config.kv_transfer_config is not None and not _updates_digests(vllm_config.kv_transfer_config),
-            "KV connectors, which write pages behind its back",
-            "leave out --kv-transfer-config",
-        ),
-        (
-            vllm_config.lora_config is not None and looks_ahead,
-            "LoRA together with the lookahead",
-            "set lookahead: {enabled: false} or leave out --enable-lora",
-        ),
-    ]
-    return [(what, fix) for unsupported, what, fix in found if unsupported]
-
-
-def _updates_digests(connector: KVTransferConfig) -> bool:
-    """A connector may say that it tells the runtime which pages it wrote (`HybridRuntime.imported`)."""
-    # Not at the top: it asks for the platform, which is being made when this module is imported.
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    try:
-        kind = KVConnectorFactory.get_connector_class(connector)
-    except (ValueError, ImportError, AttributeError):
-        return False  # the engine says what is wrong with it
-    return bool(getattr(kind, "updates_digests", False))
+    method.check(config, start.device, layers, vllm_config.model_config.get_num_kv_heads(parallel))

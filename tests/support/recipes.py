@@ -1,0 +1,112 @@
+"""The recipes' plans: the commands of recipes/*.md, run as a user would, without a model hub.
+
+python -m tests.support.recipes        # writes the plans into the pages again; or: make pages
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from typer.testing import CliRunner
+
+from hybrid_backend.cli import app
+from tests.support.model_cards import CARDS
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path for path in (ROOT / "recipes").glob("*.md") if path.name != "README.md")
+_CATALOG = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+_PLAN = re.compile(
+    r"^    (?P<command>hybrid plan [^\n]*)\n\n<!-- plan, written by make pages -->\n.*?<!-- end of plan -->$",
+    re.M | re.S,
+)
+
+
+def commands(page: str, name: str) -> list[list[str]]:
+    """The words of every ``hybrid NAME`` line of a page."""
+    return [shlex.split(line)[1:] for line in re.findall(rf"^    (hybrid {name} .*)$", page, re.M)]
+
+
+def plans(page: str) -> int:
+    return len(_PLAN.findall(page))
+
+
+def written(page: str) -> str:
+    """The page with the plans that its commands give now."""
+    return _PLAN.sub(
+        lambda found: (
+            f"    {found['command']}\n\n<!-- plan, written by make pages -->\n"
+            f"{_as_markdown(_run(shlex.split(found['command'])[1:]))}<!-- end of plan -->"
+        ),
+        page,
+    )
+
+
+def served(words: Sequence[str]) -> list[Any]:
+    """What an engine would get of a ``hybrid serve`` command: model, name, configuration, flags."""
+    got: list[Any] = []
+    engine = SimpleNamespace(
+        NAME="an engine", check_installation=lambda: None, check_port=lambda _: None, run=lambda *args: got.extend(args)
+    )
+    with patch("hybrid_backend.cli.resolve_server", lambda _: engine):
+        _run(words)
+    return got
+
+
+def _run(words: Sequence[str]) -> str:
+    with _published_models():
+        result = CliRunner(env={"COLUMNS": "250"}).invoke(app, list(words))
+    assert result.exit_code == 0, f"hybrid {shlex.join(words)}: {result.output}"
+    return result.output
+
+
+@contextmanager
+def _published_models() -> Iterator[None]:
+    """The hub and the catalog are what the models' cards say."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def config_file(model: str) -> Path:
+            path = Path(folder, model, "config.json")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(CARDS[_CATALOG.get(model, model)].config))
+            return path
+
+        with (
+            patch("hybrid_backend.tools.plan.model.resolve_model", lambda model: model),
+            patch("hybrid_backend.tools.hub.resolve_model", lambda model: model),
+            patch("hybrid_backend.tools.plan.model._from_hub", config_file),
+        ):
+            yield
+
+
+def _as_markdown(plan: str) -> str:
+    """Headline, the first table, notes and the command that serves it, of what `hybrid plan` prints."""
+    headline, *lines = plan.splitlines()
+    head, *rows = [
+        [cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in _first_table(lines) if line[0] in "│┃"
+    ]
+    table = [f"| {' | '.join(cell or '-' for cell in row)} |" for row in (head, ["---"] * len(head), *rows)]
+    notes = [line for line in lines if line.startswith("- ")]
+    serve = [f"    {line}" for line in lines if line.startswith("hybrid serve ")]
+    parts = [[headline], table, notes, serve]
+    return "\n" + "".join("\n".join(part) + "\n\n" for part in parts if part)
+
+
+def _first_table(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        yield line
+        if line.startswith("└"):
+            return
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(written(path.read_text()))
