@@ -32,7 +32,8 @@ _PLAN = re.compile(
 
 def commands(page: str, name: str) -> list[list[str]]:
     """The words of every ``hybrid NAME`` line of a page."""
-    return [shlex.split(line)[1:] for line in re.findall(rf"^    (hybrid {name} .*)$", page, re.M)]
+    whole = re.sub(r"\\\n\s+", "", page)
+    return [shlex.split(line)[1:] for line in re.findall(rf"^    (hybrid {name} .*)$", whole, re.M)]
 
 
 def plans(page: str) -> int:
@@ -63,7 +64,7 @@ def served(words: Sequence[str]) -> list[Any]:
 
 def _run(words: Sequence[str]) -> str:
     with _published_models():
-        result = CliRunner(env={"COLUMNS": "250"}).invoke(app, list(words))
+        result = CliRunner(env={"COLUMNS": "80"}).invoke(app, list(words))
     assert result.exit_code == 0, f"hybrid {shlex.join(words)}: {result.output}"
     return result.output
 
@@ -88,23 +89,8 @@ def _published_models() -> Iterator[None]:
 
 
 def _as_markdown(plan: str) -> str:
-    """Headline, the first table, notes and the command that serves it, of what `hybrid plan` prints."""
-    headline, *lines = plan.splitlines()
-    head, *rows = [
-        [cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in _first_table(lines) if line[0] in "│┃"
-    ]
-    table = [f"| {' | '.join(cell or '-' for cell in row)} |" for row in (head, ["---"] * len(head), *rows)]
-    notes = [line for line in lines if line.startswith("- ")]
-    serve = [f"    {line}" for line in lines if line.startswith("hybrid serve ")]
-    parts = [[headline], table, notes, serve]
-    return "\n" + "".join("\n".join(part) + "\n\n" for part in parts if part)
-
-
-def _first_table(lines: Sequence[str]) -> Iterator[str]:
-    for line in lines:
-        yield line
-        if line.startswith("└"):
-            return
+    """What `hybrid plan` prints, as a block of code."""
+    return "\n" + "".join(f"    {line.rstrip()}\n" if line.strip() else "\n" for line in plan.splitlines()) + "\n"
 
 
 if __name__ == "__main__":
