@@ -26,6 +26,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+LARGEST = 1e17
+"""Of a key's numbers; larger ones count as 0, so that no square overflows."""
 HEADER = 12
 """Bytes of the numbers after the middles."""
 FINE, INNER, OUTER, COARSE = 0.9816, 0.4528, 1.5104, 0.7979
@@ -71,7 +73,7 @@ class Layout:
 
 
 @cache
-def rotation(dim: int) -> Tensor:
+def rotation(dim: int, device: torch.device | str = "cpu") -> Tensor:
     """``[dim, dim]`` fp32, orthogonal; ``x @ rotation``: signs, then Hadamard's transform of blocks of the largest
     power of two in ``dim``."""
     block = dim & -dim
@@ -79,14 +81,15 @@ def rotation(dim: int) -> Tensor:
     while len(transform) < block:
         transform = torch.cat([torch.cat([transform, transform], 1), torch.cat([transform, -transform], 1)])
     flips = torch.tensor([1.0 if (i * 2654435761 >> 16) & 1 else -1.0 for i in range(dim)])
-    return flips[:, None] * torch.kron(torch.eye(dim // block), transform / block**0.5)
+    return (flips[:, None] * torch.kron(torch.eye(dim // block), transform / block**0.5)).to(device)
 
 
 def encode(keys: Tensor) -> Tensor:
-    """``[..., page_size, head_dim]`` in any type -> ``[..., row]`` uint8. What is not finite counts as 0."""
+    """``[..., page_size, head_dim]`` in any type -> ``[..., row]`` uint8. NaN counts as 0, as what is too large does."""
     layout = Layout(*keys.shape[-2:])
     fine, coded = layout.fine, layout.coded
-    x = keys.float().nan_to_num(0.0, 0.0, 0.0)
+    x = keys.float()
+    x = torch.where(x.abs() < LARGEST, x, 0.0)
     high, low = x.amax(-2), x.amin(-2)
     middle, half = (high + low) / 2, (high - low) / 2
     step = middle.abs().amax(-1, keepdim=True) / 127

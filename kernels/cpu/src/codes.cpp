@@ -16,7 +16,8 @@ constexpr float kLog2e = 1.44269504f;
 
 float inverse(float x) { return x > 1e-37f ? 1.f / x : 0.f; }
 
-float finite(float x) { return std::isfinite(x) ? x : 0.f; }
+// What is too large to square counts as 0.
+float usable(float x) { return std::fabs(x) < 1e17f ? x : 0.f; }
 
 }  // namespace
 
@@ -51,7 +52,7 @@ void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char*
     float* key = x + t * dim;
     isa.widen(type, keys + t * stride, key, dim);
     for (int d = 0; d < dim; d++) {
-      key[d] = finite(key[d]);
+      key[d] = usable(key[d]);
       high[d] = t ? std::max(high[d], key[d]) : key[d];
       low[d] = t ? std::min(low[d], key[d]) : key[d];
     }
@@ -128,7 +129,7 @@ void CodeScorer::prepare(const hb_model& model, const hb_digests& digests, const
     int32_t total = 0;
     float square = 0;
     for (int d = 0; d < dim; d++) {
-      x[d] = finite(x[d]);
+      x[d] = usable(x[d]);
       weights_[(size_t)head * dim + d] = (int8_t)(offset[d] - 128);
       total += offset[d];
     }
