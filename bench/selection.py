@@ -97,7 +97,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    print("| pages | attention us | bf16 | in bytes | in bytes, two levels | codes |\n| --- | --- | --- | --- | --- | --- |")
+    print("| pages | attention us | bf16 | in bytes | in bytes, two levels | codes |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for pages in map(int, options.pages.split(",")):
         times = measure(
             pages, options.page_size, options.budget, options.group, options.reps, options.candidates,

@@ -95,6 +95,7 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     rows, heads, k = 4, kv_heads * group, 64
     host = torch.empty(8, kv_heads, 2, page, dim, dtype=dtype)
     digests = torch.empty(8, kv_heads, 2, dim, dtype=dtype)
+    coded = torch.empty(8, kv_heads, 4 * dim, dtype=torch.uint8)
     q, new = torch.empty(rows, heads, dim, dtype=dtype), torch.empty(rows, kv_heads, dim, dtype=dtype)
     line = torch.zeros(rows, dtype=torch.int32)
     long = torch.zeros(rows, dtype=torch.int64)
@@ -114,6 +115,9 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     )  # fmt: skip
     kernels.build_digests(host, digests, line, line)
     kernels.append_tokens(new, new, host, line, line, host, line, table, digests)
+    kernels.build_digests(host, coded, line, line)
+    kernels.append_tokens(new, new, host, line, long, digests=coded)
+    kernels.page_scores(q, coded, table, line, line, "softmax", False, 0.5, dim**-0.5, page)
     kernels.append_tokens(new, new, host, line, long)
     for aggregate, counted in zip(SIMILARITIES, (counters, None), strict=True):
         kernels.match_labels(q, q, cpu[1][0], cpu[1][0, :kv_heads], line, line, line, aggregate, counted)

@@ -85,7 +85,7 @@ def rotation(dim: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def encode(keys: Tensor) -> Tensor:
-    """``[..., page_size, head_dim]`` in any type -> ``[..., row]`` uint8. NaN counts as 0, as what is too large does."""
+    """``[..., page_size, head_dim]`` in any type -> ``[..., row]`` uint8. NaN counts as 0, as what is too large."""
     layout = Layout(*keys.shape[-2:])
     fine, coded = layout.fine, layout.coded
     x = keys.float()

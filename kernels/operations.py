@@ -7,8 +7,9 @@ what the CPU tests prove is what a GPU launches.
 
 Shapes that all of them share: pages ``[pages, kv_heads, 2 (K, V), page_size, head_dim]`` in the model's dtype; digests
 of one of two kinds (`in_codes`): ``[pages, kv_heads, 2 (max, min), head_dim]`` in the model's dtype, of the tokens
-written so far, or ``[pages, kv_heads, 4 * head_dim]`` uint8 in codes (`codes`), of whole pages only; lists ``[rows, 1 | kv_heads, n]`` int32, one per row or one per KV
-head, with the number of entries that count beside them. Log-sum-exp is in natural log everywhere.
+written so far, or ``[pages, kv_heads, 4 * head_dim]`` uint8 in codes (`codes`), of whole pages only; lists ``[rows, 1 |
+kv_heads, n]`` int32, one per row or one per KV head, with the number of entries that count beside them. Log-sum-exp is
+in natural log everywhere.
 
 A row is one decoding sequence. *A row of padding* has no pages (``num_pages`` 0) and writes nowhere (its page is -1):
 nothing is selected, attended, planned or opened for it, whatever its request index; its partial is empty (output 0,

@@ -19,6 +19,7 @@ power 3 and eta 0.8) has a threshold below 0: it practically never loads again.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch

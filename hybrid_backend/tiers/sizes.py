@@ -18,7 +18,6 @@ from hybrid_backend.kernels.cpu.mailbox import mailbox_bytes
 from hybrid_backend.step import ModelSpec
 from hybrid_backend.tiers.state import StepState
 
-
 DigestKind = Literal["none", "minmax", "minmax_int8", "codes"]
 
 

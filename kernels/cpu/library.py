@@ -337,8 +337,8 @@ def cache_of(layer: Tensor) -> Cache:
 
 
 def digests_of(digests: Tensor) -> DigestStore:
-    """``digests``: ``[pages, kv_heads, 2, head_dim]`` or in codes ``[pages, kv_heads, 4 * head_dim]``; what a KV head has
-    of a page is contiguous."""
+    """``digests``: ``[pages, kv_heads, 2, head_dim]`` or in codes ``[pages, kv_heads, 4 * head_dim]``; what a KV head
+    has of a page is contiguous."""
     if in_codes(digests) and digests.dim() == 3 and digests.stride(2) == 1:
         return DigestStore(digests.data_ptr(), digests.stride(0), digests.stride(1), True)
     if digests.dim() != 4 or digests.shape[2] != 2 or digests.stride()[2:] != (digests.shape[3], 1):

@@ -40,7 +40,8 @@ def append_tokens(
     _call(
         "hb_append_tokens", *store, _tokens_at(k, kind, rows, token), _tokens_at(v, kind, rows, token),
         _at(pages, int32), _at(positions, int64 if wide else int32, rows), *framed,
-        *_digests_at(digests, kind, store[1], token), rows, wide, frame_count, request_count, columns, k.stride(0), v.stride(0),
+        *_digests_at(digests, kind, store[1], token), rows, wide, frame_count, request_count, columns, k.stride(0),
+        v.stride(0),
     )  # fmt: skip
 
 

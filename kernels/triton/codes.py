@@ -25,9 +25,10 @@ def _inverse(x):
 @triton.jit
 def _encode_kernel(kv, digests, rotation, pages, counts,
                    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, PLANES: tl.constexpr,
-                   FINE: tl.constexpr, CODED: tl.constexpr, LARGEST: tl.constexpr, EDGE: tl.constexpr, INNER: tl.constexpr,
-                   OUTER: tl.constexpr, COARSE: tl.constexpr, HEADER: tl.constexpr, APPENDED: tl.constexpr,
-                   BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+                   FINE: tl.constexpr, CODED: tl.constexpr, LARGEST: tl.constexpr, EDGE: tl.constexpr,
+                   INNER: tl.constexpr, OUTER: tl.constexpr, COARSE: tl.constexpr, HEADER: tl.constexpr,
+                   APPENDED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
+                   CHUNK: tl.constexpr):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)
     page = tl.load(pages + i).to(tl.int64)
     count = tl.load(counts + i)
@@ -44,22 +45,29 @@ def _encode_kernel(kv, digests, rotation, pages, counts,
         step = tl.max(tl.abs(middle), 0) / 127
         whole = _rounded(middle * _inverse(step))
         rest = tl.where(inside, keys - (whole * step)[None, :], 0.0)
-        turn = tl.load(rotation + d[:, None] * DIM + d[None, :], mask=(d < DIM)[:, None] & (d < DIM)[None, :], other=0.0)
-        y = tl.dot(rest, turn, input_precision="ieee")
-        size = tl.sqrt(tl.sum(y * y, 1) / DIM)
-        is_fine, is_coded = (d < FINE)[None, :], (d < CODED)[None, :]
-        positive, outer = y >= 0, tl.abs(y) > EDGE * size[:, None]
-        level = tl.where(is_fine, tl.where(outer, OUTER, INNER), tl.where(is_coded, COARSE, 0.0))
-        norm = tl.sum(level * level, 1)
-        scale = tl.where(t < PAGE, tl.sum(tl.abs(y) * level, 1) / norm, 0.0)
+        size = tl.sqrt(tl.sum(rest * rest, 1) / DIM)  # a rotation keeps it
+        projected = tl.zeros([BLOCK_P], tl.float32)
+        norm = tl.zeros([BLOCK_P], tl.float32)
+        packed = tl.zeros([BLOCK_P, BLOCK_L], tl.float32)
+        for start in range(0, CODED, CHUNK):  # of rotated channels
+            c = start + tl.arange(0, CHUNK)
+            is_fine, is_coded = (c < FINE)[None, :], (c < CODED)[None, :]
+            turn = tl.load(rotation + d[:, None] * DIM + c[None, :], mask=(d < DIM)[:, None] & is_coded, other=0.0)
+            y = tl.dot(rest, turn, input_precision="tf32x3")
+            positive, outer = y >= 0, tl.abs(y) > EDGE * size[:, None]
+            level = tl.where(is_fine, tl.where(outer, OUTER, INNER), tl.where(is_coded, COARSE, 0.0))
+            projected += tl.sum(tl.abs(y) * level, 1)
+            norm += tl.sum(level * level, 1)
+            # A byte is a sum of its channels' bits, each at its place: a product with powers of two, which is exact.
+            sign = positive.to(tl.int32)
+            bits = tl.where(is_fine, 2 * sign + (outer == positive).to(tl.int32), sign)
+            code = tl.where(c < FINE, c // 2, FINE // 2 + (c - FINE) // 4)
+            shift = 4 * (code % 2) + tl.where(c < FINE, 2 * (c % 2), (c - FINE) % 4)
+            is_there = (code // 2)[:, None] == plane[None, :]
+            place = tl.where(is_there & (c < CODED)[:, None], (1 << shift)[:, None], 0)
+            packed += tl.dot(bits.to(tl.float32), place.to(tl.float32), input_precision="tf32")
+        scale = tl.where(t < PAGE, projected / norm, 0.0)
         unit = tl.max(scale, 0) / 255
-        # A byte is a sum of its channels' bits, each at its place: a product with powers of two, which is exact.
-        bits = tl.where(is_fine, 2 * positive.to(tl.int32) + (outer == positive).to(tl.int32), positive.to(tl.int32))
-        code = tl.where(d < FINE, d // 2, FINE // 2 + (d - FINE) // 4)
-        shift = 4 * (code % 2) + tl.where(d < FINE, 2 * (d % 2), (d - FINE) % 4)
-        place = tl.where((code // 2)[:, None] == plane[None, :], (1 << shift)[:, None], 0)
-        place = tl.where((d < CODED)[:, None], place, 0)
-        packed = tl.dot(bits.to(tl.float32), place.to(tl.float32), input_precision="ieee")
         row = digests + (page * KV_HEADS + head) * 4 * DIM
         tl.store(row + d, (whole + 128).to(tl.uint8), mask=d < DIM)
         numbers = (row + DIM).to(tl.pointer_type(tl.float32))
@@ -130,13 +138,14 @@ def encode(kv: Tensor, digests: Tensor, pages: Tensor, counts: Tensor, appended:
     """Codes of those of ``pages`` that are whole: ``counts`` are their tokens, or (``appended``) the position of the
     one that was just written."""
     _, kv_heads, _, page_size, dim = kv.shape
-    layout = codes.Layout(page_size, dim)
+    layout, tokens = codes.Layout(page_size, dim), triton.next_power_of_2(page_size)
     if len(pages):
         _encode_kernel[(len(pages), kv_heads)](
             kv, digests, codes.rotation(dim, kv.device), pages, counts,
             kv_heads, page_size, dim, layout.planes, layout.fine, layout.coded, codes.LARGEST, codes.FINE,
-            codes.INNER, codes.OUTER, codes.COARSE, codes.HEADER, appended, triton.next_power_of_2(page_size), triton.next_power_of_2(dim),
-            max(16, triton.next_power_of_2(layout.planes)),
+            codes.INNER, codes.OUTER, codes.COARSE, codes.HEADER, appended,
+            max(tokens, 64) if dim > 128 else tokens, triton.next_power_of_2(dim),
+            max(16, triton.next_power_of_2(layout.planes)), 32 if dim <= 64 else 16,
         )  # fmt: skip
 
 

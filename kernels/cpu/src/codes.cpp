@@ -44,7 +44,8 @@ void rotate(float* x, int n) {
 
 void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char* keys, int64_t stride, uint8_t* row) {
   const int dim = layout.dim, tokens = layout.page_size, fine = layout.fine, coded = layout.coded;
-  if (tokens > kMaxPageSize || tokens % 16) throw std::invalid_argument("a page has up to 128 tokens, a multiple of 16");
+  if (tokens > kMaxPageSize || tokens % 16)
+    throw std::invalid_argument("a page has up to 128 tokens, a multiple of 16");
   static thread_local std::vector<float> scratch;
   float* x = grown(scratch, (size_t)tokens * dim);
   float high[kMaxHeadDim], low[kMaxHeadDim], scales[kMaxPageSize];
@@ -212,8 +213,7 @@ void CodeScorer::coarse_tile(int h, const uint8_t* const* rows, const uint8_t* c
     }
   }
   for (int g = 0; g < model_.group; g++)
-    for (int i = 0; i < count; i++)
-      out[g * stride + i] = sums[g * kScoreTile + i] + bounds[head + g] * spread[i];
+    for (int i = 0; i < count; i++) out[g * stride + i] = sums[g * kScoreTile + i] + bounds[head + g] * spread[i];
 }
 
 void CodeScorer::estimate_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, int count, float* out,
@@ -223,12 +223,13 @@ void CodeScorer::estimate_tile(int h, const uint8_t* const* rows, const uint8_t*
   const float log2_scale = model_.scale * kLog2e;
   coarse_tile(h, rows, next, no_bounds_.data(), kScoreTile, base, kScoreTile);
   for (int i = 0; i < group * kScoreTile; i++) base[i] *= log2_scale;
-  CodeQuery query{group,        model_.page_size / 16, layout_.planes,   &luts_[(size_t)head * tables_],
-                  &factor_[head], &offset_[head],      &variance_[head], tables_};
+  CodeQuery query{group,          model_.page_size / 16, layout_.planes,   &luts_[(size_t)head * tables_],
+                  &factor_[head], &offset_[head],        &variance_[head], tables_};
   for (int i = 0; i < count; i++) {
     const uint8_t* row = rows[i] + h * digests_.head_stride;
     const uint8_t* upcoming = next[i] + h * digests_.head_stride;
-    for (int64_t line = layout_.scales_at(); line < layout_.row(); line += 64) __builtin_prefetch(upcoming + line, 0, 2);
+    for (int64_t line = layout_.scales_at(); line < layout_.row(); line += 64)
+      __builtin_prefetch(upcoming + line, 0, 2);
     float unit;
     std::memcpy(&unit, row + model_.head_dim + 8, 4);
     isa_->code_sums(&query, row + layout_.scales_at(), row + layout_.planes_at(), unit, base + i, tops + i, sums + i);

@@ -44,7 +44,8 @@ class CodeScorer {
   template <class PageOf>
   void coarse(const PageOf& page_of, int begin, int end, float* out, int64_t stride) {
     each_tile(page_of, begin, end, [&](const uint8_t* const* rows, const uint8_t* const* next, int at, int n) {
-      for (int h = 0; h < model_.kv_heads; h++) coarse_tile(h, rows, next, bounds_.data(), n, list_of(out, h, stride) + at, stride);
+      for (int h = 0; h < model_.kv_heads; h++)
+        coarse_tile(h, rows, next, bounds_.data(), n, list_of(out, h, stride) + at, stride);
     });
   }
 

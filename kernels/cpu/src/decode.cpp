@@ -201,8 +201,8 @@ void DecodeLayer::plan_fine() {
       const int64_t bytes = count * (per_head_ ? 1 : model_.kv_heads) * 4 * model_.head_dim;
       const int64_t parts = lanes_ > 1 ? std::min<int64_t>(std::max<int64_t>(1, bytes / kScoreBytes), 4 * lanes_) : 1;
       for (int64_t p = 0; p < parts; p++, tasks++)
-        fine_tasks_.push_back({r, per_head_ ? l : -1, (int)score_edge(count, p, parts),
-                               (int)score_edge(count, p + 1, parts)});
+        fine_tasks_.push_back(
+            {r, per_head_ ? l : -1, (int)score_edge(count, p, parts), (int)score_edge(count, p + 1, parts)});
     }
     row_left_[r].store(tasks, std::memory_order_relaxed);
   }
@@ -238,7 +238,8 @@ void DecodeLayer::prepare_scorer(Lane& mine, int r, bool with_codes) {
   const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
   Scorer& scorer = mine.scorer;
   if (in_codes()) mine.codes.prepare(model_, layer_->digests, kernels_, byte_kernels_, q, head_stride, with_codes);
-  else if (scores_bytes()) scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_kernels_, aggregate_, q, head_stride);
+  else if (scores_bytes())
+    scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_kernels_, aggregate_, q, head_stride);
   else scorer.prepare(model_, layer_->digests, kernels_, per_head_, aggregate_, q, head_stride);
 }
 

@@ -47,11 +47,11 @@ class DecodeLayer : public Task {
   };
   struct RowTask {
     int row;
-    bool first;      // also writes the row's new token
+    bool first;  // also writes the row's new token
     int begin, end;  // pages to score
   };
   struct FineTask {
-    int row, list;   // -1: all heads have one
+    int row, list;  // -1: all heads have one
     int begin, end;  // of the shortlist
   };
 
@@ -109,8 +109,8 @@ class DecodeLayer : public Task {
   std::vector<FineTask> fine_tasks_;
   std::vector<int32_t> short_counts_;  // [rows, kv_heads]: how many pages of selected_ are a shortlist
   AtomicArray row_left_;
-  std::vector<float> scores_;       // [rows, score_lists_, columns]
-  std::vector<int32_t> selected_;   // [rows, kv_heads, columns]
+  std::vector<float> scores_;  // [rows, score_lists_, columns]
+  std::vector<int32_t> selected_;  // [rows, kv_heads, columns]
   std::vector<int32_t> counts_;
   struct Lane {
     Scorer scorer;

@@ -99,7 +99,7 @@ struct Isa {
   // Reorders n fp32 weights in place for `dots`; n is a multiple of 32. `scratch` holds n floats.
   void (*prepare_weights)(int type, float* weights, int n, float* scratch);
   void (*convert)(int type, const float* from, void* to, int n);  // fp32 -> type, round to nearest even
-  void (*widen)(int type, const void* from, float* to, int n);    // type -> fp32
+  void (*widen)(int type, const void* from, float* to, int n);  // type -> fp32
   ByteDotsFn byte_dots;
   // total[i] += softmax(scale * scores)[i]; overwrites scores.
   void (*softmax_add)(float* scores, int n, float scale, float* total);

@@ -72,9 +72,8 @@ static inline __attribute__((always_inline)) void add_codes(const CodeQuery* q, 
 #pragma GCC unroll 4
     for (int g = 0; g < HEADS; g++) {
       const uint8_t* table = tables + (int64_t)g * q->stride + p / 4 * 128 + p % 4 * 16;
-      const __m256i sum =
-          _mm256_add_epi8(_mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)table), low),
-                          _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)(table + 64)), high));
+      const __m256i sum = _mm256_add_epi8(_mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)table), low),
+                                          _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)(table + 64)), high));
       bytes[g] = _mm256_add_epi8(bytes[g], sum);
     }
   }

@@ -150,8 +150,8 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
     const hb_page_scores_args& a = *args;
     // Scores by maxima and minima do not depend on the page's size.
     const int32_t page_size = a.in_codes ? (int32_t)a.page_size : 16;
-    const hb_model model{(int32_t)a.type, (int32_t)a.kv_heads, (int32_t)a.group, (int32_t)a.head_dim, page_size,
-                         (float)a.scale,  (float)a.bound};
+    const hb_model model{(int32_t)a.type, (int32_t)a.kv_heads, (int32_t)a.group, (int32_t)a.head_dim,
+                         page_size,       (float)a.scale,      (float)a.bound};
     hb::check_model(model);
     require(a.aggregate >= hb::SUM && a.aggregate <= hb::SOFTMAX, "no such way to combine scores");
     const auto aggregate = (hb::Aggregate)a.aggregate;
