@@ -1,8 +1,8 @@
 """What choosing pages costs, by the length of the context: a decode layer against attention of as many pages alone.
 
-    python -m bench.selection [--pages 1024,4096,32768] [--budget 64] [--group 4] [--aggregate softmax] [--per-head]
+    python -m bench.selection [--pages 1024,4096,32768] [--page-size 32] [--budget 64] [--group 4] [--per-head]
 
-One thread; pages of 32 tokens, 8 KV heads, head_dim 128, bf16, batch 1. Every variant selects ``budget`` pages of the
+One thread; 8 KV heads, head_dim 128, bf16, batch 1. Every variant selects ``budget`` pages of the
 context and attends them in one native call; "attention" attends ``budget`` given pages. Interleaved, medians of CPU
 time. Prints a table and writes bench/out/selection.json.
 """
@@ -18,24 +18,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybrid_backend.kernels import cpu
+from hybrid_backend.kernels import codes, cpu
 from hybrid_backend.kernels.cpu import digests as native
 
-KV_HEADS, DIM, PAGE = 8, 128, 32
+KV_HEADS, DIM = 8, 128
 QUERIES = 8  # in turns, so that neither digests nor pages stay in a cache
-VARIANTS = ("attention", "bf16", "bytes", "spans")
+VARIANTS = ("attention", "bf16", "bytes", "spans", "codes")
 
 
 def measure(
-    pages: int, budget: int, group: int, reps: int, candidates: int, aggregate: str, per_head: bool
+    pages: int, page_size: int, budget: int, group: int, reps: int, candidates: int, aggregate: str, per_head: bool
 ) -> dict[str, float]:
-    """Microseconds of CPU time per layer, by variant. ``spans``: digests in bytes, two levels."""
+    """Microseconds of CPU time per layer, by variant. ``spans``: maxima and minima in bytes, two levels."""
     rng = torch.Generator().manual_seed(pages)
-    shape = (pages, KV_HEADS, 2, PAGE, DIM)
+    shape = (pages, KV_HEADS, 2, page_size, DIM)
     layer = torch.empty(shape, dtype=torch.bfloat16)  # touched where it is selected only
     digests = torch.randn(pages, KV_HEADS, 2, DIM, generator=rng).bfloat16().sort(2, descending=True).values
     quantized = native.quantized_like(digests)
     native.quantize(quantized, digests, torch.arange(pages))
+    coded = codes.encode(torch.randn(64, KV_HEADS, page_size, DIM, generator=rng))
+    coded = coded[torch.randint(64, (pages,), generator=rng)]
     heads, scale = KV_HEADS * group, DIM**-0.5
     queries = torch.randn(QUERIES, 1, heads, DIM, generator=rng).bfloat16()
     out = torch.empty(1, heads, DIM, dtype=torch.bfloat16)
@@ -47,11 +49,12 @@ def measure(
         "bf16": cpu.Decoder([layer], {0: digests}, heads, scale, **plain),
         "bytes": cpu.Decoder([layer], {0: digests}, heads, scale, quantized={0: quantized}, **plain),
         "spans": cpu.Decoder([layer], {0: digests}, heads, scale, quantized={0: quantized}, **plain),
+        "codes": cpu.Decoder([layer], {0: coded}, heads, scale, **plain),
     }
 
     def begin(name: str, which: int) -> None:
         columns = given[which] if name == "attention" else table
-        lengths = torch.tensor([columns.shape[1] * PAGE])
+        lengths = torch.tensor([columns.shape[1] * page_size])
         decoders[name].begin(
             columns,
             lengths,
@@ -84,6 +87,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pages", default="1024,4096,32768")
+    parser.add_argument("--page-size", type=int, default=32)
     parser.add_argument("--budget", type=int, default=64, help="pages")
     parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
     parser.add_argument("--candidates", type=int, default=8)
@@ -93,11 +97,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    print("| pages | attention us | bf16 digests | digests in bytes | in two levels |\n| --- | --- | --- | --- | --- |")
+    print("| pages | attention us | bf16 | in bytes | in bytes, two levels | codes |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for pages in map(int, options.pages.split(",")):
         times = measure(
-            pages, options.budget, options.group, options.reps, options.candidates, options.aggregate, options.per_head
-        )
+            pages, options.page_size, options.budget, options.group, options.reps, options.candidates,
+            options.aggregate, options.per_head,
+        )  # fmt: skip
         found[pages] = times
         extra = [100 * (times[name] / times["attention"] - 1) for name in VARIANTS[1:]]
         cells = " | ".join(

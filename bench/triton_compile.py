@@ -100,6 +100,7 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     rows, heads, k = 4, kv_heads * group, 64
     host = torch.empty(8, kv_heads, 2, page, dim, dtype=dtype)
     digests = torch.empty(8, kv_heads, 2, dim, dtype=dtype)
+    coded = torch.empty(8, kv_heads, 4 * dim, dtype=torch.uint8)
     q, new = torch.empty(rows, heads, dim, dtype=dtype), torch.empty(rows, kv_heads, dim, dtype=dtype)
     line = torch.zeros(rows, dtype=torch.int32)
     long = torch.zeros(rows, dtype=torch.int64)
@@ -119,6 +120,9 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     )  # fmt: skip
     kernels.build_digests(host, digests, line, line)
     kernels.append_tokens(new, new, host, line, line, host, line, table, digests)
+    kernels.build_digests(host, coded, line, line)
+    kernels.append_tokens(new, new, host, line, long, digests=coded)
+    kernels.page_scores(q, coded, table, line, line, "softmax", False, 0.5, dim**-0.5, page)
     kernels.append_tokens(new, new, host, line, long)
     kernels.store_tokens(new, new, host, line, long)
     kernels.extend_digests(new, digests, line, 3, page)

@@ -166,7 +166,7 @@ class HybridRuntime:
             mine = slice(row.start, row.end)
             if tiers.has_digests(layer):
                 assert tiers.digests is not None
-                tiers.digests.extend(layer, row, k[mine])
+                tiers.digests.extend(layer, row, k[mine], tiers.write_back.join)
             out[mine] = self.method.prefill(layer, row, q[mine], own)
             self.executor.saw_prompt(layer, row, q[mine])
 

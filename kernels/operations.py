@@ -5,9 +5,11 @@ Three implementations: `oracle` (plain torch, for tests and for machines where n
 contract suite (tests/unit/test_operations.py) runs them all over the same cases. A method is a sequence of them, so
 what the CPU tests prove is what a GPU launches.
 
-Shapes that all of them share: pages ``[pages, kv_heads, 2 (K, V), page_size, head_dim]``, digests ``[pages, kv_heads,
-2 (max, min), head_dim]``, in the model's dtype; lists ``[rows, 1 | kv_heads, n]`` int32, one per row or one per KV
-head, with the number of entries that count beside them. Log-sum-exp is in natural log everywhere.
+Shapes that all of them share: pages ``[pages, kv_heads, 2 (K, V), page_size, head_dim]`` in the model's dtype; digests
+of one of two kinds (`in_codes`): ``[pages, kv_heads, 2 (max, min), head_dim]`` in the model's dtype, of the tokens
+written so far, or ``[pages, kv_heads, 4 * head_dim]`` uint8 in codes (`codes`), of whole pages only; lists ``[rows, 1 |
+kv_heads, n]`` int32, one per row or one per KV head, with the number of entries that count beside them. Log-sum-exp is
+in natural log everywhere.
 
 A row is one decoding sequence. *A row of padding* has no pages (``num_pages`` 0) and writes nowhere (its page is -1):
 nothing is selected, attended, planned or opened for it, whatever its request index; its partial is empty (output 0,
@@ -29,6 +31,11 @@ AGGREGATES = ("sum", "max", "softmax")
 
 SIMILARITIES = ("harmonic", "min")
 """How the similarities of a KV head's query heads combine (`Operations.match_labels`), numbered in the same way."""
+
+
+def in_codes(digests: Tensor) -> bool:
+    """Which kind of digests these are: codes, else maxima and minima."""
+    return digests.dtype == torch.uint8
 
 
 class Maps(NamedTuple):
@@ -105,8 +112,8 @@ class Operations(Protocol):
             pages: ``[rows]`` int32 host page of the token, -1: a row of padding. Tokens are distinct.
             positions: ``[rows]`` int32 or int64 position of the token in its sequence.
             frames: of the layout of ``host``; ``requests``: ``[rows]`` int32; ``frame_of``: ``[requests, columns]``.
-            digests: ``[pages, kv_heads, 2, head_dim]``; a token at offset 0 makes its page new, whatever it held.
-                Only then must the rows' pages be distinct.
+            digests: a token at offset 0 makes its page new, whatever it held; codes change when a page gets its last
+                token. Only with digests must the rows' pages be distinct.
         """
 
     def store_tokens(self, k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor) -> None:
@@ -133,28 +140,30 @@ class Operations(Protocol):
 
         Args:
             kv: ``[pages, kv_heads, 2, page_size, head_dim]``.
-            digests: ``[pages, kv_heads, 2, head_dim]``, updated in place.
+            digests: updated in place; codes are, of whole pages.
             pages: ``[n]`` int32 host pages, -1: none; ``tokens``: ``[n]`` int32 tokens of each that were written.
         """
 
     def page_scores(
         self, q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-        per_head: bool, bound: float, scale: float,
+        per_head: bool, bound: float, scale: float, page_size: int = 0,
     ) -> Tensor:  # fmt: skip
-        """Estimates of the largest attention logit in each page (Quest, arXiv 2406.10774, section 3.2), combined over
-        query heads.
+        """Estimates of what each page adds to the attention, as a logit, combined over query heads.
 
-        A digest allows ``q.(max+min)/2 +- |q|.(max-min)/2``; the estimate is the middle plus ``bound`` times the half
-        width (1: Quest's upper end). ``sum``, ``max``: of a KV head's group, unscaled; without ``per_head`` then summed
+        Of maxima and minima the largest logit (Quest, arXiv 2406.10774, section 3.2): a digest allows ``q.(max+min)/2
+        +- |q|.(max-min)/2``; the estimate is the middle plus ``bound`` times the half width (1: Quest's upper end). Of
+        codes the log-sum-exp of the tokens' scaled logits (`codes.estimates`), over ``scale``.
+
+        ``sum``, ``max``: of a KV head's group, unscaled; without ``per_head`` then summed
         over KV heads. ``softmax``: every query head's scaled scores become shares over the row's pages but the last
         (growing) one, whose share is 0, and shares are added up.
 
         Args:
-            q: ``[rows, heads, head_dim]``; digests: ``[pages, kv_heads, 2, head_dim]``.
+            q: ``[rows, heads, head_dim]``.
             table: ``[rows, columns]`` int32 host page ids, any row stride; entries beyond a row's pages are not read.
             num_pages, budgets: ``[rows]`` int32 pages; a row that may take all of its pages is not scored.
             aggregate: one of `AGGREGATES`; ``per_head``: a list per KV head instead of one.
-            scale: of the attention's softmax.
+            scale: of the attention's softmax; page_size: tokens of a page, for codes.
 
         Returns:
             ``[rows, 1 | kv_heads, columns]`` fp32, -inf beyond a row's pages, 0 in a row that is not scored.

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection
+from hybrid_backend.kernels import codes
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection, in_codes
 
 _INF = float("inf")
 
@@ -31,7 +32,10 @@ def append_tokens(
         frame = frame_of[requests[rows].long(), positions // page_size].long()
         held = frame >= 0
         frames[frame[held], :, :, offset[held]] = kv[held]
-    if digests is not None:
+    if digests is not None and in_codes(digests):
+        whole = pages[offset == page_size - 1]
+        digests[whole] = codes.encode(host[whole, :, 0])
+    elif digests is not None:
         high, low = digests[pages].unbind(2)
         grown = torch.stack([torch.maximum(high, k), torch.minimum(low, k)], 2)
         begins = (offset == 0)[:, None, None, None]
@@ -59,28 +63,35 @@ def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_s
 
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
-    written = (pages >= 0) & (tokens > 0)
+    written = (pages >= 0) & (tokens >= (kv.shape[3] if in_codes(digests) else 1))
     at = pages[written].long()
     keys = kv[at, :, 0]  # [n, kv_heads, page_size, head_dim]
+    if in_codes(digests):
+        digests[at] = codes.encode(keys)
+        return
     beyond = (torch.arange(kv.shape[3]) >= tokens[written][:, None])[:, None, :, None]
     digests[at] = torch.stack([keys.masked_fill(beyond, -_INF).amax(2), keys.masked_fill(beyond, _INF).amin(2)], 2)
 
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float,
+    per_head: bool, bound: float, scale: float, page_size: int = 0,
 ) -> Tensor:  # fmt: skip
     rows, _, dim = q.shape
     kv_heads = digests.shape[1]
     count = num_pages[:, None]
     column = torch.arange(table.shape[1])
     listed, scored = column < count, (budgets < num_pages)[:, None]
-    entries = digests[table.where(listed & scored, 0).long()].float()  # [rows, columns, kv_heads, 2, head_dim]
+    entries = digests[table.where(listed & scored, 0).long()]  # [rows, columns, kv_heads, ...]
 
     grouped = q.float().view(rows, kv_heads, -1, dim)
-    half = bound * grouped.abs()
-    weights = torch.stack([grouped + half, grouped - half], 3) / 2  # of max and of min
-    found = torch.einsum("rhgxd,rchxd->rhgc", weights, entries)
+    if in_codes(digests):
+        entries = entries.transpose(1, 2)[:, :, None]
+        found = codes.estimates(grouped[:, :, :, None], entries, page_size, scale) / scale
+    else:
+        half = bound * grouped.abs()
+        weights = torch.stack([grouped + half, grouped - half], 3) / 2  # of max and of min
+        found = torch.einsum("rhgxd,rchxd->rhgc", weights, entries.float())
     if aggregate == "softmax":
         unshared = (column >= count - 1)[:, None, None]
         found = (found * scale).masked_fill(unshared, -_INF).softmax(-1).nan_to_num(0.0)

@@ -88,11 +88,13 @@ class SelectionConfig(Section):
     granularity: Annotated[Literal["layer", "kv_head"], choice("layer", "kv_head")] = "layer"
     """One selection per layer or one per KV head. Source: measured (SmolLM2-135M, budget 1024: layer covers 0.953 of
     the attention mass, per head 0.954 with more for the CPU, docs/measurements.md; Quest selects per head)."""
-    digest: Annotated[Literal["auto", "minmax", "minmax_int8"], choice("auto", "minmax", "minmax_int8")] = "auto"
+    digest: Annotated[
+        Literal["auto", "minmax", "minmax_int8", "codes"], choice("auto", "minmax", "minmax_int8", "codes")
+    ] = "auto"
     """Page summary: channel-wise min and max of K, in the cache's type (Quest) or in bytes, which halves what a
-    selection reads; auto is bytes where the native kernels select in place (unified tiers) and scores combine by
-    softmax, or by sum per layer. Source: measured (SmolLM2-135M, page 32: 97.40 % of the mass either way,
-    docs/cpu-kernels.md)."""
+    selection reads, or codes of every token's key (RaBitQ), which take what min and max take in bf16 and select much
+    better, but cost the CPU more; auto is bytes where the native kernels select in place (unified tiers) and scores
+    combine by softmax, or by sum per layer, else minmax. Source: measured (SmolLM2-135M: docs/measurements.md)."""
     aggregate: Annotated[Literal["softmax", "sum", "max"], choice("softmax", "sum", "max")] = "softmax"
     """How the scores of query heads combine. softmax: every head's scores become shares, which are added up; sum, max:
     of the raw scores of a group's heads; granularity layer then sums over the KV heads.

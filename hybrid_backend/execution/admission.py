@@ -70,7 +70,7 @@ def best_pages(
 
     Args:
         queries: ``[n, heads, head_dim]`` that choose, None: the last pages are taken.
-        digests: ``[host pages, kv_heads, 2, head_dim]``.
+        digests: of all host pages.
         table: ``[1, columns]`` int32 host pages of the sequence.
 
     Returns:
@@ -86,7 +86,7 @@ def best_pages(
         n, how = len(queries), config.selection
         scores = operations.page_scores(
             queries, digests, table.expand(n, -1), one.repeat(n), torch.zeros_like(one).repeat(n), how.aggregate, False,
-            how.bound, scale,
+            how.bound, scale, config.page_size,
         ).mean(0, keepdim=True)  # fmt: skip
     picked = operations.select_pages(
         scores, one, one * config.page_size, torch.full_like(one, frames), torch.zeros_like(one), None, table,

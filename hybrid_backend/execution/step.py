@@ -367,7 +367,7 @@ class DecodeStep:
         else:
             scores = self._ops.page_scores(
                 q, at.digests, now.table, now.num_pages, now.budgets, how.aggregate, self.shape.lists > 1, how.bound,
-                self._model.scale,
+                self._model.scale, self._config.page_size,
             )  # fmt: skip
         mailbox = self.partials.mailbox(layer) if self._method.uses_workers else None
         self._selected[layer] = self._split(layer, scores, at.counters, mailbox), scores

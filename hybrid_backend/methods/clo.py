@@ -83,7 +83,7 @@ class Clo(Selective):
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         if config.selection.digest == "minmax_int8":
             raise ConfigError(
-                f"selection.digest: {config.method} scores digests in the cache's type; write auto or minmax"
+                f"selection.digest: {config.method} does not score digests in bytes; write auto, minmax or codes"
             )
         super().check(config, device, num_layers, num_kv_heads)
         if is_separate(config, device) and frames_per_request(config) < config.budget_pages:
@@ -103,7 +103,7 @@ class Clo(Selective):
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         _policy(config, model)  # a file of other heads is refused before anything is allocated
-        return replace(super().layout(config, model, device), digests="minmax")
+        return super().layout(config, model, device)
 
     @classmethod
     def is_fused(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
@@ -316,7 +316,7 @@ class Clo(Selective):
         assert digests is not None
         scores = ops.page_scores(
             q.view(len(table), -1, q.shape[2]), head_pages(digests), lists.table, num_pages, lists.budgets,
-            config.selection.aggregate, False, config.selection.bound, self.model.scale,
+            config.selection.aggregate, False, config.selection.bound, self.model.scale, config.page_size,
         )  # fmt: skip
         return ops.select_pages(
             scores, num_pages, lists.seq_lens, lists.budgets, lists.label, None, table, config.page_size, config.sinks,

@@ -8,9 +8,11 @@ from torch import Tensor
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.execution.fused import span_bytes
+from hybrid_backend.kernels import codes
 from hybrid_backend.methods.base import Method, can_fuse, frames_per_request, is_separate, staging_tokens
 from hybrid_backend.step import DecodeRows, ModelSpec
 from hybrid_backend.tiers import TierLayout
+from hybrid_backend.tiers.sizes import DigestKind
 
 MOST_FRAMES = 512
 """That a request takes of free memory: a program sorts all of them in registers (`Operations.plan_recall`)."""
@@ -49,14 +51,13 @@ class Selective(Method):
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
+        digests = digest_kind(config, model, cls.is_fused(config, model, device))
         if not is_separate(config, device):
-            in_bytes = config.selection.digest != "minmax" and _bytes_suffice(config)
-            fused = cls.is_fused(config, model, device)
-            return TierLayout(separate=False, digests="minmax_int8" if in_bytes and fused else "minmax")
+            return TierLayout(separate=False, digests=digests)
         return TierLayout(
             separate=True,
             frames_per_request=frames_per_request(config),
-            digests="minmax",
+            digests=digests,
             staging_tokens=staging_tokens(config),
             whole_layers=whole_layers(config, model, device),
         )
@@ -91,6 +92,23 @@ def whole_layers(config: HybridConfig, model: ModelSpec, device: torch.device) -
     automatic = config.exact_layers if device.type != "cpu" else ()
     chosen = automatic if config.whole_layers == "auto" else config.whole_layers
     return tuple(layer for layer in chosen if model.window(layer) is None)
+
+
+def digest_kind(config: HybridConfig, model: ModelSpec, is_fused: bool) -> DigestKind:
+    """What ``selection.digest`` stands for.
+
+    Raises:
+        ConfigError: a page has too many tokens for their codes.
+    """
+    wanted = config.selection.digest
+    if wanted == "codes":
+        if not codes.Layout(config.page_size, model.head_dim).planes:
+            raise ConfigError(
+                f"selection.digest: codes of {config.page_size} tokens do not fit {4 * model.head_dim} bytes; write "
+                "minmax, or a smaller page_size"
+            )
+        return "codes"
+    return "minmax_int8" if wanted != "minmax" and is_fused and _bytes_suffice(config) else "minmax"
 
 
 _NATIVE = ("auto", "native")

@@ -60,8 +60,7 @@ class Tiers:
         layers = layout.full_layers(model)
         digests = None
         if layout.digests != "none":
-            in_bytes = layout.digests == "minmax_int8"
-            digests = Digests(host, layout.digest_layers(config, model), operations, in_bytes=in_bytes, device=device)
+            digests = Digests(host, layout.digest_layers(config, model), operations, kind=layout.digests, device=device)
         every = tuple(range(model.num_kv_heads))
         shape = frame_shape(model, config.page_size, layout.frames(max_requests))
         held = layout.framed_layers(model) if shape[0] else []
@@ -95,7 +94,7 @@ class Tiers:
         return self.digests is not None and layer in self.digests.layers
 
     def digest_layer(self, layer: int) -> Tensor | None:
-        """``[pages, kv_heads, 2, head_dim]``"""
+        """Of one of the kinds of `kernels.operations`."""
         return None if self.digests is None else self.digests.layers.get(layer)
 
     @property

@@ -1,15 +1,17 @@
-"""Digests of all host pages: channel-wise max and min of K (Quest, arXiv 2406.10774, section 3.2)."""
+"""Digests of all host pages: channel-wise max and min of K (Quest, arXiv 2406.10774, section 3.2), or codes of it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from hybrid_backend.kernels.cpu import digests as native
-from hybrid_backend.kernels.operations import Operations
+from hybrid_backend.kernels.operations import Operations, in_codes
 from hybrid_backend.step import PrefillRow, sent
 from hybrid_backend.tiers.host_pool import HostPool
-from hybrid_backend.tiers.sizes import digest_shape
+from hybrid_backend.tiers.sizes import DigestKind, digest_store
 
 
 class Digests:
@@ -17,34 +19,61 @@ class Digests:
 
     ``layers[l]``: ``[pages, kv_heads, 2, head_dim]``; ``[..., 0, :]`` is the max, ``[..., 1, :]`` the min.
     Invariant: the digest of a page covers exactly the tokens written to it so far. A token at offset 0 makes a page
-    new, whatever the page held before.
+    new, whatever the page held before. Or codes, ``[pages, kv_heads, 4 * head_dim]`` uint8 (`kernels.codes`): those of
+    a page that is full are of its tokens, whatever it held before.
 
     ``in_bytes[l]``: the same digests in bytes (`kernels.cpu.digests.quantize`), ``[pages, row]`` uint8, of whole pages
     only, if asked for.
     """
 
     def __init__(
-        self, host: HostPool, layers: list[int], operations: Operations, in_bytes: bool, device: torch.device
+        self, host: HostPool, layers: list[int], operations: Operations, kind: DigestKind, device: torch.device
     ) -> None:
         self._host, self._operations = host, operations
         self.layers: dict[int, Tensor] = {}
         self.in_bytes: dict[int, Tensor] = {}
         for layer in layers:
             pages, heads, _, _, dim = host.layers[layer].shape
-            self.layers[layer] = host.layers[layer].new_zeros(digest_shape(pages, heads, dim), device=device)
-            if in_bytes:
+            shape, dtype = digest_store(kind, host.layers[layer].dtype, pages, heads, dim)
+            self.layers[layer] = torch.zeros(shape, dtype=dtype, device=device)
+            if kind == "minmax_int8":
                 self.in_bytes[layer] = native.quantized_like(self.layers[layer])
 
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for store in (self.layers, self.in_bytes) for layer in store.values())
 
-    def extend(self, layer: int, row: PrefillRow, k: Tensor) -> None:
-        """Take in the keys of a prompt chunk, ``[chunk, kv_heads, head_dim]``, from where they were computed."""
+    def extend(self, layer: int, row: PrefillRow, k: Tensor, join: Callable[[], None]) -> None:
+        """Take in the keys of a prompt chunk, ``[chunk, kv_heads, head_dim]``, from where they were computed. ``join``:
+        until what the step writes to the host pool is there."""
         page_size, before = self._host.layers[layer].shape[3], row.seq_len - len(k)
-        self._operations.extend_digests(k, self.layers[layer], row.written, before % page_size, page_size)
-        whole = row.seq_len // page_size - before // page_size
+        whole, first = row.seq_len // page_size - before // page_size, before % page_size
+        if in_codes(self.layers[layer]):
+            self._encode(layer, row.written[:whole], first, k, join)
+            return
+        self._operations.extend_digests(k, self.layers[layer], row.written, first, page_size)
         self._quantize(layer, row.written[:whole])
+
+    def _encode(self, layer: int, pages: Tensor, first: int, k: Tensor, join: Callable[[], None]) -> None:
+        """Of ``pages``, which are whole now; the first of them held ``first`` tokens before. What began in an earlier
+        chunk is read where it lies."""
+        if not len(pages):
+            return
+        store = self.layers[layer]
+        page_size = self._host.layers[layer].shape[3]
+        if store.device.type == "cpu" or first:
+            join()
+            here = pages if store.device.type == "cpu" else pages[:1]
+            self.rebuild(layer, here)
+            pages, k = pages[len(here) :], k[page_size - first if len(here) else 0 :]
+        if not len(pages):
+            return
+        keys = k[: len(pages) * page_size].unflatten(0, (len(pages), page_size)).transpose(1, 2)
+        kv = torch.stack([keys, keys], 2)  # as pages; their values are not looked at
+        ids = torch.arange(len(pages), dtype=torch.int32, device=store.device)
+        rows = torch.empty_like(store[: len(pages)])
+        self._operations.build_digests(kv, rows, ids, torch.full_like(ids, page_size))
+        store.index_copy_(0, sent(pages, store.device).long(), rows)
 
     def rebuild(self, layer: int, pages: Tensor) -> None:
         """Recompute digests of whole pages (``[n]`` host page ids) from the host pool."""

@@ -18,6 +18,8 @@ from hybrid_backend.kernels.cpu.mailbox import mailbox_bytes
 from hybrid_backend.step import ModelSpec
 from hybrid_backend.tiers.state import StepState
 
+DigestKind = Literal["none", "minmax", "minmax_int8", "codes"]
+
 
 @dataclass(frozen=True)
 class TierLayout:
@@ -36,7 +38,7 @@ class TierLayout:
 
     separate: bool
     frames_per_request: int = 0
-    digests: Literal["none", "minmax", "minmax_int8"] = "none"
+    digests: DigestKind = "none"
     staging_tokens: int = 0
     whole_layers: tuple[int, ...] = ()
     context_caches: bool = False
@@ -83,7 +85,8 @@ class TierLayout:
     def memory(self, config: HybridConfig, model: ModelSpec, pages: int, max_requests: int) -> TierBytes:
         """What `Tiers.build` allocates over a host pool of ``pages`` pages."""
         size, with_digests = model.dtype.itemsize, len(self.digest_layers(config, model))
-        digests = with_digests * prod(digest_shape(pages, model.num_kv_heads, model.head_dim)) * size
+        shape, kind = digest_store(self.digests, model.dtype, pages, model.num_kv_heads, model.head_dim)
+        digests = with_digests * prod(shape) * kind.itemsize
         if self.digests == "minmax_int8":
             digests += with_digests * pages * byte_row(model.num_kv_heads, model.head_dim)
         a_layer = prod(frame_shape(model, config.page_size, self.frames(max_requests))) * size
@@ -112,9 +115,13 @@ def pages_of_a_sequence(config: HybridConfig, model: ModelSpec, pages: int) -> i
     return pages if model.max_tokens is None else min(pages, -(-model.max_tokens // config.page_size))
 
 
-def digest_shape(pages: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """Of one layer's digests."""
-    return (pages, kv_heads, 2, head_dim)
+def digest_store(
+    kind: DigestKind, dtype: torch.dtype, pages: int, kv_heads: int, head_dim: int
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and type of one layer's digests, where K has ``dtype``."""
+    if kind == "codes":
+        return (pages, kv_heads, 4 * head_dim), torch.uint8
+    return (pages, kv_heads, 2, head_dim), dtype
 
 
 def frame_shape(model: ModelSpec, page_size: int, frames: int) -> tuple[int, ...]:

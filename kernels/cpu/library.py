@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.errors import WorkerError
+from hybrid_backend.kernels.operations import in_codes
 
 LIBRARY = Path(__file__).with_name("libhybrid_cpu.so")
 
@@ -37,7 +38,12 @@ class Cache(C.Structure):
 class DigestStore(C.Structure):
     """Digests of one layer; strides in bytes."""
 
-    _fields_ = [("base", C.c_void_p), ("page_stride", C.c_int64), ("head_stride", C.c_int64)]
+    _fields_ = [
+        ("base", C.c_void_p),
+        ("page_stride", C.c_int64),
+        ("head_stride", C.c_int64),
+        ("in_codes", C.c_int64),
+    ]
 
 
 class ByteStore(C.Structure):
@@ -156,9 +162,9 @@ STRUCTURES = (Cache, DigestStore, ByteStore, Model, PartialArgs, StepArgs, Layer
 # what a ctypes structure costs to make, and a decode step makes ten per layer.
 _PAGED, _TEAM, _MAPS, _COPIES = "P5q", "Pq", "3P4q", "6P2q"
 OPERATIONS = {
-    "hb_append_tokens": Struct(f"{_PAGED}8P7q"),
-    "hb_build_digests": Struct(f"{_PAGED}3Pq{_TEAM}"),
-    "hb_page_scores": Struct(f"6P11q{_TEAM}2d"),
+    "hb_append_tokens": Struct(f"{_PAGED}8P8q"),
+    "hb_build_digests": Struct(f"{_PAGED}3P2q{_TEAM}"),
+    "hb_page_scores": Struct(f"6P13q{_TEAM}2d"),
     "hb_select_pages": Struct(f"10P10q{_TEAM}"),
     "hb_match_labels": Struct(f"9P8q{_TEAM}"),
     "hb_union_pages": Struct(f"6P5q{_TEAM}"),
@@ -331,14 +337,17 @@ def cache_of(layer: Tensor) -> Cache:
 
 
 def digests_of(digests: Tensor) -> DigestStore:
-    """``digests``: ``[pages, kv_heads, 2, head_dim]``, the last two dimensions contiguous."""
+    """``digests``: ``[pages, kv_heads, 2, head_dim]`` or in codes ``[pages, kv_heads, 4 * head_dim]``; what a KV head
+    has of a page is contiguous."""
+    if in_codes(digests) and digests.dim() == 3 and digests.stride(2) == 1:
+        return DigestStore(digests.data_ptr(), digests.stride(0), digests.stride(1), True)
     if digests.dim() != 4 or digests.shape[2] != 2 or digests.stride()[2:] != (digests.shape[3], 1):
         raise ValueError(
             f"digests must be [pages, kv_heads, 2, head_dim] with contiguous [2, head_dim], not "
             f"{tuple(digests.shape)} with strides {digests.stride()}"
         )
     size = digests.element_size()
-    return DigestStore(digests.data_ptr(), digests.stride(0) * size, digests.stride(1) * size)
+    return DigestStore(digests.data_ptr(), digests.stride(0) * size, digests.stride(1) * size, False)
 
 
 def byte_row(kv_heads: int, head_dim: int) -> int:

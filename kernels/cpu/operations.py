@@ -17,7 +17,7 @@ from torch import Tensor, empty, float32, int32, int64
 
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.decode import openmp_entry
-from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps, Selection
+from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps, Selection, in_codes
 from hybrid_backend.kernels.oracle import extend_digests as extend_digests  # two reductions of torch's
 
 _COUNTERS = len(Counters._fields)
@@ -41,8 +41,8 @@ def append_tokens(
     _call(
         "hb_append_tokens", *store, _tokens_at(k, kind, rows, token), _tokens_at(v, kind, rows, token),
         _at(pages, int32), _at(positions, int64 if wide else int32, rows), *framed,
-        _at(digests, kind, store[1] * 2 * token) if digests is not None else 0,
-        rows, wide, frame_count, request_count, columns, k.stride(0), v.stride(0),
+        *_digests_at(digests, kind, store[1], token), rows, wide, frame_count, request_count, columns, k.stride(0),
+        v.stride(0),
     )  # fmt: skip
 
 
@@ -52,26 +52,27 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
     n = pages.numel()
+    digests_at, coded = _digests_at(digests, kv.dtype, kv.shape[0], kv.shape[1] * kv.shape[4])
     _call(
-        "hb_build_digests", *_paged(kv), _at(digests, kv.dtype, kv.numel() // kv.shape[3]), _at(pages, int32),
-        _at(tokens, int32, n), n, *_team(),
+        "hb_build_digests", *_paged(kv), digests_at, _at(pages, int32), _at(tokens, int32, n), coded, n, *_team(),
     )  # fmt: skip
 
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float,
+    per_head: bool, bound: float, scale: float, page_size: int = 0,
 ) -> Tensor:  # fmt: skip
     rows, heads, dim = q.shape
-    pages, kv_heads, _, _ = digests.shape
+    pages, kv_heads = digests.shape[:2]
     columns = table.shape[1]
     kind = q.dtype
+    digests_at, coded = _digests_at(digests, kind, pages, kv_heads * dim)
     out = empty(rows, kv_heads if per_head else 1, columns, dtype=float32)
     _call(
-        "hb_page_scores", _at(q, kind), _at(digests, kind, pages * kv_heads * 2 * dim), _rows_at(table, rows),
+        "hb_page_scores", _at(q, kind), digests_at, _rows_at(table, rows),
         _at(num_pages, int32, rows), _at(budgets, int32, rows), out.data_ptr(),
         rows, columns, table.stride(0), pages, _type(kind), kv_heads, _group(heads, kv_heads), dim,
-        AGGREGATES.index(aggregate), per_head, lib.isa_index(None), *_team(), bound, scale,
+        page_size, coded, AGGREGATES.index(aggregate), per_head, lib.isa_index(None), *_team(), bound, scale,
     )  # fmt: skip
     return out
 
@@ -270,6 +271,13 @@ def _at(x: Tensor, dtype: torch.dtype, count: int = -1) -> int:
         wanted = f"contiguous {dtype}" + (f" of {count} elements" if count >= 0 else "")
         raise ValueError(f"an argument must be {wanted}, not {x.dtype} {tuple(x.shape)} with strides {x.stride()}")
     return x.data_ptr()
+
+
+def _digests_at(x: Tensor | None, dtype: torch.dtype, pages: int, width: int) -> tuple[int, bool]:
+    """Address of digests of ``width`` channels a page, and whether they are in codes."""
+    if x is None:
+        return 0, False
+    return (_at(x, torch.uint8, 4 * pages * width), True) if in_codes(x) else (_at(x, dtype, 2 * pages * width), False)
 
 
 def _tokens_at(x: Tensor, dtype: torch.dtype, rows: int, width: int) -> int:

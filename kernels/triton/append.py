@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_backend.kernels.operations import in_codes
+from hybrid_backend.kernels.triton import codes
 from hybrid_backend.kernels.triton.common import COPY_PROGRAMS
 
 _TILE = 16  # tokens of a head that a program stores at a time: K and V of 128 channels in 16 bits are 8 KiB
@@ -50,12 +52,16 @@ def append_tokens(
     digests: Tensor | None = None,
 ) -> None:  # fmt: skip
     rows, kv_heads, dim = k.shape
+    coded = digests is not None and in_codes(digests)
     if rows:
         _append_kernel[(rows, kv_heads)](
-            k, v, host, frames, digests, pages, positions, requests, frame_of,
+            k, v, host, frames, None if coded else digests, pages, positions, requests, frame_of,
             0 if frame_of is None else frame_of.shape[1], k.stride(0), v.stride(0),
-            kv_heads, host.shape[3], dim, triton.next_power_of_2(dim), frames is not None, digests is not None,
+            kv_heads, host.shape[3], dim, triton.next_power_of_2(dim), frames is not None,
+            digests is not None and not coded,
         )  # fmt: skip
+    if digests is not None and coded:
+        codes.encode(host, digests, pages, positions, appended=True)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -132,7 +138,9 @@ def _build_kernel(kv, digests, pages, tokens, KV_HEADS: tl.constexpr, PAGE: tl.c
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
     _, kv_heads, _, page_size, dim = kv.shape
-    if len(pages):
+    if in_codes(digests):
+        codes.encode(kv, digests, pages, tokens, appended=False)
+    elif len(pages):
         _build_kernel[(len(pages), kv_heads)](
             kv, digests, pages, tokens,
             kv_heads, page_size, dim, triton.next_power_of_2(page_size), triton.next_power_of_2(dim),

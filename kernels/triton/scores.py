@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_backend.kernels.operations import AGGREGATES
+from hybrid_backend.kernels.operations import AGGREGATES, in_codes
+from hybrid_backend.kernels.triton import codes
 from hybrid_backend.kernels.triton.common import dot, group_block, precision_of
 
 _TILE = 64  # pages that a program scores
@@ -83,7 +84,7 @@ def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, colum
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float,
+    per_head: bool, bound: float, scale: float, page_size: int = 0,
 ) -> Tensor:  # fmt: skip
     rows, heads, dim = q.shape
     kv_heads = digests.shape[1]
@@ -96,11 +97,14 @@ def page_scores(
     logits = q.new_empty(rows, heads, columns, dtype=torch.float32)
     tops, sums = q.new_empty(2, rows, heads, tiles, dtype=torch.float32)
     group = heads // kv_heads
-    _score_kernel[(rows, kv_heads, tiles)](
-        q, digests, table, num_pages, budgets, logits, tops, sums, bound, scale, columns, table.stride(0), tiles,
-        kv_heads, group, dim, _TILE, group_block(group), triton.next_power_of_2(dim),
-        precision_of(digests.dtype),
-    )  # fmt: skip
+    if in_codes(digests):
+        codes.estimate(q, digests, table, num_pages, budgets, logits, tops, sums, scale, page_size, _TILE)
+    else:
+        _score_kernel[(rows, kv_heads, tiles)](
+            q, digests, table, num_pages, budgets, logits, tops, sums, bound, scale, columns, table.stride(0), tiles,
+            kv_heads, group, dim, _TILE, group_block(group), triton.next_power_of_2(dim),
+            precision_of(digests.dtype),
+        )  # fmt: skip
     _combine_kernel[(rows, lists, tiles)](
         logits, tops, sums, num_pages, budgets, scores, scale, columns, tiles,
         lists, heads, kv_heads, AGGREGATES.index(aggregate), _TILE, triton.next_power_of_2(tiles),

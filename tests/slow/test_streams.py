@@ -19,11 +19,13 @@ from tests.support.streams import STREAMS, Event, Graph, Order, Stream, current_
 LAYERS, STEPS, FEW = 3, 100, 30
 
 
-def check_steps(device: torch.device, method: str, steps: int, order: Order | None = None) -> None:
+def check_steps(
+    device: torch.device, method: str, steps: int, order: Order | None = None, digest: str = "minmax"
+) -> None:
     """Requests that come, grow out of their frames and go, decoded beside the same on a CPU by native kernels."""
     keys = {
         "method": method, "frames_per_request": FRAMES, "exact_layers": [0], "whole_layers": [0],
-        "recall": {"intervals": 2}, "metrics": {"sample_interval": 1},
+        "recall": {"intervals": 2}, "metrics": {"sample_interval": 1}, "selection": {"digest": digest},
     }  # fmt: skip
     shape = spec(LAYERS)
     far = FarEngine(config(**keys), shape, num_pages=64, max_requests=ROWS, device=device)
@@ -56,6 +58,11 @@ def check_steps(device: torch.device, method: str, steps: int, order: Order | No
 def test_two_hundred_steps_are_right_in_whatever_order_the_streams_go_on(device: torch.device, method: str) -> None:
     """A hundred of each method."""
     check_steps(device, method, STEPS)
+
+
+def test_pages_chosen_by_codes_are_the_same_ones(device: torch.device) -> None:
+    """Built of a prompt's keys while they cross to the host pool, and when a page that grows is full."""
+    check_steps(device, "scout", FEW, digest="codes")
 
 
 def test_a_copy_that_nobody_waits_for_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

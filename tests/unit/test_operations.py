@@ -17,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_backend.kernels import reference
+from hybrid_backend.kernels import codes, reference
 from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps, Operations
 from tests.support.cases import page_lists, relative_error, spoil_beyond
 from tests.unit.implementations import NAMES, implementation, module_of, over_implementations
@@ -205,7 +205,111 @@ def test_a_digest_that_grew_token_by_token_is_the_one_built_anew(operations: Ope
     assert same_bits(grown, built) and same_bits(written[:, :, :, :11], kv[:, :, :, :11])
 
 
+@over_implementations(
+    share=0.5,
+    seed=SEEDS,
+    dtype=DTYPES,
+    kv_heads=st.integers(1, 3),
+    page_size=st.sampled_from([16, 32, 48]),
+    dim=st.sampled_from([64, 80, 128]),
+)
+def test_codes_are_near_the_keys_of_whole_pages_and_of_no_others(
+    operations: Operations, seed: int, dtype: torch.dtype, kv_heads: int, page_size: int, dim: int
+) -> None:
+    chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
+    kv = cache(6, kv_heads, page_size, dim, dtype, rng)
+    kv[:, :, 0] += 3 * torch.randn(kv_heads, 1, dim, generator=rng).to(dtype)
+    digests = torch.full((6, kv_heads, 4 * dim), 99, dtype=torch.uint8)
+    pages = shuffled(6, chance)
+    tokens = [chance.choice([page_size, page_size, page_size - 1, 0]) for _ in pages]
+    pages[chance.randrange(6)] = -1
+    operations.build_digests(kv, digests, ints(pages), ints(tokens))
+    whole = [page for page, written in zip(pages, tokens, strict=True) if page >= 0 and written == page_size]
+    assert (digests[[page for page in range(6) if page not in whole]] == 99).all()
+    layout, keys = codes.Layout(page_size, dim), kv[whole, :, 0].double()
+    middles, spread, scales, levels = (x.double() for x in codes.decode(digests[whole], page_size))
+    ends = torch.stack([keys.amax(2), keys.amin(2)])
+    assert ((middles - ends.mean(0)).abs() <= ends.mean(0).abs().amax(-1, keepdim=True) / 253).all()
+    assert relative_error(spread, ((ends[0] - ends[1]) / 2).square().mean(-1).sqrt()) <= 1e-5 if whole else True
+    residual = keys - middles[:, :, None]
+    coded = (scales[..., None] * levels) @ codes.rotation(dim).double().T
+    lost = float((residual - coded).square().sum() / residual.square().sum()) if whole else 0.0
+    assert lost <= 1.1 * layout.distortion
+
+
+def test_codes_of_a_page_that_grew_token_by_token_are_those_built_anew(operations: Operations) -> None:
+    rng = torch.Generator().manual_seed(0)
+    kv = cache(2, 2, 32, 64, torch.bfloat16, rng)
+    written = torch.full_like(kv, NAN)
+    grown, built = torch.full((2, 2, 2, 256), 99, dtype=torch.uint8)
+    for token in range(32):
+        k, v = kv[:, :, 0, token].contiguous(), kv[:, :, 1, token].contiguous()
+        assert (grown == 99).all(), "codes are of whole pages"
+        # The second row is one of padding.
+        operations.append_tokens(k, v, written, ints([1, -1]), ints([64 + token, 5]), digests=grown)
+    operations.build_digests(written, built, ints([1]), ints([32]))
+    assert same_bits(grown[1], built[1]) and (grown[0] == 99).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-42, 3e38, NAN, INF])
+def test_codes_of_odd_keys_are_finite(operations: Operations, value: float) -> None:
+    kv = torch.zeros(2, 1, 2, 16, 64)
+    kv[0] = value
+    kv[1, 0, 0, 3, 5] = value
+    digests = torch.zeros(2, 1, 256, dtype=torch.uint8)
+    operations.build_digests(kv, digests, ints([0, 1]), ints([16, 16]))
+    assert all(x.isfinite().all() for x in codes.decode(digests, 16))
+
+
 # --- scores and selection ---
+
+
+@over_implementations(
+    share=0.5,
+    seed=SEEDS,
+    dtype=DTYPES,
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 3, 4, 7]),
+    shape=st.sampled_from([(16, 64), (32, 64), (16, 80), (48, 128), (16, 16)]),
+    columns=st.sampled_from([1, 5, 70]),
+    aggregate=st.sampled_from(AGGREGATES),
+    per_head=st.booleans(),
+)
+def test_page_scores_by_codes_are_what_their_keys_add_up_to(
+    operations: Operations, seed: int, dtype: torch.dtype, kv_heads: int, group: int, shape: tuple[int, int],
+    columns: int, aggregate: str, per_head: bool,
+) -> None:  # fmt: skip
+    """Against fp64 over the keys that the codes stand for. The native kernels round queries to bytes, and sums of their
+    channels to the 42nd part of the widest."""
+    chance, rng, (page_size, dim) = random.Random(seed), torch.Generator().manual_seed(seed), shape
+    rows, scale = 3, dim**-0.5
+    keys = torch.randn(columns + 4, kv_heads, page_size, dim, generator=rng)
+    digests = codes.encode(keys + torch.randn(kv_heads, 1, dim, generator=rng))
+    q = torch.randn(rows, kv_heads * group, dim, generator=rng).to(dtype)
+    wide = torch.stack([torch.randperm(columns + 4, generator=rng) for _ in range(rows)]).int()
+    num_pages = [columns, 0, chance.randint(1, columns)]
+    expected = torch.full((rows, kv_heads if per_head else 1, columns), -INF, dtype=torch.float64)
+    for row, pages in enumerate(num_pages):
+        wide[row, pages:] = 10**6  # must not be followed
+        rowed = digests[wide[row, :pages].long()].transpose(0, 1)  # [kv_heads, pages, row]
+        middles, _, scales, levels = (x.double() for x in codes.decode(rowed, page_size))
+        coded = middles[:, :, None] + (scales[..., None] * levels) @ codes.rotation(dim).double().T
+        heads = q[row].double().view(kv_heads, group, dim)
+        logits = scale * torch.einsum("hgd,hptd->hgpt", heads, coded)
+        noise = codes.Layout(page_size, dim).distortion * scale**2 * heads.square().sum(-1)[..., None, None]
+        found = (logits + noise * scales.square()[:, None] / 2).logsumexp(-1) / scale
+        if aggregate == "softmax":
+            shares = (found[..., :-1] * scale).softmax(-1)
+            found = torch.cat([shares, torch.zeros_like(found[..., :1])], -1)
+        per_kv_head = found.amax(1) if aggregate == "max" else found.sum(1)
+        expected[row, :, :pages] = per_kv_head if per_head else per_kv_head.sum(0)
+    scores = operations.page_scores(
+        q, digests, wide[:, :columns], ints(num_pages), ints([0, 0, 0]), aggregate, per_head, 0.5, scale, page_size
+    )
+    some = expected > -INF
+    assert torch.equal(scores > -INF, some)
+    error = (0.05 if aggregate == "softmax" else 0.02) if operations is module_of("native") else 1e-5
+    assert float((scores[some] - expected[some]).norm()) <= error * float(expected[some].norm())
 
 
 @over_implementations(

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.execution.admission import QUERIES, best_pages
 from hybrid_backend.execution.operations import resolve_operations
+from hybrid_backend.kernels import codes
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.tools.profile.network import Layer, Network, Rope
 from hybrid_backend.tools.profile.recall import NEVER, Decoded, cpu_ratios
@@ -102,7 +103,7 @@ def measure_layer(
         intervals: that are simulated, beside `NEVER`.
     """
     seq_lens = torch.arange(len(k) - len(q) + 1, len(k) + 1)
-    digests = page_digests(k, config.page_size)
+    digests = page_digests(k, config.page_size, config.selection.digest == "codes")
     looks_ahead = ahead is not None and config.lookahead.enabled is not False
     by = ahead if ahead is not None and looks_ahead else q
     chosen, scores = _select(by, digests, seq_lens, config, layer.scale)
@@ -159,14 +160,14 @@ def frames_tried(config: HybridConfig, tokens: int) -> tuple[int, ...]:
     return (frames, *(count for count in more if count * config.page_size < tokens))
 
 
-def page_digests(k: Tensor, page_size: int) -> Tensor:
-    """Of every page, ``[pages, kv_heads, 2, head_dim]``: max, then min. The last one may be partly filled.
+def page_digests(k: Tensor, page_size: int, in_codes: bool) -> Tensor:
+    """Of every page, ``[pages, kv_heads, 2, head_dim]``: max, then min; or codes. The last one may be partly filled.
 
     A page's digest is the final one, also for steps at which it was still growing: those pages are always attended.
     """
     padding = -len(k) % page_size
     paged = torch.cat([k, k[-1:].expand(padding, -1, -1)]).unflatten(0, (-1, page_size))
-    return torch.stack([paged.amax(1), paged.amin(1)], 2)
+    return codes.encode(paged.transpose(1, 2)) if in_codes else torch.stack([paged.amax(1), paged.amin(1)], 2)
 
 
 def _select(q: Tensor, digests: Tensor, seq_lens: Tensor, config: HybridConfig, scale: float) -> tuple[Tensor, Tensor]:
@@ -179,7 +180,8 @@ def _select(q: Tensor, digests: Tensor, seq_lens: Tensor, config: HybridConfig, 
         num_pages, rows = (lens + config.page_size - 1) // config.page_size, len(lens)
         table, budgets = torch.arange(pages, dtype=torch.int32).repeat(rows, 1), torch.full_like(lens, budget)
         found = operations.page_scores(
-            q[part].contiguous(), digests, table, num_pages, budgets, how.aggregate, per_head, how.bound, scale
+            q[part].contiguous(), digests, table, num_pages, budgets, how.aggregate, per_head, how.bound, scale,
+            config.page_size,
         )  # fmt: skip
         picked = operations.select_pages(
             found, num_pages, lens, budgets, torch.zeros_like(lens), None, table, config.page_size, config.sinks,

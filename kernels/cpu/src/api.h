@@ -18,10 +18,11 @@ typedef struct hb_cache {
   int64_t page_stride, head_stride, value_offset, token_stride;
 } hb_cache;
 
-// Digests of one layer: [pages, kv_heads, 2 (max|min), head_dim]; the last two dimensions are contiguous.
+// Digests of one layer: [pages, kv_heads, 2 (max|min), head_dim] of the model's type, or in codes (kernels/codes.py)
+// [pages, kv_heads, 4 * head_dim] bytes; what a KV head has of a page is contiguous.
 typedef struct hb_digests {
   char* base;
-  int64_t page_stride, head_stride;
+  int64_t page_stride, head_stride, in_codes;
 } hb_digests;
 
 // The same digests in bytes, for scoring at half the traffic. A page's row: [kv_heads, 2, head_dim] bytes (value / scale
@@ -245,8 +246,9 @@ typedef struct hb_append_tokens_args {
   const void* positions;
   char* frames;  // null: none, nor the next two
   const int32_t *requests, *frame_of;
-  char* digests;  // [host.pages, kv_heads, 2, head_dim], or null
-  int64_t rows, positions_are_64, frame_count, request_count, columns, k_stride, v_stride;  // strides in elements
+  char* digests;  // contiguous, or null
+  int64_t in_codes, rows, positions_are_64, frame_count, request_count, columns, k_stride,
+      v_stride;  // strides in elements
 } hb_append_tokens_args;
 int hb_append_tokens(const hb_append_tokens_args* args);
 
@@ -254,7 +256,7 @@ typedef struct hb_build_digests_args {
   hb_paged kv;
   char* digests;
   const int32_t *pages, *tokens;
-  int64_t n;
+  int64_t in_codes, n;
   hb_team team;
 } hb_build_digests_args;
 int hb_build_digests(const hb_build_digests_args* args);
@@ -263,7 +265,8 @@ typedef struct hb_page_scores_args {
   const char *q, *digests;
   const int32_t *table, *num_pages, *budgets;
   float* out;
-  int64_t rows, columns, table_stride, pages, type, kv_heads, group, head_dim, aggregate, per_head, isa;
+  int64_t rows, columns, table_stride, pages, type, kv_heads, group, head_dim, page_size, in_codes, aggregate, per_head,
+      isa;
   hb_team team;
   double bound, scale;
 } hb_page_scores_args;

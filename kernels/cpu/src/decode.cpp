@@ -10,6 +10,7 @@ namespace hb {
 namespace {
 
 constexpr int64_t kScoreBytes = 64 * 1024;  // digests that one scoring task reads
+constexpr int kShortlist = 4;  // pages scored by their codes, per page of budget
 
 }  // namespace
 
@@ -24,6 +25,7 @@ void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests& 
                             const float* sinks) {
   if (layer < 0 || layer >= (int)layers_.size()) throw std::out_of_range("no such layer");
   layers_[layer] = {cache, digests, bytes, sinks};
+  has_codes_ = has_codes_ || digests.in_codes;
 }
 
 void DecodeLayer::begin(const hb_step& step) {
@@ -34,7 +36,7 @@ void DecodeLayer::begin(const hb_step& step) {
   per_head_ = step.per_head;
   if (step.aggregate < SUM || step.aggregate > SOFTMAX) throw std::invalid_argument("no such way to combine scores");
   aggregate_ = (Aggregate)step.aggregate;
-  score_lists_ = aggregate_ == SOFTMAX ? model_.kv_heads * model_.group : model_.kv_heads;
+  score_lists_ = aggregate_ == SOFTMAX || has_codes_ ? model_.kv_heads * model_.group : model_.kv_heads;
   tokens_.clear();
   if (step.tokens) tokens_.assign(step.tokens, step.tokens + rows_);
   seq_lens_.assign(step.seq_lens, step.seq_lens + rows_);
@@ -72,6 +74,7 @@ void DecodeLayer::begin(const hb_step& step) {
     }
   grown(scores_, (size_t)rows_ * score_lists_ * columns_);
   grown(selected_, (size_t)rows_ * model_.kv_heads * columns_);
+  grown(short_counts_, (size_t)rows_ * model_.kv_heads);
 }
 
 void DecodeLayer::run(int layer, const hb_layer& args, Pool* pool, void* gomp_parallel, int threads) {
@@ -121,10 +124,11 @@ void DecodeLayer::make_tasks(int lanes) {
           {r, p == 0, (int)score_edge(num_pages_[r], p, parts), (int)score_edge(num_pages_[r], p + 1, parts)});
     row_left_[r].store(parts, std::memory_order_relaxed);
   }
-  next_task_ = 0;
-  tasks_done_ = 0;
+  next_task_ = next_fine_ = 0;
+  tasks_done_ = fine_done_ = 0;
   lane_ = 0;
   failed_ = false;
+  fine_planned_.store(false, std::memory_order_relaxed);
   planned_.store(false, std::memory_order_release);
 }
 
@@ -135,12 +139,25 @@ void DecodeLayer::work(int) {
   for (int t; (t = next_task_.fetch_add(1, std::memory_order_relaxed)) < count;) {
     try {
       run_task(tasks_[t], lane);
-      if (tasks_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) plan_attention();
+      if (tasks_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) plan_fine();
     } catch (const std::exception& failure) {
       fail(failure.what());
     }
   }
   Backoff backoff;
+  while (!fine_planned_.load(std::memory_order_acquire)) {
+    if (failed_.load(std::memory_order_acquire)) return;
+    backoff.pause();
+  }
+  const int fine = (int)fine_tasks_.size();
+  for (int t; (t = next_fine_.fetch_add(1, std::memory_order_relaxed)) < fine;) {
+    try {
+      run_fine(fine_tasks_[t], lane);
+      if (fine_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == fine) plan_attention();
+    } catch (const std::exception& failure) {
+      fail(failure.what());
+    }
+  }
   while (!planned_.load(std::memory_order_acquire)) {
     if (failed_.load(std::memory_order_acquire)) return;
     backoff.pause();
@@ -158,32 +175,95 @@ void DecodeLayer::run_task(const RowTask& task, int lane) {
   if (task.first && args_.k) write_token(task.row);
   if (searches(task.row)) search(task.row, lane);
   else if (row_is_sparse(task.row)) score(task, lane);
-  if (row_left_[task.row].fetch_sub(1, std::memory_order_acq_rel) == 1) select_row(task.row, lane);
+  if (row_left_[task.row].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (in_codes() && row_is_sparse(task.row)) shorten(task.row, lane);
+  else select_row(task.row, lane);
 }
 
-void DecodeLayer::prepare_scorer(Scorer& scorer, int r) {
+// The best pages of the row's lists by what is quick to read of their digests.
+void DecodeLayer::shorten(int r, int lane) {
+  const int pages = num_pages_[r], wanted = (int)std::min<int64_t>((int64_t)kShortlist * budgets_[r], pages);
+  float* scores = &scores_[(size_t)r * score_lists_ * columns_];
+  for (int l = 0; l < lists(); l++) {
+    const float* shares = combined(scores, columns_, l, pages - 1, lane_state_[lane].total);
+    const size_t at = (size_t)r * model_.kv_heads + l;
+    short_counts_[at] = select_best(shares, pages, wanted, sinks_, recent_, &selected_[at * columns_]);
+  }
+}
+
+void DecodeLayer::plan_fine() {
+  fine_tasks_.clear();
+  for (int r = 0; r < rows_ && in_codes(); r++) {
+    if (!row_is_sparse(r)) continue;
+    int tasks = 0;
+    for (int l = 0; l < lists(); l++) {
+      const int64_t count = short_counts_[(size_t)r * model_.kv_heads + l] - 1;  // the tail page needs no score
+      const int64_t bytes = count * (per_head_ ? 1 : model_.kv_heads) * 4 * model_.head_dim;
+      const int64_t parts = lanes_ > 1 ? std::min<int64_t>(std::max<int64_t>(1, bytes / kScoreBytes), 4 * lanes_) : 1;
+      for (int64_t p = 0; p < parts; p++, tasks++)
+        fine_tasks_.push_back(
+            {r, per_head_ ? l : -1, (int)score_edge(count, p, parts), (int)score_edge(count, p + 1, parts)});
+    }
+    row_left_[r].store(tasks, std::memory_order_relaxed);
+  }
+  if (fine_tasks_.empty()) plan_attention();
+  fine_planned_.store(true, std::memory_order_release);
+}
+
+void DecodeLayer::run_fine(const FineTask& task, int lane) {
+  const int r = task.row;
+  Lane& mine = lane_state_[lane];
+  const int64_t* ids = &table_[(size_t)r * columns_];
+  const int32_t* columns = &selected_[((size_t)r * model_.kv_heads + std::max(task.list, 0)) * columns_];
+  float* scores = &scores_[(size_t)r * score_lists_ * columns_];
+  prepare_scorer(mine, r, true);
+  mine.codes.estimate([ids, columns](int i) { return ids[columns[i]]; }, task.list, task.begin, task.end, scores,
+                      columns_);
+  if (row_left_[r].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  job_.lists.set_row(r, lists());
+  for (int l = 0; l < lists(); l++) {
+    const size_t at = (size_t)r * model_.kv_heads + l;
+    const int count = short_counts_[at];
+    int32_t *chosen = &selected_[at * columns_], *best = grown(mine.pages, columns_);
+    const float* shares = combined(scores, columns_, l, count - 1, mine.total);
+    counts_[r] = select_best(shares, count, budgets_[r], sinks_, recent_, best);
+    for (int i = 0; i < counts_[r]; i++) chosen[i] = chosen[best[i]];  // best[i] >= i
+    list_row(r, l, chosen, counts_[r]);
+  }
+}
+
+void DecodeLayer::prepare_scorer(Lane& mine, int r, bool with_codes) {
   const char* q = args_.score_q ? args_.score_q + token_row(r) * args_.score_q_row_stride
                                 : args_.q + token_row(r) * args_.q_row_stride;
   const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
-  if (scores_bytes()) scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_kernels_, aggregate_, q, head_stride);
+  Scorer& scorer = mine.scorer;
+  if (in_codes()) mine.codes.prepare(model_, layer_->digests, kernels_, byte_kernels_, q, head_stride, with_codes);
+  else if (scores_bytes())
+    scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_kernels_, aggregate_, q, head_stride);
   else scorer.prepare(model_, layer_->digests, kernels_, per_head_, aggregate_, q, head_stride);
 }
 
 void DecodeLayer::score(const RowTask& task, int lane) {
   const int r = task.row;
-  Scorer& scorer = lane_state_[lane].scorer;
-  prepare_scorer(scorer, r);
+  Lane& mine = lane_state_[lane];
+  prepare_scorer(mine, r);
   // The tail page is selected whatever its score, and its digest may be in the writing right now.
   const int end = std::min(task.end, num_pages_[r] - 1);
   const int64_t* ids = &table_[(size_t)r * columns_];
-  scorer.score([ids](int column) { return ids[column]; }, task.begin, end,
-               &scores_[(size_t)r * score_lists_ * columns_], columns_);
+  const auto page_of = [ids](int column) { return ids[column]; };
+  float* scores = &scores_[(size_t)r * score_lists_ * columns_];
+  if (in_codes()) mine.codes.coarse(page_of, task.begin, end, scores, columns_);
+  else mine.scorer.score(page_of, task.begin, end, scores, columns_);
 }
 
 const float* DecodeLayer::combined(float* scores, int64_t stride, int list, int n, std::vector<float>& total) const {
-  if (aggregate_ != SOFTMAX) return scores + list * stride;
+  if (aggregate_ != SOFTMAX && !in_codes()) return scores + list * stride;
   const int heads = per_head_ ? model_.group : score_lists_;
   float* shares = grown(total, n + 1);
+  if (aggregate_ != SOFTMAX) {
+    combine_lists(aggregate_, scores + list * heads * stride, stride, heads, model_.group, n, shares);
+    return shares;
+  }
   add_shares(*kernels_.base, scores + list * heads * stride, stride, heads, n, model_.scale, shares);
   return shares;
 }
@@ -201,7 +281,7 @@ void DecodeLayer::search(int r, int lane) {
   const int pages = num_pages_[r], spans = (pages - 1) / kSpan;  // of whole pages: the last page may be growing
   const int64_t* ids = &table_[(size_t)r * columns_];
   digests.extend(model_, layer_->digests, *kernels_.base, spans, [ids](int column) { return ids[column]; });
-  prepare_scorer(mine.scorer, r);
+  prepare_scorer(mine, r);
   mine.scorer.move_to(digests.bytes());
   float* of_spans = grown(mine.span_scores, (size_t)score_lists_ * (spans + 1));
   mine.scorer.score([](int span) { return span; }, 0, spans, of_spans, spans + 1);
@@ -248,7 +328,7 @@ void DecodeLayer::write_token(int r) {
     std::memcpy(to + cache.value_offset, v + h * row, row);
   }
   if (!layer_->sparse()) return;
-  append_to_digest(model_, layer_->digests, page, offset == 0, k, row);
+  append_to_digest(model_, layer_->digests, cache, *kernels_.base, page, offset, k, row);
   // Only whole pages are ever scored, so bytes can wait until the page is one.
   if (layer_->bytes.base && offset == model_.page_size - 1)
     quantize_digest(model_, layer_->digests, layer_->bytes, *kernels_.base, page);

@@ -1,8 +1,10 @@
 // One decode layer of a batch in one call: write K and V, update digests, score, select, attend, write the output.
 //
-// Threads share it in two phases. Phase one's tasks belong to rows (write, and a range of pages to score); who ends a
-// row's last one selects its pages; who ends the last one of all plans phase two, the attention chunks. Nothing waits
-// for a thread that has not claimed a task, so a worker that wakes late, or never, delays nobody.
+// Threads share it in phases. Phase one's tasks belong to rows (write, and a range of pages to score); who ends a row's
+// last one selects its pages; who ends the last one of all plans the last phase, the attention chunks. With digests in
+// codes phase one selects a few times the budget, by what is quick to read of them, and a phase between scores these by
+// their codes. Nothing waits for a thread that has not claimed a task, so a worker that wakes late, or never, delays
+// nobody.
 #pragma once
 #include <atomic>
 #include <string>
@@ -10,6 +12,7 @@
 #include <vector>
 
 #include "attend_job.h"
+#include "codes.h"
 #include "digest.h"
 #include "memory.h"
 #include "pool.h"
@@ -44,8 +47,12 @@ class DecodeLayer : public Task {
   };
   struct RowTask {
     int row;
-    bool first;      // also writes the row's new token
+    bool first;  // also writes the row's new token
     int begin, end;  // pages to score
+  };
+  struct FineTask {
+    int row, list;  // -1: all heads have one
+    int begin, end;  // of the shortlist
   };
 
   void make_tasks(int lanes);
@@ -54,8 +61,12 @@ class DecodeLayer : public Task {
   const float* combined(float* scores, int64_t stride, int list, int n, std::vector<float>& total) const;
   void write_token(int row);
   void score(const RowTask& task, int lane);
+  void shorten(int row, int lane);
+  void plan_fine();
+  void run_fine(const FineTask& task, int lane);
+  bool in_codes() const { return layer_->digests.in_codes; }
+  int lists() const { return per_head_ ? model_.kv_heads : 1; }
   void search(int row, int lane);
-  void prepare_scorer(Scorer& scorer, int row);
   bool searches(int row) const;
   bool scores_bytes() const {
     return layer_->bytes.base && (aggregate_ == SOFTMAX || (aggregate_ == SUM && !per_head_));
@@ -76,13 +87,14 @@ class DecodeLayer : public Task {
   Kernels kernels_;
   ByteKernels byte_kernels_;
   std::vector<Layer> layers_;
+  bool has_codes_ = false;  // in any layer
 
   // The step.
   int rows_ = 0, columns_ = 0, sinks_ = 0, recent_ = 0;
   int64_t lowest_page_ = 0, highest_page_ = 0;
   bool per_head_ = false;
   Aggregate aggregate_ = SUM;
-  int score_lists_ = 1;  // per row: query heads with SOFTMAX, else KV heads
+  int score_lists_ = 1;  // per row: query heads with SOFTMAX or codes, else KV heads
   std::vector<int64_t> tokens_, seq_lens_, skips_, table_;
   std::vector<int32_t> budgets_, num_pages_;
   int candidates_ = 0;
@@ -94,19 +106,23 @@ class DecodeLayer : public Task {
   hb_layer args_{};
   AttendJob job_;
   std::vector<RowTask> tasks_;
+  std::vector<FineTask> fine_tasks_;
+  std::vector<int32_t> short_counts_;  // [rows, kv_heads]: how many pages of selected_ are a shortlist
   AtomicArray row_left_;
-  std::vector<float> scores_;       // [rows, score_lists_, columns]
-  std::vector<int32_t> selected_;   // [rows, kv_heads, columns]
+  std::vector<float> scores_;  // [rows, score_lists_, columns]
+  std::vector<int32_t> selected_;  // [rows, kv_heads, columns]
   std::vector<int32_t> counts_;
   struct Lane {
     Scorer scorer;
+    CodeScorer codes;
     std::vector<float> scores, span_scores, total;
     std::vector<int32_t> spans, pages;
   };
+  void prepare_scorer(Lane& lane, int row, bool with_codes = false);
   std::vector<Lane> lane_state_;
   int lanes_ = 1;
-  std::atomic<int> next_task_{0}, tasks_done_{0}, lane_{0};
-  std::atomic<bool> planned_{false}, failed_{false};
+  std::atomic<int> next_task_{0}, tasks_done_{0}, next_fine_{0}, fine_done_{0}, lane_{0};
+  std::atomic<bool> fine_planned_{false}, planned_{false}, failed_{false};
   std::mutex error_mutex_;
   std::string error_;
 };

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 
+#include "codes.h"
 #include "memory.h"
 
 namespace hb {
@@ -41,20 +42,22 @@ void fold_key(int type, const char* key, char* high, char* low, int n, bool rese
   }
 }
 
-void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t page, bool reset, const char* keys,
-                      int64_t key_head_stride) {
+void append_to_digest(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa& isa,
+                      int64_t page, int64_t offset, const char* keys, int64_t key_head_stride) {
+  if (digests.in_codes) {  // of whole pages only
+    if (offset == model.page_size - 1) encode_page(model, digests, cache, isa, page);
+    return;
+  }
   const int64_t row = (int64_t)model.head_dim * element_size(model.type);
   for (int h = 0; h < model.kv_heads; h++) {
     char* high = digests.base + page * digests.page_stride + h * digests.head_stride;
-    fold_key(model.type, keys + h * key_head_stride, high, high + row, model.head_dim, reset);
+    fold_key(model.type, keys + h * key_head_stride, high, high + row, model.head_dim, offset == 0);
   }
 }
 
-namespace {
-
-// Values -> bytes around 128; returns the scale. What is not finite counts as 0. In integer arithmetic where that lets
+// In integer arithmetic where that lets
 // the compiler vectorize: it happens for every query.
-float quantize(const float* from, uint8_t* to, int n) {
+float quantize_values(const float* from, uint8_t* to, int n) {
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the rounded value in the lowest bits
   int32_t values[kMaxHeadDim], largest_bits = 0;
   for (int d = 0; d < n; d++) {
@@ -79,8 +82,6 @@ float quantize(const float* from, uint8_t* to, int n) {
   return scale;
 }
 
-}  // namespace
-
 void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_bytes& bytes, const Isa& isa,
                      int64_t page) {
   const int dim = model.head_dim;
@@ -90,7 +91,7 @@ void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_
   for (int s = 0; s < 2 * model.kv_heads; s++) {
     const char* from = digests.base + page * digests.page_stride + (s / 2) * digests.head_stride;
     isa.widen(model.type, from + (int64_t)(s % 2) * dim * element_size(model.type), values, dim);
-    scales[s] = quantize(values, row + (int64_t)s * dim, dim);
+    scales[s] = quantize_values(values, row + (int64_t)s * dim, dim);
   }
 }
 
@@ -107,7 +108,7 @@ void SpanDigests::add(const hb_model& model, const hb_digests& digests, const Is
     }
   }
   rows_.resize((size_t)(count_ + 1) * stride_);
-  quantize_digest(model, {folded.data(), 0, 2 * row}, {&rows_[(size_t)count_ * stride_], stride_}, isa, 0);
+  quantize_digest(model, {folded.data(), 0, 2 * row, 0}, {&rows_[(size_t)count_ * stride_], stride_}, isa, 0);
   count_++;
 }
 
@@ -165,7 +166,7 @@ void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const K
   grown(step_, segments);
   uint8_t offset[kMaxHeadDim];
   for (int s = 0; s < segments; s++) {
-    step_[s] = quantize(&weights_[(size_t)s * dim], offset, dim);
+    step_[s] = quantize_values(&weights_[(size_t)s * dim], offset, dim);
     bias_[s] = 0;
     for (int d = 0; d < dim; d++) {
       const int weight = (int)offset[d] - 128;
@@ -244,6 +245,19 @@ void Scorer::score_tile(const char* const* rows, const char* const* upcoming, in
     if (per_head_) std::copy(best, best + count, out + h * list_stride + column);
   }
   if (!per_head_ && aggregate_ != SOFTMAX) std::copy(total, total + count, out + column);
+}
+
+void combine_lists(Aggregate how, const float* scores, int64_t stride, int heads, int group, int n, float* total) {
+  std::fill(total, total + n, 0.f);
+  for (int first = 0; first < heads; first += group)
+    for (int i = 0; i < n; i++) {
+      float found = scores[first * stride + i];
+      for (int head = first + 1; head < first + group; head++) {
+        const float next = scores[head * stride + i];
+        found = how == MAX ? std::max(found, next) : found + next;
+      }
+      total[i] += found;
+    }
 }
 
 void add_shares(const Isa& isa, float* scores, int64_t stride, int heads, int n, float scale, float* total) {

@@ -12,13 +12,16 @@ namespace hb {
 // Folds one row of `n` elements into a max row and a min row; `reset` forgets what they held.
 void fold_key(int type, const char* key, char* high, char* low, int n, bool reset);
 
-// Folds a token's keys (all KV heads) into the digest of its page.
-void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t page, bool reset, const char* keys,
-                      int64_t key_head_stride);
+// Brings a page's digest up to date with the token at `offset`, whose keys (all KV heads) are in the cache too.
+void append_to_digest(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa& isa,
+                      int64_t page, int64_t offset, const char* keys, int64_t key_head_stride);
 
 // Brings a page's quantized row up to date with its digest.
 void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_bytes& bytes, const Isa& isa,
                      int64_t page);
+
+// Values -> bytes around 128; returns the scale. What is not finite counts as 0.
+float quantize_values(const float* from, uint8_t* to, int n);
 
 constexpr int kSpan = 8;  // pages
 
@@ -113,6 +116,9 @@ class Scorer {
   std::vector<int32_t> bias_;
   std::vector<float> step_;
 };
+
+// Scores of `heads` query heads (lists `stride` apart) in one list: their sum, or of each group's largest.
+void combine_lists(Aggregate how, const float* scores, int64_t stride, int heads, int group, int n, float* total);
 
 // total[i] = sum over `heads` lists of scores (`stride` apart, overwritten) of softmax(scale * scores)[i].
 void add_shares(const Isa& isa, float* scores, int64_t stride, int heads, int n, float scale, float* total);

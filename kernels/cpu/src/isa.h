@@ -69,6 +69,23 @@ struct ByteKernels {
   ByteHeadsFn heads;  // null: head by head with dots
 };
 
+constexpr int kMostEntry = 42;  // six of them fit a byte
+
+// One query's view of the codes of a page's keys (kernels/codes.py), of the heads of one KV head.
+struct CodeQuery {
+  int group, blocks, planes;  // query heads; 16 tokens each; bytes of codes per token
+  // Of each head, `stride` bytes apart: for every four planes the tables [4][16] of their low codes, then those of their
+  // high codes, at most kMostEntry; planes beyond the last have zeros.
+  const uint8_t* tables;
+  const float *factor, *offset, *variance;  // per head
+  int stride;
+};
+// With s = unit * scales[t] and sum what the tables say of token t,
+//   x[t] = base[g] + s * (factor[g] * sum + offset[g]) + variance[g] * s * s
+// tops[g] is the largest x, sums[g] the sum of 2^(x - top). base, tops and sums: kScoreTile apart.
+typedef void (*CodeSumsFn)(const CodeQuery*, const uint8_t* scales, const uint8_t* planes, float unit,
+                           const float* base, float* tops, float* sums);
+
 // Blends the shares that a segment's tokens have in its attention, whose log-sum-exp is `lse`, into moving averages:
 //   averages[p][t] = (1 - alpha) * averages[p][t] + alpha * share, the mean (or the largest) over the group's heads
 // for the first `tokens` tokens of each page p of the segment. No page may skip tokens; `out` is not used.
@@ -82,12 +99,15 @@ struct Isa {
   // Reorders n fp32 weights in place for `dots`; n is a multiple of 32. `scratch` holds n floats.
   void (*prepare_weights)(int type, float* weights, int n, float* scratch);
   void (*convert)(int type, const float* from, void* to, int n);  // fp32 -> type, round to nearest even
-  void (*widen)(int type, const void* from, float* to, int n);    // type -> fp32
+  void (*widen)(int type, const void* from, float* to, int n);  // type -> fp32
   ByteDotsFn byte_dots;
   // total[i] += softmax(scale * scores)[i]; overwrites scores.
   void (*softmax_add)(float* scores, int n, float scale, float* total);
   uint64_t (*read)(const void* from, int64_t n);  // reads n bytes, for benchmarks
   WeighFn (*weigh)(const Shape*);
+  CodeSumsFn code_sums;
+  // tops[i] = (tops[i] + log2(sums[i])) * factor; n: a multiple of kScoreTile, and both arrays go on to one of 16.
+  void (*log_sums)(float* tops, const float* sums, int n, float factor);
 };
 
 #define HB_HIDDEN __attribute__((visibility("hidden")))

@@ -44,6 +44,54 @@ static inline __attribute__((always_inline)) void reduce(vf (&acc)[HEADS][TOKENS
   for (int g = 0; g < HEADS; g++) __builtin_memcpy(&s[g * s_stride], &sums[g * TOKENS], TOKENS * sizeof(float));
 }
 
+#define HAVE_CODES
+// Two planes at a time: a lane of a register has the codes of sixteen tokens in one plane, and the tables for them.
+template <int HEADS>
+static inline __attribute__((always_inline)) void add_codes(const CodeQuery* q, int head, const uint8_t* planes,
+                                                            float* to, int to_stride) {
+  const __m256i low_half = _mm256_set1_epi8(0x0f);
+  const uint8_t* tables = q->tables + (int64_t)head * q->stride;
+  __m256i bytes[HEADS], even[HEADS], odd[HEADS];  // sums; the latter of even and of odd tokens, in 16 bits
+#pragma GCC unroll 4
+  for (int g = 0; g < HEADS; g++) bytes[g] = even[g] = odd[g] = _mm256_setzero_si256();
+  auto widen = [&] {
+#pragma GCC unroll 4
+    for (int g = 0; g < HEADS; g++) {
+      even[g] = _mm256_add_epi16(even[g], _mm256_and_si256(bytes[g], _mm256_set1_epi16(0xff)));
+      odd[g] = _mm256_add_epi16(odd[g], _mm256_srli_epi16(bytes[g], 8));
+      bytes[g] = _mm256_setzero_si256();
+    }
+  };
+  for (int p = 0; p < q->planes; p += 2, planes += 32) {
+    if (p && p % 6 == 0) widen();
+    const __m128i first = _mm_loadu_si128((const __m128i*)planes);
+    const __m128i second = p + 1 < q->planes ? _mm_loadu_si128((const __m128i*)(planes + 16)) : _mm_setzero_si128();
+    const __m256i codes = _mm256_setr_m128i(first, second);
+    const __m256i low = _mm256_and_si256(codes, low_half);
+    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low_half);
+#pragma GCC unroll 4
+    for (int g = 0; g < HEADS; g++) {
+      const uint8_t* table = tables + (int64_t)g * q->stride + p / 4 * 128 + p % 4 * 16;
+      const __m256i sum = _mm256_add_epi8(_mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)table), low),
+                                          _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)(table + 64)), high));
+      bytes[g] = _mm256_add_epi8(bytes[g], sum);
+    }
+  }
+  widen();
+#pragma GCC unroll 4
+  for (int g = 0; g < HEADS; g++) {
+    const __m128i e = _mm_add_epi16(_mm256_castsi256_si128(even[g]), _mm256_extracti128_si256(even[g], 1));
+    const __m128i o = _mm_add_epi16(_mm256_castsi256_si128(odd[g]), _mm256_extracti128_si256(odd[g], 1));
+    _mm256_storeu_ps(to + g * to_stride, _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm_unpacklo_epi16(e, o))));
+    _mm256_storeu_ps(to + g * to_stride + 8, _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm_unpackhi_epi16(e, o))));
+  }
+}
+static inline __attribute__((always_inline)) float largest_of(vf a) {
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)a), _mm256_extractf128_ps((__m256)a, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
 #define HAVE_FP16_CONVERSION
 static void to_fp16(const float* from, uint16_t* to, int n) {
   int i = 0;
@@ -58,4 +106,4 @@ static void to_fp16(const float* from, uint16_t* to, int n) {
 
 extern "C" const Isa hb_isa_avx2 = {"avx2",         vector_attend, vector_dots,      vector_prepare_weights,
                                     vector_convert, vector_widen,  vector_byte_dots, vector_softmax_add,
-                                    vector_read,    vector_weigh};
+                                    vector_read,    vector_weigh,  vector_code_sums, vector_log_sums};

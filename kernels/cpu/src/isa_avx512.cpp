@@ -67,6 +67,51 @@ static inline __attribute__((always_inline)) void reduce(vf (&acc)[HEADS][TOKENS
   }
 }
 
+#define HAVE_CODES
+// Four planes at a time: a lane of a register has the codes of sixteen tokens in one plane, and the tables for them.
+template <int HEADS>
+static inline __attribute__((always_inline)) void add_codes(const CodeQuery* q, int head, const uint8_t* planes,
+                                                            float* to, int to_stride) {
+  const __m512i low_half = _mm512_set1_epi8(0x0f);
+  const uint8_t* tables = q->tables + (int64_t)head * q->stride;
+  __m512i bytes[HEADS], even[HEADS], odd[HEADS];  // sums; the latter of even and of odd tokens, in 16 bits
+#pragma GCC unroll 4
+  for (int g = 0; g < HEADS; g++) bytes[g] = even[g] = odd[g] = _mm512_setzero_si512();
+  auto widen = [&] {
+#pragma GCC unroll 4
+    for (int g = 0; g < HEADS; g++) {
+      even[g] = _mm512_add_epi16(even[g], _mm512_and_si512(bytes[g], _mm512_set1_epi16(0xff)));
+      odd[g] = _mm512_add_epi16(odd[g], _mm512_srli_epi16(bytes[g], 8));
+      bytes[g] = _mm512_setzero_si512();
+    }
+  };
+  for (int p = 0; p < q->planes; p += 4, planes += 64, tables += 128) {
+    if (p && p % 12 == 0) widen();
+    const int left = q->planes - p;
+    const __m512i codes = _mm512_maskz_loadu_epi32(left >= 4 ? 0xffff : (1 << 4 * left) - 1, planes);
+    const __m512i low = _mm512_and_si512(codes, low_half);
+    const __m512i high = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low_half);
+#pragma GCC unroll 4
+    for (int g = 0; g < HEADS; g++) {
+      const uint8_t* table = tables + (int64_t)g * q->stride;
+      const __m512i sum = _mm512_add_epi8(_mm512_shuffle_epi8(_mm512_loadu_si512(table), low),
+                                          _mm512_shuffle_epi8(_mm512_loadu_si512(table + 64), high));
+      bytes[g] = _mm512_add_epi8(bytes[g], sum);
+    }
+  }
+  widen();
+#pragma GCC unroll 4
+  for (int g = 0; g < HEADS; g++) {
+    const __m256i e = _mm256_add_epi16(_mm512_castsi512_si256(even[g]), _mm512_extracti64x4_epi64(even[g], 1));
+    const __m256i o = _mm256_add_epi16(_mm512_castsi512_si256(odd[g]), _mm512_extracti64x4_epi64(odd[g], 1));
+    const __m128i e8 = _mm_add_epi16(_mm256_castsi256_si128(e), _mm256_extracti128_si256(e, 1));
+    const __m128i o8 = _mm_add_epi16(_mm256_castsi256_si128(o), _mm256_extracti128_si256(o, 1));
+    const __m256i tokens = _mm256_setr_m128i(_mm_unpacklo_epi16(e8, o8), _mm_unpackhi_epi16(e8, o8));
+    _mm512_storeu_ps(to + g * to_stride, _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(tokens)));
+  }
+}
+static inline __attribute__((always_inline)) float largest_of(vf a) { return _mm512_reduce_max_ps((__m512)a); }
+
 #define HAVE_FP16_CONVERSION
 static void to_fp16(const float* from, uint16_t* to, int n) {
   for (int i = 0; i < n; i += 16) {
@@ -82,4 +127,4 @@ static void to_fp16(const float* from, uint16_t* to, int n) {
 
 extern "C" const Isa hb_isa_avx512 = {"avx512",       vector_attend, vector_dots,      vector_prepare_weights,
                                       vector_convert, vector_widen,  vector_byte_dots, vector_softmax_add,
-                                      vector_read,    vector_weigh};
+                                      vector_read,    vector_weigh,  vector_code_sums, vector_log_sums};

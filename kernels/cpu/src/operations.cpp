@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attend_job.h"
+#include "codes.h"
 #include "digest.h"
 #include "guard.h"
 #include "memory.h"
@@ -40,9 +41,9 @@ hb_model model_of(const hb_paged& x, int64_t group, double scale) {
           1.f};
 }
 // Contiguous ones.
-hb_digests digests_of(const char* base, const hb_model& model) {
-  const int64_t head = 2 * (int64_t)model.head_dim * element_size(model.type);
-  return {(char*)base, model.kv_heads * head, head};
+hb_digests digests_of(const char* base, const hb_model& model, bool in_codes) {
+  const int64_t head = (int64_t)model.head_dim * (in_codes ? 4 : 2 * element_size(model.type));
+  return {(char*)base, model.kv_heads * head, head, in_codes};
 }
 
 // In fp64 squares of fp32 numbers neither overflow nor vanish. n: a multiple of 8.
@@ -80,6 +81,7 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
     const hb_append_tokens_args& a = *args;
     const hb_model model = model_of(a.host, 1, 1);
     const int64_t row = row_bytes(a.host), part = a.host.page_size * row;
+    const Isa& isa = *hb::kernels_of(model, hb::best_isa()).base;
     hb_paged frames = a.host;
     frames.base = a.frames;
     for (int64_t r = 0; r < a.rows; r++) {
@@ -104,7 +106,9 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
         const int32_t frame = a.frame_of[check_id(a.requests[r], a.request_count, "request") * a.columns + column];
         if (frame >= 0) write(frames, check_id(frame, a.frame_count, "frame"));
       }
-      if (a.digests) hb::append_to_digest(model, digests_of(a.digests, model), page, offset == 0, k, row);
+      if (!a.digests) continue;
+      const hb_digests digests = digests_of(a.digests, model, a.in_codes);
+      hb::append_to_digest(model, digests, cache_of(a.host), isa, page, offset, k, row);
     }
   });
 }
@@ -114,13 +118,18 @@ HB_API int hb_build_digests(const hb_build_digests_args* args) {
     const hb_build_digests_args& a = *args;
     const hb_model model = model_of(a.kv, 1, 1);
     require(model.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16 up to 256");
-    const hb_digests digests = digests_of(a.digests, model);
+    const hb_digests digests = digests_of(a.digests, model, a.in_codes);
     const int64_t row = row_bytes(a.kv);
+    const Isa& isa = *hb::kernels_of(model, hb::best_isa()).base;
     auto build = [&](int64_t i) {
       const int64_t page = a.pages[i], tokens = a.tokens[i];
       if (page < 0 || tokens <= 0) return;
       check_id(page, a.kv.pages, "page");
       require(tokens <= a.kv.page_size, "a page to digest has 1 to page_size tokens");
+      if (a.in_codes) {
+        if (tokens == a.kv.page_size) hb::encode_page(model, digests, cache_of(a.kv), isa, page);
+        return;
+      }
       for (int64_t h = 0; h < a.kv.kv_heads; h++) {
         // Written at once, so that a page which is listed twice is right whoever builds it.
         char high[kMaxHeadDim * sizeof(float)], low[kMaxHeadDim * sizeof(float)];
@@ -139,16 +148,19 @@ HB_API int hb_build_digests(const hb_build_digests_args* args) {
 HB_API int hb_page_scores(const hb_page_scores_args* args) {
   return guarded([&] {
     const hb_page_scores_args& a = *args;
-    // Scores do not depend on the page's size.
-    const hb_model model{(int32_t)a.type, (int32_t)a.kv_heads, (int32_t)a.group, (int32_t)a.head_dim, 16,
-                         (float)a.scale,  (float)a.bound};
+    // Scores by maxima and minima do not depend on the page's size.
+    const int32_t page_size = a.in_codes ? (int32_t)a.page_size : 16;
+    const hb_model model{(int32_t)a.type, (int32_t)a.kv_heads, (int32_t)a.group, (int32_t)a.head_dim,
+                         page_size,       (float)a.scale,      (float)a.bound};
     hb::check_model(model);
     require(a.aggregate >= hb::SUM && a.aggregate <= hb::SOFTMAX, "no such way to combine scores");
     const auto aggregate = (hb::Aggregate)a.aggregate;
     const hb::Kernels kernels = hb::kernels_of(model, (int)a.isa);
-    const hb_digests digests = digests_of(a.digests, model);
+    const hb_digests digests = digests_of(a.digests, model, a.in_codes);
     const int64_t heads = a.kv_heads * a.group, lists = a.per_head ? a.kv_heads : 1;
     const bool has_shares = aggregate == hb::SOFTMAX;
+    // Codes are scored by query head, whatever becomes of them.
+    const bool are_apart = has_shares || a.in_codes;
 
     struct Task {
       int64_t row, begin, end;
@@ -158,7 +170,7 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
     static thread_local hb::AtomicArray left;
     tasks.clear();
     left.reset((int)a.rows);
-    float* apart = has_shares ? grown(heads_apart, a.rows * heads * a.columns) : nullptr;
+    float* apart = are_apart ? grown(heads_apart, a.rows * heads * a.columns) : nullptr;
     int64_t bytes = 0;
     for (int64_t r = 0; r < a.rows; r++) {
       const int64_t pages = std::max(a.num_pages[r], 0);
@@ -182,19 +194,30 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
     hb::AtomicArray& rows_left = left;
     auto score = [&, all, apart](int64_t i) {
       static thread_local hb::Scorer scorer;
+      static thread_local hb::CodeScorer code_scorer;
       const Task& task = all[i];
       const int32_t* ids = a.table + task.row * a.table_stride;
       for (int64_t c = task.begin; c < task.end; c++) check_id(ids[c], a.pages, "page");
       const int64_t head = a.head_dim * element_size(model.type);
-      scorer.prepare(model, digests, kernels, a.per_head, aggregate, a.q + task.row * heads * head, head);
       float* out = a.out + task.row * lists * a.columns;
       float* shares = apart + task.row * heads * a.columns;
-      scorer.score([ids](int64_t column) { return ids[column]; }, (int)task.begin, (int)task.end,
-                   has_shares ? shares : out, a.columns);
-      if (!has_shares || rows_left[(int)task.row].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      const char* q = a.q + task.row * heads * head;
+      const auto page_of = [ids](int64_t column) { return ids[column]; };
+      if (a.in_codes) {
+        code_scorer.prepare(model, digests, kernels, hb::byte_kernels_for((int)a.isa), q, head, true);
+        code_scorer.estimate(page_of, -1, (int)task.begin, (int)task.end, shares, a.columns);
+      } else {
+        scorer.prepare(model, digests, kernels, a.per_head, aggregate, q, head);
+        scorer.score(page_of, (int)task.begin, (int)task.end, are_apart ? shares : out, a.columns);
+      }
+      if (!are_apart || rows_left[(int)task.row].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
       const int last = a.num_pages[task.row] - 1;  // the growing page has no share
       const int each = (int)(heads / lists);
       for (int64_t list = 0; list < lists; list++, out += a.columns, shares += each * a.columns) {
+        if (!has_shares) {
+          hb::combine_lists(aggregate, shares, a.columns, each, (int)a.group, last + 1, out);
+          continue;
+        }
         hb::add_shares(*kernels.base, shares, a.columns, each, last, model.scale, out);
         out[last] = 0;
       }

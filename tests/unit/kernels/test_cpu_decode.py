@@ -11,6 +11,7 @@ from hybrid_backend.config import SelectionConfig
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels import cpu, oracle, reference
 from hybrid_backend.kernels.cpu import digests as native
+from hybrid_backend.kernels.cpu import operations
 from tests.support import cases
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
@@ -120,7 +121,7 @@ class Case:
         num_pages = self.num_pages.int()
         return oracle.page_scores(
             q, self.digests, self.table.int(), num_pages, torch.zeros_like(num_pages), how.aggregate,
-            how.granularity == "kv_head", how.bound, self.scale,
+            how.granularity == "kv_head", how.bound, self.scale, self.page_size,
         )  # fmt: skip
 
     def _check_selection(self, decoder, budgets, how, sinks, recent, score_q) -> torch.Tensor:
@@ -257,6 +258,53 @@ def test_selection_from_bytes(pool, aggregate):
     fresh = native.quantized_like(case.digests)
     native.quantize(fresh, case.digests, case.table[0, -1:])
     assert torch.equal(quantized[case.table[0, -1]], fresh[case.table[0, -1]])
+
+
+@pytest.mark.parametrize("isa", cpu.isas() if cpu.available() else [])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_selection_by_codes(pool, isa, per_head):
+    """Where the budget is a quarter of the pages all of them are scored by their codes: the selection is worth as much
+    as the oracle's by exact scores. The page that this token fills gets its codes; what is selected is attended."""
+    for team in ("caller", pool):
+        case = Case(1, torch.bfloat16, 3, 4, 64, 16, rows=1, columns=100)
+        case.digests = torch.zeros(len(case.layer), 3, 256, dtype=torch.uint8)
+        whole, sixteen = case.table[0, :-1].int(), torch.full((99,), 16, dtype=torch.int32)
+        oracle.build_digests(case.layer, case.digests, whole, sixteen)
+        decoder = cpu.Decoder([case.layer], {0: case.digests}, 12, case.scale, bound=0.5, team=team, isa=isa)
+        decoder.begin(case.table, case.seq_lens, torch.tensor([25]), tokens=case.tokens, per_head=per_head,
+                      aggregate="softmax", recent=2)  # fmt: skip
+        decoder.layer(0, case.q, case.k, case.v, case.out)
+        fresh = torch.zeros_like(case.digests)
+        operations.build_digests(case.layer, fresh, case.table[0, -1:].int(), sixteen[:1])
+        assert torch.equal(case.digests[case.table[0, -1]], fresh[case.table[0, -1]])
+        how = SelectionConfig(aggregate="softmax", granularity="kv_head" if per_head else "layer")
+        exact = case.scores(case.q[case.tokens], how)[0]
+        lists = [decoder.selected(0, head).long() for head in range(len(exact))]
+        for mine, scores in zip(lists, exact, strict=True):
+            scores[[0, 98, 99]] = 1e3
+            assert len(mine) == 25 and {0, 98, 99} <= set(mine.tolist()) and mine.equal(mine.sort().values)
+            scores[[0, 98, 99]] = 0
+            assert scores[mine].sum() > 0.99 * scores.topk(22).values.sum()
+        ids = case.table[0][torch.stack(lists)][None]
+        valid = torch.full_like(ids, 16)
+        out, _ = reference.paged_attention(case.q[case.tokens], case.layer, ids, valid, case.scale)
+        assert cases.relative_error(case.out[case.tokens], out) <= TOLERANCE[case.out.dtype]
+
+
+def test_a_long_row_is_scored_by_codes_where_a_first_look_finds_it_worth(pool):
+    """A page whose keys are the query stands out by its middles alone, and is found among many."""
+    case = Case(2, torch.float32, 2, 2, 64, 16, rows=1, columns=300)
+    q = case.q[case.tokens[0]].view(2, 2, 64).mean(1)
+    case.layer[case.table[0, 123], :, 0] += 2 * q[:, None]
+    case.digests = torch.zeros(len(case.layer), 2, 256, dtype=torch.uint8)
+    oracle.build_digests(case.layer, case.digests, case.table[0, :-1].int(), torch.full((299,), 16, dtype=torch.int32))
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, 4, case.scale, bound=0.5, team=pool)
+    decoder.begin(case.table, case.seq_lens, torch.tensor([6]), tokens=case.tokens, aggregate="softmax")
+    decoder.layer(0, case.q, case.k, case.v, case.out)
+    how = SelectionConfig(aggregate="softmax")
+    scores = case.scores(case.q[case.tokens], how)[0, 0]
+    mine = decoder.selected(0).long()
+    assert int(scores.argmax()) == 123 and 123 in mine.tolist() and len(mine) == 6
 
 
 def two_levels(case: Case, quantized: torch.Tensor, pages: int, budget: int, candidates: int) -> list[int]:

@@ -35,6 +35,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "separate, much staging": {"tiers": "separate", "staging_tokens": 10**6},
     "unified, ahead": {"tiers": "unified", "lookahead": {"enabled": True}},
     "digests as they are": {"tiers": "unified", "selection": {"digest": "minmax"}, "exact_layers": [3]},
+    "codes": {"tiers": "unified", "selection": {"digest": "codes"}},
+    "codes, separate": {"tiers": "separate", "selection": {"digest": "codes"}},
     "large pages": {"tiers": "separate", "page_size": 32, "budget_tokens": 128, "recent": 2},
 }
 OF_METHOD: dict[str, dict[str, Any]] = {

@@ -1,0 +1,241 @@
+#include "codes.h"
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "digest.h"
+#include "memory.h"
+
+namespace hb {
+namespace {
+
+constexpr float kFine = 0.9816f, kInner = 0.4528f, kOuter = 1.5104f, kCoarse = 0.7979f;
+constexpr float kFineLoss = 0.1175f, kCoarseLoss = 0.3634f;
+constexpr float kLog2e = 1.44269504f;
+
+float inverse(float x) { return x > 1e-37f ? 1.f / x : 0.f; }
+
+// What is too large to square counts as 0.
+float usable(float x) { return std::fabs(x) < 1e17f ? x : 0.f; }
+
+}  // namespace
+
+CodeLayout::CodeLayout(int head_dim, int tokens) : dim(head_dim), page_size(tokens) {
+  const int room = 3 * dim - kHeader - page_size;
+  planes = std::max(0, std::min(room / page_size, dim / 4));
+  fine = std::max(0, 8 * planes - dim);
+  coded = std::min(dim, 8 * planes);
+  distortion = (fine * kFineLoss + (coded - fine) * kCoarseLoss + (dim - coded)) / dim;
+}
+
+void rotate(float* x, int n) {
+  const int block = n & -n;
+  const float norm = 1.f / std::sqrt((float)block);
+  for (int i = 0; i < n; i++) x[i] = ((uint64_t)i * 2654435761u >> 16) & 1 ? x[i] * norm : -x[i] * norm;
+  for (int half = 1; half < block; half *= 2)
+    for (int i = 0; i < n; i += 2 * half)
+      for (int j = i; j < i + half; j++) {
+        const float a = x[j], b = x[j + half];
+        x[j] = a + b;
+        x[j + half] = a - b;
+      }
+}
+
+void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char* keys, int64_t stride, uint8_t* row) {
+  const int dim = layout.dim, tokens = layout.page_size, fine = layout.fine, coded = layout.coded;
+  if (tokens > kMaxPageSize || tokens % 16)
+    throw std::invalid_argument("a page has up to 128 tokens, a multiple of 16");
+  static thread_local std::vector<float> scratch;
+  float* x = grown(scratch, (size_t)tokens * dim);
+  float high[kMaxHeadDim], low[kMaxHeadDim], scales[kMaxPageSize];
+  for (int t = 0; t < tokens; t++) {
+    float* key = x + t * dim;
+    isa.widen(type, keys + t * stride, key, dim);
+    for (int d = 0; d < dim; d++) {
+      key[d] = usable(key[d]);
+      high[d] = t ? std::max(high[d], key[d]) : key[d];
+      low[d] = t ? std::min(low[d], key[d]) : key[d];
+    }
+  }
+  float largest = 0, spread = 0;
+  for (int d = 0; d < dim; d++) {
+    const float half = (high[d] - low[d]) / 2;
+    spread += half * half;
+    high[d] = (high[d] + low[d]) / 2;
+    largest = std::max(largest, std::fabs(high[d]));
+  }
+  const float step = largest / 127, finer = inverse(step);
+  for (int d = 0; d < dim; d++) {
+    const float middle = std::nearbyint(high[d] * finer);
+    row[d] = (uint8_t)((int)middle + 128);
+    low[d] = middle * step;
+  }
+  std::memset(row + layout.planes_at(), 0, layout.row() - layout.planes_at());
+  float unit = 0;
+  for (int t = 0; t < tokens; t++) {
+    float* y = x + t * dim;
+    for (int d = 0; d < dim; d++) y[d] -= low[d];
+    rotate(y, dim);
+    float square = 0, dot = 0, norm = 0;
+    for (int d = 0; d < dim; d++) square += y[d] * y[d];
+    const float edge = kFine * std::sqrt(square / dim);
+    uint8_t* codes = row + layout.planes_at() + t / 16 * 16 * layout.planes + t % 16;
+    for (int d = 0; d < coded; d++) {
+      const bool is_fine = d < fine, positive = y[d] >= 0, outer = is_fine && std::fabs(y[d]) > edge;
+      const float level = !is_fine ? kCoarse : outer ? kOuter : kInner;
+      dot += std::fabs(y[d]) * level;
+      norm += level * level;
+      const int code = is_fine ? d / 2 : fine / 2 + (d - fine) / 4;
+      const int bits = is_fine ? (2 * positive + (outer == positive)) << 2 * (d % 2) : positive << (d - fine) % 4;
+      codes[code / 2 * 16] |= bits << 4 * (code % 2);
+    }
+    scales[t] = norm > 0 ? dot / norm : 0;
+    unit = std::max(unit, scales[t]);
+  }
+  unit /= 255;
+  const float per_unit = inverse(unit);
+  for (int t = 0; t < tokens; t++) row[layout.scales_at() + t] = (uint8_t)std::nearbyint(scales[t] * per_unit);
+  const float numbers[3] = {step, std::sqrt(spread / dim), unit};
+  std::memcpy(row + dim, numbers, sizeof numbers);
+}
+
+void encode_page(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa& isa,
+                 int64_t page) {
+  const CodeLayout layout(model.head_dim, model.page_size);
+  for (int h = 0; h < model.kv_heads; h++)
+    encode_page(layout, isa, model.type, cache.base + page * cache.page_stride + h * cache.head_stride,
+                cache.token_stride, (uint8_t*)digests.base + page * digests.page_stride + h * digests.head_stride);
+}
+
+void CodeScorer::prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels,
+                         const ByteKernels& byte_kernels, const char* q, int64_t q_head_stride, bool with_codes) {
+  model_ = model;
+  digests_ = digests;
+  isa_ = kernels.base;
+  bytes_ = byte_kernels;
+  layout_ = CodeLayout(model.head_dim, model.page_size);
+  const int dim = model.head_dim, heads = model.kv_heads * model.group;
+  tables_ = (layout_.planes + 3) / 4 * 128;
+  grown(weights_, (size_t)heads * dim);
+  grown(bias_, heads);
+  for (auto* each : {&step_, &bounds_, &factor_, &offset_, &variance_}) grown(*each, heads);
+  no_bounds_.assign(heads, 0.f);
+  if (with_codes) luts_.assign((size_t)heads * tables_, 0);
+  float x[kMaxHeadDim];
+  uint8_t offset[kMaxHeadDim];
+  for (int head = 0; head < heads; head++) {
+    isa_->widen(model.type, q + head * q_head_stride, x, dim);
+    step_[head] = quantize_values(x, offset, dim);
+    int32_t total = 0;
+    float square = 0;
+    for (int d = 0; d < dim; d++) {
+      x[d] = usable(x[d]);
+      weights_[(size_t)head * dim + d] = (int8_t)(offset[d] - 128);
+      total += offset[d];
+    }
+    for (int d = 0; d < dim; d++) square += x[d] * x[d];
+    bias_[head] = 128 * (total - 128 * dim);
+    bounds_[head] = model.bound * std::sqrt(square);
+    if (!with_codes) continue;
+    const float log2_scale = model.scale * kLog2e;
+    variance_[head] = 0.5f * kLog2e * layout_.distortion * model.scale * model.scale * square;
+    rotate(x, dim);
+    factor_[head] = log2_scale * make_tables(x, &luts_[(size_t)head * tables_], &offset_[head]);
+    offset_[head] *= log2_scale;
+  }
+}
+
+// Every entry is a sum over a code's channels of what its level gives beyond the lowest one, in whole steps.
+float CodeScorer::make_tables(const float* x, uint8_t* tables, float* least) const {
+  const int fine = layout_.fine, coded = layout_.coded;
+  float reach[kMaxHeadDim], widest = 0, sum = 0;  // half of what a channel's levels can give
+  for (int d = 0; d < coded; d++) {
+    reach[d] = std::fabs(x[d]) * (d < fine ? kOuter : kCoarse);
+    sum += reach[d];
+  }
+  for (int d = 0; d < fine; d += 2) widest = std::max(widest, reach[d] + reach[d + 1]);
+  for (int d = fine; d < coded; d += 4)
+    widest = std::max(widest, reach[d] + reach[d + 1] + reach[d + 2] + reach[d + 3]);
+  // Rounding up to half a step per channel must not exceed kMostEntry.
+  const float step = 2 * widest / (kMostEntry - 2), finer = inverse(step);
+  uint8_t whole[kMaxHeadDim], third[kMaxHeadDim], second[kMaxHeadDim];
+  constexpr float kInnerShare = kInner / kOuter;
+  for (int d = 0; d < coded; d++) {
+    const float steps = reach[d] * finer;
+    whole[d] = (uint8_t)(int)(2 * steps + 0.5f);
+    third[d] = (uint8_t)(int)((1 + kInnerShare) * steps + 0.5f);
+    second[d] = (uint8_t)(int)((1 - kInnerShare) * steps + 0.5f);
+  }
+  auto at = [tables](int code) { return tables + code / 8 * 128 + code % 2 * 64 + code / 2 % 4 * 16; };
+  for (int d = 0; d < fine; d += 2) {
+    uint8_t a[4] = {0, second[d], third[d], whole[d]}, b[4] = {0, second[d + 1], third[d + 1], whole[d + 1]};
+    if (x[d] < 0) std::reverse(a, a + 4);
+    if (x[d + 1] < 0) std::reverse(b, b + 4);
+    uint32_t low, high;
+    std::memcpy(&low, a, 4);
+    for (int n = 0; n < 4; n++) {
+      high = low + b[n] * 0x01010101u;  // no byte overflows
+      std::memcpy(at(d / 2) + 4 * n, &high, 4);
+    }
+  }
+  constexpr uint64_t kBits[3] = {0xff00ff00ff00ff00, 0xffff0000ffff0000, 0xffffffff00000000};
+  for (int d = fine; d < coded; d += 4) {
+    uint64_t eight = 0;
+    for (int i = 0; i < 3; i++) eight += (x[d + i] < 0 ? ~kBits[i] : kBits[i]) & whole[d + i] * 0x0101010101010101u;
+    const uint64_t last = whole[d + 3] * 0x0101010101010101u;
+    const uint64_t low = eight + (x[d + 3] < 0 ? last : 0), high = eight + (x[d + 3] < 0 ? 0 : last);
+    uint8_t* table = at(fine / 2 + (d - fine) / 4);
+    std::memcpy(table, &low, 8);
+    std::memcpy(table + 8, &high, 8);
+  }
+  *least = -sum;
+  return step;
+}
+
+void CodeScorer::coarse_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, const float* bounds,
+                             int count, float* out, int64_t stride) {
+  const uint8_t *at[kScoreTile], *ahead[kScoreTile];
+  float sums[kMaxGroup * kScoreTile], spread[kScoreTile];
+  const int head = h * model_.group, dim = model_.head_dim;
+  for (int i = 0; i < kScoreTile; i++) {
+    at[i] = rows[i] + h * digests_.head_stride;
+    ahead[i] = next[i] + h * digests_.head_stride;
+    std::memcpy(&spread[i], at[i] + dim + 4, 4);
+  }
+  ByteWeights weights{&weights_[(size_t)head * dim], &bias_[head], &step_[head], 1, dim, dim};
+  if (bytes_.heads) {
+    bytes_.heads(&weights, model_.group, at, ahead, sums);
+  } else {
+    for (int g = 0; g < model_.group; g++) {
+      bytes_.dots(&weights, at, g ? at : ahead, sums + g * kScoreTile);
+      weights.weights += dim, weights.bias++, weights.step++;
+    }
+  }
+  for (int g = 0; g < model_.group; g++)
+    for (int i = 0; i < count; i++) out[g * stride + i] = sums[g * kScoreTile + i] + bounds[head + g] * spread[i];
+}
+
+void CodeScorer::estimate_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, int count, float* out,
+                               int64_t stride) {
+  float base[kMaxGroup * kScoreTile], tops[kMaxGroup * kScoreTile] = {}, sums[kMaxGroup * kScoreTile] = {};
+  const int group = model_.group, head = h * group;
+  const float log2_scale = model_.scale * kLog2e;
+  coarse_tile(h, rows, next, no_bounds_.data(), kScoreTile, base, kScoreTile);
+  for (int i = 0; i < group * kScoreTile; i++) base[i] *= log2_scale;
+  CodeQuery query{group,          model_.page_size / 16, layout_.planes,   &luts_[(size_t)head * tables_],
+                  &factor_[head], &offset_[head],        &variance_[head], tables_};
+  for (int i = 0; i < count; i++) {
+    const uint8_t* row = rows[i] + h * digests_.head_stride;
+    const uint8_t* upcoming = next[i] + h * digests_.head_stride;
+    for (int64_t line = layout_.scales_at(); line < layout_.row(); line += 64)
+      __builtin_prefetch(upcoming + line, 0, 2);
+    float unit;
+    std::memcpy(&unit, row + model_.head_dim + 8, 4);
+    isa_->code_sums(&query, row + layout_.scales_at(), row + layout_.planes_at(), unit, base + i, tops + i, sums + i);
+  }
+  isa_->log_sums(tops, sums, group * kScoreTile, 1.f / log2_scale);
+  for (int g = 0; g < group; g++) std::copy(&tops[g * kScoreTile], &tops[g * kScoreTile] + count, out + g * stride);
+}
+
+}  // namespace hb

@@ -1,0 +1,167 @@
+"""Digests in codes (`kernels.codes`): made from whole pages, and scored."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_backend.kernels import codes
+from hybrid_backend.kernels.triton.common import group_block
+
+
+@triton.jit
+def _rounded(x):
+    """To the nearest whole number, of ties to the even one: beyond 2^23 fp32 has no others."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _inverse(x):
+    return tl.where(x > 1e-37, 1.0 / tl.where(x > 1e-37, x, 1.0), 0.0)
+
+
+@triton.jit
+def _encode_kernel(kv, digests, rotation, pages, counts,
+                   KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, PLANES: tl.constexpr,
+                   FINE: tl.constexpr, CODED: tl.constexpr, LARGEST: tl.constexpr, EDGE: tl.constexpr,
+                   INNER: tl.constexpr, OUTER: tl.constexpr, COARSE: tl.constexpr, HEADER: tl.constexpr,
+                   APPENDED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
+                   CHUNK: tl.constexpr):  # fmt: skip
+    i, head = tl.program_id(0), tl.program_id(1)
+    page = tl.load(pages + i).to(tl.int64)
+    count = tl.load(counts + i)
+    is_whole = count % PAGE == PAGE - 1 if APPENDED else count == PAGE
+    if (page >= 0) & is_whole:
+        t, d, plane = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_L)
+        inside = (t < PAGE)[:, None] & (d < DIM)[None, :]
+        at = (page * KV_HEADS + head) * 2 * PAGE * DIM + t[:, None] * DIM + d[None, :]
+        keys = tl.load(kv + at, mask=inside, other=0.0).to(tl.float32)
+        keys = tl.where(tl.abs(keys) < LARGEST, keys, 0.0)
+        high = tl.max(tl.where((t < PAGE)[:, None], keys, float("-inf")), 0)
+        low = tl.min(tl.where((t < PAGE)[:, None], keys, float("inf")), 0)
+        middle, half = (high + low) / 2, (high - low) / 2
+        step = tl.max(tl.abs(middle), 0) / 127
+        whole = _rounded(middle * _inverse(step))
+        rest = tl.where(inside, keys - (whole * step)[None, :], 0.0)
+        size = tl.sqrt(tl.sum(rest * rest, 1) / DIM)  # a rotation keeps it
+        projected = tl.zeros([BLOCK_P], tl.float32)
+        norm = tl.zeros([BLOCK_P], tl.float32)
+        packed = tl.zeros([BLOCK_P, BLOCK_L], tl.float32)
+        for start in range(0, CODED, CHUNK):  # of rotated channels
+            c = start + tl.arange(0, CHUNK)
+            is_fine, is_coded = (c < FINE)[None, :], (c < CODED)[None, :]
+            turn = tl.load(rotation + d[:, None] * DIM + c[None, :], mask=(d < DIM)[:, None] & is_coded, other=0.0)
+            y = tl.dot(rest, turn, input_precision="tf32x3")
+            positive, outer = y >= 0, tl.abs(y) > EDGE * size[:, None]
+            level = tl.where(is_fine, tl.where(outer, OUTER, INNER), tl.where(is_coded, COARSE, 0.0))
+            projected += tl.sum(tl.abs(y) * level, 1)
+            norm += tl.sum(level * level, 1)
+            # A byte is a sum of its channels' bits, each at its place: a product with powers of two, which is exact.
+            sign = positive.to(tl.int32)
+            bits = tl.where(is_fine, 2 * sign + (outer == positive).to(tl.int32), sign)
+            code = tl.where(c < FINE, c // 2, FINE // 2 + (c - FINE) // 4)
+            shift = 4 * (code % 2) + tl.where(c < FINE, 2 * (c % 2), (c - FINE) % 4)
+            is_there = (code // 2)[:, None] == plane[None, :]
+            place = tl.where(is_there & (c < CODED)[:, None], (1 << shift)[:, None], 0)
+            packed += tl.dot(bits.to(tl.float32), place.to(tl.float32), input_precision="tf32")
+        scale = tl.where(t < PAGE, projected / norm, 0.0)
+        unit = tl.max(scale, 0) / 255
+        row = digests + (page * KV_HEADS + head) * 4 * DIM
+        tl.store(row + d, (whole + 128).to(tl.uint8), mask=d < DIM)
+        numbers = (row + DIM).to(tl.pointer_type(tl.float32))
+        tl.store(numbers, step)
+        tl.store(numbers + 1, tl.sqrt(tl.sum(half * half, 0) / DIM))
+        tl.store(numbers + 2, unit)
+        scales = row + DIM + HEADER
+        tl.store(scales + t, _rounded(scale * _inverse(unit)).to(tl.uint8), mask=t < PAGE)
+        to = scales + PAGE + (t // 16 * 16 * PLANES + t % 16)[:, None] + 16 * plane[None, :]
+        tl.store(to, packed.to(tl.uint8), mask=(t < PAGE)[:, None] & (plane < PLANES)[None, :])
+
+
+@triton.jit(do_not_specialize=["tiles", "stride"])
+def estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops, sums, scale, distortion, columns,
+                    stride, tiles,
+                    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+                    PLANES: tl.constexpr, FINE: tl.constexpr, CODED: tl.constexpr, INNER: tl.constexpr,
+                    OUTER: tl.constexpr, COARSE: tl.constexpr, HEADER: tl.constexpr, TILE: tl.constexpr,
+                    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """`scores._score_kernel` of codes; ``turned``: the rotated queries in fp32."""
+    row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    pages = tl.load(num_pages + row)
+    heads = KV_HEADS * GROUP
+    g, t, d, column = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    mine = row * heads + head * GROUP + g
+    if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
+        asked = (g < GROUP)[:, None] & (d < DIM)[None, :]
+        query = tl.load(q + mine[:, None] * DIM + d[None, :], mask=asked, other=0.0).to(tl.float32)
+        rotated = tl.load(turned + mine[:, None] * DIM + d[None, :], mask=asked, other=0.0)
+        spread = 0.5 * distortion * scale * scale * tl.sum(query * query, 1)
+        is_fine = (d < FINE)[None, :]
+        code = tl.where(d < FINE, d // 2, FINE // 2 + (d - FINE) // 4)
+        shift = (4 * (code % 2) + tl.where(d < FINE, 2 * (d % 2), (d - FINE) % 4))[None, :]
+        token = t // 16 * 16 * PLANES + t % 16
+        found = tl.full([BLOCK_G, TILE], float("-inf"), tl.float32)
+        for i in range(0, tl.minimum(TILE, pages - tile * TILE)):
+            page = tl.load(table + row * stride + tile * TILE + i).to(tl.int64)
+            at = digests + (page * KV_HEADS + head) * 4 * DIM
+            numbers = (at + DIM).to(tl.pointer_type(tl.float32))
+            middle = (tl.load(at + d, mask=d < DIM, other=128).to(tl.float32) - 128) * tl.load(numbers)
+            base = scale * tl.sum(query * middle[None, :], 1)
+            scales = tl.load(at + DIM + HEADER + t, mask=t < PAGE, other=0).to(tl.float32) * tl.load(numbers + 2)
+            coded = (t < PAGE)[:, None] & (d < CODED)[None, :]
+            byte = tl.load(at + DIM + HEADER + PAGE + token[:, None] + 16 * (code // 2)[None, :], mask=coded, other=0)
+            bits = byte.to(tl.int32) >> shift
+            outer = (bits & 3 == 0) | (bits & 3 == 3)
+            positive = tl.where(is_fine, bits & 2, bits & 1) > 0
+            level = tl.where(is_fine, tl.where(outer, OUTER, INNER), COARSE)
+            level = tl.where(coded, tl.where(positive, level, -level), 0.0)
+            product = tl.dot(rotated, tl.trans(level), input_precision="tf32x3")
+            logit = base[:, None] + scale * scales[None, :] * product + spread[:, None] * (scales * scales)[None, :]
+            logit = tl.where((t < PAGE)[None, :], logit, float("-inf"))
+            top = tl.max(logit, 1)
+            total = top + tl.log(tl.sum(tl.exp(logit - top[:, None]), 1))
+            found = tl.where((column == i)[None, :], total[:, None], found)
+        column += tile * TILE
+        listed = column < pages
+        tl.store(logits + mine[:, None] * columns + column[None, :], found / scale,
+                 mask=(g < GROUP)[:, None] & listed[None, :])  # fmt: skip
+        shared = tl.where((column < pages - 1)[None, :], found, float("-inf"))
+        top = tl.max(shared, 1)
+        tl.store(tops + mine * tiles + tile, top, mask=g < GROUP)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        tl.store(sums + mine * tiles + tile, tl.sum(tl.exp(shared - base[:, None]), 1), mask=g < GROUP)
+
+
+def encode(kv: Tensor, digests: Tensor, pages: Tensor, counts: Tensor, appended: bool) -> None:
+    """Codes of those of ``pages`` that are whole: ``counts`` are their tokens, or (``appended``) the position of the
+    one that was just written."""
+    _, kv_heads, _, page_size, dim = kv.shape
+    layout, tokens = codes.Layout(page_size, dim), triton.next_power_of_2(page_size)
+    if len(pages):
+        _encode_kernel[(len(pages), kv_heads)](
+            kv, digests, codes.rotation(dim, kv.device), pages, counts,
+            kv_heads, page_size, dim, layout.planes, layout.fine, layout.coded, codes.LARGEST, codes.FINE,
+            codes.INNER, codes.OUTER, codes.COARSE, codes.HEADER, appended,
+            max(tokens, 64) if dim > 128 else tokens, triton.next_power_of_2(dim),
+            max(16, triton.next_power_of_2(layout.planes)), 32 if dim <= 64 else 16,
+        )  # fmt: skip
+
+
+def estimate(
+    q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, logits: Tensor, tops: Tensor,
+    sums: Tensor, scale: float, page_size: int, tile: int,
+) -> None:  # fmt: skip
+    """What `scores._score_kernel` writes, from codes."""
+    rows, heads, dim = q.shape
+    kv_heads, tiles = digests.shape[1], tops.shape[2]
+    layout = codes.Layout(page_size, dim)
+    turned = torch.matmul(q.float(), codes.rotation(dim, q.device))
+    estimate_kernel[(rows, kv_heads, tiles)](
+        q, turned, digests, table, num_pages, budgets, logits, tops, sums, scale, layout.distortion, table.shape[1],
+        table.stride(0), tiles,
+        kv_heads, heads // kv_heads, page_size, dim, layout.planes, layout.fine, layout.coded, codes.INNER, codes.OUTER,
+        codes.COARSE, codes.HEADER, tile, group_block(heads // kv_heads), triton.next_power_of_2(page_size),
+        triton.next_power_of_2(dim),
+    )  # fmt: skip
