@@ -28,7 +28,7 @@ def _encode_kernel(kv, digests, rotation, pages, counts,
                    FINE: tl.constexpr, CODED: tl.constexpr, LARGEST: tl.constexpr, EDGE: tl.constexpr,
                    INNER: tl.constexpr, OUTER: tl.constexpr, COARSE: tl.constexpr, HEADER: tl.constexpr,
                    APPENDED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
-                   CHUNK: tl.constexpr):  # fmt: skip
+                   CHUNK: tl.constexpr, PART: tl.constexpr):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)
     page = tl.load(pages + i).to(tl.int64)
     count = tl.load(counts + i)
@@ -36,14 +36,17 @@ def _encode_kernel(kv, digests, rotation, pages, counts,
     if (page >= 0) & is_whole:
         t, d, plane = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_L)
         inside = (t < PAGE)[:, None] & (d < DIM)[None, :]
-        at = (page * KV_HEADS + head) * 2 * PAGE * DIM + t[:, None] * DIM + d[None, :]
-        keys = tl.load(kv + at, mask=inside, other=0.0).to(tl.float32)
+        first = kv + (page * KV_HEADS + head) * 2 * PAGE * DIM
+        keys = tl.load(first + t[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
         keys = tl.where(tl.abs(keys) < LARGEST, keys, 0.0)
         high = tl.max(tl.where((t < PAGE)[:, None], keys, float("-inf")), 0)
         low = tl.min(tl.where((t < PAGE)[:, None], keys, float("inf")), 0)
         middle, half = (high + low) / 2, (high - low) / 2
         step = tl.max(tl.abs(middle), 0) / 127
         whole = _rounded(middle * _inverse(step))
+        row = digests + (page * KV_HEADS + head) * 4 * DIM
+        tl.store(row + d, (whole + 128).to(tl.uint8), mask=d < DIM)
+        tl.debug_barrier()  # they are read below, in parts: all channels at once do not fit the registers
         rest = tl.where(inside, keys - (whole * step)[None, :], 0.0)
         size = tl.sqrt(tl.sum(rest * rest, 1) / DIM)  # a rotation keeps it
         projected = tl.zeros([BLOCK_P], tl.float32)
@@ -52,8 +55,16 @@ def _encode_kernel(kv, digests, rotation, pages, counts,
         for start in range(0, CODED, CHUNK):  # of rotated channels
             c = start + tl.arange(0, CHUNK)
             is_fine, is_coded = (c < FINE)[None, :], (c < CODED)[None, :]
-            turn = tl.load(rotation + d[:, None] * DIM + c[None, :], mask=(d < DIM)[:, None] & is_coded, other=0.0)
-            y = tl.dot(rest, turn, input_precision="tf32x3")
+            y = tl.zeros([BLOCK_P, CHUNK], tl.float32)
+            for from_channel in range(0, DIM, PART):
+                p = from_channel + tl.arange(0, PART)
+                there = (t < PAGE)[:, None] & (p < DIM)[None, :]
+                part = tl.load(first + t[:, None] * DIM + p[None, :], mask=there, other=0.0).to(tl.float32)
+                part = tl.where(tl.abs(part) < LARGEST, part, 0.0)
+                centre = step * (tl.load(row + p, mask=p < DIM, other=128).to(tl.float32) - 128)
+                part = tl.where(there, part - centre[None, :], 0.0)
+                turn = tl.load(rotation + p[:, None] * DIM + c[None, :], mask=(p < DIM)[:, None] & is_coded, other=0.0)
+                y += tl.dot(part, turn, input_precision="tf32x3")
             positive, outer = y >= 0, tl.abs(y) > EDGE * size[:, None]
             level = tl.where(is_fine, tl.where(outer, OUTER, INNER), tl.where(is_coded, COARSE, 0.0))
             projected += tl.sum(tl.abs(y) * level, 1)
@@ -68,8 +79,6 @@ def _encode_kernel(kv, digests, rotation, pages, counts,
             packed += tl.dot(bits.to(tl.float32), place.to(tl.float32), input_precision="tf32")
         scale = tl.where(t < PAGE, projected / norm, 0.0)
         unit = tl.max(scale, 0) / 255
-        row = digests + (page * KV_HEADS + head) * 4 * DIM
-        tl.store(row + d, (whole + 128).to(tl.uint8), mask=d < DIM)
         numbers = (row + DIM).to(tl.pointer_type(tl.float32))
         tl.store(numbers, step)
         tl.store(numbers + 1, tl.sqrt(tl.sum(half * half, 0) / DIM))
@@ -138,14 +147,14 @@ def encode(kv: Tensor, digests: Tensor, pages: Tensor, counts: Tensor, appended:
     """Codes of those of ``pages`` that are whole: ``counts`` are their tokens, or (``appended``) the position of the
     one that was just written."""
     _, kv_heads, _, page_size, dim = kv.shape
-    layout, tokens = codes.Layout(page_size, dim), triton.next_power_of_2(page_size)
+    layout = codes.Layout(page_size, dim)
     if len(pages):
         _encode_kernel[(len(pages), kv_heads)](
             kv, digests, codes.rotation(dim, kv.device), pages, counts,
             kv_heads, page_size, dim, layout.planes, layout.fine, layout.coded, codes.LARGEST, codes.FINE,
             codes.INNER, codes.OUTER, codes.COARSE, codes.HEADER, appended,
-            max(tokens, 64) if dim > 128 else tokens, triton.next_power_of_2(dim),
-            max(16, triton.next_power_of_2(layout.planes)), 32 if dim <= 64 else 16,
+            triton.next_power_of_2(page_size), triton.next_power_of_2(dim),
+            max(16, triton.next_power_of_2(layout.planes)), 16, min(64, triton.next_power_of_2(dim)),
         )  # fmt: skip
 
 
