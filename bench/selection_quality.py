@@ -1,11 +1,12 @@
 """What ways to select pages are worth: key lookups, KL and attention mass on the demo model, without an engine.
 
-    python -m bench.selection_quality [--texts 2] [--budget 1024] [--page-size 16] [--ways layer/softmax/0.5,...]
+    python -m bench.selection_quality [--texts 2] [--prose] [--budget 1024] [--ways layer/softmax/0.5,...]
 
 Each text hides ten passwords in 6,900 tokens of prose; a question and its answer are forced token by token, and every
 layer but the exact ones attends the pages that the oracle's operations choose with the true query. A way is
-granularity/aggregate/bound; ``oracle`` chooses by the true attention weights. Lookups are counted where dense attention
-is right. One line per way.
+granularity/aggregate/bound by maxima and minima, or granularity/aggregate/codes; ``oracle`` chooses by the true
+attention weights. Lookups are counted where dense attention is right. ``--prose``: 64 tokens of prose are forced after
+5,008 instead, and nothing is asked. One line per way.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from bench.fidelity import lookups
+from bench.fidelity import Lookup
+from bench.fidelity import lookups as facts_in_prose
 from hybrid_backend.attention.quality import covered_tokens
 from hybrid_backend.config import SelectionConfig, find_config, load_config
 from hybrid_backend.kernels import oracle
 from hybrid_backend.tools.hub import fetch
+from hybrid_backend.tools.profile.measure import page_digests
 from tests.engines.server import MODEL
+from tests.engines.texts import tokens_of_prose
 
 WAYS = (
     "layer/sum/1,layer/max/1,kv_head/sum/1,kv_head/max/1,layer/softmax/1,layer/softmax/0.5,layer/softmax/0.3,"
-    "kv_head/softmax/1,kv_head/softmax/0.5,oracle"
+    "kv_head/softmax/1,kv_head/softmax/0.5,layer/softmax/codes,oracle"
 )
 
 
@@ -66,16 +70,15 @@ class Attention:
             shares = F.pad(weights, (0, padding)).unflatten(-1, (pages, self.page_size)).sum(-1)
             scores = shares.sum((0, 1))[None, None]
         else:
-            granularity, aggregate, bound = way.split("/")
-            how = SelectionConfig.model_validate(
-                {"granularity": granularity, "aggregate": aggregate, "bound": float(bound)}
-            )
+            granularity, aggregate, by = way.split("/")
+            keys = {"digest": by} if by == "codes" else {"bound": float(by)}
+            how = SelectionConfig.model_validate({"granularity": granularity, "aggregate": aggregate, **keys})
             # The last page, which is selected anyway, is filled up with copies of its last key.
             paged = F.pad(k[None], (0, 0, 0, padding), mode="replicate")[0].unflatten(1, (pages, self.page_size))
-            digests = torch.stack([paged.amax(2), paged.amin(2)], 2).transpose(0, 1)
+            digests = page_digests(paged.flatten(1, 2).transpose(0, 1), self.page_size, by == "codes")
             scores = oracle.page_scores(
                 q[None], digests, table, whole, torch.zeros_like(whole), how.aggregate, how.granularity == "kv_head",
-                how.bound, scale,
+                how.bound, scale, self.page_size,
             )  # fmt: skip
         picked = oracle.select_pages(
             scores, whole, torch.tensor([tokens], dtype=torch.int32), torch.full_like(whole, budget),
@@ -87,9 +90,20 @@ class Attention:
         return covered.expand(kv_heads, -1).repeat_interleave(len(q) // kv_heads, 0)[None, :, None]
 
 
+def lookups(texts: int, seed: int) -> list[Lookup]:
+    return facts_in_prose(texts, facts=10, tokens=6900, seed=seed)
+
+
+def prose(texts: int, seed: int) -> list[Lookup]:
+    """Nothing hidden, and 64 tokens to follow."""
+    cut = [tokens_of_prose(5073, 10_000 + 390_000 * i + 190_000 * seed) for i in range(texts)]
+    return [Lookup(text[:5008], text[5008:], []) for text in cut]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--prose", action="store_true")
     parser.add_argument("--budget", type=int, default=1024, help="tokens")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0, help="of the texts")
@@ -104,7 +118,8 @@ def main() -> None:
     prompt: list[int] = []
     cache = DynamicCache()
     with torch.inference_mode():
-        for question in lookups(options.texts, facts=10, tokens=6900, seed=options.seed):
+        asked_for = prose if options.prose else lookups
+        for question in asked_for(options.texts, seed=options.seed):
             if question.prompt != prompt:
                 prompt, cache, attention.way = question.prompt, DynamicCache(), None
                 for part in torch.tensor(prompt).split(1024):

@@ -220,7 +220,7 @@ std::vector<uint16_t> decode(int rounds, hb_pool* pool, void* gomp, int threads)
   const hb_model model{0, kv_heads, group, dim, page_size, 0.125f, 0.5f};
   const int64_t part = page_size * dim * 2;
   const hb_cache layout{(char*)cache.data(), pages, kv_heads * 2 * part, 2 * part, part, dim * 2};
-  const hb_digests store{(char*)digests.data(), kv_heads * 2 * dim * 2, 2 * dim * 2};
+  const hb_digests store{(char*)digests.data(), kv_heads * 2 * dim * 2, 2 * dim * 2, 0};
   hb_decode* decoder = hb_decode_new(&model, 2, hb_isa_best());
   EXPECT(decoder, "%s", hb_last_error());
   std::vector<uint8_t> quantized((size_t)pages * (kv_heads * 2 * dim + kv_heads * 8));
@@ -316,7 +316,7 @@ struct Operations {
     for (int i = 0; i < kPool; i++) table.push_back(i);
     std::shuffle(table.begin(), table.end(), rng);
     const std::vector<int32_t> tokens(kPool, kPage);
-    const hb_build_digests_args build{paged(host), (char*)digests.data(), table.data(), tokens.data(), kPool, team};
+    const hb_build_digests_args build{paged(host), (char*)digests.data(), table.data(), tokens.data(), 0, kPool, team};
     EXPECT(hb_build_digests(&build) == HB_OK, "%s", hb_last_error());
   }
 
@@ -369,7 +369,7 @@ struct Operations {
       const hb_maps held = maps(layer);
       call(hb_append_tokens,
            {paged(host), (const char*)kv.data(), (const char*)kv.data(), pages.data(), positions.data(),
-            (char*)frames.data(), requests.data(), held.frame_of, (char*)digests.data(), kRows, 0, kRows * kFrames,
+            (char*)frames.data(), requests.data(), held.frame_of, (char*)digests.data(), 0, kRows, 0, kRows * kFrames,
             kRows, kColumns, kHeads * kDim, kHeads * kDim});
       std::vector<float> scores((size_t)kRows * lists * kColumns), best((size_t)kRows * kColumns);
       call(hb_page_scores, {(const char*)q.data(),
@@ -386,6 +386,8 @@ struct Operations {
                             kHeads,
                             kGroup,
                             kDim,
+                            kPage,
+                            0,
                             number % 3,
                             lists > 1,
                             isa,
@@ -524,6 +526,8 @@ void test_operations(int rounds) {
                                  Operations::kHeads,
                                  Operations::kGroup,
                                  Operations::kDim,
+                                 Operations::kPage,
+                                 0,
                                  0,
                                  0,
                                  hb_isa_best(),
