@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hybrid_backend.kernels import codes
 from hybrid_backend.kernels.cpu import digests as native
 from hybrid_backend.kernels.operations import Operations, in_codes
 from hybrid_backend.step import PrefillRow, sent
@@ -36,6 +37,8 @@ class Digests:
             pages, heads, _, _, dim = host.layers[layer].shape
             shape, dtype = digest_store(kind, host.layers[layer].dtype, pages, heads, dim)
             self.layers[layer] = torch.zeros(shape, dtype=dtype, device=device)
+            if kind == "codes":
+                codes.rotation(dim, self.layers[layer].device)  # now: a captured graph cannot bring it to the device
             if kind == "minmax_int8":
                 self.in_bytes[layer] = native.quantized_like(self.layers[layer])
 
