@@ -90,7 +90,7 @@ def _encode_kernel(kv, digests, rotation, pages, counts,
 
 
 @triton.jit(do_not_specialize=["tiles", "stride"])
-def estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops, sums, scale, distortion, columns,
+def _estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops, sums, scale, distortion, columns,
                     stride, tiles,
                     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
                     PLANES: tl.constexpr, FINE: tl.constexpr, CODED: tl.constexpr, INNER: tl.constexpr,
@@ -167,7 +167,7 @@ def estimate(
     kv_heads, tiles = digests.shape[1], tops.shape[2]
     layout = codes.Layout(page_size, dim)
     turned = torch.matmul(q.float(), codes.rotation(dim, q.device))
-    estimate_kernel[(rows, kv_heads, tiles)](
+    _estimate_kernel[(rows, kv_heads, tiles)](
         q, turned, digests, table, num_pages, budgets, logits, tops, sums, scale, layout.distortion, table.shape[1],
         table.stride(0), tiles,
         kv_heads, heads // kv_heads, page_size, dim, layout.planes, layout.fine, layout.coded, codes.INNER, codes.OUTER,

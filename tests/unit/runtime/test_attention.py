@@ -151,7 +151,7 @@ def test_digests_cover_exactly_the_tokens_written_since_offset_zero(seed: int, w
             if start < end:
                 table = torch.tensor([page])
                 row = PrefillRow("", 0, end - start, end, table, written=table.int())
-                digests.extend(0, row, keys[start:end])
+                digests.extend(0, row, keys[start:end], lambda: None)
         assert torch.equal(digests.layers[0][page], reference.digest(pool[page], tokens))
         if tokens == 16:
             digests.layers[0][page] = 0

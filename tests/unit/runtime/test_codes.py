@@ -40,7 +40,7 @@ def test_codes_of_full_pages_are_of_what_they_hold(name: str) -> None:
             for layer, rows in store.layers.items():
                 assert rows.dtype == torch.uint8
                 held = rows[full].clone()
-                store.rebuild(layer, full, torch.full((len(full),), PAGE))
+                store.rebuild(layer, full)
                 assert torch.equal(rows[full], held)
 
     engine.add("a", 14 * PAGE - 3)
