@@ -106,10 +106,10 @@ def one(kind: str, model: str, context: int, batch: int | None, card: float, hos
     cache = llm.llm_engine.vllm_config.cache_config
     fits = cache.num_gpu_blocks * cache.block_size // most
     batch = min(batch or fits, MOST)
-    llm.apply_model(peak)
     if fits < batch:
         print(json.dumps({"batch": batch, "fits": fits}))
         return
+    llm.apply_model(peak)
 
     def run(count: int) -> float:
         prompts = [{"prompt_token_ids": [10 + i] * context} for i in range(batch)]

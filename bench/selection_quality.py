@@ -63,19 +63,16 @@ class Attention:
         kv_heads, tokens, dim = k.shape
         pages = -(-tokens // self.page_size)
         weights = (torch.matmul(q.view(kv_heads, -1, dim), k.transpose(1, 2)) * scale).softmax(-1)
-        padding = pages * self.page_size - tokens
         table, whole = torch.arange(pages, dtype=torch.int32)[None], torch.tensor([pages], dtype=torch.int32)
         budget = min(pages, self.budget // self.page_size)
         if way == "oracle":
-            shares = F.pad(weights, (0, padding)).unflatten(-1, (pages, self.page_size)).sum(-1)
+            shares = F.pad(weights, (0, pages * self.page_size - tokens)).unflatten(-1, (pages, self.page_size)).sum(-1)
             scores = shares.sum((0, 1))[None, None]
         else:
             granularity, aggregate, by = way.split("/")
             keys = {"digest": by} if by == "codes" else {"bound": float(by)}
             how = SelectionConfig.model_validate({"granularity": granularity, "aggregate": aggregate, **keys})
-            # The last page, which is selected anyway, is filled up with copies of its last key.
-            paged = F.pad(k[None], (0, 0, 0, padding), mode="replicate")[0].unflatten(1, (pages, self.page_size))
-            digests = page_digests(paged.flatten(1, 2).transpose(0, 1), self.page_size, by == "codes")
+            digests = page_digests(k.transpose(0, 1), self.page_size, by == "codes")
             scores = oracle.page_scores(
                 q[None], digests, table, whole, torch.zeros_like(whole), how.aggregate, how.granularity == "kv_head",
                 how.bound, scale, self.page_size,

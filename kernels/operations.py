@@ -154,9 +154,9 @@ class Operations(Protocol):
         +- |q|.(max-min)/2``; the estimate is the middle plus ``bound`` times the half width (1: Quest's upper end). Of
         codes the log-sum-exp of the tokens' scaled logits (`codes.estimates`), over ``scale``.
 
-        ``sum``, ``max``: of a KV head's group, unscaled; without ``per_head`` then summed
-        over KV heads. ``softmax``: every query head's scaled scores become shares over the row's pages but the last
-        (growing) one, whose share is 0, and shares are added up.
+        ``sum``, ``max``: of a KV head's group, unscaled; without ``per_head`` then summed over KV heads. ``softmax``:
+        every query head's scaled scores become shares over the row's pages but the last (growing) one, whose share is
+        0, and shares are added up.
 
         Args:
             q: ``[rows, heads, head_dim]``.

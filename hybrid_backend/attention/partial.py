@@ -1,4 +1,4 @@
-"""Partial attention over a list of pages, and the exact merge of partials."""
+"""Partial attention over a list of pages; sinks. Partials are merged by `Operations.merge_partials`."""
 
 from __future__ import annotations
 
@@ -108,14 +108,3 @@ def with_sinks(partial: Partial, sinks: Tensor | None) -> Partial:
     lse = torch.logaddexp(partial.lse, sinks)
     base = lse.masked_fill(lse == float("-inf"), 0.0)
     return Partial(partial.out * (partial.lse - base).exp()[..., None], lse)
-
-
-def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the union of two disjoint sets of keys (FlashAttention-2, section 2.2).
-
-    An empty side changes nothing; two empty sides give the empty partial, without NaN.
-    """
-    lse = torch.logaddexp(a.lse, b.lse)
-    base = lse.masked_fill(lse == float("-inf"), 0.0)
-    out = a.out * (a.lse - base).exp()[..., None] + b.out * (b.lse - base).exp()[..., None]
-    return Partial(out, lse)

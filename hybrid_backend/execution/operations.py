@@ -72,8 +72,10 @@ def resolve_operations(config: HybridConfig, device: torch.device) -> Operations
 
 def flashinfer_bytes(config: HybridConfig, model: ModelSpec, device: torch.device) -> int:
     """Device memory that FlashInfer takes. Of a GPU of another machine: as if what is installed here were there."""
-    is_wanted = config.device_kernels == "flashinfer" or (config.device_kernels == "auto" and flashinfer.is_installed())
-    return flashinfer.device_bytes() if device.type == "cuda" and is_wanted and not flashinfer.unfit(model) else 0
+    if device.type != "cuda" or config.device_kernels not in ("auto", "flashinfer") or flashinfer.unfit(model):
+        return 0
+    is_wanted = config.device_kernels == "flashinfer" or flashinfer.is_installed()
+    return flashinfer.device_bytes() if is_wanted else 0
 
 
 def resolve_flashinfer(

@@ -37,7 +37,7 @@ class QualityWatch:
         self._least = config.sinks + config.recent + 1
         self.budget = min(max(config.budget_pages, self._least), most)
         self.mass = math.nan  # of the last round
-        self._spell = _DENSE_ROUNDS * max(1, config.metrics.sample_interval)  # steps
+        self._spell = _DENSE_ROUNDS * config.metrics.sample_interval  # steps
         self._dense_steps = 0  # that are left of it
         self._seen = self._totals()
 

@@ -8,7 +8,6 @@ that a graph captured once holds for every step. What the operations do is count
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step, StepFailure, sent, whole_tokens
 from hybrid_backend.tiers import Tiers
+from hybrid_backend.tiers.beside import beside
 from hybrid_backend.tiers.sizes import StepShape
 from hybrid_backend.tiers.state import StepInputs, StepState
 from hybrid_backend.workers import WorkerPool
@@ -259,13 +259,10 @@ class DecodeStep:
         q = q.contiguous()
         if self._is_sampled(layer, step):
             self._predicted[layer] = q
-        if self._looking is None:
+        with beside(self._looking):
             self._method.lookahead(self, layer, q)
-            return
-        self._looking.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._looking):
-            self._method.lookahead(self, layer, q)
-            self._ahead[layer] = self._looking.record_event(), q
+            if self._looking is not None:
+                self._ahead[layer] = self._looking.record_event(), q
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Store the rows' tokens and attend. ``q``, ``out``: ``[tokens, heads, head_dim]``; ``k``, ``v``: ``[tokens,
@@ -473,10 +470,8 @@ class DecodeStep:
     ) -> None:
         """Copy pages (`Operations.copy_pages`) in the stream beside the step's. ``is_awaited``: `await_copy` will be
         called; else it is done when the step is."""
-        if self._copying is not None:
-            self._copying.wait_stream(torch.cuda.current_stream())
-            self._forked = True
-        with torch.cuda.stream(self._copying) if self._copying is not None else nullcontext():
+        self._forked = self._copying is not None
+        with beside(self._copying):
             self._ops.copy_pages(host, frames, host_pages, frame_ids)
             if is_awaited and self._copying is not None:
                 self._copied[layer] = self._copying.record_event()

@@ -62,15 +62,11 @@ class Digests:
         chunk is read where it lies."""
         if not len(pages):
             return
-        store = self.layers[layer]
-        page_size = self._host.layers[layer].shape[3]
-        if store.device.type == "cpu" or first:
+        store, page_size = self.layers[layer], self._host.layers[layer].shape[3]
+        if first:
             join()
-            here = pages if store.device.type == "cpu" else pages[:1]
-            self.rebuild(layer, here)
-            pages, k = pages[len(here) :], k[page_size - first if len(here) else 0 :]
-        if not len(pages):
-            return
+            self.rebuild(layer, pages[:1])
+            pages, k = pages[1:], k[page_size - first :]
         keys = k[: len(pages) * page_size].unflatten(0, (len(pages), page_size)).transpose(1, 2)
         kv = torch.stack([keys, keys], 2)  # as pages; their values are not looked at
         ids = torch.arange(len(pages), dtype=torch.int32, device=store.device)
@@ -87,4 +83,4 @@ class Digests:
 
     def _quantize(self, layer: int, pages: Tensor) -> None:
         if layer in self.in_bytes:
-            native.quantize(self.in_bytes[layer], self.layers[layer], pages.long())
+            native.quantize(self.in_bytes[layer], self.layers[layer], pages)

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybrid_backend.attention.prefill import KVBlock
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.step import ModelSpec, sent
+from hybrid_backend.tiers.beside import beside
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.sizes import staging_shape
 
@@ -114,8 +115,7 @@ class HeadStream:
             copy(buffer)
             return lambda: buffer
         # Whatever attended this buffer before, or wrote the host pages, is in the step's stream already.
-        self._copying.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copying):
+        with beside(self._copying):
             copy(buffer)
             done = self._copying.record_event()
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.kernels.operations import Operations
+from hybrid_backend.tiers.beside import beside
 from hybrid_backend.tiers.host_pool import HostPool
 
 _UNDER_WAY = 2  # layers whose K and V wait on the device: while one crosses the bus, the next is computed
@@ -41,8 +42,7 @@ class WriteBack:
         while len(self._under_way) >= _UNDER_WAY:
             self._await()
         k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
-        self._writing.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._writing):
+        with beside(self._writing):
             self._operations.store_tokens(k, v, view, pages, offsets)
             self._under_way.append((self._writing.record_event(), k, v))
         return k, v

@@ -67,8 +67,8 @@ def test_pages_chosen_by_codes_are_the_same_ones(device: torch.device) -> None:
 
 def test_a_copy_that_nobody_waits_for_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeStep, "_join", lambda self: None)
-    with pytest.raises(AssertionError, match=r"request|too little is copied"):
-        check_steps(device, "scout", FEW, "default first")
+    with pytest.raises(AssertionError, match="request"):
+        check_steps(device, "scout", STEPS, "default first")
     STREAMS.finish()
 
 

@@ -55,6 +55,12 @@ def _take_any_mask() -> None:
     )
 
 
+def _memory(tensors: Iterable[Tensor]) -> set[tuple[int, int]]:
+    """First address and end of each tensor's storage."""
+    storages = [x.untyped_storage() for x in tensors]
+    return {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
+
+
 @contextmanager
 def stores_within(tensors: Iterable[Tensor]) -> Iterator[None]:
     """A kernel that stores outside of all memory of ``tensors`` is an error, as on a GPU whose memory that is. Under
@@ -62,9 +68,7 @@ def stores_within(tensors: Iterable[Tensor]) -> Iterator[None]:
     import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder
 
-    storages = [x.untyped_storage() for x in tensors]
-    memory = {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
-    store = InterpreterBuilder.create_masked_store
+    memory, store = _memory(tensors), InterpreterBuilder.create_masked_store
 
     def checked(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
         written = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)]
@@ -85,8 +89,7 @@ def traffic(tensors: Iterable[Tensor], counts: list[int]) -> Iterator[None]:
     """Adds the bytes that kernels read of the memory of ``tensors``, and that they write there, to the two counts."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    storages = [x.untyped_storage() for x in tensors]
-    memory = {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
+    memory = _memory(tensors)
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def moved(ptrs: Any, mask: Any) -> int:

@@ -47,9 +47,8 @@ _LAYER_TENSORS = {
     "ffn_gate.weight": "mlp.gate_proj.weight",
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
+    **{f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"},  # of qwen2
 }
-
-_BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}  # of qwen2
 
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -272,9 +271,8 @@ def _hub_name(name: str) -> str:
         return _GLOBAL_TENSORS[name]
     prefix, _, rest = name.partition(".")
     layer, _, kind = rest.partition(".")
-    known = _LAYER_TENSORS | _BIASES
-    if prefix == "blk" and kind in known:
-        return f"model.layers.{layer}.{known[kind]}"
+    if prefix == "blk" and kind in _LAYER_TENSORS:
+        return f"model.layers.{layer}.{_LAYER_TENSORS[kind]}"
     return name
 
 

@@ -13,7 +13,7 @@ struct CodeLayout {
   static constexpr int kHeader = 12;
 
   int dim = 0, page_size = 0;
-  int planes = 0;       // bytes of codes per token
+  int planes = 0;           // bytes of codes per token
   int fine = 0, coded = 0;  // rotated channels of two bits; of any
   float distortion = 0;
 
@@ -86,9 +86,9 @@ class CodeScorer {
   CodeLayout layout_;
   const Isa* isa_ = nullptr;
   ByteKernels bytes_{};
-  int tables_ = 0;  // bytes of one head's tables
-  std::vector<int8_t> weights_;                     // [heads, dim] of the middles
-  std::vector<int32_t> bias_;                       // of theirs
+  int tables_ = 0;               // bytes of one head's tables
+  std::vector<int8_t> weights_;  // [heads, dim] of the middles
+  std::vector<int32_t> bias_;    // of theirs
   std::vector<float> step_, bounds_, factor_, offset_, variance_;  // per head
   std::vector<float> no_bounds_;
   std::vector<uint8_t> luts_;

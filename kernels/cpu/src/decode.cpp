@@ -328,7 +328,7 @@ void DecodeLayer::write_token(int r) {
     std::memcpy(to + cache.value_offset, v + h * row, row);
   }
   if (!layer_->sparse()) return;
-  append_to_digest(model_, layer_->digests, cache, *kernels_.base, page, offset, k, row);
+  append_to_digest(model_, layer_->digests, cache, kernels_.base, page, offset, k, row);
   // Only whole pages are ever scored, so bytes can wait until the page is one.
   if (layer_->bytes.base && offset == model_.page_size - 1)
     quantize_digest(model_, layer_->digests, layer_->bytes, *kernels_.base, page);

@@ -42,10 +42,10 @@ void fold_key(int type, const char* key, char* high, char* low, int n, bool rese
   }
 }
 
-void append_to_digest(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa& isa,
+void append_to_digest(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa* isa,
                       int64_t page, int64_t offset, const char* keys, int64_t key_head_stride) {
   if (digests.in_codes) {  // of whole pages only
-    if (offset == model.page_size - 1) encode_page(model, digests, cache, isa, page);
+    if (offset == model.page_size - 1) encode_page(model, digests, cache, *isa, page);
     return;
   }
   const int64_t row = (int64_t)model.head_dim * element_size(model.type);
@@ -55,8 +55,7 @@ void append_to_digest(const hb_model& model, const hb_digests& digests, const hb
   }
 }
 
-// In integer arithmetic where that lets
-// the compiler vectorize: it happens for every query.
+// In integer arithmetic where that lets the compiler vectorize: it happens for every query.
 float quantize_values(const float* from, uint8_t* to, int n) {
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the rounded value in the lowest bits
   int32_t values[kMaxHeadDim], largest_bits = 0;

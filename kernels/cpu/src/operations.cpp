@@ -46,6 +46,11 @@ hb_digests digests_of(const char* base, const hb_model& model, bool in_codes) {
   return {(char*)base, model.kv_heads * head, head, in_codes};
 }
 
+// What makes codes; null where there are none.
+const Isa* coder(const hb_model& model, bool in_codes) {
+  return in_codes ? hb::kernels_of(model, hb::best_isa()).base : nullptr;
+}
+
 // In fp64 squares of fp32 numbers neither overflow nor vanish. n: a multiple of 8.
 double dot(const float* a, const float* b, int64_t n) {
   constexpr int kLanes = 8;  // sums that do not wait for each other
@@ -81,7 +86,7 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
     const hb_append_tokens_args& a = *args;
     const hb_model model = model_of(a.host, 1, 1);
     const int64_t row = row_bytes(a.host), part = a.host.page_size * row;
-    const Isa& isa = *hb::kernels_of(model, hb::best_isa()).base;
+    const Isa* isa = coder(model, a.in_codes);
     hb_paged frames = a.host;
     frames.base = a.frames;
     for (int64_t r = 0; r < a.rows; r++) {
@@ -120,14 +125,14 @@ HB_API int hb_build_digests(const hb_build_digests_args* args) {
     require(model.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16 up to 256");
     const hb_digests digests = digests_of(a.digests, model, a.in_codes);
     const int64_t row = row_bytes(a.kv);
-    const Isa& isa = *hb::kernels_of(model, hb::best_isa()).base;
+    const Isa* isa = coder(model, a.in_codes);
     auto build = [&](int64_t i) {
       const int64_t page = a.pages[i], tokens = a.tokens[i];
       if (page < 0 || tokens <= 0) return;
       check_id(page, a.kv.pages, "page");
       require(tokens <= a.kv.page_size, "a page to digest has 1 to page_size tokens");
       if (a.in_codes) {
-        if (tokens == a.kv.page_size) hb::encode_page(model, digests, cache_of(a.kv), isa, page);
+        if (tokens == a.kv.page_size) hb::encode_page(model, digests, cache_of(a.kv), *isa, page);
         return;
       }
       for (int64_t h = 0; h < a.kv.kv_heads; h++) {

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_backend.attention.partial import PageList, Partial, empty_partial, merge, paged_partial, with_sinks
+from hybrid_backend.attention.partial import PageList, Partial, empty_partial, paged_partial, with_sinks
 from hybrid_backend.attention.prefill import KVBlock, gather_tokens, windowed
 from hybrid_backend.attention.prompts import TorchPrompts
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
@@ -28,6 +28,10 @@ INF = float("inf")
 def random_pool(seed: int, pages: int, kv_heads: int, page_size: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(pages, kv_heads, 2, page_size, dim, generator=generator).to(dtype)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    return Partial(*oracle.merge_partials(a.out[:, :, None], a.lse[:, :, None], b))
 
 
 @st.composite

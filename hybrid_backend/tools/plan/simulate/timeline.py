@@ -1,8 +1,8 @@
 """Resources that serve tasks in the order in which they are given: the core of the simulation.
 
 A GPU stream (the step's, or the one in which pages are selected), a pool of workers that takes jobs in turn and a copy
-engine are such queues. A task starts when its resource is free and everything that it waits for is
-done; so virtual time needs no event heap, and a resource that becomes faster can never make anything end later.
+engine are such queues. A task starts when its resource is free and everything that it waits for is done; so virtual
+time needs no event heap, and a resource that becomes faster can never make anything end later.
 """
 
 from __future__ import annotations
