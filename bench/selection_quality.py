@@ -72,7 +72,7 @@ class Attention:
             granularity, aggregate, by = way.split("/")
             keys = {"digest": by} if by == "codes" else {"bound": float(by)}
             how = SelectionConfig.model_validate({"granularity": granularity, "aggregate": aggregate, **keys})
-            digests = page_digests(k.transpose(0, 1), self.page_size, by == "codes")
+            digests = page_digests(k.transpose(0, 1), self.page_size, "codes" if by == "codes" else "minmax")
             scores = oracle.page_scores(
                 q[None], digests, table, whole, torch.zeros_like(whole), how.aggregate, how.granularity == "kv_head",
                 how.bound, scale, self.page_size,

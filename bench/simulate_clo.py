@@ -53,8 +53,11 @@ def clo_config(context: int) -> HybridConfig:
     """A tenth of the tokens, sinks and recent pages beside it; every layer sparse."""
     budget = round(context / 10 / PAGE) + SINKS + RECENT
     return HybridConfig.model_validate(
-        {"page_size": PAGE, "budget_tokens": budget * PAGE, "sinks": SINKS, "recent": RECENT}
-    )
+        {
+            "page_size": PAGE, "budget_tokens": budget * PAGE, "sinks": SINKS, "recent": RECENT,
+            "selection": {"digest": "minmax"},
+        }
+    )  # fmt: skip
 
 
 def step(

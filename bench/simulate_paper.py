@@ -109,10 +109,14 @@ def window_of(context: int) -> int:
 
 
 def paper_config(window: int = BUDGET, budget: int = BUDGET, page: int = PAGE) -> HybridConfig:
-    """Blocks of 32, budget 2,048 (section 4.3), recall every 8.7 steps on average (section 3.4), every layer sparse."""
+    """Blocks of 32, budget 2,048 (section 4.3), recall every 8.7 steps on average (section 3.4), every layer sparse,
+    digests as Quest has them."""
     return HybridConfig.model_validate(
-        {"page_size": page, "budget_tokens": budget, "hgca": {"window_tokens": window}, "recall": {"intervals": 9}}
-    )
+        {
+            "page_size": page, "budget_tokens": budget, "hgca": {"window_tokens": window},
+            "recall": {"intervals": 9}, "selection": {"digest": "minmax"},
+        }
+    )  # fmt: skip
 
 
 @lru_cache

@@ -105,7 +105,8 @@ def now(name: str) -> StepTime:
 def before(name: str) -> StepTime:
     """The same requests with the exact layers beyond their 67 frames on the CPU."""
     at = chosen(name)
-    config = at.config.model_copy(update={"whole_layers": (), "frames_per_request": "auto"})
+    selection = at.config.selection.model_copy(update={"digest": "minmax"})
+    config = at.config.model_copy(update={"whole_layers": (), "frames_per_request": "auto", "selection": selection})
     return step(replace(at, config=config), BEFORE)
 
 

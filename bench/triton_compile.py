@@ -26,6 +26,7 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.cpu import RequestBoxes
 from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps
 from hybrid_backend.kernels.triton import operations as kernels
@@ -79,7 +80,7 @@ def compile_all(arch: int) -> list[dict[str, Any]]:
             report = {"kernel": self.fn.__name__.strip("_"), "shape": str(shape), "hash": kernel.hash}
             resources = _resources(kernel)
             programs = resident_programs(resources["registers"], resources["shared"], int(kernel.metadata.num_warps))
-            each = _bytes_under_way(report["kernel"], shape, resources["shared"])
+            each = _bytes_under_way(report["kernel"], shape, resources["shared"], args)
             more = {"programs": programs, "under_way": programs * each}
             found.append({**report, **resources, **more, "seconds": round(time.perf_counter() - began, 2)})
         return kernel
@@ -100,7 +101,7 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     rows, heads, k = 4, kv_heads * group, 64
     host = torch.empty(8, kv_heads, 2, page, dim, dtype=dtype)
     digests = torch.empty(8, kv_heads, 2, dim, dtype=dtype)
-    coded = torch.empty(8, kv_heads, 4 * dim, dtype=torch.uint8)
+    coded, rounded = (torch.empty(8, kv_heads, row, dtype=torch.uint8) for row in (4 * dim, byte_digests.row(dim)))
     q, new = torch.empty(rows, heads, dim, dtype=dtype), torch.empty(rows, kv_heads, dim, dtype=dtype)
     line = torch.zeros(rows, dtype=torch.int32)
     long = torch.zeros(rows, dtype=torch.int64)
@@ -122,10 +123,16 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     kernels.append_tokens(new, new, host, line, line, host, line, table, digests)
     kernels.build_digests(host, coded, line, line)
     kernels.append_tokens(new, new, host, line, long, digests=coded)
+    kernels.build_digests(host, rounded, line, line)
+    kernels.append_tokens(new, new, host, line, line, host, line, table, rounded)
+    kernels.append_tokens(new, new, host, line, long, digests=rounded)
     kernels.page_scores(q, coded, table, line, line, "softmax", False, 0.5, dim**-0.5, page)
     kernels.append_tokens(new, new, host, line, long)
     kernels.store_tokens(new, new, host, line, long)
     kernels.extend_digests(new, digests, line, 3, page)
+    whole = torch.empty(2 * page, kv_heads, dim, dtype=dtype)
+    for store in (rounded, coded):
+        kernels.extend_digests(whole, store, line[:2], 0, page)
     chunk, sums = q[:, :, None], cpu[1][:, :, None]  # of prompts: partials in the queries' type, and merged ones
     kernels.merge_partials(chunk, sums, (q, cpu[1]))
     kernels.merge_partials(cpu[0][:, :, None], sums, (q, cpu[1]), into=cpu[0])
@@ -134,9 +141,10 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     for width in columns:
         for per_head in (False, True):
             for aggregate in AGGREGATES:
-                scores = kernels.page_scores(
-                    q, digests, table[:, :width], line, line, aggregate, per_head, 0.5, dim**-0.5
-                )
+                for store in (digests, rounded):
+                    scores = kernels.page_scores(
+                        q, store, table[:, :width], line, line, aggregate, per_head, 0.5, dim**-0.5
+                    )
             frame_of = torch.zeros(rows, width, dtype=torch.int32)
             for resident, counted in ((frame_of, None), (frame_of, counters), (None, counters)):
                 chosen = kernels.select_pages(
@@ -240,15 +248,16 @@ def resident_programs(registers: int, shared: int, warps: int) -> int:
     return min(32, 64 // warps, 65536 // (of_a_warp * warps), (228 << 10) // (shared + 1024))
 
 
-def _bytes_under_way(kernel: str, shape: tuple[Any, ...], shared: int) -> int:
+def _bytes_under_way(kernel: str, shape: tuple[Any, ...], shared: int, args: tuple[Any, ...]) -> int:
     """That a program has asked memory for at once. ``partial``: the tiles of K and V that are on their way to shared
     memory, which holds nothing else; ``score``: both halves of a tile's digests; ``copy``: a block."""
     if not shape:
         return 0
-    _, _, dim, _, dtype = shape
-    size = torch.empty(0, dtype=getattr(torch, dtype)).itemsize
-    tile = 2 * 64 * dim * size
-    return {"partial_kernel": shared, "score_kernel": tile, "copy_kernel": residency.COPY_BLOCK * size}.get(kernel, 0)
+    if kernel == "partial_kernel":
+        return shared
+    if kernel == "score_kernel":
+        return 2 * 64 * int(shape[2]) * int(args[1].element_size())
+    return residency.COPY_BLOCK * int(args[0].element_size()) if kernel == "copy_kernel" else 0
 
 
 def main() -> None:

@@ -6,8 +6,9 @@ contract suite (tests/unit/test_operations.py) runs them all over the same cases
 what the CPU tests prove is what a GPU launches.
 
 Shapes that all of them share: pages ``[pages, kv_heads, 2 (K, V), page_size, head_dim]`` in the model's dtype; digests
-of one of two kinds (`in_codes`): ``[pages, kv_heads, 2 (max, min), head_dim]`` in the model's dtype, of the tokens
-written so far, or ``[pages, kv_heads, 4 * head_dim]`` uint8 in codes (`codes`), of whole pages only; lists ``[rows, 1 |
+of one of three kinds (`digest_kind`): ``[pages, kv_heads, 2 (max, min), head_dim]`` in the model's dtype, of the tokens
+written so far, or, of whole pages only, ``[pages, kv_heads, row]`` uint8 in codes (`codes`) or in bytes
+(`byte_digests`); lists ``[rows, 1 |
 kv_heads, n]`` int32, one per row or one per KV head, with the number of entries that count beside them. Log-sum-exp is
 in natural log everywhere.
 
@@ -33,9 +34,15 @@ SIMILARITIES = ("harmonic", "min")
 """How the similarities of a KV head's query heads combine (`Operations.match_labels`), numbered in the same way."""
 
 
-def in_codes(digests: Tensor) -> bool:
-    """Which kind of digests these are: codes, else maxima and minima."""
-    return digests.dtype == torch.uint8
+DIGESTS = ("minmax", "codes", "bytes")
+"""Kinds of digests, numbered in the same way; only `minmax` are of pages that grow, too."""
+
+
+def digest_kind(digests: Tensor, head_dim: int) -> str:
+    """Which of `DIGESTS` these are."""
+    if digests.dtype != torch.uint8:
+        return "minmax"
+    return "codes" if digests.shape[-1] == 4 * head_dim else "bytes"
 
 
 class Maps(NamedTuple):
@@ -112,8 +119,8 @@ class Operations(Protocol):
             pages: ``[rows]`` int32 host page of the token, -1: a row of padding. Tokens are distinct.
             positions: ``[rows]`` int32 or int64 position of the token in its sequence.
             frames: of the layout of ``host``; ``requests``: ``[rows]`` int32; ``frame_of``: ``[requests, columns]``.
-            digests: a token at offset 0 makes its page new, whatever it held; codes change when a page gets its last
-                token. Only with digests must the rows' pages be distinct.
+            digests: a token at offset 0 makes its page new, whatever it held; codes and bytes change when a page gets
+                its last token. Only with digests must the rows' pages be distinct.
         """
 
     def store_tokens(self, k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor) -> None:
@@ -130,9 +137,9 @@ class Operations(Protocol):
 
         Args:
             k: ``[tokens, kv_heads, head_dim]``, any row stride.
-            digests: ``[pages, kv_heads, 2, head_dim]``, updated in place.
+            digests: updated in place.
             pages: ``[n]`` int32 host pages of the tokens, distinct and in order.
-            first: tokens that the first of them held before.
+            first: tokens that the first of them held before. For codes and bytes 0, and the tokens fill all pages.
         """
 
     def build_digests(self, kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
@@ -140,7 +147,7 @@ class Operations(Protocol):
 
         Args:
             kv: ``[pages, kv_heads, 2, page_size, head_dim]``.
-            digests: updated in place; codes are, of whole pages.
+            digests: updated in place; codes and bytes are, of whole pages.
             pages: ``[n]`` int32 host pages, -1: none; ``tokens``: ``[n]`` int32 tokens of each that were written.
         """
 
@@ -182,8 +189,7 @@ class Operations(Protocol):
             num_pages, seq_lens: ``[rows]`` int32 pages and tokens of each sequence.
             budgets: ``[rows]`` int32 pages, at least ``sinks + recent``; more than a row has: all.
             requests: ``[rows]`` int32; ``frame_of``: ``[requests, columns]`` int32. None: the device tier reads the
-            host
-                pool itself; then every page is resident, and its frame is its host page.
+                host pool itself; then every page is resident, and its frame is its host page.
             table: ``[rows, columns]`` int32, any row stride.
             most: pages that any list may hold; the result has that many columns.
             counters: ``[COUNTERS]`` int64 of the layer: what was selected is added.

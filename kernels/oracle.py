@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_backend.kernels import codes
-from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection, in_codes
+from hybrid_backend.kernels import byte_digests, codes
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection, digest_kind
 
 _INF = float("inf")
 
@@ -32,9 +32,9 @@ def append_tokens(
         frame = frame_of[requests[rows].long(), positions // page_size].long()
         held = frame >= 0
         frames[frame[held], :, :, offset[held]] = kv[held]
-    if digests is not None and in_codes(digests):
+    if digests is not None and digest_kind(digests, k.shape[2]) != "minmax":
         whole = pages[offset == page_size - 1]
-        digests[whole] = codes.encode(host[whole, :, 0])
+        digests[whole] = _encoded(host[whole, :, 0], digests)
     elif digests is not None:
         high, low = digests[pages].unbind(2)
         grown = torch.stack([torch.maximum(high, k), torch.minimum(low, k)], 2)
@@ -48,6 +48,9 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
 
 def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
     tokens, at = len(k), pages.long()
+    if digest_kind(digests, k.shape[2]) != "minmax":
+        digests[at] = _encoded(k.unflatten(0, (-1, page_size)).transpose(1, 2), digests)
+        return
     lines = torch.full((len(at) * page_size, *k.shape[1:]), float("nan"), dtype=k.dtype)
     lines[first : first + tokens] = k
     keys = lines.unflatten(0, (-1, page_size))
@@ -63,14 +66,22 @@ def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_s
 
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
-    written = (pages >= 0) & (tokens >= (kv.shape[3] if in_codes(digests) else 1))
+    is_minmax = digest_kind(digests, kv.shape[4]) == "minmax"
+    written = (pages >= 0) & (tokens >= (1 if is_minmax else kv.shape[3]))
     at = pages[written].long()
     keys = kv[at, :, 0]  # [n, kv_heads, page_size, head_dim]
-    if in_codes(digests):
-        digests[at] = codes.encode(keys)
+    if not is_minmax:
+        digests[at] = _encoded(keys, digests)
         return
     beyond = (torch.arange(kv.shape[3]) >= tokens[written][:, None])[:, None, :, None]
     digests[at] = torch.stack([keys.masked_fill(beyond, -_INF).amax(2), keys.masked_fill(beyond, _INF).amin(2)], 2)
+
+
+def _encoded(keys: Tensor, digests: Tensor) -> Tensor:
+    """Of the keys of whole pages, ``[n, kv_heads, page_size, head_dim]``, in the kind of ``digests``."""
+    if digest_kind(digests, keys.shape[3]) == "codes":
+        return codes.encode(keys)
+    return byte_digests.encode(torch.stack([keys.amax(2), keys.amin(2)], 2))
 
 
 def page_scores(
@@ -85,10 +96,12 @@ def page_scores(
     entries = digests[table.where(listed & scored, 0).long()]  # [rows, columns, kv_heads, ...]
 
     grouped = q.float().view(rows, kv_heads, -1, dim)
-    if in_codes(digests):
+    kind = digest_kind(digests, dim)
+    if kind == "codes":
         entries = entries.transpose(1, 2)[:, :, None]
         found = codes.estimates(grouped[:, :, :, None], entries, page_size, scale) / scale
     else:
+        entries = byte_digests.decode(entries) if kind == "bytes" else entries
         half = bound * grouped.abs()
         weights = torch.stack([grouped + half, grouped - half], 3) / 2  # of max and of min
         found = torch.einsum("rhgxd,rchxd->rhgc", weights, entries.float())

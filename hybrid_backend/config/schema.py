@@ -93,8 +93,9 @@ class SelectionConfig(Section):
     ] = "auto"
     """Page summary: channel-wise min and max of K, in the cache's type (Quest) or in bytes, which halves what a
     selection reads, or codes of every token's key (RaBitQ), which take what min and max take in bf16 and select much
-    better, but cost the CPU more; auto is bytes where the native kernels select in place (unified tiers) and scores
-    combine by softmax, or by sum per layer, else minmax. Source: measured (SmolLM2-135M: docs/measurements.md)."""
+    better, but cost the CPU more; auto is bytes where tiers are separate, and where the native kernels select in place
+    and scores combine by softmax, or by sum per layer, else minmax. Source: measured (SmolLM2-135M:
+    docs/measurements.md)."""
     aggregate: Annotated[Literal["softmax", "sum", "max"], choice("softmax", "sum", "max")] = "softmax"
     """How the scores of query heads combine. softmax: every head's scores become shares, which are added up; sum, max:
     of the raw scores of a group's heads; granularity layer then sums over the KV heads.

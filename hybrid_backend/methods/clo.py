@@ -81,10 +81,6 @@ class Clo(Selective):
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
-        if config.selection.digest == "minmax_int8":
-            raise ConfigError(
-                f"selection.digest: {config.method} does not score digests in bytes; write auto, minmax or codes"
-            )
         super().check(config, device, num_layers, num_kv_heads)
         if is_separate(config, device) and frames_per_request(config) < config.budget_pages:
             raise ConfigError(

@@ -22,21 +22,6 @@ class Selective(Method):
     """Placement and budgets; what becomes of selected pages that are not resident is the subclass's."""
 
     @classmethod
-    def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
-        super().check(config, device, num_layers, num_kv_heads)
-        if config.selection.digest != "minmax_int8":
-            return
-        if not _bytes_suffice(config):
-            raise ConfigError(
-                "selection.digest: minmax_int8 needs selection.aggregate softmax, or sum with granularity layer"
-            )
-        if is_separate(config, device) or cls.looks_ahead(config, device) or config.workers.kernel not in _NATIVE:
-            raise ConfigError(
-                "selection.digest: minmax_int8 is for native decoding in place (tiers unified, lookahead off, "
-                "workers.kernel native); write auto or minmax"
-            )
-
-    @classmethod
     def looks_ahead(cls, config: HybridConfig, device: torch.device) -> bool:
         """A prediction chooses pages: where every page is attended it would only make the result inexact."""
         if config.sparse == "never":
@@ -51,8 +36,9 @@ class Selective(Method):
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        digests = digest_kind(config, model, cls.is_fused(config, model, device))
-        if not is_separate(config, device):
+        separate = is_separate(config, device)
+        digests = digest_kind(config, model, cls.is_fused(config, model, device), separate)
+        if not separate:
             return TierLayout(separate=False, digests=digests)
         return TierLayout(
             separate=True,
@@ -73,7 +59,7 @@ class Selective(Method):
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
         layout = cls.layout(config, model, device)
-        if layout.digests != "minmax_int8" or not config.selection.candidates:
+        if layout.digests != "minmax_and_int8" or not config.selection.candidates:
             return 0
         return span_bytes(model, -(-tokens // config.page_size), len(layout.digest_layers(config, model)))
 
@@ -94,27 +80,27 @@ def whole_layers(config: HybridConfig, model: ModelSpec, device: torch.device) -
     return tuple(layer for layer in chosen if model.window(layer) is None)
 
 
-def digest_kind(config: HybridConfig, model: ModelSpec, is_fused: bool) -> DigestKind:
+def digest_kind(config: HybridConfig, model: ModelSpec, is_fused: bool, separate: bool) -> DigestKind:
     """What ``selection.digest`` stands for.
 
     Raises:
-        ConfigError: a page has too many tokens for their codes.
+        ConfigError: a page has too many tokens for their codes; the native decoder cannot combine scores by bytes as
+            the configuration wants.
     """
-    wanted = config.selection.digest
-    if wanted == "codes":
+    how = config.selection
+    if how.digest == "codes":
         if not codes.Layout(config.page_size, model.head_dim).planes:
             raise ConfigError(
                 f"selection.digest: codes of {config.page_size} tokens do not fit {4 * model.head_dim} bytes; write "
                 "minmax, or a smaller page_size"
             )
         return "codes"
-    return "minmax_int8" if wanted != "minmax" and is_fused and _bytes_suffice(config) else "minmax"
-
-
-_NATIVE = ("auto", "native")
-
-
-def _bytes_suffice(config: HybridConfig) -> bool:
-    """Whether the native decoder can score digests in bytes as the configuration wants."""
-    how = config.selection
-    return how.aggregate == "softmax" or (how.aggregate == "sum" and how.granularity == "layer")
+    if not is_fused:
+        return "minmax_int8" if how.digest == "minmax_int8" or (how.digest == "auto" and separate) else "minmax"
+    suffice = how.aggregate == "softmax" or (how.aggregate == "sum" and how.granularity == "layer")
+    if how.digest == "minmax_int8" and not suffice:
+        raise ConfigError(
+            "selection.digest: minmax_int8 needs selection.aggregate softmax, or sum with granularity layer, where the "
+            f"native kernels select in place, not {how.aggregate} with {how.granularity}; write auto or minmax"
+        )
+    return "minmax_and_int8" if how.digest != "minmax" and suffice else "minmax"

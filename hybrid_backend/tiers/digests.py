@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid_backend.kernels import codes
 from hybrid_backend.kernels.cpu import digests as native
-from hybrid_backend.kernels.operations import Operations, in_codes
+from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.step import PrefillRow, sent
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.sizes import DigestKind, digest_store
@@ -18,19 +18,18 @@ from hybrid_backend.tiers.sizes import DigestKind, digest_store
 class Digests:
     """One digest per (layer, page, KV head), indexed by host page id, so that a prefix-cache hit finds it ready.
 
-    ``layers[l]``: ``[pages, kv_heads, 2, head_dim]``; ``[..., 0, :]`` is the max, ``[..., 1, :]`` the min.
-    Invariant: the digest of a page covers exactly the tokens written to it so far. A token at offset 0 makes a page
-    new, whatever the page held before. Or codes, ``[pages, kv_heads, 4 * head_dim]`` uint8 (`kernels.codes`): those of
-    a page that is full are of its tokens, whatever it held before.
+    ``layers[l]``: of one of the kinds of `kernels.operations`. Invariant: the digest of a page covers exactly the
+    tokens written to it so far; a token at offset 0 makes a page new, whatever the page held before. Of the kinds that
+    only whole pages have (codes, bytes), those of a page that is full are of its tokens.
 
-    ``in_bytes[l]``: the same digests in bytes (`kernels.cpu.digests.quantize`), ``[pages, row]`` uint8, of whole pages
-    only, if asked for.
+    ``in_bytes[l]``: the same digests in bytes as the native decoder reads them (`kernels.cpu.digests.quantize`),
+    ``[pages, row]`` uint8, of whole pages only, if asked for.
     """
 
     def __init__(
         self, host: HostPool, layers: list[int], operations: Operations, kind: DigestKind, device: torch.device
     ) -> None:
-        self._host, self._operations = host, operations
+        self._host, self._operations, self._grow = host, operations, kind in ("minmax", "minmax_and_int8")
         self.layers: dict[int, Tensor] = {}
         self.in_bytes: dict[int, Tensor] = {}
         for layer in layers:
@@ -39,7 +38,7 @@ class Digests:
             self.layers[layer] = torch.zeros(shape, dtype=dtype, device=device)
             if kind == "codes":
                 codes.rotation(dim, self.layers[layer].device)  # now: a captured graph cannot bring it to the device
-            if kind == "minmax_int8":
+            if kind == "minmax_and_int8":
                 self.in_bytes[layer] = native.quantized_like(self.layers[layer])
 
     @property
@@ -51,28 +50,17 @@ class Digests:
         until what the step writes to the host pool is there."""
         page_size, before = self._host.layers[layer].shape[3], row.seq_len - len(k)
         whole, first = row.seq_len // page_size - before // page_size, before % page_size
-        if in_codes(self.layers[layer]):
-            self._encode(layer, row.written[:whole], first, k, join)
-            return
-        self._operations.extend_digests(k, self.layers[layer], row.written, first, page_size)
+        pages = row.written
+        if not self._grow:
+            pages = pages[:whole]
+            if first and whole:  # what began in an earlier chunk is read where it lies
+                join()
+                self.rebuild(layer, pages[:1])
+                pages, k, first = pages[1:], k[page_size - first :], 0
+            k = k[: len(pages) * page_size]
+        if len(pages):
+            self._operations.extend_digests(k, self.layers[layer], pages, first, page_size)
         self._quantize(layer, row.written[:whole])
-
-    def _encode(self, layer: int, pages: Tensor, first: int, k: Tensor, join: Callable[[], None]) -> None:
-        """Of ``pages``, which are whole now; the first of them held ``first`` tokens before. What began in an earlier
-        chunk is read where it lies."""
-        if not len(pages):
-            return
-        store, page_size = self.layers[layer], self._host.layers[layer].shape[3]
-        if first:
-            join()
-            self.rebuild(layer, pages[:1])
-            pages, k = pages[1:], k[page_size - first :]
-        keys = k[: len(pages) * page_size].unflatten(0, (len(pages), page_size)).transpose(1, 2)
-        kv = torch.stack([keys, keys], 2)  # as pages; their values are not looked at
-        ids = torch.arange(len(pages), dtype=torch.int32, device=store.device)
-        rows = torch.empty_like(store[: len(pages)])
-        self._operations.build_digests(kv, rows, ids, torch.full_like(ids, page_size))
-        store.index_copy_(0, sent(pages, store.device).long(), rows)
 
     def rebuild(self, layer: int, pages: Tensor) -> None:
         """Recompute digests of whole pages (``[n]`` host page ids) from the host pool."""

@@ -13,12 +13,14 @@ from typing import Literal
 import torch
 
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.cpu.library import byte_row
 from hybrid_backend.kernels.cpu.mailbox import mailbox_bytes
 from hybrid_backend.step import ModelSpec
 from hybrid_backend.tiers.state import StepState
 
-DigestKind = Literal["none", "minmax", "minmax_int8", "codes"]
+DigestKind = Literal["none", "minmax", "minmax_int8", "minmax_and_int8", "codes"]
+"""``minmax_and_int8``: in the cache's type, and in bytes beside it as the native decoder reads them."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class TierLayout:
         size, with_digests = model.dtype.itemsize, len(self.digest_layers(config, model))
         shape, kind = digest_store(self.digests, model.dtype, pages, model.num_kv_heads, model.head_dim)
         digests = with_digests * prod(shape) * kind.itemsize
-        if self.digests == "minmax_int8":
+        if self.digests == "minmax_and_int8":
             digests += with_digests * pages * byte_row(model.num_kv_heads, model.head_dim)
         a_layer = prod(frame_shape(model, config.page_size, self.frames(max_requests))) * size
         buffers = prod(staging_shape(model, config.page_size, self.buffer_tokens(config.page_size, pages))) * size
@@ -121,6 +123,8 @@ def digest_store(
     """Shape and type of one layer's digests, where K has ``dtype``."""
     if kind == "codes":
         return (pages, kv_heads, 4 * head_dim), torch.uint8
+    if kind == "minmax_int8":
+        return (pages, kv_heads, byte_digests.row(head_dim)), torch.uint8
     return (pages, kv_heads, 2, head_dim), dtype
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.partial import Pool
-from hybrid_backend.kernels.operations import in_codes
+from hybrid_backend.kernels.operations import digest_kind
 
 AGGREGATES = ("sum", "max", "softmax")  # in the order of the library's numbers
 
@@ -103,8 +103,12 @@ class Decoder:
                 raise ValueError(f"layer {index} is unlike layer 0: {tuple(layer.shape)} {layer.dtype}")
             cache = lib.cache_of(layer)
             store = lib.digests_of(digests[index]) if index in digests else lib.DigestStore()
-            if index in digests and not in_codes(digests[index]) and digests[index].dtype != layer.dtype:
-                raise ValueError(f"digests of layer {index} must be {layer.dtype}, not {digests[index].dtype}")
+            kind = digest_kind(digests[index], dim) if index in digests else "minmax"
+            if kind == "bytes" or (index in digests and kind == "minmax" and digests[index].dtype != layer.dtype):
+                raise ValueError(
+                    f"digests of layer {index} must be {layer.dtype} or codes, not {digests[index].dtype} "
+                    f"{tuple(digests[index].shape)}"
+                )
             rows = lib.bytes_of(quantized[index], kv_heads, dim) if index in quantized else lib.ByteStore()
             sink = sinks.get(index)
             if sink is not None and (sink.shape != (heads,) or sink.dtype != torch.float32 or not sink.is_contiguous()):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.errors import WorkerError
-from hybrid_backend.kernels.operations import in_codes
 
 LIBRARY = Path(__file__).with_name("libhybrid_cpu.so")
 
@@ -339,7 +338,7 @@ def cache_of(layer: Tensor) -> Cache:
 def digests_of(digests: Tensor) -> DigestStore:
     """``digests``: ``[pages, kv_heads, 2, head_dim]`` or in codes ``[pages, kv_heads, 4 * head_dim]``; what a KV head
     has of a page is contiguous."""
-    if in_codes(digests) and digests.dim() == 3 and digests.stride(2) == 1:
+    if digests.dtype == torch.uint8 and digests.dim() == 3 and digests.stride(2) == 1:
         return DigestStore(digests.data_ptr(), digests.stride(0), digests.stride(1), True)
     if digests.dim() != 4 or digests.shape[2] != 2 or digests.stride()[2:] != (digests.shape[3], 1):
         raise ValueError(

@@ -15,10 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, empty, float32, int32, int64
 
+from hybrid_backend.kernels import byte_digests, oracle
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.decode import openmp_entry
-from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps, Selection, in_codes
-from hybrid_backend.kernels.oracle import extend_digests as extend_digests  # two reductions of torch's
+from hybrid_backend.kernels.operations import (
+    AGGREGATES,
+    DIGESTS,
+    SIMILARITIES,
+    Copies,
+    Counters,
+    Maps,
+    Selection,
+    digest_kind,
+)  # fmt: skip
 
 _COUNTERS = len(Counters._fields)
 
@@ -41,8 +50,8 @@ def append_tokens(
     _call(
         "hb_append_tokens", *store, _tokens_at(k, kind, rows, token), _tokens_at(v, kind, rows, token),
         _at(pages, int32), _at(positions, int64 if wide else int32, rows), *framed,
-        *_digests_at(digests, kind, store[1], token), rows, wide, frame_count, request_count, columns, k.stride(0),
-        v.stride(0),
+        *_digests_at(digests, kind, store[1], store[3], store[5]), rows, wide, frame_count, request_count, columns,
+        k.stride(0), v.stride(0),
     )  # fmt: skip
 
 
@@ -50,11 +59,21 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
     append_tokens(k, v, host, pages, positions)
 
 
+def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
+    if digest_kind(digests, k.shape[2]) == "minmax":
+        return oracle.extend_digests(k, digests, pages, first, page_size)  # two reductions of torch's
+    keys = k.unflatten(0, (-1, page_size)).transpose(1, 2)
+    kv = torch.stack([keys, keys], 2)  # as pages; their values are not looked at
+    rows, ids = torch.empty_like(digests[: len(pages)]), torch.arange(len(pages), dtype=int32)
+    build_digests(kv, rows, ids, torch.full_like(ids, page_size))
+    digests.index_copy_(0, pages.long(), rows)
+
+
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
     n = pages.numel()
-    digests_at, coded = _digests_at(digests, kv.dtype, kv.shape[0], kv.shape[1] * kv.shape[4])
+    digests_at, kind = _digests_at(digests, kv.dtype, kv.shape[0], kv.shape[1], kv.shape[4])
     _call(
-        "hb_build_digests", *_paged(kv), digests_at, _at(pages, int32), _at(tokens, int32, n), coded, n, *_team(),
+        "hb_build_digests", *_paged(kv), digests_at, _at(pages, int32), _at(tokens, int32, n), kind, n, *_team(),
     )  # fmt: skip
 
 
@@ -66,13 +85,13 @@ def page_scores(
     pages, kv_heads = digests.shape[:2]
     columns = table.shape[1]
     kind = q.dtype
-    digests_at, coded = _digests_at(digests, kind, pages, kv_heads * dim)
+    digests_at, digested = _digests_at(digests, kind, pages, kv_heads, dim)
     out = empty(rows, kv_heads if per_head else 1, columns, dtype=float32)
     _call(
         "hb_page_scores", _at(q, kind), digests_at, _rows_at(table, rows),
         _at(num_pages, int32, rows), _at(budgets, int32, rows), out.data_ptr(),
         rows, columns, table.stride(0), pages, _type(kind), kv_heads, _group(heads, kv_heads), dim,
-        page_size, coded, AGGREGATES.index(aggregate), per_head, lib.isa_index(None), *_team(), bound, scale,
+        page_size, digested, AGGREGATES.index(aggregate), per_head, lib.isa_index(None), *_team(), bound, scale,
     )  # fmt: skip
     return out
 
@@ -273,11 +292,13 @@ def _at(x: Tensor, dtype: torch.dtype, count: int = -1) -> int:
     return x.data_ptr()
 
 
-def _digests_at(x: Tensor | None, dtype: torch.dtype, pages: int, width: int) -> tuple[int, bool]:
-    """Address of digests of ``width`` channels a page, and whether they are in codes."""
+def _digests_at(x: Tensor | None, dtype: torch.dtype, pages: int, kv_heads: int, dim: int) -> tuple[int, int]:
+    """Address of digests, and their kind."""
     if x is None:
-        return 0, False
-    return (_at(x, torch.uint8, 4 * pages * width), True) if in_codes(x) else (_at(x, dtype, 2 * pages * width), False)
+        return 0, 0
+    kind = digest_kind(x, dim)
+    row = {"minmax": 2 * dim, "codes": 4 * dim, "bytes": byte_digests.row(dim)}[kind]
+    return _at(x, dtype if kind == "minmax" else torch.uint8, pages * kv_heads * row), DIGESTS.index(kind)
 
 
 def _tokens_at(x: Tensor, dtype: torch.dtype, rows: int, width: int) -> int:

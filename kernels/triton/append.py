@@ -6,18 +6,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_backend.kernels.operations import in_codes
+from hybrid_backend.kernels import byte_digests
+from hybrid_backend.kernels.operations import digest_kind
 from hybrid_backend.kernels.triton import codes
 from hybrid_backend.kernels.triton.common import COPY_PROGRAMS
 
 _TILE = 16  # tokens of a head that a program stores at a time: K and V of 128 channels in 16 bits are 8 KiB
 
 
+@triton.jit
+def _store_digest(digests, item, high, low, d, DIM: tl.constexpr, TAIL: tl.constexpr):
+    """Of one page and KV head, ``item``: as they are, or in bytes (TAIL > 0: `byte_digests`)."""
+    live = d < DIM
+    if TAIL:
+        to = digests + item * (2 * DIM + TAIL)
+        _store_bytes(to, to + 2 * DIM, high, d, DIM)
+        _store_bytes(to + DIM, to + 2 * DIM + 4, low, d, DIM)
+    else:
+        to = digests + item * 2 * DIM + d
+        tl.store(to, high.to(digests.dtype.element_ty), mask=live)
+        tl.store(to + DIM, low.to(digests.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _store_bytes(to, scale_at, values, d, DIM: tl.constexpr):
+    values = tl.where((d < DIM) & (tl.abs(values) < float("inf")), values, 0.0)
+    scale = tl.max(tl.abs(values), 0) / 127
+    inverse = tl.where(scale > 1e-37, 1.0 / tl.where(scale > 1e-37, scale, 1.0), 0.0)
+    # To the nearest whole number, of ties to the even one: beyond 2^23 fp32 has no others.
+    rounded = (values * inverse + 12582912.0) - 12582912.0
+    tl.store(to + d, (rounded + 128).to(tl.uint8), mask=d < DIM)
+    tl.store(scale_at.to(tl.pointer_type(tl.float32)), scale)
+
+
 @triton.jit(do_not_specialize=["columns", "key_stride", "value_stride"])
 def _append_kernel(key, value, host, frames, digests, pages, positions, requests, frame_of, columns, key_stride,
                    value_stride,
                    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                   HAS_FRAMES: tl.constexpr, HAS_DIGESTS: tl.constexpr):  # fmt: skip
+                   HAS_FRAMES: tl.constexpr, HAS_DIGESTS: tl.constexpr, TAIL: tl.constexpr,
+                   BLOCK_P: tl.constexpr):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     page = tl.load(pages + row).to(tl.int64)
     if page >= 0:
@@ -37,13 +64,29 @@ def _append_kernel(key, value, host, frames, digests, pages, positions, requests
                 tl.store(frames + at, k, mask=live)
                 tl.store(frames + at + PAGE * DIM, v, mask=live)
         if HAS_DIGESTS:
-            to = digests + (page * KV_HEADS + head) * 2 * DIM + d
-            kind = digests.dtype.element_ty
-            new = k.to(tl.float32)
-            high, low = tl.load(to, mask=live).to(tl.float32), tl.load(to + DIM, mask=live).to(tl.float32)
-            begins = offset == 0  # whatever the page held before
-            tl.store(to, tl.where(begins, new, tl.maximum(high, new)).to(kind), mask=live)
-            tl.store(to + DIM, tl.where(begins, new, tl.minimum(low, new)).to(kind), mask=live)
+            new, item = k.to(tl.float32), page * KV_HEADS + head
+            if TAIL:
+                if offset == PAGE - 1:  # whole now: its other keys are in its frame, or far
+                    t = tl.arange(0, BLOCK_P)
+                    before = (t < PAGE - 1)[:, None] & live[None, :]
+                    key_at = t[:, None] * DIM + d[None, :]
+                    far = host + item * 2 * PAGE * DIM + key_at
+                    if HAS_FRAMES:
+                        near = frames + (frame * KV_HEADS + head) * 2 * PAGE * DIM + key_at
+                        keys = tl.where(frame >= 0, tl.load(near, mask=before & (frame >= 0), other=0.0),
+                                        tl.load(far, mask=before & (frame < 0), other=0.0))  # fmt: skip
+                    else:
+                        keys = tl.load(far, mask=before, other=0.0)
+                    keys = keys.to(tl.float32)
+                    high = tl.maximum(new, tl.max(tl.where(before, keys, float("-inf")), 0))
+                    low = tl.minimum(new, tl.min(tl.where(before, keys, float("inf")), 0))
+                    _store_digest(digests, item, high, low, d, DIM, TAIL)
+            else:
+                begins = offset == 0  # whatever the page held before
+                to = digests + item * 2 * DIM + d
+                high, low = tl.load(to, mask=live).to(tl.float32), tl.load(to + DIM, mask=live).to(tl.float32)
+                high, low = tl.where(begins, new, tl.maximum(high, new)), tl.where(begins, new, tl.minimum(low, new))
+                _store_digest(digests, item, high, low, d, DIM, TAIL)
 
 
 def append_tokens(
@@ -52,16 +95,22 @@ def append_tokens(
     digests: Tensor | None = None,
 ) -> None:  # fmt: skip
     rows, kv_heads, dim = k.shape
-    coded = digests is not None and in_codes(digests)
+    page_size = host.shape[3]
+    coded = digests if digests is not None and digest_kind(digests, dim) == "codes" else None
     if rows:
         _append_kernel[(rows, kv_heads)](
-            k, v, host, frames, None if coded else digests, pages, positions, requests, frame_of,
+            k, v, host, frames, digests if coded is None else None, pages, positions, requests, frame_of,
             0 if frame_of is None else frame_of.shape[1], k.stride(0), v.stride(0),
-            kv_heads, host.shape[3], dim, triton.next_power_of_2(dim), frames is not None,
-            digests is not None and not coded,
+            kv_heads, page_size, dim, triton.next_power_of_2(dim), frames is not None,
+            digests is not None and coded is None, _tail(digests, dim), triton.next_power_of_2(page_size),
         )  # fmt: skip
-    if digests is not None and coded:
-        codes.encode(host, digests, pages, positions, appended=True)
+    if coded is not None:
+        codes.encode(host[:, :, 0], coded, pages, positions, appended=True)
+
+
+def _tail(digests: Tensor | None, dim: int) -> int:
+    """That `_store_digest` goes by."""
+    return byte_digests.TAIL if digests is not None and digest_kind(digests, dim) == "bytes" else 0
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -91,7 +140,7 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
 
 @triton.jit(do_not_specialize=["key_stride", "tokens", "first"])
 def _extend_kernel(key, digests, pages, key_stride, tokens, first, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
-                   DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                   DIM: tl.constexpr, TAIL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)
     at, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
     live, t = d < DIM, i * PAGE - first + at
@@ -100,48 +149,51 @@ def _extend_kernel(key, digests, pages, key_stride, tokens, first, KV_HEADS: tl.
     keys = keys.to(tl.float32)
     high = tl.max(tl.where(inside, keys, float("-inf")), 0)
     low = tl.min(tl.where(inside, keys, float("inf")), 0)
-    to = digests + (tl.load(pages + i).to(tl.int64) * KV_HEADS + head) * 2 * DIM + d
-    held = live & (i == 0) & (first > 0)  # of a page that began before
-    high = tl.maximum(high, tl.load(to, mask=held, other=float("-inf")).to(tl.float32))
-    low = tl.minimum(low, tl.load(to + DIM, mask=held, other=float("inf")).to(tl.float32))
-    tl.store(to, high.to(digests.dtype.element_ty), mask=live)
-    tl.store(to + DIM, low.to(digests.dtype.element_ty), mask=live)
+    item = tl.load(pages + i).to(tl.int64) * KV_HEADS + head
+    if not TAIL:
+        to = digests + item * 2 * DIM + d
+        held = live & (i == 0) & (first > 0)  # of a page that began before
+        high = tl.maximum(high, tl.load(to, mask=held, other=float("-inf")).to(tl.float32))
+        low = tl.minimum(low, tl.load(to + DIM, mask=held, other=float("inf")).to(tl.float32))
+    _store_digest(digests, item, high, low, d, DIM, TAIL)
 
 
 def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
     tokens, kv_heads, dim = k.shape
-    if len(pages):
+    if digest_kind(digests, dim) == "codes":
+        keys = k.unflatten(0, (-1, page_size)).transpose(1, 2)
+        codes.encode(keys, digests, pages)
+    elif len(pages):
         _extend_kernel[(len(pages), kv_heads)](
             k, digests, pages, k.stride(0), tokens, first,
-            kv_heads, page_size, dim, triton.next_power_of_2(page_size), triton.next_power_of_2(dim),
+            kv_heads, page_size, dim, _tail(digests, dim), triton.next_power_of_2(page_size),
+            triton.next_power_of_2(dim),
         )  # fmt: skip
 
 
 @triton.jit
 def _build_kernel(kv, digests, pages, tokens, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-                  BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                  TAIL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)
     page = tl.load(pages + i).to(tl.int64)
     count = tl.load(tokens + i)
-    if (page >= 0) & (count > 0):
+    if (page >= 0) & (count >= (PAGE if TAIL else 1)):
         t, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
         written = (t < count)[:, None] & (d < DIM)[None, :]
         at = (page * KV_HEADS + head) * 2 * PAGE * DIM + t[:, None] * DIM + d[None, :]
         keys = tl.load(kv + at, mask=written, other=0.0).to(tl.float32)
         high = tl.max(tl.where(written, keys, float("-inf")), 0)
         low = tl.min(tl.where(written, keys, float("inf")), 0)
-        to = digests + (page * KV_HEADS + head) * 2 * DIM + d
-        kind = digests.dtype.element_ty
-        tl.store(to, high.to(kind), mask=d < DIM)
-        tl.store(to + DIM, low.to(kind), mask=d < DIM)
+        _store_digest(digests, page * KV_HEADS + head, high, low, d, DIM, TAIL)
 
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
     _, kv_heads, _, page_size, dim = kv.shape
-    if in_codes(digests):
-        codes.encode(kv, digests, pages, tokens, appended=False)
+    if digest_kind(digests, dim) == "codes":
+        codes.encode(kv[:, :, 0], digests, pages, tokens)
     elif len(pages):
         _build_kernel[(len(pages), kv_heads)](
             kv, digests, pages, tokens,
-            kv_heads, page_size, dim, triton.next_power_of_2(page_size), triton.next_power_of_2(dim),
+            kv_heads, page_size, dim, _tail(digests, dim), triton.next_power_of_2(page_size),
+            triton.next_power_of_2(dim),
         )  # fmt: skip

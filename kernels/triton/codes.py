@@ -23,31 +23,35 @@ def _inverse(x):
 
 
 @triton.jit
-def _encode_kernel(kv, digests, rotation, pages, counts,
+def _encode_kernel(keys, digests, rotation, pages, counts, page_stride, head_stride, token_stride,
                    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, PLANES: tl.constexpr,
                    FINE: tl.constexpr, CODED: tl.constexpr, LARGEST: tl.constexpr, EDGE: tl.constexpr,
                    INNER: tl.constexpr, OUTER: tl.constexpr, COARSE: tl.constexpr, HEADER: tl.constexpr,
-                   APPENDED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
-                   CHUNK: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+                   LISTED: tl.constexpr, APPENDED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+                   BLOCK_L: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)
     page = tl.load(pages + i).to(tl.int64)
-    count = tl.load(counts + i)
-    is_whole = count % PAGE == PAGE - 1 if APPENDED else count == PAGE
+    if LISTED:
+        is_whole = True
+    else:
+        count = tl.load(counts + i)
+        is_whole = count % PAGE == PAGE - 1 if APPENDED else count == PAGE
     if (page >= 0) & is_whole:
         t, d, plane = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_L)
         inside = (t < PAGE)[:, None] & (d < DIM)[None, :]
-        first = kv + (page * KV_HEADS + head) * 2 * PAGE * DIM
-        keys = tl.load(first + t[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        keys = tl.where(tl.abs(keys) < LARGEST, keys, 0.0)
-        high = tl.max(tl.where((t < PAGE)[:, None], keys, float("-inf")), 0)
-        low = tl.min(tl.where((t < PAGE)[:, None], keys, float("inf")), 0)
+        first = keys + (i.to(tl.int64) if LISTED else page) * page_stride + head * head_stride
+        line = t.to(tl.int64)[:, None] * token_stride
+        key = tl.load(first + line + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        key = tl.where(tl.abs(key) < LARGEST, key, 0.0)
+        high = tl.max(tl.where((t < PAGE)[:, None], key, float("-inf")), 0)
+        low = tl.min(tl.where((t < PAGE)[:, None], key, float("inf")), 0)
         middle, half = (high + low) / 2, (high - low) / 2
         step = tl.max(tl.abs(middle), 0) / 127
         whole = _rounded(middle * _inverse(step))
         row = digests + (page * KV_HEADS + head) * 4 * DIM
         tl.store(row + d, (whole + 128).to(tl.uint8), mask=d < DIM)
         tl.debug_barrier()  # they are read below, in parts: all channels at once do not fit the registers
-        rest = tl.where(inside, keys - (whole * step)[None, :], 0.0)
+        rest = tl.where(inside, key - (whole * step)[None, :], 0.0)
         size = tl.sqrt(tl.sum(rest * rest, 1) / DIM)  # a rotation keeps it
         projected = tl.zeros([BLOCK_P], tl.float32)
         norm = tl.zeros([BLOCK_P], tl.float32)
@@ -59,7 +63,7 @@ def _encode_kernel(kv, digests, rotation, pages, counts,
             for from_channel in range(0, DIM, PART):
                 p = from_channel + tl.arange(0, PART)
                 there = (t < PAGE)[:, None] & (p < DIM)[None, :]
-                part = tl.load(first + t[:, None] * DIM + p[None, :], mask=there, other=0.0).to(tl.float32)
+                part = tl.load(first + line + p[None, :], mask=there, other=0.0).to(tl.float32)
                 part = tl.where(tl.abs(part) < LARGEST, part, 0.0)
                 centre = step * (tl.load(row + p, mask=p < DIM, other=128).to(tl.float32) - 128)
                 part = tl.where(there, part - centre[None, :], 0.0)
@@ -143,16 +147,20 @@ def _estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops
         tl.store(sums + mine * tiles + tile, tl.sum(tl.exp(shared - base[:, None]), 1), mask=g < GROUP)
 
 
-def encode(kv: Tensor, digests: Tensor, pages: Tensor, counts: Tensor, appended: bool) -> None:
+def encode(keys: Tensor, digests: Tensor, pages: Tensor, counts: Tensor | None = None, appended: bool = False) -> None:
     """Codes of those of ``pages`` that are whole: ``counts`` are their tokens, or (``appended``) the position of the
-    one that was just written."""
-    _, kv_heads, _, page_size, dim = kv.shape
+    one that was just written. Without them ``keys`` are of whole pages, those of ``pages`` in order.
+
+    Args:
+        keys: ``[pages, kv_heads, page_size, head_dim]`` with contiguous channels.
+    """
+    _, kv_heads, page_size, dim = keys.shape
     layout = codes.Layout(page_size, dim)
     if len(pages):
         _encode_kernel[(len(pages), kv_heads)](
-            kv, digests, codes.rotation(dim, kv.device), pages, counts,
+            keys, digests, codes.rotation(dim, keys.device), pages, counts, *keys.stride()[:3],
             kv_heads, page_size, dim, layout.planes, layout.fine, layout.coded, codes.LARGEST, codes.FINE,
-            codes.INNER, codes.OUTER, codes.COARSE, codes.HEADER, appended,
+            codes.INNER, codes.OUTER, codes.COARSE, codes.HEADER, counts is None, appended,
             triton.next_power_of_2(page_size), triton.next_power_of_2(dim),
             max(16, triton.next_power_of_2(layout.planes)), 16, min(64, triton.next_power_of_2(dim)),
         )  # fmt: skip

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_backend.kernels.operations import AGGREGATES, in_codes
+from hybrid_backend.kernels import byte_digests
+from hybrid_backend.kernels.operations import AGGREGATES, digest_kind
 from hybrid_backend.kernels.triton import codes
 from hybrid_backend.kernels.triton.common import dot, group_block, precision_of
 
@@ -16,8 +17,9 @@ _TILE = 64  # pages that a program scores
 
 @triton.jit(do_not_specialize=["tiles", "stride"])
 def _score_kernel(q, digests, table, num_pages, budgets, logits, tops, sums, bound, scale, columns, stride, tiles,
-                  KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
-                  BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr,
+                  TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+                  PRECISION: tl.constexpr):  # fmt: skip
     row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     pages = tl.load(num_pages + row)
     heads = KV_HEADS * GROUP
@@ -26,16 +28,24 @@ def _score_kernel(q, digests, table, num_pages, budgets, logits, tops, sums, bou
     if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
         listed = column < pages
         page = tl.load(table + row * stride + column, mask=listed, other=0).to(tl.int64)
-        at = (page * KV_HEADS + head)[:, None] * 2 * DIM + d[None, :]
+        item = page * KV_HEADS + head
+        at = item[:, None] * (2 * DIM + TAIL) + d[None, :]
         inside = listed[:, None] & (d < DIM)[None, :]
         high = tl.load(digests + at, mask=inside, other=0.0)
         low = tl.load(digests + at + DIM, mask=inside, other=0.0)
         query = tl.load(q + mine[:, None] * DIM + d[None, :], mask=(g < GROUP)[:, None] & (d < DIM)[None, :], other=0.0)
+        kind = query.dtype
         query = query.to(tl.float32)
         half = bound * tl.abs(query)
-        to_max, to_min = ((query + half) * 0.5).to(high.dtype), ((query - half) * 0.5).to(high.dtype)
-        found = dot(to_max, tl.trans(high), PRECISION)
-        found += dot(to_min, tl.trans(low), PRECISION)
+        to_max, to_min = ((query + half) * 0.5).to(kind), ((query - half) * 0.5).to(kind)
+        if TAIL:  # in bytes, which the query's type holds as they are
+            high, low = (high.to(tl.float32) - 128).to(kind), (low.to(tl.float32) - 128).to(kind)
+            scales = (digests + item * (2 * DIM + TAIL) + 2 * DIM).to(tl.pointer_type(tl.float32))
+            found = dot(to_max, tl.trans(high), PRECISION) * tl.load(scales, mask=listed, other=0.0)[None, :]
+            found += dot(to_min, tl.trans(low), PRECISION) * tl.load(scales + 1, mask=listed, other=0.0)[None, :]
+        else:
+            found = dot(to_max, tl.trans(high), PRECISION)
+            found += dot(to_min, tl.trans(low), PRECISION)
         tl.store(logits + mine[:, None] * columns + column[None, :], found,
                  mask=(g < GROUP)[:, None] & listed[None, :])  # fmt: skip
         # The growing page is selected whatever its score, and takes no share of the others'.
@@ -97,13 +107,14 @@ def page_scores(
     logits = q.new_empty(rows, heads, columns, dtype=torch.float32)
     tops, sums = q.new_empty(2, rows, heads, tiles, dtype=torch.float32)
     group = heads // kv_heads
-    if in_codes(digests):
+    kind = digest_kind(digests, dim)
+    if kind == "codes":
         codes.estimate(q, digests, table, num_pages, budgets, logits, tops, sums, scale, page_size, _TILE)
     else:
         _score_kernel[(rows, kv_heads, tiles)](
             q, digests, table, num_pages, budgets, logits, tops, sums, bound, scale, columns, table.stride(0), tiles,
-            kv_heads, group, dim, _TILE, group_block(group), triton.next_power_of_2(dim),
-            precision_of(digests.dtype),
+            kv_heads, group, dim, byte_digests.TAIL if kind == "bytes" else 0, _TILE, group_block(group),
+            triton.next_power_of_2(dim), precision_of(q.dtype),
         )  # fmt: skip
     _combine_kernel[(rows, lists, tiles)](
         logits, tops, sums, num_pages, budgets, scores, scale, columns, tiles,

@@ -17,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_backend.kernels import codes, reference
+from hybrid_backend.kernels import byte_digests, codes, reference
 from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps, Operations
 from tests.support.cases import page_lists, relative_error, spoil_beyond
 from tests.unit.implementations import NAMES, implementation, module_of, over_implementations
@@ -237,28 +237,94 @@ def test_codes_are_near_the_keys_of_whole_pages_and_of_no_others(
     assert lost <= 1.1 * layout.distortion
 
 
-def test_codes_of_a_page_that_grew_token_by_token_are_those_built_anew(operations: Operations) -> None:
+@over_implementations(
+    share=0.5,
+    seed=SEEDS,
+    dtype=DTYPES,
+    kv_heads=st.integers(1, 3),
+    page_size=st.sampled_from([16, 48]),
+    dim=st.sampled_from([16, 80, 128]),
+)
+def test_bytes_are_the_rounded_extremes_of_whole_pages_and_of_no_others(
+    operations: Operations, seed: int, dtype: torch.dtype, kv_heads: int, page_size: int, dim: int
+) -> None:
+    chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
+    kv = cache(6, kv_heads, page_size, dim, dtype, rng) * 10 ** chance.uniform(-3, 3)
+    digests = torch.full((6, kv_heads, byte_digests.row(dim)), 99, dtype=torch.uint8)
+    pages = shuffled(6, chance)
+    tokens = [chance.choice([page_size, page_size, page_size - 1, 0]) for _ in pages]
+    pages[chance.randrange(6)] = -1
+    operations.build_digests(kv, digests, ints(pages), ints(tokens))
+    whole = [page for page, written in zip(pages, tokens, strict=True) if page >= 0 and written == page_size]
+    assert (digests[[page for page in range(6) if page not in whole]] == 99).all()
+    for page in whole:
+        extremes = reference.digest(kv[page].double(), page_size)  # [kv_heads, 2, dim]
+        step = extremes.abs().amax(-1, keepdim=True) / 127
+        assert ((byte_digests.decode(digests[page]).double() - extremes).abs() <= 0.5001 * step).all()
+
+
+WHOLE = {"codes": lambda dim: 4 * dim, "bytes": byte_digests.row}
+"""Bytes of a row, of the kinds of digests that only whole pages have."""
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("has_frames", [False, True])
+def test_the_digest_of_a_page_that_grew_whole_token_by_token_is_the_one_built_anew(
+    operations: Operations, kind: str, has_frames: bool
+) -> None:
     rng = torch.Generator().manual_seed(0)
     kv = cache(2, 2, 32, 64, torch.bfloat16, rng)
     written = torch.full_like(kv, NAN)
-    grown, built = torch.full((2, 2, 2, 256), 99, dtype=torch.uint8)
+    frames, frame_of = torch.full_like(kv, NAN), ints([-1, -1, 1, -1])[None]
+    where = (frames, ints([0, 0]), frame_of) if has_frames else (None, None, None)
+    grown, built = torch.full((2, 2, 2, WHOLE[kind](64)), 99, dtype=torch.uint8)
     for token in range(32):
         k, v = kv[:, :, 0, token].contiguous(), kv[:, :, 1, token].contiguous()
-        assert (grown == 99).all(), "codes are of whole pages"
+        assert (grown == 99).all(), "of whole pages only"
         # The second row is one of padding.
-        operations.append_tokens(k, v, written, ints([1, -1]), ints([64 + token, 5]), digests=grown)
+        operations.append_tokens(k, v, written, ints([1, -1]), ints([64 + token, 5]), *where, digests=grown)
     operations.build_digests(written, built, ints([1]), ints([32]))
     assert same_bits(grown[1], built[1]) and (grown[0] == 99).all()
+    assert not has_frames or same_bits(frames[1], kv[0])
+
+
+@over_implementations(
+    share=0.5,
+    seed=SEEDS,
+    dtype=DTYPES,
+    kind=st.sampled_from(sorted(WHOLE)),
+    count=st.integers(0, 4),
+    kv_heads=st.integers(1, 3),
+    page_size=st.sampled_from([16, 48]),
+    dim=st.sampled_from([64, 80]),
+)
+def test_digests_of_a_chunk_that_fills_its_pages_are_those_of_the_pages(
+    operations: Operations, seed: int, dtype: torch.dtype, kind: str, count: int, kv_heads: int, page_size: int,
+    dim: int,
+) -> None:  # fmt: skip
+    """Read from a projection to queries, keys and values."""
+    chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
+    keys = torch.randn(count * page_size, 3, kv_heads, dim, generator=rng).to(dtype)[:, 1]
+    extended, built = torch.full((2, 6, kv_heads, WHOLE[kind](dim)), 99, dtype=torch.uint8)
+    table = shuffled_list(range(6), chance)[:count]
+    kv = torch.full((6, kv_heads, 2, page_size, dim), NAN, dtype=dtype)
+    for at, page in enumerate(table):
+        kv[page, :, 0] = keys[at * page_size : (at + 1) * page_size].transpose(0, 1)
+    operations.build_digests(kv, built, ints(table), ints([page_size] * count))
+    operations.extend_digests(keys, extended, ints(table), 0, page_size)
+    assert same_bits(extended, built)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-42, 3e38, NAN, INF])
-def test_codes_of_odd_keys_are_finite(operations: Operations, value: float) -> None:
+def test_codes_and_bytes_of_odd_keys_are_finite(operations: Operations, value: float) -> None:
     kv = torch.zeros(2, 1, 2, 16, 64)
     kv[0] = value
     kv[1, 0, 0, 3, 5] = value
-    digests = torch.zeros(2, 1, 256, dtype=torch.uint8)
-    operations.build_digests(kv, digests, ints([0, 1]), ints([16, 16]))
-    assert all(x.isfinite().all() for x in codes.decode(digests, 16))
+    coded, rounded = (torch.zeros(2, 1, row(64), dtype=torch.uint8) for row in (WHOLE["codes"], WHOLE["bytes"]))
+    for digests in (coded, rounded):
+        operations.build_digests(kv, digests, ints([0, 1]), ints([16, 16]))
+    assert all(x.isfinite().all() for x in codes.decode(coded, 16))
+    assert byte_digests.decode(rounded).isfinite().all()
 
 
 # --- scores and selection ---
@@ -322,14 +388,20 @@ def test_page_scores_by_codes_are_what_their_keys_add_up_to(
     aggregate=st.sampled_from(AGGREGATES),
     per_head=st.booleans(),
     bound=st.sampled_from([0.1, 0.5, 1.0]),
+    in_bytes=st.booleans(),
 )
 def test_page_scores_combine_what_digests_allow(
     operations: Operations, seed: int, dtype: torch.dtype, kv_heads: int, group: int, dim: int, columns: int,
-    aggregate: str, per_head: bool, bound: float,
+    aggregate: str, per_head: bool, bound: float, in_bytes: bool,
 ) -> None:  # fmt: skip
+    """Against fp64. The native kernels round queries to bytes, too, where digests are in bytes."""
     chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
     rows, scale = 4, dim**-0.5
     digests = torch.randn(columns + 20, kv_heads, 2, dim, generator=rng).to(dtype).sort(2, descending=True).values
+    allowed = digests
+    if in_bytes:
+        digests = byte_digests.encode(digests)
+        allowed = byte_digests.decode(digests)
     q = torch.randn(rows, kv_heads * group, dim, generator=rng).to(dtype)
     wide = torch.stack([torch.randperm(len(digests), generator=rng) for _ in range(rows)]).int()
     num_pages = [columns, chance.randint(1, columns), 0, chance.randint(1, columns)]
@@ -340,7 +412,7 @@ def test_page_scores_combine_what_digests_allow(
         wide[row, pages if budgets[row] < pages else 0 :] = 10**6  # must not be followed
         expected[row, :, :pages] = 0
         if budgets[row] < pages:
-            d = digests[wide[row, :pages].long()].double().transpose(0, 1)  # [kv_heads, pages, 2, dim]
+            d = allowed[wide[row, :pages].long()].double().transpose(0, 1)  # [kv_heads, pages, 2, dim]
             heads = q[row].double().view(kv_heads, group, dim)
             middle, half = (d[:, :, 0] + d[:, :, 1]) / 2, (d[:, :, 0] - d[:, :, 1]) / 2
             found = heads @ middle.mT + bound * (heads.abs() @ half.mT)  # [kv_heads, group, pages]
@@ -359,6 +431,7 @@ def test_page_scores_combine_what_digests_allow(
     assert torch.equal(scores > -INF, some)
     assert not scores[3, :, : num_pages[3]].any(), "a row that may take all of its pages is not scored"
     error = ERROR[dtype] * (5 if aggregate == "softmax" else 1)  # of the logits, which shares are exponentials of
+    error = max(error, 0.02) if in_bytes and operations is module_of("native") else error
     size = max(float(expected[some].norm()), summed**0.5)
     assert float((scores[some] - expected[some]).norm()) <= error * size
 

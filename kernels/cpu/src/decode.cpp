@@ -328,10 +328,11 @@ void DecodeLayer::write_token(int r) {
     std::memcpy(to + cache.value_offset, v + h * row, row);
   }
   if (!layer_->sparse()) return;
-  append_to_digest(model_, layer_->digests, cache, kernels_.base, page, offset, k, row);
+  const bool is_whole = offset == model_.page_size - 1;
+  if (!in_codes()) append_to_digest(model_, layer_->digests, page, offset, k, row);
+  else if (is_whole) encode_page(model_, layer_->digests, cache, *kernels_.base, page);
   // Only whole pages are ever scored, so bytes can wait until the page is one.
-  if (layer_->bytes.base && offset == model_.page_size - 1)
-    quantize_digest(model_, layer_->digests, layer_->bytes, *kernels_.base, page);
+  if (layer_->bytes.base && is_whole) quantize_digest(model_, layer_->digests, layer_->bytes, *kernels_.base, page);
 }
 
 void DecodeLayer::select_row(int r, int lane) {

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <functional>
 
-#include "codes.h"
 #include "memory.h"
 
 namespace hb {
@@ -42,12 +41,8 @@ void fold_key(int type, const char* key, char* high, char* low, int n, bool rese
   }
 }
 
-void append_to_digest(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa* isa,
-                      int64_t page, int64_t offset, const char* keys, int64_t key_head_stride) {
-  if (digests.in_codes) {  // of whole pages only
-    if (offset == model.page_size - 1) encode_page(model, digests, cache, *isa, page);
-    return;
-  }
+void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t page, int64_t offset, const char* keys,
+                      int64_t key_head_stride) {
   const int64_t row = (int64_t)model.head_dim * element_size(model.type);
   for (int h = 0; h < model.kv_heads; h++) {
     char* high = digests.base + page * digests.page_stride + h * digests.head_stride;

@@ -12,10 +12,9 @@ namespace hb {
 // Folds one row of `n` elements into a max row and a min row; `reset` forgets what they held.
 void fold_key(int type, const char* key, char* high, char* low, int n, bool reset);
 
-// Brings a page's digest up to date with the token at `offset`, whose keys (all KV heads) are in the cache too. isa: for
-// codes, else null is enough.
-void append_to_digest(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa* isa,
-                      int64_t page, int64_t offset, const char* keys, int64_t key_head_stride);
+// Brings a page's max and min up to date with the keys (all KV heads) of the token at `offset`.
+void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t page, int64_t offset, const char* keys,
+                      int64_t key_head_stride);
 
 // Brings a page's quantized row up to date with its digest.
 void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_bytes& bytes, const Isa& isa,

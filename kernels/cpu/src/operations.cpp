@@ -20,6 +20,7 @@ using hb::require;
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int kByteTail = 16;  // bytes after the channels of a digest in bytes (kernels/byte_digests.py)
 
 int64_t row_bytes(const hb_paged& x) { return x.head_dim * element_size((int)x.type); }
 int64_t head_bytes(const hb_paged& x) { return 2 * x.page_size * row_bytes(x); }
@@ -40,15 +41,43 @@ hb_model model_of(const hb_paged& x, int64_t group, double scale) {
           (float)scale,
           1.f};
 }
-// Contiguous ones.
-hb_digests digests_of(const char* base, const hb_model& model, bool in_codes) {
-  const int64_t head = (int64_t)model.head_dim * (in_codes ? 4 : 2 * element_size(model.type));
-  return {(char*)base, model.kv_heads * head, head, in_codes};
+// Kinds of digests (operations.DIGESTS). Only whole pages have codes or bytes.
+enum Digest { MINMAX = 0, CODES = 1, BYTES = 2 };
+
+// Bytes that a KV head has of a page's digest.
+int64_t digest_bytes(int64_t kind, const hb_model& model) {
+  const int64_t dim = model.head_dim;
+  return kind == CODES ? 4 * dim : kind == BYTES ? 2 * dim + kByteTail : 2 * dim * element_size(model.type);
 }
 
-// What makes codes; null where there are none.
-const Isa* coder(const hb_model& model, bool in_codes) {
-  return in_codes ? hb::kernels_of(model, hb::best_isa()).base : nullptr;
+// Contiguous ones; of bytes, only where they lie.
+hb_digests digests_of(const char* base, const hb_model& model, int64_t kind) {
+  require(kind >= MINMAX && kind <= BYTES, "no such kind of digests");
+  const int64_t head = digest_bytes(kind, model);
+  return {(char*)base, model.kv_heads * head, head, kind == CODES};
+}
+
+// Max and min of the first `tokens` keys at `keys`, `row` bytes apart.
+void fold_keys(const hb_model& model, const char* keys, int64_t row, int64_t tokens, char* high, char* low) {
+  for (int64_t t = 0; t < tokens; t++) hb::fold_key(model.type, keys + t * row, high, low, model.head_dim, t == 0);
+}
+
+// The digest of a whole page, in codes or in bytes.
+void digest_page(const hb_model& model, const hb_paged& kv, const hb_digests& digests, int64_t page) {
+  const Isa& isa = *hb::kernels_of(model, hb::best_isa()).base;
+  if (digests.in_codes) return hb::encode_page(model, digests, cache_of(kv), isa, page);
+  for (int64_t h = 0; h < kv.kv_heads; h++) {
+    char ends[2][kMaxHeadDim * sizeof(float)];
+    fold_keys(model, keys_of(kv, page, h), row_bytes(kv), kv.page_size, ends[0], ends[1]);
+    auto* to = (uint8_t*)digests.base + page * digests.page_stride + h * digests.head_stride;
+    float tail[kByteTail / sizeof(float)] = {};
+    for (int side = 0; side < 2; side++) {
+      float values[kMaxHeadDim];
+      isa.widen(model.type, ends[side], values, model.head_dim);
+      tail[side] = hb::quantize_values(values, to + side * model.head_dim, model.head_dim);
+    }
+    std::memcpy(to + 2 * model.head_dim, tail, sizeof tail);
+  }
 }
 
 // In fp64 squares of fp32 numbers neither overflow nor vanish. n: a multiple of 8.
@@ -86,7 +115,7 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
     const hb_append_tokens_args& a = *args;
     const hb_model model = model_of(a.host, 1, 1);
     const int64_t row = row_bytes(a.host), part = a.host.page_size * row;
-    const Isa* isa = coder(model, a.in_codes);
+    const hb_digests digests = digests_of(a.digests, model, a.digest_kind);
     hb_paged frames = a.host;
     frames.base = a.frames;
     for (int64_t r = 0; r < a.rows; r++) {
@@ -112,8 +141,8 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
         if (frame >= 0) write(frames, check_id(frame, a.frame_count, "frame"));
       }
       if (!a.digests) continue;
-      const hb_digests digests = digests_of(a.digests, model, a.in_codes);
-      hb::append_to_digest(model, digests, cache_of(a.host), isa, page, offset, k, row);
+      if (a.digest_kind == MINMAX) hb::append_to_digest(model, digests, page, offset, k, row);
+      else if (offset == a.host.page_size - 1) digest_page(model, a.host, digests, page);
     }
   });
 }
@@ -123,24 +152,21 @@ HB_API int hb_build_digests(const hb_build_digests_args* args) {
     const hb_build_digests_args& a = *args;
     const hb_model model = model_of(a.kv, 1, 1);
     require(model.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16 up to 256");
-    const hb_digests digests = digests_of(a.digests, model, a.in_codes);
+    const hb_digests digests = digests_of(a.digests, model, a.digest_kind);
     const int64_t row = row_bytes(a.kv);
-    const Isa* isa = coder(model, a.in_codes);
     auto build = [&](int64_t i) {
       const int64_t page = a.pages[i], tokens = a.tokens[i];
       if (page < 0 || tokens <= 0) return;
       check_id(page, a.kv.pages, "page");
       require(tokens <= a.kv.page_size, "a page to digest has 1 to page_size tokens");
-      if (a.in_codes) {
-        if (tokens == a.kv.page_size) hb::encode_page(model, digests, cache_of(a.kv), *isa, page);
+      if (a.digest_kind != MINMAX) {
+        if (tokens == a.kv.page_size) digest_page(model, a.kv, digests, page);
         return;
       }
       for (int64_t h = 0; h < a.kv.kv_heads; h++) {
         // Written at once, so that a page which is listed twice is right whoever builds it.
         char high[kMaxHeadDim * sizeof(float)], low[kMaxHeadDim * sizeof(float)];
-        const char* keys = keys_of(a.kv, page, h);
-        for (int64_t t = 0; t < tokens; t++)
-          hb::fold_key(model.type, keys + t * row, high, low, model.head_dim, t == 0);
+        fold_keys(model, keys_of(a.kv, page, h), row, tokens, high, low);
         char* to = digests.base + page * digests.page_stride + h * digests.head_stride;
         std::memcpy(to, high, row);
         std::memcpy(to + row, low, row);
@@ -154,18 +180,21 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
   return guarded([&] {
     const hb_page_scores_args& a = *args;
     // Scores by maxima and minima do not depend on the page's size.
-    const int32_t page_size = a.in_codes ? (int32_t)a.page_size : 16;
+    const int32_t page_size = a.digest_kind == CODES ? (int32_t)a.page_size : 16;
     const hb_model model{(int32_t)a.type, (int32_t)a.kv_heads, (int32_t)a.group, (int32_t)a.head_dim,
                          page_size,       (float)a.scale,      (float)a.bound};
     hb::check_model(model);
     require(a.aggregate >= hb::SUM && a.aggregate <= hb::SOFTMAX, "no such way to combine scores");
     const auto aggregate = (hb::Aggregate)a.aggregate;
     const hb::Kernels kernels = hb::kernels_of(model, (int)a.isa);
-    const hb_digests digests = digests_of(a.digests, model, a.in_codes);
+    const hb_digests digests = digests_of(a.digests, model, a.digest_kind);
     const int64_t heads = a.kv_heads * a.group, lists = a.per_head ? a.kv_heads : 1;
     const bool has_shares = aggregate == hb::SOFTMAX;
-    // Codes are scored by query head, whatever becomes of them.
-    const bool are_apart = has_shares || a.in_codes;
+    // Codes and bytes are scored by query head, whatever becomes of them.
+    const bool are_apart = has_shares || a.digest_kind != MINMAX;
+    const ByteKernels byte_kernels = hb::byte_kernels_for((int)a.isa);
+    hb_model one_head = model;
+    one_head.kv_heads = 1;
 
     struct Task {
       int64_t row, begin, end;
@@ -208,9 +237,15 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
       float* shares = apart + task.row * heads * a.columns;
       const char* q = a.q + task.row * heads * head;
       const auto page_of = [ids](int64_t column) { return ids[column]; };
-      if (a.in_codes) {
-        code_scorer.prepare(model, digests, kernels, hb::byte_kernels_for((int)a.isa), q, head, true);
+      if (a.digest_kind == CODES) {
+        code_scorer.prepare(model, digests, kernels, byte_kernels, q, head, true);
         code_scorer.estimate(page_of, -1, (int)task.begin, (int)task.end, shares, a.columns);
+      } else if (a.digest_kind == BYTES) {
+        for (int64_t h = 0; h < a.kv_heads; h++) {  // what each has of a page is a row of a store of one head
+          const hb_bytes mine{(uint8_t*)digests.base + h * digests.head_stride, digests.page_stride};
+          scorer.prepare_bytes(one_head, mine, kernels, byte_kernels, hb::SOFTMAX, q + h * a.group * head, head);
+          scorer.score(page_of, (int)task.begin, (int)task.end, shares + h * a.group * a.columns, a.columns);
+        }
       } else {
         scorer.prepare(model, digests, kernels, a.per_head, aggregate, q, head);
         scorer.score(page_of, (int)task.begin, (int)task.end, are_apart ? shares : out, a.columns);

@@ -72,11 +72,11 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         [],
         ["headinfer.resident_heads", "30:0", "layers 0..29"],
     ),
-    "byte digests where nothing selects by them": (
+    "byte digests that the native decoder cannot combine": (
         MODEL,
-        ["--set=tiers=separate", "--set=selection.digest=minmax_int8"],
+        ["--set=selection.digest=minmax_int8", "--set=selection.aggregate=max"],
         [],
-        ["selection.digest", "write auto or minmax"],
+        ["selection.digest", "not max with layer", "write auto or minmax"],
     ),
     "a page size unlike the engine's": (MODEL, [], ["--block-size", "64"], ["page_size: 16", "block size 64"]),
     "a memory size that the environment overrules": (

@@ -37,9 +37,9 @@ def told(found: Plan) -> str:
 def test_a_small_host_pool_is_named_with_the_numbers_and_the_fix() -> None:
     """100 GiB hold nine sequences, beside the server."""
     small = plan(ram=100 * GIB)
-    assert headline(small).startswith("scout: 295.2 tokens/s, 9 of 32 at once: 3.6 times stock, which holds 4.")
+    assert headline(small).startswith("scout: 303.9 tokens/s, 9 of 32 at once: 3.7 times stock, which holds 4.")
     assert told(small) == (
-        "Bounded by host memory: 100 GiB hold 9 sequences of 65,536 tokens, not 32 (device memory 39). To hold all: "
+        "Bounded by host memory: 100 GiB hold 9 sequences of 65,536 tokens, not 32 (device memory 45). To hold all: "
         "--ram 325GiB or --context 19k."
     )
     assert "All 32 fit" in told(plan(ram=325 * GIB)) or "Bounded by --batch" in told(plan(ram=325 * GIB))
@@ -55,18 +55,18 @@ def test_the_documentation_has_todays_answers() -> None:
 def test_a_small_device_is_named_and_what_the_engine_would_make_of_it() -> None:
     small = plan("l40s")
     assert told(small).startswith(
-        "Bounded by device memory: 41.39 GiB hold 10 sequences of 65,536 tokens, not 32 (host"
+        "Bounded by device memory: 41.39 GiB hold 12 sequences of 65,536 tokens, not 32 (host"
     )
-    assert "Plan --batch 10" in told(small)
-    assert "keep 0 of 2 exact layers whole, run 7 at once" in str(small.row("scout").otherwise)
-    assert plan("l40s", batch=10).row("scout").fits
+    assert "Plan --batch 12" in told(small)
+    assert "keep 0 of 2 exact layers whole, run 21 at once" in str(small.row("scout").otherwise)
+    assert plan("l40s", batch=12).row("scout").fits
 
 
 def test_else_the_batch_is_the_bound() -> None:
     assert told(plan()) == (
-        "Bounded by --batch (--max-num-seqs) 32. There is room for more: device memory 39, host memory 50."
+        "Bounded by --batch (--max-num-seqs) 32. There is room for more: device memory 45, host memory 50."
     )
-    assert told(plan(batch=39)) == "All 39 fit, and no more: device memory 39, host memory 50."
+    assert told(plan(batch=45)) == "All 45 fit, and no more: device memory 45, host memory 50."
 
 
 def test_without_a_machine_there_are_no_times_and_the_configured_method_answers() -> None:
@@ -90,7 +90,7 @@ def test_a_method_that_is_faster_is_named() -> None:
         )
     )  # fmt: skip
     assert headline(slow).startswith("scout")
-    assert headline(configured).startswith("dense") and "Faster: scout, 661.4." in headline(configured)
+    assert headline(configured).startswith("dense") and "Faster: scout, 706.5." in headline(configured)
 
 
 @pytest.mark.parametrize(

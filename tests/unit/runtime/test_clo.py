@@ -286,7 +286,6 @@ def test_what_cannot_be_served_is_refused_in_one_line(tmp_path: Path) -> None:
         ({"clo": {"persistent": ["3:0"]}}, "clo.persistent: 3:0 is no layer:head of the model"),
         ({"clo": {"persistent": ["1:1"], "persistent_size": "1KiB"}}, "more than clo.persistent_size 1KiB"),
         ({"frames_per_request": 3}, "frames_per_request: 3 is less than the budget of 4 pages"),
-        ({"selection": {"digest": "minmax_int8"}}, "selection.digest"),
         ({"clo": {"heads": str(tmp_path / "nothing.json")}}, "nothing.json"),
     ):
         with pytest.raises(ConfigError) as error:

@@ -87,15 +87,16 @@ def test_removing_the_cpu_partials_changes_the_output() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("digest", ["minmax", "minmax_int8"])
 @pytest.mark.parametrize("granularity", ["layer", "kv_head"])
-def test_both_tier_modes_attend_the_same(granularity: str) -> None:
+def test_both_tier_modes_attend_the_same(granularity: str, digest: str) -> None:
     """With the true query in the CPU's partial, what is resident decides who computes, and nothing else."""
     outputs = []
     for tiers in ("separate", "unified"):
         engine = Engine(
             config(
                 tiers=tiers,
-                selection={"granularity": granularity},
+                selection={"granularity": granularity, "digest": digest},
                 lookahead={"enabled": True, "partial_query": "real"},
                 recall={"intervals": 3},
             ),
@@ -114,7 +115,7 @@ def test_both_tier_modes_attend_the_same(granularity: str) -> None:
 
 def test_a_sparse_step_attends_exactly_the_selected_pages() -> None:
     """With a perfect prediction the output is the oracle's attention over the pages that Quest selects."""
-    quest = {"granularity": "layer", "aggregate": "sum", "bound": 1}
+    quest = {"granularity": "layer", "aggregate": "sum", "bound": 1, "digest": "minmax"}
     cfg = config(tiers="separate", recall={"intervals": 2}, selection=quest)
     engine = Engine(cfg, spec(layers=2))
     long_context(engine)

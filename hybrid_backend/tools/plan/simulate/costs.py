@@ -9,6 +9,7 @@ from functools import cached_property
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import Hardware
 from hybrid_backend.hardware.times import LayerTimes
+from hybrid_backend.kernels import byte_digests
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.simulate.overheads import SELECTING, Overheads
@@ -64,9 +65,11 @@ class Costs:
 
     @cached_property
     def digest_bytes(self) -> float:
-        """Minimum and maximum of K of every page of every row, in the cache's type."""
-        pages = -(-self.context // self.config.page_size)
-        return float(pages * self.shape.token_bytes * self.rows)
+        """Of every page of every row, as a separate device tier has them."""
+        pages, kind = -(-self.context // self.config.page_size), self.config.selection.digest
+        in_bytes = self.shape.kv_heads * byte_digests.row(self.shape.head_dim)
+        # Codes take what maxima and minima take in bf16.
+        return float(pages * self.rows * (in_bytes if kind in ("auto", "minmax_int8") else self.shape.token_bytes))
 
     @cached_property
     def digest_bytes_in_place(self) -> float:
