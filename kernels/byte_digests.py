@@ -38,4 +38,4 @@ def decode(rows: Tensor) -> Tensor:
     """What ``rows`` stand for: ``[..., 2, head_dim]`` fp32."""
     values = rows[..., :-TAIL].unflatten(-1, (2, -1)).float() - 128
     scales = rows[..., -TAIL : -TAIL // 2].contiguous().view(torch.float32)
-    return values * scales[..., None]
+    return torch.mul(values, scales[..., None])
