@@ -76,15 +76,20 @@ def replay_as_a_graph(made: Engine, capture: Callable[[], AbstractContextManager
     [
         {"lookahead": {"partial_query": "predicted"}},
         {"lookahead": {"partial_query": "real"}},
-        {"selection": {"granularity": "kv_head"}},
+        {"selection": {"granularity": "kv_head", "digest": "minmax"}},
         {"method": "infinigen"},
+        {"selection": {"digest": "minmax_int8"}},
+        {"selection": {"digest": "minmax_int8", "granularity": "kv_head", "aggregate": "max"}},
     ],
-    ids=["predicted", "real", "per-head", "infinigen"],
+    ids=["predicted", "real", "per-head", "infinigen", "bytes", "bytes, per-head"],
 )
 def test_a_step_is_the_same_whoever_runs_its_operations(keys: dict[str, object]) -> None:
     """Two requests of unlike length grow out of their frames, one is aborted and another admitted; pages are recalled.
-    After every step the outputs are alike and the maps of the three are equal, every frame of every layer."""
-    made = {kernels: engine(kernels, **keys) for kernels in ("torch", "native", "triton")}
+    After every step the outputs are alike and the maps of the three are equal, every frame of every layer. With digests
+    in bytes of two: the native kernels round queries, too, and may choose another page."""
+    keys = {"selection": {"digest": "minmax"}} | keys
+    in_bytes = keys["selection"].get("digest") == "minmax_int8"  # type: ignore[attr-defined]
+    made = {kernels: engine(kernels, **keys) for kernels in ("torch", "native", "triton")[:: 2 if in_bytes else 1]}
     try:
         for each in made.values():
             each.add("a", 6 * PAGE - 1)

@@ -27,7 +27,7 @@ from tests.support.harness import PAGE, Engine, config, resident, spec
 FRAMES, LAYERS, EXACT, STEPS, CHUNK, REST = 6, 3, 0, 8, 40, 0.002
 BASE: dict[str, object] = {
     "frames_per_request": FRAMES, "exact_layers": [EXACT], "recall": {"intervals": 2},
-    "metrics": {"sample_interval": 1},
+    "metrics": {"sample_interval": 1}, "selection": {"digest": "minmax"},
     "whole_layers": [],  # on every path the exact layer has frames (test_simulated_gpu.py counts whole ones)
 }  # fmt: skip
 TORCH = {"workers": {"threads": 2, "deadline_seconds": 20, "kernel": "torch"}}
@@ -40,7 +40,7 @@ PATHS: dict[str, dict[str, object]] = {
 }
 MORE: dict[str, dict[str, object]] = {
     "as is": {},
-    "per head": {"selection": {"granularity": "kv_head"}},
+    "per head": {"selection": {"granularity": "kv_head", "digest": "minmax"}},
     "infinigen": {"method": "infinigen"},
 }
 CASES = [(path, ahead, "as is") for path in PATHS for ahead in (True, False)]
