@@ -6,12 +6,16 @@ where the CPU starts a layer ahead. The figures that were measured are printed a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
 
 from bench.fidelity import FIDELITY_FLAGS, PAIR, answers_in_a_row, compare, follow, lookups
+from hybrid_backend.cli import app
 from hybrid_backend.config import find_config, load_config
 from tests.engines.answers import Distributions, StockAnswers
 from tests.engines.server import MODEL, Server, hybrid_server
@@ -133,3 +137,54 @@ def test_the_cpu_starts_a_layer_ahead_where_the_query_is_predicted(decoded: Deco
         assert decoded.lead > 0.5
     else:
         assert decoded.lead < 0.2
+
+
+def test_sessions_of_agents_find_their_prefixes_and_leave_pages_out(sparse: Server, tmp_path: Path) -> None:
+    """`hybrid bench agents`: three sessions over one system prompt grow beyond their frames, turn by turn."""
+
+    def totals() -> tuple[float, ...]:
+        names = ("vllm:prefix_cache_hits_total", "hybrid_cpu_tokens_total", "vllm:request_success_total")
+        return tuple(sparse.total(name) for name in names)
+
+    before = totals()
+    asked = ["--agents=3", "--turns=3", "--system=900", "--tool=250", "--answer=16", "--think=0.2", "--repeats=1"]
+    written = tmp_path / "agents.json"
+    result = CliRunner().invoke(app, ["bench", "agents", f"sparse={sparse.url}", *asked, f"--out={written}"])
+    assert result.exit_code == 0, result.output
+    print(result.output)
+    hits, by_cpu, requests = (after - first for after, first in zip(totals(), before, strict=True))
+    (row,) = json.loads(written.read_text())["endpoints"]
+    assert (row["turns"], row["failed"], requests) == (9, 0, 10)  # one to warm up
+    assert row["prompt_tokens_most"] > KEYS["budget_tokens"] + 300 and by_cpu > 0, "nothing was left out"
+    answers = [a for run in json.loads(written.read_text())["runs"] for a in run["answers"]]
+    prompts = [a["prompt_tokens"] for a in answers if a["turn"] < 2]
+    assert hits >= 0.95 * sum(prompts), "what the turn before computed is not computed again"
+
+
+def test_answers_keep_to_a_schema_and_name_the_tool_beyond_the_frames(sparse: Server) -> None:
+    """Structured output and calls of tools, over a prompt of which pages are left out."""
+    schema = {
+        "type": "object",
+        "properties": {"animal": {"enum": ["lion", "otter"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["animal", "legs"],
+        "additionalProperties": False,
+    }
+    by_cpu = sparse.total("hybrid_cpu_tokens_total")
+    asked = [{"role": "user", "content": LOOKUPS[0].prompt[:12000] + "\nName an animal and how many legs it has."}]
+    client = sparse.client()
+    structured = client.chat.completions.create(
+        model=sparse.model, messages=asked, max_tokens=60, temperature=0,  # type: ignore[arg-type]
+        response_format={"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}},  # type: ignore[arg-type]
+    )  # fmt: skip
+    found = json.loads(structured.choices[0].message.content or "")
+    assert found["animal"] in ("lion", "otter") and 0 <= found["legs"] <= 9 and len(found) == 2
+    tool = {"type": "function", "function": {"name": "count_legs", "description": "", "parameters": schema}}
+    called = client.chat.completions.create(
+        model=sparse.model, messages=asked, max_tokens=60, temperature=0, tools=[tool],  # type: ignore[arg-type,list-item]
+        tool_choice={"type": "function", "function": {"name": "count_legs"}},
+    )  # fmt: skip
+    assert structured.usage is not None and structured.usage.prompt_tokens > KEYS["budget_tokens"] + 300
+    (call,) = called.choices[0].message.tool_calls or ()
+    assert call.type == "function" and call.function.name == "count_legs"
+    assert set(json.loads(call.function.arguments)) == {"animal", "legs"}
+    assert sparse.total("hybrid_cpu_tokens_total") > by_cpu

@@ -1,0 +1,164 @@
+"""Sessions replayed against one server's OpenAI-compatible API; what each turn took."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ConfigDict
+
+from hybrid_backend.errors import HybridError
+from hybrid_backend.tools.bench.agents import Session
+
+
+class BenchError(HybridError):
+    """A server that cannot be measured."""
+
+
+class Endpoint(BaseModel):
+    model_config = ConfigDict(frozen=True)
+    name: str
+    url: str  # without /v1
+    model: str
+
+
+class Answer(BaseModel):
+    """Of one turn; times in seconds. ``cached`` is None where the server does not tell; ``error``: else empty."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    session: int
+    turn: int
+    ttft: float = 0.0
+    tpot: float = 0.0  # of the tokens after the first
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    answer_tokens: int = 0
+    error: str = ""
+
+
+class Replay(BaseModel):
+    """One run against one server."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    endpoint: str
+    repeat: int
+    seconds: float
+    answers: tuple[Answer, ...]
+
+
+def find_endpoint(named: str, model: str | None, deadline: float) -> Endpoint:
+    """From NAME=URL; without ``model`` the first that the server lists.
+
+    Raises:
+        BenchError: not of that form; nothing answers there in ``deadline`` seconds; it lists no model.
+    """
+    name, _, url = named.partition("=")
+    base = url.rstrip("/").removesuffix("/v1")
+    if not name or not base.startswith(("http://", "https://")):
+        raise BenchError(f"{named}: write NAME=URL, as hybrid=http://localhost:8000")
+    try:
+        answer = httpx.get(f"{base}/v1/models", headers=_headers(), timeout=deadline)
+        answer.raise_for_status()
+        served = [str(entry["id"]) for entry in answer.json()["data"]]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{name}: {base}/v1/models does not list models: {error or type(error).__name__}") from None
+    if not served or (model is not None and model not in served):
+        raise BenchError(f"{name}: {base} serves {', '.join(served) or 'nothing'}, not {model or 'a model'}")
+    return Endpoint(name=name, url=base, model=model or served[0])
+
+
+def replay(endpoint: Endpoint, sessions: Sequence[Session], answer: int, repeat: int, deadline: float) -> Replay:
+    """All sessions at once.
+
+    Args:
+        answer: tokens of every answer.
+        deadline: seconds that a server may be silent.
+
+    Raises:
+        BenchError: answers are not as long as asked for, so that servers cannot be compared.
+    """
+    began = time.perf_counter()
+    answers = asyncio.run(_replay(endpoint, sessions, answer, deadline))
+    took = time.perf_counter() - began
+    for one in answers:
+        if not one.error and one.answer_tokens != answer:
+            raise BenchError(
+                f"{endpoint.name}: an answer has {one.answer_tokens} tokens, not {answer}: the server does not heed "
+                "ignore_eos, and cannot be compared"
+            )
+    return Replay(endpoint=endpoint.name, repeat=repeat, seconds=took, answers=tuple(answers))
+
+
+async def _replay(endpoint: Endpoint, sessions: Sequence[Session], answer: int, deadline: float) -> list[Answer]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=endpoint.url, headers=_headers(), timeout=deadline, limits=limits) as client:
+        found = await asyncio.gather(
+            *(_session(client, endpoint.model, number, session, answer) for number, session in enumerate(sessions))
+        )
+    return [one for mine in found for one in mine]
+
+
+async def _session(client: httpx.AsyncClient, model: str, number: int, session: Session, answer: int) -> list[Answer]:
+    """Ends with the first turn that fails: the next ones need its answer."""
+    messages, found = [{"role": "system", "content": session.system}], list[Answer]()
+    for index, turn in enumerate(session.turns):
+        await asyncio.sleep(turn.wait)
+        messages.append({"role": "user", "content": turn.said})
+        try:
+            text, numbers = await _ask(client, model, messages, answer)
+        except (httpx.HTTPError, ValueError) as error:
+            found.append(Answer(session=number, turn=index, error=str(error) or type(error).__name__))
+            break
+        found.append(Answer(session=number, turn=index, **numbers))
+        messages.append({"role": "assistant", "content": text})
+    return found
+
+
+async def _ask(
+    client: httpx.AsyncClient, model: str, messages: Sequence[Mapping[str, str]], answer: int
+) -> tuple[str, dict[str, Any]]:
+    """The answer's text, and what an `Answer` says of it."""
+    body = {
+        "model": model, "messages": messages, "max_tokens": answer, "ignore_eos": True, "temperature": 0.0,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    parts, usage = list[str](), None
+    began = time.perf_counter()
+    first = last = 0.0
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.is_error:
+            raise ValueError(f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:300]}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data:") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix("data:"))
+            if "error" in chunk:
+                raise ValueError(str(chunk["error"]))
+            usage = chunk.get("usage") or usage
+            for choice in chunk.get("choices") or ():
+                delta = choice.get("delta") or {}
+                said = delta.get("content") or delta.get("reasoning_content") or ""
+                if said:
+                    last = time.perf_counter()
+                    first = first or last
+                    parts.append(said)
+    if not usage or not parts:
+        raise ValueError("the stream ended without " + ("text" if usage else "the number of its tokens"))
+    tokens = int(usage["completion_tokens"])
+    details = usage.get("prompt_tokens_details") or {}
+    return "".join(parts), {
+        "ttft": first - began, "tpot": (last - first) / max(1, tokens - 1), "seconds": last - began,
+        "prompt_tokens": int(usage["prompt_tokens"]), "cached_tokens": details.get("cached_tokens"),
+        "answer_tokens": tokens,
+    }  # fmt: skip
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get("OPENAI_API_KEY")  # as the engines' own clients have it
+    return {"Authorization": f"Bearer {key}"} if key else {}
