@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -56,6 +58,17 @@ class Layer(_Part):
     mass_recall: float | None
 
 
+Level = Literal["good", "fair", "bad", "unknown"]
+
+
+class Answer(_Part):
+    """One line at the top of the page."""
+
+    question: str
+    text: str
+    level: Level
+
+
 class Status(_Part):
     """Everything that the page shows. ``columns`` are those after the ``after`` of the request, oldest first."""
 
@@ -81,5 +94,7 @@ class Status(_Part):
     digest_bytes: float | None
     frame_bytes: float | None
     context_cache_bytes: float | None
+    glance: tuple[Answer, ...]
+    """What the numbers mean together; empty before the first reading."""
     layers: tuple[Layer, ...]
     columns: tuple[Column, ...]

@@ -37,7 +37,13 @@ _SUMMED = (
     "hybrid_context_cache_bytes",
     "hybrid_copied_bytes",
 )
-_SAME_ON_EVERY_RANK = ("hybrid_resident_requests", "hybrid_host_pool_pages")
+_SAME_ON_EVERY_RANK = (
+    "hybrid_resident_requests",
+    "hybrid_host_pool_pages",
+    "hybrid_quality_min_mass",
+    "hybrid_quality_mass",
+    "hybrid_quality_budget_tokens",
+)
 _WANTED = (
     *(name for names in (RUNNING, WAITING, POOL_FILL, GENERATED, PROMPTED, PREEMPTED) for name in names),
     *_COUNTS, *_SECONDS, *_SAMPLED, *_SUMMED, *_SAME_ON_EVERY_RANK,

@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 
 from hybrid_backend import __version__
 from hybrid_backend.errors import EngineError
+from hybrid_backend.tools.status.glance import glance
 from hybrid_backend.tools.status.history import History
 from hybrid_backend.tools.status.model import Status
 from hybrid_backend.tools.status.reading import Reading, read
@@ -79,6 +80,7 @@ class Sampler:
             digest_bytes=gauge("hybrid_digest_bytes"),
             frame_bytes=gauge("hybrid_frame_bytes"),
             context_cache_bytes=gauge("hybrid_context_cache_bytes"),
+            glance=glance(last, self._history.columns, self._history.layers) if self._history.columns else (),
             layers=self._history.layers,
             columns=tuple(column for column in self._history.columns if column.time > after),
         )

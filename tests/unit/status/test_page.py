@@ -52,9 +52,17 @@ def text_of(markup: str) -> str:
 def test_the_page_shows_the_numbers_of_its_json(page: str, tmp_path: Path) -> None:
     dom, console = browse(page, tmp_path, "--dump-dom")
     assert not console, console
-    tiles = text_of(dom[dom.index('id="tiles"') : dom.index("</dl>")])
+    tiles = text_of(dom[dom.index('id="tiles"') : dom.index("</dl>", dom.index('id="tiles"'))])
     for shown in ("Running 12 requests", "Waiting 4 requests", "Decode 50 tokens/s", "62.5 % 625 of 1,000 pages"):
         assert shown in tiles, tiles
+    glance = text_of(dom[dom.index('id="glance"') : dom.index("</dl>")])
+    for shown in (
+        "Is it faithful? Not measured",
+        "Is it fast? Good. 50.0 tokens/s, 240 ms per token of each of 12 req",
+    ):
+        assert shown in glance, glance
+    assert "Fair. The batch: 4 requests wait, the host pool is 62% full." in glance
+    assert "What to change Batch: a larger --max-num-seqs." in glance
     body = re.findall(r"<tr>(.*?)</tr>", dom[dom.index("<tbody>") :], re.S)
     assert len(body) == LAYERS
     cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in body]

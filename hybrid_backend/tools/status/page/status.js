@@ -66,6 +66,17 @@
     ];
   }
 
+  const LEVELS = { good: "Good.", fair: "Fair.", bad: "Bad." };
+
+  function drawGlance(status) {
+    $("glance").replaceChildren(
+      ...status.glance.flatMap(({ question, text, level }) => {
+        const said = LEVELS[level] ? [element("b", {}, LEVELS[level]), text] : [text];
+        return [element("dt", {}, question), element("dd", { class: level }, ...said)];
+      }),
+    );
+  }
+
   function drawTiles(status, latest) {
     const list = $("tiles");
     const entries = tiles(status, latest);
@@ -312,6 +323,7 @@
     const engine = { vllm: "vLLM", sglang: "SGLang" }[status.engine] || "no engine yet";
     $("about").textContent = `${status.model || "model unknown"} on ${engine}, hybrid_backend ${status.version}`;
     $("fresh").textContent = latest ? `Read ${clock(latest.time)} from ${status.source}` : "The first interval is being measured…";
+    drawGlance(status);
     drawTiles(status, latest);
     maps.forEach((paint) => paint());
     courses.forEach((paint) => paint());

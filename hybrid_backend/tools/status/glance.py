@@ -1,0 +1,103 @@
+"""The answers at the top of the page: is it faithful, is it fast, what holds it back, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hybrid_backend.tools.status.history import WINDOW
+from hybrid_backend.tools.status.model import Answer, Column, Layer, Level
+from hybrid_backend.tools.status.reading import Reading
+
+KEPT_WELL, KEPT = 0.95, 0.9
+"""Of the attention mass: above the first the answer is good, below the second bad, where nothing is promised."""
+WAITS = 0.1
+"""Share of the time that the device tier waits for CPU workers, above which it is said to be held back by them."""
+FULL = 0.9
+"""Of the host pool."""
+
+
+def glance(last: Reading, columns: Sequence[Column], layers: Sequence[Layer]) -> tuple[Answer, ...]:
+    """In the order in which a user asks. The last one is there only where something should be changed."""
+    recent = [column for column in columns if columns[-1].time - column.time < WINDOW]
+    faithful, more_budget = _faithful(last, layers)
+    limit, change = _limit(last, recent, layers)
+    answers = [faithful, _fast(last, recent), limit]
+    changes = [text for text in (more_budget, change) if text]
+    if changes:
+        answers.append(Answer(question="What to change", text=" ".join(changes), level="unknown"))
+    return tuple(answers)
+
+
+def _faithful(last: Reading, layers: Sequence[Layer]) -> tuple[Answer, str]:
+    """And what to do about it, perhaps."""
+
+    def answer(text: str, level: Level) -> Answer:
+        return Answer(question="Is it faithful?", text=text, level=level)
+
+    promised, kept = last.gauges.get("hybrid_quality_min_mass"), last.gauges.get("hybrid_quality_mass")
+    budget = last.gauges.get("hybrid_quality_budget_tokens")
+    if promised and kept is not None:
+        at = f" at {budget:,.0f} tokens of budget" if budget else ""
+        text = f"{kept:.1%} of the attention mass is kept{at}; promised: {promised:.1%}."
+        return answer(text, "good" if kept >= promised else "bad"), ""
+    masses = {layer.layer: layer.mass_recall for layer in layers if layer.mass_recall is not None}
+    if not masses:
+        return answer(
+            "Not measured: no layer was sampled while it left pages out (metrics.sample_interval says how often).",
+            "unknown",
+        ), ""
+    mean, worst = sum(masses.values()) / len(masses), min(masses, key=lambda layer: masses[layer])
+    text = f"{mean:.1%} of the attention mass is kept in sampled layers, {masses[worst]:.1%} in the worst ({worst})."
+    if mean >= KEPT_WELL:
+        return answer(text, "good"), ""
+    return (
+        answer(text, "fair" if mean >= KEPT else "bad"),
+        "Faithful: a larger budget_tokens, or quality.min_mass, by which the server finds it.",
+    )
+
+
+def _fast(last: Reading, recent: Sequence[Column]) -> Answer:
+    rate, running = _mean(recent, lambda column: column.generated_per_second), last.running
+    question = "Is it fast?"
+    if rate is None:
+        return Answer(question=question, text="Not measured yet.", level="unknown")
+    if not rate:
+        prompts = _mean(recent, lambda column: column.prompt_per_second) or 0
+        text = f"It reads prompts, {prompts:,.0f} tokens/s." if prompts else "It is idle."
+        return Answer(question=question, text=text, level="unknown")
+    each = f", {1000 * running / rate:,.0f} ms per token of each of {running:,.0f} requests" if running else ""
+    waits = _mean(recent, lambda column: column.wait_share) or 0
+    return Answer(
+        question=question,
+        text=f"{rate:,.1f} tokens/s{each}; the device tier waits {waits:.1%} of the time.",
+        level="good" if waits <= WAITS else "fair",
+    )
+
+
+def _limit(last: Reading, recent: Sequence[Column], layers: Sequence[Layer]) -> tuple[Answer, str]:
+    """And what would move it."""
+    waits, fill = _mean(recent, lambda column: column.wait_share) or 0, last.pool_fill or 0
+    ratios = [layer.cpu_ratio for layer in layers if layer.cpu_ratio is not None]
+    share = sum(ratios) / len(ratios) if ratios else 0
+    question = "What holds it back?"
+    if last.waiting and fill >= FULL:
+        text = f"Host memory: {last.waiting:,.0f} requests wait, the host pool is {fill:.0%} full."
+        change = "Memory: a larger host_pool.size, or a smaller --max-model-len."
+    elif waits > WAITS:
+        text = f"The CPU: the device tier waits {waits:.0%} of the time; {share:.0%} of the tokens are attended there."
+        change = (
+            "CPU: more frames_per_request, shorter recall.intervals, a smaller budget_tokens, more workers.threads."
+        )
+    elif last.waiting:
+        text = f"The batch: {last.waiting:,.0f} requests wait, the host pool is {fill:.0%} full."
+        change = "Batch: a larger --max-num-seqs."
+    else:
+        return Answer(question=question, text="Nothing that is measured here: no request waits.", level="good"), ""
+    return Answer(question=question, text=text, level="fair"), change
+
+
+def _mean(columns: Sequence[Column], of: Callable[[Column], float | None]) -> float | None:
+    """Over time."""
+    found = [(value, column.seconds) for column in columns if (value := of(column)) is not None]
+    seconds = sum(length for _, length in found)
+    return sum(value * length for value, length in found) / seconds if seconds else None
