@@ -19,7 +19,7 @@ from hybrid_backend.cli import app
 from hybrid_backend.config import find_config, load_config
 from tests.engines.answers import Distributions, StockAnswers
 from tests.engines.server import MODEL, Server, hybrid_server
-from tests.engines.texts import tokens_of_prose
+from tests.engines.texts import english, tokens_of_prose
 
 pytestmark = pytest.mark.engine
 
@@ -31,6 +31,8 @@ EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
 LAYERS = 30
 SPARSE_LAYERS = set(range(LAYERS)) - EXACT_LAYERS
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "4", "--enforce-eager", *FIDELITY_FLAGS)
+NO_SPACES = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
+"""A small model that may write spaces between the parts of JSON writes nothing else."""
 KEYS = {"tiers": "separate", "budget_tokens": 1024, "host_pool.size": "1GiB", "metrics.sample_interval": 8}
 STEPS = 96
 
@@ -52,7 +54,7 @@ def query(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def sparse(query: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = {**KEYS, "lookahead.partial_query": query}
-    with hybrid_server(tmp_path_factory.mktemp("sparse"), keys, FLAGS) as server:
+    with hybrid_server(tmp_path_factory.mktemp("sparse"), keys, [*FLAGS, *NO_SPACES]) as server:
         yield server
 
 
@@ -161,8 +163,8 @@ def test_sessions_of_agents_find_their_prefixes_and_leave_pages_out(sparse: Serv
     assert hits >= 0.95 * sum(prompts), "what the turn before computed is not computed again"
 
 
-def test_answers_keep_to_a_schema_and_name_the_tool_beyond_the_frames(sparse: Server) -> None:
-    """Structured output and calls of tools, over a prompt of which pages are left out."""
+def test_answers_keep_to_a_schema_where_pages_are_left_out(sparse: Server) -> None:
+    """Structured output over a prompt that outgrows its frames."""
     schema = {
         "type": "object",
         "properties": {"animal": {"enum": ["lion", "otter"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -170,7 +172,7 @@ def test_answers_keep_to_a_schema_and_name_the_tool_beyond_the_frames(sparse: Se
         "additionalProperties": False,
     }
     by_cpu = sparse.total("hybrid_cpu_tokens_total")
-    asked = [{"role": "user", "content": LOOKUPS[0].prompt[:12000] + "\nName an animal and how many legs it has."}]
+    asked = [{"role": "user", "content": english(2000) + "\nName an animal and how many legs it has."}]
     client = sparse.client()
     structured = client.chat.completions.create(
         model=sparse.model, messages=asked, max_tokens=60, temperature=0,  # type: ignore[arg-type]
@@ -178,13 +180,5 @@ def test_answers_keep_to_a_schema_and_name_the_tool_beyond_the_frames(sparse: Se
     )  # fmt: skip
     found = json.loads(structured.choices[0].message.content or "")
     assert found["animal"] in ("lion", "otter") and 0 <= found["legs"] <= 9 and len(found) == 2
-    tool = {"type": "function", "function": {"name": "count_legs", "description": "", "parameters": schema}}
-    called = client.chat.completions.create(
-        model=sparse.model, messages=asked, max_tokens=60, temperature=0, tools=[tool],  # type: ignore[arg-type,list-item]
-        tool_choice={"type": "function", "function": {"name": "count_legs"}},
-    )  # fmt: skip
     assert structured.usage is not None and structured.usage.prompt_tokens > KEYS["budget_tokens"] + 300
-    (call,) = called.choices[0].message.tool_calls or ()
-    assert call.type == "function" and call.function.name == "count_legs"
-    assert set(json.loads(call.function.arguments)) == {"animal", "legs"}
     assert sparse.total("hybrid_cpu_tokens_total") > by_cpu
