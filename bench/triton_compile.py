@@ -80,7 +80,7 @@ def compile_all(arch: int) -> list[dict[str, Any]]:
             report = {"kernel": self.fn.__name__.strip("_"), "shape": str(shape), "hash": kernel.hash}
             resources = _resources(kernel)
             programs = resident_programs(resources["registers"], resources["shared"], int(kernel.metadata.num_warps))
-            each = _bytes_under_way(report["kernel"], shape, resources["shared"], args)
+            each = _bytes_under_way(report["kernel"], resources["shared"], args)
             more = {"programs": programs, "under_way": programs * each}
             found.append({**report, **resources, **more, "seconds": round(time.perf_counter() - began, 2)})
         return kernel
@@ -248,15 +248,13 @@ def resident_programs(registers: int, shared: int, warps: int) -> int:
     return min(32, 64 // warps, 65536 // (of_a_warp * warps), (228 << 10) // (shared + 1024))
 
 
-def _bytes_under_way(kernel: str, shape: tuple[Any, ...], shared: int, args: tuple[Any, ...]) -> int:
+def _bytes_under_way(kernel: str, shared: int, args: tuple[Any, ...]) -> int:
     """That a program has asked memory for at once. ``partial``: the tiles of K and V that are on their way to shared
     memory, which holds nothing else; ``score``: both halves of a tile's digests; ``copy``: a block."""
-    if not shape:
-        return 0
     if kernel == "partial_kernel":
         return shared
     if kernel == "score_kernel":
-        return 2 * 64 * int(shape[2]) * int(args[1].element_size())
+        return 2 * 64 * int(args[0].shape[-1]) * int(args[1].element_size())
     return residency.COPY_BLOCK * int(args[0].element_size()) if kernel == "copy_kernel" else 0
 
 

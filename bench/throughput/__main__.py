@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import yaml
 from rich.console import Console
@@ -22,6 +20,7 @@ from bench.throughput.client import CLIENTS, Endpoint, installed_client, run_cli
 from bench.throughput.point import Workload
 from bench.throughput.report import plot, table
 from bench.throughput.sweep import sweep
+from hybrid_backend.tools.bench.client import served_models
 
 OUT = Path(__file__).parents[1] / "out"
 
@@ -73,12 +72,7 @@ def given(items: Sequence[str], model: str, tokenizer: str) -> list[Endpoint]:
     found = []
     for name, _, url in (item.partition("=") for item in items):
         base = url.rstrip("/").removesuffix("/v1")
-        served = model
-        if not served:
-            key = os.environ.get("OPENAI_API_KEY")  # the engines' clients read the same
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            with urlopen(Request(f"{base}/v1/models", headers=headers), timeout=30) as answer:
-                served = json.load(answer)["data"][0]["id"]
+        served = model or served_models(name, base, 30)[0]
         found.append(Endpoint(name, base, served, tokenizer or served))
     return found
 

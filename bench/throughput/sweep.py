@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.throughput.client import Endpoint
 from bench.throughput.point import Point, Workload, point_from
+from hybrid_backend.tools.bench.client import in_turn
 
 Run = Callable[[Endpoint, Workload, float, int], Mapping[str, Any]]
 WARM_UP = 3  # prompts
@@ -15,15 +16,11 @@ WARM_UP = 3  # prompts
 def turns(
     endpoints: Sequence[Endpoint], rates: Sequence[float], repeats: int, seed: int
 ) -> Iterator[tuple[int, float, int, Endpoint]]:
-    """``(repeat, rate, seed, endpoint)``: endpoints share a seed, thus prompts and arrivals; no other turn has it.
-
-    Who comes first changes from turn to turn, so that a machine that slows down slows all.
-    """
+    """``(repeat, rate, seed, endpoint)``: endpoints share a seed, thus prompts and arrivals; no other turn has it."""
     for repeat in range(repeats):
         for index, rate in enumerate(rates):
             turn = repeat * len(rates) + index
-            first = turn % len(endpoints)
-            for endpoint in [*endpoints[first:], *endpoints[:first]]:
+            for endpoint in in_turn(endpoints, turn):
                 yield repeat, rate, seed + 1 + turn, endpoint
 
 

@@ -6,10 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.operations import digest_kind
 from hybrid_backend.kernels.triton import codes
-from hybrid_backend.kernels.triton.common import COPY_PROGRAMS
+from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, byte_tail, inverse, rounded
 
 _TILE = 16  # tokens of a head that a program stores at a time: K and V of 128 channels in 16 bits are 8 KiB
 
@@ -32,10 +31,7 @@ def _store_digest(digests, item, high, low, d, DIM: tl.constexpr, TAIL: tl.const
 def _store_bytes(to, scale_at, values, d, DIM: tl.constexpr):
     values = tl.where((d < DIM) & (tl.abs(values) < float("inf")), values, 0.0)
     scale = tl.max(tl.abs(values), 0) / 127
-    inverse = tl.where(scale > 1e-37, 1.0 / tl.where(scale > 1e-37, scale, 1.0), 0.0)
-    # To the nearest whole number, of ties to the even one: beyond 2^23 fp32 has no others.
-    rounded = (values * inverse + 12582912.0) - 12582912.0
-    tl.store(to + d, (rounded + 128).to(tl.uint8), mask=d < DIM)
+    tl.store(to + d, (rounded(values * inverse(scale)) + 128).to(tl.uint8), mask=d < DIM)
     tl.store(scale_at.to(tl.pointer_type(tl.float32)), scale)
 
 
@@ -102,15 +98,10 @@ def append_tokens(
             k, v, host, frames, digests if coded is None else None, pages, positions, requests, frame_of,
             0 if frame_of is None else frame_of.shape[1], k.stride(0), v.stride(0),
             kv_heads, page_size, dim, triton.next_power_of_2(dim), frames is not None,
-            digests is not None and coded is None, _tail(digests, dim), triton.next_power_of_2(page_size),
+            digests is not None and coded is None, byte_tail(digests, dim), triton.next_power_of_2(page_size),
         )  # fmt: skip
     if coded is not None:
         codes.encode(host[:, :, 0], coded, pages, positions, appended=True)
-
-
-def _tail(digests: Tensor | None, dim: int) -> int:
-    """That `_store_digest` goes by."""
-    return byte_digests.TAIL if digests is not None and digest_kind(digests, dim) == "bytes" else 0
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -166,7 +157,7 @@ def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_s
     elif len(pages):
         _extend_kernel[(len(pages), kv_heads)](
             k, digests, pages, k.stride(0), tokens, first,
-            kv_heads, page_size, dim, _tail(digests, dim), triton.next_power_of_2(page_size),
+            kv_heads, page_size, dim, byte_tail(digests, dim), triton.next_power_of_2(page_size),
             triton.next_power_of_2(dim),
         )  # fmt: skip
 
@@ -194,6 +185,6 @@ def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) ->
     elif len(pages):
         _build_kernel[(len(pages), kv_heads)](
             kv, digests, pages, tokens,
-            kv_heads, page_size, dim, _tail(digests, dim), triton.next_power_of_2(page_size),
+            kv_heads, page_size, dim, byte_tail(digests, dim), triton.next_power_of_2(page_size),
             triton.next_power_of_2(dim),
         )  # fmt: skip

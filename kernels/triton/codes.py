@@ -8,18 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels import codes
-from hybrid_backend.kernels.triton.common import group_block
-
-
-@triton.jit
-def _rounded(x):
-    """To the nearest whole number, of ties to the even one: beyond 2^23 fp32 has no others."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def _inverse(x):
-    return tl.where(x > 1e-37, 1.0 / tl.where(x > 1e-37, x, 1.0), 0.0)
+from hybrid_backend.kernels.triton.common import group_block, inverse, rounded
 
 
 @triton.jit
@@ -47,7 +36,7 @@ def _encode_kernel(keys, digests, rotation, pages, counts, page_stride, head_str
         low = tl.min(tl.where((t < PAGE)[:, None], key, float("inf")), 0)
         middle, half = (high + low) / 2, (high - low) / 2
         step = tl.max(tl.abs(middle), 0) / 127
-        whole = _rounded(middle * _inverse(step))
+        whole = rounded(middle * inverse(step))
         row = digests + (page * KV_HEADS + head) * 4 * DIM
         tl.store(row + d, (whole + 128).to(tl.uint8), mask=d < DIM)
         tl.debug_barrier()  # they are read below, in parts: all channels at once do not fit the registers
@@ -88,7 +77,7 @@ def _encode_kernel(keys, digests, rotation, pages, counts, page_stride, head_str
         tl.store(numbers + 1, tl.sqrt(tl.sum(half * half, 0) / DIM))
         tl.store(numbers + 2, unit)
         scales = row + DIM + HEADER
-        tl.store(scales + t, _rounded(scale * _inverse(unit)).to(tl.uint8), mask=t < PAGE)
+        tl.store(scales + t, rounded(scale * inverse(unit)).to(tl.uint8), mask=t < PAGE)
         to = scales + PAGE + (t // 16 * 16 * PLANES + t % 16)[:, None] + 16 * plane[None, :]
         tl.store(to, packed.to(tl.uint8), mask=(t < PAGE)[:, None] & (plane < PLANES)[None, :])
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from hybrid_backend.kernels import byte_digests
+from hybrid_backend.kernels.operations import digest_kind
 
 COPY_PROGRAMS = 12
 """Of a copy, at most: they wait for the bus and take their processors from the step. With 8 KiB in flight of each they
@@ -32,6 +36,22 @@ def precision_of(dtype: torch.dtype) -> str:
 def group_block(group: int) -> int:
     """Rows of a tile of query heads: tensor cores take 16."""
     return max(16, int(triton.next_power_of_2(group)))
+
+
+def byte_tail(digests: Tensor | None, dim: int) -> int:
+    """Of digests in bytes: what a row has after its channels; else 0."""
+    return byte_digests.TAIL if digests is not None and digest_kind(digests, dim) == "bytes" else 0
+
+
+@triton.jit
+def rounded(x):
+    """To the nearest whole number, of ties to the even one: beyond 2^23 fp32 has no others."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def inverse(x):
+    return tl.where(x > 1e-37, 1.0 / tl.where(x > 1e-37, x, 1.0), 0.0)
 
 
 @triton.jit

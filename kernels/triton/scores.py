@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.operations import AGGREGATES, digest_kind
 from hybrid_backend.kernels.triton import codes
-from hybrid_backend.kernels.triton.common import dot, group_block, precision_of
+from hybrid_backend.kernels.triton.common import byte_tail, dot, group_block, precision_of
 
 _TILE = 64  # pages that a program scores
 
@@ -107,13 +106,12 @@ def page_scores(
     logits = q.new_empty(rows, heads, columns, dtype=torch.float32)
     tops, sums = q.new_empty(2, rows, heads, tiles, dtype=torch.float32)
     group = heads // kv_heads
-    kind = digest_kind(digests, dim)
-    if kind == "codes":
+    if digest_kind(digests, dim) == "codes":
         codes.estimate(q, digests, table, num_pages, budgets, logits, tops, sums, scale, page_size, _TILE)
     else:
         _score_kernel[(rows, kv_heads, tiles)](
             q, digests, table, num_pages, budgets, logits, tops, sums, bound, scale, columns, table.stride(0), tiles,
-            kv_heads, group, dim, byte_digests.TAIL if kind == "bytes" else 0, _TILE, group_block(group),
+            kv_heads, group, dim, byte_tail(digests, dim), _TILE, group_block(group),
             triton.next_power_of_2(dim), precision_of(q.dtype),
         )  # fmt: skip
     _combine_kernel[(rows, lists, tiles)](

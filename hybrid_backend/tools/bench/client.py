@@ -7,13 +7,15 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict
 
 from hybrid_backend.errors import HybridError
 from hybrid_backend.tools.bench.agents import Session
+
+E = TypeVar("E")
 
 
 class BenchError(HybridError):
@@ -62,15 +64,30 @@ def find_endpoint(named: str, model: str | None, deadline: float) -> Endpoint:
     base = url.rstrip("/").removesuffix("/v1")
     if not name or not base.startswith(("http://", "https://")):
         raise BenchError(f"{named}: write NAME=URL, as hybrid=http://localhost:8000")
-    try:
-        answer = httpx.get(f"{base}/v1/models", headers=_headers(), timeout=deadline)
-        answer.raise_for_status()
-        served = [str(entry["id"]) for entry in answer.json()["data"]]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{name}: {base}/v1/models does not list models: {error or type(error).__name__}") from None
+    served = served_models(name, base, deadline)
     if not served or (model is not None and model not in served):
         raise BenchError(f"{name}: {base} serves {', '.join(served) or 'nothing'}, not {model or 'a model'}")
     return Endpoint(name=name, url=base, model=model or served[0])
+
+
+def served_models(name: str, url: str, deadline: float) -> list[str]:
+    """That the server at ``url``, without /v1, lists.
+
+    Raises:
+        BenchError: it does not, within ``deadline`` seconds.
+    """
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=_headers(), timeout=deadline)
+        answer.raise_for_status()
+        return [str(entry["id"]) for entry in answer.json()["data"]]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{name}: {url}/v1/models does not list models: {error or type(error).__name__}") from None
+
+
+def in_turn(endpoints: Sequence[E], turn: int) -> list[E]:
+    """All of them; who comes first changes from turn to turn, so that a machine that slows down slows all."""
+    first = turn % len(endpoints)
+    return [*endpoints[first:], *endpoints[:first]]
 
 
 def replay(endpoint: Endpoint, sessions: Sequence[Session], answer: int, repeat: int, deadline: float) -> Replay:

@@ -32,7 +32,7 @@ def agents(
     """Replay the traffic of agents against running servers: shared prefixes, tool outputs, think time; compare them."""
     from hybrid_backend.tools.bench import report
     from hybrid_backend.tools.bench.agents import Traffic, sessions
-    from hybrid_backend.tools.bench.client import Replay, find_endpoint, replay
+    from hybrid_backend.tools.bench.client import Replay, find_endpoint, in_turn, replay
 
     try:
         limits = report.parse_limits(good)
@@ -49,8 +49,7 @@ def agents(
         replay(each, sessions(warm), answer, 0, deadline)
     for repeat in range(repeats):
         asked = sessions(traffic.model_copy(update={"seed": seed + repeat}))  # nothing is cached from the run before
-        first = repeat % len(endpoints)  # so that a machine that slows down slows all
-        for each in [*endpoints[first:], *endpoints[:first]]:
+        for each in in_turn(endpoints, repeat):
             run = replay(each, asked, answer, repeat, deadline)
             found.append(run)
             done = sum(not one.error for one in run.answers)
@@ -60,5 +59,6 @@ def agents(
     if (failure := report.first_error(found)) is not None:
         console.print(f"the first failure: {failure}", soft_wrap=True, markup=False)
     if out is not None:
-        report.write(out, json.dumps(report.as_json(found, traffic, limits), indent=1) + "\n")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report.as_json(found, traffic, limits), indent=1) + "\n")
         console.print(f"written: {out}", soft_wrap=True)

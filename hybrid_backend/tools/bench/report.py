@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -123,11 +122,6 @@ def parse_limits(text: str) -> dict[str, float]:
             raise ValueError(f"--good {item}: write ttft:MILLISECONDS,tpot:MILLISECONDS")
         found[name] = float(limit)
     return found
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 def _times(row: Mapping[str, Any], first: Mapping[str, Any]) -> str:

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.execution.admission import QUERIES, best_pages
 from hybrid_backend.execution.operations import resolve_operations
-from hybrid_backend.kernels import byte_digests, codes
+from hybrid_backend.kernels import oracle
 from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.tiers.sizes import DigestKind, digest_store
 from hybrid_backend.tools.profile.network import Layer, Network, Rope
 from hybrid_backend.tools.profile.recall import NEVER, Decoded, cpu_ratios
 from hybrid_backend.tools.profile.texts import Window
@@ -103,7 +104,8 @@ def measure_layer(
         intervals: that are simulated, beside `NEVER`.
     """
     seq_lens = torch.arange(len(k) - len(q) + 1, len(k) + 1)
-    digests = page_digests(k, config.page_size, config.selection.digest)
+    kind = config.selection.digest
+    digests = page_digests(k, config.page_size, "minmax_int8" if kind == "auto" else kind)
     looks_ahead = ahead is not None and config.lookahead.enabled is not False
     by = ahead if ahead is not None and looks_ahead else q
     chosen, scores = _select(by, digests, seq_lens, config, layer.scale)
@@ -160,17 +162,18 @@ def frames_tried(config: HybridConfig, tokens: int) -> tuple[int, ...]:
     return (frames, *(count for count in more if count * config.page_size < tokens))
 
 
-def page_digests(k: Tensor, page_size: int, digest: str) -> Tensor:
-    """Of every page, of the kind that ``selection.digest`` means, auto being bytes. The last one may be partly filled.
+def page_digests(k: Tensor, page_size: int, kind: DigestKind) -> Tensor:
+    """Of every page, of one kind. The last one may be partly filled.
 
     A page's digest is the final one, also for steps at which it was still growing: those pages are always attended.
     """
-    padding = -len(k) % page_size
-    paged = torch.cat([k, k[-1:].expand(padding, -1, -1)]).unflatten(0, (-1, page_size))
-    if digest == "codes":
-        return codes.encode(paged.transpose(1, 2))
-    extremes = torch.stack([paged.amax(1), paged.amin(1)], 2)  # [pages, kv_heads, 2, head_dim]
-    return extremes if digest == "minmax" else byte_digests.encode(extremes)
+    padding, (_, kv_heads, dim) = -len(k) % page_size, k.shape
+    filled = torch.cat([k, k[-1:].expand(padding, -1, -1)])
+    pages = torch.arange(len(filled) // page_size, dtype=torch.int32)
+    shape, dtype = digest_store(kind, k.dtype, len(pages), kv_heads, dim)
+    found = torch.empty(shape, dtype=dtype)
+    oracle.extend_digests(filled, found, pages, 0, page_size)
+    return found
 
 
 def _select(q: Tensor, digests: Tensor, seq_lens: Tensor, config: HybridConfig, scale: float) -> tuple[Tensor, Tensor]:

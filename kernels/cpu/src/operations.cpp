@@ -62,21 +62,23 @@ void fold_keys(const hb_model& model, const char* keys, int64_t row, int64_t tok
   for (int64_t t = 0; t < tokens; t++) hb::fold_key(model.type, keys + t * row, high, low, model.head_dim, t == 0);
 }
 
+// What makes digests of whole pages; null where they are of growing pages too.
+const Isa* coder(const hb_model& model, int64_t kind) {
+  return kind == MINMAX ? nullptr : hb::kernels_of(model, hb::best_isa()).base;
+}
+
 // The digest of a whole page, in codes or in bytes.
-void digest_page(const hb_model& model, const hb_paged& kv, const hb_digests& digests, int64_t page) {
-  const Isa& isa = *hb::kernels_of(model, hb::best_isa()).base;
+void digest_page(const hb_model& model, const hb_paged& kv, const hb_digests& digests, const Isa& isa, int64_t page) {
   if (digests.in_codes) return hb::encode_page(model, digests, cache_of(kv), isa, page);
+  hb_model one_head = model;  // what each has of a page is a row of a store of one head
+  one_head.kv_heads = 1;
+  const int64_t row = row_bytes(kv);
   for (int64_t h = 0; h < kv.kv_heads; h++) {
-    char ends[2][kMaxHeadDim * sizeof(float)];
-    fold_keys(model, keys_of(kv, page, h), row_bytes(kv), kv.page_size, ends[0], ends[1]);
-    auto* to = (uint8_t*)digests.base + page * digests.page_stride + h * digests.head_stride;
-    float tail[kByteTail / sizeof(float)] = {};
-    for (int side = 0; side < 2; side++) {
-      float values[kMaxHeadDim];
-      isa.widen(model.type, ends[side], values, model.head_dim);
-      tail[side] = hb::quantize_values(values, to + side * model.head_dim, model.head_dim);
-    }
-    std::memcpy(to + 2 * model.head_dim, tail, sizeof tail);
+    char ends[2 * kMaxHeadDim * sizeof(float)];
+    fold_keys(model, keys_of(kv, page, h), row, kv.page_size, ends, ends + row);
+    uint8_t* to = (uint8_t*)digests.base + page * digests.page_stride + h * digests.head_stride;
+    std::memset(to, 0, digests.head_stride);
+    hb::quantize_digest(one_head, {ends, 0, 2 * row, 0}, {to, 0}, isa, 0);
   }
 }
 
@@ -116,6 +118,7 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
     const hb_model model = model_of(a.host, 1, 1);
     const int64_t row = row_bytes(a.host), part = a.host.page_size * row;
     const hb_digests digests = digests_of(a.digests, model, a.digest_kind);
+    const Isa* isa = coder(model, a.digest_kind);
     hb_paged frames = a.host;
     frames.base = a.frames;
     for (int64_t r = 0; r < a.rows; r++) {
@@ -142,7 +145,7 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
       }
       if (!a.digests) continue;
       if (a.digest_kind == MINMAX) hb::append_to_digest(model, digests, page, offset, k, row);
-      else if (offset == a.host.page_size - 1) digest_page(model, a.host, digests, page);
+      else if (offset == a.host.page_size - 1) digest_page(model, a.host, digests, *isa, page);
     }
   });
 }
@@ -154,13 +157,14 @@ HB_API int hb_build_digests(const hb_build_digests_args* args) {
     require(model.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16 up to 256");
     const hb_digests digests = digests_of(a.digests, model, a.digest_kind);
     const int64_t row = row_bytes(a.kv);
+    const Isa* isa = coder(model, a.digest_kind);
     auto build = [&](int64_t i) {
       const int64_t page = a.pages[i], tokens = a.tokens[i];
       if (page < 0 || tokens <= 0) return;
       check_id(page, a.kv.pages, "page");
       require(tokens <= a.kv.page_size, "a page to digest has 1 to page_size tokens");
       if (a.digest_kind != MINMAX) {
-        if (tokens == a.kv.page_size) digest_page(model, a.kv, digests, page);
+        if (tokens == a.kv.page_size) digest_page(model, a.kv, digests, *isa, page);
         return;
       }
       for (int64_t h = 0; h < a.kv.kv_heads; h++) {

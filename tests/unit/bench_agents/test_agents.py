@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
 from hybrid_backend.tools.bench.agents import Traffic, sessions
 from hybrid_backend.tools.bench.client import Answer, Replay
 from hybrid_backend.tools.bench.report import good, parse_limits, rows
+from tests.unit.status.server_stand import serving
 
 SMALL = ["--agents=2", "--turns=3", "--system=40", "--tool=10", "--task=5", "--answer=4", "--think=0.01", "--arrival=0"]
 
@@ -45,26 +46,16 @@ class Speaks:
 
 @contextmanager
 def served(speaks: Speaks) -> Iterator[Speaks]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send(200, json.dumps({"data": [{"id": "model"}]}))
+    app = FastAPI()
+    app.add_api_route("/v1/models", lambda: {"data": [{"id": "model"}]}, methods=["GET"])
 
-        def do_POST(self) -> None:
-            self.send(*speaks.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+    @app.post("/v1/chat/completions")
+    def answer(body: dict[str, Any]) -> PlainTextResponse:
+        status, text = speaks.reply(body)
+        return PlainTextResponse(text, status)
 
-        def send(self, status: int, text: str) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        speaks.url = f"http://127.0.0.1:{server.server_port}"
+    with serving(app) as speaks.url:
         yield speaks
-        server.shutdown()
 
 
 def run(*arguments: str) -> Result:

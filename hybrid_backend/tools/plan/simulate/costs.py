@@ -9,9 +9,10 @@ from functools import cached_property
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import Hardware
 from hybrid_backend.hardware.times import LayerTimes
-from hybrid_backend.kernels import byte_digests
 from hybrid_backend.methods.base import frames_per_request
-from hybrid_backend.model import ModelShape
+from hybrid_backend.methods.selective import digest_kind
+from hybrid_backend.model import ModelShape, spec_of
+from hybrid_backend.tiers.sizes import digest_store
 from hybrid_backend.tools.plan.simulate.overheads import SELECTING, Overheads
 
 SPAN = 8
@@ -66,10 +67,10 @@ class Costs:
     @cached_property
     def digest_bytes(self) -> float:
         """Of every page of every row, as a separate device tier has them."""
-        pages, kind = -(-self.context // self.config.page_size), self.config.selection.digest
-        in_bytes = self.shape.kv_heads * byte_digests.row(self.shape.head_dim)
-        # Codes take what maxima and minima take in bf16.
-        return float(pages * self.rows * (in_bytes if kind in ("auto", "minmax_int8") else self.shape.token_bytes))
+        pages, model = -(-self.context // self.config.page_size), spec_of(self.shape)
+        kind = digest_kind(self.config, model, is_fused=False, separate=True)
+        shape, dtype = digest_store(kind, model.dtype, pages, model.num_kv_heads, model.head_dim)
+        return float(math.prod(shape) * dtype.itemsize * self.rows)
 
     @cached_property
     def digest_bytes_in_place(self) -> float:
