@@ -249,8 +249,13 @@ def is_separate(config: HybridConfig, device: torch.device) -> bool:
 
 def can_fuse(config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
     """Whether unified tiers have the native decoder for this model on this machine."""
+    return wants_fused(config, device) and supports_fused(model, config.page_size, device)
+
+
+def wants_fused(config: HybridConfig, device: torch.device) -> bool:
+    """Whether the configuration leads to the native decoder, if it serves the model."""
     native = kernel_name(config.workers.kernel) == "native" and operations_name(config, device) == "native"
-    return native and not is_separate(config, device) and supports_fused(model, config.page_size, device)
+    return native and not is_separate(config, device)
 
 
 def staging_tokens(config: HybridConfig, automatic: int = 4096) -> int:

@@ -78,6 +78,7 @@ class Clo(Selective):
     """Cached selections per KV head, loaded one layer ahead when the query has moved on."""
 
     has_fixed_frames = True
+    may_fuse = False
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
@@ -100,10 +101,6 @@ class Clo(Selective):
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         _policy(config, model)  # a file of other heads is refused before anything is allocated
         return super().layout(config, model, device)
-
-    @classmethod
-    def is_fused(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
-        return False
 
     @classmethod
     def own_memory(

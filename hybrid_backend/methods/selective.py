@@ -9,7 +9,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.execution.fused import span_bytes
 from hybrid_backend.kernels import codes
-from hybrid_backend.methods.base import Method, can_fuse, frames_per_request, is_separate, staging_tokens
+from hybrid_backend.methods.base import Method, can_fuse, frames_per_request, is_separate, staging_tokens, wants_fused
 from hybrid_backend.step import DecodeRows, ModelSpec
 from hybrid_backend.tiers import TierLayout
 from hybrid_backend.tiers.sizes import DigestKind
@@ -20,6 +20,20 @@ MOST_FRAMES = 512
 
 class Selective(Method):
     """Placement and budgets; what becomes of selected pages that are not resident is the subclass's."""
+
+    may_fuse = True
+    """The native decoder selects as this method does."""
+
+    @classmethod
+    def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
+        super().check(config, device, num_layers, num_kv_heads)
+        how = config.selection
+        fused = cls.may_fuse and wants_fused(config, device) and not cls.looks_ahead(config, device)
+        if how.digest == "minmax_int8" and fused and not _bytes_suffice(config):
+            raise ConfigError(
+                "selection.digest: minmax_int8 needs selection.aggregate softmax, or sum with granularity layer, where "
+                f"the native kernels select in place, not {how.aggregate} with {how.granularity}; write auto or minmax"
+            )
 
     @classmethod
     def looks_ahead(cls, config: HybridConfig, device: torch.device) -> bool:
@@ -32,7 +46,7 @@ class Selective(Method):
 
     @classmethod
     def is_fused(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
-        return can_fuse(config, model, device) and not cls.looks_ahead(config, device)
+        return cls.may_fuse and can_fuse(config, model, device) and not cls.looks_ahead(config, device)
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
@@ -84,8 +98,7 @@ def digest_kind(config: HybridConfig, model: ModelSpec, is_fused: bool, separate
     """What ``selection.digest`` stands for.
 
     Raises:
-        ConfigError: a page has too many tokens for their codes; the native decoder cannot combine scores by bytes as
-            the configuration wants.
+        ConfigError: a page has too many tokens for their codes.
     """
     how = config.selection
     if how.digest == "codes":
@@ -97,10 +110,10 @@ def digest_kind(config: HybridConfig, model: ModelSpec, is_fused: bool, separate
         return "codes"
     if not is_fused:
         return "minmax_int8" if how.digest == "minmax_int8" or (how.digest == "auto" and separate) else "minmax"
-    suffice = how.aggregate == "softmax" or (how.aggregate == "sum" and how.granularity == "layer")
-    if how.digest == "minmax_int8" and not suffice:
-        raise ConfigError(
-            "selection.digest: minmax_int8 needs selection.aggregate softmax, or sum with granularity layer, where the "
-            f"native kernels select in place, not {how.aggregate} with {how.granularity}; write auto or minmax"
-        )
-    return "minmax_and_int8" if how.digest != "minmax" and suffice else "minmax"
+    return "minmax_and_int8" if how.digest != "minmax" and _bytes_suffice(config) else "minmax"
+
+
+def _bytes_suffice(config: HybridConfig) -> bool:
+    """Whether the native decoder can score digests in bytes as the configuration wants."""
+    how = config.selection
+    return how.aggregate == "softmax" or (how.aggregate == "sum" and how.granularity == "layer")
