@@ -93,7 +93,7 @@ def decoded(sparse: Server) -> Decoded:
 
 
 def test_next_token_distributions_stay_near_dense(sparse: Server, stock: StockAnswers) -> None:
-    """Measured: 0.019 nats with the true query, 0.026 with the predicted one."""
+    """Measured: 0.019 nats with the true query, 0.031 with the predicted one (0.026 with digests in bf16)."""
     dense = stock.distributions("long", long)
     results = [compare(a, b) for a, b in zip(dense, long(sparse), strict=True)]
     kl = sum(r.kl for r in results) / len(results)
