@@ -12,6 +12,7 @@ from rich.table import Table
 from hybrid_backend import __version__
 from hybrid_backend.tools.bench.agents import Traffic
 from hybrid_backend.tools.bench.client import Answer, Replay
+from hybrid_backend.tools.bench.limits import told
 
 
 def good(answer: Answer, limits: Mapping[str, float]) -> bool:
@@ -66,10 +67,9 @@ def _ninth(values: Sequence[float]) -> float | None:
 def table(replays: Sequence[Replay], traffic: Traffic, limits: Mapping[str, float]) -> Table:
     found = rows(replays, limits)
     repeats = len({run.repeat for run in replays})
-    promised = ", ".join(f"{name} {limit:g} ms" for name, limit in limits.items())
     shown = Table(
         title=f"{traffic.agents} agents, {traffic.turns} turns of {traffic.answer} tokens, {repeats} runs; "
-        f"good: {promised}",
+        f"good: {told(limits)}",
         title_justify="left",
     )
     shown.add_column("")
@@ -107,21 +107,6 @@ def as_json(replays: Sequence[Replay], traffic: Traffic, limits: Mapping[str, fl
         "endpoints": rows(replays, limits),
         "runs": [run.model_dump() for run in replays],
     }
-
-
-def parse_limits(text: str) -> dict[str, float]:
-    """``ttft:2000,tpot:100``, in milliseconds.
-
-    Raises:
-        ValueError: something else.
-    """
-    found = {}
-    for item in text.split(","):
-        name, _, limit = item.partition(":")
-        if name not in ("ttft", "tpot"):
-            raise ValueError(f"--good {item}: write ttft:MILLISECONDS,tpot:MILLISECONDS")
-        found[name] = float(limit)
-    return found
 
 
 def _times(row: Mapping[str, Any], first: Mapping[str, Any]) -> str:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-from bench.fidelity import FIDELITY_FLAGS, PAIR, answers_in_a_row, compare, follow, lookups
+from bench.fidelity import PAIR, answers_in_a_row, follow, lookups
 from hybrid_backend.cli import app
 from hybrid_backend.config import find_config, load_config
+from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
 from tests.engines.answers import Distributions, StockAnswers
 from tests.engines.server import MODEL, Server, hybrid_server
 from tests.engines.texts import english, tokens_of_prose

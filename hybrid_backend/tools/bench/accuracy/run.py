@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -13,14 +13,15 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.accuracy.client import FLAGS, Endpoint, ask, fidelity
-from bench.accuracy.mass import MassMeter
-from bench.accuracy.scoring import score
-from bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settings
-from bench.accuracy.task import ModelTokenizer, Task
-from bench.accuracy.tasks import GENERATORS
 from hybrid_backend.config import find_config, load_config
-from tests.engines.server import Server, hybrid_server, stock_server
+from hybrid_backend.tools.bench.accuracy.client import Scored, ask, fidelity
+from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS
+from hybrid_backend.tools.bench.accuracy.mass import MassMeter
+from hybrid_backend.tools.bench.accuracy.scoring import score
+from hybrid_backend.tools.bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settings
+from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer, Task
+from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
+from hybrid_backend.tools.bench.servers import Server, hybrid_server, stock_server
 
 STOCK = "stock"
 WHOLE = ("dense", "headinfer")  # they attend everything: a budget means nothing to them
@@ -42,7 +43,7 @@ class Plan:
     external: Sequence[Task] = ()  # LongBench
     external_length: int = 0
     dtype: str = "bfloat16"
-    pool: str = "1GiB"
+    pool: int = 2**30  # bytes
     fidelity_tokens: int = 64
     overrides: dict[str, Any] = field(default_factory=dict)
     deadline: float = float("inf")  # of time.monotonic
@@ -95,7 +96,7 @@ class Driver:
 
     def __init__(self, plan: Plan, out: Path, console: Console) -> None:
         same_settings(out, {"dtype": plan.dtype, "overrides": plan.overrides, "fidelity tokens": plan.fidelity_tokens})
-        self.plan, self.console = plan, console
+        self.plan, self.out, self.console = plan, out, console
         self.results, self.dense = Results(out / "results.jsonl"), DenseAnswers(out / "dense")
         self.tokenizer = ModelTokenizer(plan.directory)
         self.cases = list(cases(plan, self.tokenizer))
@@ -121,19 +122,17 @@ class Driver:
         self.asked = sum(map(len, missing.values()))
         self.console.print(f"{len(self.cases)} prompts, {len(missing) - 1} runs, {self.asked} answers to get")
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                for (method, budget), wanted in missing.items():
-                    if wanted:
-                        self._run(Path(folder), method, budget, wanted)
+            for (method, budget), wanted in missing.items():
+                if wanted:
+                    self._run(method, budget, wanted)
         except OutOfTime:
             self.console.print("time is up; the same command goes on from here")
             return False
         return True
 
-    def _run(self, folder: Path, method: str, budget: int, wanted: list[tuple[Key, Case]]) -> None:
+    def _run(self, method: str, budget: int, wanted: list[tuple[Key, Case]]) -> None:
         self._check_time()
-        with self._server(folder, method, budget) as server:
-            server = replace(server, model=server.client().models.list().data[0].id)
+        with self._server(method, budget) as server:
             meter = MassMeter(server, self.exact) if method not in (STOCK, *WHOLE) else None
             for key, case in wanted:
                 self._check_time()
@@ -169,12 +168,12 @@ class Driver:
         mass = meter.since_last(steps) if meter is not None else None
         return Result(key, score(case.task, text), text, near.kl, near.agreement, near.positions, mass)
 
-    def _server(self, folder: Path, method: str, budget: int) -> Any:
-        plan = self.plan
-        flags = ["--dtype", plan.dtype, "--max-num-seqs", "2", "--enforce-eager", *FLAGS]
+    def _server(self, method: str, budget: int) -> AbstractContextManager[Server]:
+        plan, logs = self.plan, self.out / "logs"
+        flags = ["--dtype", plan.dtype, "--max-num-seqs", "2", "--enforce-eager", *FIDELITY_FLAGS]
         if method == STOCK:
-            pool = str(_bytes(plan.pool))
-            return stock_server(folder, Path(plan.directory), [*flags, "--kv-cache-memory-bytes", pool])
+            pool = str(plan.pool)
+            return stock_server(logs, plan.directory, [*flags, "--kv-cache-memory-bytes", pool], plan.model)
         keys: dict[str, Any] = {
             "method": method,
             "tiers": "separate",
@@ -184,7 +183,7 @@ class Driver:
             **({"budget_tokens": budget, "hgca.window_tokens": budget} if budget else {}),
             **plan.overrides,
         }
-        return hybrid_server(folder, keys, flags, model=plan.model)
+        return hybrid_server(logs, keys, flags, model=plan.model)
 
     def _tell(self, result: Result) -> None:
         self.done += 1
@@ -203,7 +202,7 @@ def name_of(method: str, budget: int) -> str:
     return f"{method}@{budget}" if budget else method
 
 
-def run_endpoint(plan: Plan, endpoint: Endpoint, out: Path, console: Console) -> bool:
+def run_endpoint(plan: Plan, endpoint: Scored, out: Path, console: Console) -> bool:
     """Scores only, of a server that is not ours."""
     tokenizer, results = ModelTokenizer(plan.directory), Results(out / "results.jsonl")
     todo = [
@@ -219,8 +218,3 @@ def run_endpoint(plan: Plan, endpoint: Endpoint, out: Path, console: Console) ->
         results.add(Result(key, score(case.task, text), text, seconds=round(time.monotonic() - began, 2)))
         console.print(f"[{number}/{len(todo)}] {key.task}@{key.length}#{key.sample} done", markup=False)
     return True
-
-
-def _bytes(size: str) -> int:
-    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-    return int(float(size[:-3]) * units[size[-3:]]) if size[-3:] in units else int(size)
