@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markdown import Markdown
 
 from hybrid_backend.errors import ConfigError
 
@@ -53,6 +52,8 @@ def throughput(
     server gets the same prompts at the same moments. No prompt is sent twice to one server, so its prefix cache has
     nothing to give.
     """
+    from rich.markdown import Markdown
+
     from hybrid_backend.tools.bench.limits import parse_limits, told
     from hybrid_backend.tools.bench.pictures import check_matplotlib
     from hybrid_backend.tools.bench.servers import parse_overrides
