@@ -32,6 +32,8 @@ EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
 LAYERS = 30
 SPARSE_LAYERS = set(range(LAYERS)) - EXACT_LAYERS
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "4", "--enforce-eager", *FIDELITY_FLAGS)
+CHUNKS = ("--max-num-batched-tokens", "512")
+"""Every prompt here comes in chunks, those of agents beside others' decoding."""
 NO_SPACES = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
 """A small model that may write spaces between the parts of JSON writes nothing else."""
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
@@ -62,7 +64,7 @@ def query(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def sparse(query: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = {**KEYS, "lookahead.partial_query": query}
-    with hybrid_server(tmp_path_factory.mktemp("sparse"), keys, [*FLAGS, *NO_SPACES, *TOOLS]) as server:
+    with hybrid_server(tmp_path_factory.mktemp("sparse"), keys, [*FLAGS, *CHUNKS, *NO_SPACES, *TOOLS]) as server:
         yield server
 
 
@@ -150,7 +152,8 @@ def test_the_cpu_starts_a_layer_ahead_where_the_query_is_predicted(decoded: Deco
 
 
 def test_sessions_of_agents_find_their_prefixes_and_leave_pages_out(sparse: Server, tmp_path: Path) -> None:
-    """`hybrid bench agents`: three sessions over one system prompt grow beyond their frames, turn by turn."""
+    """`hybrid bench agents`: three sessions over one system prompt grow beyond their frames, turn by turn. Prompts come
+    in chunks, beside what others decode."""
 
     def totals() -> tuple[float, ...]:
         names = ("vllm:prefix_cache_hits_total", "hybrid_cpu_tokens_total", "vllm:request_success_total")

@@ -141,6 +141,21 @@ def test_figures_by_hand() -> None:
     limits = limits_of("ttft:2000,tpot:150")
     (row,) = rows(runs, limits)
     assert row["answer_tokens_per_second"] == pytest.approx((30 / 4 + 10 / 2) / 2)
+    assert row["range"]["answer_tokens_per_second"] == pytest.approx([10 / 2, 30 / 4])
     assert row["good_turns_per_second"] == pytest.approx((2 / 4 + 0) / 2)
     assert (row["first_ttft_median"], row["ttft_median"], row["ttft_p90"], row["cached"]) == (4, 1.5, 1, None)
     assert not good(answer(0, 1), limits_of("tpot:99")) and good(answer(0, 9), limits_of("tpot:101"))
+
+
+def test_servers_are_compared_run_by_run() -> None:
+    """Not by the ratio of their medians: a machine that slows down slows both."""
+    turns = (Answer(session=0, turn=0, answer_tokens=12, ttft=1, tpot=0.1),)
+    seconds = {"a": (1.0, 2.0, 4.0), "b": (2.0, 2.0, 3.0)}
+    runs = [
+        Replay(endpoint=n, repeat=r, seconds=s, answers=turns)
+        for n, all_ in seconds.items()
+        for r, s in enumerate(all_)
+    ]
+    first, second = rows(runs, {})
+    assert (first["times_first"], first["range"]["times_first"]) == (1, [1, 1])
+    assert second["times_first"] == 1 and second["range"]["times_first"] == pytest.approx([1 / 2, 4 / 3])
