@@ -90,6 +90,16 @@ def stock_server(
 
 
 @contextmanager
+def ended_in_order() -> Iterator[None]:
+    """A plain kill is a Ctrl-C: what was started is stopped. In the main thread only."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def running(
     command: Sequence[str], port: int, model: str, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:

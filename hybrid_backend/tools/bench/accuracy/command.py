@@ -6,7 +6,6 @@ the same prompts, and follows the dense answers for its fidelity. docs/accuracy.
 
 from __future__ import annotations
 
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -94,14 +93,14 @@ def accuracy(
 
 def _interruptible(driver: Driver, console: Console) -> bool:
     """Ctrl-C and a plain kill end the run and its server, and keep what there is."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    from hybrid_backend.tools.bench.servers import ended_in_order
+
     try:
-        return driver.run()
+        with ended_in_order():
+            return driver.run()
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from here")
         return False
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _write(plan: Plan, out: Path, console: Console) -> None:

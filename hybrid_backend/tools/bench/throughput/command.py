@@ -125,7 +125,7 @@ def _started(
 ) -> Iterator[tuple[list[Endpoint], Workload]]:
     """Stock vLLM and `hybrid serve`, both up the whole time, of which one is asked at a time."""
     from hybrid_backend.tools.bench.client import Endpoint
-    from hybrid_backend.tools.bench.servers import DEMO, hybrid_server, stock_server
+    from hybrid_backend.tools.bench.servers import DEMO, ended_in_order, hybrid_server, stock_server
     from hybrid_backend.tools.hub import fetch
 
     model = fetch(DEMO)
@@ -138,7 +138,7 @@ def _started(
     flags += ["--no-enforce-eager"]  # stock's default, on machines of few cores too
     stock = stock_server(logs, model, [*flags, "--kv-cache-memory-bytes", str(memory)])
     hybrid = hybrid_server(logs, {"host_pool.size": memory, **changed}, flags)
-    with stock as first, hybrid as second:
+    with ended_in_order(), stock as first, hybrid as second:
         servers = {"stock": first, "hybrid": second}
         yield (
             [Endpoint(name=name, url=each.url, model=each.model) for name, each in servers.items()],
