@@ -39,19 +39,17 @@ def test_a_server_that_never_answers_is_given_up_and_stopped(tmp_path: Path, mon
 
 def test_a_killed_measurement_leaves_no_server(tmp_path: Path) -> None:
     script = """
-import subprocess
 import sys
-import time
 from pathlib import Path
 from hybrid_backend.tools.bench.servers import ended_in_order, free_port, running
 sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
 with ended_in_order(), running(sleeps, free_port(), "model", Path(sys.argv[1])):
     pass
 """
-    measuring = psutil.Popen([sys.executable, "-c", script, tmp_path / "server.log"], stderr=subprocess.DEVNULL)
+    measuring = subprocess.Popen([sys.executable, "-c", script, tmp_path / "server.log"], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
-        while not (started := measuring.children()):
+        while not (started := psutil.Process(measuring.pid).children()):
             assert measuring.poll() is None and time.monotonic() < deadline, "it started no server"
             time.sleep(0.05)
         measuring.terminate()
