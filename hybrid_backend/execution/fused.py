@@ -70,7 +70,7 @@ class FusedStep:
         assert rows is not None
         budgets = self._method.budgets(rows)
         if self._watch is not None:
-            budgets = self._watch.budgets(budgets, rows.num_pages)
+            budgets = self._watch.budgets(budgets, rows)
         self._decoder.begin(
             rows.page_table,
             rows.seq_lens,

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
 from hybrid_backend.engines.vllm.blocks import Blocks
+from hybrid_backend.engines.vllm.asked import asked_budget
 from hybrid_backend.engines.vllm.card import Card
 from hybrid_backend.engines.vllm.footprint import Room
 from hybrid_backend.engines.vllm.platform import prepare
@@ -25,6 +26,9 @@ from hybrid_backend.model import ModelShape, shape_from_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.inputs import EngineInput
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
@@ -39,6 +43,11 @@ class HybridCudaPlatform(CudaPlatform):
         if config is not None:
             for told in bound_requests(vllm_config, config, cls.get_device_total_memory()):
                 init_logger("vllm.hybrid_backend").warning_once(told)
+
+    @classmethod
+    def validate_request(cls, processed_inputs: EngineInput, params: SamplingParams | PoolingParams) -> None:
+        super().validate_request(processed_inputs, params)
+        asked_budget(params)
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:

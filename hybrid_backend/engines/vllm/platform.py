@@ -10,6 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, PARKING_SCHEDULER, SCHEDULER
+from hybrid_backend.engines.vllm.asked import asked_budget
 from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.compat import check_engine
 from hybrid_backend.engines.vllm.memory import size_host_pool
@@ -18,6 +19,9 @@ from hybrid_backend.engines.vllm.settings import attach_config, chosen
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.inputs import EngineInput
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
@@ -38,6 +42,11 @@ class HybridCpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         prepare(vllm_config, super().check_and_update_config, CPU_WORKER)
+
+    @classmethod
+    def validate_request(cls, processed_inputs: EngineInput, params: SamplingParams | PoolingParams) -> None:
+        super().validate_request(processed_inputs, params)
+        asked_budget(params)
 
 
 def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker_cls: str) -> HybridConfig | None:

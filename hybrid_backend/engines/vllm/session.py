@@ -17,6 +17,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from hybrid_backend.attention.fused_lookahead import fused
 from hybrid_backend.attention.lookahead import Layer, call_names, layer_at, predictors
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.vllm.asked import asked_budget
 from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead_hook
 from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, checked
@@ -31,6 +32,7 @@ from hybrid_backend.workers import Rank
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 def attention_layers(model: nn.Module) -> list[Layer]:
@@ -159,6 +161,7 @@ class Session:
         self._batch: Any = None  # of the V2 runner
         if not hasattr(runner, "input_batch"):
             self._watch_batches(runner.model_state)
+        self._budgets: dict[str, int] = {}  # of requests that asked for one
         self._step: Step | None = None  # that runs, or ran last
         self._unfinished: list[str] = []  # of it
         self._is_heard = vllm_config.parallel_config.rank == 0  # vLLM takes the output of one rank only
@@ -170,6 +173,18 @@ class Session:
         if batch is None:
             raise EngineError("vLLM's model runner did not say which request each row belongs to")
         return list(batch.req_ids[: metadata.num_reqs])
+
+    def hear(self, scheduled: SchedulerOutput) -> None:
+        """Who came with what, and who is gone: those that are preempted come back as they were."""
+        for request_id in scheduled.finished_req_ids:
+            self._budgets.pop(request_id, None)
+        for request in scheduled.scheduled_new_reqs:
+            if tokens := asked_budget(request.sampling_params):
+                self._budgets[request.req_id] = tokens
+
+    def budgets(self, request_ids: Sequence[str]) -> list[int]:
+        """`Batch.budgets`."""
+        return [self._budgets.get(request_id, 0) for request_id in request_ids] if self._budgets else []
 
     def _watch_batches(self, state: Any) -> None:
         """vLLM's V1 runner keeps its input batch. The V2 runner has one per step, which it hands to the model's state

@@ -54,6 +54,7 @@ class HybridWorker(_Worker):
             return super().execute_model(scheduler_output)
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         session.runtime.release(gone)
+        session.hear(scheduler_output)
         try:
             with session.scheduled():
                 return super().execute_model(scheduler_output)
