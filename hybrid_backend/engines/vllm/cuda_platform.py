@@ -14,8 +14,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
-from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.asked import asked_budget
+from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.card import Card
 from hybrid_backend.engines.vllm.footprint import Room
 from hybrid_backend.engines.vllm.platform import prepare
