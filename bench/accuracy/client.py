@@ -33,12 +33,14 @@ def ask(
     max_tokens: int,
     begin: Sequence[int] = (),
     ends: Collection[int] = (),
+    budget: int = 0,
 ) -> Answer:
     """A greedy answer of at most ``max_tokens`` tokens after the forced tokens ``begin``, which are part of it.
 
     ``ends``: tokens that end an answer. vLLM ends it at a forced one too (an end of turn stands between question and
-    answer), so after ``begin`` the end is found here.
+    answer), so after ``begin`` the end is found here. ``budget``: tokens, 0: as the server has it.
     """
+    asked = {**({"forced": list(begin)} if begin else {}), **({"budget_tokens": budget} if budget else {})}
     made = server.client().completions.create(
         model=server.model,
         prompt=list(prompt),
@@ -47,7 +49,8 @@ def ask(
         logprobs=TOP,
         extra_body={
             "return_tokens_as_token_ids": True,
-            **({"vllm_xargs": {"forced": list(begin)}, "ignore_eos": True} if begin else {}),
+            **({"vllm_xargs": asked} if asked else {}),
+            **({"ignore_eos": True} if begin else {}),
         },
     )
     logprobs = made.choices[0].logprobs
