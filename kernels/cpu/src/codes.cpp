@@ -239,17 +239,30 @@ void CodeScorer::coarse_tile(int h, const uint8_t* const* rows, const uint8_t* c
       weights.weights += dim, weights.bias++, weights.step++;
     }
   }
-  for (int g = 0; g < model_.group; g++)
-    for (int i = 0; i < count; i++) out[g * stride + i] = sums[g * kScoreTile + i] + bounds[head + g] * spread[i];
+  for (int g = 0; g < model_.group; g++) {
+    float found[kScoreTile];
+    for (int i = 0; i < kScoreTile; i++) found[i] = sums[g * kScoreTile + i] + bounds[head + g] * spread[i];
+    std::memcpy(out + g * stride, found, count == kScoreTile ? sizeof found : count * sizeof(float));
+  }
 }
 
-void CodeScorer::estimate_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, int count, float* out,
-                               int64_t stride) {
-  float found[kMaxGroup * kScoreTile], sums[kMaxGroup * kScoreTile];
+void CodeScorer::recall_middles(int h, const uint8_t* const* rows, const float* scores, int64_t stride,
+                                const int32_t* columns, int count, float* middles) const {
+  for (int i = 0; i < kScoreTile; i++) {
+    float spread;
+    std::memcpy(&spread, rows[i] + h * digests_.head_stride + model_.head_dim + 4, 4);
+    const int32_t column = columns[std::min(i, count - 1)];
+    for (int g = 0; g < model_.group; g++)
+      middles[g * kScoreTile + i] = scores[g * stride + column] - bounds_[h * model_.group + g] * spread;
+  }
+}
+
+void CodeScorer::estimate_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, float* found, int count,
+                               float* out, int64_t stride) {
+  float sums[kMaxGroup * kScoreTile];
   CodePage pages[kScoreTile];
   const int group = model_.group, head = h * group;
   const float log2_scale = model_.scale * kLog2e;
-  coarse_tile(h, rows, next, no_bounds_.data(), kScoreTile, found, kScoreTile);
   for (int i = 0; i < group * kScoreTile; i++) found[i] *= log2_scale;
   CodeQuery query{group,          model_.page_size / 16, layout_.planes,   &luts_[(size_t)head * tables_],
                   &factor_[head], &offset_[head],        &variance_[head], tables_};

@@ -109,13 +109,11 @@ inline __attribute__((always_inline)) __m512 float_sums_of(__m512* a) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(y, z, 0x88), _mm512_shuffle_f32x4(y, z, 0xdd));
 }
 
-// 2^x to 1e-4: what codes say of a key is to a few percent.
-inline __attribute__((always_inline)) __m512 rough_exp2(__m512 x) {
-  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(x, n);
-  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(5.5504109e-2f), f, _mm512_set1_ps(2.4022651e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314718e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f));
-  return _mm512_scalef_ps(p, n);
+// 2^x to 3 %, by its bits: y is x in steps of the mantissa, with the exponent's bias (Schraudolph, Neural Computation 11,
+// 1999). What codes say of a key is less sure than that. Ends where 2^x is next to nothing, and next to all.
+inline __attribute__((always_inline)) __m512 rough_exp2(__m512 y) {
+  const __m512 bounded = _mm512_min_ps(_mm512_max_ps(y, _mm512_set1_ps(8388608.f)), _mm512_set1_ps(2130706432.f));
+  return _mm512_castsi512_ps(_mm512_cvtps_epi32(bounded));
 }
 
 // Four planes at a time: a lane of a register has the codes of sixteen tokens in one plane, and the tables for them. A
@@ -126,6 +124,7 @@ inline __attribute__((always_inline)) void code_sums_of(const CodeQuery* q, int 
   const __m512i low_half = _mm512_set1_epi8(0x0f), ones = _mm512_set1_epi8(1);
   const __m512i by_token = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i by_lane = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const __m512 steps_of_one = _mm512_set1_ps(8388608.f), bias = _mm512_set1_ps(8388608.f * (127 - 0.0573f));
   const uint8_t* tables = q->tables + (int64_t)head * q->stride;
   __m512 flat[16];
 #pragma GCC unroll 16
@@ -164,11 +163,12 @@ inline __attribute__((always_inline)) void code_sums_of(const CodeQuery* q, int 
       add();
       const __m128i scales = _mm_loadu_si128((const __m128i*)(pages[i].scales + 16 * b));
       const __m512 scale = _mm512_mul_ps(unit, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(scales)));
+      const __m512 many = _mm512_mul_ps(scale, steps_of_one);
 #pragma GCC unroll 4
       for (int g = 0; g < HEADS; g++) {
         const __m512 steps = _mm512_cvtepi32_ps(sums[g]);
         __m512 x = _mm512_fmadd_ps(_mm512_set1_ps(q->variance[head + g]), scale, _mm512_set1_ps(q->offset[head + g]));
-        x = _mm512_mul_ps(_mm512_fmadd_ps(_mm512_set1_ps(q->factor[head + g]), steps, x), scale);
+        x = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_set1_ps(q->factor[head + g]), steps, x), many, bias);
         flat[g * kScoreTile + i] = _mm512_add_ps(flat[g * kScoreTile + i], rough_exp2(x));
       }
     }
