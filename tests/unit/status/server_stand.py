@@ -32,7 +32,7 @@ class MetricsStand:
     def __init__(self, layers: int = LAYERS) -> None:
         self.registry = CollectorRegistry()
         self.stats = Stats.of(layers)
-        self.gauges: dict[str, float] = {"hybrid_host_pool_pages": 1000, "hybrid_frames_in_use": 240}
+        self.gauges: dict[str, float] = {"hybrid_host_pool_pages": 1000, "hybrid_frames_in_use": 240, "hybrid_frame_bytes": 4096}
         self._publisher = Publisher(self.stats, lambda: self.gauges, 0, self.registry)
         labels = ["model_name", "engine"]
         self.running = Gauge("vllm:num_requests_running", "", labels, registry=self.registry).labels("demo", "0")
@@ -44,6 +44,7 @@ class MetricsStand:
         """One interval in which every layer attended 1000 tokens and selected 100 pages; shares by layer."""
         for index, layer in enumerate(self.stats.layers):
             self.stats.attended(index, 1000, round(1000 * cpu(index)))
+            self.stats.saw_contexts([index], 4000)
             self.stats.looked_up(index, 100, round(100 * resident(index)))
             layer.wait_seconds += 0.001
             layer.recalled_pages += 2

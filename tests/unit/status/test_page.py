@@ -68,11 +68,11 @@ def test_the_page_shows_the_numbers_of_its_json(page: str, tmp_path: Path) -> No
     cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in body]
     for layer, row in enumerate(cells):
         expected = ["0.0 %", "100.0 %"] if layer % 2 else ["100.0 %", "0.0 %"]
-        assert row[:5] == [str(layer), *expected, "500", "1.0"], row
+        assert row[:7] == [str(layer), "25.0 %", *expected, "500", "–", "1.0"], row
     assert re.search(r'data-columns="\d+"', dom) and 'id="problem" role="alert" hidden' in dom
     for label in re.findall(r'<canvas[^>]*aria-label="([^"]*)"', dom):
         assert label
-    assert "30 layers over" in dom and dom.count("<canvas") == dom.count("aria-label=") == 10
+    assert "30 layers over" in dom and dom.count("<canvas") == 12
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
