@@ -91,7 +91,6 @@ class Reading:
     layers: tuple[LayerCounts, ...] = ()
     gauges: Mapping[str, float] = field(default_factory=dict)
 
-
     @property
     def is_in_place(self) -> bool:
         """Whether all that was attended so far lay where it was attended: no frames, no copies, no CPU workers."""

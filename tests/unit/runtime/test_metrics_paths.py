@@ -211,7 +211,14 @@ def check(made: Watched, sampled: bool, elapsed: float) -> None:
     copied = runtime.gauges()["hybrid_copied_bytes"]
 
     for layer, (counted, expected) in enumerate(zip(stats, made.layers, strict=True)):
-        for name in ("selected_tokens", "context_tokens", "cpu_tokens", "resident_lookups", "resident_hits", "recalled_pages"):
+        for name in (
+            "selected_tokens",
+            "context_tokens",
+            "cpu_tokens",
+            "resident_lookups",
+            "resident_hits",
+            "recalled_pages",
+        ):
             assert getattr(counted, name) == pytest.approx(getattr(expected, name)), f"{name} of layer {layer}"
         assert 0 < counted.resident_hits <= counted.resident_lookups
         assert (counted.mass_samples, counted.cosine_samples) == (

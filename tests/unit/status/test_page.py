@@ -73,6 +73,30 @@ def test_the_page_shows_the_numbers_of_its_json(page: str, tmp_path: Path) -> No
     for label in re.findall(r'<canvas[^>]*aria-label="([^"]*)"', dom):
         assert label
     assert "30 layers over" in dom and dom.count("<canvas") == 12
+    assert dom.count("aria-label=") == 11, "all but what is for serving in place"
+
+
+def test_a_server_that_serves_in_place_shows_what_happens_there(tmp_path: Path) -> None:
+    """No maps and tiles of frames, copies and workers that it does not have; how long attention takes instead."""
+    stand, clock = MetricsStand(), Clock()
+    stand.gauges = {"hybrid_host_pool_pages": 1000, "hybrid_frame_bytes": 0}
+    for layer in stand.stats.layers:
+        layer.attention_seconds = 1e-6
+    sampler = Sampler(stand.text, "a stand", interval=2.0, clock=clock)
+    for _ in range(20):
+        stand.decode(moved=False)
+        for layer in stand.stats.layers:
+            layer.attention_seconds += 0.04
+        clock.now += 2.0
+        asyncio.run(sampler.refresh())
+    with serving(application(sampler, watching=False)) as url:
+        dom, console = browse(url + PAGE, tmp_path, "--dump-dom")
+    assert not console, console
+    tiles = text_of(dom[dom.index('id="tiles"') : dom.index("</dl>", dom.index('id="tiles"'))])
+    assert "Attended 25.0 % of the contexts" in tiles and "Attention 600 ms per s" in tiles and "On CPU" not in tiles
+    glance = text_of(dom[dom.index('id="glance"') : dom.index("</dl>")])
+    assert "The CPU's attention: it takes 60% of the time for 25% of the contexts' tokens." in glance, glance
+    assert '<body class="in-place"' in dom and dom.count("aria-label=") == 6, "one map, five courses"
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
