@@ -26,7 +26,7 @@ def glance(last: Reading, columns: Sequence[Column], layers: Sequence[Layer]) ->
     answers = [faithful, _fast(last, recent), limit]
     changes = [text for text in (more_budget, change) if text]
     if changes:
-        answers.append(Answer(question="What to change", text=" ".join(changes), level="unknown"))
+        answers.append(Answer(question="What to change", text="\n".join(changes), level="unknown"))
     return tuple(answers)
 
 

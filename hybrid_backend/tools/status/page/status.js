@@ -56,8 +56,7 @@
       ["On CPU", layers("cpu_ratio"), " mean of layers"],
       ["Waits", millis(recent("wait_share")), " ms per s"],
       ["Recalls", rate(recent("recalled_per_second")), " pages/s"],
-      ["Frames in use", number(latest?.frames_in_use), " pages, all layers"],
-      ["Resident requests", number(latest?.resident_requests), " requests"],
+      ["Frames in use", number(latest?.frames_in_use), ` pages of ${number(latest?.resident_requests)} requests`],
     ];
     return [
       ["Running", number(latest?.running), " requests"],
@@ -147,7 +146,8 @@
     const canvas = element("canvas", { tabindex: "0", role: "img" });
     const output = element("output", {});
     const legend = element("div", { class: "scale", "aria-hidden": "true" },
-      "0\u00a0%", element("i", { class: "ramp" }), "100\u00a0%", element("i", { class: "none" }), "not\u00a0measured");
+      "0\u00a0%", element("i", { class: "ramp" }), "100\u00a0%",
+      element("span", { class: "none" }, element("i"), "not\u00a0measured"));
     figure.replaceChildren(canvas, legend, output);
 
     const layerCount = () => state.columns.reduce((most, column) => Math.max(most, column[key].length), 0);
