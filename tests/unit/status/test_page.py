@@ -142,3 +142,14 @@ def test_text_and_lines_have_the_contrast_that_wcag_asks_for(dark: bool) -> None
     graphics = [("--one", "--card"), ("--two", "--card"), ("--focus", "--card"), ("--focus", "--page")]
     graphics += [("--low-0", "--high-0"), ("--low-1", "--high-1")]
     assert {pair: contrast(*pair) for pair in graphics if contrast(*pair) < 3} == {}
+
+
+def test_a_phone_sees_all_of_it_without_scrolling_sideways(page: str, tmp_path: Path) -> None:
+    """Beside the cards is nothing but the page's own colour, down to the table, which scrolls by itself."""
+    shot = tmp_path / "shot.png"
+    browse(page, tmp_path, f"--screenshot={shot}", "--window-size=390,4200", "--blink-settings=preferredColorScheme=1")
+    pixels = np.asarray(Image.open(shot).convert("RGB")).astype(int)
+    colour = theme(dark=False)["--page"]
+    wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    assert pixels.shape[1] == 390 and (pixels[:, -8:] == wanted).all() and (pixels[:, :8] == wanted).all()
+    assert not (pixels[3000:] == wanted).all(), "the page ends sooner: this shows less"
