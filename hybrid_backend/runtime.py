@@ -65,6 +65,7 @@ class HybridRuntime:
         self.config = config
         self.model = model
         self._stats = Stats.of(model.num_layers)
+        self._full_layers = [layer for layer in range(model.num_layers) if model.window(layer) is None]
         layout, operations = method.layout(config, model, device), resolve_operations(config, device)
         by_itself = are_launches(config, device)
         flashinfer = resolve_flashinfer(config, model, operations, device)
@@ -110,6 +111,8 @@ class HybridRuntime:
         if self._open is step:
             self._open = None
             self.tiers.write_back.join()
+            if step.decode is not None:
+                self._stats.saw_contexts(self._full_layers, int(step.decode.seq_lens.sum()))
 
     def abandon(self, step: Step) -> None:
         """The engine's forward raised: nothing stays under way for the step."""
