@@ -7,3 +7,4 @@ SCHEDULER = "hybrid_backend.engines.vllm.scheduler.RecomputingScheduler"
 ASYNC_SCHEDULER = "hybrid_backend.engines.vllm.scheduler.RecomputingAsyncScheduler"
 PARKING_SCHEDULER = "hybrid_backend.engines.vllm.scheduler.ParkingScheduler"
 ADDITIONAL_CONFIG_KEY = "hybrid"
+CONNECTORS = ("ExampleConnector", "NixlConnector", "NixlPullConnector")  # of vLLM's, those in `connectors`
