@@ -240,6 +240,14 @@ def _check_transfer(start: Start, page_size: int) -> None:
             f"page_size: {page_size} does not go with --kv-transfer-config: the prefill server's blocks must be equal, "
             f"and are multiples of {STOCK_BLOCK}; set page_size: {STOCK_BLOCK} here, --block-size {STOCK_BLOCK} there"
         )
+    # Not at the top, as above.
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if start.model.get_head_size() not in CPUAttentionBackend.get_supported_head_sizes():
+        raise EngineError(
+            f"--kv-transfer-config: the prefill server, vLLM's own CPU backend, has no head size of "
+            f"{start.model.get_head_size()}; leave it out for this model"
+        )
     if start.reads_files:
         key, extra = "shared_storage_path", start.transfer.kv_connector_extra_config
         folder = extra.get(key)

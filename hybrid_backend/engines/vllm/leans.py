@@ -353,6 +353,11 @@ _STEPS = (
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 _TRANSFERS = (
+    Lean(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend",
+        "vLLM's own pages",
+        has=("get_supported_head_sizes",),
+    ),
     Lean("vllm.distributed.kv_transfer.kv_transfer_state:get_kv_transfer_group", "KV connectors", passes=()),
     Lean("vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group", "KV connectors", passes=()),
     Lean(

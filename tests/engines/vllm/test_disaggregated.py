@@ -88,9 +88,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
     both = [transfer(files, "kv_producer", shared_storage_path=str(folder)), transfer(nixl, "kv_producer")]
     giving = json.dumps(transfer("MultiConnector", "kv_producer", connectors=both))
     flags = (*FLAGS, "--block-size", str(PAGE), "--kv-cache-memory-bytes", str(64 * 2**20))
-    flags += ("--kv-transfer-config", giving)
+    flags += ("--no-enable-prefix-caching",)  # else its connector through files ends with the engine (docs/vllm.md)
     starts = [
-        stock_server(logs, model, flags, environment() | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}),
+        stock_server(
+            logs, model, (*flags, "--kv-transfer-config", giving), environment() | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+        ),
         decoding(transfer(files, "kv_consumer", shared_storage_path=str(folder)), "--data-parallel-size=2"),
         # The prefill server's connector through files knows one group of layers only, so NIXL must, on both sides.
         decoding(transfer(nixl, "kv_consumer"), "--tensor-parallel-size=2", "--disable-hybrid-kv-cache-manager"),
