@@ -51,6 +51,8 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "model_config.get_sliding_window": lambda: None,
             "model_config.is_hybrid": False,
             "parallel_config.tensor_parallel_size": 1,
+            "parallel_config.distributed_executor_backend": "mp",
+            "parallel_config.data_parallel_backend": "mp",
             "parallel_config.pipeline_parallel_size": 1,
             "parallel_config.decode_context_parallel_size": 1,
             "parallel_config.use_ubatching": False,
@@ -113,8 +115,8 @@ def _layers(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _transfer(connector: str) -> dict[str, Any]:
-    asked = SimpleNamespace(kv_connector=connector, kv_role="kv_consumer", kv_connector_extra_config={})
-    return {"kv_transfer_config": asked}
+    asked = {"kv_connector": connector, "kv_role": "kv_consumer", "kv_connector_extra_config": {}}
+    return {"kv_transfer_config": SimpleNamespace(**asked, kv_connector_module_path=None)}
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -130,6 +132,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("tensor parallelism", {"parallel_config.tensor_parallel_size": 2}, {"arguments.tp_size": 2}, _BEYOND),
     Feature("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}, {"arguments.pp_size": 2}),
     Feature("data parallelism", {"parallel_config.data_parallel_size": 2}, {"arguments.dp_size": 2}, _BEYOND),
+    Feature("ranks and replicas over Ray", {"parallel_config.distributed_executor_backend": "ray"}, None),
     Feature("context parallelism", {"parallel_config.decode_context_parallel_size": 2}, {"arguments.dcp_size": 2}),
     Feature("micro-batching", {"parallel_config.use_ubatching": True}, {"arguments.enable_two_batch_overlap": True}),
     Feature(

@@ -12,7 +12,14 @@ import torch
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.refusal import Refusal, refuse
-from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, BACKEND, CONNECTORS, PARKING_SCHEDULER, SCHEDULER
+from hybrid_backend.engines.vllm import (
+    ASYNC_SCHEDULER,
+    BACKEND,
+    CONNECTOR_MODULE,
+    CONNECTORS,
+    PARKING_SCHEDULER,
+    SCHEDULER,
+)
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.workers import resolve_kernel
@@ -67,19 +74,23 @@ class Start:
         return self.vllm_config.kv_transfer_config
 
     @property
-    def reads_files(self) -> bool:
-        return self.transfer is not None and self.transfer.kv_connector == "ExampleConnector"
+    def takes_stock_pages(self) -> bool:
+        """From a prefill server with vLLM's own backend, through one of vLLM's own connectors."""
+        asked = self.transfer
+        return (
+            asked is not None
+            and asked.kv_connector in CONNECTORS
+            and (asked.kv_connector_module_path or CONNECTOR_MODULE) == CONNECTOR_MODULE
+        )
 
     @property
-    def reads_remote_memory(self) -> bool:
-        return self.transfer is not None and self.transfer.kv_connector in CONNECTORS and not self.reads_files
+    def reads_files(self) -> bool:
+        return self.takes_stock_pages and self.transfer.kv_connector == "ExampleConnector"
 
     @cached_property
     def has_silent_connector(self) -> bool:
         """A connector may say that it tells the runtime which pages it wrote (`HybridRuntime.imported`)."""
-        if self.transfer is None:
-            return False
-        if self.transfer.kv_connector in CONNECTORS and not self.transfer.kv_connector_module_path:
+        if self.transfer is None or self.takes_stock_pages:
             return False
         # Not at the top: it asks for the platform, which is being made when this module is imported.
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -147,6 +158,14 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         "use --decode-context-parallel-size 1",
     ),
     Refusal(
+        "Ray on a CPU, where vLLM's own platform is none that Ray's executors know",
+        lambda a: (
+            a.device.type == "cpu"
+            and "ray" in (a.parallel.distributed_executor_backend, a.parallel.data_parallel_backend)
+        ),
+        "use --distributed-executor-backend mp and --data-parallel-backend mp",
+    ),
+    Refusal(
         "KV connectors that write pages behind its back",
         lambda a: a.has_silent_connector,
         f"choose {' or '.join(CONNECTORS[:2])}, or leave out --kv-transfer-config",
@@ -154,24 +173,24 @@ REFUSALS: tuple[Refusal[Start], ...] = (
     ),
     Refusal(
         "KV connectors on a GPU in this version",
-        lambda a: a.transfer is not None and a.device.type != "cpu",
+        lambda a: a.takes_stock_pages and a.device.type != "cpu",
         "leave out --kv-transfer-config",
         lambda a: f"kv_connector: {a.transfer.kv_connector}",
     ),
     Refusal(
         "handing its KV over, which others would take for the layout of vLLM's own backend",
-        lambda a: a.transfer is not None and a.transfer.kv_role != "kv_consumer",
+        lambda a: a.takes_stock_pages and a.transfer.kv_role != "kv_consumer",
         "serve prompts with vLLM's own backend, and write kv_role: kv_consumer here",
         lambda a: f"kv_role: {a.transfer.kv_role}",
     ),
     Refusal(
         "handing its KV back to the prefill server",
-        lambda a: a.transfer is not None and a.transfer.kv_connector_extra_config.get("bidirectional_kv_xfer"),
+        lambda a: a.takes_stock_pages and a.transfer.kv_connector_extra_config.get("bidirectional_kv_xfer"),
         "leave out bidirectional_kv_xfer of kv_connector_extra_config",
     ),
     Refusal(
         "KV connectors with models that have other layers beside full attention",
-        lambda a: a.transfer is not None and (a.model.get_sliding_window() is not None or a.model.is_hybrid),
+        lambda a: a.takes_stock_pages and (a.model.get_sliding_window() is not None or a.model.is_hybrid),
         "leave out --kv-transfer-config for this model",
     ),
     Refusal(
@@ -233,7 +252,7 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
 
 def _check_transfer(start: Start, page_size: int) -> None:
     """Raise ConfigError or EngineError if what a prefill server writes could not be read here."""
-    if start.transfer is None or start.transfer.kv_connector not in CONNECTORS:
+    if not start.takes_stock_pages:
         return
     if page_size % STOCK_BLOCK:
         raise ConfigError(
@@ -256,7 +275,7 @@ def _check_transfer(start: Start, page_size: int) -> None:
                 f"--kv-transfer-config: kv_connector_extra_config: {key}: {folder!r} is no folder; "
                 "name the one that the prefill server writes to"
             )
-    if start.reads_remote_memory and find_spec("nixl") is None:
+    if not start.reads_files and find_spec("nixl") is None:
         raise EngineError(
             f"--kv-transfer-config: kv_connector: {start.transfer.kv_connector} needs NIXL, which is not installed; "
             "pip install nixl, or choose ExampleConnector"

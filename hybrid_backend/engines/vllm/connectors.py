@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector as _Nixl
 from vllm.logger import init_logger
 
-from hybrid_backend.engines.vllm import CONNECTORS
+from hybrid_backend.engines.vllm import CONNECTOR_MODULE, CONNECTORS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -130,7 +130,7 @@ def adopt(vllm_config: VllmConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector not in CONNECTORS or transfer.kv_connector_module_path:
         return
-    transfer.kv_connector_module_path = __name__
+    transfer.kv_connector_module_path = CONNECTOR_MODULE
     cache = vllm_config.cache_config
     _logger.info_once(
         "KV comes through %s: the prefill server is vLLM's own, on a CPU of the same kind, with --block-size %d, "
