@@ -70,6 +70,10 @@ class Start:
         return self.model.get_sliding_window() is not None
 
     @property
+    def asks_for_ray(self) -> bool:
+        return "ray" in (self.parallel.distributed_executor_backend, self.parallel.data_parallel_backend)
+
+    @property
     def transfer(self) -> Any:
         return self.vllm_config.kv_transfer_config
 
@@ -159,10 +163,7 @@ REFUSALS: tuple[Refusal[Start], ...] = (
     ),
     Refusal(
         "Ray on a CPU, where vLLM's own platform is none that Ray's executors know",
-        lambda a: (
-            a.device.type == "cpu"
-            and "ray" in (a.parallel.distributed_executor_backend, a.parallel.data_parallel_backend)
-        ),
+        lambda a: a.asks_for_ray and a.device.type == "cpu",
         "use --distributed-executor-backend mp and --data-parallel-backend mp",
     ),
     Refusal(

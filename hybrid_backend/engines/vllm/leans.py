@@ -76,8 +76,8 @@ _SETTINGS = (
         "our worker; ranks; refusals",
         has=(
             "data_parallel_backend", "data_parallel_index", "data_parallel_rank_local", "data_parallel_size_local",
-            "decode_context_parallel_size", "distributed_executor_backend", "local_world_size", "pipeline_parallel_size", "rank",
-            "tensor_parallel_size", "use_ubatching", "worker_cls", "world_size",
+            "decode_context_parallel_size", "distributed_executor_backend", "local_world_size",
+            "pipeline_parallel_size", "rank", "tensor_parallel_size", "use_ubatching", "worker_cls", "world_size",
         ),
     ),
     Lean(
