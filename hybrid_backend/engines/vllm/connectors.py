@@ -49,9 +49,12 @@ class ExampleConnector(Importing, _Example):
         self._unread: set[int] = set()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """vLLM's own says less than nothing where the prefix cache has a page more than the files."""
+        """vLLM's own says less than nothing where the prefix cache has a page more than the files, and looks for
+        other files than it opens where a prompt ends one token after a page."""
         count, is_later = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return count and max(0, count), is_later
+        if count is None or (count > 0 and request.num_prompt_tokens % self._block_size != 1):
+            return count, is_later
+        return 0, False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         loads = [each.slot_mapping for each in self._get_connector_metadata().requests if not each.is_store]
