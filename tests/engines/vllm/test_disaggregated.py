@@ -86,7 +86,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
 
     both = [transfer(files, "kv_producer", shared_storage_path=str(folder)), transfer(nixl, "kv_producer")]
     giving = json.dumps(transfer("MultiConnector", "kv_producer", connectors=both))
-    flags = (*FLAGS, "--block-size", str(PAGE), "--kv-cache-memory-bytes", str(64 * 2**20))
+    flags: tuple[str, ...] = (*FLAGS, "--block-size", str(PAGE), "--kv-cache-memory-bytes", str(64 * 2**20))
     # What vLLM's connector through files asks for (docs/distributed.md).
     flags += ("--no-enable-prefix-caching", "--max-num-batched-tokens", "8192")
     starts = [
