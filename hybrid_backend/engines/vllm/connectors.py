@@ -31,8 +31,9 @@ class Importing:
     """Mixed into a connector of vLLM's: it says which pages it wrote."""
 
     updates_digests = True  # see `checks.Start.has_silent_connector`
+    brings_stock_pages = True  # which lie as vLLM's own backend writes them
     imported: Callable[[Tensor, Tensor | None], None] | None = None
-    """`Session.imported`, once the session is there."""
+    """`Session.imported`, set by the worker."""
 
     def tell(self, pages: Tensor, tokens: Tensor | None = None) -> None:
         assert self.imported is not None, "KV was loaded before the KV memory was there"

@@ -41,9 +41,11 @@ class HybridWorker(_Worker):
         self.session = Session(
             self.model_runner, self.vllm_config, self.hybrid_config, self.device, on_host=self.on_host
         )
-        if has_kv_transfer_group():
-            get_kv_transfer_group().imported = self.session.imported
         runtime = self.session.runtime
+        if has_kv_transfer_group():
+            connector = get_kv_transfer_group()
+            is_stock = getattr(connector, "brings_stock_pages", False)
+            connector.imported = self.session.imported if is_stock else runtime.imported
         self.publisher = Publisher(
             runtime.stats, runtime.gauges, global_rank(self.vllm_config.parallel_config), REGISTRY
         )
