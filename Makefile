@@ -53,7 +53,7 @@ differs = $(if $(ENGINE_VERSION),$(wildcard requirements/$(1)-$(ENGINE_VERSION).
 ENGINE_STAMP  := $(VENV)/.engine-$(DEVICE)-$(call checksum,requirements/$(DEVICE)-engine.txt $(call differs,vllm))
 TORCH_STAMP   := $(VENV)/.torch-$(DEVICE)-$(TORCH)
 PACKAGE_STAMP := $(VENV)/.package-$(DEVICE)-$(call checksum,$(PACKAGE_SOURCES))
-TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt)
+TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt requirements/transfer.txt)
 VISION_STAMP  := $(VENV)/.vision/.torchvision-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py)
 SGLANG_ENGINE_STAMP  := $(SGLANG)/.engine-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py $(call differs,sglang))
 SGLANG_PACKAGE_STAMP := $(SGLANG)/.package-$(call checksum,$(PACKAGE_SOURCES))
@@ -161,7 +161,7 @@ $(SGLANG_TEST_STAMP): $(SGLANG_PACKAGE_STAMP)
 $(TEST_STAMP) $(SGLANG_TEST_STAMP):
 	@echo "==> installing the test and lint tools into $(@D)"
 	@rm -f $(@D)/.test-*
-	$(call locked,$(@D)) -r requirements/test.txt
+	$(call locked,$(@D)) -r requirements/test.txt $(if $(filter $(VENV)/%,$@),-r requirements/transfer.txt)
 	@touch $@
 
 $(DOCS_STAMP): | $(DOCS)/.python

@@ -199,11 +199,12 @@ class HybridRuntime:
         """Of the batch."""
         return whole_tokens(k[: step.num_tokens]), whole_tokens(v[: step.num_tokens])
 
-    def imported(self, pages: Tensor) -> None:
-        """Whole pages (``[n]`` int64 host page ids, all layers) that somebody else wrote: a KV connector."""
+    def imported(self, pages: Tensor, tokens: Tensor | None = None) -> None:
+        """Pages (``[n]`` int64 host page ids, all layers) that somebody else wrote: a KV connector. ``tokens``: ``[n]``
+        int64 that each of them holds; None: all are whole."""
         if self.tiers.digests is not None:
             for layer in self.tiers.digests.layers:
-                self.tiers.digests.rebuild(layer, pages)
+                self.tiers.digests.rebuild(layer, pages, tokens)
         self.tiers.whole.copy(pages)
         self.method.imported(pages)
 

@@ -133,13 +133,15 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: list[str], port: int, log: Path, environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """``environment``: what is set beside the tests' own; empty: what is not set."""
+    variables = {**os.environ, **_ENVIRONMENT, **(environment or {})}
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+            env={name: value for name, value in variables.items() if value},
         )
     try:
         url = f"http://127.0.0.1:{port}"

@@ -65,6 +65,11 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
         cache.user_specified_block_size = True
     stock(vllm_config)
     check_engine_config(vllm_config, config, worker_cls)
+    if vllm_config.kv_transfer_config is not None:
+        # Not at the top: vLLM's connectors ask for the platform, which is being made when this module is imported.
+        from hybrid_backend.engines.vllm.connectors import adopt
+
+        adopt(vllm_config)
     size_host_pool(vllm_config, config, on_cpu=worker_cls == CPU_WORKER)
     scheduler = vllm_config.scheduler_config  # after the stock platform, which may turn asynchronous scheduling off
     if choose_parking(vllm_config, config):

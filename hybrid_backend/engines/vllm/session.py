@@ -22,6 +22,7 @@ from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead
 from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, checked
 from hybrid_backend.engines.vllm.parking import forgo_parking, parks_rows
+from hybrid_backend.engines.vllm.stock_pages import to_ours
 from hybrid_backend.errors import EngineError
 from hybrid_backend.execution.operations import are_launches
 from hybrid_backend.methods import resolve_method
@@ -51,6 +52,11 @@ def rank_of(parallel: ParallelConfig) -> Rank:
     world = parallel.local_world_size
     index = (parallel.data_parallel_rank_local or 0) * world + parallel.rank % world
     return Rank(index, max(parallel.data_parallel_size_local * world, index + 1))
+
+
+def global_rank(parallel: ParallelConfig) -> int:
+    """This worker among those of all replicas, whose own ranks all begin at 0."""
+    return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
 
 def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridConfig, device: torch.device) -> None:
@@ -265,6 +271,12 @@ class Session:
         if found is None:
             return None
         return replace(found, pages=sorted({page // self.pages_per_block for page in found.pages}))
+
+    def imported(self, pages: Tensor, tokens: Tensor | None = None) -> None:
+        """A connector has brought pages from a server with vLLM's own CPU backend. (`HybridRuntime.imported`)"""
+        for layer in self.runtime.tiers.host.layers:
+            to_ours(layer, pages)
+        self.runtime.imported(pages, tokens)
 
     def _page_size(self, layer_name: str) -> int:
         context = self._runner.compilation_config.static_forward_context
