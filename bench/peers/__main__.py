@@ -130,7 +130,9 @@ def main(line: Sequence[str] | None = None) -> None:
             print(f"{name} does not run here: {reason}", flush=True)
         if given.hold:
             print("serving; Ctrl-C ends it", flush=True)
-            signal.sigwait({signal.SIGINT, signal.SIGTERM})
+            ends = {signal.SIGINT, signal.SIGTERM}
+            signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+            signal.sigwait(ends)
             return
         points = []
         prompts = partial(prompts_of, given.model, given.seed)

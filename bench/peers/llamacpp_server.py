@@ -30,6 +30,7 @@ def main() -> None:
     params.cache_ram_mib = 0
     server = xllamacpp.Server(params)
     print(f"{server.listening_address}: {xllamacpp.get_system_info()}", flush=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with contextlib.suppress(KeyboardInterrupt):
         signal.pause()
 
