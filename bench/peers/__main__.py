@@ -9,14 +9,14 @@ import platform
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import bench.peers
-from bench.peers.measure import WARM_UP, Prompt, sweep
+from bench.peers.measure import WARM_UP, Point, Prompt, sweep
 from bench.peers.peer import DTYPES, Peer, Setup
 from bench.peers.registry import PEERS, choose, describe
 from bench.peers.table import table, verdict
@@ -134,17 +134,24 @@ def main(line: Sequence[str] | None = None) -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, ends)
             signal.sigwait(ends)
             return
-        points = []
+        points = list[Point]()
         prompts = partial(prompts_of, given.model, given.seed)
         sizes = (given.depths, given.batches, given.rounds, given.tokens, given.deadline)
+        written = ""
         for point in sweep(endpoints, prompts, *sizes):
             points.append(point)
             print(point, flush=True)
+            written = save(points, failed, given)  # whatever stops a long run
+    print(f"\n{written}\nwritten: {given.out}/peers.json, peers.md")
+
+
+def save(points: Sequence[Point], failed: Mapping[str, str], given: argparse.Namespace) -> str:
+    """Writes both files; returns the one to read."""
     here = machine()
     llama = "built for this CPU" if given.native else "the wheel's AVX2 build"
     title = f"{given.model} on {given.threads} threads of {here['cpu']} ({', '.join(here['isa'])}); llama.cpp: {llama}"
     equal = {peer.name for peer in PEERS if peer.equal}
-    written = table(points, partial(describe, dtype=given.dtype)) + "\n" + verdict(points, equal)
+    written = f"{title}\n\n{table(points, partial(describe, dtype=given.dtype))}\n{verdict(points, equal)}"
     written += "".join(f"- {name} does not run here: {reason}\n" for name, reason in failed.items())
     given.out.mkdir(parents=True, exist_ok=True)
     said = {**vars(given), "peers": [peer.name for peer in given.peers]}
@@ -153,8 +160,8 @@ def main(line: Sequence[str] | None = None) -> None:
         "points": [point.model_dump() for point in points],
     }  # fmt: skip
     (given.out / "peers.json").write_text(json.dumps(record, indent=1, default=str))
-    (given.out / "peers.md").write_text(f"{title}\n\n{written}")
-    print(f"\n{title}\n\n{written}\nwritten: {given.out}/peers.json, peers.md")
+    (given.out / "peers.md").write_text(written)
+    return written
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def _server(setup: Setup, precision: str, kv: str) -> Iterator[Server]:
         # A cache of the prompts of other requests would only copy: no prompt returns after the next depth began.
         command = [str(setup.native), *flags, "--host", "127.0.0.1", "--cache-ram", "0", "--no-ui"]
     else:
-        command = [str(setup.peers_python), str(LAUNCHER), *flags]
+        command = [str(setup.peers_python), "-P", str(LAUNCHER), *flags]
     with running(command, port, setup.place / f"llamacpp-{port}.log") as server:
         server.model = setup.model
         yield server

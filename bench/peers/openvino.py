@@ -30,8 +30,9 @@ def shipped(setup: Setup) -> AbstractContextManager[Server]:
 @contextmanager
 def _server(setup: Setup, precision: str, *properties: str) -> Iterator[Server]:
     port = free_port()
-    command = [
-        str(setup.peers_python), str(SERVER), "--model", str(gguf_file(setup.model, precision)), "--alias", setup.model,
+    weights = gguf_file(setup.model, precision)
+    command = [  # -P: this folder has modules named as packages
+        str(setup.peers_python), "-P", str(SERVER), "--model", str(weights), "--alias", setup.model,
         "--port", str(port), "--batch", str(setup.batch), "--kv-bytes", str(setup.kv_bytes),
         f"INFERENCE_NUM_THREADS={setup.threads}", *properties,
     ]  # fmt: skip
