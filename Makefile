@@ -299,10 +299,10 @@ clean: ## Remove all environments and everything built (fetched models in .cache
 .PHONY: bench-decode-cpu bench-fidelity compare bench-hgca bench-peers llama-server
 
 bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/throughput.md)
-	$(PY) -m bench.throughput --serve $(BENCH_ARGS)
+	$(VENV)/bin/hybrid bench throughput --serve --out bench/out $(BENCH_ARGS)
 
 bench-accuracy: test-install model ## Scores and fidelity of the methods on RULER-like tasks (BENCH_ARGS, see docs/accuracy.md)
-	$(PY) -m bench.accuracy $(BENCH_ARGS)
+	$(VENV)/bin/hybrid bench accuracy --out bench/out/accuracy $(BENCH_ARGS)
 
 simulate: test-install ## The simulator against the papers' figures and our own runs
 	$(PY) -m bench.simulate_figures

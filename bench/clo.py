@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.fidelity import FIDELITY_FLAGS, follow
+from bench.fidelity import follow
+from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS
 from tests.engines.server import Server, hybrid_server
 from tests.engines.texts import tokens_of_prose
 
@@ -62,7 +62,6 @@ def main() -> None:
     parser.add_argument("--budgets", default="240,512")
     parser.add_argument("--etas", default="1,0.8,0.6")
     arguments = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the servers import bench.teacher
     results: list[dict[str, Any]] = []
     table = Table("query", "budget", "eta", "hits per lookup", "least..most layer", "mass", "copied MB/token")
     with tempfile.TemporaryDirectory() as folder:

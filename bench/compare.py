@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -21,8 +20,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.fidelity import FIDELITY_FLAGS, compare, follow
+from bench.fidelity import follow
 from hybrid_backend.config import find_config, load_config
+from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
 from hybrid_backend.tools.hub import fetch
 from tests.engines.server import MODEL, Server, hybrid_server, stock_server
 from tests.engines.texts import tokens_of_prose
@@ -81,7 +81,6 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=6900)
     parser.add_argument("--budget", type=int, default=1024, help="tokens; of hgca the window")
     arguments = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the servers import bench.teacher
     shape = json.loads((fetch(MODEL) / "config.json").read_text())
     head_dim = shape["hidden_size"] // shape["num_attention_heads"]
     kv_bytes = 2 * shape["num_key_value_heads"] * head_dim * 2  # one token of one layer in bf16

@@ -52,7 +52,6 @@ def both_servers(
         stock = stock_server(place, model, [*flags, "--kv-cache-memory-bytes", str(memory)])
         hybrid = hybrid_server(place, {"host_pool.size": memory, **overrides}, flags, str(model))
     with stock as first, hybrid as second:
-        second.model = second.client().models.list().data[0].id
         yield {"stock": first, "hybrid": second}
 
 

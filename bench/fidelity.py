@@ -1,17 +1,15 @@
-"""How near a sparse method stays to dense attention: KL of next-token distributions, agreement, key lookup."""
+"""Key lookup, and following a text: how near a sparse method stays to dense attention."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybrid_backend.tools.bench.accuracy.client import ask
+from hybrid_backend.tools.bench.accuracy.fidelity import Distribution
 from tests.engines.server import Server
 from tests.engines.texts import PROSE, tokenizer
-
-TOP = 200  # log-probabilities asked for per position; the rest of the vocabulary is one bucket
-FIDELITY_FLAGS = ("--logits-processors", "bench.teacher:Forced", "--max-logprobs", str(TOP))
 
 _ANIMALS = (
     "lion", "tiger", "bear", "wolf", "eagle", "horse", "camel", "goat", "sheep", "donkey", "whale", "raven",
@@ -24,51 +22,9 @@ _WORDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Over all positions of one text: mean KL(dense || sparse) in nats, share of equal most likely tokens."""
-
-    kl: float
-    agreement: float
-    positions: int
-
-
-def follow(server: Server, prompt: Sequence[int], text: Sequence[int]) -> list[dict[int, float]]:
+def follow(server: Server, prompt: Sequence[int], text: Sequence[int]) -> list[Distribution]:
     """Log-probabilities of the next token at each position of ``text`` after ``prompt``, by token id."""
-    answer = server.client().completions.create(
-        model=server.model,
-        prompt=list(prompt),
-        max_tokens=len(text),
-        temperature=0,
-        logprobs=TOP,
-        extra_body={
-            "vllm_xargs": {"forced": list(text)},
-            "return_tokens_as_token_ids": True,
-            "ignore_eos": True,
-        },
-    )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.top_logprobs is not None
-    assert [int(t.removeprefix("token_id:")) for t in logprobs.tokens or []] == list(text), "the text was not followed"
-    return [
-        {int(token.removeprefix("token_id:")): value for token, value in position.items()}
-        for position in logprobs.top_logprobs
-    ]
-
-
-def compare(dense: Sequence[dict[int, float]], sparse: Sequence[dict[int, float]]) -> Comparison:
-    """Position 0 is left out: it comes from the prompt's last token, which is dense on both sides."""
-    kls = [_kl(p, q) for p, q in zip(dense[1:], sparse[1:], strict=True)]
-    same = [max(p, key=p.__getitem__) == max(q, key=q.__getitem__) for p, q in zip(dense[1:], sparse[1:], strict=True)]
-    return Comparison(sum(kls) / len(kls), sum(same) / len(same), len(kls))
-
-
-def _kl(p: dict[int, float], q: dict[int, float]) -> float:
-    """KL over the tokens that both report; everything else is one bucket, which can only lower the value a little."""
-    shared = p.keys() & q.keys()
-    kl = sum(math.exp(p[t]) * (p[t] - q[t]) for t in shared)
-    rest_p, rest_q = (max(1e-12, 1 - sum(math.exp(x[t]) for t in shared)) for x in (p, q))
-    return kl + rest_p * math.log(rest_p / rest_q)
+    return ask(server, prompt, 0, begin=text).logprobs
 
 
 @dataclass(frozen=True)

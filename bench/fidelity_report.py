@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.fidelity import FIDELITY_FLAGS, answers, compare, follow, lookups
+from bench.fidelity import answers, follow, lookups
 from hybrid_backend.config import find_config, load_config
+from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
 from hybrid_backend.tools.hub import fetch
 from tests.engines.server import MODEL, Server, hybrid_server, stock_server
 from tests.engines.texts import tokens_of_prose
@@ -55,7 +55,6 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=6, help="only so many lines of the table")
     parser.add_argument("--haystacks", type=int, default=4, help="texts with ten passwords each; 0: no lookups")
     arguments = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the servers import bench.teacher
     base = {"tiers": "separate", "host_pool.size": "1GiB", "metrics.sample_interval": 8}
     lines: dict[str, dict[str, Any]] = {f"budget {b}": {"budget_tokens": int(b)} for b in arguments.budgets.split(",")}
     lines["budget 1024, no recall"] = {"budget_tokens": 1024, "recall.enabled": False}

@@ -22,8 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.fidelity import FIDELITY_FLAGS, follow
+from bench.fidelity import follow
 from hybrid_backend.config import apply_overrides, config_from_mapping, find_config, load_config, load_mapping
+from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS
 from hybrid_backend.tools.hub import fetch
 from tests.engines.server import MODEL, Server, hybrid_server, stock_server
 from tests.engines.texts import tokens_of_prose
@@ -94,7 +95,6 @@ def main() -> None:
     parser.add_argument("--shares", default="0.25,0.5,0.75")
     parser.add_argument("--betas", default="0.25,0.5,1")
     arguments = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the servers import bench.teacher
     console = Console(width=120)
     page = load_config(find_config(MODEL)).page_size
     found: dict[str, Any] = {"arguments": vars(arguments), "hgca": []}

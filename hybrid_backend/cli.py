@@ -17,7 +17,9 @@ from hybrid_backend import __version__
 from hybrid_backend.config import resolve_config
 from hybrid_backend.engines.registry import resolve_server
 from hybrid_backend.errors import HybridError
+from hybrid_backend.tools.bench.accuracy.command import accuracy
 from hybrid_backend.tools.bench.command import agents
+from hybrid_backend.tools.bench.throughput.command import throughput
 from hybrid_backend.tools.doctor.command import doctor
 from hybrid_backend.tools.plan.command import plan
 from hybrid_backend.tools.profile.command import profile
@@ -31,7 +33,7 @@ app = typer.Typer(
 )
 models = typer.Typer(no_args_is_help=True, help="Models that can be fetched without a model hub.")
 app.add_typer(models, name="model")
-bench = typer.Typer(no_args_is_help=True, help="What running servers do under load, stock and hybrid side by side.")
+bench = typer.Typer(no_args_is_help=True, help="Speed under load and accuracy, stock and hybrid side by side.")
 app.add_typer(bench, name="bench")
 
 
@@ -59,6 +61,8 @@ app.command("plan")(_guarded(plan))
 app.command("profile")(_guarded(profile))
 app.command("doctor")(_guarded(doctor))
 bench.command("agents")(_guarded(agents))
+bench.command("throughput")(_guarded(throughput))
+bench.command("accuracy")(_guarded(accuracy))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -25,12 +25,3 @@ def engine() -> ModuleType:
 def stock(engine: ModuleType, tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[StockAnswers]:
     with stock_answers(tmp_path_factory, engine.NAME, lambda folder: engine.stock(folder, model_dir)) as answers:
         yield answers
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _importable_bench(engine: ModuleType) -> Iterator[None]:
-    """vLLM imports `bench.teacher` from the root of the repository, where SGLang would find the wrong `kernels`."""
-    with pytest.MonkeyPatch.context() as patch:
-        if engine.NAME == "vllm":
-            patch.setenv("PYTHONPATH", str(ROOT))
-        yield

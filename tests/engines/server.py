@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 from openai import OpenAI
 
-MODEL = "smollm2-135m-instruct"
+from hybrid_backend.tools.bench import servers
+from hybrid_backend.tools.bench.servers import executable, free_port, stop
+
+__all__ = ["MODEL", "Server", "executable", "free_port", "hybrid_server", "running", "stock_server", "stop"]
+
+MODEL = servers.DEMO
 API_KEY = "secret"  # what clients send, whether the server asks for it or not
-START_DEADLINE = 600.0  # a busy machine compiles for minutes
-# No core is kept free for the server's front end: the client mostly waits.
-_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-}
 
 
 @dataclass
-class Server:
-    """A running server. ``model`` is the name that requests must use."""
-
-    url: str
-    model: str
-    log: Path
-    process: subprocess.Popen[bytes]
+class Server(servers.Server):
+    """A running server, asked as users ask it."""
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, timeout=600, max_retries=0)
@@ -78,100 +63,36 @@ class Server:
 
 
 @contextmanager
+def _asked(started: AbstractContextManager[servers.Server]) -> Iterator[Server]:
+    try:
+        with started as server:
+            yield Server(**vars(server))
+    except servers.BenchError as error:
+        if found := re.search(r"its log: (\S+)$", str(error)):
+            print(Path(found[1]).read_text()[-4000:])
+        raise
+
+
 def hybrid_server(
     folder: Path,
-    config: dict[str, Any],
+    config: Mapping[str, Any],
     flags: Sequence[str] = (),
     model: str = MODEL,
     engine: str = "vllm",
-    environment: dict[str, str] | None = None,
-) -> Iterator[Server]:
+    environment: Mapping[str, str] | None = None,
+) -> AbstractContextManager[Server]:
     """``hybrid serve`` with the shipped configuration of the model, changed by ``config`` (dotted keys)."""
-    overrides = [
-        f"--set={key}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
-        for key, value in config.items()
-    ]
-    port = free_port()
-    command = [executable("hybrid"), "serve", model, "--engine", engine, *overrides, "--", "--port", str(port), *flags]
-    with running(command, port, folder / f"hybrid-{port}.log", environment) as server:
-        yield server
+    return _asked(servers.hybrid_server(folder, config, flags, model, engine, environment))
 
 
-@contextmanager
 def stock_server(
-    folder: Path, model_dir: Path, flags: Sequence[str] = (), environment: dict[str, str] | None = None
-) -> Iterator[Server]:
+    folder: Path, model_dir: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> AbstractContextManager[Server]:
     """The engine without our plugin."""
-    port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model_dir),
-        "--served-model-name",
-        MODEL,
-        "--port",
-        str(port),
-        *flags,
-    ]
-    environment = {"VLLM_PLUGINS": "none", **(environment or {})}
-    with running(command, port, folder / f"stock-{port}.log", environment) as server:
-        yield server
+    return _asked(servers.stock_server(folder, model_dir, flags, environment=environment))
 
 
-def executable(name: str) -> str:
-    """A console script of the environment that runs the tests."""
-    return str(Path(sys.executable).parent / name)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def running(command: list[str], port: int, log: Path, environment: dict[str, str] | None = None) -> Iterator[Server]:
-    """``environment``: what is set beside the tests' own; empty: what is not set."""
-    variables = {**os.environ, **_ENVIRONMENT, **(environment or {})}
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={name: value for name, value in variables.items() if value},
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(process, url, log)
-        yield Server(url, MODEL, log, process)
-    finally:
-        stop(process)
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_DEADLINE
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"server exited with {process.returncode}:\n{log.read_text()[-4000:]}")
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    raise RuntimeError(f"server not healthy after {START_DEADLINE} s:\n{log.read_text()[-4000:]}")
-
-
-def stop(process: subprocess.Popen[bytes], grace: float = 60) -> None:
-    """As Ctrl-C does; the whole session is killed if it does not end by itself."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(grace)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
+def running(
+    command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None
+) -> AbstractContextManager[Server]:
+    return _asked(servers.running(command, port, MODEL, log, environment))

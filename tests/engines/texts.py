@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from hybrid_backend.tools.bench.accuracy.words import text
 from hybrid_backend.tools.hub import fetch
 
-PROSE = (Path(__file__).parents[1] / "data" / "kjv.txt").read_text()
+PROSE = text()
 
 
 @cache

@@ -1,1 +1,1 @@
-"""``hybrid bench``: what running servers do under load, stock and hybrid side by side."""
+"""``hybrid bench``: what servers do under load and how right they answer, stock and hybrid side by side."""

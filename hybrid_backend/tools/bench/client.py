@@ -1,4 +1,4 @@
-"""Sessions replayed against one server's OpenAI-compatible API; what each turn took."""
+"""One server's OpenAI-compatible API: its models, single requests, and sessions replayed with what each turn took."""
 
 from __future__ import annotations
 
@@ -62,17 +62,29 @@ def find_endpoint(named: str, model: str | None, deadline: float) -> Endpoint:
         BenchError: not of that form; nothing answers there in ``deadline`` seconds; it lists no model.
     """
     name, _, url = named.partition("=")
-    base = url.rstrip("/").removesuffix("/v1")
-    if not name or not base.startswith(("http://", "https://")):
+    if not name or not url:
         raise BenchError(f"{named}: write NAME=URL, as hybrid=http://localhost:8000")
+    base = without_v1(named, url)
     served = served_models(name, base, deadline)
-    if not served or (model is not None and model not in served):
-        raise BenchError(f"{name}: {base} serves {', '.join(served) or 'nothing'}, not {model or 'a model'}")
+    if model is not None and model not in served:
+        raise BenchError(f"{name}: {base} serves {', '.join(served)}, not {model}")
     return Endpoint(name=name, url=base, model=model or served[0])
 
 
+def without_v1(given: str, url: str) -> str:
+    """A server's address as requests begin.
+
+    Raises:
+        BenchError: it is none; names what was ``given``.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")):
+        raise BenchError(f"{given}: write the address with http:// or https://, as http://localhost:8000")
+    return base
+
+
 def served_models(name: str, url: str, deadline: float) -> list[str]:
-    """That the server at ``url``, without /v1, lists.
+    """That the server at ``url``, without /v1, lists; at least one.
 
     Raises:
         BenchError: it does not, within ``deadline`` seconds.
@@ -80,9 +92,28 @@ def served_models(name: str, url: str, deadline: float) -> list[str]:
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers(), timeout=deadline)
         answer.raise_for_status()
-        return [str(entry["id"]) for entry in answer.json()["data"]]
+        found = [str(entry["id"]) for entry in answer.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{name}: {url}/v1/models does not list models: {error or type(error).__name__}") from None
+    if not found:
+        raise BenchError(f"{name}: {url} serves no model")
+    return found
+
+
+def post(url: str, path: str, body: Mapping[str, Any], deadline: float = 3600) -> Any:
+    """The answer to one request that is not streamed.
+
+    Raises:
+        BenchError: there is none, within ``deadline`` seconds.
+    """
+    try:
+        with httpx.Client(headers=headers(), timeout=deadline, transport=httpx.HTTPTransport(retries=2)) as client:
+            answer = client.post(f"{url}{path}", json=body)
+        if answer.is_error:
+            raise BenchError(f"{url}{path}: HTTP {answer.status_code}: {answer.text[:300]}")
+        return answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise BenchError(f"{url}{path}: {error or type(error).__name__}") from None
 
 
 def in_turn(endpoints: Sequence[E], turn: int) -> list[E]:

@@ -1,4 +1,4 @@
-"""``hybrid bench``, ready for typer. What it needs is imported when it runs: the command line starts at once."""
+"""``hybrid bench agents``, ready for typer. What it needs is imported when it runs: the command line starts at once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-
-from hybrid_backend.errors import ConfigError
 
 
 def agents(
@@ -33,11 +31,9 @@ def agents(
     from hybrid_backend.tools.bench import report
     from hybrid_backend.tools.bench.agents import Traffic, sessions
     from hybrid_backend.tools.bench.client import Replay, find_endpoint, in_turn, replay
+    from hybrid_backend.tools.bench.limits import parse_limits
 
-    try:
-        limits = report.parse_limits(good)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    limits = parse_limits("--good", good, ("ttft", "tpot"))
     traffic = Traffic(
         agents=agents, turns=turns, system=system, task=task, tool=tool, answer=answer, think=think, arrival=arrival,
         seed=seed,

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import ROOT
+from tests.engines.server import executable
 
 pytestmark = pytest.mark.engine
 
 
 def bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command as a user gives it."""
-    command = [sys.executable, "-m", "bench.accuracy", "--out", str(out), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ))
+    command = [executable("hybrid"), "bench", "accuracy", "--out", str(out), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=out, timeout=900)
 
 
 def test_with_the_engine_a_sparse_method_is_scored_and_followed(tmp_path: Path, model_dir: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.conftest import ROOT
 from tests.engines.probes import Probe, reader
 from tests.engines.vllm.families import FINDS_PREFIXES, MODELS, PARKED, WITH_STATE
 
@@ -46,7 +47,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     with log.open("wb") as sink:
         script = Path(__file__).with_name("family_probe.py")
         command = [sys.executable, script, folder, *names]
-        paths = os.pathsep.join([os.environ["PYTHONPATH"], str(BESIDE)])
+        paths = os.pathsep.join([str(ROOT), str(BESIDE)])
         environment = os.environ | {"PYTHONPATH": paths}
         subprocess.run(command, env=environment, stdout=sink, stderr=sink, timeout=2700, check=False)
     return reader(folder, log)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fidelity import FIDELITY_FLAGS, compare
+from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
 from tests.engines.server import Server, hybrid_server, stock_server
 from tests.engines.storm import abort_storm
 from tests.engines.texts import english

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,14 +17,13 @@ import httpx
 import psutil
 import pytest
 
-from bench.throughput.point import Point
-from bench.throughput.sweep import WARM_UP
 from hybrid_backend.config import find_config, load_config
+from hybrid_backend.tools.bench.throughput.point import Point
+from hybrid_backend.tools.bench.throughput.sweep import WARM_UP
 from hybrid_backend.tools.status import MIDDLEWARE
 from hybrid_backend.tools.status.app import PAGE
 from tests.engines import promises
-from tests.engines.conftest import ROOT
-from tests.engines.server import API_KEY, MODEL, Server, hybrid_server
+from tests.engines.server import API_KEY, MODEL, Server, executable, hybrid_server
 from tests.engines.storm import abort_storm
 from tests.engines.texts import english
 from tests.unit.status.test_app import status_of
@@ -111,12 +109,12 @@ def test_the_status_page_in_the_server_shows_what_it_does(server: Server) -> Non
 def test_vllms_own_benchmark_client_measures_the_server(server: Server, tmp_path: Path, model_dir: Path) -> None:
     """The command line of the throughput bench as a user writes it."""
     before = server.total("vllm:request_success_total")
-    command = [sys.executable, "-m", "bench.throughput", "--tokenizer", str(model_dir), "--out", str(tmp_path)]
-    command += ["--endpoint", f"hybrid={server.url}"]
+    command = [executable("hybrid"), "bench", "throughput", f"hybrid={server.url}", "--tokenizer", str(model_dir)]
+    command += ["--out", str(tmp_path)]
     command += ["--rates", "inf", "--prompts", "4", "--input", "64", "--output", "8", "--repeats", "1"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENAI_API_KEY", API_KEY)
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "throughput.json").read_text())
     points = [Point(**point) for point in record["points"]]

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from typer.testing import CliRunner
 
-from bench.fidelity import FIDELITY_FLAGS, PAIR, answers_in_a_row, compare, follow, lookups
+from bench.fidelity import PAIR, answers_in_a_row, follow, lookups
 from hybrid_backend.cli import app
 from hybrid_backend.config import find_config, load_config
+from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
 from tests.engines.answers import Distributions, StockAnswers
 from tests.engines.server import MODEL, Server, hybrid_server
 from tests.engines.texts import english, tokens_of_prose
@@ -31,8 +32,17 @@ EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
 LAYERS = 30
 SPARSE_LAYERS = set(range(LAYERS)) - EXACT_LAYERS
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "4", "--enforce-eager", *FIDELITY_FLAGS)
+CHUNKS = ("--max-num-batched-tokens", "512")
+"""Every prompt here comes in chunks, those of agents beside others' decoding."""
 NO_SPACES = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
 """A small model that may write spaces between the parts of JSON writes nothing else."""
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+ANIMAL = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["lion", "otter"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["animal", "legs"],
+    "additionalProperties": False,
+}
 KEYS = {"tiers": "separate", "budget_tokens": 1024, "host_pool.size": "1GiB", "metrics.sample_interval": 8}
 STEPS = 96
 
@@ -54,7 +64,7 @@ def query(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def sparse(query: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = {**KEYS, "lookahead.partial_query": query}
-    with hybrid_server(tmp_path_factory.mktemp("sparse"), keys, [*FLAGS, *NO_SPACES]) as server:
+    with hybrid_server(tmp_path_factory.mktemp("sparse"), keys, [*FLAGS, *CHUNKS, *NO_SPACES, *TOOLS]) as server:
         yield server
 
 
@@ -142,7 +152,8 @@ def test_the_cpu_starts_a_layer_ahead_where_the_query_is_predicted(decoded: Deco
 
 
 def test_sessions_of_agents_find_their_prefixes_and_leave_pages_out(sparse: Server, tmp_path: Path) -> None:
-    """`hybrid bench agents`: three sessions over one system prompt grow beyond their frames, turn by turn."""
+    """`hybrid bench agents`: three sessions over one system prompt grow beyond their frames, turn by turn. Prompts come
+    in chunks, beside what others decode."""
 
     def totals() -> tuple[float, ...]:
         names = ("vllm:prefix_cache_hits_total", "hybrid_cpu_tokens_total", "vllm:request_success_total")
@@ -163,22 +174,42 @@ def test_sessions_of_agents_find_their_prefixes_and_leave_pages_out(sparse: Serv
     assert hits >= 0.95 * sum(prompts), "what the turn before computed is not computed again"
 
 
-def test_answers_keep_to_a_schema_where_pages_are_left_out(sparse: Server) -> None:
-    """Structured output over a prompt that outgrows its frames."""
-    schema = {
-        "type": "object",
-        "properties": {"animal": {"enum": ["lion", "otter"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["animal", "legs"],
-        "additionalProperties": False,
-    }
-    by_cpu = sparse.total("hybrid_cpu_tokens_total")
+def animal_asked(server: Server, **options: Any) -> Any:
+    """The answer to a prompt that outgrows its frames, of which pages must have been left out."""
+    by_cpu = server.total("hybrid_cpu_tokens_total")
     asked = [{"role": "user", "content": english(2000) + "\nName an animal and how many legs it has."}]
-    client = sparse.client()
-    structured = client.chat.completions.create(
-        model=sparse.model, messages=asked, max_tokens=60, temperature=0,  # type: ignore[arg-type]
-        response_format={"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}},  # type: ignore[arg-type]
+    answer = server.client().chat.completions.create(
+        model=server.model, messages=asked, max_tokens=60, temperature=0, **options  # type: ignore[arg-type]
     )  # fmt: skip
-    found = json.loads(structured.choices[0].message.content or "")
+    assert answer.usage is not None and answer.usage.prompt_tokens > KEYS["budget_tokens"] + 300
+    assert server.total("hybrid_cpu_tokens_total") > by_cpu
+    return answer.choices[0]
+
+
+def check_animal(text: str) -> None:
+    found = json.loads(text)
     assert found["animal"] in ("lion", "otter") and 0 <= found["legs"] <= 9 and len(found) == 2
-    assert structured.usage is not None and structured.usage.prompt_tokens > KEYS["budget_tokens"] + 300
-    assert sparse.total("hybrid_cpu_tokens_total") > by_cpu
+
+
+def test_answers_keep_to_a_schema_where_pages_are_left_out(sparse: Server) -> None:
+    """Structured output."""
+    form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": ANIMAL}}
+    check_animal(animal_asked(sparse, response_format=form).message.content)
+
+
+@pytest.mark.parametrize(
+    ("choice", "end"), [({"type": "function", "function": {"name": "tell"}}, "stop"), ("required", "tool_calls")]
+)
+def test_tools_are_called_with_arguments_by_their_schema_where_pages_are_left_out(
+    sparse: Server, choice: str | dict[str, Any], end: str
+) -> None:
+    """By name, and when any tool must be called. vLLM holds only the arguments of a tool that is ``strict`` to its
+    schema; others may be any JSON."""
+    tell = {"name": "tell", "description": "Tell of an animal.", "parameters": ANIMAL, "strict": True}
+    other = {**tell, "name": "sing"}
+    tools = [{"type": "function", "function": function} for function in (tell, other)]
+    answer = animal_asked(sparse, tools=tools, tool_choice=choice)
+    assert answer.finish_reason == end and not answer.message.content
+    (call,) = answer.message.tool_calls
+    assert call.function.name in ("tell", "sing") and (choice == "required" or call.function.name == "tell")
+    check_animal(call.function.arguments)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench.accuracy.longbench import DATASETS, DEFAULT, load
-from bench.accuracy.scoring import METRICS, score
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.bench.accuracy.longbench import DATASETS, DEFAULT, load
+from hybrid_backend.tools.bench.accuracy.scoring import METRICS, score
 from tests.unit.bench_accuracy.conftest import Pieces
 
 CONTEXT = " ".join(f"Sentence {i} tells of nothing." for i in range(200))

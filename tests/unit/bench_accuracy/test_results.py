@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.accuracy.client import Answer, fidelity
-from bench.accuracy.report import as_json, lines, markdown, plot, summaries
-from bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settings
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.bench.accuracy.client import Answer, fidelity
+from hybrid_backend.tools.bench.accuracy.report import as_json, lines, markdown, plot, summaries
+from hybrid_backend.tools.bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settings
 
 KEY = Key("m", "stock", 0, "vt", 1024, 0, "prompt", "p0")
 

@@ -13,19 +13,17 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench.accuracy.__main__ import app
-from bench.accuracy.run import Driver, Plan, cases
-from bench.accuracy.store import Result as Answered
-from bench.accuracy.task import ModelTokenizer
-from bench.accuracy.tasks import GENERATORS
+from hybrid_backend.cli import app
+from hybrid_backend.tools.bench.accuracy.run import Driver, Plan, cases
+from hybrid_backend.tools.bench.accuracy.store import Result as Answered
+from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer
+from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
 from tests.unit.bench_accuracy.solvers import SOLVERS
 
 
 def called(out: Path, *arguments: str) -> Result:
     """The command in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", "")  # the command sets it
-        return CliRunner().invoke(app, ["--out", str(out), *arguments])
+    return CliRunner().invoke(app, ["bench", "accuracy", "--out", str(out), *arguments])
 
 
 class _Reader(BaseHTTPRequestHandler):
@@ -84,10 +82,16 @@ def test_any_endpoint_is_scored_and_asked_only_once(api: str, endpoint: str, tmp
         (["--budgets", "100"], "--budgets: got 100, expected a multiple of the page size 16"),
         (["--lengths", "1k"], "--lengths: got '1k', expected whole numbers"),
         (["--longbench", "/nowhere", "--longbench-datasets", "trec"], "--longbench /nowhere: lacks trec.jsonl"),
-        (["--endpoint", "http://127.0.0.1:9", "--tasks", "vt"], "--endpoint http://127.0.0.1:9: "),
         (["--in-place", "--methods", "hgca"], "--methods: no method 'hgca'; in place there are scout, infinigen"),
         (["--budgets", "10%"], "--budgets: got 10%, expected less than 100%, and --in-place"),
         (["--in-place", "--budgets", "100%"], "--budgets: got 100%, expected less than 100%, and --in-place"),
+        (
+            ["--endpoint", "http://127.0.0.1:9", "--tasks", "vt"],
+            "--endpoint: http://127.0.0.1:9/v1/models does not",
+        ),
+        (["--endpoint", "localhost:9", "--tasks", "vt"], "--endpoint: write the address with http://"),
+        (["--host-pool", "8GB"], "--host-pool: got '8GB', expected a size; write 8GiB"),
+        (["--set", "budget_token=1024"], "--set budget_token: "),
         (["--model", "no-such-model"], "model 'no-such-model' is neither in the catalog"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.accuracy.scoring import (
+from hybrid_backend.tools.bench.accuracy.scoring import (
     classification,
     field_f1,
     match_all,
@@ -19,7 +19,7 @@ from bench.accuracy.scoring import (
     score,
     token_f1,
 )
-from bench.accuracy.task import Task
+from hybrid_backend.tools.bench.accuracy.task import Task
 
 WORDS = st.lists(st.sampled_from(["red", "green", "blue", "sea"]), min_size=1, max_size=8)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.accuracy.statistics import bootstrap, wilson
+from hybrid_backend.tools.bench.accuracy.statistics import bootstrap, wilson
 
 
 @pytest.mark.parametrize(

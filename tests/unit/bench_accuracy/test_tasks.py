@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.accuracy.needles import GENERATORS as NEEDLES
-from bench.accuracy.scoring import score
-from bench.accuracy.task import TOLERANCE, ModelTokenizer, Task
-from bench.accuracy.tasks import GENERATORS, chosen
-from bench.accuracy.words import prose
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.bench.accuracy.needles import GENERATORS as NEEDLES
+from hybrid_backend.tools.bench.accuracy.scoring import score
+from hybrid_backend.tools.bench.accuracy.task import TOLERANCE, ModelTokenizer, Task
+from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS, chosen
+from hybrid_backend.tools.bench.accuracy.words import prose
 from tests.unit.bench_accuracy.conftest import Pieces
 from tests.unit.bench_accuracy.solvers import SOLVERS
 

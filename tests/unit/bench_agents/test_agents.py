@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from hybrid_backend.cli import app
 from hybrid_backend.tools.bench.agents import Traffic, sessions
 from hybrid_backend.tools.bench.client import Answer, Replay
-from hybrid_backend.tools.bench.report import good, parse_limits, rows
+from hybrid_backend.tools.bench.limits import parse_limits
+from hybrid_backend.tools.bench.report import good, rows
 from tests.unit.status.server_stand import serving
 
 SMALL = ["--agents=2", "--turns=3", "--system=40", "--tool=10", "--task=5", "--answer=4", "--think=0.01", "--arrival=0"]
@@ -127,6 +128,9 @@ def test_servers_that_answer_as_long_as_they_like_are_not_compared() -> None:
 
 
 def test_figures_by_hand() -> None:
+    def limits_of(text: str) -> dict[str, float]:
+        return parse_limits("--good", text, ("ttft", "tpot"))
+
     def answer(turn: int, ttft: float, **more: Any) -> Answer:
         return Answer(session=0, turn=turn, ttft=ttft, tpot=0.1, answer_tokens=10, prompt_tokens=100, **more)
 
@@ -134,9 +138,24 @@ def test_figures_by_hand() -> None:
         Replay(endpoint="a", repeat=0, seconds=4, answers=(answer(0, 3), answer(1, 1), answer(2, 2))),
         Replay(endpoint="a", repeat=1, seconds=2, answers=(answer(0, 5), Answer(session=0, turn=1, error="gone"))),
     ]
-    limits = parse_limits("ttft:2000,tpot:150")
+    limits = limits_of("ttft:2000,tpot:150")
     (row,) = rows(runs, limits)
     assert row["answer_tokens_per_second"] == pytest.approx((30 / 4 + 10 / 2) / 2)
+    assert row["range"]["answer_tokens_per_second"] == pytest.approx([10 / 2, 30 / 4])
     assert row["good_turns_per_second"] == pytest.approx((2 / 4 + 0) / 2)
     assert (row["first_ttft_median"], row["ttft_median"], row["ttft_p90"], row["cached"]) == (4, 1.5, 1, None)
-    assert not good(answer(0, 1), parse_limits("tpot:99")) and good(answer(0, 9), parse_limits("tpot:101"))
+    assert not good(answer(0, 1), limits_of("tpot:99")) and good(answer(0, 9), limits_of("tpot:101"))
+
+
+def test_servers_are_compared_run_by_run() -> None:
+    """Not by the ratio of their medians: a machine that slows down slows both."""
+    turns = (Answer(session=0, turn=0, answer_tokens=12, ttft=1, tpot=0.1),)
+    seconds = {"a": (1.0, 2.0, 4.0), "b": (2.0, 2.0, 3.0)}
+    runs = [
+        Replay(endpoint=n, repeat=r, seconds=s, answers=turns)
+        for n, all_ in seconds.items()
+        for r, s in enumerate(all_)
+    ]
+    first, second = rows(runs, {})
+    assert (first["times_first"], first["range"]["times_first"]) == (1, [1, 1])
+    assert second["times_first"] == 1 and second["range"]["times_first"] == pytest.approx([1 / 2, 4 / 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from bench.throughput.__main__ import arguments_of
-from bench.throughput.__main__ import given as endpoints_given
-from bench.throughput.client import Endpoint, run_client
-from bench.throughput.point import Workload, point_from
-from bench.throughput.report import plot, table
-from bench.throughput.sweep import WARM_UP, sweep, turns
+from hybrid_backend.cli import app
+from hybrid_backend.tools.bench.client import BenchError, Endpoint
+from hybrid_backend.tools.bench.throughput.client import run_client
+from hybrid_backend.tools.bench.throughput.point import Workload, point_from
+from hybrid_backend.tools.bench.throughput.report import plot, table
+from hybrid_backend.tools.bench.throughput.sweep import WARM_UP, sweep, turns
 
-A, B = Endpoint("stock", "http://a", "m", "t"), Endpoint("hybrid", "http://b", "m", "t")
+A, B = (Endpoint(name=name, url=f"http://{name}", model="m") for name in ("stock", "hybrid"))
 WORK = Workload(prompts=8, input_length=32, output_length=4, goodput={"ttft": 1000, "tpot": 100})
 
 
@@ -39,7 +41,7 @@ def answer(tokens_per_second: float = 10.0, completed: int = 8, **changed: Any) 
 def test_every_endpoint_gets_every_load_once_and_first_place_in_turn(
     endpoints: list[str], rates: list[float], repeats: int
 ) -> None:
-    places = [Endpoint(name, "", "", "") for name in endpoints]
+    places = [Endpoint(name=name, url="", model="") for name in endpoints]
     done = list(turns(places, rates, repeats, seed=7))
     loads: dict[tuple[int, float], list[tuple[int, str]]] = {}
     for repeat, rate, seed, endpoint in done:
@@ -76,7 +78,7 @@ def test_requests_that_failed_are_counted_and_shown() -> None:
 
 
 def test_answers_of_another_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="8 answers have 30 tokens, not 4 each"):
+    with pytest.raises(BenchError, match="8 answers have 30 tokens, not 4 each"):
         point_from(answer(total_output_tokens=30), "stock", 1.0, 0, WORK)
 
 
@@ -84,7 +86,7 @@ def test_answers_of_another_length_are_refused() -> None:
 def test_a_result_without_a_figure_is_refused_by_name(key: str) -> None:
     result = answer()
     del result[key]
-    with pytest.raises(ValueError, match=key):
+    with pytest.raises(BenchError, match=key):
         point_from(result, "stock", 1.0, 0, WORK)
 
 
@@ -112,26 +114,39 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ([], "--serve or at least one --endpoint"),
-        (["--serve", "--endpoint", "a=http://x"], "--serve or at least one --endpoint"),
-        (["--endpoint", "http://x"], "write NAME=URL"),
-        (["--serve", "--rates", "1,fast"], "--rates"),
-        (["--serve", "--rates", "0"], "above zero"),
-        (["--serve", "--goodput", "itl:5"], "ttft, tpot and e2el"),
+        ([], "give either running servers as NAME=URL, or --serve"),
+        (["--serve", "a=http://x"], "give either running servers as NAME=URL, or --serve"),
+        (["http://x"], "http://x: write NAME=URL"),
+        (["a=x:8000"], "a=x:8000: write the address with http://"),
+        (["a=http://127.0.0.1:9"], "a: http://127.0.0.1:9/v1/models does not list models"),
+        (["--serve", "--rates", "1,fast"], "--rates 1,fast: write numbers above zero or inf"),
+        (["--serve", "--rates", "0"], "--rates 0: write numbers above zero or inf"),
+        (["--serve", "--good", "itl:5"], "--good itl:5: write ttft:MILLISECONDS,tpot:MILLISECONDS,e2el:MILLISECONDS"),
+        (["--serve", "--good", "ttft:soon"], "--good ttft:soon: write ttft:MILLISECONDS"),
+        (["--serve", "--good", "ttft:1,ttft:2"], "--good ttft:2: write ttft:MILLISECONDS"),
+        (["--serve", "--client", "curl"], "--client curl: write auto, vllm or sglang"),
+        (["--serve", "--set", "budget_token=64"], "--set budget_token: "),
+        (["--serve", "--set", "budget_tokens"], "--set 'budget_tokens': expected key=value"),
     ],
 )
-def test_bad_arguments_are_told(line: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        arguments_of(line)
-    assert told in capsys.readouterr().err
+def test_bad_arguments_are_told(line: list[str], told: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "throughput", "--out", str(tmp_path), *line])
+    assert result.exit_code == 1 and result.stdout == "" and result.stderr.startswith(f"error: {told}"), result.output
+    assert result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_endpoints_are_taken_as_users_write_them() -> None:
-    (found,) = endpoints_given(["a=http://host:8000/v1/"], "name", "")
-    assert found == Endpoint("a", "http://host:8000", "name", "name")
+@pytest.mark.parametrize("command", ["throughput", "accuracy"])
+def test_without_matplotlib_the_extra_is_named_before_anything_runs(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = ["--serve"] if command == "throughput" else []
+    result = CliRunner().invoke(app, ["bench", command, "--out", str(tmp_path), *arguments])
+    assert result.exit_code == 1 and "pip install 'hybrid-backend[bench]'" in result.stderr
+    assert result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 def test_a_client_that_fails_is_quoted() -> None:
-    nowhere = Endpoint("stock", "http://127.0.0.1:9", "m", "/nonexistent")
-    with pytest.raises(RuntimeError, match=r"stock \(http://127.0.0.1:9\)"):
+    nowhere = Endpoint(name="stock", url="http://127.0.0.1:9", model="/nonexistent")
+    with pytest.raises(BenchError, match=r"sglang's client failed on stock \(http://127.0.0.1:9\): .*\w"):
         run_client("sglang", nowhere, WORK, 1.0, 1)

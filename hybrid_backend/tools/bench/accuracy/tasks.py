@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bench.accuracy import aggregation, extraction, needles, questions
-from bench.accuracy.task import Generator
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.bench.accuracy import aggregation, extraction, needles, questions
+from hybrid_backend.tools.bench.accuracy.task import Generator
 
 GENERATORS: dict[str, Generator] = {
     **needles.GENERATORS,

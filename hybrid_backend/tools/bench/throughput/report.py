@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.throughput.point import Point
+from hybrid_backend.tools.bench.throughput.point import Point
 
 _HEAD = (
     "rate, req/s", "endpoint", "done req/s", "output tok/s", "of the first", "goodput req/s", "TTFT median s",
@@ -50,10 +50,7 @@ def table(points: Sequence[Point]) -> str:
 
 def plot(points: Sequence[Point], title: str, path: Path) -> None:
     """Throughput, goodput, TTFT and TPOT by request rate, medians with the range over the repeats."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # without pyplot: no display, no state
 
     panels: list[tuple[str, Callable[[Point], float], bool]] = [
         ("output tokens/s", lambda p: p.output_tokens_per_second, False),
@@ -62,7 +59,8 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
         ("time per output token, median, ms", lambda p: p.tpot_median, False),
     ]
     rates = rates_of(points)
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    axes = figure.subplots(2, 2)
     for axis, (label, value, logarithmic) in zip(axes.flat, panels, strict=True):
         for name, marker in zip(endpoints_of(points), "os^Dv*" * len(points), strict=False):
             groups = [[value(p) for p in _of(points, name, rate)] for rate in rates]
@@ -81,7 +79,6 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
     axes.flat[0].legend()
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def _of(points: Sequence[Point], name: str, rate: float | None) -> list[Point]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 import string
 
-from bench.accuracy.needles import NOISE
-from bench.accuracy.task import Draft, Generator, Task, Tokenizer, fitted
-from bench.accuracy.words import filler, invented, numbers, prose_words, unique, vocabulary
+from hybrid_backend.tools.bench.accuracy.needles import NOISE
+from hybrid_backend.tools.bench.accuracy.task import Draft, Generator, Task, Tokenizer, fitted
+from hybrid_backend.tools.bench.accuracy.words import filler, invented, numbers, prose_words, unique, vocabulary
 
 HOPS = 4
 COMMON = 10

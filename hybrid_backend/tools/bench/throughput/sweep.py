@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.throughput.client import Endpoint
-from bench.throughput.point import Point, Workload, point_from
-from hybrid_backend.tools.bench.client import in_turn
+from hybrid_backend.tools.bench.client import Endpoint, in_turn
+from hybrid_backend.tools.bench.throughput.point import Point, Workload, point_from
 
 Run = Callable[[Endpoint, Workload, float, int], Mapping[str, Any]]
 WARM_UP = 3  # prompts

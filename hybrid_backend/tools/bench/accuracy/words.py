@@ -1,6 +1,6 @@
 """Raw material: English prose, names, numbers and invented words, all drawn from a seeded generator.
 
-The prose is tests/data/kjv.txt (public domain); nothing is downloaded.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from uuid import UUID
 
-_PROSE = Path(__file__).parents[2] / "tests" / "data" / "kjv.txt"
+# Ruth, Jonah, Ecclesiastes, Esther and Mark of the King James Bible (1611, public domain), one book a paragraph.
+_PROSE = Path(__file__).with_name("kjv.txt")
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _ADJECTIVES = (
     "amber", "ancient", "bitter", "bold", "brave", "bright", "brisk", "broken", "calm", "clever", "cold", "crisp",
@@ -40,9 +41,14 @@ FIRST_NAMES = (
 )  # fmt: skip
 
 
+def text() -> str:
+    """The prose as it is."""
+    return _PROSE.read_text(encoding="utf-8")
+
+
 @cache
 def prose() -> str:
-    return " ".join(_PROSE.read_text().split())
+    return " ".join(text().split())
 
 
 @cache

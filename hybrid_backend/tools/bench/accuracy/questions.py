@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from bench.accuracy.task import Draft, Generator, Task, Tokenizer, fitted
-from bench.accuracy.words import FIRST_NAMES, filler, invented, prose_words
+from hybrid_backend.tools.bench.accuracy.task import Draft, Generator, Task, Tokenizer, fitted
+from hybrid_backend.tools.bench.accuracy.words import FIRST_NAMES, filler, invented, prose_words
 
 _TRADES = ("glassblower", "baker", "printer", "clockmaker", "sailor", "painter", "mason", "weaver", "gardener", "smith")
 _GOODS = ("wool", "salt", "cheese", "timber", "honey", "lace", "copper", "cider", "pottery", "ropes")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -15,14 +15,15 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.accuracy.client import FLAGS, Endpoint, ask, fidelity
-from bench.accuracy.mass import MassMeter
-from bench.accuracy.scoring import score
-from bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settings
-from bench.accuracy.task import ModelTokenizer, Task
-from bench.accuracy.tasks import GENERATORS
 from hybrid_backend.config import find_config, load_config
-from tests.engines.server import Server, hybrid_server, stock_server
+from hybrid_backend.tools.bench.accuracy.client import Scored, ask, fidelity
+from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS
+from hybrid_backend.tools.bench.accuracy.mass import MassMeter
+from hybrid_backend.tools.bench.accuracy.scoring import score
+from hybrid_backend.tools.bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settings
+from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer, Task
+from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
+from hybrid_backend.tools.bench.servers import Server, hybrid_server, stock_server
 
 STOCK = "stock"
 WHOLE = ("dense", "headinfer")  # they attend everything: a budget means nothing to them
@@ -49,7 +50,7 @@ class Plan:
     external: Sequence[Task] = ()  # LongBench
     external_length: int = 0
     dtype: str = "bfloat16"
-    pool: str = "1GiB"
+    pool: int = 2**30  # bytes
     fidelity_tokens: int = 64
     in_place: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -113,7 +114,7 @@ class Driver:
             {"dtype": plan.dtype, "overrides": plan.overrides, "fidelity tokens": plan.fidelity_tokens,
              "in place": plan.in_place},
         )  # fmt: skip
-        self.plan, self.console = plan, console
+        self.plan, self.out, self.console = plan, out, console
         self.results, self.dense = Results(out / "results.jsonl"), DenseAnswers(out / "dense")
         self.tokenizer = ModelTokenizer(plan.directory)
         self.cases = list(cases(plan, self.tokenizer))
@@ -142,10 +143,9 @@ class Driver:
         count = sum(map(len, self.plan.servers())) - 1
         self.console.print(f"{len(self.cases)} prompts, {count} runs, {self.asked} answers to get")
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                for runs, missing in servers:
-                    if missing:
-                        self._run(Path(folder), runs, missing)
+            for runs, missing in servers:
+                if missing:
+                    self._run(runs, missing)
         except OutOfTime:
             self.console.print("time is up; the same command goes on from here")
             return False
@@ -161,11 +161,10 @@ class Driver:
         at = {case: number for number, case in enumerate(self.cases)}
         return dict(sorted(found.items(), key=lambda entry: at[entry[0]]))
 
-    def _run(self, folder: Path, runs: Sequence[Run], missing: dict[Case, list[Key]]) -> None:
+    def _run(self, runs: Sequence[Run], missing: dict[Case, list[Key]]) -> None:
         self._check_time()
         method, budget = runs[-1]
-        with self._server(folder, method, budget) as server, ThreadPoolExecutor(AT_ONCE) as pool:
-            server = replace(server, model=server.client().models.list().data[0].id)
+        with self._server(method, budget) as server, ThreadPoolExecutor(AT_ONCE) as pool:
             is_metered = method not in (STOCK, *WHOLE) and not self.plan.in_place
             meter = MassMeter(server, self.exact) if is_metered else None
             for case, keys in missing.items():
@@ -210,12 +209,12 @@ class Driver:
         seconds = round(time.monotonic() - began, 2)
         return Result(key, score(case.task, text), text, near.kl, near.agreement, near.positions, mass, seconds)
 
-    def _server(self, folder: Path, method: str, budget: float) -> Any:
-        plan = self.plan
-        flags = ["--dtype", plan.dtype, "--max-num-seqs", str(AT_ONCE), "--enforce-eager", *FLAGS]
+    def _server(self, method: str, budget: float) -> AbstractContextManager[Server]:
+        plan, logs = self.plan, self.out / "logs"
+        flags = ["--dtype", plan.dtype, "--max-num-seqs", str(AT_ONCE), "--enforce-eager", *FIDELITY_FLAGS]
         if method == STOCK:
-            pool = str(_bytes(plan.pool))
-            return stock_server(folder, Path(plan.directory), [*flags, "--kv-cache-memory-bytes", pool])
+            pool = str(plan.pool)
+            return stock_server(logs, plan.directory, [*flags, "--kv-cache-memory-bytes", pool], plan.model)
         keys: dict[str, Any] = {"method": method, "host_pool.size": plan.pool, **plan.overrides}
         if plan.in_place:
             keys = {"tiers": "unified", "sparse": "always", **keys}
@@ -223,7 +222,7 @@ class Driver:
             tokens = {"budget_tokens": int(budget), "hgca.window_tokens": int(budget)} if budget else {}
             staging = {"staging_tokens": 64 * self.page}
             keys = {"tiers": "separate", "metrics.sample_interval": 1, **staging, **tokens, **keys}
-        return hybrid_server(folder, keys, flags, model=plan.model)
+        return hybrid_server(logs, keys, flags, model=plan.model)
 
     def _tell(self, result: Result) -> None:
         self.done += 1
@@ -244,7 +243,7 @@ def name_of(method: str, budget: float) -> str:
     return f"{method}@{budget:.0%}" if budget < 1 else f"{method}@{budget:.0f}"
 
 
-def run_endpoint(plan: Plan, endpoint: Endpoint, out: Path, console: Console) -> bool:
+def run_endpoint(plan: Plan, endpoint: Scored, out: Path, console: Console) -> bool:
     """Scores only, of a server that is not ours."""
     tokenizer, results = ModelTokenizer(plan.directory), Results(out / "results.jsonl")
     todo = [
@@ -260,8 +259,3 @@ def run_endpoint(plan: Plan, endpoint: Endpoint, out: Path, console: Console) ->
         results.add(Result(key, score(case.task, text), text, seconds=round(time.monotonic() - began, 2)))
         console.print(f"[{number}/{len(todo)}] {key.task}@{key.length}#{key.sample} done", markup=False)
     return True
-
-
-def _bytes(size: str) -> int:
-    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-    return int(float(size[:-3]) * units[size[-3:]]) if size[-3:] in units else int(size)

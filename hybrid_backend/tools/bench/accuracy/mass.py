@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 
-from tests.engines.server import Server
+from hybrid_backend.tools.bench.client import post
+from hybrid_backend.tools.bench.servers import Server
+from hybrid_backend.tools.status.reading import read
+from hybrid_backend.tools.status.sampler import from_server, metrics_url
 
-_METRIC = "hybrid_attention_mass_recall"
 _PUBLISHED = 0.6  # seconds; the worker publishes at most every half second
 
 
@@ -15,7 +17,7 @@ class MassMeter:
     and a known number of steps give the mean of these steps alone."""
 
     def __init__(self, server: Server, exact_layers: set[int]) -> None:
-        self._server, self._exact = server, exact_layers
+        self._server, self._exact, self._metrics = server, exact_layers, from_server(metrics_url(server.url))
         self._mean, self._steps = 0.0, 0
 
     def since_last(self, steps: int) -> float | None:
@@ -23,9 +25,10 @@ class MassMeter:
         if not steps:
             return None
         time.sleep(_PUBLISHED)
-        self._server.complete("One more.", 1)  # a step, after which the worker publishes
-        values = self._server.metrics(_METRIC).get(_METRIC, {})
-        sparse = [value for layer, value in values.items() if layer and int(layer) not in self._exact]
+        # A step, after which the worker publishes.
+        post(self._server.url, "/v1/completions", {"model": self._server.model, "prompt": "One more.", "max_tokens": 1})
+        by_layer = [layer.mass_recall for layer in read(self._metrics(), time.time()).layers]
+        sparse = [mass for layer, mass in enumerate(by_layer) if mass is not None and layer not in self._exact]
         if not sparse:
             return None
         mean = sum(sparse) / len(sparse)

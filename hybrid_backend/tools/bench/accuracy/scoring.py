@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench.accuracy.task import Task
+from hybrid_backend.tools.bench.accuracy.task import Task
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _RECORD = "order"  # the field that names a record

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bench.accuracy.task import Draft, Generator, Task, Tokenizer, fitted
-from bench.accuracy.words import filler, listed, names, numbers, prose_words, uuids
+from hybrid_backend.tools.bench.accuracy.task import Draft, Generator, Task, Tokenizer, fitted
+from hybrid_backend.tools.bench.accuracy.words import filler, listed, names, numbers, prose_words, uuids
 
 NOISE = ("The sky is clear.", "The road is long.", "We walk on.", "A dog barks far away.", "Here we rest, there we go.")
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from bench.accuracy.client import Answer
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.bench.accuracy.client import Answer
 
 
 @dataclass(frozen=True)

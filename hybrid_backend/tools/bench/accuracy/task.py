@@ -41,7 +41,7 @@ class Task:
     """A prompt and what is right.
 
     ``prompt[question_at:]`` is the question with all that follows it; ``content`` is the user's turn alone (for chat
-    endpoints), ``prefix`` how the answer begins. ``metric`` is a name of `bench.accuracy.scoring.METRICS`.
+    endpoints), ``prefix`` how the answer begins. ``metric`` is a name of `scoring.METRICS`.
     """
 
     name: str

@@ -8,15 +8,19 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hybrid_backend.tools.bench.client import BenchError
+
 
 class Workload(BaseModel):
-    """What each endpoint is asked. Lengths in tokens; ``goodput``: milliseconds by ttft, tpot or e2el."""
+    """What each endpoint is asked. Lengths in tokens; ``goodput``: milliseconds by ttft, tpot or e2el; ``tokenizer``: a
+    folder or hub id, if it is not the model's name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     prompts: int = Field(gt=0)
     input_length: int = Field(gt=0)
     output_length: int = Field(gt=1)
     goodput: Mapping[str, float]
+    tokenizer: str = ""
 
 
 class Point(BaseModel):
@@ -42,13 +46,14 @@ class Point(BaseModel):
 def point_from(result: Mapping[str, Any], endpoint: str, rate: float, repeat: int, workload: Workload) -> Point:
     """From the JSON of `vllm bench serve` or of SGLang's client, which name most things alike.
 
-    Raises ValueError if something is missing, or if a request answered with another number of tokens than asked for.
+    Raises:
+        BenchError: something is missing, or a request was answered with another number of tokens than asked for.
     """
     try:
         completed = int(result["completed"])
         tokens = int(result["total_output_tokens"])
         if completed and tokens != completed * workload.output_length:
-            raise ValueError(
+            raise BenchError(
                 f"{endpoint}: {completed} answers have {tokens} tokens, not {workload.output_length} each: "
                 "the endpoint ignores ignore_eos, and its rates cannot be compared"
             )
@@ -69,4 +74,4 @@ def point_from(result: Mapping[str, Any], endpoint: str, rate: float, repeat: in
             itl_p99=result["p99_itl_ms"],
         )
     except KeyError as error:
-        raise ValueError(f"{endpoint}: the client's result has no {error}") from error
+        raise BenchError(f"{endpoint}: the client's result has no {error}") from error

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.accuracy.run import STOCK, name_of
-from bench.accuracy.statistics import Estimate, bootstrap, wilson
-from bench.accuracy.store import Result
+from hybrid_backend.tools.bench.accuracy.run import STOCK, name_of
+from hybrid_backend.tools.bench.accuracy.statistics import Estimate, bootstrap, wilson
+from hybrid_backend.tools.bench.accuracy.store import Result
 
 FAILS = 0.2  # below this score the dense model itself fails a task
 
@@ -206,12 +206,10 @@ def plot(results: Sequence[Result], file: Path) -> bool:
     sums = [s for s in summaries(results) if s.kl is not None]
     if not sums:
         return False
-    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot: no display, no state
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
     budgets = sorted({s.budget for s in sums if s.budget}) or [1]
     for number, (method, length) in enumerate(dict.fromkeys((s.method, s.length) for s in sums)):
         points = sorted((s for s in sums if (s.method, s.length) == (method, length)), key=lambda s: s.budget)
@@ -237,5 +235,4 @@ def plot(results: Sequence[Result], file: Path) -> bool:
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(file, dpi=120)
-    pyplot.close(figure)
     return True

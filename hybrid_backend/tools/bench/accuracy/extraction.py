@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from bench.accuracy.task import Draft, Generator, Task, Tokenizer, fitted
-from bench.accuracy.words import FIRST_NAMES, filler, invented, prose_words, unique
+from hybrid_backend.tools.bench.accuracy.task import Draft, Generator, Task, Tokenizer, fitted
+from hybrid_backend.tools.bench.accuracy.words import FIRST_NAMES, filler, invented, prose_words, unique
 
 FIELDS = ("order", "customer", "town", "item", "count")
 _ITEMS = (

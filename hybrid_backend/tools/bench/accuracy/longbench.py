@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.accuracy.task import Draft, Task, Tokenizer, finished
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.bench.accuracy.task import Draft, Task, Tokenizer, finished
 
 _DOCUMENT = "Read the following {kind}, then answer a question about it in a few words, without an explanation.\n\n"
 _QUESTION = "Answer in a few words, without an explanation.\n\nQuestion: {input}\nAnswer:"

@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
-from openai import APIConnectionError, APIStatusError, OpenAI
-
-from bench.accuracy.task import Task
-from bench.fidelity import TOP, compare
 from hybrid_backend.errors import EngineError
-from tests.engines.server import Server
-
-FLAGS = ("--logits-processors", "bench.teacher:Forced", "--max-logprobs", str(TOP))
-Distribution = dict[int, float]
+from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, TOP, Distribution, compare
+from hybrid_backend.tools.bench.accuracy.task import Task
+from hybrid_backend.tools.bench.client import post, served_models, without_v1
+from hybrid_backend.tools.bench.servers import Server
 
 
 @dataclass(frozen=True)
@@ -41,26 +36,19 @@ def ask(
     answer), so after ``begin`` the end is found here. ``budget``: tokens, 0: as the server has it.
     """
     asked = {**({"forced": list(begin)} if begin else {}), **({"budget_tokens": budget} if budget else {})}
-    made = server.client().completions.create(
-        model=server.model,
-        prompt=list(prompt),
-        max_tokens=len(begin) + max_tokens,
-        temperature=0,
-        logprobs=TOP,
-        extra_body={
-            "return_tokens_as_token_ids": True,
-            **({"vllm_xargs": asked} if asked else {}),
-            **({"ignore_eos": True} if begin else {}),
-        },
-    )
-    logprobs = made.choices[0].logprobs
-    if logprobs is None or logprobs.tokens is None or logprobs.top_logprobs is None:
-        raise EngineError(f"{server.url} gave no log-probabilities; start it with {' '.join(FLAGS)}")
-    tokens = [_id(token) for token in logprobs.tokens]
+    body = {
+        "model": server.model, "prompt": list(prompt), "max_tokens": len(begin) + max_tokens, "temperature": 0,
+        "logprobs": TOP, "return_tokens_as_token_ids": True,
+        **({"vllm_xargs": asked} if asked else {}), **({"ignore_eos": True} if begin else {}),
+    }  # fmt: skip
+    logprobs = post(server.url, "/v1/completions", body)["choices"][0].get("logprobs")
+    if not logprobs or not logprobs.get("tokens") or not logprobs.get("top_logprobs"):
+        raise EngineError(f"{server.url} gave no log-probabilities; start it with {' '.join(FIDELITY_FLAGS)}")
+    tokens = [_id(token) for token in logprobs["tokens"]]
     if tokens[: len(begin)] != list(begin):
-        raise EngineError(f"{server.url} did not follow the given tokens; start it with {' '.join(FLAGS)}")
+        raise EngineError(f"{server.url} did not follow the given tokens; start it with {' '.join(FIDELITY_FLAGS)}")
     free = next((i + 1 for i in range(len(begin), len(tokens)) if tokens[i] in ends), len(tokens))
-    places = logprobs.top_logprobs[:free]
+    places = logprobs["top_logprobs"][:free]
     return Answer(tokens[:free], [{_id(t): value for t, value in place.items()} for place in places])
 
 
@@ -92,41 +80,23 @@ def fidelity(dense: Sequence[Distribution], ours: Sequence[Distribution], first:
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """Any OpenAI-compatible server."""
+class Scored:
+    """Any OpenAI-compatible server; ``url`` without /v1."""
 
     url: str
     api: Literal["completions", "chat"]
     model: str
 
     @classmethod
-    def at(cls, url: str, api: Literal["completions", "chat"]) -> Endpoint:
-        """Raises EngineError if nothing answers there."""
-        try:
-            models = _client(url).models.list().data
-        except (APIConnectionError, APIStatusError) as error:
-            raise EngineError(
-                f"--endpoint {url}: {error}; give the address of a running server, as http://h:8000/v1"
-            ) from None
-        if not models:
-            raise EngineError(f"--endpoint {url}: serves no model")
-        return cls(url, api, models[0].id)
+    def at(cls, url: str, api: Literal["completions", "chat"]) -> Scored:
+        """Raises BenchError if nothing answers there."""
+        base = without_v1("--endpoint", url)
+        return cls(base, api, served_models("--endpoint", base, 30)[0])
 
     def ask(self, task: Task) -> str:
         """The greedy answer. A chat endpoint applies its own template and does not get the answer's beginning."""
-        options: dict[str, Any] = {"model": self.model, "max_tokens": task.max_tokens, "temperature": 0}
-        try:
-            if self.api == "completions":
-                return str(_client(self.url).completions.create(prompt=task.prompt, **options).choices[0].text)
-            turn = [{"role": "user", "content": task.content}]
-            return str(_client(self.url).chat.completions.create(messages=turn, **options).choices[0].message.content)  # type: ignore[arg-type]
-        except (APIConnectionError, APIStatusError) as error:
-            raise EngineError(f"--endpoint {self.url}: task {task.name}: {error}") from None
-
-
-@cache
-def _client(url: str) -> OpenAI:
-    base = url.rstrip("/")
-    return OpenAI(
-        base_url=base if base.endswith("/v1") else f"{base}/v1", api_key="unused", timeout=3600, max_retries=2
-    )
+        body: dict[str, Any] = {"model": self.model, "max_tokens": task.max_tokens, "temperature": 0}
+        if self.api == "completions":
+            return str(post(self.url, "/v1/completions", {**body, "prompt": task.prompt})["choices"][0]["text"])
+        body["messages"] = [{"role": "user", "content": task.content}]
+        return str(post(self.url, "/v1/chat/completions", body)["choices"][0]["message"]["content"])

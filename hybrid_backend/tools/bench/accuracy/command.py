@@ -1,46 +1,30 @@
-"""Accuracy of every method at every budget, against dense.
-
-    python -m bench.accuracy [--methods scout,hgca] [--budgets 256,512] [--lengths 1024,2048] [--samples 4]
+"""``hybrid bench accuracy``, ready for typer. What it needs is imported when it runs.
 
 The stock engine answers every prompt densely; then one hybrid server per method and budget (separate tiers) answers
 the same prompts, and follows the dense answers for its fidelity. With --in-place one hybrid server does all of it.
-Results are appended to OUT/results.jsonl as they come: the same command goes on where an interrupted one stopped.
-Writes OUT/report.md, report.json and report.png. With --endpoint a running OpenAI-compatible server is scored instead,
-without fidelity. docs/accuracy.md says how to read it.
+docs/accuracy.md says how to read what it writes.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
-import yaml
 from rich.console import Console
-from rich.text import Text
 
-from bench.accuracy import longbench, report
-from bench.accuracy.client import Endpoint
-from bench.accuracy.run import ASKED, Driver, Plan, run_endpoint
-from bench.accuracy.store import Results
-from bench.accuracy.task import ModelTokenizer
-from bench.accuracy.tasks import chosen
-from hybrid_backend.config import find_config, load_config
-from hybrid_backend.errors import ConfigError, HybridError
-from hybrid_backend.methods import method_names
-from hybrid_backend.tools.hub import resolve_model
+from hybrid_backend.config import find_config, load_config, parse_size
+from hybrid_backend.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+if TYPE_CHECKING:
+    from hybrid_backend.tools.bench.accuracy.run import Driver, Plan
 
 
-@app.command()
-def main(
+def accuracy(
     model: Annotated[str, typer.Option(help="catalog name or directory of a Hugging Face model")] = (
         "smollm2-135m-instruct"
     ),
@@ -59,7 +43,9 @@ def main(
     longbench_folder: Annotated[
         Path | None, typer.Option("--longbench", help="folder of LongBench's JSONL files")
     ] = None,
-    longbench_datasets: Annotated[str, typer.Option(help="names separated by commas")] = ",".join(longbench.DEFAULT),
+    longbench_datasets: Annotated[
+        str | None, typer.Option(help="names separated by commas; default: ScoutAttention's eight")
+    ] = None,
     longbench_length: Annotated[int, typer.Option(help="longest prompt in tokens; 0: the longest of --lengths")] = 0,
     endpoint: Annotated[str | None, typer.Option(help="score this running server instead, without fidelity")] = None,
     api: Annotated[str, typer.Option(help="of the endpoint: completions or chat")] = "completions",
@@ -72,40 +58,45 @@ def main(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="one configuration key, as recall.enabled=false")
     ] = None,
-    out: Annotated[Path, typer.Option(help="folder of the results")] = ROOT / "bench" / "out" / "accuracy",
+    out: Annotated[Path, typer.Option(help="folder of the results")] = Path("hybrid-bench/accuracy"),
 ) -> None:
-    """Score every method at every budget on RULER-like and extraction tasks, against dense."""
+    """Score every method at every budget on RULER-like and extraction tasks, against the dense answers of stock vLLM.
+
+    Results are appended to OUT/results.jsonl as they come: the same command goes on where an interrupted one stopped
+    (exit status 3: not finished). Writes OUT/report.md, report.json and report.png.
+    """
+    from hybrid_backend.tools.bench.accuracy.client import Scored
+    from hybrid_backend.tools.bench.accuracy.run import Driver, Plan, run_endpoint
+    from hybrid_backend.tools.bench.accuracy.tasks import chosen
+    from hybrid_backend.tools.bench.pictures import check_matplotlib
+    from hybrid_backend.tools.bench.servers import parse_overrides
+    from hybrid_backend.tools.hub import resolve_model
+
     console = Console(soft_wrap=True)
-    try:
-        plan = Plan(
-            model=model,
-            directory=resolve_model(model),
-            methods=_methods(methods, in_place),
-            budgets=_budgets(budgets, model, in_place),
-            tasks=[] if tasks == "none" else chosen(tasks),
-            lengths=_numbers("--lengths", lengths),
-            samples=samples,
-            question=_one_of("--question", question, ("prompt", "decode")),
-            dtype=dtype,
-            pool=host_pool,
-            in_place=in_place,
-            overrides=_overrides(overrides or []),
-            deadline=time.monotonic() + 60 * minutes if minutes else float("inf"),
-        )  # fmt: skip
-        if longbench_folder is not None:
-            plan = _with_longbench(plan, longbench_folder, longbench_datasets, longbench_length)
-        os.environ["PYTHONPATH"] = str(ROOT)  # the servers import bench.teacher
-        if endpoint is not None:
-            kind = cast(Literal["completions", "chat"], _one_of("--api", api, ("completions", "chat")))
-            done = run_endpoint(plan, Endpoint.at(endpoint, kind), out, console)
-        else:
-            done = _interruptible(Driver(plan, out, console), console)
-        _write(plan, out, console)
-    except HybridError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            Text.assemble(("error:", "bold red"), " ", " ".join(str(error).split()))
-        )
-        raise typer.Exit(1) from None
+    check_matplotlib()
+    plan = Plan(
+        model=model,
+        directory=resolve_model(model),
+        methods=_methods(methods, in_place),
+        budgets=_budgets(budgets, model, in_place),
+        tasks=[] if tasks == "none" else chosen(tasks),
+        lengths=_numbers("--lengths", lengths),
+        samples=samples,
+        question=_one_of("--question", question, ("prompt", "decode")),
+        dtype=dtype,
+        pool=_pool(host_pool),
+        in_place=in_place,
+        overrides=parse_overrides(overrides or ()),
+        deadline=time.monotonic() + 60 * minutes if minutes else float("inf"),
+    )
+    if longbench_folder is not None:
+        plan = _with_longbench(plan, longbench_folder, longbench_datasets, longbench_length)
+    if endpoint is not None:
+        kind = cast(Literal["completions", "chat"], _one_of("--api", api, ("completions", "chat")))
+        done = run_endpoint(plan, Scored.at(endpoint, kind), out, console)
+    else:
+        done = _interruptible(Driver(plan, out, console), console)
+    _write(plan, out, console)
     raise typer.Exit(0 if done else 3)
 
 
@@ -122,6 +113,9 @@ def _interruptible(driver: Driver, console: Console) -> bool:
 
 
 def _write(plan: Plan, out: Path, console: Console) -> None:
+    from hybrid_backend.tools.bench.accuracy import report
+    from hybrid_backend.tools.bench.accuracy.store import Results
+
     results = [r for r in Results(out / "results.jsonl").all() if r.key.model == plan.model]
     results = [r for r in results if r.key.question == plan.question or r.key.method == "stock"]
     if not results:
@@ -137,12 +131,13 @@ def _write(plan: Plan, out: Path, console: Console) -> None:
 
 
 def _methods(given: str | None, in_place: bool) -> list[str]:
+    from hybrid_backend.methods import method_names
+    from hybrid_backend.tools.bench.accuracy.run import ASKED
+
     if given is None:
         return ["scout"] if in_place else ["dense", "scout", "hgca", "infinigen", "clo", "headinfer"]
-    known, found = (
-        list(ASKED) if in_place else sorted(method_names()),
-        [name.strip() for name in given.split(",") if name.strip()],
-    )
+    known = list(ASKED) if in_place else sorted(method_names())
+    found = [name.strip() for name in given.split(",") if name.strip()]
     for name in found:
         if name not in known:
             there = "in place there are" if in_place else "there are"
@@ -179,20 +174,19 @@ def _one_of(option: str, given: str, allowed: tuple[str, ...]) -> str:
     return given
 
 
-def _overrides(given: list[str]) -> dict[str, object]:
-    pairs = [entry.partition("=") for entry in given]
-    for key, equals, _ in pairs:
-        if not equals:
-            raise ConfigError(f"--set: got {key!r}, expected key=value")
-    return {key: yaml.safe_load(value) for key, _, value in pairs}
+def _pool(given: str) -> int:
+    try:
+        return parse_size(given)
+    except ValueError as error:
+        raise ConfigError(f"--host-pool: got {given!r}, expected a size; {error or 'write it as 8GiB'}") from None
 
 
-def _with_longbench(plan: Plan, folder: Path, names: str, length: int) -> Plan:
+def _with_longbench(plan: Plan, folder: Path, names: str | None, length: int) -> Plan:
+    from hybrid_backend.tools.bench.accuracy import longbench
+    from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer
+
     length = length or max(plan.lengths)
-    datasets = [name.strip() for name in names.split(",") if name.strip()]
+    given = ",".join(longbench.DEFAULT) if names is None else names
+    datasets = [name.strip() for name in given.split(",") if name.strip()]
     tasks = longbench.load(folder, datasets, length, ModelTokenizer(plan.directory), plan.samples)
     return replace(plan, external=tasks, external_length=length)
-
-
-if __name__ == "__main__":
-    app()

@@ -1,1 +1,0 @@
-"""Accuracy bench: what each method costs in answers, not only in distributions (``python -m bench.accuracy``)."""

@@ -1,0 +1,1 @@
+"""``hybrid bench accuracy``: what each method costs in answers, not only in distributions."""
