@@ -74,7 +74,7 @@ void DecodeLayer::begin(const hb_step& step) {
     }
   score_stride_ = ((columns_ + 15) / 16 | 1) * 16;  // no power of two: lists would share few sets of a cache
   grown(scores_, (size_t)rows_ * score_lists_ * score_stride_);
-  if (has_codes_) grown(fine_scores_, (size_t)rows_ * score_lists_ * score_stride_);
+  if (has_codes_) grown(coarse_scores_, (size_t)rows_ * score_lists_ * score_stride_);
   grown(selected_, (size_t)rows_ * model_.kv_heads * columns_);
   grown(short_counts_, (size_t)rows_ * model_.kv_heads);
 }
@@ -185,7 +185,9 @@ void DecodeLayer::run_task(const RowTask& task, int lane) {
 // The best pages of the row's lists by what is quick to read of their digests.
 void DecodeLayer::shorten(int r, int lane) {
   const int pages = num_pages_[r], wanted = (int)std::min<int64_t>((int64_t)kShortlist * budgets_[r], pages);
-  float* scores = &scores_[(size_t)r * score_lists_ * score_stride_];
+  const size_t lists_at = (size_t)r * score_lists_ * score_stride_;
+  float* scores = &scores_[lists_at];
+  std::copy(scores, scores + (size_t)score_lists_ * score_stride_, &coarse_scores_[lists_at]);  // shares overwrite them
   for (int l = 0; l < lists(); l++) {
     const float* shares = combined(scores, score_stride_, l, pages - 1, lane_state_[lane].total);
     const size_t at = (size_t)r * model_.kv_heads + l;
@@ -218,9 +220,9 @@ void DecodeLayer::run_fine(const FineTask& task, int lane) {
   const int64_t* ids = &table_[(size_t)r * columns_];
   const int32_t* columns = &selected_[((size_t)r * model_.kv_heads + std::max(task.list, 0)) * columns_];
   const size_t lists_at = (size_t)r * score_lists_ * score_stride_;
-  float* scores = &fine_scores_[lists_at];
+  float* scores = &scores_[lists_at];
   prepare_scorer(mine, r, true);
-  const Coarse before{&scores_[lists_at], columns};
+  const Coarse before{&coarse_scores_[lists_at], columns};
   mine.codes.estimate([ids, columns](int i) { return ids[columns[i]]; }, task.list, task.begin, task.end, scores,
                       score_stride_, &before);
   if (row_left_[r].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
