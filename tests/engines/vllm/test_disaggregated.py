@@ -7,6 +7,7 @@ servers decode: one of two replicas, through files; one of two tensor-parallel r
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -89,10 +90,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
     flags: tuple[str, ...] = (*FLAGS, "--block-size", str(PAGE), "--kv-cache-memory-bytes", str(64 * 2**20))
     # What vLLM's connector through files asks for (docs/distributed.md).
     flags += ("--no-enable-prefix-caching", "--max-num-batched-tokens", "8192")
+    # vLLM's NIXL worker binds its main thread to the last core, where a second thread would wait for it in vain.
+    alone = {"VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0)))}
     starts = [
-        stock_server(
-            logs, model, (*flags, "--kv-transfer-config", giving), environment() | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
-        ),
+        stock_server(logs, model, (*flags, "--kv-transfer-config", giving), environment() | alone),
         decoding(transfer(files, "kv_consumer", shared_storage_path=str(folder)), "--data-parallel-size=2"),
         # The prefill server's connector through files knows one group of layers only, so NIXL must, on both sides.
         decoding(transfer(nixl, "kv_consumer"), "--tensor-parallel-size=2", "--disable-hybrid-kv-cache-manager"),
