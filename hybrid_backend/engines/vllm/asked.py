@@ -24,3 +24,13 @@ def asked_budget(params: Any) -> int:
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"{BUDGET}: got {given!r}, expected a whole number of tokens, 1 or more, such as 2048")
     return tokens
+
+
+def check_asked(*request: Any, **named: Any) -> None:
+    """What a platform's ``validate_request`` is given, which differs between versions of vLLM: the parameters among it.
+
+    Raises:
+        ValueError: of `asked_budget`.
+    """
+    for each in (*request, *named.values()):
+        asked_budget(each)

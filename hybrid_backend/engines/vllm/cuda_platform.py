@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
-from hybrid_backend.engines.vllm.asked import asked_budget
+from hybrid_backend.engines.vllm.asked import check_asked
 from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.card import Card
 from hybrid_backend.engines.vllm.footprint import Room
@@ -26,9 +26,6 @@ from hybrid_backend.model import ModelShape, shape_from_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.inputs import EngineInput
-    from vllm.pooling_params import PoolingParams
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
@@ -45,9 +42,9 @@ class HybridCudaPlatform(CudaPlatform):
                 init_logger("vllm.hybrid_backend").warning_once(told)
 
     @classmethod
-    def validate_request(cls, processed_inputs: EngineInput, params: SamplingParams | PoolingParams) -> None:
-        super().validate_request(processed_inputs, params)
-        asked_budget(params)
+    def validate_request(cls, *request: Any, **named: Any) -> None:
+        super().validate_request(*request, **named)
+        check_asked(*request, **named)
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:

@@ -39,6 +39,8 @@ _PLATFORMS = (
         takes=("selected_backend", "attn_selector_config", "num_heads"),
     ),
     Lean("vllm.v1.attention.selector:AttentionSelectorConfig", "type of an argument"),
+    Lean("vllm.platforms.interface:Platform.validate_request", "budgets of requests"),
+    Lean("vllm.sampling_params:SamplingParams", "budgets of requests", has=("extra_args",)),
     Lean("vllm.platforms.cpu:CpuPlatform.check_and_update_config", "where we refuse", takes=("vllm_config",)),
     Lean("vllm.platforms.cuda:CudaPlatform | vllm.platforms.cuda:NvmlCudaPlatform", "the CUDA platform"),
     Lean("vllm.platforms.cuda:CudaPlatformBase.check_and_update_config", "where we refuse", takes=("vllm_config",)),
@@ -290,7 +292,9 @@ _GROUPS = (
     Lean("vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec", _ON_THE_GPU, takes=()),
     Lean("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", _ON_THE_GPU, takes=()),
     Lean("vllm.v1.worker.worker_base:CompilationTimes", "type of a result"),
-    Lean("vllm.v1.core.sched.output:NewRequestData", _ON_THE_GPU, has=("block_ids",)),
+    Lean(
+        "vllm.v1.core.sched.output:NewRequestData", "blocks and budgets of requests", has=("block_ids", "sampling_params")
+    ),
     Lean("vllm.v1.core.sched.output:CachedRequestData", _ON_THE_GPU, has=("new_block_ids",)),
     Lean(
         "vllm.v1.worker.utils:allocate_kv_cache",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, PARKING_SCHEDULER, SCHEDULER
-from hybrid_backend.engines.vllm.asked import asked_budget
+from hybrid_backend.engines.vllm.asked import check_asked
 from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.compat import check_engine
 from hybrid_backend.engines.vllm.memory import size_host_pool
@@ -19,9 +19,6 @@ from hybrid_backend.engines.vllm.settings import attach_config, chosen
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.inputs import EngineInput
-    from vllm.pooling_params import PoolingParams
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
@@ -44,9 +41,9 @@ class HybridCpuPlatform(CpuPlatform):
         prepare(vllm_config, super().check_and_update_config, CPU_WORKER)
 
     @classmethod
-    def validate_request(cls, processed_inputs: EngineInput, params: SamplingParams | PoolingParams) -> None:
-        super().validate_request(processed_inputs, params)
-        asked_budget(params)
+    def validate_request(cls, *request: Any, **named: Any) -> None:
+        super().validate_request(*request, **named)
+        check_asked(*request, **named)
 
 
 def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker_cls: str) -> HybridConfig | None:
