@@ -15,7 +15,7 @@ def asked_budget(params: Any) -> int:
     """Tokens that the request's parameters ask for, 0: they do not (as those of a pooling model never do).
 
     Raises:
-        ValueError: what is asked for is no number of tokens; vLLM's server answers with it and status 400.
+        ValueError: what is asked for is no number of tokens.
     """
     given = (getattr(params, "extra_args", None) or {}).get(BUDGET)
     if given is None:
@@ -30,7 +30,12 @@ def check_asked(*request: Any, **named: Any) -> None:
     """What a platform's ``validate_request`` is given, which differs between versions of vLLM: the parameters among it.
 
     Raises:
-        ValueError: of `asked_budget`.
+        VLLMValidationError: what `asked_budget` refuses; the server answers with it and status 400.
     """
+    from vllm.exceptions import VLLMValidationError
+
     for each in (*request, *named.values()):
-        asked_budget(each)
+        try:
+            asked_budget(each)
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter=BUDGET) from None

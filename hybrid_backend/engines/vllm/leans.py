@@ -41,6 +41,7 @@ _PLATFORMS = (
     Lean("vllm.v1.attention.selector:AttentionSelectorConfig", "type of an argument"),
     Lean("vllm.platforms.interface:Platform.validate_request", "budgets of requests"),
     Lean("vllm.sampling_params:SamplingParams", "budgets of requests", has=("extra_args",)),
+    Lean("vllm.exceptions:VLLMValidationError", "a refusal with status 400", passes=("message", "parameter")),
     Lean("vllm.platforms.cpu:CpuPlatform.check_and_update_config", "where we refuse", takes=("vllm_config",)),
     Lean("vllm.platforms.cuda:CudaPlatform | vllm.platforms.cuda:NvmlCudaPlatform", "the CUDA platform"),
     Lean("vllm.platforms.cuda:CudaPlatformBase.check_and_update_config", "where we refuse", takes=("vllm_config",)),
@@ -293,7 +294,7 @@ _GROUPS = (
     Lean("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", _ON_THE_GPU, takes=()),
     Lean("vllm.v1.worker.worker_base:CompilationTimes", "type of a result"),
     Lean(
-        "vllm.v1.core.sched.output:NewRequestData", "blocks and budgets of requests", has=("block_ids", "sampling_params")
+        "vllm.v1.core.sched.output:NewRequestData", "blocks, budgets", has=("block_ids", "sampling_params")
     ),
     Lean("vllm.v1.core.sched.output:CachedRequestData", _ON_THE_GPU, has=("new_block_ids",)),
     Lean(
