@@ -35,6 +35,7 @@ VENV  := .venv$(ENGINE_VERSION:%=-%)
 IPEX  := .venv-ipex
 DOCS  := .venv-docs
 WHEEL := .venv-wheel
+PEERS := .venv-peers
 SGLANG := .venv-sglang$(ENGINE_VERSION:%=-%)
 PY    := $(VENV)/bin/python
 TORCH := 2.13.0+cpu
@@ -53,14 +54,15 @@ differs = $(if $(ENGINE_VERSION),$(wildcard requirements/$(1)-$(ENGINE_VERSION).
 ENGINE_STAMP  := $(VENV)/.engine-$(DEVICE)-$(call checksum,requirements/$(DEVICE)-engine.txt $(call differs,vllm))
 TORCH_STAMP   := $(VENV)/.torch-$(DEVICE)-$(TORCH)
 PACKAGE_STAMP := $(VENV)/.package-$(DEVICE)-$(call checksum,$(PACKAGE_SOURCES))
-TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt)
+TEST_STAMP    := $(VENV)/.test-$(call checksum,requirements/test.txt requirements/transfer.txt)
 VISION_STAMP  := $(VENV)/.vision/.torchvision-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py)
 SGLANG_ENGINE_STAMP  := $(SGLANG)/.engine-$(call checksum,requirements/sglang-engine.txt requirements/sglang_torchvision.py $(call differs,sglang))
 SGLANG_PACKAGE_STAMP := $(SGLANG)/.package-$(call checksum,$(PACKAGE_SOURCES))
 SGLANG_TEST_STAMP    := $(SGLANG)/.test-$(call checksum,requirements/test.txt)
 DOCS_STAMP    := $(DOCS)/.tools-$(call checksum,requirements/docs.txt)
 WHEEL_STAMP   := $(WHEEL)/.tools-$(call checksum,requirements/wheel.txt)
-ENVIRONMENTS := $(addsuffix /.python,$(VENV) $(SGLANG) $(IPEX) $(DOCS) $(WHEEL))
+PEERS_STAMP   := $(PEERS)/.tools-$(call checksum,requirements/peers.txt)
+ENVIRONMENTS := $(addsuffix /.python,$(VENV) $(SGLANG) $(IPEX) $(DOCS) $(WHEEL) $(PEERS))
 
 # What ENGINE stands for: each engine has an environment of its own, because their pinned dependencies differ.
 ifeq ($(ENGINE),sglang)
@@ -161,12 +163,13 @@ $(SGLANG_TEST_STAMP): $(SGLANG_PACKAGE_STAMP)
 $(TEST_STAMP) $(SGLANG_TEST_STAMP):
 	@echo "==> installing the test and lint tools into $(@D)"
 	@rm -f $(@D)/.test-*
-	$(call locked,$(@D)) -r requirements/test.txt
+	$(call locked,$(@D)) -r requirements/test.txt $(if $(filter $(VENV)/%,$@),-r requirements/transfer.txt)
 	@touch $@
 
 $(DOCS_STAMP): | $(DOCS)/.python
 $(WHEEL_STAMP): | $(WHEEL)/.python
-$(DOCS_STAMP) $(WHEEL_STAMP):
+$(PEERS_STAMP): | $(PEERS)/.python
+$(DOCS_STAMP) $(WHEEL_STAMP) $(PEERS_STAMP):
 	@echo "==> installing the tools of make $(@D:.venv-%=%) into $(@D)"
 	@rm -f $(@D)/.tools-*
 	$(call locked,$(@D)) -r requirements/$(@D:.venv-%=%).txt
@@ -249,8 +252,8 @@ lock: $(VENV)/.python ## Renew the lock files in requirements/ (needs the networ
 	$(UV) --override requirements/cpu-engine.overrides.txt requirements/cpu-engine.in -o $(VENV)/cpu-engine.txt
 	$(UV) --override requirements/sglang-engine.overrides.txt requirements/sglang-engine.in -o $(VENV)/sglang-engine.txt
 	$(UV) -c $(VENV)/cpu-engine.txt requirements/test.in -o $(VENV)/test.txt
-	for name in docs wheel; do $(UV) requirements/$$name.in -o $(VENV)/$$name.txt || exit; done
-	for name in cpu-engine sglang-engine test docs wheel; do \
+	for name in docs wheel peers; do $(UV) requirements/$$name.in -o $(VENV)/$$name.txt || exit; done
+	for name in cpu-engine sglang-engine test docs wheel peers; do \
 	  { grep '^#' requirements/$$name.txt; cat $(VENV)/$$name.txt; } > $(VENV)/$$name.new; \
 	  mv $(VENV)/$$name.new requirements/$$name.txt; \
 	done
@@ -293,7 +296,7 @@ clean: ## Remove all environments and everything built (fetched models in .cache
 # -- measure -------------------------------------------------------------------------------------------------
 
 .PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate capacity
-.PHONY: bench-decode-cpu bench-fidelity compare bench-hgca
+.PHONY: bench-decode-cpu bench-fidelity compare bench-hgca bench-peers llama-server
 
 bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/throughput.md)
 	$(VENV)/bin/hybrid bench throughput --serve --out bench/out $(BENCH_ARGS)
@@ -339,3 +342,18 @@ compare: test-install model ## All methods on the same prompts: fidelity, bytes,
 
 bench-hgca: test-install model ## HGCA: perplexity by device share and beta, tokens kept per head
 	$(PY) -m bench.hgca
+
+bench-peers: test-install $(SGLANG_PACKAGE_STAMP) $(PEERS_STAMP) model ## llama.cpp, OpenVINO and both stock engines against ours on this CPU (BENCH_ARGS, see docs/peers.md)
+	$(PY) -m bench.peers $(BENCH_ARGS)
+
+# The xllamacpp wheel is an AVX2 build. Its source distribution carries llama.cpp, which builds for this CPU.
+XLLAMACPP = $(PEERS)/source
+llama-server: $(PEERS_STAMP) ## Build llama.cpp's server for this CPU (a quarter of an hour on two cores); bench-peers takes it
+	@rm -rf $(XLLAMACPP) && mkdir -p $(XLLAMACPP)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input download --quiet --no-deps --no-binary :all: \
+	  --dest $(XLLAMACPP) "$$(sed -n 's/^\(xllamacpp==[^ ]*\).*/\1/p' requirements/peers.txt)"
+	tar xzf $(XLLAMACPP)/*.tar.gz --strip-components 1 -C $(XLLAMACPP)
+	cmake -S $(XLLAMACPP)/thirdparty/llama.cpp -B $(XLLAMACPP)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+	  -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+	cmake --build $(XLLAMACPP)/build --target llama-server --parallel "$$(nproc)"
+	cp $(XLLAMACPP)/build/bin/llama-server $(PEERS)/bin/llama-server

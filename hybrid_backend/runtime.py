@@ -65,6 +65,7 @@ class HybridRuntime:
         self.config = config
         self.model = model
         self._stats = Stats.of(model.num_layers)
+        self._full_layers = [layer for layer in range(model.num_layers) if model.window(layer) is None]
         layout, operations = method.layout(config, model, device), resolve_operations(config, device)
         by_itself = are_launches(config, device)
         flashinfer = resolve_flashinfer(config, model, operations, device)
@@ -110,6 +111,8 @@ class HybridRuntime:
         if self._open is step:
             self._open = None
             self.tiers.write_back.join()
+            if step.decode is not None:
+                self._stats.saw_contexts(self._full_layers, int(step.decode.seq_lens.sum()))
 
     def abandon(self, step: Step) -> None:
         """The engine's forward raised: nothing stays under way for the step."""
@@ -196,11 +199,12 @@ class HybridRuntime:
         """Of the batch."""
         return whole_tokens(k[: step.num_tokens]), whole_tokens(v[: step.num_tokens])
 
-    def imported(self, pages: Tensor) -> None:
-        """Whole pages (``[n]`` int64 host page ids, all layers) that somebody else wrote: a KV connector."""
+    def imported(self, pages: Tensor, tokens: Tensor | None = None) -> None:
+        """Pages (``[n]`` int64 host page ids, all layers) that somebody else wrote: a KV connector. ``tokens``: ``[n]``
+        int64 that each of them holds; None: all are whole."""
         if self.tiers.digests is not None:
             for layer in self.tiers.digests.layers:
-                self.tiers.digests.rebuild(layer, pages)
+                self.tiers.digests.rebuild(layer, pages, tokens)
         self.tiers.whole.copy(pages)
         self.method.imported(pages)
 

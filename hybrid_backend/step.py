@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ class Batch:
     ``page_table``: ``[rows, columns]`` int32 host page ids, in the order of the sequence.
     ``seq_lens`` counts the tokens of the sequence including this step's.
     ``slot_mapping``: ``[tokens]``, where each query token's K and V go: page id * page_size + offset.
+    ``budgets``: tokens per row that the request asked for instead of ``budget_tokens``, 0: it did not; empty: none did.
     """
 
     request_ids: list[str]
@@ -69,6 +71,7 @@ class Batch:
     decode: list[bool]
     page_table: Tensor
     slot_mapping: Tensor
+    budgets: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class DecodeRows:
     num_pages: Tensor  # [R] int64
     page_table: Tensor  # [R, P] int64, columns beyond num_pages are 0
     whole_batch: bool  # tokens == arange(len(batch)): no gather needed
+    budgets: Tensor | None = None  # [R] int64 tokens that the request asked for, 0: none; None: nobody did
 
     @property
     def count(self) -> int:
@@ -230,4 +234,5 @@ def _decode_rows(batch: Batch, rows: list[int], page_size: int) -> DecodeRows | 
         num_pages=num_pages,
         page_table=table.long().masked_fill(beyond, 0),
         whole_batch=tokens == list(range(batch.query_start[-1])),
+        budgets=torch.tensor([batch.budgets[r] for r in rows]) if any(batch.budgets) else None,
     )

@@ -72,17 +72,33 @@ def float32_is_better(dtype: str, weight_bytes: int, available: int, cpuinfo: Pa
     return dtype in ("bfloat16", "float16") and fits and not has_bf16(cpuinfo)
 
 
-def cores_to_bind(cores: Iterable[int], environment: Mapping[str, str] = os.environ, ranks: int = 1) -> str | None:
-    """`BIND` for a machine of few cores: all of them. None: vLLM's own choice stays.
+def cores_to_bind(
+    cores: Iterable[int],
+    environment: Mapping[str, str] = os.environ,
+    ranks: int = 1,
+    engines: int = 1,
+    nodes: int = 1,
+) -> str | None:
+    """`BIND` for a machine of few cores: all of them; for ranks that would share a NUMA node, which vLLM refuses
+    (tensor parallelism) or binds to the same cores (replicas): a part for each. None: vLLM's own choice stays.
 
     Args:
         cores: one logical CPU of each physical core that this process may use.
+        ranks: of all ``engines`` (replicas) on this machine.
+        nodes: NUMA nodes of these cores.
     """
-    chosen = {BIND, "VLLM_CPU_NUM_OF_RESERVED_CPU"} & set(environment)
     listed = sorted(cores)
-    if chosen or ranks > 1 or not 1 < len(listed) <= FEW_CORES:
+    if not {BIND, "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_SIM_MULTI_NUMA", "CPU_VISIBLE_MEMORY_NODES"}.isdisjoint(
+        environment
+    ):
         return None
-    return ",".join(map(str, listed))
+    if ranks == 1:
+        return ",".join(map(str, listed)) if 1 < len(listed) <= FEW_CORES else None
+    if engines == 1 and ranks <= nodes:
+        return None
+    parts = [listed[len(listed) * rank // ranks : len(listed) * (rank + 1) // ranks] for rank in range(ranks)]
+    parts = [part[:-1] if len(part) > FEW_CORES else part for part in parts]  # one for vLLM's front end
+    return "|".join(",".join(map(str, part or [listed[rank % len(listed)]])) for rank, part in enumerate(parts))
 
 
 def starts_eager(cores: int, flags: Collection[str]) -> bool:

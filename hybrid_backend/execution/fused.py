@@ -7,6 +7,7 @@ The same sequence as `DecodeStep` with nothing to move, nobody to wait for and t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class FusedStep:
         assert rows is not None
         budgets = self._method.budgets(rows)
         if self._watch is not None:
-            budgets = self._watch.budgets(budgets, rows.num_pages)
+            budgets = self._watch.budgets(budgets, rows)
         self._decoder.begin(
             rows.page_table,
             rows.seq_lens,
@@ -93,7 +94,9 @@ class FusedStep:
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         plan: _Plan = step.plan
+        began = perf_counter()
         self._decoder.layer(layer, q, k, v, out)
+        self._stats.layers[layer].attention_seconds += perf_counter() - began
         is_sparse = layer in self._sparse_layers
         left_out = plan.unattended_pages if is_sparse else 0  # whole pages: the growing one is always attended
         self._stats.attended(layer, plan.dense_tokens - left_out * self._config.page_size, 0)

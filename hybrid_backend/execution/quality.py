@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step import DecodeRows
 
 _FASTEST = 2.0  # a budget at most doubles at once
 _SLOWEST = 1.1
@@ -45,16 +46,19 @@ class QualityWatch:
     def is_dense(self) -> bool:
         return self._dense_steps > 0
 
-    def budgets(self, budgets: Tensor, num_pages: Tensor) -> Tensor:
-        """The budgets of a step that begins: those of rows under pressure are the watch's.
+    def budgets(self, budgets: Tensor, rows: DecodeRows) -> Tensor:
+        """The budgets of a step that begins: those of rows under pressure are the watch's, but where a request has its
+        own.
 
         Args:
-            budgets: ``[rows]`` int64 pages as the method has them; num_pages: ``[rows]`` int64.
+            budgets: ``[rows]`` int64 pages as the method has them.
         """
         self._follow()
-        if self.is_dense:
-            return num_pages
-        return torch.where(budgets < num_pages, num_pages.clamp(max=self.budget), budgets)
+        followed = budgets < rows.num_pages
+        if rows.budgets is not None:
+            followed &= rows.budgets == 0
+        wanted = rows.num_pages if self.is_dense else rows.num_pages.clamp(max=self.budget)
+        return torch.where(followed, wanted, budgets)
 
     def gauges(self) -> dict[str, float]:
         """`math.nan`: nothing was sampled yet."""

@@ -214,7 +214,7 @@ class DecodeStep:
         now, count = self.inputs, rows.count
         requests, budgets = torch.tensor(indices), self._method.budgets(rows)
         if self._watch is not None:
-            budgets = self._watch.budgets(budgets, rows.num_pages)
+            budgets = self._watch.budgets(budgets, rows)
         self._partial = (budgets < rows.num_pages).nonzero().flatten().tolist()
         self._is_resident = not self._partial and int(rows.num_pages.max()) <= self.shape.frames
         self.seq_lens = rows.seq_lens

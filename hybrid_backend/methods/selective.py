@@ -78,13 +78,19 @@ class Selective(Method):
         return span_bytes(model, -(-tokens // config.page_size), len(layout.digest_layers(config, model)))
 
     def budgets(self, rows: DecodeRows) -> Tensor:
-        """A row is under pressure once it has more pages than frames; ``sparse: always``: than the budget."""
-        config = self.config
+        """A row is under pressure once it has more pages than frames; ``sparse: always``: than its budget, which is the
+        configuration's, or its request's as far as the frames go."""
+        config, frames = self.config, frames_per_request(self.config)
         if config.sparse == "never":
             return rows.num_pages
-        frames = frames_per_request(config)
-        limit = frames if config.sparse == "auto" else min(frames, config.budget_pages)
-        return torch.where(rows.num_pages > limit, config.budget_pages, rows.num_pages)
+        budgets = torch.full_like(rows.num_pages, config.budget_pages)
+        if rows.budgets is not None:
+            pages = (rows.budgets + config.page_size - 1) // config.page_size
+            most = max(config.budget_pages, frames) if self.tiers.frames.size else None
+            asked = pages.clamp(config.sinks + config.recent + 1, most)
+            budgets = torch.where(rows.budgets > 0, asked, budgets)
+        limit = frames if config.sparse == "auto" else budgets.clamp(max=frames)
+        return torch.where(rows.num_pages > limit, budgets.clamp(max=rows.num_pages), rows.num_pages)
 
 
 def whole_layers(config: HybridConfig, model: ModelSpec, device: torch.device) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ class _LayerMetric(NamedTuple):
 
 _COUNTERS = (
     _LayerMetric("hybrid_selected_tokens", "Tokens attended by decoding rows", lambda s: s.selected_tokens),
+    _LayerMetric("hybrid_context_tokens", "Tokens in the contexts of decoding rows", lambda s: s.context_tokens),
     _LayerMetric("hybrid_cpu_tokens", "Tokens attended by the CPU workers", lambda s: s.cpu_tokens),
     _LayerMetric("hybrid_recalled_pages", "Pages recalled into frames", lambda s: s.recalled_pages),
     _LayerMetric("hybrid_resident_hits", "Selected pages that the device tier held", lambda s: s.resident_hits),
@@ -41,6 +42,11 @@ _COUNTERS = (
         "hybrid_wait_seconds",
         "Seconds that the device tier stood still for CPU partials",
         lambda s: s.wait_seconds,
+    ),
+    _LayerMetric(
+        "hybrid_attention_seconds",
+        "Seconds that decoding rows' attention took, where the CPU attends in place",
+        lambda s: s.attention_seconds,
     ),
     _LayerMetric(
         "hybrid_lead_seconds",

@@ -7,7 +7,8 @@ select for themselves, a layer's number is the mean over its KV heads, so it may
 | figure | unit | what | counted |
 | --- | --- | --- | --- |
 | selected_tokens | tokens, mean over the selections | attended by the device tier or the CPU workers, the step's own included | each layer and step |
-| cpu_tokens | the same | those of them that the CPU workers attended | the same |
+| context_tokens | tokens | of the contexts of the rows: what dense attention attends | when a step ends |
+| cpu_tokens | the same as selected_tokens | those of them that the CPU workers attended | the same |
 | resident_lookups | pages, mean over the selections | that hold the selected tokens | each layer and step, when selected |
 | resident_hits | the same | those of them that the device tier held before the step copied any: in a frame or a store there, or anywhere in the host pool where that is the device tier and there are no frames | the same |
 | recalled_pages | pages | given a frame because a selection lacked them; not those that fill a new request's frames | when the copy begins |
@@ -15,6 +16,7 @@ select for themselves, a layer's number is the mean over its KV heads, so it may
 | head_hits | the same | those of them that kept their pages | the same |
 | loaded_head_pages | pages of one KV head | that the others copied to the device tier | the same |
 | wait_seconds | seconds | in which the device tier stood still for a CPU partial | when the wait is over |
+| attention_seconds | seconds | in which decoding rows were attended, selection included, by the one native call that does it all in place | each layer and step |
 | lead_seconds | seconds | from asking the CPU workers for a partial of at least one page to needing it, by one clock | when it is needed |
 | cosine_* | | of predicted and true query, mean over rows and heads | sampled steps, by layer with a prediction |
 | mass_* | share | of the dense attention weights that the selected tokens hold, one row that attends less than its context | sampled steps |
@@ -26,6 +28,7 @@ nothing is published: the sampled figures on a GPU, which read a whole sequence 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -34,6 +37,7 @@ class LayerStats:
     """Totals of one layer since start."""
 
     selected_tokens: float = 0
+    context_tokens: int = 0
     cpu_tokens: float = 0
     resident_hits: float = 0
     resident_lookups: float = 0
@@ -42,6 +46,7 @@ class LayerStats:
     head_hits: int = 0
     loaded_head_pages: int = 0
     wait_seconds: float = 0.0
+    attention_seconds: float = 0.0
     lead_seconds: float = 0.0
     cosine_sum: float = 0.0
     cosine_samples: int = 0
@@ -66,6 +71,11 @@ class Stats:
         entry = self.layers[layer]
         entry.selected_tokens += selected
         entry.cpu_tokens += on_cpu
+
+    def saw_contexts(self, layers: Iterable[int], tokens: int) -> None:
+        """Tokens of the decoding rows' contexts in one step."""
+        for layer in layers:
+            self.layers[layer].context_tokens += tokens
 
     def looked_up(self, layer: int, pages: float, resident: float) -> None:
         entry = self.layers[layer]

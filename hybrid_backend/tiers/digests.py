@@ -62,12 +62,16 @@ class Digests:
             self._operations.extend_digests(k, self.layers[layer], pages, first, page_size)
         self._quantize(layer, row.written[:whole])
 
-    def rebuild(self, layer: int, pages: Tensor) -> None:
-        """Recompute digests of whole pages (``[n]`` host page ids) from the host pool."""
-        ids = sent(pages.int(), self.layers[layer].device)
-        counts = torch.full_like(ids, self._host.layers[layer].shape[3])
+    def rebuild(self, layer: int, pages: Tensor, tokens: Tensor | None = None) -> None:
+        """Recompute digests of pages (``[n]`` host page ids) from the host pool. ``tokens``: ``[n]`` that each of them
+        holds so far; None: all are whole."""
+        page_size = self._host.layers[layer].shape[3]
+        whole = pages if tokens is None else pages[tokens == page_size]
+        if tokens is None or not self._grow:  # pages that are not whole have no digest
+            pages, tokens = whole, torch.full_like(whole, page_size)
+        ids, counts = (sent(each.int(), self.layers[layer].device) for each in (pages, tokens))
         self._operations.build_digests(self._host.views[layer], self.layers[layer], ids, counts)
-        self._quantize(layer, pages)
+        self._quantize(layer, whole)
 
     def _quantize(self, layer: int, pages: Tensor) -> None:
         if layer in self.in_bytes:

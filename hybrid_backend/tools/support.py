@@ -22,6 +22,7 @@ from hybrid_backend.engines.refusal import Refusal, refuse
 from hybrid_backend.engines.sglang import checks as sglang
 from hybrid_backend.engines.sglang.compat import LOCKED as SGLANG_LOCKED
 from hybrid_backend.engines.sglang.compat import SGLANG
+from hybrid_backend.engines.vllm import CONNECTORS
 from hybrid_backend.engines.vllm import checks as vllm
 from hybrid_backend.engines.vllm.compat import LOCKED as VLLM_LOCKED
 from hybrid_backend.engines.vllm.compat import VLLM
@@ -48,6 +49,10 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "model_config.runner_type": "generate",
             "model_config.hf_text_config.layer_types": None,
             "model_config.get_sliding_window": lambda: None,
+            "model_config.is_hybrid": False,
+            "parallel_config.tensor_parallel_size": 1,
+            "parallel_config.distributed_executor_backend": "mp",
+            "parallel_config.data_parallel_backend": "mp",
             "parallel_config.pipeline_parallel_size": 1,
             "parallel_config.decode_context_parallel_size": 1,
             "parallel_config.use_ubatching": False,
@@ -94,6 +99,7 @@ class Feature:
 _TEXT = "model_config.hf_text_config"
 _SGLANG_TEXT = "model.hf_text_config"
 _EXACT, _FAMILIES = "tests/engines/test_exact.py", "tests/engines/vllm/test_families.py"
+_BEYOND = "tests/engines/vllm/test_disaggregated.py"
 _SOME_SLIDE = ["sliding_attention", "full_attention"]
 _WINDOWS = {
     f"{_TEXT}.sliding_window": 128,
@@ -108,6 +114,11 @@ def _layers(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return {f"{_TEXT}.layer_types": kinds}, {f"{_SGLANG_TEXT}.layer_types": kinds}
 
 
+def _transfer(connector: str) -> dict[str, Any]:
+    asked = {"kv_connector": connector, "kv_role": "kv_consumer", "kv_connector_extra_config": {}}
+    return {"kv_transfer_config": SimpleNamespace(**asked, kv_connector_module_path=None)}
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("prefix cache, radix cache", {}, {}, _EXACT, _EXACT),
     Feature("chunked prefill", {}, {}, _EXACT, _EXACT),
@@ -118,9 +129,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature("streaming", {}, {}, "tests/engines/vllm/test_serving.py", "tests/engines/sglang/test_serving.py"),
     Feature("torch.compile", {}, {}, "tests/engines/vllm/test_compiled.py"),
     Feature("asynchronous scheduling, overlap scheduling", {}, {}, "tests/engines/vllm/test_scheduler.py", _EXACT),
-    Feature("tensor parallelism", {"parallel_config.tensor_parallel_size": 2}, {"arguments.tp_size": 2}, _FAMILIES),
+    Feature("tensor parallelism", {"parallel_config.tensor_parallel_size": 2}, {"arguments.tp_size": 2}, _BEYOND),
     Feature("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}, {"arguments.pp_size": 2}),
-    Feature("data parallelism", {"parallel_config.data_parallel_size": 2}, {"arguments.dp_size": 2}),
+    Feature("data parallelism", {"parallel_config.data_parallel_size": 2}, {"arguments.dp_size": 2}, _BEYOND),
+    Feature("ranks and replicas over Ray", {"parallel_config.distributed_executor_backend": "ray"}, None),
     Feature("context parallelism", {"parallel_config.decode_context_parallel_size": 2}, {"arguments.dcp_size": 2}),
     Feature("micro-batching", {"parallel_config.use_ubatching": True}, {"arguments.enable_two_batch_overlap": True}),
     Feature(
@@ -130,12 +142,13 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "prefill and decode on different servers",
-        {"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")},
+        _transfer("NixlConnector"),
         {"arguments.disaggregation_mode": "decode"},
+        _BEYOND,
     ),
     Feature(
-        "LMCache and other KV connectors",
-        {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
+        "LMCache and other KV connectors than ExampleConnector and NixlConnector",
+        _transfer("LMCacheConnectorV1"),
         {"arguments.enable_lmcache": True},
     ),
     Feature("HiCache", None, {"arguments.enable_hierarchical_cache": True}),
@@ -273,7 +286,8 @@ def _refusal(settings: Mapping[str, Any], column: str) -> str | None:
         else:
             device = {"device_config.device_type": "cuda" if column.endswith("CUDA") else "cpu"}
             served = vllm.Start(_stand_in({**_PLAIN["vllm"], **device, **settings}), config)
-            vars(served)["has_silent_connector"] = "kv_transfer_config" in settings  # else vLLM would be asked
+            transfer = settings.get("kv_transfer_config")  # of one that we do not know, vLLM would be asked
+            vars(served)["has_silent_connector"] = transfer is not None and transfer.kv_connector not in CONNECTORS
             refuse(vllm.REFUSALS, served)
     except EngineError as error:
         return str(error)

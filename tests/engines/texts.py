@@ -12,16 +12,16 @@ PROSE = text()
 
 
 @cache
-def tokenizer() -> Any:
-    """The demo model's tokenizer."""
+def tokenizer(model: str = "smollm2-135m-instruct") -> Any:
+    """Of a model of the catalog."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(fetch("smollm2-135m-instruct"))
+    return AutoTokenizer.from_pretrained(fetch(model))
 
 
 @cache
-def _ids() -> list[int]:
-    return list(tokenizer()(PROSE).input_ids)
+def _ids(model: str = "smollm2-135m-instruct") -> list[int]:
+    return list(tokenizer(model)(PROSE).input_ids)
 
 
 def english(tokens: int, start: int = 0) -> str:
@@ -29,8 +29,8 @@ def english(tokens: int, start: int = 0) -> str:
     return str(tokenizer().decode(_ids()[start : start + tokens]))
 
 
-def tokens_of_prose(count: int, start: int = 0) -> list[int]:
+def tokens_of_prose(count: int, start: int = 0, model: str = "smollm2-135m-instruct") -> list[int]:
     """``count`` token ids of the prose, from token ``start``; wraps around at the end."""
-    ids = _ids()
+    ids = _ids(model)
     first = start % (len(ids) - count)
     return ids[first : first + count]

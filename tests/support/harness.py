@@ -47,6 +47,7 @@ class Sequence:
     pages: list[int]
     kv: list[list[Tensor]]
     tokens: int = 0  # computed so far
+    budget: int = 0  # tokens that it asks for (`Batch.budgets`)
 
 
 @dataclass
@@ -104,9 +105,9 @@ class Engine:
 
     def preempt(self, name: str) -> None:
         """The engine takes everything away and will compute the request again from its first token."""
-        prompt = self.sequences[name].tokens
+        prompt, budget = self.sequences[name].tokens, self.sequences[name].budget
         self.drop(name)
-        self.add(name, max(prompt, 1))
+        self.add(name, max(prompt, 1)).budget = budget
 
     # --- one step ---
 
@@ -198,7 +199,8 @@ class Engine:
             decode.append(count == 1 and s.tokens >= s.prompt)
             seq_lens.append(s.tokens + count)
         there = table.to(self.device), torch.tensor(slots).to(self.device)
-        batch = Batch(list(work), query_start, seq_lens, decode, *there)
+        budgets = [self.sequences[name].budget for name in work]
+        batch = Batch(list(work), query_start, seq_lens, decode, *there, budgets=budgets)
         return self.runtime.begin_step(batch), query_start
 
     def _look_ahead(self, layer: int, step: Step, queries: Tensor, noise: float) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,25 @@ def peaked(config_class: str, **arguments: Any) -> PreTrainedModel:
                 peak = 2.0 if "q_proj" in path or "k_proj" in path else 1.0
                 weight.copy_(torch.randn_like(weight) * peak * weight.shape[1] ** -0.5)
     return model
+
+
+def write_llama(folder: Path, tokenizer: Path, **arguments: Any) -> Path:
+    """A small random Llama with the tokenizer of the folder ``tokenizer``, for a server."""
+    files = ("tokenizer.json", "tokenizer_config.json")
+    vocabulary = len(json.loads((tokenizer / files[0]).read_text())["model"]["vocab"])
+    shape = {
+        "vocab_size": vocabulary,
+        "hidden_size": 128,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    }
+    peaked("LlamaConfig", **{**shape, **arguments}).save_pretrained(folder)
+    for file in files:
+        shutil.copy(tokenizer / file, folder / file)
+    return folder
 
 
 def llama_8b() -> ModelShape:

@@ -100,13 +100,38 @@ def test_a_small_machine_keeps_no_core_free() -> None:
     assert cores_to_bind([0], {}) is None
 
 
-@pytest.mark.parametrize("name", ["VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"])
-def test_a_users_own_binding_stays(name: str) -> None:
-    assert cores_to_bind([0, 1], {name: "1"}) is None
+@pytest.mark.parametrize(
+    "name",
+    [
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU",
+        "VLLM_CPU_SIM_MULTI_NUMA",
+        "CPU_VISIBLE_MEMORY_NODES",
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_users_own_binding_stays(name: str, ranks: int) -> None:
+    assert cores_to_bind([0, 1], {name: "1"}, ranks) is None
 
 
-def test_several_ranks_share_cores_as_the_engine_divides_them() -> None:
-    assert cores_to_bind([0, 1], {}, ranks=2) is None
+def test_ranks_that_have_a_numa_node_each_are_bound_by_the_engine() -> None:
+    assert cores_to_bind(range(16), {}, ranks=2, nodes=2) is None
+
+
+def test_ranks_of_one_numa_node_get_cores_of_their_own() -> None:
+    assert cores_to_bind([0, 1], {}, ranks=2) == "0|1"
+    assert cores_to_bind([0, 2, 4], {}, ranks=2) == "0|2,4"
+    assert cores_to_bind(range(12), {}, ranks=2) == "0,1,2,3,4|6,7,8,9,10"
+
+
+def test_replicas_get_cores_of_their_own() -> None:
+    """vLLM binds all of them to the first nodes, however many there are."""
+    assert cores_to_bind(range(8), {}, ranks=2, engines=2, nodes=2) == "0,1,2,3|4,5,6,7"
+    assert cores_to_bind(range(8), {}, ranks=4, engines=2, nodes=2) == "0,1|2,3|4,5|6,7"
+
+
+def test_more_ranks_than_cores_share_them() -> None:
+    assert cores_to_bind([3], {}, ranks=2) == "3|3"
 
 
 def test_a_small_machine_answers_before_it_would_have_compiled() -> None:

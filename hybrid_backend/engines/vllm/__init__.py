@@ -7,3 +7,5 @@ SCHEDULER = "hybrid_backend.engines.vllm.scheduler.RecomputingScheduler"
 ASYNC_SCHEDULER = "hybrid_backend.engines.vllm.scheduler.RecomputingAsyncScheduler"
 PARKING_SCHEDULER = "hybrid_backend.engines.vllm.scheduler.ParkingScheduler"
 ADDITIONAL_CONFIG_KEY = "hybrid"
+CONNECTOR_MODULE = "hybrid_backend.engines.vllm.connectors"
+CONNECTORS = ("ExampleConnector", "NixlConnector", "NixlPullConnector")  # of vLLM's, those in it

@@ -104,8 +104,9 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
         counts = [end - start for start, end in itertools.pairwise(query_start)]
         # A batch of single tokens replays the graph of a decode step, also where one is the last token of a prompt.
         is_replayed = self._is_captured and max(counts) == 1
+        request_ids = self.session.request_ids(m)
         batch = Batch(
-            request_ids=self.session.request_ids(m),
+            request_ids=request_ids,
             query_start=query_start,
             seq_lens=_lengths(m).tolist(),
             decode=[
@@ -114,6 +115,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
             ],
             page_table=m.block_table_tensor,
             slot_mapping=m.slot_mapping[: query_start[-1]],
+            budgets=self.session.budgets(request_ids),
         )
         return HybridMetadata(self.session.step_for(self.layer_names, batch), m.num_actual_tokens)
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.refusal import Refusal, refuse
-from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, BACKEND, PARKING_SCHEDULER, SCHEDULER
+from hybrid_backend.engines.vllm import (
+    ASYNC_SCHEDULER,
+    BACKEND,
+    CONNECTOR_MODULE,
+    CONNECTORS,
+    PARKING_SCHEDULER,
+    SCHEDULER,
+)
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.workers import resolve_kernel
@@ -60,17 +69,38 @@ class Start:
             return all(kind == "sliding_attention" for kind in kinds)
         return self.model.get_sliding_window() is not None
 
+    @property
+    def asks_for_ray(self) -> bool:
+        return "ray" in (self.parallel.distributed_executor_backend, self.parallel.data_parallel_backend)
+
+    @property
+    def transfer(self) -> Any:
+        return self.vllm_config.kv_transfer_config
+
+    @property
+    def takes_stock_pages(self) -> bool:
+        """From a prefill server with vLLM's own backend, through one of vLLM's own connectors."""
+        asked = self.transfer
+        return (
+            asked is not None
+            and asked.kv_connector in CONNECTORS
+            and (asked.kv_connector_module_path or CONNECTOR_MODULE) == CONNECTOR_MODULE
+        )
+
+    @property
+    def reads_files(self) -> bool:
+        return self.takes_stock_pages and self.transfer.kv_connector == "ExampleConnector"
+
     @cached_property
     def has_silent_connector(self) -> bool:
         """A connector may say that it tells the runtime which pages it wrote (`HybridRuntime.imported`)."""
-        connector = self.vllm_config.kv_transfer_config
-        if connector is None:
+        if self.transfer is None or self.takes_stock_pages:
             return False
         # Not at the top: it asks for the platform, which is being made when this module is imported.
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         try:
-            kind = KVConnectorFactory.get_connector_class(connector)
+            kind = KVConnectorFactory.get_connector_class(self.transfer)
         except (ValueError, ImportError, AttributeError):
             return True  # the engine says what is wrong with it
         return not getattr(kind, "updates_digests", False)
@@ -80,6 +110,8 @@ class Start:
         return resolve_method(self.config.method).looks_ahead(self.config, self.device)
 
 
+STOCK_BLOCK = 32
+"""Blocks of vLLM's own CPU backend are a multiple of it (v1/attention/backends/cpu_attn.py)."""
 _STOCK = f"leave out --attention-backend {BACKEND} for this model"
 
 REFUSALS: tuple[Refusal[Start], ...] = (
@@ -130,9 +162,43 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         "use --decode-context-parallel-size 1",
     ),
     Refusal(
-        "KV connectors, which write pages behind its back",
+        "Ray on a CPU, where vLLM's own platform is none that Ray's executors know",
+        lambda a: a.asks_for_ray and a.device.type == "cpu",
+        "use --distributed-executor-backend mp and --data-parallel-backend mp",
+    ),
+    Refusal(
+        "KV connectors that write pages behind its back",
         lambda a: a.has_silent_connector,
+        f"choose {' or '.join(CONNECTORS[:2])}, or leave out --kv-transfer-config",
+        lambda a: f"kv_connector: {a.transfer.kv_connector}",
+    ),
+    Refusal(
+        "KV connectors on a GPU in this version",
+        lambda a: a.takes_stock_pages and a.device.type != "cpu",
         "leave out --kv-transfer-config",
+        lambda a: f"kv_connector: {a.transfer.kv_connector}",
+    ),
+    Refusal(
+        "handing its KV over, which others would take for the layout of vLLM's own backend",
+        lambda a: a.takes_stock_pages and a.transfer.kv_role != "kv_consumer",
+        "serve prompts with vLLM's own backend, and write kv_role: kv_consumer here",
+        lambda a: f"kv_role: {a.transfer.kv_role}",
+    ),
+    Refusal(
+        "handing its KV back to the prefill server",
+        lambda a: a.takes_stock_pages and a.transfer.kv_connector_extra_config.get("bidirectional_kv_xfer"),
+        "leave out bidirectional_kv_xfer of kv_connector_extra_config",
+    ),
+    Refusal(
+        "KV connectors with models that have other layers beside full attention",
+        lambda a: a.takes_stock_pages and (a.model.get_sliding_window() is not None or a.model.is_hybrid),
+        "leave out --kv-transfer-config for this model",
+    ),
+    Refusal(
+        "the ExampleConnector with tensor parallelism, whose ranks would all write the same file",
+        lambda a: a.reads_files and a.parallel.tensor_parallel_size > 1,
+        "use --tensor-parallel-size 1, or the NixlConnector",
+        lambda a: f"--tensor-parallel-size {a.parallel.tensor_parallel_size}",
     ),
     Refusal(
         "LoRA together with the lookahead",
@@ -179,6 +245,39 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
             f"page_size: {page} is unlike the engine's block size {block}; "
             f"start the engine with --block-size {page} or set page_size: {block}"
         )
+    _check_transfer(start, page)
     layers = vllm_config.model_config.get_num_layers_by_block_type(parallel)
     config.validate_for(layers)
     method.check(config, start.device, layers, vllm_config.model_config.get_num_kv_heads(parallel))
+
+
+def _check_transfer(start: Start, page_size: int) -> None:
+    """Raise ConfigError or EngineError if what a prefill server writes could not be read here."""
+    if not start.takes_stock_pages:
+        return
+    if page_size % STOCK_BLOCK:
+        raise ConfigError(
+            f"page_size: {page_size} does not go with --kv-transfer-config: the prefill server's blocks must be equal, "
+            f"and are multiples of {STOCK_BLOCK}; set page_size: {STOCK_BLOCK} here, --block-size {STOCK_BLOCK} there"
+        )
+    # Not at the top, as above.
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if start.model.get_head_size() not in CPUAttentionBackend.get_supported_head_sizes():
+        raise EngineError(
+            f"--kv-transfer-config: the prefill server, vLLM's own CPU backend, has no head size of "
+            f"{start.model.get_head_size()}; leave it out for this model"
+        )
+    if start.reads_files:
+        key, extra = "shared_storage_path", start.transfer.kv_connector_extra_config
+        folder = extra.get(key)
+        if not isinstance(folder, str) or not Path(folder).is_dir():
+            raise EngineError(
+                f"--kv-transfer-config: kv_connector_extra_config: {key}: {folder!r} is no folder; "
+                "name the one that the prefill server writes to"
+            )
+    if not start.reads_files and find_spec("nixl") is None:
+        raise EngineError(
+            f"--kv-transfer-config: kv_connector: {start.transfer.kv_connector} needs NIXL, which is not installed; "
+            "pip install nixl, or choose ExampleConnector"
+        )

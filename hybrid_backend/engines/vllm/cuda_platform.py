@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
+from hybrid_backend.engines.vllm.asked import check_asked
 from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.card import Card
 from hybrid_backend.engines.vllm.footprint import Room
@@ -39,6 +40,11 @@ class HybridCudaPlatform(CudaPlatform):
         if config is not None:
             for told in bound_requests(vllm_config, config, cls.get_device_total_memory()):
                 init_logger("vllm.hybrid_backend").warning_once(told)
+
+    @classmethod
+    def validate_request(cls, *request: Any, **named: Any) -> None:
+        super().validate_request(*request, **named)
+        check_asked(*request, **named)
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:

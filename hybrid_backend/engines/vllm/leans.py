@@ -39,6 +39,9 @@ _PLATFORMS = (
         takes=("selected_backend", "attn_selector_config", "num_heads"),
     ),
     Lean("vllm.v1.attention.selector:AttentionSelectorConfig", "type of an argument"),
+    Lean("vllm.platforms.interface:Platform.validate_request", "budgets of requests"),
+    Lean("vllm.sampling_params:SamplingParams", "budgets of requests", has=("extra_args",)),
+    Lean("vllm.exceptions:VLLMValidationError", "a refusal with status 400", passes=("message", "parameter")),
     Lean("vllm.platforms.cpu:CpuPlatform.check_and_update_config", "where we refuse", takes=("vllm_config",)),
     Lean("vllm.platforms.cuda:CudaPlatform | vllm.platforms.cuda:NvmlCudaPlatform", "the CUDA platform"),
     Lean("vllm.platforms.cuda:CudaPlatformBase.check_and_update_config", "where we refuse", takes=("vllm_config",)),
@@ -75,8 +78,9 @@ _SETTINGS = (
         f"{_CONFIG}:ParallelConfig",
         "our worker; ranks; refusals",
         has=(
-            "data_parallel_rank_local", "data_parallel_size_local", "decode_context_parallel_size", "local_world_size",
-            "pipeline_parallel_size", "rank", "tensor_parallel_size", "use_ubatching", "worker_cls",
+            "data_parallel_backend", "data_parallel_index", "data_parallel_rank_local", "data_parallel_size_local",
+            "decode_context_parallel_size", "distributed_executor_backend", "local_world_size",
+            "pipeline_parallel_size", "rank", "tensor_parallel_size", "use_ubatching", "worker_cls", "world_size",
         ),
     ),
     Lean(
@@ -94,7 +98,11 @@ _SETTINGS = (
         "hooks in compiled graphs",
         has=("splitting_ops", "splitting_ops_contain_attention", "static_forward_context"),
     ),
-    Lean(f"{_CONFIG}:KVTransferConfig", "refuses KV connectors"),
+    Lean(
+        f"{_CONFIG}:KVTransferConfig",
+        "KV connectors",
+        has=("kv_connector", "kv_connector_extra_config", "kv_connector_module_path", "kv_role"),
+    ),
     Lean(
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.get_connector_class",
         "refuses KV connectors",
@@ -285,7 +293,9 @@ _GROUPS = (
     Lean("vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec", _ON_THE_GPU, takes=()),
     Lean("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", _ON_THE_GPU, takes=()),
     Lean("vllm.v1.worker.worker_base:CompilationTimes", "type of a result"),
-    Lean("vllm.v1.core.sched.output:NewRequestData", _ON_THE_GPU, has=("block_ids",)),
+    Lean(
+        "vllm.v1.core.sched.output:NewRequestData", "blocks, budgets", has=("block_ids", "sampling_params")
+    ),
     Lean("vllm.v1.core.sched.output:CachedRequestData", _ON_THE_GPU, has=("new_block_ids",)),
     Lean(
         "vllm.v1.worker.utils:allocate_kv_cache",
@@ -345,6 +355,64 @@ _STEPS = (
     Lean("vllm.v1.request:RequestStatus", "computes failed steps again", has=("RUNNING",)),
 )  # fmt: skip
 
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+_TRANSFERS = (
+    Lean(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend",
+        "vLLM's own pages",
+        has=("get_supported_head_sizes",),
+    ),
+    Lean("vllm.distributed.kv_transfer.kv_transfer_state:get_kv_transfer_group", "KV connectors", passes=()),
+    Lean("vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group", "KV connectors", passes=()),
+    Lean(
+        f"{_CONNECTOR}.base:KVConnectorBase_V1",
+        "KV connectors",
+        has=("_get_connector_metadata", "_vllm_config"),
+    ),
+    Lean(
+        f"{_CONNECTOR}.example_connector:ExampleConnector",
+        "KV through files",
+        has=("_block_size", "_storage_path", "save_kv_layer", "start_load_kv"),
+    ),
+    Lean(f"{_CONNECTOR}.example_connector:ReqMeta", "KV through files", has=("is_store", "slot_mapping")),
+    Lean(
+        f"{_CONNECTOR}.nixl.connector:NixlPullConnector",
+        "KV through NIXL",
+        has=("start_load_kv",),
+    ),
+    *(
+        Lean(f"{_CONNECTOR}.{of}.{method}", "KV connectors", takes=takes)
+        for of, method, takes in (
+            ("base:KVConnectorBase_V1", "get_block_ids_with_load_errors", ()),
+            ("example_connector:ExampleConnector", "get_num_new_matched_tokens", ("request", "num_computed_tokens")),
+            (
+                "nixl.connector:NixlPullConnector",
+                "update_state_after_alloc",
+                ("request", "blocks", "num_external_tokens"),
+            ),
+            ("nixl.connector:NixlPullConnector", "build_connector_meta", ("scheduler_output",)),
+            ("nixl.connector:NixlPullConnector", "get_transfer_results", ("finished_req_ids",)),
+        )
+    ),
+    Lean(
+        f"{_CONNECTOR}.nixl.base_worker:NixlBaseConnectorWorker",
+        "KV through NIXL",
+        has=("backend_name",),
+    ),
+    Lean(f"{_CONNECTOR}.nixl.metadata:ReqMeta", "KV through NIXL", has=("local_physical_block_ids",)),
+    Lean(
+        "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
+        "vLLM's own pages",
+        passes=("dtype", "block_size", "head_size"),
+    ),
+    Lean(
+        "vllm._custom_ops:cpu_attn_reshape_and_cache",
+        "vLLM's own pages",
+        passes=("key", "value", "key_cache", "value_cache", "slot_mapping", "isa"),
+    ),
+)
+
 _SERVER = (
     Lean(
         "vllm.entrypoints.launchers.api_server.entry:run_server_worker",
@@ -377,4 +445,4 @@ _SERVER = (
     ),
 )
 
-LEANS = (*PLUGIN, *_PLATFORMS, *_SETTINGS, *_ATTENTION, *_WORKERS, *_GROUPS, *_STEPS, *_SERVER)
+LEANS = (*PLUGIN, *_PLATFORMS, *_SETTINGS, *_ATTENTION, *_WORKERS, *_GROUPS, *_STEPS, *_TRANSFERS, *_SERVER)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, PARKING_SCHEDULER, SCHEDULER
+from hybrid_backend.engines.vllm.asked import check_asked
 from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.compat import check_engine
 from hybrid_backend.engines.vllm.memory import size_host_pool
@@ -39,6 +40,11 @@ class HybridCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         prepare(vllm_config, super().check_and_update_config, CPU_WORKER)
 
+    @classmethod
+    def validate_request(cls, *request: Any, **named: Any) -> None:
+        super().validate_request(*request, **named)
+        check_asked(*request, **named)
+
 
 def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker_cls: str) -> HybridConfig | None:
     """A platform's ``check_and_update_config``: attach our configuration, size the pool, refuse what cannot work.
@@ -56,6 +62,11 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
         cache.user_specified_block_size = True
     stock(vllm_config)
     check_engine_config(vllm_config, config, worker_cls)
+    if vllm_config.kv_transfer_config is not None:
+        # Not at the top: vLLM's connectors ask for the platform, which is being made when this module is imported.
+        from hybrid_backend.engines.vllm.connectors import adopt
+
+        adopt(vllm_config)
     size_host_pool(vllm_config, config, on_cpu=worker_cls == CPU_WORKER)
     scheduler = vllm_config.scheduler_config  # after the stock platform, which may turn asynchronous scheduling off
     if choose_parking(vllm_config, config):

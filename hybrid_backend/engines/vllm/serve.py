@@ -157,11 +157,17 @@ def _choose_for_cpu(parsed: Any, flags: Collection[str]) -> Iterator[str]:
         if line is not None:
             parsed.dtype = "float32"
             yield line
-    cores = Topology.read().one_per_core(os.sched_getaffinity(0))
-    bound = cores_to_bind(cores, os.environ, ranks)
+    topology = Topology.read()
+    cores = topology.one_per_core(os.sched_getaffinity(0))
+    engines = parsed.data_parallel_size_local or parsed.data_parallel_size
+    here = ranks // parsed.data_parallel_size * engines
+    bound = cores_to_bind(
+        cores, os.environ, here, engines, sum(not node.isdisjoint(cores) for node in topology.nodes.values())
+    )
     if bound is not None:
         os.environ[BIND] = bound
-        yield f"{BIND}={bound}: all cores compute, where vLLM would keep one of so few for itself"
+        why = "all cores compute, where vLLM would keep one of so few for itself"
+        yield f"{BIND}={bound}: {why if here == 1 else 'each rank computes on cores of its own'}"
     if starts_eager(len(cores), flags):
         parsed.enforce_eager = True
         yield "--enforce-eager: ready a minute or two earlier; with --no-enforce-eager it decodes about a fifth faster"

@@ -17,10 +17,12 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from hybrid_backend.attention.fused_lookahead import fused
 from hybrid_backend.attention.lookahead import Layer, call_names, layer_at, predictors
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.vllm.asked import asked_budget
 from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead_hook
 from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, checked
 from hybrid_backend.engines.vllm.parking import forgo_parking, parks_rows
+from hybrid_backend.engines.vllm.stock_pages import to_ours
 from hybrid_backend.errors import EngineError
 from hybrid_backend.execution.operations import are_launches
 from hybrid_backend.methods import resolve_method
@@ -31,6 +33,7 @@ from hybrid_backend.workers import Rank
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 def attention_layers(model: nn.Module) -> list[Layer]:
@@ -49,6 +52,11 @@ def rank_of(parallel: ParallelConfig) -> Rank:
     world = parallel.local_world_size
     index = (parallel.data_parallel_rank_local or 0) * world + parallel.rank % world
     return Rank(index, max(parallel.data_parallel_size_local * world, index + 1))
+
+
+def global_rank(parallel: ParallelConfig) -> int:
+    """This worker among those of all replicas, whose own ranks all begin at 0."""
+    return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
 
 def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridConfig, device: torch.device) -> None:
@@ -159,6 +167,7 @@ class Session:
         self._batch: Any = None  # of the V2 runner
         if not hasattr(runner, "input_batch"):
             self._watch_batches(runner.model_state)
+        self._budgets: dict[str, int] = {}  # of requests that asked for one
         self._step: Step | None = None  # that runs, or ran last
         self._unfinished: list[str] = []  # of it
         self._is_heard = vllm_config.parallel_config.rank == 0  # vLLM takes the output of one rank only
@@ -170,6 +179,18 @@ class Session:
         if batch is None:
             raise EngineError("vLLM's model runner did not say which request each row belongs to")
         return list(batch.req_ids[: metadata.num_reqs])
+
+    def hear(self, scheduled: SchedulerOutput) -> None:
+        """Who came with what, and who is gone: those that are preempted come back as they were."""
+        for request_id in scheduled.finished_req_ids:
+            self._budgets.pop(request_id, None)
+        for request in scheduled.scheduled_new_reqs:
+            if tokens := asked_budget(request.sampling_params):
+                self._budgets[request.req_id] = tokens
+
+    def budgets(self, request_ids: Sequence[str]) -> list[int]:
+        """`Batch.budgets`."""
+        return [self._budgets.get(request_id, 0) for request_id in request_ids] if self._budgets else []
 
     def _watch_batches(self, state: Any) -> None:
         """vLLM's V1 runner keeps its input batch. The V2 runner has one per step, which it hands to the model's state
@@ -250,6 +271,12 @@ class Session:
         if found is None:
             return None
         return replace(found, pages=sorted({page // self.pages_per_block for page in found.pages}))
+
+    def imported(self, pages: Tensor, tokens: Tensor | None = None) -> None:
+        """A connector has brought pages from a server with vLLM's own CPU backend. (`HybridRuntime.imported`)"""
+        for layer in self.runtime.tiers.host.layers:
+            to_ours(layer, pages)
+        self.runtime.imported(pages, tokens)
 
     def _page_size(self, layer_name: str) -> int:
         context = self._runner.compilation_config.static_forward_context

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 from torch import Tensor
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.parking import parks_rows
-from hybrid_backend.engines.vllm.session import Session, attach_inputs, attach_lookahead
+from hybrid_backend.engines.vllm.session import Session, attach_inputs, attach_lookahead, global_rank
 from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.observe.metrics import Publisher
 
@@ -41,7 +42,13 @@ class HybridWorker(_Worker):
             self.model_runner, self.vllm_config, self.hybrid_config, self.device, on_host=self.on_host
         )
         runtime = self.session.runtime
-        self.publisher = Publisher(runtime.stats, runtime.gauges, self.rank, REGISTRY)
+        if has_kv_transfer_group():
+            connector = get_kv_transfer_group()
+            is_stock = getattr(connector, "brings_stock_pages", False)
+            connector.imported = self.session.imported if is_stock else runtime.imported
+        self.publisher = Publisher(
+            runtime.stats, runtime.gauges, global_rank(self.vllm_config.parallel_config), REGISTRY
+        )
         self.publisher.publish()
 
     def on_host(self, view: Tensor) -> Tensor:
@@ -54,6 +61,7 @@ class HybridWorker(_Worker):
             return super().execute_model(scheduler_output)
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         session.runtime.release(gone)
+        session.hear(scheduler_output)
         try:
             with session.scheduled():
                 return super().execute_model(scheduler_output)

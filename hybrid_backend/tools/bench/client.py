@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -89,7 +90,7 @@ def served_models(name: str, url: str, deadline: float) -> list[str]:
         BenchError: it does not, within ``deadline`` seconds.
     """
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=_headers(), timeout=deadline)
+        answer = httpx.get(f"{url}/v1/models", headers=headers(), timeout=deadline)
         answer.raise_for_status()
         found = [str(entry["id"]) for entry in answer.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
@@ -106,7 +107,7 @@ def post(url: str, path: str, body: Mapping[str, Any], deadline: float = 3600) -
         BenchError: there is none, within ``deadline`` seconds.
     """
     try:
-        with httpx.Client(headers=_headers(), timeout=deadline, transport=httpx.HTTPTransport(retries=2)) as client:
+        with httpx.Client(headers=headers(), timeout=deadline, transport=httpx.HTTPTransport(retries=2)) as client:
             answer = client.post(f"{url}{path}", json=body)
         if answer.is_error:
             raise BenchError(f"{url}{path}: HTTP {answer.status_code}: {answer.text[:300]}")
@@ -145,7 +146,7 @@ def replay(endpoint: Endpoint, sessions: Sequence[Session], answer: int, repeat:
 
 async def _replay(endpoint: Endpoint, sessions: Sequence[Session], answer: int, deadline: float) -> list[Answer]:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=endpoint.url, headers=_headers(), timeout=deadline, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=endpoint.url, headers=headers(), timeout=deadline, limits=limits) as client:
         found = await asyncio.gather(
             *(_session(client, endpoint.model, number, session, answer) for number, session in enumerate(sessions))
         )
@@ -172,14 +173,42 @@ async def _ask(
     client: httpx.AsyncClient, model: str, messages: Sequence[Mapping[str, str]], answer: int
 ) -> tuple[str, dict[str, Any]]:
     """The answer's text, and what an `Answer` says of it."""
-    body = {
-        "model": model, "messages": messages, "max_tokens": answer, "ignore_eos": True, "temperature": 0.0,
-        "stream": True, "stream_options": {"include_usage": True},
+    body = {"model": model, "messages": messages, "max_tokens": answer}
+    got = await stream(client, "/v1/chat/completions", body)
+    if not got.text:
+        raise ValueError("the stream ended without text")
+    seconds = got.times[-1] - got.times[0]
+    return got.text, {
+        "ttft": got.times[0], "tpot": seconds / max(1, got.answer_tokens - 1), "seconds": got.times[-1],
+        "prompt_tokens": got.prompt_tokens, "cached_tokens": got.cached_tokens, "answer_tokens": got.answer_tokens,
     }  # fmt: skip
-    parts, usage = list[str](), None
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """One streamed answer. ``times``: seconds from the request to every chunk with text, ``seconds``: to the end;
+    ``cached_tokens`` is None where the server does not tell."""
+
+    text: str
+    times: tuple[float, ...]
+    seconds: float
+    prompt_tokens: int
+    answer_tokens: int
+    cached_tokens: int | None
+
+
+async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Streamed:
+    """A greedy answer of exactly ``max_tokens``, from the completions or the chat ``path``.
+
+    Raises:
+        httpx.HTTPError, ValueError: the server refuses it, or breaks off.
+    """
+    whole = {
+        **body, "ignore_eos": True, "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    parts, times, usage = list[str](), list[float](), None
     began = time.perf_counter()
-    first = last = 0.0
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+    async with client.stream("POST", path, json=whole) as response:
         if response.is_error:
             raise ValueError(f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:300]}")
         async for line in response.aiter_lines():
@@ -190,23 +219,20 @@ async def _ask(
                 raise ValueError(str(chunk["error"]))
             usage = chunk.get("usage") or usage
             for choice in chunk.get("choices") or ():
-                delta = choice.get("delta") or {}
-                said = delta.get("content") or delta.get("reasoning_content") or ""
-                if said:
-                    last = time.perf_counter()
-                    first = first or last
+                delta = choice.get("delta") or choice
+                if said := delta.get("content") or delta.get("reasoning_content") or choice.get("text"):
+                    times.append(time.perf_counter() - began)
                     parts.append(said)
-    if not usage or not parts:
-        raise ValueError("the stream ended without " + ("text" if usage else "the number of its tokens"))
-    tokens = int(usage["completion_tokens"])
+    if not usage:
+        raise ValueError("the stream ended without the number of its tokens")
     details = usage.get("prompt_tokens_details") or {}
-    return "".join(parts), {
-        "ttft": first - began, "tpot": (last - first) / max(1, tokens - 1), "seconds": last - began,
-        "prompt_tokens": int(usage["prompt_tokens"]), "cached_tokens": details.get("cached_tokens"),
-        "answer_tokens": tokens,
-    }  # fmt: skip
+    return Streamed(
+        "".join(parts), tuple(times), time.perf_counter() - began, int(usage["prompt_tokens"]),
+        int(usage["completion_tokens"]), details.get("cached_tokens"),
+    )  # fmt: skip
 
 
-def _headers() -> dict[str, str]:
+def headers() -> dict[str, str]:
+    """That every request carries."""
     key = os.environ.get("OPENAI_API_KEY")  # as the engines' own clients have it
     return {"Authorization": f"Bearer {key}"} if key else {}

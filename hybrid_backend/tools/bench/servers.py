@@ -103,19 +103,20 @@ def ended_in_order() -> Iterator[None]:
 def running(
     command: Sequence[str], port: int, model: str, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """The server that ``command`` starts on ``port``.
+    """The server that ``command`` starts on ``port``; ``environment``: what is set beside; empty: what is not set.
 
     Raises:
         BenchError: it ended, or answers nothing after `START_DEADLINE` seconds; names its log.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    variables = {**os.environ, **_ENVIRONMENT, **(environment or {})}
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+            env={name: value for name, value in variables.items() if value},
         )
     try:
         url = f"http://127.0.0.1:{port}"

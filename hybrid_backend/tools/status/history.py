@@ -72,8 +72,10 @@ def _column(last: Reading, reading: Reading, seconds: float) -> Column:
         recalled_per_second=round(sum(b.recalled_pages - a.recalled_pages for a, b in pairs) / seconds, _DIGITS),
         copied_bytes_per_second=copied,
         wait_share=round(sum(b.wait_seconds - a.wait_seconds for a, b in pairs) / seconds, _DIGITS),
+        attention_share=_attention_share(pairs, seconds),
         frames_in_use=reading.gauges.get("hybrid_frames_in_use"),
         resident_requests=reading.gauges.get("hybrid_resident_requests"),
+        attended=tuple(_attended(a, b) for a, b in pairs),
         residency=tuple(_residency(a, b) for a, b in pairs),
         cpu_ratio=tuple(_cpu_ratio(a, b) for a, b in pairs),
     )
@@ -85,15 +87,28 @@ def _layer(index: int, a: LayerCounts, b: LayerCounts, seconds: float, before: L
     kept = before if idle else None
     return Layer(
         layer=index,
+        attended=kept.attended if kept else _attended(a, b),
         residency=kept.residency if kept else _residency(a, b),
         cpu_ratio=kept.cpu_ratio if kept else _cpu_ratio(a, b),
         attended_tokens_per_second=round((b.selected_tokens - a.selected_tokens) / seconds, 1),
         recalled_per_second=round((b.recalled_pages - a.recalled_pages) / seconds, _DIGITS),
         wait_share=round((b.wait_seconds - a.wait_seconds) / seconds, 6),
         lead_share=round((b.lead_seconds - a.lead_seconds) / seconds, 6),
+        attention_share=_attention_share([(a, b)], seconds),
         query_cosine=_rounded(b.query_cosine),
         mass_recall=_rounded(b.mass_recall),
     )
+
+
+def _attended(a: LayerCounts, b: LayerCounts) -> float | None:
+    return _ratio(b.selected_tokens - a.selected_tokens, b.context_tokens - a.context_tokens)
+
+
+def _attention_share(pairs: list[tuple[LayerCounts, LayerCounts]], seconds: float) -> float | None:
+    """``None`` where it is not counted; nothing else tells that from an idle server."""
+    if not any(b.attention_seconds for _, b in pairs):
+        return None
+    return round(sum(b.attention_seconds - a.attention_seconds for a, b in pairs) / seconds, 6)
 
 
 def _residency(a: LayerCounts, b: LayerCounts) -> float | None:

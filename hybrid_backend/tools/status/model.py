@@ -35,8 +35,12 @@ class Column(_Part):
     """From the host pool to the device tier."""
     wait_share: float
     """Share of the interval in which the device tier waited for CPU partials, all layers."""
+    attention_share: float | None
+    """Share of the interval that decoding rows' attention took, all layers, where the CPU attends in place."""
     frames_in_use: float | None
     resident_requests: float | None
+    attended: tuple[float | None, ...]
+    """Per layer: share of the contexts' tokens that were attended."""
     residency: tuple[float | None, ...]
     """Per layer: share of the selected pages that were resident."""
     cpu_ratio: tuple[float | None, ...]
@@ -47,6 +51,7 @@ class Layer(_Part):
     """One layer over the last 15 seconds, its ratios over the last in which it attended; quality since start."""
 
     layer: int
+    attended: float | None
     residency: float | None
     cpu_ratio: float | None
     attended_tokens_per_second: float
@@ -54,6 +59,7 @@ class Layer(_Part):
     wait_share: float
     lead_share: float
     """Seconds per second by which CPU partials started before they were needed."""
+    attention_share: float | None
     query_cosine: float | None
     mass_recall: float | None
 
@@ -89,6 +95,8 @@ class Status(_Part):
     model: str | None
     preemptions: float | None
     """Since the server's start."""
+    in_place: bool
+    """Whether everything attended since start lay where it was attended: no frames, no copies, no CPU workers."""
     host_pool_pages: float | None
     device_bytes: float | None
     digest_bytes: float | None

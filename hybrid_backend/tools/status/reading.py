@@ -18,12 +18,17 @@ PREEMPTED = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"
 
 _COUNTS = {
     "hybrid_selected_tokens_total": "selected_tokens",
+    "hybrid_context_tokens_total": "context_tokens",
     "hybrid_cpu_tokens_total": "cpu_tokens",
     "hybrid_recalled_pages_total": "recalled_pages",
     "hybrid_resident_hits_total": "resident_hits",
     "hybrid_resident_lookups_total": "resident_lookups",
 }
-_SECONDS = {"hybrid_wait_seconds_total": "wait_seconds", "hybrid_lead_seconds_total": "lead_seconds"}
+_SECONDS = {
+    "hybrid_wait_seconds_total": "wait_seconds",
+    "hybrid_lead_seconds_total": "lead_seconds",
+    "hybrid_attention_seconds_total": "attention_seconds",
+}
 _SAMPLED = {
     "hybrid_predicted_query_cosine": "query_cosine",
     "hybrid_attention_mass_recall": "mass_recall",
@@ -58,12 +63,14 @@ class LayerCounts:
     """
 
     selected_tokens: float = 0.0
+    context_tokens: float = 0.0
     cpu_tokens: float = 0.0
     recalled_pages: float = 0.0
     resident_hits: float = 0.0
     resident_lookups: float = 0.0
     wait_seconds: float = 0.0
     lead_seconds: float = 0.0
+    attention_seconds: float = 0.0
     query_cosine: float | None = None
     mass_recall: float | None = None
 
@@ -83,6 +90,13 @@ class Reading:
     preemptions: float | None = None
     layers: tuple[LayerCounts, ...] = ()
     gauges: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all that was attended so far lay where it was attended: no frames, no copies, no CPU workers."""
+        moves = sum(layer.cpu_tokens + layer.wait_seconds + layer.recalled_pages for layer in self.layers)
+        frames, copied = self.gauges.get("hybrid_frame_bytes"), self.gauges.get("hybrid_copied_bytes", 0.0)
+        return bool(self.layers) and frames == 0 and not copied and not moves
 
 
 @dataclass(frozen=True)

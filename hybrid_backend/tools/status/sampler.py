@@ -75,6 +75,7 @@ class Sampler:
             engine=last.engine,
             model=last.model,
             preemptions=last.preemptions,
+            in_place=last.is_in_place,
             host_pool_pages=gauge("hybrid_host_pool_pages"),
             device_bytes=gauge("hybrid_device_bytes"),
             digest_bytes=gauge("hybrid_digest_bytes"),

@@ -17,6 +17,29 @@ constexpr float kLog2e = 1.44269504f;
 
 float inverse(float x) { return x > 1e-37f ? 1.f / x : 0.f; }
 
+constexpr float kLeastSum = 1e-30f, kMostSum = 1e30f;  // of CodeSumsFn: what it has not rounded away
+
+// For sums beyond these: the largest x, and in `sum` that of 2^(x - top).
+float code_top(const CodeQuery& q, int head, const CodePage& page, float* sum) {
+  float x[kMaxPageSize], top = -INFINITY;
+  const int tokens = 16 * q.blocks;
+  for (int t = 0; t < tokens; t++) {
+    int steps = 0;
+    for (int p = 0; p < q.planes; p++) {
+      const uint8_t codes = page.planes[(t / 16 * q.planes + p) * 16 + t % 16];
+      const uint8_t* table = q.tables + (int64_t)head * q.stride + p / 4 * 128 + p % 4 * 16;
+      steps += table[codes & 15] + table[64 + (codes >> 4)];
+    }
+    const float s = page.unit * page.scales[t];
+    x[t] = s * (q.factor[head] * steps + q.offset[head] + q.variance[head] * s);
+    if (!(std::fabs(x[t]) < INFINITY)) x[t] = 0;
+    top = std::max(top, x[t]);
+  }
+  *sum = 0;
+  for (int t = 0; t < tokens; t++) *sum += std::exp2(x[t] - top);
+  return top;
+}
+
 // What is too large to square counts as 0.
 float usable(float x) { return std::fabs(x) < 1e17f ? x : 0.f; }
 
@@ -216,30 +239,49 @@ void CodeScorer::coarse_tile(int h, const uint8_t* const* rows, const uint8_t* c
       weights.weights += dim, weights.bias++, weights.step++;
     }
   }
-  for (int g = 0; g < model_.group; g++)
-    for (int i = 0; i < count; i++) out[g * stride + i] = sums[g * kScoreTile + i] + bounds[head + g] * spread[i];
+  for (int g = 0; g < model_.group; g++) {
+    float found[kScoreTile];
+    for (int i = 0; i < kScoreTile; i++) found[i] = sums[g * kScoreTile + i] + bounds[head + g] * spread[i];
+    std::memcpy(out + g * stride, found, count == kScoreTile ? sizeof found : count * sizeof(float));
+  }
 }
 
-void CodeScorer::estimate_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, int count, float* out,
-                               int64_t stride) {
-  float base[kMaxGroup * kScoreTile], tops[kMaxGroup * kScoreTile] = {}, sums[kMaxGroup * kScoreTile] = {};
+void CodeScorer::recall_middles(int h, const uint8_t* const* rows, const float* scores, int64_t stride,
+                                const int32_t* columns, int count, float* middles) const {
+  for (int i = 0; i < kScoreTile; i++) {
+    float spread;
+    std::memcpy(&spread, rows[i] + h * digests_.head_stride + model_.head_dim + 4, 4);
+    const int32_t column = columns[std::min(i, count - 1)];
+    for (int g = 0; g < model_.group; g++)
+      middles[g * kScoreTile + i] = scores[g * stride + column] - bounds_[h * model_.group + g] * spread;
+  }
+}
+
+void CodeScorer::estimate_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, float* found, int count,
+                               float* out, int64_t stride) {
+  float sums[kMaxGroup * kScoreTile];
+  CodePage pages[kScoreTile];
   const int group = model_.group, head = h * group;
   const float log2_scale = model_.scale * kLog2e;
-  coarse_tile(h, rows, next, no_bounds_.data(), kScoreTile, base, kScoreTile);
-  for (int i = 0; i < group * kScoreTile; i++) base[i] *= log2_scale;
+  for (int i = 0; i < group * kScoreTile; i++) found[i] *= log2_scale;
   CodeQuery query{group,          model_.page_size / 16, layout_.planes,   &luts_[(size_t)head * tables_],
                   &factor_[head], &offset_[head],        &variance_[head], tables_};
-  for (int i = 0; i < count; i++) {
+  for (int i = 0; i < kScoreTile; i++) {
     const uint8_t* row = rows[i] + h * digests_.head_stride;
     const uint8_t* upcoming = next[i] + h * digests_.head_stride;
     for (int64_t line = layout_.scales_at(); line < layout_.row(); line += 64)
       __builtin_prefetch(upcoming + line, 0, 2);
-    float unit;
-    std::memcpy(&unit, row + model_.head_dim + 8, 4);
-    isa_->code_sums(&query, row + layout_.scales_at(), row + layout_.planes_at(), unit, base + i, tops + i, sums + i);
+    pages[i] = {row + layout_.scales_at(), row + layout_.planes_at(), 0.f};
+    std::memcpy(&pages[i].unit, row + model_.head_dim + 8, 4);
   }
-  isa_->log_sums(tops, sums, group * kScoreTile, 1.f / log2_scale);
-  for (int g = 0; g < group; g++) std::copy(&tops[g * kScoreTile], &tops[g * kScoreTile] + count, out + g * stride);
+  (bytes_.code_sums ? bytes_.code_sums : isa_->code_sums)(&query, pages, sums);
+  for (int i = 0; i < group * kScoreTile; i++)
+    if (!(sums[i] > kLeastSum && sums[i] < kMostSum)) {
+      const float top = code_top(query, i / kScoreTile, pages[i % kScoreTile], &sums[i]);
+      found[i] += top;
+    }
+  isa_->log_sums(found, sums, group * kScoreTile, 1.f / log2_scale);
+  for (int g = 0; g < group; g++) std::copy(&found[g * kScoreTile], &found[g * kScoreTile] + count, out + g * stride);
 }
 
 }  // namespace hb

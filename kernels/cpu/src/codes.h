@@ -33,6 +33,12 @@ void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char*
 // The whole page's rows, of all KV heads.
 void encode_page(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa& isa, int64_t page);
 
+// What CodeScorer::coarse said: list by list, as it was told to; of page i of a shortlist at columns[i].
+struct Coarse {
+  const float* scores;
+  const int32_t* columns;
+};
+
 // Scores of one query, one list per query head; prepared once, then for ranges of pages, from any thread.
 class CodeScorer {
  public:
@@ -49,12 +55,20 @@ class CodeScorer {
     });
   }
 
-  // The pages' estimates (codes.estimates) over model.scale, of one KV head's lists (-1: all).
+  // The pages' estimates (codes.estimates) over model.scale, of one KV head's lists (-1: all). `before`: what `coarse`
+  // said of them, if it did.
   template <class PageOf>
-  void estimate(const PageOf& page_of, int kv_head, int begin, int end, float* out, int64_t stride) {
+  void estimate(const PageOf& page_of, int kv_head, int begin, int end, float* out, int64_t stride,
+                const Coarse* before = nullptr) {
     const int first = std::max(kv_head, 0), last = kv_head < 0 ? model_.kv_heads : kv_head + 1;
     each_tile(page_of, begin, end, [&](const uint8_t* const* rows, const uint8_t* const* next, int at, int n) {
-      for (int h = first; h < last; h++) estimate_tile(h, rows, next, n, list_of(out, h, stride) + at, stride);
+      for (int h = first; h < last; h++) {
+        float middles[kMaxGroup * kScoreTile];
+        if (before)
+          recall_middles(h, rows, before->scores + h * model_.group * stride, stride, before->columns + at, n, middles);
+        else coarse_tile(h, rows, next, no_bounds_.data(), kScoreTile, middles, kScoreTile);
+        estimate_tile(h, rows, next, middles, n, list_of(out, h, stride) + at, stride);
+      }
     });
   }
 
@@ -71,15 +85,18 @@ class CodeScorer {
       tile(rows, next, c, std::min(end - c, kScoreTile));
     }
   }
-  static constexpr int kAhead = 2 * kScoreTile;
+  static constexpr int kAhead = 8 * kScoreTile;
   const uint8_t* row_of(int64_t page) const { return (const uint8_t*)digests_.base + page * digests_.page_stride; }
   // Into out[g * stride + i], for a tile and a KV head's query heads g.
   void coarse_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, const float* bounds, int count,
                    float* out, int64_t stride);
   // From a rotated query; returns an entry's unit, and in `least` what zeros alone stand for.
   float make_tables(const float* x, uint8_t* tables, float* least) const;
-  void estimate_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, int count, float* out,
-                     int64_t stride);
+  // [group][kScoreTile]: q . middle, from what coarse_tile made of it.
+  void recall_middles(int h, const uint8_t* const* rows, const float* scores, int64_t stride, const int32_t* columns,
+                      int count, float* middles) const;
+  void estimate_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, float* middles, int count,
+                     float* out, int64_t stride);
 
   hb_model model_{};
   hb_digests digests_{};

@@ -72,7 +72,9 @@ void DecodeLayer::begin(const hb_step& step) {
       lowest_page_ = std::min(lowest_page_, page_id(r, c));
       highest_page_ = std::max(highest_page_, page_id(r, c));
     }
-  grown(scores_, (size_t)rows_ * score_lists_ * columns_);
+  score_stride_ = ((columns_ + 15) / 16 | 1) * 16;  // no power of two: lists would share few sets of a cache
+  grown(scores_, (size_t)rows_ * score_lists_ * score_stride_);
+  if (has_codes_) grown(coarse_scores_, (size_t)rows_ * score_lists_ * score_stride_);
   grown(selected_, (size_t)rows_ * model_.kv_heads * columns_);
   grown(short_counts_, (size_t)rows_ * model_.kv_heads);
 }
@@ -183,9 +185,11 @@ void DecodeLayer::run_task(const RowTask& task, int lane) {
 // The best pages of the row's lists by what is quick to read of their digests.
 void DecodeLayer::shorten(int r, int lane) {
   const int pages = num_pages_[r], wanted = (int)std::min<int64_t>((int64_t)kShortlist * budgets_[r], pages);
-  float* scores = &scores_[(size_t)r * score_lists_ * columns_];
+  const size_t lists_at = (size_t)r * score_lists_ * score_stride_;
+  float* scores = &scores_[lists_at];
+  std::copy(scores, scores + (size_t)score_lists_ * score_stride_, &coarse_scores_[lists_at]);  // shares overwrite them
   for (int l = 0; l < lists(); l++) {
-    const float* shares = combined(scores, columns_, l, pages - 1, lane_state_[lane].total);
+    const float* shares = combined(scores, score_stride_, l, pages - 1, lane_state_[lane].total);
     const size_t at = (size_t)r * model_.kv_heads + l;
     short_counts_[at] = select_best(shares, pages, wanted, sinks_, recent_, &selected_[at * columns_]);
   }
@@ -215,17 +219,19 @@ void DecodeLayer::run_fine(const FineTask& task, int lane) {
   Lane& mine = lane_state_[lane];
   const int64_t* ids = &table_[(size_t)r * columns_];
   const int32_t* columns = &selected_[((size_t)r * model_.kv_heads + std::max(task.list, 0)) * columns_];
-  float* scores = &scores_[(size_t)r * score_lists_ * columns_];
+  const size_t lists_at = (size_t)r * score_lists_ * score_stride_;
+  float* scores = &scores_[lists_at];
   prepare_scorer(mine, r, true);
+  const Coarse before{&coarse_scores_[lists_at], columns};
   mine.codes.estimate([ids, columns](int i) { return ids[columns[i]]; }, task.list, task.begin, task.end, scores,
-                      columns_);
+                      score_stride_, &before);
   if (row_left_[r].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   job_.lists.set_row(r, lists());
   for (int l = 0; l < lists(); l++) {
     const size_t at = (size_t)r * model_.kv_heads + l;
     const int count = short_counts_[at];
     int32_t *chosen = &selected_[at * columns_], *best = grown(mine.pages, columns_);
-    const float* shares = combined(scores, columns_, l, count - 1, mine.total);
+    const float* shares = combined(scores, score_stride_, l, count - 1, mine.total);
     counts_[r] = select_best(shares, count, budgets_[r], sinks_, recent_, best);
     for (int i = 0; i < counts_[r]; i++) chosen[i] = chosen[best[i]];  // best[i] >= i
     list_row(r, l, chosen, counts_[r]);
@@ -251,9 +257,9 @@ void DecodeLayer::score(const RowTask& task, int lane) {
   const int end = std::min(task.end, num_pages_[r] - 1);
   const int64_t* ids = &table_[(size_t)r * columns_];
   const auto page_of = [ids](int column) { return ids[column]; };
-  float* scores = &scores_[(size_t)r * score_lists_ * columns_];
-  if (in_codes()) mine.codes.coarse(page_of, task.begin, end, scores, columns_);
-  else mine.scorer.score(page_of, task.begin, end, scores, columns_);
+  float* scores = &scores_[(size_t)r * score_lists_ * score_stride_];
+  if (in_codes()) mine.codes.coarse(page_of, task.begin, end, scores, score_stride_);
+  else mine.scorer.score(page_of, task.begin, end, scores, score_stride_);
 }
 
 const float* DecodeLayer::combined(float* scores, int64_t stride, int list, int n, std::vector<float>& total) const {
@@ -353,8 +359,8 @@ void DecodeLayer::select_row(int r, int lane) {
       list_row(r, l, chosen, counts_[r]);
       continue;
     }
-    const float* scores =
-        combined(&scores_[(size_t)r * score_lists_ * columns_], columns_, l, pages - 1, lane_state_[lane].total);
+    const float* scores = combined(&scores_[(size_t)r * score_lists_ * score_stride_], score_stride_, l, pages - 1,
+                                   lane_state_[lane].total);
     counts_[r] = select_best(scores, pages, budgets_[r], sinks_, recent_, chosen);
     list_row(r, l, chosen, counts_[r]);
   }

@@ -109,7 +109,8 @@ class DecodeLayer : public Task {
   std::vector<FineTask> fine_tasks_;
   std::vector<int32_t> short_counts_;  // [rows, kv_heads]: how many pages of selected_ are a shortlist
   AtomicArray row_left_;
-  std::vector<float> scores_;  // [rows, score_lists_, columns]
+  int64_t score_stride_ = 0;
+  std::vector<float> scores_, coarse_scores_;  // [rows, score_lists_, score_stride_]; the first look at codes
   std::vector<int32_t> selected_;  // [rows, kv_heads, columns]
   std::vector<int32_t> counts_;
   struct Lane {

@@ -95,7 +95,7 @@ ByteKernels byte_kernels_for(int isa) {
 #endif
 #endif
   while (!isa_runs(isa) || !isa_at(isa).byte_dots) isa++;
-  return {isa_at(isa).byte_dots, nullptr};
+  return {isa_at(isa).byte_dots, nullptr, nullptr};
 }
 
 Kernels kernels_for(int isa, const Shape& shape) {

@@ -64,11 +64,6 @@ typedef void (*ByteDotsFn)(const ByteWeights*, const uint8_t* const* rows, const
 typedef void (*ByteHeadsFn)(const ByteWeights*, int heads, const uint8_t* const* rows, const uint8_t* const* upcoming,
                             float* out);
 
-struct ByteKernels {
-  ByteDotsFn dots;
-  ByteHeadsFn heads;  // null: head by head with dots
-};
-
 constexpr int kMostEntry = 42;  // six of them fit a byte
 
 // One query's view of the codes of a page's keys (kernels/codes.py), of the heads of one KV head.
@@ -80,11 +75,19 @@ struct CodeQuery {
   const float *factor, *offset, *variance;  // per head
   int stride;
 };
-// With s = unit * scales[t] and sum what the tables say of token t,
-//   x[t] = base[g] + s * (factor[g] * sum + offset[g]) + variance[g] * s * s
-// tops[g] is the largest x, sums[g] the sum of 2^(x - top). base, tops and sums: kScoreTile apart.
-typedef void (*CodeSumsFn)(const CodeQuery*, const uint8_t* scales, const uint8_t* planes, float unit,
-                           const float* base, float* tops, float* sums);
+struct CodePage {
+  const uint8_t *scales, *planes;
+  float unit;
+};
+// With s = unit * scales[t] and sum what the tables say of token t of page i, x[t] = s * (factor[g] * sum + offset[g] +
+// variance[g] * s): sums[g][i] is the sum of 2^x[t], of kScoreTile pages each. It may overflow to inf, or vanish.
+typedef void (*CodeSumsFn)(const CodeQuery*, const CodePage* pages, float* sums);
+
+struct ByteKernels {
+  ByteDotsFn dots;
+  ByteHeadsFn heads;  // null: head by head with dots
+  CodeSumsFn code_sums;  // null: the ISA's
+};
 
 // Blends the shares that a segment's tokens have in its attention, whose log-sum-exp is `lse`, into moving averages:
 //   averages[p][t] = (1 - alpha) * averages[p][t] + alpha * share, the mean (or the largest) over the group's heads
@@ -106,8 +109,8 @@ struct Isa {
   uint64_t (*read)(const void* from, int64_t n);  // reads n bytes, for benchmarks
   WeighFn (*weigh)(const Shape*);
   CodeSumsFn code_sums;
-  // tops[i] = (tops[i] + log2(sums[i])) * factor; n: a multiple of kScoreTile, and both arrays go on to one of 16.
-  void (*log_sums)(float* tops, const float* sums, int n, float factor);
+  // base[i] = (base[i] + log2(sums[i])) * factor; n: a multiple of kScoreTile, and both arrays go on to one of 16.
+  void (*log_sums)(float* base, const float* sums, int n, float factor);
 };
 
 #define HB_HIDDEN __attribute__((visibility("hidden")))

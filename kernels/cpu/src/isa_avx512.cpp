@@ -110,7 +110,6 @@ static inline __attribute__((always_inline)) void add_codes(const CodeQuery* q, 
     _mm512_storeu_ps(to + g * to_stride, _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(tokens)));
   }
 }
-static inline __attribute__((always_inline)) float largest_of(vf a) { return _mm512_reduce_max_ps((__m512)a); }
 
 #define HAVE_FP16_CONVERSION
 static void to_fp16(const float* from, uint16_t* to, int n) {

@@ -472,58 +472,46 @@ INLINE void add_codes(const CodeQuery* q, int head, const uint8_t* planes, float
     for (int t = 0; t < 16; t++) to[g * to_stride + t] = sums[t];
   }
 }
-INLINE float largest_of(vf a) {
-  float best = a[0];
-  for (int i = 1; i < LANES; i++) best = a[i] > best ? a[i] : best;
-  return best;
-}
 #endif
 
 template <int HEADS>
-INLINE void code_sums_of(const CodeQuery* q, int head, const float* s, const uint8_t* planes, const float* base,
-                         float* tops, float* sums) {
+INLINE void code_sums_of(const CodeQuery* q, int head, const CodePage& page, const float* s, float* sums) {
   alignas(64) float x[HEADS * kMaxPageSize];
   for (int b = 0; b < q->blocks; b++)
-    add_codes<HEADS>(q, head, planes + (int64_t)b * 16 * q->planes, x + b * 16, kMaxPageSize);
-  const int tokens = q->blocks * 16;
+    add_codes<HEADS>(q, head, page.planes + (int64_t)b * 16 * q->planes, x + b * 16, kMaxPageSize);
 #pragma GCC unroll 4
   for (int g = 0; g < HEADS; g++) {
-    float* own = x + g * kMaxPageSize;
+    const float* own = x + g * kMaxPageSize;
     const vf factor = splat(q->factor[head + g]), offset = splat(q->offset[head + g]);
-    const vf variance = splat(q->variance[head + g]), start = splat(base[(head + g) * kScoreTile]);
-    vf top = splat(-INFINITY);
-    for (int t = 0; t < tokens; t += LANES) {
-      const vf scale = *(const vf*)&s[t];
-      const vf logit = start + scale * (factor * *(const vf*)&own[t] + offset + variance * scale);
-      *(vf*)&own[t] = logit;
-      top = larger(logit, top);
-    }
-    const float highest = largest_of(top);
+    const vf variance = splat(q->variance[head + g]);
     vf sum = {};
-    for (int t = 0; t < tokens; t += LANES) sum += exp2_of(*(const vf*)&own[t] - splat(highest));
-    tops[(head + g) * kScoreTile] = highest;
+    for (int t = 0; t < q->blocks * 16; t += LANES) {
+      const vf scale = *(const vf*)&s[t];
+      sum += exp2_of(scale * (factor * *(const vf*)&own[t] + offset + variance * scale));
+    }
     sums[(head + g) * kScoreTile] = sum_of(sum);
   }
 }
 
-void vector_code_sums(const CodeQuery* q, const uint8_t* scales, const uint8_t* planes, float unit, const float* base,
-                      float* tops, float* sums) {
+void vector_code_sums(const CodeQuery* q, const CodePage* pages, float* sums) {
   alignas(64) float s[kMaxPageSize];
-  for (int t = 0; t < q->blocks * 16; t++) s[t] = unit * scales[t];
-  int g = 0;
-  for (; g + 4 <= q->group; g += 4) code_sums_of<4>(q, g, s, planes, base, tops, sums);
-  for (; g + 2 <= q->group; g += 2) code_sums_of<2>(q, g, s, planes, base, tops, sums);
-  for (; g < q->group; g++) code_sums_of<1>(q, g, s, planes, base, tops, sums);
+  for (int i = 0; i < kScoreTile; i++) {
+    for (int t = 0; t < q->blocks * 16; t++) s[t] = pages[i].unit * pages[i].scales[t];
+    int g = 0;
+    for (; g + 4 <= q->group; g += 4) code_sums_of<4>(q, g, pages[i], s, sums + i);
+    for (; g + 2 <= q->group; g += 2) code_sums_of<2>(q, g, pages[i], s, sums + i);
+    for (; g < q->group; g++) code_sums_of<1>(q, g, pages[i], s, sums + i);
+  }
 }
 
-void vector_log_sums(float* tops, const float* sums, int n, float factor) {
+void vector_log_sums(float* base, const float* sums, int n, float factor) {
   for (int i = 0; i < n; i += LANES) {
     // log2 of 2^e * m with m in [sqrt(1/2), sqrt(2)), by the series of the inverse hyperbolic tangent.
     const vi bits = *(const vi_any*)&sums[i], exponent = (bits - 0x3f3504f3) >> 23;
     const vf m = (vf)(bits - (exponent << 23)), z = (m - splat(1.f)) / (m + splat(1.f)), zz = z * z;
     const vf series = splat(2.f) + zz * (splat(2.f / 3) + zz * (splat(2.f / 5) + zz * splat(2.f / 7)));
     const vf log = __builtin_convertvector(exponent, vf) + z * series * splat(LOG2E);
-    *(vf_any*)&tops[i] = (*(const vf_any*)&tops[i] + log) * splat(factor);
+    *(vf_any*)&base[i] = (*(const vf_any*)&base[i] + log) * splat(factor);
   }
 }
 

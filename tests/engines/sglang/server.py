@@ -28,11 +28,15 @@ def hybrid_server(
 
 @contextmanager
 def sglang_server(
-    folder: Path, model_dir: Path, flags: Sequence[str], environment: dict[str, str] | None = None
+    folder: Path,
+    model_dir: Path,
+    flags: Sequence[str],
+    environment: dict[str, str] | None = None,
+    python: str = sys.executable,
 ) -> Iterator[Server]:
     """SGLang's own command line. ``-P``: the repository's ``kernels`` must not hide the package of that name."""
     port = free_port()
-    command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", str(model_dir)]
+    command = [python, "-P", "-m", "sglang.launch_server", "--model-path", str(model_dir)]
     command += ["--served-model-name", MODEL, "--port", str(port), *flags]
     with running(command, port, folder / f"sglang-{port}.log", {**ENVIRONMENT, **(environment or {})}) as server:
         yield server

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 from hybrid_backend.engines.vllm import CPU_WORKER
 from tests.engines.server import MODEL
 
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
-_CONNECTOR = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
 OVERLAP = ["--set=method=apex", "--set=apex.strategy=overlap", "--set=apex.device_tokens=96"]
 
 HELP = ("--help=max-model-len", "--max-model-len")  # engine flag, what must be shown
@@ -15,6 +16,13 @@ ENVIRONMENT = {
     "a memory size that the environment overrules": {"VLLM_CPU_KVCACHE_SPACE": "2"},
     "a host pool of vLLM's variable larger than the memory": {"VLLM_CPU_KVCACHE_SPACE": str(2**16)},
 }
+
+
+def _transfer(connector: str, role: str = "kv_consumer") -> str:
+    extra = {"shared_storage_path": "/nowhere/kv"}
+    return json.dumps({"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra})
+
+
 # What the promise is -> model, options of `hybrid serve`, engine flags, words of the one line.
 REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
     "a host pool larger than the memory": (MODEL, ["--set=host_pool.size=64TiB"], [], ["host_pool.size: 64TiB", "GiB"]),
@@ -94,7 +102,42 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         ["use --decode-context-parallel-size 1"],
     ),
     "a quantised KV cache": (MODEL, [], ["--kv-cache-dtype", "fp8"], ["quantised", "use --kv-cache-dtype auto"]),
-    "a KV connector": (MODEL, [], ["--kv-transfer-config", _CONNECTOR], ["leave out --kv-transfer-config"]),
+    "a KV connector that is not known": (
+        MODEL,
+        [],
+        ["--kv-transfer-config", _transfer("DecodeBenchConnector")],
+        ["DecodeBenchConnector", "choose ExampleConnector or NixlConnector"],
+    ),
+    "handing its own KV over": (
+        MODEL,
+        ["--set=page_size=32"],
+        ["--kv-transfer-config", _transfer("ExampleConnector", "kv_both")],
+        ["kv_role: kv_both", "write kv_role: kv_consumer"],
+    ),
+    "pages that no prefill server has": (
+        MODEL,
+        [],
+        ["--kv-transfer-config", _transfer("ExampleConnector")],
+        ["page_size: 16", "set page_size: 32 here, --block-size 32 there"],
+    ),
+    "a folder for KV that is not there": (
+        MODEL,
+        ["--set=page_size=32"],
+        ["--kv-transfer-config", _transfer("ExampleConnector")],
+        ["shared_storage_path: '/nowhere/kv' is no folder", "the prefill server"],
+    ),
+    "ranks that would read the same file": (
+        "llama",
+        [],
+        ["--kv-transfer-config", _transfer("ExampleConnector"), "--tensor-parallel-size", "2"],
+        ["--tensor-parallel-size 2", "or the NixlConnector"],
+    ),
+    "a KV connector and layers that slide": (
+        "some-sliding",
+        [],
+        ["--kv-transfer-config", _transfer("ExampleConnector")],
+        ["beside full attention", "leave out --kv-transfer-config"],
+    ),
     "LoRA with the lookahead": (
         MODEL,
         ["--set=lookahead.enabled=true"],

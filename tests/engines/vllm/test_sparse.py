@@ -7,11 +7,13 @@ where the CPU starts a layer ahead. The figures that were measured are printed a
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from openai import BadRequestError
 from typer.testing import CliRunner
 
 from bench.fidelity import PAIR, answers_in_a_row, follow, lookups
@@ -213,3 +215,21 @@ def test_tools_are_called_with_arguments_by_their_schema_where_pages_are_left_ou
     (call,) = answer.message.tool_calls
     assert call.function.name in ("tell", "sing") and (choice == "required" or call.function.name == "tell")
     check_animal(call.function.arguments)
+
+
+def test_a_request_may_ask_for_a_budget_of_its_own(sparse: Server) -> None:
+    """Tokens attended of one request, by what it asks for; what is no number of tokens is refused with status 400."""
+
+    def attended(budget: int) -> float:
+        before = sparse.total("hybrid_selected_tokens_total", SPARSE_LAYERS)
+        sparse.complete(LOOKUPS[0].prompt, 9, extra_body={"ignore_eos": True, "vllm_xargs": {"budget_tokens": budget}})
+        time.sleep(0.6)  # the worker publishes at most every half second, after a step
+        sparse.complete("One more.", 1)
+        return sparse.total("hybrid_selected_tokens_total", SPARSE_LAYERS) - before
+
+    few, many = attended(256), attended(768)
+    print(f"\ntokens attended: {few:.0f} with 256, {many:.0f} with 768")
+    assert 2.5 < many / few < 3.2
+    for given in (0, "many"):
+        with pytest.raises(BadRequestError, match=r"budget_tokens: got .*, expected a whole number of tokens"):
+            sparse.complete("Hello", 1, extra_body={"vllm_xargs": {"budget_tokens": given}})

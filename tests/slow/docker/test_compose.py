@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from hybrid_backend.observe.metrics import Publisher
 from hybrid_backend.observe.stats import Stats
 from tests.slow.docker.dockerfile import DOCKER, IMAGES, last
+from tests.support.recipes import served
 
 RECORDED = Path(__file__).parents[2] / "unit" / "status" / "data" / "vllm.txt"
 # PromQL's words; everything else that looks like a name is a metric or a label.
@@ -71,6 +72,28 @@ def test_the_gpu_file_changes_only_what_a_gpu_changes() -> None:
     assert name == "server" and service["build"]["dockerfile"].removeprefix("docker/") in IMAGES
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
+
+
+def test_prefill_decode_and_router_are_one_command() -> None:
+    servers = load("compose.disaggregated.yaml")["services"]
+    assert set(servers) == {"prefill", "decode", "router"}
+    assert [name for name, service in servers.items() if "ports" in service] == ["router"]
+    assert all(port.startswith("127.0.0.1:") for port in servers["router"]["ports"])
+    assert all(service["image"] == "hybrid-backend:disaggregated" for service in servers.values())
+    given = {
+        name: {word.partition("=")[0]: word.partition("=")[2] for word in servers[name]["command"]} for name in servers
+    }
+    assert given["prefill"]["--dtype"] == given["decode"]["--dtype"]
+    assert given["prefill"]["--model"] in given["decode"], "NIXL compares the model's name as it was given"
+    _, _, config, flags = served(["serve", *servers["decode"]["command"]])
+    assert str(config.page_size) == given["prefill"]["--block-size"]
+    roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+    for name, role in roles.items():
+        transfer = json.loads(given[name]["--kv-transfer-config"])
+        assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", role)
+        assert f"VLLM_NIXL_SIDE_CHANNEL_HOST={name}" in servers[name]["environment"]
+        assert given["router"][f"--{name}"] == f"http://{name}:{given[name]['--port']}"
+    assert any(flag.startswith("--kv-transfer-config") for flag in flags)
 
 
 def test_prometheus_asks_the_server_for_its_metrics(services: dict[str, dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
 from hybrid_backend.tools.bench.accuracy.run import Driver, Plan, cases
+from hybrid_backend.tools.bench.accuracy.store import Result as Answered
 from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer
 from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
 from tests.unit.bench_accuracy.solvers import SOLVERS
@@ -81,6 +82,9 @@ def test_any_endpoint_is_scored_and_asked_only_once(api: str, endpoint: str, tmp
         (["--budgets", "100"], "--budgets: got 100, expected a multiple of the page size 16"),
         (["--lengths", "1k"], "--lengths: got '1k', expected whole numbers"),
         (["--longbench", "/nowhere", "--longbench-datasets", "trec"], "--longbench /nowhere: lacks trec.jsonl"),
+        (["--in-place", "--methods", "hgca"], "--methods: no method 'hgca'; in place there are scout, infinigen"),
+        (["--budgets", "10%"], "--budgets: got 10%, expected less than 100%, and --in-place"),
+        (["--in-place", "--budgets", "100%"], "--budgets: got 100%, expected less than 100%, and --in-place"),
         (
             ["--endpoint", "http://127.0.0.1:9", "--tasks", "vt"],
             "--endpoint: http://127.0.0.1:9/v1/models does not",
@@ -102,11 +106,30 @@ def test_prompts_within_a_budget_are_not_asked_and_no_method_is_asked_twice(tmp_
         "smollm2-135m-instruct", str(model_dir), ["dense", "scout"], [256, 1024], ["vt", "qa_1"], [600, 1100], samples=2
     )
     driver = Driver(plan, tmp_path, Console(quiet=True))
-    assert plan.runs() == [("dense", 0), ("scout", 256), ("scout", 1024)]
-    assert [len(driver.keys(*run)) for run in [("stock", 0), *plan.runs()]] == [8, 8, 8, 4]
+    assert plan.servers() == [[("stock", 0)], [("dense", 0)], [("scout", 256)], [("scout", 1024)]]
+    runs = [run for runs in plan.servers() for run in runs]
+    assert [len(driver.keys(*run)) for run in runs] == [8, 8, 8, 4]
     assert {key.length for key, _ in driver.keys("scout", 1024)} == {1100}
-    keys = [key for run in plan.runs() for key, _ in driver.keys(*run)]
+    keys = [key for run in runs for key, _ in driver.keys(*run)]
     assert len(set(keys)) == len(keys)
+
+
+def test_in_place_one_server_is_asked_everything_about_a_prompt_in_a_row(tmp_path: Path, model_dir: Path) -> None:
+    plan = Plan(
+        "smollm2-135m-instruct", str(model_dir), ["scout"], [256, 1024, 0.1], ["vt", "qa_1"], [600, 1100], samples=2,
+        in_place=True,
+    )  # fmt: skip
+    driver = Driver(plan, tmp_path, Console(quiet=True))
+    [runs] = plan.servers()
+    missing = driver._missing(runs)
+    assert list(missing) == driver.cases
+    for case, keys in missing.items():
+        budgets = [256, 1024, 0.1] if len(case.ids) > 1024 else [256, 0.1]
+        assert [(key.method, key.budget) for key in keys] == [("stock", 0), *(("scout", b) for b in budgets)]
+        assert driver.tokens(0.1, case) == -(-len(case.ids) // (10 * driver.page)) * driver.page
+    key = missing[driver.cases[0]][1]
+    driver.results.add(Answered(key, 1.0, "found"))
+    assert key not in Driver(plan, tmp_path, Console(quiet=True))._missing(runs)[driver.cases[0]]
 
 
 def test_a_decoded_question_follows_the_context_token_by_token(tmp_path: Path, model_dir: Path) -> None:

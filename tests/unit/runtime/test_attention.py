@@ -157,6 +157,9 @@ def test_digests_cover_exactly_the_tokens_written_since_offset_zero(seed: int, w
                 row = PrefillRow("", 0, end - start, end, table, written=table.int())
                 digests.extend(0, row, keys[start:end], lambda: None)
         assert torch.equal(digests.layers[0][page], reference.digest(pool[page], tokens))
+        digests.layers[0][page] = 0
+        digests.rebuild(0, torch.tensor([page]), torch.tensor([tokens]))  # a connector brought it
+        assert torch.equal(digests.layers[0][page], reference.digest(pool[page], tokens))
         if tokens == 16:
             digests.layers[0][page] = 0
             digests.rebuild(0, torch.tensor([page]))

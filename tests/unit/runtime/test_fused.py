@@ -66,7 +66,7 @@ def test_the_fused_step_is_the_sequence_of_operations(monkeypatch: pytest.Monkey
         assert torch.equal(mine.tokens, others.tokens)
     assert name == "dense" or not all(bool(row.tokens.all()) for row in attended[0])
     for mine, others in zip(fused.runtime.stats.layers, unfused.runtime.stats.layers, strict=True):
-        assert vars(mine) == vars(others)
+        assert vars(mine) | {"attention_seconds": 0} == vars(others)
     for each in made:
         each.close()
 

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.execution.fused import FusedStep
 from hybrid_backend.kernels import oracle
 from hybrid_backend.observe.metrics import Publisher
 from hybrid_backend.step import Step
@@ -52,6 +53,7 @@ class Counted:
     """Of one layer."""
 
     selected_tokens: float = 0
+    context_tokens: int = 0
     cpu_tokens: float = 0
     resident_lookups: float = 0
     resident_hits: float = 0
@@ -118,6 +120,7 @@ class Watched(Engine):
             tokens = self.sequences[name].tokens + 1
             lists = self.selection(name, layer, (true if ahead is None else ahead)[r], tokens)
             everything = range(-(-tokens // PAGE))
+            entry.context_tokens += tokens
             here = self.held[name, layer] if self.runtime.tiers.frames.size else set(everything)
             for pages in lists:
                 sizes = {page: min(PAGE, tokens - page * PAGE) for page in pages}
@@ -208,7 +211,14 @@ def check(made: Watched, sampled: bool, elapsed: float) -> None:
     copied = runtime.gauges()["hybrid_copied_bytes"]
 
     for layer, (counted, expected) in enumerate(zip(stats, made.layers, strict=True)):
-        for name in ("selected_tokens", "cpu_tokens", "resident_lookups", "resident_hits", "recalled_pages"):
+        for name in (
+            "selected_tokens",
+            "context_tokens",
+            "cpu_tokens",
+            "resident_lookups",
+            "resident_hits",
+            "recalled_pages",
+        ):
             assert getattr(counted, name) == pytest.approx(getattr(expected, name)), f"{name} of layer {layer}"
         assert 0 < counted.resident_hits <= counted.resident_lookups
         assert (counted.mass_samples, counted.cosine_samples) == (
@@ -220,6 +230,8 @@ def check(made: Watched, sampled: bool, elapsed: float) -> None:
         assert expected.asked_ahead * REST <= counted.lead_seconds <= elapsed
         assert (counted.lead_seconds > 0) == waits
         assert 0 <= counted.wait_seconds <= elapsed
+        in_place = isinstance(runtime.executor, FusedStep)
+        assert (0 < counted.attention_seconds < elapsed) if in_place else counted.attention_seconds == 0
         assert counted.wait_seconds > 0 if waits else counted.wait_seconds == 0 or has_frames
 
     selecting = [layer for layer in range(LAYERS) if layer != EXACT]

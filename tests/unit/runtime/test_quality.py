@@ -14,6 +14,7 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.execution.quality import QualityWatch, watch
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step import DecodeRows
 from tests.support.harness import PAGE, Engine, config, spec
 
 LAYERS, MOST = (1, 2), 64
@@ -33,8 +34,13 @@ def sample(stats: Stats, mass: float) -> None:
         stats.layers[layer].mass_samples += 1
 
 
+def rows_of(pages: int, asked: int | None = None) -> DecodeRows:
+    one, budgets = torch.tensor([pages]), None if asked is None else torch.tensor([asked])
+    return DecodeRows(["a"], torch.zeros(1), PAGE * one, one, torch.zeros(1, pages), whole_batch=True, budgets=budgets)
+
+
 def budget(found: QualityWatch, pages: int = 100) -> int:
-    return int(found.budgets(torch.tensor([min(4, pages)]), torch.tensor([pages]))[0])
+    return int(found.budgets(torch.tensor([min(4, pages)]), rows_of(pages))[0])
 
 
 def test_nothing_is_watched_where_nothing_is_promised() -> None:
@@ -81,7 +87,18 @@ def test_where_no_budget_suffices_everything_is_attended_for_a_while_and_then_tr
 def test_rows_that_fit_keep_all_of_their_pages() -> None:
     found, _ = made(0.9)
     found.budget = 3
-    assert found.budgets(torch.tensor([7, 4]), torch.tensor([7, 9])).tolist() == [7, 3]
+    assert int(found.budgets(torch.tensor([7]), rows_of(7))) == 7
+    assert int(found.budgets(torch.tensor([4]), rows_of(9))) == 3
+
+
+def test_a_request_that_asked_for_a_budget_of_its_own_keeps_it() -> None:
+    found, stats = made(0.98)
+    assert int(found.budgets(torch.tensor([5]), rows_of(100, asked=5 * PAGE))) == 5
+    while not found.is_dense:
+        sample(stats, 0.5)
+        found.budgets(torch.tensor([4]), rows_of(100, asked=0))
+    assert int(found.budgets(torch.tensor([5]), rows_of(100, asked=5 * PAGE))) == 5
+    assert int(found.budgets(torch.tensor([4]), rows_of(100, asked=0))) == 100
 
 
 @pytest.mark.parametrize("tiers", ["unified", "separate"])

@@ -32,7 +32,11 @@ class MetricsStand:
     def __init__(self, layers: int = LAYERS) -> None:
         self.registry = CollectorRegistry()
         self.stats = Stats.of(layers)
-        self.gauges: dict[str, float] = {"hybrid_host_pool_pages": 1000, "hybrid_frames_in_use": 240}
+        self.gauges: dict[str, float] = {
+            "hybrid_host_pool_pages": 1000,
+            "hybrid_frames_in_use": 240,
+            "hybrid_frame_bytes": 4096,
+        }
         self._publisher = Publisher(self.stats, lambda: self.gauges, 0, self.registry)
         labels = ["model_name", "engine"]
         self.running = Gauge("vllm:num_requests_running", "", labels, registry=self.registry).labels("demo", "0")
@@ -40,13 +44,17 @@ class MetricsStand:
         self.fill = Gauge("vllm:kv_cache_usage_perc", "", labels, registry=self.registry).labels("demo", "0")
         self.tokens = Counter("vllm:generation_tokens", "", labels, registry=self.registry).labels("demo", "0")
 
-    def decode(self, cpu: Callable[[int], float] = _none, resident: Callable[[int], float] = _all) -> None:
-        """One interval in which every layer attended 1000 tokens and selected 100 pages; shares by layer."""
+    def decode(
+        self, cpu: Callable[[int], float] = _none, resident: Callable[[int], float] = _all, moved: bool = True
+    ) -> None:
+        """One interval in which every layer attended 1000 tokens of 4000 and selected 100 pages; shares by layer.
+        ``moved``: the device tier waited, and pages were recalled."""
         for index, layer in enumerate(self.stats.layers):
             self.stats.attended(index, 1000, round(1000 * cpu(index)))
+            self.stats.saw_contexts([index], 4000)
             self.stats.looked_up(index, 100, round(100 * resident(index)))
-            layer.wait_seconds += 0.001
-            layer.recalled_pages += 2
+            layer.wait_seconds += 0.001 * moved
+            layer.recalled_pages += 2 * moved
         self.tokens.inc(100)
 
     def text(self) -> str:

@@ -8,23 +8,24 @@ import pytest
 
 from hybrid_backend.tools.status.glance import glance
 from hybrid_backend.tools.status.model import Column, Layer
-from hybrid_backend.tools.status.reading import Reading
+from hybrid_backend.tools.status.reading import LayerCounts, Reading
 
 
 def column(time: float, **more: Any) -> Column:
     nothing = dict.fromkeys(
         ("running", "waiting", "pool_fill", "generated_per_second", "prompt_per_second", "copied_bytes_per_second",
-         "frames_in_use", "resident_requests")
+         "attention_share", "frames_in_use", "resident_requests")
     )  # fmt: skip
-    values = {"recalled_per_second": 0, "wait_share": 0, "residency": (), "cpu_ratio": ()}
+    values = {"recalled_per_second": 0, "wait_share": 0, "attended": (), "residency": (), "cpu_ratio": ()}
     return Column(time=time, seconds=2, **{**nothing, **values, **more})
 
 
-def layer(index: int, mass: float | None, cpu: float | None = None) -> Layer:
-    return Layer(
-        layer=index, residency=None, cpu_ratio=cpu, attended_tokens_per_second=0, recalled_per_second=0, wait_share=0,
-        lead_share=0, query_cosine=None, mass_recall=mass,
-    )  # fmt: skip
+def layer(index: int, mass: float | None, cpu: float | None = None, **more: float) -> Layer:
+    values: dict[str, Any] = {
+        "attended": None, "residency": None, "attended_tokens_per_second": 0, "recalled_per_second": 0,
+        "wait_share": 0, "lead_share": 0, "attention_share": None, "query_cosine": None,
+    }  # fmt: skip
+    return Layer(layer=index, cpu_ratio=cpu, mass_recall=mass, **{**values, **more})
 
 
 def told(last: Reading, columns: list[Column], layers: list[Layer]) -> dict[str, tuple[str, str]]:
@@ -82,3 +83,36 @@ def test_what_holds_it_back_is_named_with_the_key_to_change(
     found = told(Reading(time=1, **last), columns, [layer(0, 0.99, cpu=0.25)])  # type: ignore[arg-type]
     assert found["What holds it back?"][0].startswith(what)
     assert (change in found["What to change"][0]) if change else "What to change" not in found
+
+
+def test_contexts_that_are_attended_whole_are_exact_whatever_was_sampled_before() -> None:
+    found = told(Reading(time=1), [column(1)], [layer(0, 0.5, attended=1.0), layer(1, None, attended=1.0)])
+    assert found["Is it faithful?"][0].startswith("Exact") and found["Is it faithful?"][1] == "good"
+    found = told(Reading(time=1), [column(1)], [layer(0, 0.5, attended=1.0), layer(1, None, attended=0.3)])
+    assert found["Is it faithful?"][1] == "bad"
+
+
+def test_the_cosine_of_predicted_queries_is_told_with_the_worst_layer() -> None:
+    layers = [layer(1, 0.99, query_cosine=0.5), layer(4, 0.99, query_cosine=0.96)]
+    text, level = told(Reading(time=1), [column(1)], layers)["Is it faithful?"]
+    assert level == "good" and text.endswith("Cosine of predicted and true queries: 0.73, 0.50 in the worst (1).")
+
+
+@pytest.mark.parametrize(
+    ("attention", "level", "begins"),
+    [(0.62, "fair", "The CPU's attention: it takes 62% of the time for 30%"), (0.2, "good", "Not attention, which")],
+)
+def test_in_place_attention_is_told_from_the_rest(attention: float, level: str, begins: str) -> None:
+    counts = LayerCounts(selected_tokens=3, context_tokens=10, attention_seconds=1)
+    last = Reading(time=1, running=1, waiting=0, layers=(counts,), gauges={"hybrid_frame_bytes": 0})
+    columns = [column(1, generated_per_second=10, attention_share=attention)]
+    found = told(last, columns, [layer(0, 0.99, attended=0.3)])
+    assert found["What holds it back?"][0].startswith(begins) and found["What holds it back?"][1] == level
+    assert ("budget_tokens" in found.get("What to change", ("", ""))[0]) == (level == "fair")
+    assert found["Is it fast?"][0].endswith("nothing is waited for.")
+
+
+def test_copies_that_are_waited_for_are_the_bus() -> None:
+    columns = [column(1, generated_per_second=10, wait_share=0.4, copied_bytes_per_second=2e9)]
+    found = told(Reading(time=1), columns, [layer(0, 0.99, cpu=0.0)])
+    assert found["What holds it back?"][0] == "The bus: the device tier waits 40% of the time for copies, 2,000 MB/s."

@@ -68,11 +68,35 @@ def test_the_page_shows_the_numbers_of_its_json(page: str, tmp_path: Path) -> No
     cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in body]
     for layer, row in enumerate(cells):
         expected = ["0.0 %", "100.0 %"] if layer % 2 else ["100.0 %", "0.0 %"]
-        assert row[:5] == [str(layer), *expected, "500", "1.0"], row
+        assert row[:7] == [str(layer), "25.0 %", *expected, "500", "–", "1.0"], row
     assert re.search(r'data-columns="\d+"', dom) and 'id="problem" role="alert" hidden' in dom
     for label in re.findall(r'<canvas[^>]*aria-label="([^"]*)"', dom):
         assert label
-    assert "30 layers over" in dom and dom.count("<canvas") == dom.count("aria-label=") == 10
+    assert "30 layers over" in dom and dom.count("<canvas") == 12
+    assert dom.count("aria-label=") == 11, "all but what is for serving in place"
+
+
+def test_a_server_that_serves_in_place_shows_what_happens_there(tmp_path: Path) -> None:
+    """No maps and tiles of frames, copies and workers that it does not have; how long attention takes instead."""
+    stand, clock = MetricsStand(), Clock()
+    stand.gauges = {"hybrid_host_pool_pages": 1000, "hybrid_frame_bytes": 0}
+    for layer in stand.stats.layers:
+        layer.attention_seconds = 1e-6
+    sampler = Sampler(stand.text, "a stand", interval=2.0, clock=clock)
+    for _ in range(20):
+        stand.decode(moved=False)
+        for layer in stand.stats.layers:
+            layer.attention_seconds += 0.04
+        clock.now += 2.0
+        asyncio.run(sampler.refresh())
+    with serving(application(sampler, watching=False)) as url:
+        dom, console = browse(url + PAGE, tmp_path, "--dump-dom")
+    assert not console, console
+    tiles = text_of(dom[dom.index('id="tiles"') : dom.index("</dl>", dom.index('id="tiles"'))])
+    assert "Attended 25.0 % of the contexts" in tiles and "Attention 600 ms per s" in tiles and "On CPU" not in tiles
+    glance = text_of(dom[dom.index('id="glance"') : dom.index("</dl>")])
+    assert "The CPU's attention: it takes 60% of the time for 25% of the contexts' tokens." in glance, glance
+    assert '<body class="in-place"' in dom and dom.count("aria-label=") == 6, "one map, five courses"
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -118,3 +142,14 @@ def test_text_and_lines_have_the_contrast_that_wcag_asks_for(dark: bool) -> None
     graphics = [("--one", "--card"), ("--two", "--card"), ("--focus", "--card"), ("--focus", "--page")]
     graphics += [("--low-0", "--high-0"), ("--low-1", "--high-1")]
     assert {pair: contrast(*pair) for pair in graphics if contrast(*pair) < 3} == {}
+
+
+def test_a_phone_sees_all_of_it_without_scrolling_sideways(page: str, tmp_path: Path) -> None:
+    """Beside the cards is nothing but the page's own colour, down to the table, which scrolls by itself."""
+    shot = tmp_path / "shot.png"
+    browse(page, tmp_path, f"--screenshot={shot}", "--window-size=390,4200", "--blink-settings=preferredColorScheme=1")
+    pixels = np.asarray(Image.open(shot).convert("RGB")).astype(int)
+    colour = theme(dark=False)["--page"]
+    wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    assert pixels.shape[1] == 390 and (pixels[:, -8:] == wanted).all() and (pixels[:, :8] == wanted).all()
+    assert not (pixels[3000:] == wanted).all(), "the page ends sooner: this shows less"

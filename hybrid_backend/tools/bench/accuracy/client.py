@@ -28,16 +28,18 @@ def ask(
     max_tokens: int,
     begin: Sequence[int] = (),
     ends: Collection[int] = (),
+    budget: int = 0,
 ) -> Answer:
     """A greedy answer of at most ``max_tokens`` tokens after the forced tokens ``begin``, which are part of it.
 
     ``ends``: tokens that end an answer. vLLM ends it at a forced one too (an end of turn stands between question and
-    answer), so after ``begin`` the end is found here.
+    answer), so after ``begin`` the end is found here. ``budget``: tokens, 0: as the server has it.
     """
+    asked = {**({"forced": list(begin)} if begin else {}), **({"budget_tokens": budget} if budget else {})}
     body = {
         "model": server.model, "prompt": list(prompt), "max_tokens": len(begin) + max_tokens, "temperature": 0,
         "logprobs": TOP, "return_tokens_as_token_ids": True,
-        **({"vllm_xargs": {"forced": list(begin)}, "ignore_eos": True} if begin else {}),
+        **({"vllm_xargs": asked} if asked else {}), **({"ignore_eos": True} if begin else {}),
     }  # fmt: skip
     logprobs = post(server.url, "/v1/completions", body)["choices"][0].get("logprobs")
     if not logprobs or not logprobs.get("tokens") or not logprobs.get("top_logprobs"):

@@ -1,11 +1,13 @@
 """``hybrid bench accuracy``, ready for typer. What it needs is imported when it runs.
 
 The stock engine answers every prompt densely; then one hybrid server per method and budget (separate tiers) answers
-the same prompts, and follows the dense answers for its fidelity. docs/accuracy.md says how to read what it writes.
+the same prompts, and follows the dense answers for its fidelity. With --in-place one hybrid server does all of it.
+docs/accuracy.md says how to read what it writes.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +28,11 @@ def accuracy(
         "smollm2-135m-instruct"
     ),
     methods: Annotated[
-        str, typer.Option(help="names separated by commas")
-    ] = "dense,scout,hgca,infinigen,clo,headinfer",
-    budgets: Annotated[str, typer.Option(help="tokens attended; of hgca the window")] = "256,512,1024,2048,4096",
+        str | None, typer.Option(help="names separated by commas; default: all but apex, in place scout")
+    ] = None,
+    budgets: Annotated[
+        str, typer.Option(help="tokens attended, or a share as 10%; of hgca the window")
+    ] = "256,512,1024,2048,4096",
     tasks: Annotated[str, typer.Option(help="names separated by commas, all, or none")] = "all",
     lengths: Annotated[str, typer.Option(help="prompts in tokens")] = "1024,2048",
     samples: Annotated[int, typer.Option(min=1, help="prompts per task and length")] = 4,
@@ -47,6 +51,9 @@ def accuracy(
     minutes: Annotated[float, typer.Option(help="stop after so many minutes; 0: never")] = 0,
     dtype: Annotated[str, typer.Option(help="of the model, as the engine takes it")] = "bfloat16",
     host_pool: Annotated[str, typer.Option(help="KV memory of each server")] = "1GiB",
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="scout, infinigen: one server, whose requests ask for their budgets")
+    ] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="one configuration key, as recall.enabled=false")
     ] = None,
@@ -69,14 +76,15 @@ def accuracy(
     plan = Plan(
         model=model,
         directory=resolve_model(model),
-        methods=_methods(methods),
-        budgets=_budgets(budgets, model),
+        methods=_methods(methods, in_place),
+        budgets=_budgets(budgets, model, in_place),
         tasks=[] if tasks == "none" else chosen(tasks),
         lengths=_numbers("--lengths", lengths),
         samples=samples,
         question=_one_of("--question", question, ("prompt", "decode")),
         dtype=dtype,
         pool=_pool(host_pool),
+        in_place=in_place,
         overrides=parse_overrides(overrides or ()),
         deadline=time.monotonic() + 60 * minutes if minutes else float("inf"),
     )
@@ -121,21 +129,31 @@ def _write(plan: Plan, out: Path, console: Console) -> None:
     console.print(text, markup=False, highlight=False)
 
 
-def _methods(given: str) -> list[str]:
+def _methods(given: str | None, in_place: bool) -> list[str]:
     from hybrid_backend.methods import method_names
+    from hybrid_backend.tools.bench.accuracy.run import ASKED
 
-    known, found = sorted(method_names()), [name.strip() for name in given.split(",") if name.strip()]
+    if given is None:
+        return ["scout"] if in_place else ["dense", "scout", "hgca", "infinigen", "clo", "headinfer"]
+    known = list(ASKED) if in_place else sorted(method_names())
+    found = [name.strip() for name in given.split(",") if name.strip()]
     for name in found:
         if name not in known:
-            raise ConfigError(f"--methods: no method {name!r}; there are {', '.join(known)}")
+            there = "in place there are" if in_place else "there are"
+            raise ConfigError(f"--methods: no method {name!r}; {there} {', '.join(known)}")
     return found
 
 
-def _budgets(given: str, model: str) -> list[int]:
-    page, found = load_config(find_config(model)).page_size, _numbers("--budgets", given)
-    for budget in found:
-        if budget % page:
+def _budgets(given: str, model: str, in_place: bool) -> list[float]:
+    page, found = load_config(find_config(model)).page_size, list[float]()
+    for part in given.split(","):
+        share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", part)
+        budget = float(share[1]) / 100 if share else _numbers("--budgets", part)[0]
+        if share and not (in_place and 0 < budget < 1):
+            raise ConfigError(f"--budgets: got {part}, expected less than 100%, and --in-place")
+        if budget >= 1 and budget % page:
             raise ConfigError(f"--budgets: got {budget}, expected a multiple of the page size {page}")
+        found.append(budget)
     return found
 
 

@@ -22,7 +22,7 @@ class Line:
     task: str
     length: int
     method: str
-    budget: int
+    budget: float
     score: Estimate
     dense: Estimate | None
     kl: Estimate | None
@@ -40,7 +40,7 @@ class Summary:
     dense are paired, sample by sample."""
 
     method: str
-    budget: int
+    budget: float
     length: int
     tasks_can: int
     can: Estimate | None
@@ -57,7 +57,7 @@ class Summary:
 def lines(results: Sequence[Result]) -> list[Line]:
     """In the order in which tasks and methods first appear, lengths ascending."""
     dense = {_sample(r): r.score for r in results if r.key.method == STOCK}
-    groups: dict[tuple[str, int, str, int], list[Result]] = {}
+    groups: dict[tuple[str, int, str, float], list[Result]] = {}
     for r in results:
         groups.setdefault((r.key.task, r.key.length, r.key.method, r.key.budget), []).append(r)
     found = []
@@ -80,7 +80,7 @@ def summaries(results: Sequence[Result]) -> list[Summary]:
     """Of every method but dense itself."""
     dense = {_sample(r): r.score for r in results if r.key.method == STOCK}
     whole = {(line.task, line.length): line.score.mean for line in lines(results) if line.method == STOCK}
-    groups: dict[tuple[str, int, int], list[Result]] = {}
+    groups: dict[tuple[str, float, int], list[Result]] = {}
     for r in results:
         if r.key.method != STOCK:
             groups.setdefault((r.key.method, r.key.budget, r.key.length), []).append(r)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -25,17 +27,22 @@ from hybrid_backend.tools.bench.servers import Server, hybrid_server, stock_serv
 
 STOCK = "stock"
 WHOLE = ("dense", "headinfer")  # they attend everything: a budget means nothing to them
+ASKED = ("scout", "infinigen")  # each request may have a budget of its own
+EVERYTHING = 1 << 30
+AT_ONCE = 4  # requests
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to run. ``question``: ``prompt``, as usual, or ``decode``: forced token by token after the context, so that
-    not the (always exact) prompt but decoding has to find the answer."""
+    not the (always exact) prompt but decoding has to find the answer. ``budgets``: tokens, or a share of the prompt.
+    ``in_place``: one server a method, whose requests ask for their budgets, so that a prompt is computed once; the
+    first of them also gives the dense answers, everything attended, in the place of the stock engine."""
 
     model: str
     directory: str
     methods: Sequence[str]
-    budgets: Sequence[int]
+    budgets: Sequence[float]
     tasks: Sequence[str]
     lengths: Sequence[int]
     samples: int
@@ -45,15 +52,22 @@ class Plan:
     dtype: str = "bfloat16"
     pool: int = 2**30  # bytes
     fidelity_tokens: int = 64
+    in_place: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
     deadline: float = float("inf")  # of time.monotonic
 
-    def runs(self) -> list[tuple[str, int]]:
-        """(method, budget) of each server."""
-        found: list[tuple[str, int]] = []
+    def servers(self) -> list[list[Run]]:
+        """What each of them is asked; of more than one run its requests say which."""
+        if self.in_place:
+            servers = [[(method, budget) for budget in self.budgets] for method in self.methods]
+            return [[(STOCK, 0), *servers[0]], *servers[1:]]
+        found: list[list[Run]] = [[(STOCK, 0)]]
         for method in self.methods:
-            found += [(method, 0)] if method in WHOLE else [(method, budget) for budget in self.budgets]
+            found += [[(method, 0)]] if method in WHOLE else [[(method, budget)] for budget in self.budgets]
         return found
+
+
+Run = tuple[str, float]  # method, budget
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,11 @@ class Driver:
     """Runs a plan; what is known already is not asked again."""
 
     def __init__(self, plan: Plan, out: Path, console: Console) -> None:
-        same_settings(out, {"dtype": plan.dtype, "overrides": plan.overrides, "fidelity tokens": plan.fidelity_tokens})
+        same_settings(
+            out,
+            {"dtype": plan.dtype, "overrides": plan.overrides, "fidelity tokens": plan.fidelity_tokens,
+             "in place": plan.in_place},
+        )  # fmt: skip
         self.plan, self.out, self.console = plan, out, console
         self.results, self.dense = Results(out / "results.jsonl"), DenseAnswers(out / "dense")
         self.tokenizer = ModelTokenizer(plan.directory)
@@ -104,85 +122,106 @@ class Driver:
         self.page, self.exact = load_config(config).page_size, set(load_config(config).exact_layers)
         self.done, self.asked, self.started = 0, 0, time.monotonic()
 
-    def keys(self, method: str, budget: int) -> list[tuple[Key, Case]]:
+    def tokens(self, budget: float, case: Case) -> int:
+        """Of a budget, in whole pages."""
+        return math.ceil(budget * len(case.ids) / self.page) * self.page if budget < 1 else int(budget)
+
+    def keys(self, method: str, budget: float) -> list[tuple[Key, Case]]:
         """What a method is asked. Prompts within its budget are left out: there it is exact by promise."""
         plan = self.plan
         question = "prompt" if method == STOCK else plan.question
         return [
             (Key(plan.model, method, budget, c.task.name, c.length, c.sample, question, c.digest), c)
             for c in self.cases
-            if not budget or len(c.ids) > budget
+            if not budget or len(c.ids) > self.tokens(budget, c)
         ]
 
     def run(self) -> bool:
         """Whether everything is done; False if time was up before."""
-        missing = {(STOCK, 0): [(k, c) for k, c in self.keys(STOCK, 0) if k not in self.results or k not in self.dense]}
-        for run in self.plan.runs():
-            missing[run] = [(k, c) for k, c in self.keys(*run) if k not in self.results]
-        self.asked = sum(map(len, missing.values()))
-        self.console.print(f"{len(self.cases)} prompts, {len(missing) - 1} runs, {self.asked} answers to get")
+        servers = [(runs, self._missing(runs)) for runs in self.plan.servers()]
+        self.asked = sum(len(keys) for _, missing in servers for keys in missing.values())
+        count = sum(map(len, self.plan.servers())) - 1
+        self.console.print(f"{len(self.cases)} prompts, {count} runs, {self.asked} answers to get")
         try:
-            for (method, budget), wanted in missing.items():
-                if wanted:
-                    self._run(method, budget, wanted)
+            for runs, missing in servers:
+                if missing:
+                    self._run(runs, missing)
         except OutOfTime:
             self.console.print("time is up; the same command goes on from here")
             return False
         return True
 
-    def _run(self, method: str, budget: int, wanted: list[tuple[Key, Case]]) -> None:
+    def _missing(self, runs: Sequence[Run]) -> dict[Case, list[Key]]:
+        """What is not known yet, prompt by prompt, the dense answer first."""
+        found: dict[Case, list[Key]] = {}
+        for method, budget in runs:
+            for key, case in self.keys(method, budget):
+                if key not in self.results or (method == STOCK and key not in self.dense):
+                    found.setdefault(case, []).append(key)
+        at = {case: number for number, case in enumerate(self.cases)}
+        return dict(sorted(found.items(), key=lambda entry: at[entry[0]]))
+
+    def _run(self, runs: Sequence[Run], missing: dict[Case, list[Key]]) -> None:
         self._check_time()
-        with self._server(method, budget) as server:
-            meter = MassMeter(server, self.exact) if method not in (STOCK, *WHOLE) else None
-            for key, case in wanted:
+        method, budget = runs[-1]
+        with self._server(method, budget) as server, ThreadPoolExecutor(AT_ONCE) as pool:
+            is_metered = method not in (STOCK, *WHOLE) and not self.plan.in_place
+            meter = MassMeter(server, self.exact) if is_metered else None
+            for case, keys in missing.items():
                 self._check_time()
-                began = time.monotonic()
-                result = self._dense(server, key, case) if method == STOCK else self._sparse(server, key, case, meter)
-                self.results.add(replace(result, seconds=round(time.monotonic() - began, 2)))
-                self._tell(result)
+                if keys[0].method == STOCK:
+                    self._add(self._dense(server, keys[0], case))
+                others = [key for key in keys if key.method != STOCK]  # they find the prompt in the prefix cache
+                for result in pool.map(lambda key, case=case: self._sparse(server, key, case, meter), others):
+                    self._add(result)
+
+    def _add(self, result: Result) -> None:
+        self.results.add(result)
+        self._tell(result)
 
     def _check_time(self) -> None:
         if time.monotonic() > self.plan.deadline:
             raise OutOfTime
 
     def _dense(self, server: Server, key: Key, case: Case) -> Result:
-        answer = ask(server, case.ids, case.task.max_tokens)
+        began = time.monotonic()
+        answer = ask(server, case.ids, case.task.max_tokens, budget=EVERYTHING if self.plan.in_place else 0)
         self.dense.put(key, replace(answer, logprobs=answer.logprobs[: self.plan.fidelity_tokens]))
         text = self.tokenizer.text(answer.tokens)
-        return Result(key, score(case.task, text), text)
+        return Result(key, score(case.task, text), text, seconds=round(time.monotonic() - began, 2))
 
     def _sparse(self, server: Server, key: Key, case: Case, meter: MassMeter | None) -> Result:
-        dense = self.dense.get(key)
+        began, dense = time.monotonic(), self.dense.get(key)
+        budget = self.tokens(key.budget, case) if self.plan.in_place else 0
         decoded = self.plan.question == "decode"
         prompt, question = (case.ids[: case.split], case.ids[case.split :]) if decoded else (case.ids, ())
         skip = len(question)
-        answer = ask(server, prompt, case.task.max_tokens, begin=question, ends=self.tokenizer.ends)
+        answer = ask(server, prompt, case.task.max_tokens, begin=question, ends=self.tokenizer.ends, budget=budget)
         steps = len(answer.tokens) - 1
         mine, followed = answer.tokens[skip:], answer.logprobs[skip:]
         wanted = len(dense.logprobs)
         if mine[: wanted - 1] != dense.tokens[: wanted - 1]:  # it left the dense path: follow that to compare
-            again = ask(server, prompt, 0, begin=[*question, *dense.tokens[:wanted]])
+            again = ask(server, prompt, 0, begin=[*question, *dense.tokens[:wanted]], budget=budget)
             followed, steps = again.logprobs[skip:], steps + len(again.tokens) - 1
         near = fidelity(dense.logprobs, followed[:wanted], first=0 if decoded else 1)
         text = self.tokenizer.text(mine)
         mass = meter.since_last(steps) if meter is not None else None
-        return Result(key, score(case.task, text), text, near.kl, near.agreement, near.positions, mass)
+        seconds = round(time.monotonic() - began, 2)
+        return Result(key, score(case.task, text), text, near.kl, near.agreement, near.positions, mass, seconds)
 
-    def _server(self, method: str, budget: int) -> AbstractContextManager[Server]:
+    def _server(self, method: str, budget: float) -> AbstractContextManager[Server]:
         plan, logs = self.plan, self.out / "logs"
-        flags = ["--dtype", plan.dtype, "--max-num-seqs", "2", "--enforce-eager", *FIDELITY_FLAGS]
+        flags = ["--dtype", plan.dtype, "--max-num-seqs", str(AT_ONCE), "--enforce-eager", *FIDELITY_FLAGS]
         if method == STOCK:
             pool = str(plan.pool)
             return stock_server(logs, plan.directory, [*flags, "--kv-cache-memory-bytes", pool], plan.model)
-        keys: dict[str, Any] = {
-            "method": method,
-            "tiers": "separate",
-            "host_pool.size": plan.pool,
-            "metrics.sample_interval": 1,
-            "staging_tokens": 64 * self.page,
-            **({"budget_tokens": budget, "hgca.window_tokens": budget} if budget else {}),
-            **plan.overrides,
-        }
+        keys: dict[str, Any] = {"method": method, "host_pool.size": plan.pool, **plan.overrides}
+        if plan.in_place:
+            keys = {"tiers": "unified", "sparse": "always", **keys}
+        else:
+            tokens = {"budget_tokens": int(budget), "hgca.window_tokens": int(budget)} if budget else {}
+            staging = {"staging_tokens": 64 * self.page}
+            keys = {"tiers": "separate", "metrics.sample_interval": 1, **staging, **tokens, **keys}
         return hybrid_server(logs, keys, flags, model=plan.model)
 
     def _tell(self, result: Result) -> None:
@@ -198,8 +237,10 @@ class Driver:
         )  # fmt: skip
 
 
-def name_of(method: str, budget: int) -> str:
-    return f"{method}@{budget}" if budget else method
+def name_of(method: str, budget: float) -> str:
+    if not budget:
+        return method
+    return f"{method}@{budget:.0%}" if budget < 1 else f"{method}@{budget:.0f}"
 
 
 def run_endpoint(plan: Plan, endpoint: Scored, out: Path, console: Console) -> bool:

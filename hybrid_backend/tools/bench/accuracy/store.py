@@ -15,12 +15,13 @@ from hybrid_backend.tools.bench.accuracy.client import Answer
 
 @dataclass(frozen=True)
 class Key:
-    """What one answer is an answer to. ``budget`` is in tokens, 0 for methods that attend everything; ``length`` of the
-    prompt in tokens; ``prompt`` a digest of it, so that a changed generator is asked anew."""
+    """What one answer is an answer to. ``budget`` is in tokens, or a share of the prompt below 1, 0 for methods that
+    attend everything; ``length`` of the prompt in tokens; ``prompt`` a digest of it, so that a changed generator is
+    asked anew."""
 
     model: str
     method: str
-    budget: int
+    budget: float
     task: str
     length: int
     sample: int

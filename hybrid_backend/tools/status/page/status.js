@@ -50,17 +50,21 @@
     const of = (total) => (known(total) ? ` of ${number(total)}` : "");
     const pages = status.host_pool_pages;
     const used = latest && known(latest.pool_fill) && known(pages) ? Math.round(latest.pool_fill * pages) : null;
+    const layers = (key) => percent(mean(status.layers.map((layer) => layer[key])));
+    const moves = status.in_place ? [["Attention", millis(recent("attention_share")), " ms per s"]] : [
+      ["Resident", layers("residency"), " mean of layers"],
+      ["On CPU", layers("cpu_ratio"), " mean of layers"],
+      ["Waits", millis(recent("wait_share")), " ms per s"],
+      ["Recalls", rate(recent("recalled_per_second")), " pages/s"],
+      ["Frames in use", number(latest?.frames_in_use), ` pages of ${number(latest?.resident_requests)} requests`],
+    ];
     return [
       ["Running", number(latest?.running), " requests"],
       ["Waiting", number(latest?.waiting), " requests"],
       ["Decode", rate(recent("generated_per_second")), " tokens/s"],
       ["Host pool", percent(latest?.pool_fill), known(used) ? ` ${number(used)}${of(pages)} pages` : ""],
-      ["Resident", percent(mean(status.layers.map((l) => l.residency))), " mean of layers"],
-      ["On CPU", percent(mean(status.layers.map((l) => l.cpu_ratio))), " mean of layers"],
-      ["Waits", millis(recent("wait_share")), " ms per s"],
-      ["Recalls", rate(recent("recalled_per_second")), " pages/s"],
-      ["Frames in use", number(latest?.frames_in_use), " pages, all layers"],
-      ["Resident requests", number(latest?.resident_requests), " requests"],
+      ["Attended", layers("attended"), " of the contexts"],
+      ...moves,
       ["Device tier", bytes(status.device_bytes), ` ${bytes(status.digest_bytes)} digests`],
       ["Preempted", number(status.preemptions), " since start"],
     ];
@@ -142,7 +146,8 @@
     const canvas = element("canvas", { tabindex: "0", role: "img" });
     const output = element("output", {});
     const legend = element("div", { class: "scale", "aria-hidden": "true" },
-      "0\u00a0%", element("i", { class: "ramp" }), "100\u00a0%", element("i", { class: "none" }), "not\u00a0measured");
+      "0\u00a0%", element("i", { class: "ramp" }), "100\u00a0%",
+      element("span", { class: "none" }, element("i"), "not\u00a0measured"));
     figure.replaceChildren(canvas, legend, output);
 
     const layerCount = () => state.columns.reduce((most, column) => Math.max(most, column[key].length), 0);
@@ -157,6 +162,7 @@
     }
 
     function draw() {
+      if (!canvas.clientWidth) return; // not shown
       const axis = timeAxis();
       const place = surface(canvas, axis);
       const { pen, width, height, x } = place;
@@ -231,11 +237,12 @@
   }
 
   // Two lines at most: [key of the column, what it is, how it is written].
-  function course(title, lines) {
+  function course(title, lines, where = "") {
     const canvas = element("canvas", { role: "img" });
     const keys = lines.map((_, i) => element("span", { class: `key ${i ? "two" : "one"}` }));
-    $("courses").append(element("figure", {}, element("figcaption", {}, element("b", {}, title), ...keys), canvas));
+    $("courses").append(element("figure", { class: where }, element("figcaption", {}, element("b", {}, title), ...keys), canvas));
     return () => {
+      if (!canvas.clientWidth) return; // not shown
       const axis = timeAxis();
       const place = surface(canvas, axis);
       const { pen, width, height, x } = place;
@@ -294,17 +301,18 @@
 
   function drawTable(layers) {
     const body = $("layers").tBodies[0];
+    const heads = Array.from($("layers").tHead.rows[0].cells);
     if (body.rows.length !== layers.length) {
       body.replaceChildren(...layers.map((entry) => {
-        const cells = Array.from({ length: 8 }, () => element("td"));
+        const cells = heads.slice(1).map((head) => element("td", { class: head.className }));
         return element("tr", {}, element("th", { scope: "row" }, String(entry.layer)), ...cells);
       }));
     }
     layers.forEach((entry, index) => {
       const texts = [
-        percent(entry.residency), percent(entry.cpu_ratio), number(entry.attended_tokens_per_second),
-        rate(entry.recalled_per_second), millis(entry.wait_share),
-        millis(entry.lead_share),
+        percent(entry.attended), percent(entry.residency), percent(entry.cpu_ratio),
+        number(entry.attended_tokens_per_second), millis(entry.attention_share), rate(entry.recalled_per_second),
+        millis(entry.wait_share), millis(entry.lead_share),
         number(entry.query_cosine, 3), number(entry.mass_recall, 3),
       ];
       texts.forEach((text, cell) => { body.rows[index].cells[cell + 1].textContent = text; });
@@ -323,6 +331,7 @@
     const engine = { vllm: "vLLM", sglang: "SGLang" }[status.engine] || "no engine yet";
     $("about").textContent = `${status.model || "model unknown"} on ${engine}, hybrid_backend ${status.version}`;
     $("fresh").textContent = latest ? `Read ${clock(latest.time)} from ${status.source}` : "The first interval is being measured…";
+    document.body.classList.toggle("in-place", status.in_place);
     drawGlance(status);
     drawTiles(status, latest);
     maps.forEach((paint) => paint());
@@ -369,17 +378,19 @@
     window.setTimeout(poll, Math.max(1000 * pause, 200));
   }
 
+  maps.push(heat($("attended"), "attended", "attended", () => ramp("--low-0", "--high-0"), "Nothing was decoded."));
   maps.push(heat($("residency"), "residency", "resident", () => ramp("--low-0", "--high-0"),
     "No page was selected by a budget: contexts fit, or the method has no frames."));
   maps.push(heat($("cpu"), "cpu_ratio", "on the CPU workers", () => ramp("--low-1", "--high-1"), "Nothing was decoded."));
   courses.push(course("Requests", [["running", "running", short], ["waiting", "waiting", short]]));
   courses.push(course("Decoded tokens/s", [["generated_per_second", "now", short]]));
   courses.push(course("Prompt tokens/s", [["prompt_per_second", "now", short]]));
-  courses.push(course("Waits, ms per s", [["wait_share", "now", ms]]));
-  courses.push(course("Recalled pages/s", [["recalled_per_second", "now", short]]));
-  courses.push(course("Copied bytes/s", [["copied_bytes_per_second", "now", short]]));
+  courses.push(course("Attention, ms per s", [["attention_share", "now", ms]], "placed"));
+  courses.push(course("Waits, ms per s", [["wait_share", "now", ms]], "moved"));
+  courses.push(course("Recalled pages/s", [["recalled_per_second", "now", short]], "moved"));
+  courses.push(course("Copied bytes/s", [["copied_bytes_per_second", "now", short]], "moved"));
   courses.push(course("Host pool in use", [["pool_fill", "now", asPercent]]));
-  courses.push(course("Frames in use", [["frames_in_use", "now", short]]));
+  courses.push(course("Frames in use", [["frames_in_use", "now", short]], "moved"));
 
   new ResizeObserver(draw).observe(document.body);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

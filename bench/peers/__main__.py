@@ -1,0 +1,171 @@
+"""The command line; the package's docstring says what it does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import bench.peers
+from bench.peers.measure import WARM_UP, Point, Prompt, sweep
+from bench.peers.peer import DTYPES, Peer, Setup
+from bench.peers.registry import PEERS, choose, describe
+from bench.peers.table import table, verdict
+from hybrid_backend.errors import HybridError
+from hybrid_backend.tools.bench.client import Endpoint, find_endpoint
+from hybrid_backend.tools.hub import fetch
+from tests.engines.server import MODEL
+from tests.engines.texts import tokens_of_prose
+
+ROOT = Path(__file__).parents[2]
+OUT = ROOT / "bench" / "out"
+QUICK = {"depths": "200,2000", "batches": "1", "rounds": 3, "tokens": 24}
+FULL = {"depths": "200,2000,7500", "batches": "1,4", "rounds": 5, "tokens": 48}
+
+
+def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m bench.peers", description=bench.peers.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    native = ROOT / ".venv-peers" / "bin" / "llama-server"
+    parser.add_argument("--quick", action="store_true", help=f"a small run: {QUICK}")
+    parser.add_argument("--peers", default="equal", help=f"equal, all, or of: {','.join(p.name for p in PEERS)}")
+    parser.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="running servers instead")
+    parser.add_argument("--hold", action="store_true", help="start the peers, print their addresses and wait")
+    parser.add_argument("--model", default=MODEL, help="of the catalogue")
+    parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES), help="of the equal-precision rows")
+    parser.add_argument("--depths", help="tokens of a prompt")
+    parser.add_argument("--batches", help="requests at once")
+    parser.add_argument("--rounds", type=int, help="of decoding")
+    parser.add_argument("--tokens", type=int, help="decoded in a round")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores, of every server")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--deadline", type=float, default=900, help="seconds that a server may be silent")
+    parser.add_argument("--native", type=Path, default=native if native.exists() else None, help="a llama-server")
+    parser.add_argument("--peers-python", type=Path, default=ROOT / ".venv-peers" / "bin" / "python")
+    parser.add_argument("--sglang-python", type=Path, default=ROOT / ".venv-sglang" / "bin" / "python")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of peers.json and peers.md")
+    given = parser.parse_args(line)
+    for key, value in (QUICK if given.quick else FULL).items():
+        if getattr(given, key) is None:
+            setattr(given, key, value)
+    try:
+        given.peers = choose(given.peers)
+        for key in ("depths", "batches"):
+            setattr(given, key, sorted(int(item) for item in getattr(given, key).split(",")))
+    except ValueError as error:
+        parser.error(f"--peers, --depths or --batches: {error}")
+    if min(*given.depths, *given.batches, given.rounds) < 1 or given.tokens < 2:
+        parser.error("--depths, --batches and --rounds start at 1, --tokens at 2")
+    if not 1 <= given.threads <= len(os.sched_getaffinity(0)):
+        parser.error(f"--threads {given.threads}: this process may run on {len(os.sched_getaffinity(0))} cores")
+    return given
+
+
+def setup_of(given: argparse.Namespace, place: Path) -> Setup:
+    folder = fetch(given.model)
+    shape = json.loads((folder / "config.json").read_text())
+    length = max(*given.depths, given.tokens + WARM_UP) + given.tokens + 32
+    if length > shape["max_position_embeddings"]:
+        raise HybridError(f"--depths: {given.model} takes {shape['max_position_embeddings']} tokens, not {length}")
+    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    element = 4 if given.dtype == "float32" else 2
+    token = shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim * 2 * element
+    return Setup(
+        model=given.model, folder=folder, dtype=given.dtype, length=length, batch=max(given.batches),
+        kv_bytes=int(token * length * max(given.batches) * 1.1), threads=given.threads, place=place,
+        peers_python=given.peers_python, sglang_python=given.sglang_python, native=given.native,
+    )  # fmt: skip
+
+
+@contextmanager
+def started(peers: Sequence[Peer], setup: Setup) -> Iterator[tuple[list[Endpoint], dict[str, str]]]:
+    """All that start, one after the other, and why the others do not."""
+    found, failed = list[Endpoint](), dict[str, str]()
+    with ExitStack() as stack:
+        for peer in peers:
+            try:
+                server = stack.enter_context(peer.start(setup))
+            except (RuntimeError, OSError) as error:
+                lines = str(error).strip().splitlines()
+                failed[peer.name] = next((each for each in reversed(lines) if "Error" in each), lines[-1])
+            else:
+                found.append(find_endpoint(f"{peer.name}={server.url}", None, 30))
+                print(f"--endpoint {peer.name}={server.url}", flush=True)
+        yield found, failed
+
+
+def prompts_of(model: str, seed: int, depth: int, count: int) -> list[Prompt]:
+    """Distinct ones; no two depths and no two seeds begin alike."""
+    return [tokens_of_prose(depth or WARM_UP, 4001 * i + 7 * depth + 113 * seed, model) for i in range(count)]
+
+
+def machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    said = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
+    names = {key.strip(): value.strip() for key, value in said.items()}
+    widest = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in names.get("flags", "").split()]
+    return {"cpu": names.get("model name", platform.machine()), "isa": widest, "cores": os.cpu_count()}
+
+
+def main(line: Sequence[str] | None = None) -> None:
+    given = arguments_of(line)
+    # Servers and the client share the same cores, as many as there are threads.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.threads])
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if given.endpoint:
+            endpoints, failed = [find_endpoint(each, None, 30) for each in given.endpoint], dict[str, str]()
+        else:
+            endpoints, failed = stack.enter_context(started(given.peers, setup_of(given, Path(folder))))
+        for name, reason in failed.items():
+            print(f"{name} does not run here: {reason}", flush=True)
+        if given.hold:
+            print("serving; Ctrl-C ends it", flush=True)
+            ends = {signal.SIGINT, signal.SIGTERM}
+            signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+            signal.sigwait(ends)
+            return
+        points = list[Point]()
+        prompts = partial(prompts_of, given.model, given.seed)
+        sizes = (given.depths, given.batches, given.rounds, given.tokens, given.deadline)
+        written = ""
+        for point in sweep(endpoints, prompts, *sizes):
+            points.append(point)
+            print(point, flush=True)
+            written = save(points, failed, given)  # whatever stops a long run
+    print(f"\n{written}\nwritten: {given.out}/peers.json, peers.md")
+
+
+def save(points: Sequence[Point], failed: Mapping[str, str], given: argparse.Namespace) -> str:
+    """Writes both files; returns the one to read."""
+    here = machine()
+    llama = "built for this CPU" if given.native else "the wheel's AVX2 build"
+    title = f"{given.model} on {given.threads} threads of {here['cpu']} ({', '.join(here['isa'])}); llama.cpp: {llama}"
+    equal = {peer.name for peer in PEERS if peer.equal}
+    written = f"{title}\n\n{table(points, partial(describe, dtype=given.dtype))}\n{verdict(points, equal)}"
+    written += "".join(f"- {name} does not run here: {reason}\n" for name, reason in failed.items())
+    given.out.mkdir(parents=True, exist_ok=True)
+    said = {**vars(given), "peers": [peer.name for peer in given.peers]}
+    record = {
+        "arguments": said, "machine": here, "llama.cpp": llama, "failed": failed,
+        "points": [point.model_dump() for point in points],
+    }  # fmt: skip
+    (given.out / "peers.json").write_text(json.dumps(record, indent=1, default=str))
+    (given.out / "peers.md").write_text(written)
+    return written
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except HybridError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,111 @@
+"""What is asked, of whom, in which order; and the rates that follow from it."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import httpx
+from pydantic import BaseModel, ConfigDict
+
+from hybrid_backend.tools.bench.client import BenchError, Endpoint, Streamed, headers, in_turn, stream
+
+Prompt = list[int]
+WARM_UP = 24  # tokens decoded before anything is timed
+
+
+class Point(BaseModel):
+    """One peer at one depth and batch. Tokens per second, one entry per round; ``prefill`` is empty but at the smallest
+    batch, as it does not depend on it: every prompt was computed alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    peer: str
+    depth: int
+    batch: int
+    decode: tuple[float, ...]
+    prefill: tuple[float, ...] = ()
+
+
+def sweep(
+    endpoints: Sequence[Endpoint],
+    prompts: Callable[[int, int], list[Prompt]],
+    depths: Sequence[int],
+    batches: Sequence[int],
+    rounds: int,
+    tokens: int,
+    deadline: float,
+) -> Iterator[Point]:
+    """All points of one depth after the other.
+
+    Args:
+        prompts: of a depth and a number, distinct ones; those of depth 0 are for warming up.
+        tokens: of an answer.
+        deadline: seconds that a server may be silent.
+
+    Raises:
+        BenchError: a server cannot be compared.
+    """
+    for endpoint in endpoints:
+        ask(endpoint, prompts(0, max(batches)), WARM_UP, deadline)
+    for depth in depths:
+        asked = prompts(depth, max(batches))
+        prefill: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
+        for turn, prompt in enumerate(asked):
+            for endpoint in in_turn(endpoints, turn):
+                (answer,) = ask(endpoint, [prompt], 1, deadline)
+                prefill[endpoint.name].append(prefill_rate(endpoint.name, answer))
+        for batch in batches:
+            decode: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
+            for turn in range(rounds):
+                for endpoint in in_turn(endpoints, turn):
+                    answers = ask(endpoint, asked[:batch], tokens, deadline)
+                    decode[endpoint.name].append(decode_rate(endpoint.name, answers, tokens))
+            for endpoint in endpoints:
+                rates = prefill[endpoint.name] if batch == min(batches) else []
+                yield Point(
+                    peer=endpoint.name, depth=depth, batch=batch, decode=tuple(decode[endpoint.name]),
+                    prefill=tuple(rates),
+                )  # fmt: skip
+
+
+def prefill_rate(name: str, answer: Streamed) -> float:
+    """Tokens per second until the first token of an answer to a prompt that the server has not seen."""
+    if 2 * (answer.cached_tokens or 0) > answer.prompt_tokens:
+        raise BenchError(
+            f"{name}: {answer.cached_tokens} of a prompt's {answer.prompt_tokens} tokens came from its prefix cache: "
+            "its prefill cannot be timed; restart the server, or give another --seed"
+        )
+    return answer.prompt_tokens / (answer.times[0] if answer.times else answer.seconds)
+
+
+def decode_rate(name: str, answers: Sequence[Streamed], tokens: int) -> float:
+    """Tokens per second over all streams at once, by the median time between two tokens of a stream.
+
+    Where a server sends several tokens as one event there is no such time, and the whole of the stream counts.
+    """
+    seconds = list[float]()
+    for answer in answers:
+        if answer.answer_tokens != tokens or len(answer.times) < 2:
+            raise BenchError(
+                f"{name}: an answer has {answer.answer_tokens} tokens in {len(answer.times)} events, not {tokens}: the "
+                "server does not heed ignore_eos or does not stream, and cannot be compared"
+            )
+        gaps = [later - sooner for sooner, later in zip(answer.times, answer.times[1:], strict=False)]
+        one_each = len(answer.times) >= 0.9 * tokens
+        seconds.append(statistics.median(gaps) if one_each else sum(gaps) / (tokens - 1))
+    return len(answers) / statistics.median(seconds)
+
+
+def ask(endpoint: Endpoint, prompts: Sequence[Prompt], tokens: int, deadline: float) -> list[Streamed]:
+    """All prompts at once."""
+    try:
+        return asyncio.run(_ask(endpoint, prompts, tokens, deadline))
+    except (httpx.HTTPError, ValueError) as error:
+        raise BenchError(f"{endpoint.name}: {error or type(error).__name__}") from None
+
+
+async def _ask(endpoint: Endpoint, prompts: Sequence[Prompt], tokens: int, deadline: float) -> list[Streamed]:
+    async with httpx.AsyncClient(base_url=endpoint.url, headers=headers(), timeout=deadline) as client:
+        bodies = [{"model": endpoint.model, "prompt": prompt, "max_tokens": tokens} for prompt in prompts]
+        return list(await asyncio.gather(*(stream(client, "/v1/completions", body) for body in bodies)))

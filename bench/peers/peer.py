@@ -1,0 +1,40 @@
+"""A peer: what it is, how it is started, whether it computes with as many bits as we do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.engines.server import Server
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # the engines' word: GGUF's
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all peers of a run have in common."""
+
+    model: str  # of the catalogue
+    folder: Path  # its safetensors
+    dtype: str  # of weights and KV in the equal-precision rows
+    length: int  # most tokens of one request
+    batch: int  # most requests at once
+    kv_bytes: int  # that `batch` requests of `length` tokens take in `dtype`
+    threads: int
+    place: Path  # for logs
+    peers_python: Path  # where llama.cpp and OpenVINO are
+    sglang_python: Path
+    native: Path | None  # a llama-server built for this CPU, instead of the wheel's AVX2 build
+
+
+@dataclass(frozen=True)
+class Peer:
+    """``equal``: weights and KV in the run's dtype; else it is as people run it, and ``what`` says how."""
+
+    name: str
+    what: str  # may say {dtype}
+    equal: bool
+    start: Callable[[Setup], AbstractContextManager[Server]]
+    ours: bool = False

@@ -1,0 +1,49 @@
+"""vLLM's CPU engine: stock, and with us. All cores compute, none is kept free (tests/engines/server.py)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from bench.peers.peer import Setup
+from tests.engines.server import Server, hybrid_server, stock_server
+
+
+def stock(setup: Setup) -> AbstractContextManager[Server]:
+    return stock_server(setup.place, setup.folder, [*_equal(setup), *_memory(setup)])
+
+
+def untouched(setup: Setup) -> AbstractContextManager[Server]:
+    """By itself it keeps one core free for its front end."""
+    environment = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+    return stock_server(setup.place, setup.folder, [*_sizes(setup), *_memory(setup)], environment)
+
+
+def dense(setup: Setup) -> AbstractContextManager[Server]:
+    return _hybrid(setup, _equal(setup), {"sparse": "never"})
+
+
+def sparse(setup: Setup) -> AbstractContextManager[Server]:
+    return _hybrid(setup, _equal(setup), {})
+
+
+def served(setup: Setup) -> AbstractContextManager[Server]:
+    """`hybrid serve MODEL` and nothing else: docs/cpu-start.md says what it chooses."""
+    return _hybrid(setup, _sizes(setup), {})
+
+
+def _hybrid(setup: Setup, flags: list[str], config: dict[str, Any]) -> AbstractContextManager[Server]:
+    return hybrid_server(setup.place, {"host_pool.size": setup.kv_bytes, **config}, flags, setup.model)
+
+
+def _sizes(setup: Setup) -> list[str]:
+    return ["--max-model-len", str(setup.length), "--max-num-seqs", str(setup.batch)]
+
+
+def _memory(setup: Setup) -> list[str]:
+    return ["--kv-cache-memory-bytes", str(setup.kv_bytes)]
+
+
+def _equal(setup: Setup) -> list[str]:
+    # Compiled: stock's default on any machine, ours on one of more than four cores.
+    return [*_sizes(setup), "--dtype", setup.dtype, "--no-enforce-eager"]

@@ -1,0 +1,68 @@
+"""Budgets that requests ask for themselves (`Batch.budgets`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_backend.engines.vllm.asked import asked_budget
+from tests.support.harness import PAGE, Engine, config, spec
+
+PAGES = 30
+
+
+class Params:
+    def __init__(self, **extra_args: object) -> None:
+        self.extra_args = extra_args or None
+
+
+@pytest.mark.parametrize("tiers", ["unified", "separate"])
+def test_each_row_attends_the_budget_that_its_request_asked_for(tiers: str) -> None:
+    """Requests of one step, whose outputs are checked against fp64 attention of what each says that it attended."""
+    keys = {"sparse": "always", "tiers": tiers, "frames_per_request": 10, "metrics": {"sample_interval": 0}}
+    engine = Engine(config(**keys), spec(), num_pages=200, is_witnessed=True)
+    asked = {"none": 0, "less": 3 * PAGE - 5, "more": 8 * PAGE, "all": 1000 * PAGE, "least": 1}
+    expected = {"none": 4, "less": 3, "more": 8, "all": PAGES + 1 if tiers == "unified" else 10, "least": 3}
+    try:
+        for name, budget in asked.items():
+            engine.add(name, PAGES * PAGE).budget = budget
+            engine.prefill(name)
+        engine.step(dict.fromkeys(asked, 1), tolerance=None)
+        assert engine.witness is not None and engine.ran.decode is not None
+        for name, pages in expected.items():
+            row = engine.ran.decode.request_ids.index(name)
+            attended = engine.witness.of(1, engine.ran, row).tokens
+            assert int(attended[0].sum()) == (pages - 1) * PAGE + 1, name  # the growing page has one token
+    finally:
+        engine.close()
+
+
+def test_a_preempted_request_keeps_its_budget_and_a_new_one_under_its_name_does_not() -> None:
+    engine = Engine(config(sparse="always"), spec(), num_pages=80, is_witnessed=True)
+    try:
+        engine.add("a", 20 * PAGE).budget = 6 * PAGE
+        engine.prefill("a")
+        engine.step({"a": 1}, tolerance=None)
+        engine.preempt("a")
+        engine.prefill("a")
+        engine.step({"a": 1}, tolerance=None)
+        assert engine.witness is not None
+        assert int(engine.witness.of(1, engine.ran, 0).tokens[0].sum()) == 5 * PAGE + 2
+        engine.drop("a")
+        engine.add("a", 20 * PAGE)
+        engine.prefill("a")
+        engine.step({"a": 1}, tolerance=None)
+        assert int(engine.witness.of(1, engine.ran, 0).tokens[0].sum()) == 3 * PAGE + 1
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("given", [0, -16, 1.5, True, "2048", [2048], float("nan"), float("inf")])
+def test_what_is_no_number_of_tokens_is_refused_with_the_value(given: object) -> None:
+    with pytest.raises(ValueError, match=r"budget_tokens: got .*, expected a whole number of tokens, 1 or more"):
+        asked_budget(Params(budget_tokens=given))
+
+
+@pytest.mark.parametrize(("given", "expected"), [(512, 512), (512.0, 512), (None, 0)])
+def test_tokens_are_taken_as_json_has_them(given: object, expected: int) -> None:
+    assert asked_budget(Params(budget_tokens=given)) == expected
+    assert asked_budget(Params()) == asked_budget(Params(other=1)) == asked_budget(object()) == 0
