@@ -52,8 +52,11 @@ def _faithful(last: Reading, layers: Sequence[Layer]) -> tuple[Answer, str]:
         predicted = f" Cosine of predicted and true queries: {cosine:.2f}, {cosines[least]:.2f} in the worst ({least})."
     masses = {layer.layer: layer.mass_recall for layer in layers if layer.mass_recall is not None}
     if not masses:
+        left_out = (
+            f": {1 - sum(attended) / len(attended):.0%} of the contexts' tokens are left out, but" if attended else ":"
+        )
         return answer(
-            "Not measured: no layer was sampled while it left pages out (metrics.sample_interval says how often)."
+            f"Not measured yet{left_out} no layer was sampled meanwhile (metrics.sample_interval says how often)."
             + predicted,
             "unknown",
         ), ""

@@ -107,7 +107,9 @@ class Builder:
             if key.rpartition(".")[2] in ("index-url", "extra-index-url", "find-links", "trusted-host", "timeout")
         }
         settings.write_text("[global]\n" + "".join(f"{key} = {value}\n" for key, value in found.items()))
-        folders = {word.removeprefix("file://") for value in found.values() for word in value.split()}
+        words = {word for value in found.values() for word in value.split()}
+        # An index in a folder (file://PLACE/simple) refers to files beside it.
+        folders = {str(Path(word[7:]).parent) if word.startswith("file://") else word for word in words}
         local = sorted(folder for folder in folders if folder.startswith("/") and Path(folder).exists())
         mounts = [f"--volume={settings}:/etc/pip.conf:ro", *(f"--volume={folder}:{folder}:ro" for folder in local)]
         if Path(_CERTIFICATES).exists():

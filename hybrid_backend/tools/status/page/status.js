@@ -65,7 +65,8 @@
       ["Host pool", percent(latest?.pool_fill), known(used) ? ` ${number(used)}${of(pages)} pages` : ""],
       ["Attended", layers("attended"), " of the contexts"],
       ...moves,
-      ["Device tier", bytes(status.device_bytes), ` ${bytes(status.digest_bytes)} digests`],
+      status.in_place ? ["Digests", bytes(status.digest_bytes), ""]
+        : ["Device tier", bytes(status.device_bytes), ` ${bytes(status.digest_bytes)} digests`],
       ["Preempted", number(status.preemptions), " since start"],
     ];
   }
