@@ -49,7 +49,7 @@ def test_peers_are_chosen_by_name_or_group_in_the_tables_order() -> None:
 
 
 def test_a_row_says_what_the_peer_computes_with() -> None:
-    assert describe("llamacpp", "bfloat16") == "bfloat16 weights and KV" and describe("mine", "float32") == ""
+    assert describe("llamacpp-same-kv", "bfloat16") == "bfloat16 weights and KV" and describe("mine", "float32") == ""
 
 
 @pytest.mark.parametrize(
