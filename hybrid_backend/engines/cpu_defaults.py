@@ -12,7 +12,7 @@ from hybrid_backend.model import weights_to_load
 
 # What /proc/cpuinfo calls instructions that multiply bf16: AVX-512, AMX, AArch64. (AVX-NE-CONVERT only converts.)
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-BIND, RESERVED = "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
 FEW_CORES = 4
 """Up to so many physical cores, one kept free for vLLM's front end costs more prefill than it gains elsewhere, and
 compiling takes minutes."""
@@ -78,7 +78,7 @@ def cores_to_bind(cores: Iterable[int], environment: Mapping[str, str] = os.envi
     Args:
         cores: one logical CPU of each physical core that this process may use.
     """
-    chosen = {BIND, RESERVED} & set(environment)
+    chosen = {BIND, "VLLM_CPU_NUM_OF_RESERVED_CPU"} & set(environment)
     listed = sorted(cores)
     if chosen or ranks > 1 or not 1 < len(listed) <= FEW_CORES:
         return None

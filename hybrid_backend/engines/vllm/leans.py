@@ -46,15 +46,6 @@ _PLATFORMS = (
     Lean("vllm.logger:init_logger", "messages", passes=("name",)),
 )
 
-_WAITING = (
-    Lean(
-        "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
-        "readers sleep where every core computes",
-        takes=("timeout_ms",),
-        reads=("self.busy_loop_s", "self.last_read"),
-    ),
-)
-
 _SETTINGS = (
     Lean(
         f"{_CONFIG}:VllmConfig",
@@ -386,4 +377,4 @@ _SERVER = (
     ),
 )
 
-LEANS = (*PLUGIN, *_PLATFORMS, *_WAITING, *_SETTINGS, *_ATTENTION, *_WORKERS, *_GROUPS, *_STEPS, *_SERVER)
+LEANS = (*PLUGIN, *_PLATFORMS, *_SETTINGS, *_ATTENTION, *_WORKERS, *_GROUPS, *_STEPS, *_SERVER)

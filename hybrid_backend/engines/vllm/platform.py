@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,13 +9,12 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, PARKING_SCHEDULER, SCHEDULER, waiting
+from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, PARKING_SCHEDULER, SCHEDULER
 from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.compat import check_engine
 from hybrid_backend.engines.vllm.memory import size_host_pool
 from hybrid_backend.engines.vllm.parking import choose_parking
 from hybrid_backend.engines.vllm.settings import attach_config, chosen
-from hybrid_backend.workers.cpus import Topology
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,8 +37,7 @@ class HybridCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        if prepare(vllm_config, super().check_and_update_config, CPU_WORKER) is not None:
-            waiting.choose(Topology.read().one_per_core(os.sched_getaffinity(0)))
+        prepare(vllm_config, super().check_and_update_config, CPU_WORKER)
 
 
 def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker_cls: str) -> HybridConfig | None:

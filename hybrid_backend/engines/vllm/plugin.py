@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hybrid_backend.engines.vllm import waiting
 from hybrid_backend.engines.vllm.compat import can_register
 
 
@@ -14,7 +13,6 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, "hybrid_backend.engines.vllm.backend.HybridBackend")
-    waiting.apply()
 
 
 def detect() -> str | None:
