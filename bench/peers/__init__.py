@@ -7,8 +7,8 @@
 
 Every peer is an OpenAI-compatible server with the same threads, asked by the same client, one at a time, in turns that
 change their order; the others are up and idle. A prompt is a list of token ids that no server has seen: its time to the
-first token gives the prefill rate. Then the same prompts are asked again, a batch at once, and the median gap between a
-stream's tokens gives the decode rate (what is timed is decoding: the prompts come from each server's prefix cache).
+first token gives the prefill rate. Then the same prompts are asked again, a batch at once: they come from each server's
+prefix cache, so that what is timed is decoding. The median time that a stream takes for eight tokens gives its rate.
 Prints a markdown table and writes it and all samples into bench/out/. A peer that cannot be started is named with the
 reason; rows in which we lose are marked. See docs/peers.md.
 """

@@ -14,7 +14,7 @@ LAUNCHER = Path(__file__).with_name("llamacpp_server.py")
 OWN_KV = "f16"  # what its cache holds unless told otherwise
 
 
-def equal(setup: Setup) -> AbstractContextManager[Server]:
+def same_kv(setup: Setup) -> AbstractContextManager[Server]:
     kind = DTYPES[setup.dtype]
     return _server(setup, kind, kind.lower())
 

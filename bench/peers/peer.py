@@ -31,7 +31,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Peer:
-    """``equal``: weights and KV in the run's dtype; else it is as people run it, and ``what`` says how."""
+    """``equal``: weights in the run's dtype; else it is as people run it, and ``what`` says how."""
 
     name: str
     what: str  # may say {dtype}

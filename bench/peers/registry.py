@@ -10,11 +10,11 @@ from bench.peers.peer import Peer
 PEERS = (
     Peer("hybrid-sparse", "{dtype}, our default configuration", True, vllm.sparse, ours=True),
     Peer("hybrid-dense", "{dtype}, `sparse: never`", True, vllm.dense, ours=True),
-    Peer("llamacpp", "{dtype} weights and KV", True, llamacpp.equal),
+    Peer("llamacpp", "{dtype} weights, KV f16 (its default)", True, llamacpp.own_kv),
+    Peer("llamacpp-same-kv", "{dtype} weights and KV", True, llamacpp.same_kv),
     Peer("vllm", "{dtype}, compiled, all cores", True, vllm.stock),
     Peer("sglang", "{dtype}, torch_native", True, sglang.stock),
     Peer("openvino", "F16 file, computed in {dtype}, KV {dtype}", True, openvino.equal),
-    Peer("llamacpp-f16kv", "{dtype} weights, KV f16 (its default)", False, llamacpp.own_kv),
     Peer("llamacpp-q8", "Q8_0 weights, KV f16", False, llamacpp.q8),
     Peer("llamacpp-shipped", "the catalogue's GGUF (4 bits), KV f16", False, llamacpp.shipped),
     Peer("openvino-shipped", "the catalogue's GGUF (4 bits), its own defaults", False, openvino.shipped),

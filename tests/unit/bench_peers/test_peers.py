@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ def test_peers_are_chosen_by_name_or_group_in_the_tables_order() -> None:
 
 
 def test_a_row_says_what_the_peer_computes_with() -> None:
-    assert describe("llamacpp", "bfloat16") == "bfloat16 weights and KV" and describe("mine", "float32") == ""
+    assert describe("llamacpp-same-kv", "bfloat16") == "bfloat16 weights and KV" and describe("mine", "float32") == ""
 
 
 @pytest.mark.parametrize(
@@ -74,11 +75,16 @@ def test_quick_is_small_and_an_option_wins_over_it() -> None:
     assert (quick.depths, quick.batches, quick.rounds) == ([300, 900], [1], 3)
 
 
-def test_decode_rate_is_that_of_the_median_gap_over_all_streams() -> None:
+def test_decode_rate_is_that_of_the_median_span_over_all_streams() -> None:
     steady = [1.0, 1.1, 1.2, 1.3, 1.4]
     disturbed = [1.0, 1.1, 3.1, 3.2, 3.3]  # one gap is of something else
     assert decode_rate("a", [answer(steady, 5)], 5) == pytest.approx(10)
     assert decode_rate("a", [answer(steady, 5), answer(disturbed, 5)], 5) == pytest.approx(20)
+    # Steps of 18 ms, heard of at ticks of 4 ms: most gaps are 20 ms.
+    ticks = [math.ceil(i * 0.018 / 0.004 - 1e-9) * 0.004 for i in range(48)]
+    assert decode_rate("a", [answer(ticks, 48)], 48) == pytest.approx(1 / 0.018, rel=0.02)
+    late = [at + (2.0 if i > 20 else 0) for i, at in enumerate(ticks)]
+    assert decode_rate("a", [answer(late, 48)], 48) == pytest.approx(1 / 0.018, rel=0.02), "one gap moves nothing"
     lumps = [1.0, 1.4, 1.8]  # two tokens an event
     assert decode_rate("a", [answer(lumps, 5)], 5) == pytest.approx(5)
 
