@@ -25,7 +25,12 @@ from tests.engines.server import MODEL, Server, executable, free_port, hybrid_se
 from tests.engines.texts import english
 from tests.support.models import write_llama
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        "HYBRID_TEST_DISAGGREGATED" not in os.environ, reason="has never run to its end: not proven yet"
+    ),
+]
 
 PAGE, TOKENS = 32, 12
 # One token less than whole pages, as many, one and two more.
