@@ -89,7 +89,7 @@ def test_the_lookahead_runs_inside_the_traced_model(server: Server) -> None:
 def test_the_status_page_in_the_server_shows_what_it_does(server: Server) -> None:
     prompt = english(2500)
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(server.complete, prompt, 64) for _ in range(2)]
+        asked = [pool.submit(server.complete, prompt, 256) for _ in range(2)]
         assert httpx.get(f"{server.url}/v1/models").status_code == 401, "the engine's own rules still hold"
         assert "hybrid status" in httpx.get(server.url + PAGE).text
         running = []
