@@ -39,7 +39,7 @@ _PLATFORMS = (
         takes=("selected_backend", "attn_selector_config", "num_heads"),
     ),
     Lean("vllm.v1.attention.selector:AttentionSelectorConfig", "type of an argument"),
-    Lean("vllm.platforms.interface:Platform.validate_request", "budgets of requests"),
+    Lean("vllm.platforms.interface:Platform", "budgets of requests", has=("validate_request",)),
     Lean("vllm.sampling_params:SamplingParams", "budgets of requests", has=("extra_args",)),
     Lean("vllm.exceptions:VLLMValidationError", "a refusal with status 400", passes=("message", "parameter")),
     Lean("vllm.platforms.cpu:CpuPlatform.check_and_update_config", "where we refuse", takes=("vllm_config",)),

