@@ -6,6 +6,7 @@
 
 #include "exp2_avx512.h"
 #include "isa.h"
+#include "sums_avx512.h"
 namespace {
 typedef float vf __attribute__((vector_size(64), may_alias));
 struct Two {
@@ -34,20 +35,6 @@ static inline __attribute__((always_inline)) Two load_half_pair_of(int type, con
 static inline __attribute__((always_inline)) vf exp2_of(vf x) { return (vf)exp2_avx512((__m512)x); }
 
 #define HAVE_REDUCE
-// Sixteen vectors of sixteen lanes -> one vector of their sums, by a transposing tree of additions.
-static inline __attribute__((always_inline)) __m512 sums_of(__m512* a) {
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++)
-    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    const __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
-    a[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-  }
-  const __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xdd));
-  const __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(a[2], a[3], 0x88), _mm512_shuffle_f32x4(a[2], a[3], 0xdd));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(y, z, 0x88), _mm512_shuffle_f32x4(y, z, 0xdd));
-}
 template <int HEADS, int TOKENS>
 static inline __attribute__((always_inline)) void reduce(vf (&acc)[HEADS][TOKENS], float* s, int s_stride) {
   __m512 flat[16];

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "isa.h"
+#include "sums_avx512.h"
 
 namespace {
 
@@ -35,7 +36,7 @@ void vnni_byte_dots(const ByteWeights* w, const uint8_t* const* rows, const uint
 }
 
 // Sixteen vectors of sixteen lanes -> one vector of their sums, by a transposing tree of additions.
-inline __attribute__((always_inline)) __m512i sums_of(__m512i* a) {
+inline __attribute__((always_inline)) __m512i sums_of_integers(__m512i* a) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++)
     a[i] =
@@ -85,7 +86,7 @@ void vnni_byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows
           _mm_setr_ps(((const float*)(rows[0] + w->scales_at))[s], ((const float*)(rows[1] + w->scales_at))[s],
                       ((const float*)(rows[2] + w->scales_at))[s], ((const float*)(rows[3] + w->scales_at))[s]);
       const __m512i centred =
-          _mm512_sub_epi32(sums_of(sum), _mm512_permutexvar_epi32(by_head, _mm512_castsi128_si512(bias)));
+          _mm512_sub_epi32(sums_of_integers(sum), _mm512_permutexvar_epi32(by_head, _mm512_castsi128_si512(bias)));
       const __m512 factor =
           _mm512_mul_ps(_mm512_broadcast_f32x4(scale), _mm512_permutexvar_ps(by_head, _mm512_castps128_ps512(step)));
       total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(centred), factor, total);
@@ -93,20 +94,6 @@ void vnni_byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows
     const int left = heads - first;
     _mm512_mask_storeu_ps(out + first * kScoreTile, left >= 4 ? 0xffff : (1 << 4 * left) - 1, total);
   }
-}
-
-inline __attribute__((always_inline)) __m512 float_sums_of(__m512* a) {
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++)
-    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    const __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
-    a[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-  }
-  const __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xdd));
-  const __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(a[2], a[3], 0x88), _mm512_shuffle_f32x4(a[2], a[3], 0xdd));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(y, z, 0x88), _mm512_shuffle_f32x4(y, z, 0xdd));
 }
 
 // 2^x to 3 %, by its bits: y is x in steps of the mantissa, with the exponent's bias (Schraudolph, Neural Computation 11,
@@ -131,9 +118,9 @@ inline __attribute__((always_inline)) void code_sums_of(const CodeQuery* q, int 
   for (int i = 0; i < 16; i++) flat[i] = _mm512_setzero_ps();
 #pragma GCC unroll 4
   for (int i = 0; i < kScoreTile; i++) {
-    const uint8_t* planes = pages[i].planes;
     const __m512 unit = _mm512_set1_ps(pages[i].unit);
     for (int b = 0; b < q->blocks; b++) {
+      const uint8_t* planes = pages[i].planes + (int64_t)b * 16 * q->planes;
       __m512i bytes[HEADS], sums[HEADS];
 #pragma GCC unroll 4
       for (int g = 0; g < HEADS; g++) bytes[g] = sums[g] = _mm512_setzero_si512();
@@ -145,10 +132,10 @@ inline __attribute__((always_inline)) void code_sums_of(const CodeQuery* q, int 
           bytes[g] = _mm512_setzero_si512();
         }
       };
-      for (int p = 0; p < q->planes; p += 4, planes += 16 * 4) {
+      for (int p = 0; p < q->planes; p += 4) {
         if (p && p % 12 == 0) add();
         const int left = q->planes - p;
-        const __m512i codes = _mm512_maskz_loadu_epi32(left >= 4 ? 0xffff : (1 << 4 * left) - 1, planes);
+        const __m512i codes = _mm512_maskz_loadu_epi32(left >= 4 ? 0xffff : (1 << 4 * left) - 1, planes + p * 16);
         const __m512i low = _mm512_and_si512(codes, low_half);
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low_half);
 #pragma GCC unroll 4
@@ -159,7 +146,6 @@ inline __attribute__((always_inline)) void code_sums_of(const CodeQuery* q, int 
           bytes[g] = _mm512_add_epi8(bytes[g], sum);
         }
       }
-      planes -= (q->planes + 3) / 4 * 64 - 16 * q->planes;
       add();
       const __m128i scales = _mm_loadu_si128((const __m128i*)(pages[i].scales + 16 * b));
       const __m512 scale = _mm512_mul_ps(unit, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(scales)));
@@ -173,7 +159,7 @@ inline __attribute__((always_inline)) void code_sums_of(const CodeQuery* q, int 
       }
     }
   }
-  _mm512_mask_storeu_ps(out, (1 << HEADS * kScoreTile) - 1, float_sums_of(flat));
+  _mm512_mask_storeu_ps(out, (1 << HEADS * kScoreTile) - 1, sums_of(flat));
 }
 
 void vnni_code_sums(const CodeQuery* q, const CodePage* pages, float* sums) {
