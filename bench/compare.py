@@ -24,6 +24,7 @@ from bench.fidelity import follow
 from hybrid_backend.config import find_config, load_config
 from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
 from hybrid_backend.tools.hub import fetch
+from hybrid_backend.tools.plan.model import find_shape
 from tests.engines.server import MODEL, Server, hybrid_server, stock_server
 from tests.engines.texts import tokens_of_prose
 
@@ -81,9 +82,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=6900)
     parser.add_argument("--budget", type=int, default=1024, help="tokens; of hgca the window")
     arguments = parser.parse_args()
-    shape = json.loads((fetch(MODEL) / "config.json").read_text())
-    head_dim = shape["hidden_size"] // shape["num_attention_heads"]
-    kv_bytes = 2 * shape["num_key_value_heads"] * head_dim * 2  # one token of one layer in bf16
+    kv_bytes = find_shape(MODEL, "bfloat16").token_bytes
     results: dict[str, dict[str, Any]] = {}
     table = Table(
         "method", "same token", "KL (nats)", "mass", "device MB", "CPU reads MB/token", "copies MB/token",

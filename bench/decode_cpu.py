@@ -25,13 +25,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
 
 from hybrid_backend.config import HybridConfig, apply_overrides, config_from_mapping, find_config, load_mapping
 from hybrid_backend.tools.hub import fetch
+from hybrid_backend.tools.plan.model import find_shape
 from tests.engines.server import MODEL, Server, hybrid_server, stock_server
 from tests.engines.sglang import server as sglang
 from tests.engines.texts import tokens_of_prose
@@ -119,11 +119,8 @@ def main() -> None:
             os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the servers import bench.shapes
             model = shapes.write_shape(arguments.shape, place)
             flags += shapes.FLAGS
-        shape = json.loads((model / "config.json").read_text())
-        head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-        layers = shape["num_hidden_layers"]
-        element = getattr(torch, arguments.dtype).itemsize
-        kv_bytes = layers * shape["num_key_value_heads"] * head_dim * 2 * element
+        shape = find_shape(str(model), arguments.dtype)
+        layers, kv_bytes = shape.layers, shape.layers * shape.token_bytes
         tokens = int((max(contexts) + 256) * max(batches) * 1.1)
         mapping = apply_overrides(load_mapping(find_config(str(model))), arguments.set)
         config = config_from_mapping(mapping, "bench")

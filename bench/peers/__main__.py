@@ -23,6 +23,7 @@ from bench.peers.table import table, verdict
 from hybrid_backend.errors import HybridError
 from hybrid_backend.tools.bench.client import Endpoint, find_endpoint
 from hybrid_backend.tools.hub import fetch
+from hybrid_backend.tools.plan.model import find_shape
 from tests.engines.server import MODEL
 from tests.engines.texts import tokens_of_prose
 
@@ -73,16 +74,14 @@ def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
 
 def setup_of(given: argparse.Namespace, place: Path) -> Setup:
     folder = fetch(given.model)
-    shape = json.loads((folder / "config.json").read_text())
+    shape = find_shape(str(folder), given.dtype)
     length = max(*given.depths, given.tokens + WARM_UP) + given.tokens + 32
-    if length > shape["max_position_embeddings"]:
-        raise HybridError(f"--depths: {given.model} takes {shape['max_position_embeddings']} tokens, not {length}")
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    element = 4 if given.dtype == "float32" else 2
-    token = shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim * 2 * element
+    if shape.max_context is not None and length > shape.max_context:
+        raise HybridError(f"--depths: {given.model} takes {shape.max_context} tokens, not {length}")
     return Setup(
         model=given.model, folder=folder, dtype=given.dtype, length=length, batch=max(given.batches),
-        kv_bytes=int(token * length * max(given.batches) * 1.1), threads=given.threads, place=place,
+        kv_bytes=int(shape.layers * shape.token_bytes * length * max(given.batches) * 1.1),
+        threads=given.threads, place=place,
         peers_python=given.peers_python, sglang_python=given.sglang_python, native=given.native,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from bench.peers.measure import Point
+from hybrid_backend.tools.bench.spread import spread
 
 LONG, LONGER = 4000, 7000  # tokens of context from which we mean to be faster, and by GOAL
 GOAL = 1.5
@@ -21,9 +22,9 @@ def table(points: Sequence[Point], describe: Callable[[str], str]) -> str:
     for depth, batch in _places(points):
         here = {point.peer: point for point in points if (point.depth, point.batch) == (depth, batch)}
         for name, point in here.items():
-            cells = [f"{depth:,}", str(batch), name, describe(name), _spread(point.decode)]
+            cells = [f"{depth:,}", str(batch), name, describe(name), spread(point.decode, 1)]
             cells += [_cell(here, mine, name, lambda p: p.decode) for mine in ours]
-            cells.append(_spread(point.prefill))
+            cells.append(spread(point.prefill, 1))
             cells += [_cell(here, ours[0], name, lambda p: p.prefill)] if ours else []
             lines.append(cells)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
@@ -62,10 +63,3 @@ def _cell(here: Mapping[str, Point], mine: str, name: str, rates: Callable[[Poin
         return ""
     value = ratio(rates(here[mine]), rates(here[name]))
     return f"{value:.2f}" if value >= 1 else f"**{value:.2f}, slower**"
-
-
-def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    middle = f"{statistics.median(values):.1f}"
-    return middle if len(values) == 1 else f"{middle} ({min(values):.1f}..{max(values):.1f})"

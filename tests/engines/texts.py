@@ -6,13 +6,14 @@ from functools import cache
 from typing import Any
 
 from hybrid_backend.tools.bench.accuracy.words import text
+from hybrid_backend.tools.bench.servers import DEMO
 from hybrid_backend.tools.hub import fetch
 
 PROSE = text()
 
 
 @cache
-def tokenizer(model: str = "smollm2-135m-instruct") -> Any:
+def tokenizer(model: str = DEMO) -> Any:
     """Of a model of the catalog."""
     from transformers import AutoTokenizer
 
@@ -20,7 +21,7 @@ def tokenizer(model: str = "smollm2-135m-instruct") -> Any:
 
 
 @cache
-def _ids(model: str = "smollm2-135m-instruct") -> list[int]:
+def _ids(model: str = DEMO) -> list[int]:
     return list(tokenizer(model)(PROSE).input_ids)
 
 
@@ -29,7 +30,7 @@ def english(tokens: int, start: int = 0) -> str:
     return str(tokenizer().decode(_ids()[start : start + tokens]))
 
 
-def tokens_of_prose(count: int, start: int = 0, model: str = "smollm2-135m-instruct") -> list[int]:
+def tokens_of_prose(count: int, start: int = 0, model: str = DEMO) -> list[int]:
     """``count`` token ids of the prose, from token ``start``; wraps around at the end."""
     ids = _ids(model)
     first = start % (len(ids) - count)

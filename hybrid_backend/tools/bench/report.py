@@ -29,7 +29,7 @@ def rows(replays: Sequence[Replay], limits: Mapping[str, float]) -> list[dict[st
         mine = [run for run in replays if run.endpoint == name]
         answers = [answer for run in mine for answer in run.answers]
         done = [answer for answer in answers if not answer.error]
-        told = [answer for answer in done if answer.cached_tokens is not None]
+        counted = [answer for answer in done if answer.cached_tokens is not None]
         figures = _figures(mine, limits)
         first = {run.repeat: _rate(run) for run in replays if run.endpoint == names[0]}
         figures["times_first"] = [_rate(run) / first[run.repeat] for run in mine if first.get(run.repeat)]
@@ -41,8 +41,8 @@ def rows(replays: Sequence[Replay], limits: Mapping[str, float]) -> list[dict[st
                 **{key: statistics.median(values) if values else None for key, values in figures.items()},
                 "range": {key: [min(values), max(values)] for key, values in figures.items() if values},
                 "prompt_tokens_most": max((a.prompt_tokens for a in done), default=0),
-                "cached": sum(a.cached_tokens or 0 for a in told) / max(1, sum(a.prompt_tokens for a in told))
-                if told
+                "cached": sum(a.cached_tokens or 0 for a in counted) / max(1, sum(a.prompt_tokens for a in counted))
+                if counted
                 else None,
             }
         )

@@ -86,7 +86,7 @@ def cwe(seed: int, budget: int, tokenizer: Tokenizer) -> Task:
         entries = entries[: max(units, COMMON * each)]
         rng.shuffle(entries)
         numbered = " ".join(f"{i}. {word}" for i, word in enumerate(entries, 1))
-        lead = f"{filler(rng.randrange(len(prose_words())), words)}\n\n" if words else ""
+        lead = _lead(rng, words)
         return Draft(
             context=f"{lead}A numbered list of words follows. Some of them appear more often than the others. Remember "
             f"those that appear most often.\n\n{numbered}",
@@ -108,7 +108,7 @@ def fwe(seed: int, budget: int, tokenizer: Tokenizer) -> Task:
         ranked = [DOTS] + [next(coded) for _ in counts[1:]]
         entries = [word for word, count in zip(ranked, counts, strict=True) for _ in range(count)]
         rng.shuffle(entries)
-        lead = f"{filler(rng.randrange(len(prose_words())), words)}\n\n" if words else ""
+        lead = _lead(rng, words)
         return Draft(
             context=f"{lead}A coded text follows. Count how often each coded word appears in it; ignore the dots "
             f"'{DOTS}'.\n\n{' '.join(entries)}",
@@ -118,6 +118,11 @@ def fwe(seed: int, budget: int, tokenizer: Tokenizer) -> Task:
         )
 
     return fitted("fwe", budget, tokenizer, build, metric="match_all", least=60)
+
+
+def _lead(rng: random.Random, words: int) -> str:
+    """So many words of prose before the list, from anywhere."""
+    return f"{filler(rng.randrange(len(prose_words())), words)}\n\n" if words else ""
 
 
 def _zeta_counts(total: int) -> list[int]:

@@ -118,8 +118,8 @@ class Driver:
         self.results, self.dense = Results(out / "results.jsonl"), DenseAnswers(out / "dense")
         self.tokenizer = ModelTokenizer(plan.directory)
         self.cases = list(cases(plan, self.tokenizer))
-        config = find_config(plan.model)
-        self.page, self.exact = load_config(config).page_size, set(load_config(config).exact_layers)
+        config = load_config(find_config(plan.model))
+        self.page, self.exact = config.page_size, set(config.exact_layers)
         self.done, self.asked, self.started = 0, 0, time.monotonic()
 
     def tokens(self, budget: float, case: Case) -> int:
@@ -153,13 +153,12 @@ class Driver:
 
     def _missing(self, runs: Sequence[Run]) -> dict[Case, list[Key]]:
         """What is not known yet, prompt by prompt, the dense answer first."""
-        found: dict[Case, list[Key]] = {}
+        found: dict[Case, list[Key]] = {case: [] for case in self.cases}
         for method, budget in runs:
             for key, case in self.keys(method, budget):
                 if key not in self.results or (method == STOCK and key not in self.dense):
-                    found.setdefault(case, []).append(key)
-        at = {case: number for number, case in enumerate(self.cases)}
-        return dict(sorted(found.items(), key=lambda entry: at[entry[0]]))
+                    found[case].append(key)
+        return {case: keys for case, keys in found.items() if keys}
 
     def _run(self, runs: Sequence[Run], missing: dict[Case, list[Key]]) -> None:
         self._check_time()
@@ -169,29 +168,29 @@ class Driver:
             meter = MassMeter(server, self.exact) if is_metered else None
             for case, keys in missing.items():
                 self._check_time()
-                if keys[0].method == STOCK:
-                    self._add(self._dense(server, keys[0], case))
-                others = [key for key in keys if key.method != STOCK]  # they find the prompt in the prefix cache
-                for result in pool.map(lambda key, case=case: self._sparse(server, key, case, meter), others):
-                    self._add(result)
+                # The first computes the prompt; the others find it in the prefix cache, and dense answers in the files.
+                for several in (keys[:1], keys[1:]):
+                    for result in pool.map(lambda key, case=case: self._answer(server, key, case, meter), several):
+                        self.results.add(result)
+                        self._tell(result)
 
-    def _add(self, result: Result) -> None:
-        self.results.add(result)
-        self._tell(result)
+    def _answer(self, server: Server, key: Key, case: Case, meter: MassMeter | None) -> Result:
+        began = time.monotonic()
+        result = self._dense(server, key, case) if key.method == STOCK else self._sparse(server, key, case, meter)
+        return replace(result, seconds=round(time.monotonic() - began, 2))
 
     def _check_time(self) -> None:
         if time.monotonic() > self.plan.deadline:
             raise OutOfTime
 
     def _dense(self, server: Server, key: Key, case: Case) -> Result:
-        began = time.monotonic()
         answer = ask(server, case.ids, case.task.max_tokens, budget=EVERYTHING if self.plan.in_place else 0)
         self.dense.put(key, replace(answer, logprobs=answer.logprobs[: self.plan.fidelity_tokens]))
         text = self.tokenizer.text(answer.tokens)
-        return Result(key, score(case.task, text), text, seconds=round(time.monotonic() - began, 2))
+        return Result(key, score(case.task, text), text)
 
     def _sparse(self, server: Server, key: Key, case: Case, meter: MassMeter | None) -> Result:
-        began, dense = time.monotonic(), self.dense.get(key)
+        dense = self.dense.get(key)
         budget = self.tokens(key.budget, case) if self.plan.in_place else 0
         decoded = self.plan.question == "decode"
         prompt, question = (case.ids[: case.split], case.ids[case.split :]) if decoded else (case.ids, ())
@@ -206,8 +205,7 @@ class Driver:
         near = fidelity(dense.logprobs, followed[:wanted], first=0 if decoded else 1)
         text = self.tokenizer.text(mine)
         mass = meter.since_last(steps) if meter is not None else None
-        seconds = round(time.monotonic() - began, 2)
-        return Result(key, score(case.task, text), text, near.kl, near.agreement, near.positions, mass, seconds)
+        return Result(key, score(case.task, text), text, near.kl, near.agreement, near.positions, mass)
 
     def _server(self, method: str, budget: float) -> AbstractContextManager[Server]:
         plan, logs = self.plan, self.out / "logs"

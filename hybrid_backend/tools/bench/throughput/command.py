@@ -127,13 +127,12 @@ def _started(
     from hybrid_backend.tools.bench.client import Endpoint
     from hybrid_backend.tools.bench.servers import DEMO, ended_in_order, hybrid_server, stock_server
     from hybrid_backend.tools.hub import fetch
+    from hybrid_backend.tools.plan.model import find_shape
 
     model = fetch(DEMO)
-    shape = json.loads((model / "config.json").read_text())
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    token = shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim * 2 * 4  # bytes of KV, in fp32
+    shape = find_shape(str(model), "float32")  # the most that KV may take
     length = workload.input_length + workload.output_length + 64
-    memory = int(token * length * batch * 1.1)
+    memory = int(shape.layers * shape.token_bytes * length * batch * 1.1)
     flags = ["--dtype", dtype, "--max-num-seqs", str(batch), "--max-model-len", str(length)]
     flags += ["--no-enforce-eager"]  # stock's default, on machines of few cores too
     stock = stock_server(logs, model, [*flags, "--kv-cache-memory-bytes", str(memory)])

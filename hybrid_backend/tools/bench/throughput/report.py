@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hybrid_backend.tools.bench.spread import spread
 from hybrid_backend.tools.bench.throughput.point import Point
 
 _HEAD = (
@@ -86,12 +87,9 @@ def _of(points: Sequence[Point], name: str, rate: float | None) -> list[Point]:
 
 
 def _spread(points: Sequence[Point], value: Callable[[Point], float], digits: int) -> str:
-    values = [value(point) for point in points]
-    middle = f"{statistics.median(values):.{digits}f}"
-    return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f}..{max(values):.{digits}f})"
+    return spread([value(point) for point in points], digits)
 
 
 def _ratio(mine: Sequence[Point], first: Sequence[Point]) -> str:
-    ratios = [a.output_tokens_per_second / b.output_tokens_per_second for a, b in zip(mine, first, strict=True)]
-    middle = f"{statistics.median(ratios):.2f}"
-    return middle if len(ratios) == 1 else f"{middle} ({min(ratios):.2f}..{max(ratios):.2f})"
+    pairs = zip(mine, first, strict=True)
+    return spread([a.output_tokens_per_second / b.output_tokens_per_second for a, b in pairs], 2)
