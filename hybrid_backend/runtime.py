@@ -51,10 +51,10 @@ class HybridRuntime:
         among the engine's on this machine, rank i on GPU i."""
         config.validate_for(model.num_layers)
         host = HostPool(kv_layers, device_views)
-        full = next((layer for layer in range(model.num_layers) if model.window(layer) is None), None)
-        if full is None:
+        self._full_layers = [layer for layer in range(model.num_layers) if model.window(layer) is None]
+        if not self._full_layers:
             raise ConfigError("every layer has a sliding window: nothing to offload; use the engine's own backend")
-        page_size = host.layers[full].shape[3]
+        page_size = host.layers[self._full_layers[0]].shape[3]
         if page_size != config.page_size:
             raise ConfigError(
                 f"page_size: {config.page_size} is unlike the engine's block size {page_size}; "
@@ -65,7 +65,6 @@ class HybridRuntime:
         self.config = config
         self.model = model
         self._stats = Stats.of(model.num_layers)
-        self._full_layers = [layer for layer in range(model.num_layers) if model.window(layer) is None]
         layout, operations = method.layout(config, model, device), resolve_operations(config, device)
         by_itself = are_launches(config, device)
         flashinfer = resolve_flashinfer(config, model, operations, device)

@@ -293,9 +293,7 @@ _GROUPS = (
     Lean("vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec", _ON_THE_GPU, takes=()),
     Lean("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", _ON_THE_GPU, takes=()),
     Lean("vllm.v1.worker.worker_base:CompilationTimes", "type of a result"),
-    Lean(
-        "vllm.v1.core.sched.output:NewRequestData", "blocks, budgets", has=("block_ids", "sampling_params")
-    ),
+    Lean("vllm.v1.core.sched.output:NewRequestData", "blocks, budgets", has=("block_ids", "sampling_params")),
     Lean("vllm.v1.core.sched.output:CachedRequestData", _ON_THE_GPU, has=("new_block_ids",)),
     Lean(
         "vllm.v1.worker.utils:allocate_kv_cache",

@@ -22,7 +22,6 @@ from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead
 from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, checked
 from hybrid_backend.engines.vllm.parking import forgo_parking, parks_rows
-from hybrid_backend.engines.vllm.stock_pages import to_ours
 from hybrid_backend.errors import EngineError
 from hybrid_backend.execution.operations import are_launches
 from hybrid_backend.methods import resolve_method
@@ -274,6 +273,9 @@ class Session:
 
     def imported(self, pages: Tensor, tokens: Tensor | None = None) -> None:
         """A connector has brought pages from a server with vLLM's own CPU backend. (`HybridRuntime.imported`)"""
+        # Not at the top: it is of the CPU engine alone.
+        from hybrid_backend.engines.vllm.stock_pages import to_ours
+
         for layer in self.runtime.tiers.host.layers:
             to_ours(layer, pages)
         self.runtime.imported(pages, tokens)
