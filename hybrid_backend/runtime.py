@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hybrid_backend.attention.in_place import InPlacePrompts
 from hybrid_backend.attention.local import LocalLayers, decode_windows
 from hybrid_backend.attention.prefill import windowed
 from hybrid_backend.config import HybridConfig
@@ -74,6 +75,8 @@ class HybridRuntime:
         self.executor = make_executor(self.method, config, model, self.tiers, self.workers, self._stats)
         native = device.type == "cpu" and kernel_name(config.workers.kernel) == "native"
         self._local = LocalLayers.of(model, host.layers) if native else None
+        self._local_prompts = InPlacePrompts.of(model, host.layers) if native else None
+        self._prompts = None if layout.separate else self._local_prompts
         self._steps = 0
         self._open: Step | None = None
 
@@ -163,13 +166,17 @@ class HybridRuntime:
         self.method.append(layer, pages, offsets, k, v)
         if len(rows) > 1 and any(row.has_earlier_tokens for row in rows):
             tiers.write_back.join()  # a row may find its prefix in pages that another one writes just now
-        owns = tiers.prompts.own(q, k, v, [(row.start, row.end) for row in rows])
-        for row, own in zip(rows, owns, strict=True):
+        owns = [] if self._prompts else tiers.prompts.own(q, k, v, [(row.start, row.end) for row in rows])
+        for i, row in enumerate(rows):
             mine = slice(row.start, row.end)
             if tiers.has_digests(layer):
                 assert tiers.digests is not None
                 tiers.digests.extend(layer, row, k[mine], tiers.write_back.join)
-            out[mine] = self.method.prefill(layer, row, q[mine], own)
+            if self._prompts is not None:
+                self._prompts.attend(layer, row, q, out)
+            else:
+                out[mine] = self.method.prefill(layer, row, q[mine], owns[i])
+            self.method.saw_prompt(layer, row, q[mine])
             self.executor.saw_prompt(layer, row, q[mine])
 
     def _forward_local(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -182,6 +189,9 @@ class HybridRuntime:
             new, at = self._whole_tokens(step, k, v), (step.write_pages, step.write_offsets)
             self.tiers.operations.append_tokens(*new, self.tiers.host.views[layer], *at)
         for row in step.prefill:
+            if self._local_prompts is not None:
+                self._local_prompts.attend(layer, row, q, out)
+                continue
             mine = slice(row.start, row.end)
             out[mine] = windowed(q[mine], blocks, row.pages, row.seq_len, heads, scale, window, sinks)
         if rows is None:

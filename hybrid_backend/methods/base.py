@@ -137,10 +137,13 @@ class Method(ABC):
         index that they may have decoded with."""
 
     def prefill(self, layer: int, row: PrefillRow, q: Tensor, own: Partial) -> Tensor:
-        """Exact attention of a prompt chunk: ``[chunk, heads, head_dim]`` in, the same shape out. ``own``: what it
-        attends of itself (`Prompts.own`)."""
+        """Exact attention of a prompt chunk that is not attended in place: ``[chunk, heads, head_dim]`` in, the same
+        shape out. ``own``: what it attends of itself (`Prompts.own`)."""
         before = self.prefix(layer, row.pages, row.seq_len - len(q))
         return self.tiers.prompts.attend(q, own, before, self.model.sink(layer))
+
+    def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
+        """A prompt chunk was attended in a layer, with ``q`` ``[chunk, heads, head_dim]``."""
 
     def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """New tokens are in the host pool. ``pages``, ``positions``: ``[tokens]`` host page (int32, -1: none) and

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.partial import Partial
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.methods.base import Method, OwnMemory, is_separate, staging_tokens
 from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step, sent
@@ -123,13 +122,12 @@ class Hgca(Method):
 
     # --- prompts and requests ---
 
-    def prefill(self, layer: int, row: PrefillRow, q: Tensor, own: Partial) -> Tensor:
+    def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         if layer in self.tiers.cache.stores:
             held, most = self._queries.setdefault(row.request_id, {}), self.config.hgca.append_queries
             tokens, before = held.get(layer, (-1, q))
             goes_on = tokens == row.seq_len - len(q)  # else the prompt begins, perhaps once more
             held[layer] = row.seq_len, torch.cat([before, q])[-most:] if goes_on else q[-most:].clone()
-        return super().prefill(layer, row, q, own)
 
     def begin_step(self, step: Step) -> None:
         for row in step.prefill:  # it computes prompt tokens again: what was judged is out of date

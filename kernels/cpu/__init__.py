@@ -10,6 +10,7 @@ from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu.decode import Decoder, decodes, openmp_entry
 from hybrid_backend.kernels.cpu.library import isas, native
 from hybrid_backend.kernels.cpu.mailbox import STEPS, Mailboxes, QuestionBoxes, RequestBoxes
+from hybrid_backend.kernels.cpu.operations import attend_prompt
 from hybrid_backend.kernels.cpu.partial import NativeTicket, Pool, partial
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Pool",
     "QuestionBoxes",
     "RequestBoxes",
+    "attend_prompt",
     "available",
     "decodes",
     "isas",

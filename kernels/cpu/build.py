@@ -35,6 +35,7 @@ ISA_FLAGS = {
     "avx2": _AVX2,
     "avx2_bytes": _AVX2,
     "avx512": _AVX512,
+    "avx512_bf16": [*_AVX512, "-mavx512bf16"],
     "vnni": [*_AVX512, "-mavx512vnni"],
     "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
 }

@@ -169,6 +169,7 @@ OPERATIONS = {
     "hb_union_pages": Struct(f"6P5q{_TEAM}"),
     "hb_paged_partial": Struct(f"{_PAGED}5P7q{_TEAM}d"),
     "hb_merge_partials": Struct(f"7P6q{_TEAM}"),
+    "hb_attend_prompt": Struct(f"{_PAGED}4P8q{_TEAM}d"),
     "hb_page_weights": Struct(f"{_PAGED}6P8q{_TEAM}2d"),
     "hb_note_scores": Struct(f"{_MAPS}4P5q"),
     "hb_plan_recall": Struct(f"{_MAPS}{_COPIES}12P8q"),

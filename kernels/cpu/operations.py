@@ -200,6 +200,34 @@ def merge_partials(
     return merged, merged_lse
 
 
+def attend_prompt(
+    q: Tensor, kv: Tensor, pages: Tensor, seq_len: int, scale: float, window: int | None, sinks: Tensor | None,
+    out: Tensor, isa: str | None = None,
+) -> None:  # fmt: skip
+    """Exact causal attention of a prompt's newest tokens over pages in place, which have their keys and values already.
+
+    Args:
+        q: ``[tokens, heads, head_dim]`` of the cache's type, rows may lie apart; the last of ``seq_len`` tokens.
+        kv: ``[pages, kv_heads, 2, page_size, head_dim]``.
+        pages: ``[n]`` int32 of the sequence; those that no window reaches are not looked at.
+        window: tokens that each sees at most, itself included; None: all.
+        sinks: ``[heads]`` fp32 (`attention.partial.with_sinks`), or None.
+        out: as ``q``; written.
+    """
+    tokens, heads, dim = q.shape
+    store = _paged(kv)
+    if dim != store[5]:
+        raise ValueError(f"queries of {dim} channels do not fit pages of {store[5]}")
+    if out.shape != q.shape:
+        raise ValueError(f"out must be {tuple(q.shape)} as the queries, not {tuple(out.shape)}")
+    _call(
+        "hb_attend_prompt", *store, _tokens_at(q, kv.dtype, tokens, heads * dim), _at(pages, int32),
+        0 if sinks is None else _at(sinks, float32, heads), _tokens_at(out, kv.dtype, tokens, heads * dim),
+        tokens, seq_len, pages.numel(), _group(heads, store[3]), window or 0, q.stride(0), out.stride(0),
+        lib.isa_index(isa), *_team(), scale,
+    )  # fmt: skip
+
+
 def page_weights(
     q: Tensor, kv: Tensor, ids: Tensor, places: Tensor, tokens: Tensor, lse: Tensor, average: Tensor,
     scale: float, alpha: float, largest: bool,

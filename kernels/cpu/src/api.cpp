@@ -55,6 +55,7 @@ HB_API int64_t hb_struct_size(int which) {
                                       sizeof(hb_union_pages_args),
                                       sizeof(hb_paged_partial_args),
                                       sizeof(hb_merge_partials_args),
+                                      sizeof(hb_attend_prompt_args),
                                       sizeof(hb_page_weights_args),
                                       sizeof(hb_note_scores_args),
                                       sizeof(hb_plan_recall_args),

@@ -328,6 +328,18 @@ typedef struct hb_merge_partials_args {
 } hb_merge_partials_args;
 int hb_merge_partials(const hb_merge_partials_args* args);
 
+typedef struct hb_attend_prompt_args {
+  hb_paged kv;
+  const char* q;  // [tokens, kv_heads * group, head_dim]
+  const int32_t* pages;  // [n] of the sequence
+  const float* sinks;  // [kv_heads * group] or null
+  char* out;  // as q
+  int64_t tokens, seq_len, n, group, window, q_stride, out_stride, isa;  // window: 0: none; strides in elements
+  hb_team team;
+  double scale;
+} hb_attend_prompt_args;
+int hb_attend_prompt(const hb_attend_prompt_args* args);
+
 typedef struct hb_page_weights_args {
   hb_paged kv;
   const char* q;

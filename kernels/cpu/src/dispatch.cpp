@@ -11,7 +11,7 @@ namespace {
 
 #if defined(__x86_64__)
 struct CpuFeatures {
-  bool avx2 = false, avx512 = false, vnni = false, amx = false;
+  bool avx2 = false, avx512 = false, vnni = false, bf16 = false, amx = false;
   CpuFeatures() {
     unsigned a, b, c, d, a7, b7, c7, d7;  // registers of leaf 1 and of leaf 7
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 27))) return;  // no OSXSAVE
@@ -24,6 +24,8 @@ struct CpuFeatures {
     const unsigned f_dq_bw_vl = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);
     avx512 = zmm && avx2 && (b7 & f_dq_bw_vl) == f_dq_bw_vl;
     vnni = avx512 && (c7 & (1u << 11));
+    unsigned a71, b71, c71, d71;  // of leaf 7.1
+    bf16 = avx512 && __get_cpuid_count(7, 1, &a71, &b71, &c71, &d71) && (a71 & (1u << 5));
     const unsigned tile_and_bf16 = (1u << 24) | (1u << 22);
     amx = avx512 && tiles && (d7 & tile_and_bf16) == tile_and_bf16 && may_use_tiles();
 #ifdef HB_EMULATE_TILES
@@ -96,6 +98,16 @@ ByteKernels byte_kernels_for(int isa) {
 #endif
   while (!isa_runs(isa) || !isa_at(isa).byte_dots) isa++;
   return {isa_at(isa).byte_dots, nullptr, nullptr};
+}
+
+PromptFn prompt_for(int isa, int type) {
+#if defined(__x86_64__) && defined(HB_HAVE_AVX512) && defined(HB_HAVE_AVX512_BF16)
+  const char* name = isa_at(isa).name;
+  if (type == BF16 && cpu().bf16 && name != hb_isa_avx2.name && name != hb_isa_generic.name)
+    return hb_avx512_bf16_prompt;
+#endif
+  while (!isa_runs(isa) || !isa_at(isa).prompt) isa++;
+  return isa_at(isa).prompt;
 }
 
 Kernels kernels_for(int isa, const Shape& shape) {

@@ -15,6 +15,7 @@ struct Kernels {
   const Isa* base;  // has every function but perhaps the best `attend`
 };
 ByteKernels byte_kernels_for(int isa);
+PromptFn prompt_for(int isa, int type);
 Kernels kernels_for(int isa, const Shape& shape);
 
 }  // namespace hb

@@ -95,6 +95,32 @@ struct ByteKernels {
 typedef void (*WeighFn)(const Shape*, const Segment*, const PageRef* pages, float* const* averages, float alpha,
                         bool largest);
 
+// Consecutive tokens of a prompt, and the query heads of one KV head: attended over the pages of their sequence, to which
+// they belong already.
+struct PromptBlock {
+  int type, head_dim, group, page_size;  // of q, K, V and out; head_dim: a multiple of 16
+  float scale;
+  int tokens;
+  int64_t first;  // the first token's position in the sequence
+  int64_t window;  // tokens that each sees at most, itself included
+  const char* q;  // strides in bytes
+  int64_t q_token_stride, q_head_stride;
+  char* out;
+  int64_t out_token_stride, out_head_stride;
+  const int32_t* pages;  // of the sequence from its beginning; what no window reaches is not looked at
+  const char* keys;  // page 0's first K row of the KV head
+  int64_t page_stride, value_offset;
+  const float* sinks;  // [group] natural log, or null
+  float* scratch;  // prompt_floats, 64-byte aligned
+};
+constexpr int kPromptRows = 6;  // queries at a time
+constexpr int kPromptKeys = 128;  // keys at a time
+inline int64_t prompt_floats(int64_t queries, int64_t head_dim) {
+  const int64_t rows = queries + kPromptRows;
+  return 2 * (rows + kPromptKeys) * head_dim + 2 * rows;
+}
+typedef void (*PromptFn)(const PromptBlock*);
+
 struct Isa {
   const char* name;
   AttendFn (*attend)(const Shape*);  // null for a shape that this ISA leaves to the next one
@@ -111,9 +137,11 @@ struct Isa {
   CodeSumsFn code_sums;
   // base[i] = (base[i] + log2(sums[i])) * factor; n: a multiple of kScoreTile, and both arrays go on to one of 16.
   void (*log_sums)(float* base, const float* sums, int n, float factor);
+  PromptFn prompt;  // any type
 };
 
 #define HB_HIDDEN __attribute__((visibility("hidden")))
 extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx;
 extern "C" HB_HIDDEN const ByteKernels hb_avx2_bytes;
 extern "C" HB_HIDDEN const ByteKernels hb_vnni;  // for AVX-512 CPUs that have VNNI
+extern "C" HB_HIDDEN const PromptFn hb_avx512_bf16_prompt;  // bf16 only; for AVX-512 CPUs that have AVX512_BF16

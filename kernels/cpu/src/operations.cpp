@@ -20,6 +20,7 @@ using hb::require;
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int kPromptFloats = 24 * 1024;  // of a block's queries, and as many of its outputs
 constexpr int kByteTail = 16;  // bytes after the channels of a digest in bytes (kernels/byte_digests.py)
 
 int64_t row_bytes(const hb_paged& x) { return x.head_dim * element_size((int)x.type); }
@@ -382,6 +383,58 @@ HB_API int hb_merge_partials(const hb_merge_partials_args* args) {
       }
     };
     hb::share(a.team, a.rows * a.heads * a.parts * dim * (int64_t)sizeof(float), a.rows, merge);
+  });
+}
+
+HB_API int hb_attend_prompt(const hb_attend_prompt_args* args) {
+  return guarded([&] {
+    const hb_attend_prompt_args& a = *args;
+    const hb_model model = model_of(a.kv, a.group, a.scale);
+    hb::check_model(model);
+    require(hb::isa_runs((int)a.isa), "this instruction set is not available on this CPU");
+    const PromptFn attend = hb::prompt_for((int)a.isa, model.type);
+    const int64_t row = row_bytes(a.kv), size = element_size(model.type), dim = a.kv.head_dim, lanes = a.team.threads;
+    const int64_t before = a.seq_len - a.tokens;
+    require(before >= 0, "a prompt has more new tokens than tokens");
+    require(a.seq_len <= a.n * a.kv.page_size, "a prompt has more tokens than its pages hold");
+    const int64_t window = a.window ? a.window : a.seq_len;
+    for (int64_t i = std::max<int64_t>(before - window + 1, 0) / a.kv.page_size; i * a.kv.page_size < a.seq_len; i++)
+      check_id(a.pages[i], a.kv.pages, "page");
+    // As many queries as stay in a cache, or fewer where threads would have no work.
+    const int64_t most = std::max<int64_t>(kPromptFloats / (dim * a.group), 1);
+    const int64_t shared = (a.tokens * a.kv.kv_heads + 4 * lanes - 1) / (4 * lanes);
+    const int64_t least = (4 * kPromptRows + a.group - 1) / a.group;
+    const int64_t step = std::min(most, std::max(shared, least));
+    const int64_t blocks = (a.tokens + step - 1) / step;
+    auto attend_block = [&](int64_t item) {
+      static thread_local std::vector<float> room;
+      const int64_t head = item % a.kv.kv_heads, begin = (blocks - 1 - item / a.kv.kv_heads) * step;  // longest first
+      const int64_t first_head = head * a.group, tokens = std::min(step, a.tokens - begin);
+      float* scratch = grown(room, prompt_floats(tokens * a.group, dim) + 16);
+      const PromptBlock block{model.type,
+                              model.head_dim,
+                              model.group,
+                              model.page_size,
+                              model.scale,
+                              (int)tokens,
+                              before + begin,
+                              window,
+                              a.q + (begin * a.q_stride + first_head * dim) * size,
+                              a.q_stride * size,
+                              row,
+                              a.out + (begin * a.out_stride + first_head * dim) * size,
+                              a.out_stride * size,
+                              row,
+                              a.pages,
+                              keys_of(a.kv, 0, head),
+                              page_bytes(a.kv),
+                              a.kv.page_size * row,
+                              a.sinks ? a.sinks + first_head : nullptr,
+                              (float*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63)};
+      attend(&block);
+    };
+    const int64_t read = std::min(a.seq_len, window + a.tokens) * a.kv.kv_heads * 2 * row;
+    hb::share(a.team, read * std::min<int64_t>(a.tokens, 64), blocks * a.kv.kv_heads, attend_block);
   });
 }
 

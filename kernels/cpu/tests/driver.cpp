@@ -395,6 +395,7 @@ struct Operations {
                             0.5,
                             0.125});
       keep(scores);
+      prompt(q, layer % 2 ? 20 : 0);
       std::vector<int32_t> missed(kRows * kHeads);
       call(hb_match_labels, {(const char*)q.data(), (char*)labels.data(), label_weights.data(), thresholds.data(),
                              requests.data(), num_pages.data(), budgets.data(), counters.data(), missed.data(), kRows,
@@ -460,6 +461,21 @@ struct Operations {
       call(hb_copy_pages,
            {(const char*)host.data(), (char*)frames.data(), copies(layer).host_pages, copies(layer).frames,
             kRows * kBudget, kHeads * 2 * kPage * kDim * 2, kPool, kRows * kFrames, team});
+    }
+  }
+
+  // The rows' queries as the newest tokens of the first row's sequence, which is as good as any other.
+  void prompt(const std::vector<uint16_t>& q, int window) {
+    std::vector<uint16_t> out(q.size());
+    std::vector<float> sinks(kHeads * kGroup, 0.5f);
+    call(hb_attend_prompt,
+         {paged(host), (const char*)q.data(), table.data(), sinks.data(), (char*)out.data(), kRows, lens[0], kColumns,
+          kGroup, window, kHeads * kGroup * kDim, kHeads * kGroup * kDim, isa, team, 0.125});
+    for (const uint16_t x : out) {
+      const uint32_t bits = (uint32_t)x << 16;
+      float wide;
+      std::memcpy(&wide, &bits, sizeof wide);
+      numbers.push_back(wide);
     }
   }
 

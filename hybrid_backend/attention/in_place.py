@@ -1,0 +1,43 @@
+"""Attention of prompts over host pages in place, natively: one call per layer and row, windows and sinks included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.kernels import cpu
+from hybrid_backend.step import ModelSpec, PrefillRow
+
+
+class InPlacePrompts:
+    """Prompts where the host is the device tier."""
+
+    def __init__(self, model: ModelSpec, layers: Sequence[Tensor]) -> None:
+        """``layers``: `HostPool.layers`."""
+        self._model, self._layers = model, layers
+
+    @classmethod
+    def of(cls, model: ModelSpec, layers: Sequence[Tensor]) -> InPlacePrompts | None:
+        """None if the native kernels cannot serve them here, or PyTorch serves them better: its products of bf16
+        matrices take AMX, ours do not."""
+        shape = model.num_heads, model.num_kv_heads, model.head_dim
+        if not cpu.available() or not all(cpu.decodes(*shape, layer.shape[3]) for layer in layers):
+            return None
+        if model.dtype == torch.bfloat16 and "amx" in cpu.isas():
+            return None
+        return cls(model, layers)
+
+    def attend(self, layer: int, row: PrefillRow, q: Tensor, out: Tensor) -> None:
+        """The chunk of a row, whose keys and values are in its pages already.
+
+        Args:
+            q: ``[tokens, heads, head_dim]`` of the batch.
+            out: as ``q``; the row's tokens are written.
+        """
+        mine, model = slice(row.start, row.end), self._model
+        cpu.attend_prompt(
+            q[mine], self._layers[layer], row.pages.int(), row.seq_len, model.scale, model.window(layer),
+            model.sink(layer), out[mine],
+        )  # fmt: skip
