@@ -14,6 +14,7 @@ from hybrid_backend.tools.bench.client import BenchError, Endpoint, Streamed, he
 Prompt = list[int]
 WARM_UP = 24  # tokens decoded before anything is timed
 SPAN = 8  # tokens
+LEAST_PROMPTS = 3  # of a depth: the first one of a length may meet kernels that are still to be made
 
 
 class Point(BaseModel):
@@ -50,7 +51,7 @@ def sweep(
     for endpoint in endpoints:
         ask(endpoint, prompts(0, max(batches)), WARM_UP, deadline)
     for depth in depths:
-        asked = prompts(depth, max(batches))
+        asked = prompts(depth, max(*batches, LEAST_PROMPTS))
         prefill: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
         for turn, prompt in enumerate(asked):
             for endpoint in in_turn(endpoints, turn):

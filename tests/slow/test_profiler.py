@@ -25,7 +25,9 @@ from tests.support.models import llama_8b
 from tests.unit.profile.models import build, encode
 
 GATES = GateOptions(steps=4, context=400, sink=4, recent=16, samples=2, passkeys=2, words=3, save_every=2)
-OPTIONS = Options(contexts=(320,), positions=24, windows=1, limits=Thresholds(0.5, 0.2), gates=GATES, plots=False)
+OPTIONS = Options(
+    contexts=(320,), positions=24, windows=1, lookups=0, limits=Thresholds(0.5, 0.2, 10.0), gates=GATES, plots=False
+)
 CONFIG = config_from_mapping({"page_size": 16, "budget_tokens": 96, "selection": {"aggregate": "max"}}, "test")
 
 
@@ -129,7 +131,7 @@ def test_new_thresholds_need_no_new_measurement_and_a_new_budget_does(
         return measure(*args)
 
     monkeypatch.setattr(profiler, "measure_window", counted)
-    strict = run(network, out, replace(options, limits=Thresholds(0.99999, 0.99999), tau=(0.05, "test")))
+    strict = run(network, out, replace(options, limits=Thresholds(0.99999, 0.99999, 10.0), tau=(0.05, "test")))
     assert not calls and strict.config.exact_layers == (2, 5) and strict.config.recall.threshold == 0.05
     run(network, out, options, CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 2
@@ -140,7 +142,7 @@ def test_new_thresholds_need_no_new_measurement_and_a_new_budget_does(
 def test_slots_are_raised_until_every_layer_is_below_tau_if_asked_for(network: Network, tmp_path: Path) -> None:
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
     run(network, out, options)
-    windows = [stage["layers"] for stage in stages(out).values()]
+    windows = [stage["layers"] for key, stage in stages(out).items() if key.startswith("window")]
     assert set(windows[0][0]["ratios"]) == {"9", "12", "14", "18"}
     best = [min(max(w[i]["ratios"]["14"][k] for w in windows) for k in ("1", "2", "3")) for i in (0, 1)]
     enough = replace(options, margin=0.0, tau=(max(best) + 1e-6, "test"))
@@ -166,6 +168,8 @@ def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_pat
         (replace(OPTIONS, texts=("nowhere.txt",)), "nowhere.txt"),
         (replace(OPTIONS, positions=1), "--positions"),
         (replace(OPTIONS, margin=1.0), "--margin"),
+        (replace(OPTIONS, lookups=1), "too short for lookups"),
+        (replace(OPTIONS, lookups=-1), "--lookups"),
     ]
     for options, words in mistakes:
         with pytest.raises(ConfigError, match=words):

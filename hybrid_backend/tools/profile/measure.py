@@ -108,8 +108,8 @@ def measure_layer(
     digests = page_digests(k, config.page_size, "minmax_int8" if kind == "auto" else kind)
     looks_ahead = ahead is not None and config.lookahead.enabled is not False
     by = ahead if ahead is not None and looks_ahead else q
-    chosen, scores = _select(by, digests, seq_lens, config, layer.scale)
-    true = _select(q, digests, seq_lens, config, layer.scale)[0] if looks_ahead else chosen
+    chosen, scores = select(by, digests, seq_lens, config, layer.scale)
+    true = select(q, digests, seq_lens, config, layer.scale)[0] if looks_ahead else chosen
     shares = page_shares(q, k, seq_lens, config.page_size, layer.scale)
     best = _best_pages(shares, chosen.shape[1], config.budget_pages)
     tried, operations = [NEVER, *intervals], resolve_operations(config, torch.device("cpu"))
@@ -176,7 +176,7 @@ def page_digests(k: Tensor, page_size: int, kind: DigestKind) -> Tensor:
     return found
 
 
-def _select(q: Tensor, digests: Tensor, seq_lens: Tensor, config: HybridConfig, scale: float) -> tuple[Tensor, Tensor]:
+def select(q: Tensor, digests: Tensor, seq_lens: Tensor, config: HybridConfig, scale: float) -> tuple[Tensor, Tensor]:
     """What a decode step selects: ``[N, lists, P]`` bool, and the scores of pages ``[N, lists, P]``."""
     operations, how, pages = resolve_operations(config, torch.device("cpu")), config.selection, len(digests)
     per_head, budget = how.granularity == "kv_head", config.budget_pages

@@ -79,8 +79,9 @@ AttentionInterface.register(_STOP, _stop)
 
 @dataclass(frozen=True)
 class Network:
-    """A model that can be profiled: ``decoder`` maps token ids to the last hidden states."""
+    """A model that can be profiled: ``model`` maps token ids to logits, its ``decoder`` to the last hidden states."""
 
+    model: Any
     decoder: Any
     layers: tuple[Layer, ...]
     heads: int
@@ -141,6 +142,7 @@ def wrap(model: Any) -> Network:
     if all(layer.window is not None for layer in layers):
         raise ModelError("all layers of this model attend a sliding window: there is nothing to offload")
     return Network(
+        model=model,
         decoder=decoder,
         layers=tuple(layers),
         heads=config.num_attention_heads,

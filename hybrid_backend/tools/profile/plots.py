@@ -37,7 +37,8 @@ def draw(
     axes.plot(indices, [x.mass for x in layers], "s-", label="mass on selected pages")
     axes.plot(indices, [x.mass_best for x in layers], "--", label="mass on the best pages")
     axes.axhline(limits.cosine, color="C0", linewidth=0.7, linestyle=":")
-    axes.axhline(limits.mass, color="C1", linewidth=0.7, linestyle=":")
+    if limits.mass:
+        axes.axhline(limits.mass, color="C1", linewidth=0.7, linestyle=":")
     for x in layers:
         if x.why:
             axes.axvspan(x.layer - 0.4, x.layer + 0.4, color="0.9")

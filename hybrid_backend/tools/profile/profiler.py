@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hybrid_backend.config import HeadScores, HybridConfig, config_from_mapping, resolve_config
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.tools.profile.divergence import Probe, divergences, lookup_probes, text_probe
 from hybrid_backend.tools.profile.gates import GateOptions, GateState, Kind, passkeys, train
 from hybrid_backend.tools.profile.heads import head_scores, write_heads
 from hybrid_backend.tools.profile.measure import LayerMeasure, measure_window
@@ -24,6 +26,7 @@ from hybrid_backend.tools.profile.store import Store, stage_key
 from hybrid_backend.tools.profile.summary import (
     INTERVALS,
     Check,
+    Divergences,
     LayerSummary,
     Measures,
     Thresholds,
@@ -39,16 +42,18 @@ from hybrid_backend.tools.profile.texts import Encode, Window, read_texts, windo
 class Options:
     """``contexts``: tokens per window; ``windows``: per text and context; ``positions``: decode steps of a window.
 
-    ``texts``, ``held_out``: files; without texts the reference and the source code that come with Python. ``gates``:
-    None for none. ``tau``: with its source; None takes ``recall.threshold``. ``prefetch_bytes``: for the heads file, 0
-    where the hardware is not known. ``margin``: intervals are chosen this share below tau, because the next text is
-    not the profiled one. ``fit_frames``: set ``frames_per_request`` to the fewest simulated frames that keep every
-    sparse layer below tau, if there are such.
+    ``lookups``: prompts of the longest context in which entries are looked up. ``texts``, ``held_out``: files; without
+    texts the reference and the source code that come with Python. ``gates``: None for none. ``tau``: with its source;
+    None takes ``recall.threshold``. ``prefetch_bytes``: for the heads file, 0 where the hardware is not known.
+    ``margin``: intervals are chosen this share below tau, because the next text is not the profiled one.
+    ``fit_frames``: set ``frames_per_request`` to the fewest simulated frames that keep every sparse layer below tau, if
+    there are such.
     """
 
     contexts: tuple[int, ...] = (4096,)
     positions: int = 128
     windows: int = 2
+    lookups: int = 2
     texts: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
     limits: Thresholds = field(default_factory=Thresholds)
@@ -121,6 +126,8 @@ def _check(config: HybridConfig, options: Options) -> None:
         raise ConfigError(f"--positions: got {options.positions}, expected an integer >= 2")
     if not 0 <= options.margin < 1:
         raise ConfigError(f"--margin: got {options.margin}, expected a number from 0 up to 1, without 1")
+    if options.lookups < 0:
+        raise ConfigError(f"--lookups: got {options.lookups}, expected an integer >= 0")
     if options.windows < 1 or not options.contexts:
         raise ConfigError("--windows, --context: expected at least one window of one context")
     for context in options.contexts:
@@ -192,18 +199,22 @@ class _Run:
         used = [w for context in options.contexts for w in windows_of(texts, self.encode, context, options.windows)]
         held_out = read_texts(options.held_out) if options.held_out else []
         unseen = [w for c in options.contexts for w in windows_of(held_out, self.encode, c, options.windows)]
+        asked = lookup_probes(self.encode, longest, options.lookups)
         with self._progress() as progress:
             windows = [self._measure(store, progress, window) for window in used]
             others = [self._measure(store, progress, window) for window in unseen]
+            lookups = self._diverge(store, progress, asked)
+            costs = {**self._diverge(store, progress, map(text_probe, used)), **lookups}
+            costs_unseen = {**self._diverge(store, progress, map(text_probe, unseen)), **lookups}
             states = self._gates(store, progress, texts[0][1]) if options.gates else {}
         tau, source = options.tau or (
             self.config.recall.threshold,
             "ScoutAttention (arXiv 2603.27138): 0.12, or as set",
         )
         aim = tau * (1 - options.margin)
-        fewest = fewest_frames(windows, options.limits, aim)
+        fewest = fewest_frames(windows, options.limits, aim, costs)
         frames = fewest if options.fit_frames and fewest else frames_per_request(self.config)
-        layers = summarise(windows, options.limits, aim, frames)
+        layers = summarise(windows, options.limits, aim, frames, costs)
         checks = check(others, layers, tau, frames) if others else []
         config = self._decided(layers, tau, frames)
         gates = {kind: state.gates for kind, state in states.items()}
@@ -216,7 +227,7 @@ class _Run:
             self.console.print(f"! not below {aim:g} at any interval; {frames_line(frames, fewest)}", highlight=False)
         if checks:
             self.console.print(check_table(checks, tau, [name for name, _ in held_out]))
-            again = [layer.layer for layer in summarise(others, options.limits, aim, frames) if layer.why]
+            again = [x.layer for x in summarise(others, options.limits, aim, frames, costs_unseen) if x.why]
             self.console.print(f"exact layers by the same rule on the held-out text: {again}", highlight=False)
         if heads is None:
             self.console.print("no heads file for method clo: it holds the gates; leave --no-gates out to write it")
@@ -254,6 +265,24 @@ class _Run:
             key, {"window": window.label, "seconds": seconds, "layers": [x.model_dump(mode="json") for x in layers]}
         )
         return layers
+
+    def _diverge(self, store: Store, progress: Progress, probes: Iterable[Probe]) -> Divergences:
+        """Means over the probes of a kind."""
+        found: dict[str, list[dict[int, float]]] = {}
+        config = self.config
+        for probe in probes:
+            given = (config.page_size, config.budget_tokens, config.sinks, config.recent, config.selection)
+            key = stage_key("divergence", self.model, probe, given)
+            held = store.get(key)
+            if held is None:
+                task = progress.add_task(f"KL, {probe.kind}", total=len(self.network.full_layers))
+                started = time.perf_counter()
+                costs = divergences(self.network, config, probe, partial(progress.advance, task))
+                seconds = round(time.perf_counter() - started, 1)
+                held = {"probe": probe.kind, "seconds": seconds, "layers": {str(i): kl for i, kl in costs.items()}}
+                store.put(key, held)
+            found.setdefault(probe.kind, []).append({int(i): kl for i, kl in held["layers"].items()})
+        return {kind: {layer: fmean(x[layer] for x in each) for layer in each[0]} for kind, each in found.items()}
 
     def _gates(self, store: Store, progress: Progress, text: str) -> dict[str, GateState]:
         options = self.options.gates

@@ -40,14 +40,20 @@ def comments_of(
     """Where each number that the profile decided comes from."""
     exact = [layer for layer in layers if layer.why]
     sparse = [layer for layer in layers if not layer.why]
-    reasons = [f"measured; exact: cosine of predicted queries below {limits.cosine:g} or mass below {limits.mass:g}"]
+    mass_rule = f", or mass below {limits.mass:g}" if limits.mass else ""
+    reasons = [
+        f"measured; exact: cosine of predicted queries below {limits.cosine:g}{mass_rule}, or, with this layer alone",
+        f"sparse, a KL to dense above {limits.kl:g} nats in a text's continuation or in lookups",
+    ]
     for layer in exact:
         cosine = "" if layer.cosine is None else f"cosine {layer.cosine:.3f}, "
-        reasons.append(f"layer {layer.layer}: {cosine}mass {layer.mass:.3f} ({' and '.join(layer.why)})")
+        kl = "".join(f", KL {kind} {cost:.4f}" for kind, cost in layer.kl.items())
+        reasons.append(f"layer {layer.layer}: {cosine}mass {layer.mass:.3f}{kl} ({' and '.join(layer.why)})")
     if sparse:
         least = min((layer.cosine for layer in sparse if layer.cosine is not None), default=None)
         cosine = "" if least is None else f"cosine >= {least:.3f}, "
-        reasons.append(f"elsewhere {cosine}mass >= {min(layer.mass for layer in sparse):.3f}")
+        kl = "".join(f", KL {kind} <= {max(x.kl[kind] for x in sparse):.4f}" for kind in sparse[0].kl)
+        reasons.append(f"elsewhere {cosine}mass >= {min(layer.mass for layer in sparse):.3f}{kl}")
     recall = [
         f"measured as exact_layers: the longest interval whose mean CPU ratio stays below {aim:g} on every window",
         "(ScoutAttention, section 3.4, with a margin); those of exact and of sliding layers are not used",
@@ -87,14 +93,16 @@ def gate_line(kind: str, gates: Sequence[Sequence[float]], layers: Sequence[int]
 
 def layer_table(layers: Sequence[LayerSummary], tau: float, aim: float) -> Table:
     table = Table(title=f"layers (tau {tau:g}, intervals chosen below {aim:g})")
-    measured = ("cosine", "mass", "true q", "best", "90 % in", "95 % in", "no recall")
+    kinds = layers[0].kl if layers else {}
+    measured = ("cosine", "mass", "true q", "best", *(f"KL {kind}" for kind in kinds), "90 % in", "no recall")
     for name in ("layer", *measured, "interval", "CPU ratio"):
         table.add_column(name, justify="right")
     for x in layers:
         ratio = f"{x.ratio:.3f}" + ("" if x.below else " !")
         table.add_row(
             *(str(x.layer), _number(x.cosine), f"{x.mass:.3f}", f"{x.mass_true:.3f}", f"{x.mass_best:.3f}"),
-            *(f"{x.tokens90:.1%}", f"{x.tokens95:.1%}", f"{x.ratio_without:.3f}"),
+            *(f"{cost:.4f}" for cost in x.kl.values()),
+            *(f"{x.tokens90:.1%}", f"{x.ratio_without:.3f}"),
             *(("exact", "+".join(x.why)) if x.why else (str(x.interval), ratio)),
         )
     return table

@@ -16,25 +16,32 @@ INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 @dataclass(frozen=True)
 class Thresholds:
-    """A layer is exact if one of these is not reached.
+    """A layer is exact if it misses one of these.
 
-    ``cosine``: of predicted and true query, mean over heads and positions (ScoutAttention, Table 1, reports it).
-    ``mass``: share of the attention mass on the selected pages, mean over heads and positions; chosen by the query that
-    the backend would choose by.
+    ``cosine``: of predicted and true query, mean over heads and positions, at least (ScoutAttention, Table 1, reports
+    it). ``mass``: share of the attention mass on the selected pages, mean over heads and positions, at least; chosen by
+    the query that the backend would choose by. ``kl``: nats per token that the layer's sparsity alone may cost, at
+    most, in a text's continuation and in lookups (`divergence`).
     """
 
     cosine: float = 0.9
-    mass: float = 0.85
+    mass: float = 0.0
+    kl: float = 0.002
 
 
-def why_exact(cosine: float | None, mass: float, limits: Thresholds) -> tuple[str, ...]:
-    """Which thresholds a layer misses: "cosine", "mass", both or none. ``cosine``: None where nothing is predicted."""
+Divergences = Mapping[str, Mapping[int, float]]
+"""By kind of probe, by layer: mean KL in nats per token."""
+
+
+def why_exact(cosine: float | None, mass: float, kl: Mapping[str, float], limits: Thresholds) -> tuple[str, ...]:
+    """Which thresholds a layer misses: "cosine", "mass", and kinds of probes. ``cosine``: None where nothing is
+    predicted; ``kl``: by kind of probe."""
     reasons = []
     if cosine is not None and cosine < limits.cosine:
         reasons.append("cosine")
     if mass < limits.mass:
         reasons.append("mass")
-    return tuple(reasons)
+    return (*reasons, *(kind for kind, cost in kl.items() if cost > limits.kl))
 
 
 def longest_interval(ratios: Sequence[Mapping[int, float]], tau: float) -> tuple[int, bool]:
@@ -64,8 +71,8 @@ Measures = Sequence[Sequence[LayerMeasure]]
 class LayerSummary:
     """One full-attention layer. ``ratio``: mean CPU share at ``interval``; ``ratio_without``: without recall.
 
-    ``why``: the thresholds that make it exact, empty if it is sparse. ``below``: whether ``interval`` keeps the CPU
-    ratio below tau on every window.
+    ``kl``: by kind of probe. ``why``: the thresholds that make it exact, empty if it is sparse. ``below``: whether
+    ``interval`` keeps the CPU ratio below tau on every window.
     """
 
     layer: int
@@ -73,6 +80,7 @@ class LayerSummary:
     mass: float
     mass_true: float
     mass_best: float
+    kl: dict[str, float]
     why: tuple[str, ...]
     interval: int
     below: bool
@@ -82,13 +90,16 @@ class LayerSummary:
     tokens95: float
 
 
-def summarise(windows: Measures, limits: Thresholds, tau: float, frames: int) -> list[LayerSummary]:
+def summarise(
+    windows: Measures, limits: Thresholds, tau: float, frames: int, divergences: Divergences
+) -> list[LayerSummary]:
     """Means over windows; intervals by the rule of `longest_interval`, with so many frames."""
     found = []
     for layers in zip(*windows, strict=True):
         tried = [{i: ratio for i, ratio in m.ratios[frames].items() if i != NEVER} for m in layers]
         interval, below = longest_interval(tried, tau)
         cosine, mass = _mean([m.cosine for m in layers]), fmean(m.mass for m in layers)
+        kl = {kind: by_layer[layers[0].layer] for kind, by_layer in divergences.items()}
         found.append(
             LayerSummary(
                 layer=layers[0].layer,
@@ -96,7 +107,8 @@ def summarise(windows: Measures, limits: Thresholds, tau: float, frames: int) ->
                 mass=mass,
                 mass_true=fmean(m.mass_true for m in layers),
                 mass_best=fmean(m.mass_best for m in layers),
-                why=why_exact(cosine, mass, limits),
+                kl=kl,
+                why=why_exact(cosine, mass, kl, limits),
                 interval=interval,
                 below=below,
                 ratio=fmean(m.ratios[frames][interval] for m in layers),
@@ -121,11 +133,11 @@ class Check:
     holds: bool
 
 
-def fewest_frames(windows: Measures, limits: Thresholds, tau: float) -> int | None:
+def fewest_frames(windows: Measures, limits: Thresholds, tau: float, divergences: Divergences) -> int | None:
     """The fewest simulated frames with which every sparse layer has an interval that stays below tau; None if none."""
     tried = set.intersection(*(set(layer.ratios) for window in windows for layer in window))
     for frames in sorted(tried):
-        if all(layer.below or layer.why for layer in summarise(windows, limits, tau, frames)):
+        if all(layer.below or layer.why for layer in summarise(windows, limits, tau, frames, divergences)):
             return frames
     return None
 

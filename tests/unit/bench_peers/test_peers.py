@@ -166,11 +166,11 @@ def test_servers_take_turns_over_http_with_the_same_prompts_and_are_ranked_by_th
     ]
     for quick, late in zip(points[::2], points[1::2], strict=True):
         assert min(quick.decode) > max(late.decode) and len(quick.decode) == 2
-        assert [len(p.prefill) for p in (quick, late)] == ([2, 2] if quick.batch == 1 else [0, 0])
+        assert [len(p.prefill) for p in (quick, late)] == ([3, 3] if quick.batch == 1 else [0, 0])
     of_each = [sorted(json.dumps(body) for name, body in asked if name == which) for which in ("fast", "slow")]
-    assert of_each[0] == of_each[1] and len(of_each[0]) == 2 + 2 * (2 + 2 * (1 + 2))
+    assert of_each[0] == of_each[1] and len(of_each[0]) == 2 + 2 * (3 + 2 * (1 + 2))
     first = [name for name, body in asked if body["max_tokens"] == 1]
-    assert first == ["fast", "slow", "slow", "fast"] * 2, "the order changes from turn to turn"
+    assert first == ["fast", "slow", "slow", "fast", "fast", "slow"] * 2, "the order changes from turn to turn"
     assert all(body["ignore_eos"] and body["temperature"] == 0 for _, body in asked)
 
 

@@ -36,31 +36,39 @@ def shares(short: float, long: float) -> dict[int, float]:
 
 def test_an_interval_must_hold_on_every_window_and_its_ratio_is_the_mean() -> None:
     windows = [[layer(3, {10: shares(0.05, 0.10)})], [layer(3, {10: shares(0.07, 0.14)})]]
-    (found,) = summarise(windows, LIMITS, tau=0.12, frames=10)
+    (found,) = summarise(windows, LIMITS, tau=0.12, frames=10, divergences={})
     assert (found.interval, found.below) == (1, True)
     assert found.ratio == pytest.approx(0.06)
     assert found.tokens90 == pytest.approx(0.2)
-    assert summarise(windows, LIMITS, tau=0.15, frames=10)[0].interval == 8
+    assert summarise(windows, LIMITS, tau=0.15, frames=10, divergences={})[0].interval == 8
 
 
 def test_the_fewest_frames_are_those_with_which_every_sparse_layer_holds() -> None:
     good, bad = shares(0.05, 0.10), shares(0.30, 0.40)
     sparse = [layer(0, {10: good, 15: good, 20: good}), layer(1, {10: bad, 15: bad, 20: good})]
-    assert fewest_frames([sparse], LIMITS, tau=0.12) == 20
-    assert fewest_frames([sparse], LIMITS, tau=0.01) is None
+    assert fewest_frames([sparse], LIMITS, tau=0.12, divergences={}) == 20
+    assert fewest_frames([sparse], LIMITS, tau=0.01, divergences={}) is None
     exact = [sparse[0], layer(1, {10: bad, 15: bad, 20: bad}, mass=0.5)]
-    assert fewest_frames([exact], LIMITS, tau=0.12) == 10  # an exact layer never recalls
+    assert fewest_frames([exact], LIMITS, tau=0.12, divergences={}) == 10  # an exact layer never recalls
 
 
 def test_the_check_looks_up_what_was_chosen_in_other_windows() -> None:
-    chosen = summarise([[layer(0, {10: shares(0.05, 0.10)}), layer(1, {10: shares(0, 0)}, 0.2)]], LIMITS, 0.12, 10)
+    chosen = summarise([[layer(0, {10: shares(0.05, 0.10)}), layer(1, {10: shares(0, 0)}, 0.2)]], LIMITS, 0.12, 10, {})
     unseen = [[layer(0, {10: shares(0.06, 0.13)}), layer(1, {10: shares(0, 0)}, 0.2)]]
     (found,) = check(unseen, chosen, 0.12, 10)
     assert (found.layer, found.interval, found.profiled, found.ratio, found.holds) == (0, 8, 0.1, 0.13, False)
 
 
+def test_a_layer_whose_sparsity_changes_answers_is_exact_whatever_mass_it_covers() -> None:
+    costs = {"text": {0: 0.001, 1: 0.0001}, "lookups": {0: 0.0, 1: 0.3}}
+    window = [layer(0, {10: shares(0, 0)}, mass=0.99), layer(1, {10: shares(0, 0)}, mass=0.99)]
+    found = summarise([window], LIMITS, 0.12, 10, costs)
+    assert [x.why for x in found] == [(), ("lookups",)]
+    assert found[1].kl == {"text": 0.0001, "lookups": 0.3}
+
+
 def test_layers_that_were_not_measured_keep_their_interval() -> None:
-    chosen = summarise([[layer(1, {10: shares(0.05, 0.10)})]], LIMITS, 0.12, 10)
+    chosen = summarise([[layer(1, {10: shares(0.05, 0.10)})]], LIMITS, 0.12, 10, {})
     assert chosen_intervals(chosen, 3, HybridConfig()) == (8, 8, 8)
     given = HybridConfig.model_validate({"recall": {"intervals": [5, 6, 7]}})
     assert chosen_intervals(chosen, 3, given) == (5, 8, 7)

@@ -1,0 +1,158 @@
+"""What a layer's sparsity costs in answers: what the model says with one layer sparse at a time, against all dense.
+
+Attention mass does not tell. A layer can cover 95 % of its mass with its pages and still miss the one token that
+answers a question, where hundreds of others look almost like it; another one covers half of its mass and nothing is
+lost. So a register of entries that are all alike is asked for some of them, and plain text goes on, and distributions
+are compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.cache_utils import DynamicCache
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.profile.measure import page_digests, select
+from hybrid_backend.tools.profile.network import Network
+from hybrid_backend.tools.profile.texts import Encode, Window
+
+_IMPLEMENTATION = "hybrid_divergence"
+_ASKED = 4
+"""Entries that a prompt asks for."""
+_TOKENS = 64
+"""Of a text, that are compared."""
+Selects = Callable[[Tensor, Tensor], Tensor]  # q [heads, queries, dim], k [kv_heads, tokens, dim] -> attended, bool
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A prompt. ``ids[given:]`` are given token by token, as to decode steps; ``compared``: the places in ``ids`` of
+    the tokens whose distributions are compared. ``kind``: ``lookups`` or ``text``."""
+
+    kind: str
+    ids: tuple[int, ...]
+    given: int
+    compared: tuple[int, ...]
+
+
+def text_probe(window: Window) -> Probe:
+    """How a text goes on: the last tokens of a window."""
+    end, first = len(window.ids), len(window.ids) - min(_TOKENS, len(window.ids) // 4)
+    return Probe("text", window.ids, first - 1, tuple(range(first, end)))
+
+
+def lookup_probes(encode: Encode, context: int, count: int, seed: int = 0) -> list[Probe]:
+    """``count`` prompts of about ``context`` tokens: entries of random hexadecimal digits, some of them asked for.
+
+    Raises:
+        ConfigError: the context is too short for them.
+    """
+    dice = random.Random(seed)
+
+    def code() -> str:
+        return "-".join(f"{dice.randrange(1 << 16):04x}" for _ in range(8))
+
+    def question(key: str) -> list[int]:
+        return encode(f"\nThe code of entry {key} is")
+
+    probes = []
+    for _ in range(count):
+        body, entries = encode("A register of entries, each with its code.\n"), []
+        room = context - _ASKED * 2 * len(question(code()))  # an answer is shorter than its question
+        while len(body) < room:
+            entries.append((code(), code()))
+            body += encode("Entry {} has the code {}.\n".format(*entries[-1]))
+        if len(entries) < 2 * _ASKED:
+            raise ConfigError(f"--context {context}: too short for lookups; take a longer one, or --lookups 0")
+        ids, compared = list(body), list[int]()
+        for key, value in dice.sample(entries, _ASKED):
+            ids += question(key)
+            answer = encode(f" {value}")
+            compared += range(len(ids), len(ids) + len(answer))
+            ids += answer
+        probes.append(Probe("lookups", tuple(ids), len(body), tuple(compared)))
+    return probes
+
+
+def divergences(
+    network: Network, config: HybridConfig, probe: Probe, advance: Callable[[], None] = lambda: None
+) -> dict[int, float]:
+    """By full-attention layer: KL of the dense distributions to those with this layer sparse, in nats per compared
+    token. The true query selects. ``advance`` is called per layer."""
+    ids = torch.tensor([probe.ids], device=network.device)
+    places = [place - probe.given - 1 for place in probe.compared]  # of what predicts them
+    cache = DynamicCache()
+
+    def distributions() -> Tensor:
+        cache.crop(probe.given)
+        found = network.model(ids[:, probe.given :], past_key_values=cache, use_cache=True).logits[0, places]
+        return torch.log_softmax(found.float(), -1)
+
+    found = {}
+    with torch.inference_mode():
+        network.decoder(ids[:, : probe.given], past_key_values=cache, use_cache=True)
+        with _sparse(network) as only:
+            dense = distributions()
+            for layer in network.full_layers:
+                only(layer.index, partial(_selected, config, layer.scale))
+                found[layer.index] = float((dense.exp() * (dense - distributions())).sum(-1).mean())
+                advance()
+    return found
+
+
+def _selected(config: HybridConfig, scale: float, q: Tensor, k: Tensor) -> Tensor:
+    """``[1 | kv_heads, queries, tokens]``: what a decode step at each of the last positions would select."""
+    keys, kind = k.transpose(0, 1).cpu(), config.selection.digest
+    digests = page_digests(keys, config.page_size, "minmax_int8" if kind == "auto" else kind)
+    seq_lens = torch.arange(len(keys) - q.shape[1] + 1, len(keys) + 1)
+    chosen = select(q.transpose(0, 1).cpu(), digests, seq_lens, config, scale)[0]
+    return chosen.repeat_interleave(config.page_size, 2)[..., : len(keys)].transpose(0, 1).to(q.device)
+
+
+@contextmanager
+def _sparse(network: Network) -> Iterator[Callable[[int, Selects], None]]:
+    """The model with our attention; the yielded function makes one layer sparse, and all others dense."""
+    AttentionInterface.register(_IMPLEMENTATION, _attention)
+    config = network.decoder.config
+    before = config._attn_implementation
+
+    def only(index: int, selects: Selects) -> None:
+        for layer in network.full_layers:
+            layer.attention.hybrid_selects = selects if layer.index == index else None
+
+    config._attn_implementation = _IMPLEMENTATION
+    try:
+        yield only
+    finally:
+        config._attn_implementation = before
+        for layer in network.full_layers:
+            vars(layer.attention).pop("hybrid_selects", None)
+
+
+def _attention(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **more: Any
+) -> tuple[Tensor, None]:
+    """As Transformers calls it. ``q``: ``[1, heads, queries, dim]``; ``k``, ``v``: ``[1, kv_heads, tokens, dim]``."""
+    queries, tokens, window = q.shape[2], k.shape[2], more.get("sliding_window")
+    key = torch.arange(tokens, device=q.device)
+    position = key[tokens - queries :, None]
+    allowed = (key <= position)[None]
+    if window is not None:
+        allowed = allowed & (key > position - window)
+    selects = getattr(module, "hybrid_selects", None)
+    if selects is not None:
+        chosen = selects(q[0], k[0])
+        allowed = allowed & chosen.repeat_interleave(q.shape[1] // len(chosen), 0)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[None], scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None

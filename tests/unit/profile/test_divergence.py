@@ -1,0 +1,93 @@
+"""What one layer's sparsity costs, on tiny models, against the model's own attention with a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from hybrid_backend.config import config_from_mapping
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.profile.divergence import Probe, divergences, lookup_probes, text_probe
+from hybrid_backend.tools.profile.measure import page_digests, select
+from hybrid_backend.tools.profile.network import wrap
+from hybrid_backend.tools.profile.texts import Window
+from tests.unit.profile.models import VOCABULARY, build, encode
+
+CONFIG = config_from_mapping({"page_size": 16, "budget_tokens": 64}, "test")
+TOKENS = tuple(int(i) for i in torch.randint(0, VOCABULARY, (300,), generator=torch.Generator().manual_seed(3)))
+PROBE = Probe("text", TOKENS, 260, tuple(range(265, 300)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_where_everything_is_selected_nothing_is_lost_and_elsewhere_something_is(family: str) -> None:
+    network = wrap(build(family))
+    full = [layer.index for layer in network.full_layers]
+    whole = divergences(network, CONFIG.model_copy(update={"budget_tokens": 320}), PROBE)
+    sparse = divergences(network, CONFIG, PROBE)
+    assert list(whole) == list(sparse) == full
+    assert max(map(abs, whole.values())) < 1e-6
+    assert min(sparse.values()) > 1e-6
+    assert network.decoder.config._attn_implementation == "sdpa"
+    assert not any(hasattr(layer.attention, "hybrid_selects") for layer in network.layers)
+
+
+def test_a_layer_s_cost_is_that_of_the_model_with_the_unselected_pages_masked() -> None:
+    """In one pass over the whole text, without a cache."""
+    model = build("llama")
+    found = divergences(wrap(model), CONFIG, PROBE)
+    position, key = torch.arange(300)[:, None], torch.arange(300)
+    masked_layer = -1
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+        allowed = key <= position
+        if module.layer_idx == masked_layer:
+            tokens = k[0].transpose(0, 1)
+            digests = page_digests(tokens, 16, "minmax_int8")
+            pages = select(q[0].transpose(0, 1), digests, torch.arange(1, 301), CONFIG, scaling)[0][:, 0]
+            allowed = allowed & (pages[:, key // 16] | (position < PROBE.given))
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling).transpose(1, 2), None
+
+    AttentionInterface.register("masked_for_test", attention)
+    model.config._attn_implementation = "masked_for_test"
+
+    def distributions() -> Tensor:
+        return torch.log_softmax(model(torch.tensor([TOKENS])).logits[0, 264:299], -1)
+
+    with torch.inference_mode():
+        dense = distributions()
+        for masked_layer in found:
+            expected = float((dense.exp() * (dense - distributions())).sum(-1).mean())
+            assert found[masked_layer] == pytest.approx(expected, rel=1e-3, abs=1e-7)
+
+
+def test_lookups_ask_for_entries_of_their_register_and_compare_the_answers() -> None:
+    (probe, other) = lookup_probes(encode, 3000, 2)
+    text = bytes(probe.ids).decode()
+    register, questions = text[: probe.given], text[probe.given :]
+    assert len(probe.ids) <= 3000 and other.ids != probe.ids
+    asked = questions.strip().split("\n")
+    assert len(asked) == 4
+    for line in asked:
+        entry, code = line.removeprefix("The code of entry ").split(" is ")
+        assert f"Entry {entry} has the code {code}.\n" in register
+    assert "".join(chr(probe.ids[place]) for place in probe.compared) == "".join(
+        " " + line.split(" is ")[1] for line in asked
+    )
+    assert lookup_probes(encode, 3000, 2) == [probe, other]
+
+
+def test_a_context_that_holds_too_few_entries_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--context 900: too short for lookups; take a longer one, or --lookups 0"):
+        lookup_probes(encode, 900, 1)
+
+
+def test_of_a_text_its_last_tokens_are_compared() -> None:
+    probe = text_probe(Window("a", 0, TOKENS))
+    assert (probe.kind, probe.given, probe.compared) == ("text", 235, tuple(range(236, 300)))
+    assert text_probe(Window("a", 0, TOKENS[:100])).compared == tuple(range(75, 100))
