@@ -48,6 +48,7 @@ SHIPPED_FOR = {
             "/cache/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/0e9e39f249a16976",
         ],
     ),
+    "qwen2.5-coder-0.5b.yaml": (24, ["Qwen/Qwen2.5-Coder-0.5B-Instruct", "qwen2.5-coder-0.5b-instruct"]),
     "qwen3-8b.yaml": (36, ["Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B-FP8", "./Qwen3-8B"]),
     "qwen3-14b.yaml": (40, ["Qwen/Qwen3-14B", "Qwen/Qwen3-14B-Base", "Qwen/Qwen3-14B-AWQ"]),
     "llama-3.2-3b.yaml": (28, ["meta-llama/Llama-3.2-3B-Instruct"]),
