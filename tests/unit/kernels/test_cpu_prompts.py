@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hybrid_backend.attention.in_place import InPlacePrompts
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels import cpu
+from hybrid_backend.step import ModelSpec
 from tests.support import cases
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
@@ -116,3 +118,12 @@ def test_a_page_beyond_the_cache_and_a_prompt_beyond_its_pages_are_refused_befor
     with pytest.raises(ValueError, match="queries of 32 channels do not fit pages of 64"):
         cpu.attend_prompt(q[..., :32], kv, pages, 40, 0.125, None, None, out[..., :32])
     assert out.isnan().all()
+
+
+def test_prompts_in_bf16_stay_with_pytorch_where_the_cpu_has_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [torch.zeros(2, 1, 2, 16, 64)]
+    for isas, taken in ((["avx512", "generic"], True), (["amx", "avx512", "generic"], False)):
+        monkeypatch.setattr(cpu, "isas", lambda isas=isas: isas)
+        models = {dtype: ModelSpec(1, 2, 1, 64, 0.125, dtype) for dtype in TOLERANCE}
+        found = {dtype: InPlacePrompts.of(model, layers) is not None for dtype, model in models.items()}
+        assert found == {torch.float32: True, torch.float16: True, torch.bfloat16: taken}

@@ -174,7 +174,7 @@ def _task_tables(rows: Sequence[Line], length: int) -> list[str]:
 def _fidelity(line: Line | None) -> str:
     if line is None or line.kl is None or line.agreement is None:
         return ""
-    mass = f"{line.mass.mean:.3f}" if line.mass else "1 (exact)"
+    mass = f"{line.mass.mean:.3f}" if line.mass else "-"  # no layer was sparse, or none was sampled
     return f"{line.agreement.mean:.2f} / {line.kl.mean:.4f} / {mass}"
 
 
