@@ -2,8 +2,8 @@
 
     python -m bench.prompts [--dtype float32] [--threads 2] [--reps 5]
 
-One layer; "PyTorch" is what serves where the kernel does not: earlier tokens gathered, own tokens attended causally, the
-two merged. Candidates take turns; medians of wall time.
+One layer; "PyTorch" is what serves where the kernel does not: earlier tokens gathered, own tokens attended causally,
+the two merged. Candidates take turns; medians of wall time.
 """
 
 from __future__ import annotations
