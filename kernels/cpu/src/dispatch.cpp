@@ -86,32 +86,33 @@ int best_isa() {
   return table().count - 1;
 }
 
+#if defined(__x86_64__)
+namespace {
+
+// Whether an instruction set may be helped out by code for another one.
+[[maybe_unused]] bool takes_avx2(int isa) { return isa_at(isa).name != hb_isa_generic.name; }
+#ifdef HB_HAVE_AVX512
+[[maybe_unused]] bool takes_avx512(int isa) { return takes_avx2(isa) && isa_at(isa).name != hb_isa_avx2.name; }
+#endif
+
+}  // namespace
+#endif
+
 ByteKernels byte_kernels_for(int isa) {
 #if defined(__x86_64__)
-  const char* name = isa_at(isa).name;
 #if defined(HB_HAVE_AVX512) && defined(HB_HAVE_VNNI)
-  if (cpu().vnni && name != hb_isa_avx2.name && name != hb_isa_generic.name) return hb_vnni;
+  if (cpu().vnni && takes_avx512(isa)) return hb_vnni;
 #endif
 #ifdef HB_HAVE_AVX2_BYTES
-  if (cpu().avx2 && name != hb_isa_generic.name) return hb_avx2_bytes;
+  if (cpu().avx2 && takes_avx2(isa)) return hb_avx2_bytes;
 #endif
 #endif
   while (!isa_runs(isa) || !isa_at(isa).byte_dots) isa++;
   return {isa_at(isa).byte_dots, nullptr, nullptr};
 }
 
-PromptFn prompt_for(int isa, int type) {
-#if defined(__x86_64__) && defined(HB_HAVE_AVX512) && defined(HB_HAVE_AVX512_BF16)
-  const char* name = isa_at(isa).name;
-  if (type == BF16 && cpu().bf16 && name != hb_isa_avx2.name && name != hb_isa_generic.name)
-    return hb_avx512_bf16_prompt;
-#endif
-  while (!isa_runs(isa) || !isa_at(isa).prompt) isa++;
-  return isa_at(isa).prompt;
-}
-
 Kernels kernels_for(int isa, const Shape& shape) {
-  Kernels found{nullptr, nullptr};
+  Kernels found{nullptr, nullptr, nullptr};
   for (int i = isa; i < table().count; i++) {
     const Entry& entry = table().entries[i];
     if (!entry.runs) continue;
@@ -119,6 +120,10 @@ Kernels kernels_for(int isa, const Shape& shape) {
     if (!found.base && entry.isa->dots) found.base = entry.isa;
     if (found.attend && found.base) break;
   }
+  found.prompt = found.base->prompt;
+#if defined(__x86_64__) && defined(HB_HAVE_AVX512) && defined(HB_HAVE_AVX512_BF16)
+  if (shape.type == BF16 && cpu().bf16 && takes_avx512(isa)) found.prompt = hb_avx512_bf16_prompt;
+#endif
   return found;
 }
 

@@ -12,10 +12,10 @@ int best_isa();
 // What to call for one shape: the asked ISA, or the next lower one where it leaves a function out.
 struct Kernels {
   AttendFn attend;
-  const Isa* base;  // has every function but perhaps the best `attend`
+  const Isa* base;  // has every function but perhaps the best `attend` and `prompt`
+  PromptFn prompt;
 };
 ByteKernels byte_kernels_for(int isa);
-PromptFn prompt_for(int isa, int type);
 Kernels kernels_for(int isa, const Shape& shape);
 
 }  // namespace hb

@@ -103,19 +103,6 @@ static void to_fp16(const float* from, uint16_t* to, int n) {
 
 #define VECTOR_TYPES_DEFINED
 #include "vector.h"
+#include "vector_isa.h"
 
-#include "prompt.h"
-
-extern "C" const Isa hb_isa_avx2 = {"avx2",
-                                    vector_attend,
-                                    vector_dots,
-                                    vector_prepare_weights,
-                                    vector_convert,
-                                    vector_widen,
-                                    vector_byte_dots,
-                                    vector_softmax_add,
-                                    vector_read,
-                                    vector_weigh,
-                                    vector_code_sums,
-                                    vector_log_sums,
-                                    attend_prompt<Singles>};
+extern "C" const Isa hb_isa_avx2 = vector_isa("avx2");

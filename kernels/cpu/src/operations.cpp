@@ -391,8 +391,7 @@ HB_API int hb_attend_prompt(const hb_attend_prompt_args* args) {
     const hb_attend_prompt_args& a = *args;
     const hb_model model = model_of(a.kv, a.group, a.scale);
     hb::check_model(model);
-    require(hb::isa_runs((int)a.isa), "this instruction set is not available on this CPU");
-    const PromptFn attend = hb::prompt_for((int)a.isa, model.type);
+    const PromptFn attend = hb::kernels_of(model, (int)a.isa).prompt;
     const int64_t row = row_bytes(a.kv), size = element_size(model.type), dim = a.kv.head_dim, lanes = a.team.threads;
     const int64_t before = a.seq_len - a.tokens;
     require(before >= 0, "a prompt has more new tokens than tokens");

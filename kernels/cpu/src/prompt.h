@@ -80,52 +80,43 @@ void pack_keys(const PromptBlock& b, float* k, float* v, int64_t begin, int64_t 
   }
 }
 
-// s[ROWS][KEYS]: products of a strip with one panel.
-template <class Unit>
-INLINE void panel_logits(const float* q, const float* k, int cells, float* s) {
-  vf acc[ROWS][VECTORS] = {};
-  for (int c = 0; c < cells; c++, q += ROWS, k += PANEL) {
-    vf key[VECTORS];
-#pragma GCC unroll 4
-    for (int i = 0; i < VECTORS; i++) key[i] = *(const vf*)(k + i * LANES);
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) {
-      vf w = splat(q[r]);
-      IN_REGISTER(w);
-#pragma GCC unroll 4
-      for (int i = 0; i < VECTORS; i++) acc[r][i] = Unit::add(acc[r][i], key[i], w);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-    for (int i = 0; i < VECTORS; i++) *(vf*)(s + r * KEYS + i * LANES) = acc[r][i];
-}
-
-// o[ROWS][dim] += weights of `cells` cells * v[cells][dim], for COUNT vectors of channels.
-template <class Unit, int COUNT>
-INLINE void add_prompt_values(const float* s, const float* v, int cells, int dim, float* o) {
+// to[ROWS][COUNT vectors] = (ADDS: +=) left[ROWS][cells] * right[cells][COUNT vectors]; the cells of `left` are CELL floats
+// apart, its rows ROW floats.
+template <class Unit, int COUNT, int ROW, int CELL, bool ADDS>
+INLINE void multiply(const float* left, const float* right, int right_stride, int cells, float* to, int to_stride) {
   vf acc[ROWS][COUNT];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int i = 0; i < COUNT; i++) acc[r][i] = *(const vf*)(o + r * dim + i * LANES);
-  for (int c = 0; c < cells; c++, v += dim) {
-    vf value[COUNT];
+    for (int i = 0; i < COUNT; i++) acc[r][i] = ADDS ? *(const vf*)(to + r * to_stride + i * LANES) : vf{};
+  for (int c = 0; c < cells; c++, left += CELL, right += right_stride) {
+    vf cell[COUNT];
 #pragma GCC unroll 4
-    for (int i = 0; i < COUNT; i++) value[i] = *(const vf*)(v + i * LANES);
+    for (int i = 0; i < COUNT; i++) cell[i] = *(const vf*)(right + i * LANES);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
-      vf w = splat(s[r * KEYS + c]);
+      vf w = splat(left[r * ROW]);
       IN_REGISTER(w);
 #pragma GCC unroll 4
-      for (int i = 0; i < COUNT; i++) acc[r][i] = Unit::add(acc[r][i], value[i], w);
+      for (int i = 0; i < COUNT; i++) acc[r][i] = Unit::add(acc[r][i], cell[i], w);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int i = 0; i < COUNT; i++) *(vf*)(o + r * dim + i * LANES) = acc[r][i];
+    for (int i = 0; i < COUNT; i++) *(vf*)(to + r * to_stride + i * LANES) = acc[r][i];
+}
+
+// s[ROWS][PANEL]: products of a strip of queries with one panel of keys.
+template <class Unit>
+INLINE void panel_logits(const float* q, const float* k, int cells, float* s) {
+  multiply<Unit, VECTORS, 1, ROWS, false>(q, k, PANEL, cells, s, KEYS);
+}
+
+// o[ROWS][COUNT vectors] += weights s[ROWS][cells] * v[cells], of the same channels.
+template <class Unit, int COUNT>
+INLINE void add_prompt_values(const float* s, const float* v, int cells, int dim, float* o) {
+  multiply<Unit, COUNT, KEYS, 1, true>(s, v, dim, cells, o, dim);
 }
 
 // Products of one query -> cells of weights, relative to its running maximum.
