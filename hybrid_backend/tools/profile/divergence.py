@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache
 
 from hybrid_backend.config import HybridConfig
@@ -27,7 +26,7 @@ from hybrid_backend.tools.profile.measure import page_digests, select
 from hybrid_backend.tools.profile.network import Network
 from hybrid_backend.tools.profile.texts import Encode, Window
 
-_IMPLEMENTATION = "hybrid_divergence"
+_MARK = "hybrid_selects"
 _ASKED = 4
 """Entries that a prompt asks for."""
 _TOKENS = 64
@@ -123,21 +122,13 @@ def _selected(config: HybridConfig, scale: float, q: Tensor, k: Tensor) -> Tenso
 @contextmanager
 def _sparse(network: Network) -> Iterator[Callable[[int, Selects], None]]:
     """The model with our attention; the yielded function makes one layer sparse, and all others dense."""
-    AttentionInterface.register(_IMPLEMENTATION, _attention)
-    config = network.decoder.config
-    before = config._attn_implementation
 
     def only(index: int, selects: Selects) -> None:
         for layer in network.full_layers:
-            layer.attention.hybrid_selects = selects if layer.index == index else None
+            setattr(layer.attention, _MARK, selects if layer.index == index else None)
 
-    config._attn_implementation = _IMPLEMENTATION
-    try:
+    with network.attending(_attention, _MARK):
         yield only
-    finally:
-        config._attn_implementation = before
-        for layer in network.full_layers:
-            vars(layer.attention).pop("hybrid_selects", None)
 
 
 def _attention(
@@ -150,7 +141,7 @@ def _attention(
     allowed = (key <= position)[None]
     if window is not None:
         allowed = allowed & (key > position - window)
-    selects = getattr(module, "hybrid_selects", None)
+    selects = getattr(module, _MARK, None)
     if selects is not None:
         chosen = selects(q[0], k[0])
         allowed = allowed & chosen.repeat_interleave(q.shape[1] // len(chosen), 0)

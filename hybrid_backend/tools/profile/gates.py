@@ -28,7 +28,7 @@ from hybrid_backend.tools.profile.network import Network
 from hybrid_backend.tools.profile.texts import Encode
 
 Kind = Literal["kv_head", "query_head"]
-_IMPLEMENTATION = "hybrid_gates"
+_MARK = "hybrid_gates"
 _WORDS = (
     "apple", "river", "stone", "window", "garden", "silver", "morning", "letter",
     "bridge", "candle", "forest", "winter", "market", "doctor", "orange", "paper",
@@ -178,24 +178,14 @@ def _answers(network: Network, prompt: Passkey) -> Tensor:
 @contextmanager
 def _gated(network: Network, options: GateOptions) -> Iterator[Callable[[Tensor | None], None]]:
     """The model with our attention. The yielded function sets the gates ``[full layers, heads]``; None: all full."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_IMPLEMENTATION, _attention)
-    config = network.decoder.config
-    before = config._attn_implementation
 
     def mix(gates: Tensor | None) -> None:
         for row, layer in enumerate(network.full_layers):
-            layer.attention.hybrid_gates = None if gates is None else (gates[row], options.sink, options.recent)
+            setattr(layer.attention, _MARK, None if gates is None else (gates[row], options.sink, options.recent))
 
-    config._attn_implementation = _IMPLEMENTATION
-    try:
+    with network.attending(_attention, _MARK):
         mix(None)
         yield mix
-    finally:
-        config._attn_implementation = before
-        for layer in network.full_layers:
-            vars(layer.attention).pop("hybrid_gates", None)
 
 
 def _attention(
@@ -206,7 +196,7 @@ def _attention(
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     position = torch.arange(q.shape[2], device=q.device)
     distance = position[:, None] - position
-    gated = getattr(module, "hybrid_gates", None)
+    gated = getattr(module, _MARK, None)
     window = more.get("sliding_window")
     if window is not None:
         allowed = (distance >= 0) & (distance < window)

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from hybrid_backend.errors import ModelError
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines
+Attention = Callable[..., tuple[Tensor, None]]  # as transformers calls it
 Seen = Callable[[int, Tensor, Rope], None]  # layer, its input [tokens, hidden], its rotary embedding
 
 
@@ -116,6 +117,20 @@ class Network:
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def attending(self, attention: Attention, mark: str) -> Iterator[None]:
+        """All layers attend by ``attention``. What it is told of a layer with full attention is kept in its attention
+        module as ``mark``, and is gone afterwards."""
+        AttentionInterface.register(mark, attention)
+        config = self.decoder.config
+        usual, config._attn_implementation = config._attn_implementation, mark
+        try:
+            yield
+        finally:
+            config._attn_implementation = usual
+            for layer in self.full_layers:
+                vars(layer.attention).pop(mark, None)
 
 
 def wrap(model: Any) -> Network:
