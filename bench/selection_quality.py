@@ -139,7 +139,7 @@ def main() -> None:
         assert way is not None
         kept = sum(a and b for a, b in zip(right[None], right[way], strict=True))
         mean = sum(kl[way]) / len(kl[way])
-        print(f"| {way} | {kept} | {mean:.3f} | {sum(attention.mass[way]) / len(attention.mass[way]):.3f} |")
+        print(f"| {way} | {kept} | {mean:.4f} | {sum(attention.mass[way]) / len(attention.mass[way]):.3f} |")
 
 
 if __name__ == "__main__":

@@ -119,6 +119,9 @@ class LookaheadConfig(Section):
     partial_query: Annotated[Literal["predicted", "real"], choice("predicted", "real")] = "predicted"
     """Query of the CPU's partial: the predicted one overlaps with the device, the real one is exact but known
     later. Source: ScoutAttention (predicted; its stated source of loss)."""
+    skip_layers: Annotated[tuple[int, ...], list_of(integer(0), ordered=True, unique=True)] = ()
+    """Layers whose own query selects, when it is known: for those that the input of the layer before predicts badly.
+    The device waits for the CPU there. Source: default (none; `hybrid profile` measures them per model)."""
 
 
 class RecallConfig(Section):
@@ -378,6 +381,10 @@ class HybridConfig(Section):
         """Frames per request that `auto` means on the CPU: the budget, a recent window, one page in flight."""
         return self.budget_pages + self.recent + 1
 
+    def is_predicted(self, layer: int) -> bool:
+        """Whether the layer's query is predicted, where the method looks ahead and the engine can."""
+        return layer not in self.exact_layers and layer not in self.lookahead.skip_layers
+
     def is_sampled(self, step: int, layer: int) -> bool:
         """Whether the layer's approximation is measured in decode step ``step``."""
         interval = self.metrics.sample_interval
@@ -397,12 +404,13 @@ class HybridConfig(Section):
 
     def validate_for(self, num_layers: int, source: str = "config") -> None:
         """Raise ConfigError unless the per-layer keys fit a model with `num_layers` layers."""
-        outside = [layer for layer in self.exact_layers if layer >= num_layers]
-        if outside:
-            fail(
-                f"{source}: exact_layers: got {show(outside[0])}, expected layers 0..{num_layers - 1} "
-                f"of a model with {num_layers} layers (remove {show(outside)})"
-            )
+        for key, layers in (("exact_layers", self.exact_layers), ("lookahead.skip_layers", self.lookahead.skip_layers)):
+            outside = [layer for layer in layers if layer >= num_layers]
+            if outside:
+                fail(
+                    f"{source}: {key}: got {show(outside[0])}, expected layers 0..{num_layers - 1} "
+                    f"of a model with {num_layers} layers (remove {show(outside)})"
+                )
         intervals = self.recall.intervals
         if not isinstance(intervals, int) and len(intervals) != num_layers:
             fail(

@@ -248,7 +248,7 @@ class DecodeStep:
         """The same in every step where graphs are captured; elsewhere only where pages are left out, or sampled."""
         if not self._method.looks_ahead(self._config, self._tiers.device) or not self._method.predicts(layer):
             return False
-        if layer in self._config.exact_layers:
+        if not self._config.is_predicted(layer):
             return False
         if step.is_captured or self._tiers.asks_by_itself or step.decode is None:
             return True

@@ -44,15 +44,15 @@ def cached_prompts_answer_the_same(
     assert server.complete_all(prompts[::-1], tokens)[::-1] == expected
 
 
-def the_cpu_starts_a_layer_ahead(server: Server, sparse: set[int], exact: set[int]) -> None:
+def the_cpu_starts_a_layer_ahead(server: Server, predicted: set[int], others: set[int]) -> None:
     """With the predicted query in the CPU's partial, of what the server did so far.
 
-    Nobody looks ahead for exact layers, so their partials start inside their own layer and lead by the device's partial
-    only, as all do with the lookahead off. Measured: partials of sparse layers lead 200 times as long.
+    Nobody looks ahead for the other layers, so their partials start inside their own layer and lead by the device's
+    partial only, as all do with the lookahead off. Measured: partials of predicted layers lead 200 times as long.
     """
-    ahead, within = (server.total("hybrid_lead_seconds_total", some) / len(some) for some in (sparse, exact))
-    print(f"\nCPU partials of sparse layers led {ahead:.4f} s per layer, those of exact layers {within:.4f} s")
-    assert within > 0, "no exact layer left anything to the CPU: this test shows nothing"
+    ahead, within = (server.total("hybrid_lead_seconds_total", some) / len(some) for some in (predicted, others))
+    print(f"\nCPU partials led {ahead:.4f} s per layer where the query is predicted, {within:.4f} s elsewhere")
+    assert within > 0, "no other layer left anything to the CPU: this test shows nothing"
     assert ahead > 10 * within
 
 

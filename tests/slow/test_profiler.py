@@ -54,6 +54,7 @@ def test_the_yaml_says_what_was_found_and_loads(network: Network, tmp_path: Path
     config = found.config
     assert config.model.specificity("org/tiny-gemma3")
     assert config.exact_layers == tuple(layer.layer for layer in found.layers if layer.why)
+    assert config.lookahead.skip_layers == tuple(x.layer for x in found.layers if not x.why and (x.cosine or 0.0) < 0.5)
     assert [layer.layer for layer in found.layers] == [2, 5]
     assert isinstance(config.recall.intervals, tuple) and len(config.recall.intervals) == 6
     assert config.recall.intervals[0] == CONFIG.recall.intervals  # a sliding layer: not measured
@@ -119,7 +120,7 @@ def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
     assert stages(again) == stages(tmp_path / "whole.yaml")
 
 
-def test_new_thresholds_need_no_new_measurement_and_a_new_budget_does(
+def test_new_thresholds_of_mass_need_no_new_measurement_and_a_new_budget_or_cosine_does(
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
@@ -131,12 +132,17 @@ def test_new_thresholds_need_no_new_measurement_and_a_new_budget_does(
         return measure(*args)
 
     monkeypatch.setattr(profiler, "measure_window", counted)
-    strict = run(network, out, replace(options, limits=Thresholds(0.99999, 0.99999, 10.0), tau=(0.05, "test")))
+    strict = run(network, out, replace(options, limits=Thresholds(0.5, 0.99999, 10.0), tau=(0.05, "test")))
     assert not calls and strict.config.exact_layers == (2, 5) and strict.config.recall.threshold == 0.05
     run(network, out, options, CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 2
     run(network, out, replace(options, fresh=True), CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 4
+    own = run(network, out, replace(options, limits=Thresholds(0.99999, 0.2, 10.0)))
+    assert len(calls) == 6
+    predicted = [layer.layer for layer in own.layers if layer.cosine is not None and not layer.why]
+    assert own.config.lookahead.skip_layers == tuple(predicted) and 5 in predicted
+    assert all(layer.mass == layer.mass_true for layer in own.layers), "the layers' own queries select"
 
 
 def test_slots_are_raised_until_every_layer_is_below_tau_if_asked_for(network: Network, tmp_path: Path) -> None:

@@ -286,6 +286,9 @@ def test_per_layer_keys_that_do_not_fit_the_model_are_refused():
     message = refusal(config.validate_for, 30, source="mine.yaml")
     for part in ("mine.yaml: exact_layers", "30", "0..29", "remove [30, 31]"):
         assert part in message
+    config = config_from_mapping({"lookahead": {"skip_layers": [1, 30]}}, "t")
+    config.validate_for(num_layers=31)
+    assert "lookahead.skip_layers: got 30, expected layers 0..29" in refusal(config.validate_for, 30)
     config = config_from_mapping({"recall": {"intervals": [8] * 30}}, "t")
     config.validate_for(30)
     message = refusal(config.validate_for, 32)
@@ -397,6 +400,7 @@ CHANGES = [
     "apex.hardware=h100",
     "lookahead.enabled=false",
     "lookahead.partial_query=real",
+    "lookahead.skip_layers=[1]",
     "recall.enabled=false",
     "recall.threshold=0.5",
     "recall.intervals=[1, 2]",
@@ -540,7 +544,7 @@ def test_explicit_wins_over_the_environment_over_the_name_over_the_default(tmp_p
     assert (config.sinks, source) == (6, "HYBRID_CONFIG (inline)")
     for unset in ({}, {"HYBRID_CONFIG": " "}):
         config, source = resolve_config(model, None, unset)
-        assert config.exact_layers == (0, 1, 2, 7, 8) and "smollm2-135m.yaml" in source and model in source
+        assert config.exact_layers == (7, 17, 18) and "smollm2-135m.yaml" in source and model in source
     config, source = resolve_config("acme/unheard-of", None, {})
     assert config.exact_layers == (0, 1) and "default.yaml (no shipped file matches acme/unheard-of)" in source
 

@@ -28,9 +28,7 @@ def attach_lookahead(session: Session, layers: list[Layer], config: HybridConfig
     if not resolve_method(config.method).looks_ahead(config, torch.device("cpu")):
         return
     ahead = {
-        index: layer
-        for index, layer in enumerate(layers)
-        if layer.before is not None and index not in config.exact_layers
+        index: layer for index, layer in enumerate(layers) if layer.before is not None and config.is_predicted(index)
     }
     head_dim = session.runtime.model.head_dim
     found, warning = predictors(ahead, head_dim, stream, (QKVParallelLinear,), _proof_inputs)

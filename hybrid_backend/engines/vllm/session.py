@@ -68,7 +68,7 @@ def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridCo
     layers = {
         index: layer
         for index, layer in enumerate(attention_layers(model))
-        if layer.before is not None and layer.attention.sliding_window is None and index not in config.exact_layers
+        if layer.before is not None and layer.attention.sliding_window is None and config.is_predicted(index)
     }
     found, warning = predictors(layers, engine.get_head_size(), stream, (QKVParallelLinear,), layer_inputs)
     for index, predictor in found.items():

@@ -61,6 +61,7 @@ def measure_window(
     window: Window,
     positions: int,
     intervals: Sequence[int],
+    least_cosine: float = -1.0,
     advance: Callable[[], None] = lambda: None,
 ) -> list[LayerMeasure]:
     """All full-attention layers over the last ``positions`` tokens of the window; ``advance`` is called per layer."""
@@ -75,7 +76,7 @@ def measure_window(
             q = q[-positions - QUERIES :]
             ahead = layer.queries_and_keys(before[0], late_rope)[0].cpu() if before else None
             prompt, decoded = q.cpu().split([len(q) - positions, positions])
-            measured.append(measure_layer(layer, config, prompt, decoded, ahead, k.cpu(), intervals))
+            measured.append(measure_layer(layer, config, prompt, decoded, ahead, k.cpu(), intervals, least_cosine))
         before[:] = [late]
         advance()
 
@@ -92,6 +93,7 @@ def measure_layer(
     ahead: Tensor | None,
     k: Tensor,
     intervals: Sequence[int],
+    least_cosine: float = -1.0,
 ) -> LayerMeasure:
     """
     Args:
@@ -102,11 +104,13 @@ def measure_layer(
         ahead: the predicted ones, None if there are none.
         k: ``[tokens, kv_heads, head_dim]``.
         intervals: that are simulated, beside `NEVER`.
+        least_cosine: of predicted and true queries; below, the true ones select.
     """
     seq_lens = torch.arange(len(k) - len(q) + 1, len(k) + 1)
     kind = config.selection.digest
     digests = page_digests(k, config.page_size, "minmax_int8" if kind == "auto" else kind)
-    looks_ahead = ahead is not None and config.lookahead.enabled is not False
+    cosines = None if ahead is None else torch.cosine_similarity(ahead, q, dim=-1).mean(0)
+    looks_ahead = cosines is not None and config.lookahead.enabled is not False and bool(cosines.mean() >= least_cosine)
     by = ahead if ahead is not None and looks_ahead else q
     chosen, scores = select(by, digests, seq_lens, config, layer.scale)
     true = select(q, digests, seq_lens, config, layer.scale)[0] if looks_ahead else chosen
@@ -119,7 +123,6 @@ def measure_layer(
         admission = best_pages(operations, config, prompt, digests, table[:, :first], first, frames, layer.scale)
         decoded = Decoded(scores, seq_lens, admission)
         curves[frames] = cpu_ratios(operations, config, decoded, frames, tried, layer.index)
-    cosines = None if ahead is None else torch.cosine_similarity(ahead, q, dim=-1).mean(0)
     tokens90, tokens95 = _sparsity(q, k, seq_lens, layer.scale)
     return LayerMeasure(
         layer=layer.index,

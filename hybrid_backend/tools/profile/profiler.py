@@ -252,6 +252,7 @@ class _Run:
             given,
             config.selection,
             config.lookahead.enabled,
+            self.options.limits.cosine,
             tuple(LayerMeasure.model_fields),
         )
         held = store.get(key)
@@ -259,7 +260,9 @@ class _Run:
             return [LayerMeasure.model_validate(layer) for layer in held["layers"]]
         task = progress.add_task(window.label, total=len(self.network.layers))
         started = time.perf_counter()
-        layers = measure_window(self.network, config, window, positions, tried, partial(progress.advance, task))
+        layers = measure_window(
+            self.network, config, window, positions, tried, self.options.limits.cosine, partial(progress.advance, task)
+        )
         seconds = round(time.perf_counter() - started, 1)
         store.put(
             key, {"window": window.label, "seconds": seconds, "layers": [x.model_dump(mode="json") for x in layers]}
@@ -368,6 +371,10 @@ class _Run:
         match = self.config.model.match if self.config.model.specificity(self.model) else f"*{name}*"
         data["model"] = {"match": list(match) if isinstance(match, tuple) else match}
         data["exact_layers"] = [layer.layer for layer in layers if layer.why]
+        skipped = [
+            layer.layer for layer in layers if not layer.why and layer.cosine is not None and not layer.predicted
+        ]
+        data["lookahead"] = {**data.get("lookahead", {}), "skip_layers": skipped}
         intervals = chosen_intervals(layers, len(self.network.layers), self.config)
         if frames != frames_per_request(self.config):
             data["frames_per_request"] = frames

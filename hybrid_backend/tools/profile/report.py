@@ -42,18 +42,19 @@ def comments_of(
     sparse = [layer for layer in layers if not layer.why]
     mass_rule = f", or mass below {limits.mass:g}" if limits.mass else ""
     reasons = [
-        f"measured; exact: cosine of predicted queries below {limits.cosine:g}{mass_rule}, or, with this layer alone",
-        f"sparse, a KL to dense above {limits.kl:g} nats in a text's continuation or in lookups",
+        f"measured; exact: with this layer alone sparse, a KL to dense above {limits.kl:g} nats in a text's",
+        f"continuation or in lookups{mass_rule}",
     ]
     for layer in exact:
-        cosine = "" if layer.cosine is None else f"cosine {layer.cosine:.3f}, "
         kl = "".join(f", KL {kind} {cost:.4f}" for kind, cost in layer.kl.items())
-        reasons.append(f"layer {layer.layer}: {cosine}mass {layer.mass:.3f}{kl} ({' and '.join(layer.why)})")
+        reasons.append(f"layer {layer.layer}: mass {layer.mass:.3f}{kl} ({' and '.join(layer.why)})")
     if sparse:
-        least = min((layer.cosine for layer in sparse if layer.cosine is not None), default=None)
-        cosine = "" if least is None else f"cosine >= {least:.3f}, "
         kl = "".join(f", KL {kind} <= {max(x.kl[kind] for x in sparse):.4f}" for kind in sparse[0].kl)
-        reasons.append(f"elsewhere {cosine}mass >= {min(layer.mass for layer in sparse):.3f}{kl}")
+        reasons.append(f"elsewhere mass >= {min(layer.mass for layer in sparse):.3f}{kl}")
+    skipped = [f"cosine of predicted queries below {limits.cosine:g}"]
+    skipped += [f"layer {x.layer}: {x.cosine:.3f}" for x in sparse if x.cosine is not None and not x.predicted]
+    least = min((x.cosine for x in sparse if x.cosine is not None and x.predicted), default=None)
+    skipped += [] if least is None else [f"elsewhere >= {least:.3f}"]
     recall = [
         f"measured as exact_layers: the longest interval whose mean CPU ratio stays below {aim:g} on every window",
         "(ScoutAttention, section 3.4, with a margin); those of exact and of sliding layers are not used",
@@ -68,6 +69,7 @@ def comments_of(
     placed = [f"the fewest of the simulated ones that keep every sparse layer's CPU ratio below {aim:g}: {fewest}"]
     return {
         "exact_layers": reasons,
+        "lookahead.skip_layers": skipped,
         "recall.threshold": [tau_source],
         "recall.intervals": recall,
         "frames_per_request": placed,

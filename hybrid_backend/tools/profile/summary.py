@@ -16,12 +16,13 @@ INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 @dataclass(frozen=True)
 class Thresholds:
-    """A layer is exact if it misses one of these.
+    """What a layer is exact by, and what it is predicted by.
 
-    ``cosine``: of predicted and true query, mean over heads and positions, at least (ScoutAttention, Table 1, reports
-    it). ``mass``: share of the attention mass on the selected pages, mean over heads and positions, at least; chosen by
-    the query that the backend would choose by. ``kl``: nats per token that the layer's sparsity alone may cost, at
-    most, in a text's continuation and in lookups (`divergence`).
+    ``cosine``: of predicted and true query, mean over heads and positions (ScoutAttention, Table 1, reports it); below,
+    the layer's own query selects. ``mass``: share of the attention mass on the selected pages, mean over heads and
+    positions, at least; chosen by the query that the backend would choose by. ``kl``: nats per token that the layer's
+    sparsity alone may cost, at most, in a text's continuation and in lookups (`divergence`). A layer that misses one of
+    the latter two is exact.
     """
 
     cosine: float = 0.9
@@ -33,15 +34,10 @@ Divergences = Mapping[str, Mapping[int, float]]
 """By kind of probe, by layer: mean KL in nats per token."""
 
 
-def why_exact(cosine: float | None, mass: float, kl: Mapping[str, float], limits: Thresholds) -> tuple[str, ...]:
-    """Which thresholds a layer misses: "cosine", "mass", and kinds of probes. ``cosine``: None where nothing is
-    predicted; ``kl``: by kind of probe."""
-    reasons = []
-    if cosine is not None and cosine < limits.cosine:
-        reasons.append("cosine")
-    if mass < limits.mass:
-        reasons.append("mass")
-    return (*reasons, *(kind for kind, cost in kl.items() if cost > limits.kl))
+def why_exact(mass: float, kl: Mapping[str, float], limits: Thresholds) -> tuple[str, ...]:
+    """Which thresholds a layer misses: "mass", and kinds of probes. ``kl``: by kind of probe."""
+    by_mass = ("mass",) if mass < limits.mass else ()
+    return (*by_mass, *(kind for kind, cost in kl.items() if cost > limits.kl))
 
 
 def longest_interval(ratios: Sequence[Mapping[int, float]], tau: float) -> tuple[int, bool]:
@@ -71,12 +67,14 @@ Measures = Sequence[Sequence[LayerMeasure]]
 class LayerSummary:
     """One full-attention layer. ``ratio``: mean CPU share at ``interval``; ``ratio_without``: without recall.
 
-    ``kl``: by kind of probe. ``why``: the thresholds that make it exact, empty if it is sparse. ``below``: whether
-    ``interval`` keeps the CPU ratio below tau on every window.
+    ``cosine``: None where nothing is predicted. ``predicted``: whether it is above the threshold. ``kl``: by kind of
+    probe. ``why``: the thresholds that make it exact, empty if it is sparse. ``below``: whether ``interval`` keeps the
+    CPU ratio below tau on every window.
     """
 
     layer: int
     cosine: float | None
+    predicted: bool
     mass: float
     mass_true: float
     mass_best: float
@@ -104,11 +102,12 @@ def summarise(
             LayerSummary(
                 layer=layers[0].layer,
                 cosine=cosine,
+                predicted=cosine is not None and cosine >= limits.cosine,
                 mass=mass,
                 mass_true=fmean(m.mass_true for m in layers),
                 mass_best=fmean(m.mass_best for m in layers),
                 kl=kl,
-                why=why_exact(cosine, mass, kl, limits),
+                why=why_exact(mass, kl, limits),
                 interval=interval,
                 below=below,
                 ratio=fmean(m.ratios[frames][interval] for m in layers),

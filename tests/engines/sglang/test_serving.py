@@ -27,7 +27,8 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 CROWD, CROWD_TOKENS, CROWD_LENGTH = 4, 40, 300
 SPARSE_STARTS = (0,)
 SPARSE_CONTEXT, SPARSE_TOKENS = 3000, 12
-EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
+CONFIG = load_config(find_config(MODEL))
+EXACT_LAYERS = set(CONFIG.exact_layers)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,7 @@ def test_the_lookahead_predicts_and_the_selection_finds_the_mass(server: Server)
     print(f"\nmass recall {sum(mass) / len(mass):.3f}, worst layer {min(mass):.3f}")
     print(f"cosine of predicted queries {sum(cosine.values()) / len(cosine):.3f}, worst {min(cosine.values()):.3f}")
     assert sum(mass) / len(mass) >= 0.90
+    assert {int(layer) for layer in cosine} == {layer for layer in range(1, 30) if CONFIG.is_predicted(layer)}
     assert min(cosine.values()) > 0.8
 
 

@@ -30,9 +30,12 @@ CONTEXT, POSITIONS = 6900, 48
 # English prose with twenty pairs in it: their keys, and two continuations on which distributions are compared.
 LOOKUPS = lookups(haystacks=1, facts=20, tokens=CONTEXT, seed=1, fact=PAIR)
 CONTINUATIONS = [tokens_of_prose(POSITIONS, start) for start in (0, 20000)]
-EXACT_LAYERS = set(load_config(find_config(MODEL)).exact_layers)
+CONFIG = load_config(find_config(MODEL))
+EXACT_LAYERS = set(CONFIG.exact_layers)
 LAYERS = 30
 SPARSE_LAYERS = set(range(LAYERS)) - EXACT_LAYERS
+PREDICTED_LAYERS = {layer for layer in range(1, LAYERS) if CONFIG.is_predicted(layer)}
+OTHER_LAYERS = set(range(LAYERS)) - PREDICTED_LAYERS
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "4", "--enforce-eager", *FIDELITY_FLAGS)
 CHUNKS = ("--max-num-batched-tokens", "512")
 """Every prompt here comes in chunks, those of agents beside others' decoding."""
@@ -76,8 +79,8 @@ class Decoded(NamedTuple):
     cpu_share: float  # of the tokens that sparse layers attended
     recalled: float  # pages
     # From the start of a layer's CPU partial to the moment it was needed, as a share of the time that a layer takes.
-    lead: float  # of sparse layers
-    exact_lead: float  # of exact layers, for which nobody looks ahead
+    lead: float  # of layers whose query is predicted
+    own_lead: float  # of the others
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +90,8 @@ def decoded(sparse: Server) -> Decoded:
             "cpu": sparse.total("hybrid_cpu_tokens_total", SPARSE_LAYERS),
             "selected": sparse.total("hybrid_selected_tokens_total", SPARSE_LAYERS),
             "recalled": sparse.total("hybrid_recalled_pages_total"),
-            "lead": sparse.total("hybrid_lead_seconds_total", SPARSE_LAYERS),
-            "exact_lead": sparse.total("hybrid_lead_seconds_total", EXACT_LAYERS),
+            "lead": sparse.total("hybrid_lead_seconds_total", PREDICTED_LAYERS),
+            "own_lead": sparse.total("hybrid_lead_seconds_total", OTHER_LAYERS),
             "seconds": sparse.total("vllm:request_decode_time_seconds_sum"),
         }
 
@@ -99,18 +102,18 @@ def decoded(sparse: Server) -> Decoded:
     return Decoded(
         done["cpu"] / done["selected"],
         done["recalled"],
-        done["lead"] / len(SPARSE_LAYERS) / layer,
-        done["exact_lead"] / len(EXACT_LAYERS) / layer,
+        done["lead"] / len(PREDICTED_LAYERS) / layer,
+        done["own_lead"] / len(OTHER_LAYERS) / layer,
     )
 
 
 def test_next_token_distributions_stay_near_dense(sparse: Server, stock: StockAnswers) -> None:
-    """Measured: 0.019 nats with the true query, 0.031 with the predicted one (0.026 with digests in bf16)."""
+    """Measured: 0.018 nats with the true query, 0.022 with the predicted one."""
     dense = stock.distributions("long", long)
     results = [compare(a, b) for a, b in zip(dense, long(sparse), strict=True)]
     kl = sum(r.kl for r in results) / len(results)
     print(f"\nmean KL {kl:.4f} nats over {sum(r.positions for r in results)} positions: {results}")
-    assert kl <= 0.05
+    assert kl <= 0.035
 
 
 def test_attention_mass_recall_of_sparse_layers_is_at_least_ninety_percent(sparse: Server) -> None:
@@ -120,22 +123,21 @@ def test_attention_mass_recall_of_sparse_layers_is_at_least_ninety_percent(spars
     print(f"\nmass recall {sum(mass) / len(mass):.3f}, worst layer {min(mass):.3f}")
     print(f"cosine of predicted queries {sum(cosine.values()) / len(cosine):.3f}, worst {min(cosine.values()):.3f}")
     assert sum(mass) / len(mass) >= 0.90
-    assert min(cosine.values()) > 0.8
+    assert {int(layer) for layer in cosine} == PREDICTED_LAYERS and min(cosine.values()) > 0.8
 
 
 def test_keys_that_dense_finds_stay_found(sparse: Server, stock: StockAnswers) -> None:
-    """Measured: dense finds 16 of 20; sparse keeps 10 with the true query, 8 with the predicted one, and 2 when the
-    budget is 128 tokens (what is not sinks and recent pages: 80), which fails here."""
+    """Measured: dense finds 16 of 20; sparse keeps all of them with the true query, 12 with the predicted one."""
     dense, ours = stock.once("pairs", found), found(sparse)
     asked = sum(dense)
     kept = sum(a and b for a, b in zip(dense, ours, strict=True))
     print(f"\nkeys: dense finds {asked} of {len(ours)}, sparse keeps {kept}")
     assert asked >= 10, "the dense model itself finds few: this test shows nothing"
-    assert kept >= 0.35 * asked
+    assert kept >= 0.6 * asked
 
 
 def test_the_cpu_workers_did_their_part_and_recall_kept_it_small(decoded: Decoded) -> None:
-    """The paper reports 8.2 % on average at its recall threshold of 12 %; measured here: 16 %, with frames for the
+    """The paper reports 8.2 % on average at its recall threshold of 12 %; measured here: 15 %, with frames for the
     budget and three pages more."""
     print(f"\nCPU share of attended tokens over {STEPS} steps: {decoded.cpu_share:.4f}")
     assert 0 < decoded.cpu_share < 0.2
@@ -144,9 +146,9 @@ def test_the_cpu_workers_did_their_part_and_recall_kept_it_small(decoded: Decode
 
 def test_the_cpu_starts_a_layer_ahead_where_the_query_is_predicted(decoded: Decoded, query: str) -> None:
     """A partial that starts inside its own layer, as all do without a lookahead and with the true query, leads by the
-    device's partial only: measured 0.005 to 0.023 of a layer's time, against 0.92 with the predicted query."""
-    print(f"\nlead of the CPU partial: {decoded.lead:.3f} of a layer's time, in exact layers {decoded.exact_lead:.3f}")
-    assert decoded.exact_lead < 0.2
+    device's partial only: measured 0.04 to 0.06 of a layer's time, against 1.04 with the predicted query."""
+    print(f"\nlead of the CPU partial: {decoded.lead:.3f} of a layer's time, unpredicted {decoded.own_lead:.3f}")
+    assert decoded.own_lead < 0.2
     if query == "predicted":
         assert decoded.lead > 0.5
     else:

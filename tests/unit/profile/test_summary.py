@@ -53,8 +53,9 @@ def test_the_fewest_frames_are_those_with_which_every_sparse_layer_holds() -> No
 
 
 def test_the_check_looks_up_what_was_chosen_in_other_windows() -> None:
-    chosen = summarise([[layer(0, {10: shares(0.05, 0.10)}), layer(1, {10: shares(0, 0)}, 0.2)]], LIMITS, 0.12, 10, {})
-    unseen = [[layer(0, {10: shares(0.06, 0.13)}), layer(1, {10: shares(0, 0)}, 0.2)]]
+    exact = layer(1, {10: shares(0, 0)}, mass=0.2)
+    chosen = summarise([[layer(0, {10: shares(0.05, 0.10)}), exact]], LIMITS, 0.12, 10, {})
+    unseen = [[layer(0, {10: shares(0.06, 0.13)}), exact]]
     (found,) = check(unseen, chosen, 0.12, 10)
     assert (found.layer, found.interval, found.profiled, found.ratio, found.holds) == (0, 8, 0.1, 0.13, False)
 
@@ -65,6 +66,12 @@ def test_a_layer_whose_sparsity_changes_answers_is_exact_whatever_mass_it_covers
     found = summarise([window], LIMITS, 0.12, 10, costs)
     assert [x.why for x in found] == [(), ("lookups",)]
     assert found[1].kl == {"text": 0.0001, "lookups": 0.3}
+
+
+def test_a_layer_that_is_predicted_badly_is_sparse_by_its_own_query() -> None:
+    window = [layer(i, {10: shares(0, 0)}, cosine=cosine) for i, cosine in enumerate((None, 0.2, 0.95))]
+    found = summarise([window], LIMITS, 0.12, 10, {})
+    assert [(x.predicted, x.why) for x in found] == [(False, ()), (False, ()), (True, ())]
 
 
 def test_layers_that_were_not_measured_keep_their_interval() -> None:

@@ -113,6 +113,36 @@ def test_both_tier_modes_attend_the_same(granularity: str, digest: str) -> None:
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("query", ["predicted", "real"])
+def test_a_layer_that_is_not_to_be_predicted_selects_by_its_own_query(query: str) -> None:
+    """However wrong a prediction would be: the CPU's partial, too, is of the true query."""
+    ahead = {"partial_query": query, "skip_layers": [1]}
+    outputs = []
+    for noise in (0.0, 3.0):
+        engine = Engine(config(tiers="separate", lookahead=ahead, recall={"intervals": 2}), spec(layers=3), seed=5)
+        long_context(engine)
+        method, asked, seen = engine.runtime.method, set[int](), dict[int, list[torch.Tensor]]()
+        lookahead, attend = method.lookahead, method.attend
+
+        def log_lookahead(step, layer, q, lookahead=lookahead, asked=asked):  # type: ignore[no-untyped-def]
+            asked.add(layer)
+            lookahead(step, layer, q)
+
+        def log_attend(step, layer, q, attend=attend, seen=seen):  # type: ignore[no-untyped-def]
+            seen.setdefault(layer, []).append(attend(step, layer, q).clone())
+            return seen[layer][-1]
+
+        method.lookahead, method.attend = log_lookahead, log_attend  # type: ignore[method-assign]
+        for _ in range(8):
+            engine.step({"a": 1}, lookahead_noise=noise, tolerance=None)
+        assert asked == {2} and engine.runtime.stats.cpu_ratio() > 0.02
+        outputs.append({layer: torch.stack(out) for layer, out in seen.items()})
+        engine.close()
+    exact, guessed = outputs
+    torch.testing.assert_close(guessed[1], exact[1], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(guessed[2], exact[2], atol=1e-3), "the others do follow the prediction"
+
+
 def test_a_sparse_step_attends_exactly_the_selected_pages() -> None:
     """With a perfect prediction the output is the oracle's attention over the pages that Quest selects."""
     quest = {"granularity": "layer", "aggregate": "sum", "bound": 1, "digest": "minmax"}

@@ -147,6 +147,20 @@ def test_looking_ahead_helps_where_the_workers_are_what_is_waited_for(
     assert ahead.seconds <= beside.seconds + cost * (1 + 1e-9)
 
 
+@few
+@given(machines, contexts, batches, st.floats(0.1, 0.9))
+def test_layers_that_are_not_predicted_cost_what_all_cost_without_the_lookahead(
+    machine: Hardware, context: int, batch: int, share: float
+) -> None:
+    skips = CONFIG.lookahead.model_copy(update={"skip_layers": tuple(range(SHAPE.layers))})
+    none = CONFIG.model_copy(update={"lookahead": skips})
+    skipped, off = (
+        decode_step(machine, SHAPE, config, "scout", context, batch, cpu_share=share, lookahead=on)
+        for config, on in ((none, True), (CONFIG, False))
+    )
+    assert skipped.seconds == off.seconds
+
+
 def test_a_stock_step_is_the_sum_of_what_it_reads() -> None:
     """By hand: matrices once, K and V once, at 80 % of the data sheet's bandwidth, and two overheads."""
     machine = find_hardware("h100")

@@ -139,7 +139,7 @@ def _ahead(machine: Machine, layer: int) -> int | None:
     costs = machine.costs
     later = (x for x in range(layer + 1, costs.shape.layers) if costs.shape.windows[x] is None)
     following = next(later, None)
-    return following if machine.lookahead and following not in costs.config.exact_layers else None
+    return following if machine.lookahead and following is not None and costs.config.is_predicted(following) else None
 
 
 def _select(machine: Machine, method: str, layer: int, ahead: bool) -> float:
