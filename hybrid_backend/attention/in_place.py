@@ -21,11 +21,11 @@ class InPlacePrompts:
     @classmethod
     def of(cls, model: ModelSpec, layers: Sequence[Tensor]) -> InPlacePrompts | None:
         """None if the native kernels cannot serve them here, or PyTorch serves them better: its products of bf16
-        matrices take AMX, ours do not."""
+        matrices take AMX for any head_dim, ours for multiples of 32."""
         shape = model.num_heads, model.num_kv_heads, model.head_dim
         if not cpu.available() or not all(cpu.decodes(*shape, layer.shape[3]) for layer in layers):
             return None
-        if model.dtype == torch.bfloat16 and "amx" in cpu.isas():
+        if model.dtype == torch.bfloat16 and "amx" in cpu.isas() and model.head_dim % 32:
             return None
         return cls(model, layers)
 

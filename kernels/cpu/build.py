@@ -38,6 +38,7 @@ ISA_FLAGS = {
     "avx512_bf16": [*_AVX512, "-mavx512bf16"],
     "vnni": [*_AVX512, "-mavx512vnni"],
     "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
+    "amx_prompt": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 # What the library shows: nothing of C++, so that it cannot clash with another copy of the standard library.
 EXPORTS = "{ global: hb_*; local: *; };\n"

@@ -99,6 +99,37 @@ static inline __attribute__((always_inline)) void add_codes(const CodeQuery* q, 
   }
 }
 
+#define HAVE_TRANSPOSE
+// Sixteen cells of four bytes from each of sixteen rows -> to[16][stride], its rows those cells.
+static inline __attribute__((always_inline)) void transpose(const float* const* rows, int at, float* to, int stride) {
+  __m512 a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(rows[i] + at);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {  // a[i + c]: column c of each lane, of rows i..i + 3
+      const __m512d x = _mm512_castps_pd(b[i + j]), y = _mm512_castps_pd(b[i + j + 2]);
+      a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+      a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+    }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    const __m512 even = _mm512_shuffle_f32x4(a[c], a[c + 4], 0x88), odd = _mm512_shuffle_f32x4(a[c], a[c + 4], 0xdd);
+    const __m512 even2 = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0x88);
+    const __m512 odd2 = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0xdd);
+    _mm512_storeu_ps(to + c * stride, _mm512_shuffle_f32x4(even, even2, 0x88));
+    _mm512_storeu_ps(to + (c + 4) * stride, _mm512_shuffle_f32x4(odd, odd2, 0x88));
+    _mm512_storeu_ps(to + (c + 8) * stride, _mm512_shuffle_f32x4(even, even2, 0xdd));
+    _mm512_storeu_ps(to + (c + 12) * stride, _mm512_shuffle_f32x4(odd, odd2, 0xdd));
+  }
+}
+
 #define HAVE_FP16_CONVERSION
 static void to_fp16(const float* from, uint16_t* to, int n) {
   for (int i = 0; i < n; i += 16) {

@@ -123,6 +123,10 @@ Kernels kernels_for(int isa, const Shape& shape) {
   found.prompt = found.base->prompt;
 #if defined(__x86_64__) && defined(HB_HAVE_AVX512) && defined(HB_HAVE_AVX512_BF16)
   if (shape.type == BF16 && cpu().bf16 && takes_avx512(isa)) found.prompt = hb_avx512_bf16_prompt;
+#ifdef HB_HAVE_AMX_PROMPT
+  const bool takes_tiles = isa_at(isa).name == hb_isa_amx.name && shape.head_dim % 32 == 0;
+  if (shape.type == BF16 && cpu().bf16 && cpu().amx && takes_tiles) found.prompt = hb_amx_prompt;
+#endif
 #endif
   return found;
 }

@@ -113,7 +113,7 @@ struct PromptBlock {
   const float* sinks;  // [group] natural log, or null
   float* scratch;  // prompt_floats, 64-byte aligned
 };
-constexpr int kPromptRows = 6;  // queries at a time
+constexpr int kPromptRows = 32;  // queries at a time, at most
 constexpr int kPromptKeys = 128;  // keys at a time
 inline int64_t prompt_floats(int64_t queries, int64_t head_dim) {
   const int64_t rows = queries + kPromptRows;
@@ -144,4 +144,5 @@ struct Isa {
 extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx;
 extern "C" HB_HIDDEN const ByteKernels hb_avx2_bytes;
 extern "C" HB_HIDDEN const ByteKernels hb_vnni;  // for AVX-512 CPUs that have VNNI
-extern "C" HB_HIDDEN const PromptFn hb_avx512_bf16_prompt;  // bf16 only; for AVX-512 CPUs that have AVX512_BF16
+// bf16 only; for AVX-512 CPUs that have AVX512_BF16, the latter AMX, too, and for head_dim a multiple of 32.
+extern "C" HB_HIDDEN const PromptFn hb_avx512_bf16_prompt, hb_amx_prompt;

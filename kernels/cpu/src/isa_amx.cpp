@@ -7,60 +7,24 @@
 //
 // A tile operation takes 16 cycles even when the tile is nearly empty; memory is slower than that up to 8 heads.
 // The logits of page i + 1 are computed between the values of page i, which hides the latency of both.
-#include <immintrin.h>
 #include <math.h>
-#include <string.h>
 
+#include "amx.h"
 #include "exp2_avx512.h"
 #include "isa.h"
 #include "prefetch.h"
-#ifdef HB_EMULATE_TILES
-#include "../tests/tiles.h"
-#endif
 
-#define INLINE inline __attribute__((always_inline))
+#define INLINE ALWAYS_INLINE
 
 namespace {
 
 constexpr float RESCALE_ABOVE = 8.f;
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
 
-// gcc's tile loads and stores are volatile asm WITHOUT a memory clobber: without this barrier, stores that feed a tile
-// load are moved behind it or dropped, and results are silently wrong.
-INLINE void memory_barrier() { asm volatile("" ::: "memory"); }
-
-// Tile numbers must be literals in the source.
-#define HB_FOR_TILE(T, CALL) \
-  if constexpr (T == 0) { CALL(0); } else if constexpr (T == 1) { CALL(1); } else if constexpr (T == 2) { CALL(2); } \
-  else if constexpr (T == 3) { CALL(3); } else if constexpr (T == 4) { CALL(4); } else if constexpr (T == 5) { CALL(5); } \
-  else if constexpr (T == 6) { CALL(6); } else { CALL(7); }
-
-template <int T> INLINE void tile_zero() {
-#define CALL(N) _tile_zero(N)
-  HB_FOR_TILE(T, CALL)
-#undef CALL
-}
-template <int T> INLINE void tile_load(const void* from, int64_t stride) {
-#define CALL(N) _tile_loadd(N, from, stride)
-  HB_FOR_TILE(T, CALL)
-#undef CALL
-}
-template <int T> INLINE void tile_store(void* to, int64_t stride) {
-#define CALL(N) _tile_stored(N, to, stride)
-  HB_FOR_TILE(T, CALL)
-#undef CALL
-}
-
 // Roles of the eight tiles.
 constexpr int ROWS = 0;  // 16 rows of K, then of V
 constexpr int WEIGHTS = 1;  // P
 constexpr int QUERY = 2, LOGITS = 3, OUT = 4;  // OUT..OUT+3
-
-struct alignas(64) TileConfig {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t bytes[16];
-  uint8_t rows[16];
-};
 
 // CHANNELS32: head_dim / 32. GROUP: heads, padded to a power of two.
 template <int CHANNELS32, int GROUP>
@@ -72,7 +36,9 @@ struct Kernel {
   const Shape* shape;
   __m512 scale;  // softmax scale * log2(e)
   __m512i head_major;
-  __m512 maximum, sum;  // lane t * GROUP + g belongs to head g
+  // Lane t * GROUP + g belongs to head g. Maxima are not scaled: a product that is rounded here and fused there would
+  // leave a difference, of huge logits a huge one, where there is none.
+  __m512 maximum, sum;
   alignas(64) uint32_t query[CHANNELS32][16][GROUP];
   alignas(64) float logits[2][kMaxPageSize * GROUP];  // [token][GROUP], this page's and the next one's
   alignas(64) uint32_t weights[2 * GROUP][16];
@@ -81,19 +47,12 @@ struct Kernel {
 
   INLINE void configure() {
     TileConfig c;
-    memset(&c, 0, sizeof c);
-    c.palette = 1;
-    auto set = [&](int tile, int rows, int bytes) {
-      c.rows[tile] = rows;
-      c.bytes[tile] = bytes;
-    };
-    set(ROWS, 16, 64);
-    set(WEIGHTS, 2 * GROUP, 64);
-    set(QUERY, 16, GROUP * 4);
-    set(LOGITS, 16, GROUP * 4);
-    for (int t = OUT; t < OUT + 4; t++) set(t, 2 * GROUP, 64);
-    memory_barrier();
-    _tile_loadconfig(&c);
+    c.set(ROWS, 16, 64);
+    c.set(WEIGHTS, 2 * GROUP, 64);
+    c.set(QUERY, 16, GROUP * 4);
+    c.set(LOGITS, 16, GROUP * 4);
+    for (int t = OUT; t < OUT + 4; t++) c.set(t, 2 * GROUP, 64);
+    c.load();
 
     scale = _mm512_set1_ps(shape->scale * LOG2E);
     alignas(64) int32_t lanes[16];
@@ -152,7 +111,7 @@ struct Kernel {
   // Heads whose maximum grew a lot: bring their sums to the new one.
   void rescale(__mmask16 grown, __m512 best) {
     const __m512 to = _mm512_mask_mov_ps(maximum, grown, best);
-    const __m512 factor = exp2_avx512(_mm512_maskz_sub_ps(grown, maximum, to));
+    const __m512 factor = exp2_avx512(_mm512_mul_ps(_mm512_maskz_sub_ps(grown, maximum, to), scale));
     maximum = to;
     sum = _mm512_mul_ps(sum, factor);
     alignas(64) float by_lane[16];
@@ -178,7 +137,7 @@ struct Kernel {
     if constexpr (GROUP <= 2) rotated(Int<2>());
     if constexpr (GROUP <= 4) rotated(Int<4>());
     if constexpr (GROUP <= 8) rotated(Int<8>());
-    return _mm512_mul_ps(best, scale);
+    return best;
   }
   template <int N> struct Int {
     static constexpr int value = N;
@@ -186,7 +145,7 @@ struct Kernel {
 
   // Logits of 16 / GROUP tokens -> bf16 weights in the `weights` rows, as (0, P) pairs.
   INLINE void store_weights(const float* s, int j) {
-    const __m512 p = exp2_avx512(_mm512_fmsub_ps(_mm512_load_ps(s), scale, maximum));
+    const __m512 p = exp2_avx512(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(s), maximum), scale));
     sum = _mm512_add_ps(sum, p);  // unrounded, for an exact LSE
     __m512i bits = _mm512_castps_si512(p);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -274,7 +233,8 @@ struct Kernel {
     for (int i = 0; i < current.skip * GROUP; i++) s[i] = -INFINITY;
     for (int i = current.tokens * GROUP; i < page_size * GROUP; i++) s[i] = -INFINITY;
     const __m512 best = head_maximum(s);
-    const __mmask16 grown = _mm512_cmp_ps_mask(best, _mm512_add_ps(maximum, _mm512_set1_ps(RESCALE_ABOVE)), _CMP_GT_OQ);
+    const __m512 growth = _mm512_mul_ps(_mm512_sub_ps(best, maximum), scale);
+    const __mmask16 grown = _mm512_cmp_ps_mask(growth, _mm512_set1_ps(RESCALE_ABOVE), _CMP_GT_OQ);
     if (__builtin_expect(grown != 0, 0)) rescale(grown, best);
     const char* values = current.keys + shape->value_offset;
     for (int t = 0; t < page_size; t += 16) {
@@ -320,7 +280,7 @@ struct Kernel {
     if constexpr (OUT_IN_TILES) store_four(0);
     alignas(64) float sums[16], maxima[16];
     _mm512_store_ps(sums, sum);
-    _mm512_store_ps(maxima, maximum);
+    _mm512_store_ps(maxima, _mm512_mul_ps(maximum, scale));
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     for (int g = 0; g < shape->group; g++) {

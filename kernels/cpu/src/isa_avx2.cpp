@@ -86,11 +86,6 @@ static inline __attribute__((always_inline)) void add_codes(const CodeQuery* q, 
     _mm256_storeu_ps(to + g * to_stride + 8, _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm_unpackhi_epi16(e, o))));
   }
 }
-static inline __attribute__((always_inline)) float largest_of(vf a) {
-  const __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)a), _mm256_extractf128_ps((__m256)a, 1));
-  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
-}
 
 #define HAVE_FP16_CONVERSION
 static void to_fp16(const float* from, uint16_t* to, int n) {

@@ -89,11 +89,20 @@ INLINE vf exp2_of(vf x) {
 }
 #endif
 
+typedef float quarter __attribute__((vector_size(16), may_alias));
 INLINE float sum_of(vf a) {
-  typedef float quarter __attribute__((vector_size(16), may_alias));
   quarter s = *(const quarter*)&a;
   for (int i = 1; i < LANES / 4; i++) s += ((const quarter*)&a)[i];
   return (s[0] + s[1]) + (s[2] + s[3]);
+}
+INLINE float largest_of(vf a) {
+  quarter s = *(const quarter*)&a;
+  for (int i = 1; i < LANES / 4; i++) {
+    const quarter other = ((const quarter*)&a)[i];
+    s = other > s ? other : s;
+  }
+  const float low = s[0] > s[1] ? s[0] : s[1], high = s[2] > s[3] ? s[2] : s[3];
+  return low > high ? low : high;
 }
 
 #ifndef HAVE_REDUCE
@@ -215,8 +224,7 @@ INLINE void page_weights(State& st, int head, const PageRef& page) {
   for (int t = page.tokens; t < page_size; t++) s[t] = -INFINITY;
   vf top = *(vf*)s;
   for (int t = LANES; t < page_size; t += LANES) top = larger(*(vf*)&s[t], top);
-  float best = top[0];
-  for (int i = 1; i < LANES; i++) best = top[i] > best ? top[i] : best;
+  const float best = largest_of(top);
   if (best > st.maximum[head] + RESCALE_ABOVE) {
     const float factor = exp2f(st.maximum[head] - best);
     st.maximum[head] = best;
@@ -521,8 +529,7 @@ void vector_softmax_add(float* scores, int n, float scale, float* total) {
   for (int i = 0; i < LANES; i++) rest[i] = whole + i < n ? scores[whole + i] : -INFINITY;
   vf top = *(const vf_any*)rest;
   for (int i = 0; i < whole; i += LANES) top = larger(*(const vf_any*)&scores[i], top);
-  float highest = -INFINITY;
-  for (int i = 0; i < LANES; i++) highest = top[i] > highest ? top[i] : highest;
+  const float highest = largest_of(top);
   if (!(highest > -INFINITY && highest < INFINITY)) return;
   const vf factor = splat(scale * LOG2E), offset = splat(highest * scale * LOG2E);
   vf sum = {};
