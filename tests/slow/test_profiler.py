@@ -145,6 +145,24 @@ def test_new_thresholds_of_mass_need_no_new_measurement_and_a_new_budget_or_cosi
     assert all(layer.mass == layer.mass_true for layer in own.layers), "the layers' own queries select"
 
 
+def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(network: Network, tmp_path: Path) -> None:
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, windows=2)
+
+    def costs() -> tuple[dict[int, float], list[float]]:
+        held = json.loads(out.with_suffix(".json").read_text())["costs"]
+        return {int(i): kl for i, kl in held["alone"]["text"].items()}, [x["text"] for x in held["together"]]
+
+    run(network, out, replace(options, limits=Thresholds(0.5, 0.0, 0.0)))
+    alone, together = costs()
+    first = max(alone, key=lambda i: alone[i])
+    assert together[0] > together[1] > together[2] == pytest.approx(0, abs=1e-6)
+    for most, exact in ((together[0], ()), (together[1], (first,)), (together[1] / 2, (2, 5))):
+        found = run(network, out, replace(options, limits=Thresholds(0.5, 0.0, most)))
+        assert found.config.exact_layers == exact
+        assert costs()[1] == together[: len(exact) + 1]
+    assert f"layers {first} exact: KL {together[1]:.4f} (text)" in out.read_text()
+
+
 def test_slots_are_raised_until_every_layer_is_below_tau_if_asked_for(network: Network, tmp_path: Path) -> None:
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
     run(network, out, options)

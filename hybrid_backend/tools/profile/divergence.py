@@ -1,4 +1,4 @@
-"""What a layer's sparsity costs in answers: what the model says with one layer sparse at a time, against all dense.
+"""What sparsity costs in answers: what the model says with some layers sparse, one or all but a few, against all dense.
 
 Attention mass does not tell. A layer can cover 95 % of its mass with its pages and still miss the one token that
 answers a question, where hundreds of others look almost like it; another one covers half of its mass and nothing is
@@ -9,8 +9,7 @@ are compared.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +30,6 @@ _ASKED = 4
 """Entries that a prompt asks for."""
 _TOKENS = 64
 """Of a text, that are compared."""
-Selects = Callable[[Tensor, Tensor], Tensor]  # q [heads, queries, dim], k [kv_heads, tokens, dim] -> attended, bool
 
 
 @dataclass(frozen=True)
@@ -85,27 +83,37 @@ def lookup_probes(encode: Encode, context: int, count: int, seed: int = 0) -> li
 
 
 def divergences(
-    network: Network, config: HybridConfig, probe: Probe, advance: Callable[[], None] = lambda: None
-) -> dict[int, float]:
-    """By full-attention layer: KL of the dense distributions to those with this layer sparse, in nats per compared
-    token. The true query selects. ``advance`` is called per layer."""
+    network: Network,
+    config: HybridConfig,
+    probe: Probe,
+    sparse: Sequence[Collection[int]],
+    advance: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """For each of ``sparse``: KL of the dense distributions to those with these layers sparse, in nats per compared
+    token. The true query selects. ``advance`` is called for each."""
     ids = torch.tensor([probe.ids], device=network.device)
     places = [place - probe.given - 1 for place in probe.compared]  # of what predicts them
     cache = DynamicCache()
 
     def distributions() -> Tensor:
-        cache.crop(probe.given)
+        if beyond := cache.get_seq_length() - probe.given:
+            cache.crop(-beyond)
         found = network.model(ids[:, probe.given :], past_key_values=cache, use_cache=True).logits[0, places]
         return torch.log_softmax(found.float(), -1)
 
-    found = {}
+    def only(layers: Collection[int]) -> None:
+        for layer in network.full_layers:
+            selects = partial(_selected, config, layer.scale) if layer.index in layers else None
+            setattr(layer.attention, _MARK, selects)
+
+    found = []
     with torch.inference_mode():
         network.decoder(ids[:, : probe.given], past_key_values=cache, use_cache=True)
-        with _sparse(network) as only:
+        with network.attending(_attention, _MARK):
             dense = distributions()
-            for layer in network.full_layers:
-                only(layer.index, partial(_selected, config, layer.scale))
-                found[layer.index] = float((dense.exp() * (dense - distributions())).sum(-1).mean())
+            for layers in sparse:
+                only(layers)
+                found.append(float((dense.exp() * (dense - distributions())).sum(-1).mean()))
                 advance()
     return found
 
@@ -117,18 +125,6 @@ def _selected(config: HybridConfig, scale: float, q: Tensor, k: Tensor) -> Tenso
     seq_lens = torch.arange(len(keys) - q.shape[1] + 1, len(keys) + 1)
     chosen = select(q.transpose(0, 1).cpu(), digests, seq_lens, config, scale)[0]
     return chosen.repeat_interleave(config.page_size, 2)[..., : len(keys)].transpose(0, 1).to(q.device)
-
-
-@contextmanager
-def _sparse(network: Network) -> Iterator[Callable[[int, Selects], None]]:
-    """The model with our attention; the yielded function makes one layer sparse, and all others dense."""
-
-    def only(index: int, selects: Selects) -> None:
-        for layer in network.full_layers:
-            setattr(layer.attention, _MARK, selects if layer.index == index else None)
-
-    with network.attending(_attention, _MARK):
-        yield only
 
 
 def _attention(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,20 @@ from hybrid_backend.tools.profile.gates import GateOptions, GateState, Kind, pas
 from hybrid_backend.tools.profile.heads import head_scores, write_heads
 from hybrid_backend.tools.profile.measure import LayerMeasure, measure_window
 from hybrid_backend.tools.profile.network import Network, load
-from hybrid_backend.tools.profile.report import check_table, comments_of, frames_line, gate_line, layer_table, to_yaml
+from hybrid_backend.tools.profile.report import (
+    check_table,
+    comments_of,
+    exact_table,
+    frames_line,
+    gate_line,
+    layer_table,
+    to_yaml,
+)
 from hybrid_backend.tools.profile.store import Store, stage_key
 from hybrid_backend.tools.profile.summary import (
     INTERVALS,
     Check,
-    Divergences,
+    Costs,
     LayerSummary,
     Measures,
     Thresholds,
@@ -36,6 +44,9 @@ from hybrid_backend.tools.profile.summary import (
     summarise,
 )
 from hybrid_backend.tools.profile.texts import Encode, Window, read_texts, windows_of
+
+_AT_ONCE = 4
+"""Sets of exact layers that a probe is measured with before another probe is."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,7 @@ def _tokenizer(directory: str) -> Encode:
 @dataclass(frozen=True)
 class _Found:
     layers: list[LayerSummary]
+    costs: Costs
     checks: list[Check]
     gates: dict[str, list[list[float]]]
     heads: HeadScores | None
@@ -203,9 +215,8 @@ class _Run:
         with self._progress() as progress:
             windows = [self._measure(store, progress, window) for window in used]
             others = [self._measure(store, progress, window) for window in unseen]
-            lookups = self._diverge(store, progress, asked)
-            costs = {**self._diverge(store, progress, map(text_probe, used)), **lookups}
-            costs_unseen = {**self._diverge(store, progress, map(text_probe, unseen)), **lookups}
+            costs = self._costs(store, progress, [*map(text_probe, used), *asked])
+            costs_unseen = self._costs(store, progress, [*map(text_probe, unseen), *asked]) if others else costs
             states = self._gates(store, progress, texts[0][1]) if options.gates else {}
         tau, source = options.tau or (
             self.config.recall.threshold,
@@ -220,8 +231,9 @@ class _Run:
         gates = {kind: state.gates for kind, state in states.items()}
         name = Path(self.model).name
         heads = head_scores(name, self.network, windows, gates, options.prefetch_bytes) if gates else None
-        found = _Found(layers, checks, gates, heads, tau, aim, source, frames, fewest)
+        found = _Found(layers, costs, checks, gates, heads, tau, aim, source, frames, fewest)
         files = self._write(store, config, windows, found, self._where(used, frames))
+        self.console.print(exact_table(costs, options.limits))
         self.console.print(layer_table(layers, tau, aim))
         if not all(layer.below or layer.why for layer in layers):
             self.console.print(f"! not below {aim:g} at any interval; {frames_line(frames, fewest)}", highlight=False)
@@ -269,23 +281,39 @@ class _Run:
         )
         return layers
 
-    def _diverge(self, store: Store, progress: Progress, probes: Iterable[Probe]) -> Divergences:
-        """Means over the probes of a kind."""
-        found: dict[str, list[dict[int, float]]] = {}
+    def _costs(self, store: Store, progress: Progress, probes: Sequence[Probe]) -> Costs:
+        """Each layer's alone; then with the most expensive ones exact, one more at a time, until it is low enough."""
+        layers = [layer.index for layer in self.network.full_layers]
+        alone = self._diverge(store, progress, probes, [(layer,) for layer in layers])
+        costs = Costs({kind: dict(zip(layers, found, strict=True)) for kind, found in alone.items()})
+        ranking, together = costs.ranking, list[dict[str, float]]()
+        while True:
+            counts = range(len(together), min(len(together) + _AT_ONCE, len(layers) + 1))
+            found = self._diverge(store, progress, probes, [tuple(sorted(ranking[count:])) for count in counts])
+            for place in range(len(counts)):
+                together.append({kind: each[place] for kind, each in found.items()})
+                if len(together) > len(layers) or all(kl <= self.options.limits.kl for kl in together[-1].values()):
+                    return replace(costs, together=together)
+
+    def _diverge(
+        self, store: Store, progress: Progress, probes: Sequence[Probe], sparse: Sequence[tuple[int, ...]]
+    ) -> dict[str, list[float]]:
+        """For each of the sets of sparse layers the mean over the probes of a kind."""
+        found: dict[str, list[list[float]]] = {}
         config = self.config
         for probe in probes:
             given = (config.page_size, config.budget_tokens, config.sinks, config.recent, config.selection)
-            key = stage_key("divergence", self.model, probe, given)
+            key = stage_key("divergence", self.model, probe, given, sparse)
             held = store.get(key)
             if held is None:
-                task = progress.add_task(f"KL, {probe.kind}", total=len(self.network.full_layers))
+                task = progress.add_task(f"KL, {probe.kind}", total=len(sparse))
                 started = time.perf_counter()
-                costs = divergences(self.network, config, probe, partial(progress.advance, task))
+                kl = divergences(self.network, config, probe, sparse, partial(progress.advance, task))
                 seconds = round(time.perf_counter() - started, 1)
-                held = {"probe": probe.kind, "seconds": seconds, "layers": {str(i): kl for i, kl in costs.items()}}
+                held = {"probe": probe.kind, "seconds": seconds, "sparse": sparse, "kl": kl}
                 store.put(key, held)
-            found.setdefault(probe.kind, []).append({int(i): kl for i, kl in held["layers"].items()})
-        return {kind: {layer: fmean(x[layer] for x in each) for layer in each[0]} for kind, each in found.items()}
+            found.setdefault(probe.kind, []).append(held["kl"])
+        return {kind: [fmean(each) for each in zip(*lists, strict=True)] for kind, lists in found.items()}
 
     def _gates(self, store: Store, progress: Progress, text: str) -> dict[str, GateState]:
         options = self.options.gates
@@ -328,7 +356,9 @@ class _Run:
             f"{Path(self.model).name}, written by `hybrid profile`; every key and its range: docs/configuration.md."
         ]
         head += [f"measured {where}.", "Raw numbers: the .json beside this file. Keys left out keep their default."]
-        comments = comments_of(found.layers, limits, found.aim, found.tau_source, found.frames, found.fewest)
+        comments = comments_of(
+            found.layers, found.costs, limits, found.aim, found.tau_source, found.frames, found.fewest
+        )
         for kind, gates in found.gates.items():
             head.append(gate_line(kind, gates, [layer.index for layer in self.network.full_layers]))
         text = to_yaml(config, comments, head)
@@ -346,6 +376,7 @@ class _Run:
                 "aim": found.aim,
                 "frames": found.frames,
                 "fewest_frames": found.fewest,
+                "costs": asdict(found.costs),
                 "layers": [asdict(layer) for layer in found.layers],
                 "checks": [asdict(item) for item in found.checks],
                 "gates": found.gates,

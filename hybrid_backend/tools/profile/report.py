@@ -10,7 +10,7 @@ import yaml
 from rich.table import Table
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.tools.profile.summary import Check, LayerSummary, Thresholds
+from hybrid_backend.tools.profile.summary import Check, Costs, LayerSummary, Thresholds
 
 
 def to_yaml(config: HybridConfig, comments: Mapping[str, Sequence[str]], head: Sequence[str]) -> str:
@@ -35,22 +35,29 @@ def _flow(value: Any) -> str:
 
 
 def comments_of(
-    layers: Sequence[LayerSummary], limits: Thresholds, aim: float, tau_source: str, frames: int, fewest: int | None
+    layers: Sequence[LayerSummary],
+    costs: Costs,
+    limits: Thresholds,
+    aim: float,
+    tau_source: str,
+    frames: int,
+    fewest: int | None,
 ) -> dict[str, list[str]]:
     """Where each number that the profile decided comes from."""
     exact = [layer for layer in layers if layer.why]
     sparse = [layer for layer in layers if not layer.why]
     mass_rule = f", or mass below {limits.mass:g}" if limits.mass else ""
     reasons = [
-        f"measured; exact: with this layer alone sparse, a KL to dense above {limits.kl:g} nats in a text's",
-        f"continuation or in lookups{mass_rule}",
+        "measured; exact: those of the largest KL to dense with this layer alone sparse, as few as bring the KL of all",
+        f"others together to {limits.kl:g} nats in texts' continuations and in lookups{mass_rule}",
     ]
+    reasons += [f"{name} exact: {_kinds(kl)}" for name, kl in _steps(costs)]
     for layer in exact:
-        kl = "".join(f", KL {kind} {cost:.4f}" for kind, cost in layer.kl.items())
-        reasons.append(f"layer {layer.layer}: mass {layer.mass:.3f}{kl} ({' and '.join(layer.why)})")
+        alone = f"alone {_kinds(layer.kl)}"
+        reasons.append(f"layer {layer.layer}: mass {layer.mass:.3f}, {alone} ({' and '.join(layer.why)})")
     if sparse:
-        kl = "".join(f", KL {kind} <= {max(x.kl[kind] for x in sparse):.4f}" for kind in sparse[0].kl)
-        reasons.append(f"elsewhere mass >= {min(layer.mass for layer in sparse):.3f}{kl}")
+        most = {kind: max(x.kl[kind] for x in sparse) for kind in sparse[0].kl}
+        reasons.append(f"elsewhere mass >= {min(x.mass for x in sparse):.3f}, alone at most {_kinds(most)}")
     skipped = [f"cosine of predicted queries below {limits.cosine:g}"]
     skipped += [f"layer {x.layer}: {x.cosine:.3f}" for x in sparse if x.cosine is not None and not x.predicted]
     least = min((x.cosine for x in sparse if x.cosine is not None and x.predicted), default=None)
@@ -74,6 +81,26 @@ def comments_of(
         "recall.intervals": recall,
         "frames_per_request": placed,
     }
+
+
+def _steps(costs: Costs) -> list[tuple[str, Mapping[str, float]]]:
+    """What is exact, one layer more at a time, and the KL of the others together."""
+    names = [f"layers {', '.join(map(str, costs.ranking[:count]))}" for count in range(1, len(costs.together))]
+    return list(zip(["none", *names], costs.together, strict=True)) if costs.together else []
+
+
+def _kinds(kl: Mapping[str, float]) -> str:
+    return "KL " + ", ".join(f"{cost:.4f} ({kind})" for kind, cost in kl.items())
+
+
+def exact_table(costs: Costs, limits: Thresholds) -> Table:
+    table = Table(title=f"KL to dense, nats per token, all other layers sparse (at most {limits.kl:g})")
+    table.add_column("exact")
+    for kind in costs.alone:
+        table.add_column(kind, justify="right")
+    for name, kl in _steps(costs):
+        table.add_row(name, *(f"{cost:.4f}" for cost in kl.values()))
+    return table
 
 
 def frames_line(frames: int, fewest: int | None) -> str:

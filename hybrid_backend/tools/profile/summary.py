@@ -20,24 +20,35 @@ class Thresholds:
 
     ``cosine``: of predicted and true query, mean over heads and positions (ScoutAttention, Table 1, reports it); below,
     the layer's own query selects. ``mass``: share of the attention mass on the selected pages, mean over heads and
-    positions, at least; chosen by the query that the backend would choose by. ``kl``: nats per token that the layer's
-    sparsity alone may cost, at most, in a text's continuation and in lookups (`divergence`). A layer that misses one of
-    the latter two is exact.
+    positions, at least; chosen by the query that the backend would choose by; below, a layer is exact. ``kl``: nats per
+    token that all sparse layers together may cost, at most, in texts' continuations and in lookups (`divergence`).
     """
 
     cosine: float = 0.9
     mass: float = 0.0
-    kl: float = 0.002
+    kl: float = 0.05
 
 
-Divergences = Mapping[str, Mapping[int, float]]
-"""By kind of probe, by layer: mean KL in nats per token."""
+@dataclass(frozen=True)
+class Costs:
+    """Mean KL to dense in nats per token, by kind of probe.
 
+    ``alone``: ``[kind][layer]``, of this layer sparse, all others dense. ``together``: with so many layers exact as its
+    place says, the most expensive ones by ``alone``, and all others sparse. The last one is low enough.
+    """
 
-def why_exact(mass: float, kl: Mapping[str, float], limits: Thresholds) -> tuple[str, ...]:
-    """Which thresholds a layer misses: "mass", and kinds of probes. ``kl``: by kind of probe."""
-    by_mass = ("mass",) if mass < limits.mass else ()
-    return (*by_mass, *(kind for kind, cost in kl.items() if cost > limits.kl))
+    alone: Mapping[str, Mapping[int, float]]
+    together: Sequence[Mapping[str, float]] = ()
+
+    @property
+    def ranking(self) -> list[int]:
+        """The most expensive layer first."""
+        layers = {layer for by_layer in self.alone.values() for layer in by_layer}
+        return sorted(layers, key=lambda layer: (-max(kl[layer] for kl in self.alone.values()), layer))
+
+    @property
+    def exact(self) -> list[int]:
+        return self.ranking[: max(0, len(self.together) - 1)]
 
 
 def longest_interval(ratios: Sequence[Mapping[int, float]], tau: float) -> tuple[int, bool]:
@@ -68,8 +79,8 @@ class LayerSummary:
     """One full-attention layer. ``ratio``: mean CPU share at ``interval``; ``ratio_without``: without recall.
 
     ``cosine``: None where nothing is predicted. ``predicted``: whether it is above the threshold. ``kl``: by kind of
-    probe. ``why``: the thresholds that make it exact, empty if it is sparse. ``below``: whether ``interval`` keeps the
-    CPU ratio below tau on every window.
+    probe, of this layer alone. ``why``: what makes it exact, "KL" or "mass", empty if it is sparse. ``below``: whether
+    ``interval`` keeps the CPU ratio below tau on every window.
     """
 
     layer: int
@@ -88,16 +99,15 @@ class LayerSummary:
     tokens95: float
 
 
-def summarise(
-    windows: Measures, limits: Thresholds, tau: float, frames: int, divergences: Divergences
-) -> list[LayerSummary]:
+def summarise(windows: Measures, limits: Thresholds, tau: float, frames: int, costs: Costs) -> list[LayerSummary]:
     """Means over windows; intervals by the rule of `longest_interval`, with so many frames."""
     found = []
     for layers in zip(*windows, strict=True):
         tried = [{i: ratio for i, ratio in m.ratios[frames].items() if i != NEVER} for m in layers]
         interval, below = longest_interval(tried, tau)
         cosine, mass = _mean([m.cosine for m in layers]), fmean(m.mass for m in layers)
-        kl = {kind: by_layer[layers[0].layer] for kind, by_layer in divergences.items()}
+        kl = {kind: by_layer[layers[0].layer] for kind, by_layer in costs.alone.items()}
+        by_kl, by_mass = layers[0].layer in costs.exact, mass < limits.mass
         found.append(
             LayerSummary(
                 layer=layers[0].layer,
@@ -107,7 +117,7 @@ def summarise(
                 mass_true=fmean(m.mass_true for m in layers),
                 mass_best=fmean(m.mass_best for m in layers),
                 kl=kl,
-                why=why_exact(mass, kl, limits),
+                why=("KL",) * by_kl + ("mass",) * by_mass,
                 interval=interval,
                 below=below,
                 ratio=fmean(m.ratios[frames][interval] for m in layers),
@@ -132,11 +142,11 @@ class Check:
     holds: bool
 
 
-def fewest_frames(windows: Measures, limits: Thresholds, tau: float, divergences: Divergences) -> int | None:
+def fewest_frames(windows: Measures, limits: Thresholds, tau: float, costs: Costs) -> int | None:
     """The fewest simulated frames with which every sparse layer has an interval that stays below tau; None if none."""
     tried = set.intersection(*(set(layer.ratios) for window in windows for layer in window))
     for frames in sorted(tried):
-        if all(layer.below or layer.why for layer in summarise(windows, limits, tau, frames, divergences)):
+        if all(layer.below or layer.why for layer in summarise(windows, limits, tau, frames, costs)):
             return frames
     return None
 

@@ -1,4 +1,4 @@
-"""What one layer's sparsity costs, on tiny models, against the model's own attention with a mask."""
+"""What sparse layers cost, on tiny models, against the model's own attention with a mask."""
 
 from __future__ import annotations
 
@@ -27,25 +27,29 @@ PROBE = Probe("text", TOKENS, 260, tuple(range(265, 300)))
 def test_where_everything_is_selected_nothing_is_lost_and_elsewhere_something_is(family: str) -> None:
     network = wrap(build(family))
     full = [layer.index for layer in network.full_layers]
-    whole = divergences(network, CONFIG.model_copy(update={"budget_tokens": 320}), PROBE)
-    sparse = divergences(network, CONFIG, PROBE)
-    assert list(whole) == list(sparse) == full
-    assert max(map(abs, whole.values())) < 1e-6
-    assert min(sparse.values()) > 1e-6
+    sets = [*((layer,) for layer in full), full, ()]
+    whole = divergences(network, CONFIG.model_copy(update={"budget_tokens": 320}), PROBE, sets)
+    *sparse, nothing = divergences(network, CONFIG, PROBE, sets)
+    assert max(map(abs, whole)) < 1e-6
+    assert min(sparse) > 1e-6
+    assert abs(nothing) < 1e-6 and sparse[-1] > max(sparse[:-1])
     assert network.decoder.config._attn_implementation == "sdpa"
     assert not any(hasattr(layer.attention, "hybrid_selects") for layer in network.layers)
 
 
-def test_a_layer_s_cost_is_that_of_the_model_with_the_unselected_pages_masked() -> None:
+def test_the_cost_is_that_of_the_model_with_the_unselected_pages_masked() -> None:
     """In one pass over the whole text, without a cache."""
     model = build("llama")
-    found = divergences(wrap(model), CONFIG, PROBE)
+    network = wrap(model)
+    sets: list[tuple[int, ...]] = [(layer.index,) for layer in network.full_layers]
+    sets.append(tuple(layer.index for layer in network.full_layers))
+    found = divergences(network, CONFIG, PROBE, sets)
     position, key = torch.arange(300)[:, None], torch.arange(300)
-    masked_layer = -1
+    masked: tuple[int, ...] = ()
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
         allowed = key <= position
-        if module.layer_idx == masked_layer:
+        if module.layer_idx in masked:
             tokens = k[0].transpose(0, 1)
             digests = page_digests(tokens, 16, "minmax_int8")
             pages = select(q[0].transpose(0, 1), digests, torch.arange(1, 301), CONFIG, scaling)[0][:, 0]
@@ -61,9 +65,10 @@ def test_a_layer_s_cost_is_that_of_the_model_with_the_unselected_pages_masked() 
 
     with torch.inference_mode():
         dense = distributions()
-        for masked_layer in found:
+        for sparse, kl in zip(sets, found, strict=True):
+            masked = sparse  # by the attention above
             expected = float((dense.exp() * (dense - distributions())).sum(-1).mean())
-            assert found[masked_layer] == pytest.approx(expected, rel=1e-3, abs=1e-7)
+            assert kl == pytest.approx(expected, rel=1e-3, abs=1e-7)
 
 
 def test_lookups_ask_for_entries_of_their_register_and_compare_the_answers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_backend.tools.profile.summary import INTERVALS, Thresholds, longest_interval, why_exact
+from hybrid_backend.tools.profile.summary import INTERVALS, longest_interval
 
 shares = st.floats(0, 1)
 window = st.fixed_dictionaries({interval: shares for interval in INTERVALS[:6]})
@@ -36,13 +36,3 @@ def test_where_nothing_stays_below_the_best_interval_is_taken_and_said_so(ratios
     interval, below = longest_interval(ratios, 0.0)
     assert not below
     assert max(w[interval] for w in ratios) == min(max(w[i] for w in ratios) for i in ratios[0])
-
-
-@given(shares, shares, shares, shares, shares)
-def test_a_layer_is_exact_if_and_only_if_it_misses_a_threshold(
-    mass: float, text: float, lookups: float, least_mass: float, most: float
-) -> None:
-    kl = {"text": text, "lookups": lookups}
-    reasons = why_exact(mass, kl, Thresholds(mass=least_mass, kl=most))
-    assert ("mass" in reasons) == (mass < least_mass)
-    assert [kind for kind in kl if kind in reasons] == [kind for kind, cost in kl.items() if cost > most]
