@@ -544,7 +544,7 @@ def test_explicit_wins_over_the_environment_over_the_name_over_the_default(tmp_p
     assert (config.sinks, source) == (6, "HYBRID_CONFIG (inline)")
     for unset in ({}, {"HYBRID_CONFIG": " "}):
         config, source = resolve_config(model, None, unset)
-        assert config.exact_layers == (7, 17, 18) and "smollm2-135m.yaml" in source and model in source
+        assert config.exact_layers == (7, 8, 17, 18) and "smollm2-135m.yaml" in source and model in source
     config, source = resolve_config("acme/unheard-of", None, {})
     assert config.exact_layers == (0, 1) and "default.yaml (no shipped file matches acme/unheard-of)" in source
 

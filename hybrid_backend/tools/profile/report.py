@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 import yaml
+from rich import box
 from rich.table import Table
 
 from hybrid_backend.config import HybridConfig
@@ -85,7 +86,7 @@ def comments_of(
 
 def _steps(costs: Costs) -> list[tuple[str, Mapping[str, float]]]:
     """What is exact, one layer more at a time, and the KL of the others together."""
-    names = [f"layers {', '.join(map(str, costs.ranking[:count]))}" for count in range(1, len(costs.together))]
+    names = [f"layers {', '.join(map(str, sorted(costs.exact[:count])))}" for count in range(1, len(costs.together))]
     return list(zip(["none", *names], costs.together, strict=True)) if costs.together else []
 
 
@@ -94,7 +95,9 @@ def _kinds(kl: Mapping[str, float]) -> str:
 
 
 def exact_table(costs: Costs, limits: Thresholds) -> Table:
-    table = Table(title=f"KL to dense, nats per token, all other layers sparse (at most {limits.kl:g})")
+    table = Table(
+        title=f"KL to dense, nats per token, all other layers sparse (at most {limits.kl:g})", box=box.SIMPLE_HEAD
+    )
     table.add_column("exact")
     for kind in costs.alone:
         table.add_column(kind, justify="right")
@@ -121,17 +124,16 @@ def gate_line(kind: str, gates: Sequence[Sequence[float]], layers: Sequence[int]
 
 
 def layer_table(layers: Sequence[LayerSummary], tau: float, aim: float) -> Table:
-    table = Table(title=f"layers (tau {tau:g}, intervals chosen below {aim:g})")
+    table = Table(title=f"layers (KL alone; tau {tau:g}, intervals chosen below {aim:g})", box=box.SIMPLE_HEAD)
     kinds = layers[0].kl if layers else {}
-    measured = ("cosine", "mass", "true q", "best", *(f"KL {kind}" for kind in kinds), "90 % in", "no recall")
+    measured = ("cosine", "mass", "best", *(f"KL {kind}" for kind in kinds))
     for name in ("layer", *measured, "interval", "CPU ratio"):
         table.add_column(name, justify="right")
     for x in layers:
         ratio = f"{x.ratio:.3f}" + ("" if x.below else " !")
         table.add_row(
-            *(str(x.layer), _number(x.cosine), f"{x.mass:.3f}", f"{x.mass_true:.3f}", f"{x.mass_best:.3f}"),
+            *(str(x.layer), _number(x.cosine), f"{x.mass:.3f}", f"{x.mass_best:.3f}"),
             *(f"{cost:.4f}" for cost in x.kl.values()),
-            *(f"{x.tokens90:.1%}", f"{x.ratio_without:.3f}"),
             *(("exact", "+".join(x.why)) if x.why else (str(x.interval), ratio)),
         )
     return table
