@@ -21,7 +21,7 @@ class InPlacePrompts:
     @classmethod
     def of(cls, model: ModelSpec, layers: Sequence[Tensor]) -> InPlacePrompts | None:
         """None if the native kernels cannot serve them here, or PyTorch serves them better: its products of bf16
-        matrices take AMX for any head_dim, ours for multiples of 32."""
+        matrices take AMX for any head_dim, ours for multiples of 32 (every CPU with AMX has AVX512_BF16, too)."""
         shape = model.num_heads, model.num_kv_heads, model.head_dim
         if not cpu.available() or not all(cpu.decodes(*shape, layer.shape[3]) for layer in layers):
             return None

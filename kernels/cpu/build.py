@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build the native CPU kernels.")
     parser.add_argument("--out", type=Path, default=HERE / LIBRARY)
     parser.add_argument("--sanitize", help="build the C++ test driver instead, e.g. address,undefined or thread")
-    parser.add_argument("--emulate-tiles", action="store_true", help="test the AMX code on a CPU that has AVX-512 only")
+    parser.add_argument("--emulate-tiles", action="store_true", help="the AMX code on AVX-512 (prompts: with BF16)")
     parser.add_argument("--run", action="store_true", help="run the driver")
     options = parser.parse_args()
     try:

@@ -120,7 +120,7 @@ def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
     assert stages(again) == stages(tmp_path / "whole.yaml")
 
 
-def test_new_thresholds_of_mass_need_no_new_measurement_and_a_new_budget_or_cosine_does(
+def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_cosine_does(
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
@@ -145,7 +145,11 @@ def test_new_thresholds_of_mass_need_no_new_measurement_and_a_new_budget_or_cosi
     assert all(layer.mass == layer.mass_true for layer in own.layers), "the layers' own queries select"
 
 
-def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(network: Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(
+    at_once: int, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "_AT_ONCE", at_once)
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, windows=2)
 
     def costs() -> tuple[dict[int, float], list[float]]:

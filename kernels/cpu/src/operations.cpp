@@ -402,7 +402,7 @@ HB_API int hb_attend_prompt(const hb_attend_prompt_args* args) {
     // As many queries as stay in a cache, or fewer where threads would have no work.
     const int64_t most = std::max<int64_t>(kPromptFloats / (dim * a.group), 1);
     const int64_t shared = (a.tokens * a.kv.kv_heads + 4 * lanes - 1) / (4 * lanes);
-    const int64_t least = (kPromptRows + a.group - 1) / a.group;
+    const int64_t least = std::max<int64_t>(kPromptRows / a.group, 1);
     const int64_t step = std::min(most, std::max(shared, least));
     const int64_t blocks = (a.tokens + step - 1) / step;
     auto attend_block = [&](int64_t item) {

@@ -1,12 +1,12 @@
 // Attention of a prompt's queries over pages in place, causally: two products of matrices around a softmax, in fp32 FMA,
-// or for bf16 in dot products of pairs where the CPU has them. Included after vector.h, once per ISA.
+// or for bf16 in dot products of pairs or in tiles where the CPU has them. Included after vector.h, once per ISA.
 //
 // Queries of a group share their keys, so a block of them is a matrix of tokens * group rows. Keys come in blocks that
 // stay in a cache: K transposed into panels of PANEL keys, V as it lies. A strip of queries at a time takes a block:
 // their logits, the softmax, what they add to their sums.
 namespace {
 
-constexpr int VECTORS = REGISTERS == 32 ? 4 : 2;  // of keys or channels at a time, for ROWS queries: most registers
+constexpr int VECTORS = REGISTERS == 32 ? 4 : 2;  // of keys or channels at a time, for STRIP queries: most registers
 constexpr int PANEL = VECTORS * LANES;
 constexpr int STRIP = 6;  // queries whose sums fit the registers
 constexpr int KEYS = kPromptKeys;
@@ -203,17 +203,16 @@ void attend_prompt(const PromptBlock* block) {
   for (int64_t begin = oldest / KEYS * KEYS; begin < end; begin += KEYS) {
     pack_keys<Unit>(b, room.k, room.v, begin, oldest, end);
     for (int r = 0; r < rows; r += ROWS) {
-      const int last_row = r + ROWS <= live ? r + ROWS - 1 : live - 1;
-      const int64_t first = b.first + r / b.group, last = b.first + last_row / b.group;  // the strip's tokens
+      const int strip = r + ROWS <= live ? ROWS : live - r;
+      const int64_t first = b.first + r / b.group, last = b.first + (r + strip - 1) / b.group;  // the strip's tokens
       if (begin > last || begin + KEYS <= first - b.window + 1) continue;
       const int64_t seen = last + 1 - begin;
       const int n = seen >= KEYS ? KEYS : (int)(seen + PANEL - 1) / PANEL * PANEL;
       Unit::logits(room.q + r * cells, room.k, cells, n, s);
       const bool is_cut = begin + n > first + 1 || begin < last - b.window + 1;
-      for (int i = 0; i < ROWS; i++) {
+      for (int i = 0; i < strip; i++) {
         if (is_cut) {
-          const int row = r + i < live ? r + i : live - 1;
-          const int64_t stop = b.first + row / b.group + 1 - begin, start = stop - b.window;
+          const int64_t stop = b.first + (r + i) / b.group + 1 - begin, start = stop - b.window;
           for (int64_t t = 0; t < start && t < n; t++) s[i * KEYS + t] = -INFINITY;
           for (int64_t t = stop > 0 ? stop : 0; t < n; t++) s[i * KEYS + t] = -INFINITY;
         }

@@ -527,18 +527,18 @@ void vector_softmax_add(float* scores, int n, float scale, float* total) {
   const int whole = n / LANES * LANES;
   float rest[LANES];  // what is left over, padded
   for (int i = 0; i < LANES; i++) rest[i] = whole + i < n ? scores[whole + i] : -INFINITY;
-  vf top = *(const vf_any*)rest;
+  vf top = larger(*(const vf_any*)rest, splat(-INFINITY));  // NaN is nothing
   for (int i = 0; i < whole; i += LANES) top = larger(*(const vf_any*)&scores[i], top);
   const float highest = largest_of(top);
   if (!(highest > -INFINITY && highest < INFINITY)) return;
-  const vf factor = splat(scale * LOG2E), offset = splat(highest * scale * LOG2E);
+  const vf factor = splat(scale * LOG2E), offset = splat(highest);
   vf sum = {};
   for (int i = 0; i < whole; i += LANES) {
-    const vf e = exp2_of(*(const vf_any*)&scores[i] * factor - offset);
+    const vf e = exp2_of((*(const vf_any*)&scores[i] - offset) * factor);
     *(vf_any*)&scores[i] = e;
     sum += e;
   }
-  const vf e = exp2_of(*(const vf_any*)rest * factor - offset);
+  const vf e = exp2_of((*(const vf_any*)rest - offset) * factor);
   *(vf_any*)rest = e;
   const float weight = 1.f / sum_of(sum + e);
   for (int i = 0; i < whole; i += LANES)

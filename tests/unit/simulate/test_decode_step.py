@@ -161,6 +161,21 @@ def test_layers_that_are_not_predicted_cost_what_all_cost_without_the_lookahead(
     assert skipped.seconds == off.seconds
 
 
+def test_per_layer_keys_count_the_layers_with_attention() -> None:
+    """Of every two layers the first has no attention: the third one's turn is the sixth's."""
+    mixed = ModelShape("h", 8, 32, 8, 128, 4096, 14336, 128256, "bfloat16", False, 0, (0, None) * 4)
+    machine = find_hardware("a100")
+
+    def seconds(**keys: Any) -> float:
+        config = HybridConfig.model_validate(keys)
+        return decode_step(machine, mixed, config, "scout", 60_000, 16, cpu_share=0.3, lookahead=True).seconds
+
+    usual = seconds(recall={"enabled": False})
+    assert seconds(recall={"enabled": False}, lookahead={"skip_layers": [2]}) > usual
+    assert seconds(recall={"intervals": [8, 8, 8, 8]}) == seconds(recall={"intervals": 8})
+    assert seconds(recall={"intervals": [8, 8, 8, 1]}) != seconds(recall={"intervals": 8})
+
+
 def test_a_stock_step_is_the_sum_of_what_it_reads() -> None:
     """By hand: matrices once, K and V once, at 80 % of the data sheet's bandwidth, and two overheads."""
     machine = find_hardware("h100")

@@ -165,11 +165,7 @@ def decode_step(
     if cpu_rows and shape.full_layers < shape.layers:
         raise ConfigError(f"cpu_rows: got {cpu_rows}, but not all layers of {shape.name} attend in full; write 0")
     config.validate_for(len(shape.attention_windows))
-    counted = [layer for layer, window in enumerate(shape.windows) if window != 0]  # as the configuration counts them
-    named = {key: getattr(config, key) for key in ("exact_layers", "whole_layers")}
-    config = config.model_copy(
-        update={key: of if of == "auto" else tuple(counted[index] for index in of) for key, of in named.items()}
-    )
+    config = _renumbered(config, shape)
     entry = _METHODS[method]
     is_cpu = hardware.device == "cpu"
     unified = config.tiers == "unified" or (config.tiers == "auto" and is_cpu)
@@ -206,6 +202,29 @@ def _persistent(shape: ModelShape, heads: Sequence[int] | None) -> tuple[int, ..
             "each layer"
         )
     return tuple(heads)
+
+
+def _renumbered(config: HybridConfig, shape: ModelShape) -> HybridConfig:
+    """Per-layer keys by the shape's layers, where the configuration counts those with attention only."""
+    attends = [layer for layer, window in enumerate(shape.windows) if window != 0]
+    if len(attends) == shape.layers:
+        return config
+
+    def there(layers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(attends[index] for index in layers)
+
+    whole, intervals = config.whole_layers, config.recall.intervals
+    if not isinstance(intervals, int):
+        by_layer = dict(zip(attends, intervals, strict=True))
+        intervals = tuple(by_layer.get(layer, 1) for layer in range(shape.layers))
+    return config.model_copy(
+        update={
+            "exact_layers": there(config.exact_layers),
+            "whole_layers": whole if whole == "auto" else there(whole),
+            "lookahead": config.lookahead.model_copy(update={"skip_layers": there(config.lookahead.skip_layers)}),
+            "recall": config.recall.model_copy(update={"intervals": intervals}),
+        }
+    )
 
 
 def _run(machine: Machine, pipeline: Pipeline, batch: int) -> StepTime:
