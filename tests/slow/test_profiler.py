@@ -149,7 +149,7 @@ def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_co
 def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(
     at_once: int, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiler, "_AT_ONCE", at_once)
+    monkeypatch.setattr(profiler, "_AT_ONCE", at_once)  # two layers only: with 1, the search takes several batches
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, windows=2)
 
     def costs() -> tuple[dict[int, float], list[float]]:

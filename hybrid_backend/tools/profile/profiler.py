@@ -402,9 +402,7 @@ class _Run:
         match = self.config.model.match if self.config.model.specificity(self.model) else f"*{name}*"
         data["model"] = {"match": list(match) if isinstance(match, tuple) else match}
         data["exact_layers"] = [layer.layer for layer in layers if layer.why]
-        skipped = [
-            layer.layer for layer in layers if not layer.why and layer.cosine is not None and not layer.predicted
-        ]
+        skipped = [layer.layer for layer in layers if layer.skips]
         data["lookahead"] = {**data.get("lookahead", {}), "skip_layers": skipped}
         intervals = chosen_intervals(layers, len(self.network.layers), self.config)
         if frames != frames_per_request(self.config):

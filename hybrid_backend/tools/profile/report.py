@@ -60,7 +60,7 @@ def comments_of(
         most = {kind: max(x.kl[kind] for x in sparse) for kind in sparse[0].kl}
         reasons.append(f"elsewhere mass >= {min(x.mass for x in sparse):.3f}, alone at most {_kinds(most)}")
     skipped = [f"cosine of predicted queries below {limits.cosine:g}"]
-    skipped += [f"layer {x.layer}: {x.cosine:.3f}" for x in sparse if x.cosine is not None and not x.predicted]
+    skipped += [f"layer {x.layer}: {x.cosine:.3f}" for x in sparse if x.skips]
     least = min((x.cosine for x in sparse if x.cosine is not None and x.predicted), default=None)
     skipped += [] if least is None else [f"elsewhere >= {least:.3f}"]
     recall = [
@@ -86,7 +86,8 @@ def comments_of(
 
 def _steps(costs: Costs) -> list[tuple[str, Mapping[str, float]]]:
     """What is exact, one layer more at a time, and the KL of the others together."""
-    names = [f"layers {', '.join(map(str, sorted(costs.exact[:count])))}" for count in range(1, len(costs.together))]
+    ranking = costs.ranking
+    names = [f"layers {', '.join(map(str, sorted(ranking[:count])))}" for count in range(1, len(costs.together))]
     return list(zip(["none", *names], costs.together, strict=True)) if costs.together else []
 
 

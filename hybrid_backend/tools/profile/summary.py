@@ -98,16 +98,21 @@ class LayerSummary:
     tokens90: float
     tokens95: float
 
+    @property
+    def skips(self) -> bool:
+        """Whether its own query is to select, where others' is predicted."""
+        return not self.why and self.cosine is not None and not self.predicted
+
 
 def summarise(windows: Measures, limits: Thresholds, tau: float, frames: int, costs: Costs) -> list[LayerSummary]:
     """Means over windows; intervals by the rule of `longest_interval`, with so many frames."""
-    found = []
+    found, exact = [], set(costs.exact)
     for layers in zip(*windows, strict=True):
         tried = [{i: ratio for i, ratio in m.ratios[frames].items() if i != NEVER} for m in layers]
         interval, below = longest_interval(tried, tau)
         cosine, mass = _mean([m.cosine for m in layers]), fmean(m.mass for m in layers)
         kl = {kind: by_layer[layers[0].layer] for kind, by_layer in costs.alone.items()}
-        by_kl, by_mass = layers[0].layer in costs.exact, mass < limits.mass
+        by_kl, by_mass = layers[0].layer in exact, mass < limits.mass
         found.append(
             LayerSummary(
                 layer=layers[0].layer,

@@ -409,7 +409,6 @@ HB_API int hb_attend_prompt(const hb_attend_prompt_args* args) {
       static thread_local std::vector<float> room;
       const int64_t head = item % a.kv.kv_heads, begin = (blocks - 1 - item / a.kv.kv_heads) * step;  // longest first
       const int64_t first_head = head * a.group, tokens = std::min(step, a.tokens - begin);
-      float* scratch = grown(room, prompt_floats(tokens * a.group, dim) + 16);
       const PromptBlock block{model.type,
                               model.head_dim,
                               model.group,
@@ -429,7 +428,7 @@ HB_API int hb_attend_prompt(const hb_attend_prompt_args* args) {
                               page_bytes(a.kv),
                               a.kv.page_size * row,
                               a.sinks ? a.sinks + first_head : nullptr,
-                              (float*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63)};
+                              hb::grown_lines(room, prompt_floats(tokens * a.group, dim))};
       attend(&block);
     };
     const int64_t read = std::min(a.seq_len, window + a.tokens) * a.kv.kv_heads * 2 * row;

@@ -112,7 +112,7 @@ void pack_keys(const PromptBlock& b, float* k, float* v, int64_t begin, int64_t 
   const int dim = b.head_dim, cells = dim / Unit::DEPTH;
   const int64_t row = (int64_t)dim * element_size(b.type);
   alignas(64) static const char zeros[kMaxHeadDim * sizeof(float)] = {};
-  alignas(64) float wide[Unit::DEPTH == 1 ? MANY : 1][kMaxHeadDim];
+  alignas(64) float wide[MANY][kMaxHeadDim];
   for (int t = 0; t < KEYS; t += MANY) {
     const float* keys[MANY];
     const char* values[MANY];
@@ -122,7 +122,7 @@ void pack_keys(const PromptBlock& b, float* k, float* v, int64_t begin, int64_t 
       const char* key = lives ? b.keys + b.pages[at / b.page_size] * b.page_stride + at % b.page_size * row : zeros;
       values[i] = lives ? key + b.value_offset : zeros;
       keys[i] = (const float*)key;
-      if (Unit::DEPTH == 1 && b.type != FP32) vector_widen(b.type, key, wide[i % MANY], dim), keys[i] = wide[i % MANY];
+      if (Unit::DEPTH == 1 && b.type != FP32) vector_widen(b.type, key, wide[i], dim), keys[i] = wide[i];
     }
     float* columns = k + t / PANEL * PANEL * cells + t % PANEL;
     int c = 0;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "memory.h"
 #include "pool.h"
 
 namespace hb {
@@ -58,7 +59,7 @@ std::vector<float> prompt_outputs(int isa, int dim, int group) {
   const int32_t ids[kPages] = {2, 0, 1};
   const int64_t row = dim * 2, part = kPageSize * row;
   std::vector<uint16_t> out(q.size());
-  std::vector<float> scratch((size_t)prompt_floats((int64_t)kTokens * group, dim) + 16), result(q.size());
+  std::vector<float> scratch, result(q.size());
   const Shape shape{BF16, dim, group, kPageSize, 0.05f, row, part, nullptr, 1};
   const PromptBlock block{BF16,
                           dim,
@@ -79,7 +80,7 @@ std::vector<float> prompt_outputs(int isa, int dim, int group) {
                           2 * part,
                           part,
                           nullptr,
-                          (float*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63)};
+                          grown_lines(scratch, prompt_floats((int64_t)kTokens * group, dim))};
   const Kernels kernels = kernels_for(isa, shape);
   kernels.prompt(&block);
   kernels.base->widen(BF16, out.data(), result.data(), (int)result.size());

@@ -1,6 +1,6 @@
-// The tile instructions in plain C++, so that isa_amx.cpp and isa_amx_prompt.cpp can be tested on CPUs without AMX and under sanitizers.
-// -DHB_EMULATE_TILES makes amx.h include this; it needs AVX-512 all the same. What it cannot show is the
-// compiler's treatment of the real instructions (see memory_barrier() there).
+// The tile instructions in plain C++, so that isa_amx.cpp and isa_amx_prompt.cpp can be tested on CPUs without AMX and
+// under sanitizers. -DHB_EMULATE_TILES makes amx.h include this; it needs AVX-512 all the same. What it cannot show is
+// the compiler's treatment of the real instructions (see memory_barrier() there).
 #pragma once
 #include <stdint.h>
 #include <string.h>
