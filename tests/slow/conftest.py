@@ -1,4 +1,4 @@
-"""The device that is not the host (far_device.py), once per process."""
+"""The device that is not the host: a GPU, or what stands in for one (far_device.py), once per process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.gpu import DEVICE, ON_GPU
+
 
 @pytest.fixture(scope="session")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
     from tests.support.far_device import build_guard
 
-    if not torch.cuda.is_available():
+    if not ON_GPU:
         build_guard(tmp_path_factory.mktemp("guard"))
 
 
@@ -20,7 +22,9 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
 def device(guard: None) -> Iterator[torch.device]:
     from tests.support.far_device import far_device
 
-    if torch.cuda.is_available():
-        pytest.skip("a real device is there: tests/engines/vllm/test_gpu.py")
+    if ON_GPU:
+        with torch.no_grad():
+            yield DEVICE
+        return
     with far_device() as device:
         yield device

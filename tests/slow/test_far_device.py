@@ -16,17 +16,10 @@ from hybrid_backend.methods import headinfer
 from hybrid_backend.step import Batch, Step
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.cases import relative_error
-from tests.support.far_device import Far, busy, capture, pin
+from tests.support.far_device import busy, capture
 from tests.support.harness import PAGE, Engine, config, decode_step, spec
 
 FRAMES = 6
-
-
-class FarEngine(Engine):
-    def seen_by_device(self) -> list[Tensor]:
-        for layer in self.kv:
-            pin(layer)
-        return [Far(layer) for layer in self.kv]
 
 
 KEYS = {
@@ -55,7 +48,7 @@ def test_prompts_and_decoding_on_a_device_that_is_not_the_host(
     """Chunked prompts, a shared prefix, growth out of the frames, recalls, preemption: everything finds what it needs
     where it is, and what is not sparse is exact."""
     settings = config(frames_per_request=FRAMES, exact_layers=[0], recall={"intervals": 2}, **KEYS[name])
-    made = FarEngine(settings, spec(2, dtype=dtype), num_pages=64, max_requests=3, device=device)
+    made = Engine(settings, spec(2, dtype=dtype), num_pages=64, max_requests=3, device=device)
     tolerance = 1e-4 if dtype is torch.float32 else 3e-2
     try:
         made.add("a", 3 * PAGE)
@@ -92,7 +85,7 @@ def test_a_captured_step_never_waits_for_the_device(device: torch.device, name: 
         metrics={"sample_interval": 1},
         **KEYS[name],
     )
-    made = FarEngine(settings, spec(2), num_pages=64, max_requests=ROWS, device=device)
+    made = Engine(settings, spec(2), num_pages=64, max_requests=ROWS, device=device)
     replay_as_a_graph(made, capture)
     begin = made.runtime.begin_step
 
@@ -141,7 +134,7 @@ def test_a_graph_of_streaming_is_exact_for_sequences_of_any_length(
         monkeypatch.setattr(headinfer, "_PIECES", pieces)
     layers = 2
     settings = config(method="headinfer", **keys)
-    made = FarEngine(settings, spec(layers), num_pages=16, max_requests=ROWS, device=device)
+    made = Engine(settings, spec(layers), num_pages=16, max_requests=ROWS, device=device)
     replay_as_a_graph(made, capture)
     copy_pages, launches = made.runtime.tiers.operations.copy_pages, list[int]()
 
@@ -169,7 +162,7 @@ def test_hgca_keeps_the_same_tokens_there_as_on_the_host(device: torch.device, d
         metrics={"sample_interval": 2},
     )  # fmt: skip
     tolerance = 1e-4 if dtype is torch.float32 else 3e-2
-    there = FarEngine(settings, spec(2, dtype=dtype), num_pages=64, max_requests=ROWS, device=device)
+    there = Engine(settings, spec(2, dtype=dtype), num_pages=64, max_requests=ROWS, device=device)
     here = Engine(settings, spec(2, dtype=dtype), num_pages=64, max_requests=ROWS)
     replay_as_a_graph(there, capture)
     try:

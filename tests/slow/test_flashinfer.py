@@ -28,11 +28,11 @@ from hybrid_backend.execution.operations import flashinfer_bytes, resolve_flashi
 from hybrid_backend.kernels import reference
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.step import ModelSpec
-from tests.slow.test_far_device import FarEngine
 from tests.support import flashinfer_stand_in
 from tests.support.cases import relative_error
 from tests.support.far_device import late
-from tests.support.harness import PAGE, config
+from tests.support.gpu import ON_GPU
+from tests.support.harness import PAGE, Engine, config
 from tests.support.streams import STREAMS
 
 HEADS, KV_HEADS, DIM, SCALE = 6, 2, 64, 0.17
@@ -64,7 +64,7 @@ def made(device: torch.device, operations: Operations) -> FlashInfer:
 @pytest.fixture
 def real() -> FlashInfer:
     pytest.importorskip("flashinfer", exc_type=ImportError)
-    if not torch.cuda.is_available():
+    if not ON_GPU:
         pytest.skip("no GPU")
     device = torch.device("cuda")
     found = FlashInfer.tried(resolve_operations(HybridConfig(), device), model(), device)
@@ -205,7 +205,7 @@ def test_the_runtime_is_exact_with_it(
         monkeypatch.setattr(kind, "run", counted)
     shape = model(scale=0.125, num_heads=4)
     settings = config(frames_per_request=6, device_kernels="flashinfer", **RUNS[name])
-    made = FarEngine(settings, shape, num_pages=64, max_requests=3, device=device)
+    made = Engine(settings, shape, num_pages=64, max_requests=3, device=device)
     assert made.runtime.tiers.kernel_bytes == flashinfer_bytes(settings, shape, device) > 128 << 20
     STREAMS.seed(0)
     calls.clear()  # of the trial

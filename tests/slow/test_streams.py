@@ -10,13 +10,15 @@ import torch
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.execution import DecodeStep
-from tests.slow.test_far_device import FRAMES, FarEngine
+from tests.slow.test_far_device import FRAMES
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.far_device import capture, late
+from tests.support.gpu import ON_GPU
 from tests.support.harness import PAGE, Engine, config, spec
 from tests.support.streams import STREAMS, Event, Graph, Order, Stream, current_stream, graph
 
 LAYERS, STEPS, FEW = 3, 100, 30
+of_the_simulation = pytest.mark.skipif(ON_GPU, reason="a GPU's streams go on as they like")
 
 
 def check_steps(
@@ -28,7 +30,7 @@ def check_steps(
         "recall": {"intervals": 2}, "metrics": {"sample_interval": 1}, "selection": {"digest": digest},
     }  # fmt: skip
     shape = spec(LAYERS)
-    far = FarEngine(config(**keys), shape, num_pages=64, max_requests=ROWS, device=device)
+    far = Engine(config(**keys), shape, num_pages=64, max_requests=ROWS, device=device)
     near = Engine(config(**keys, tiers="separate", device_kernels="native"), shape, num_pages=64, max_requests=ROWS)
     replay_as_a_graph(far, capture)
     chance, born = random.Random(5), 0
@@ -65,6 +67,7 @@ def test_pages_chosen_by_codes_are_the_same_ones(device: torch.device) -> None:
     check_steps(device, "scout", FEW, digest="codes")
 
 
+@of_the_simulation
 def test_a_copy_that_nobody_waits_for_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeStep, "_join", lambda self: None)
     with pytest.raises(AssertionError, match="request"):
@@ -72,6 +75,7 @@ def test_a_copy_that_nobody_waits_for_is_found(device: torch.device, monkeypatch
     STREAMS.finish()
 
 
+@of_the_simulation
 def test_a_selection_that_nobody_waits_for_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeStep, "_await_lookahead", lambda self, layer: self._ahead.pop(layer, None))
     with pytest.raises(AssertionError, match=r"request"):
@@ -82,6 +86,7 @@ def test_a_selection_that_nobody_waits_for_is_found(device: torch.device, monkey
 # --- the simulation itself ---
 
 
+@of_the_simulation
 def test_a_capture_that_waits_for_what_is_outside_of_it_is_refused() -> None:
     outside, side = Event(), Stream()
     outside.record()
@@ -91,6 +96,7 @@ def test_a_capture_that_waits_for_what_is_outside_of_it_is_refused() -> None:
         current_stream().wait_stream(side)  # which never forked
 
 
+@of_the_simulation
 def test_a_capture_that_ends_before_its_forks_have_joined_is_refused() -> None:
     side, made = Stream(), Graph()
     with pytest.raises(AssertionError, match="has joined"), graph(made):
@@ -99,6 +105,7 @@ def test_a_capture_that_ends_before_its_forks_have_joined_is_refused() -> None:
             STREAMS.launch(lambda: None)
 
 
+@of_the_simulation
 @pytest.mark.parametrize("waits", [True, False])
 def test_streams_of_a_late_device_go_on_in_random_order_but_for_what_they_wait_for(waits: bool) -> None:
     def order(seed: int) -> tuple[str, ...]:

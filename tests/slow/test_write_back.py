@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.write_back import WriteBack
-from tests.slow.test_far_device import FarEngine
-from tests.support.far_device import Far, late, pin
+from tests.support.far_device import late, views
+from tests.support.gpu import ON_GPU
 from tests.support.harness import PAGE, Engine, config, spec
 from tests.support.streams import STREAMS, Order
 
@@ -37,7 +37,7 @@ def shares_what_is_being_written(engine: Engine) -> None:
 def check(device: torch.device, name: str, seed: int, steps: int = 7, order: Order | None = None) -> None:
     """Chunks that end anywhere in a page, beside decoding rows, against the same on a CPU by native kernels."""
     keys, shape = {"metrics": {"sample_interval": 1}, **KEYS[name]}, spec(3)  # both draw as many predictions
-    far = FarEngine(config(**keys), shape, num_pages=64, max_requests=4, device=device)
+    far = Engine(config(**keys), shape, num_pages=64, max_requests=4, device=device)
     near_keys = {"tiers": "separate"} | keys if name == "scout" else keys
     near = Engine(config(**near_keys, device_kernels="native"), shape, num_pages=64, max_requests=4)
     work: list[dict[str, int]] = [{"a": 2 * PAGE + 3, "b": 7}, {"c": 21}, {"c": 40, "a": 1}, {"c": 19, "b": 1}]
@@ -71,6 +71,7 @@ def test_whoever_reads_a_page_finds_the_prompts_tokens_in_it(device: torch.devic
         check(device, name, seed, order=order)
 
 
+@pytest.mark.skipif(ON_GPU, reason="a GPU's streams go on as they like")
 def test_a_reader_that_does_not_wait_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriteBack, "join", lambda self: None)
     with pytest.raises(AssertionError, match="request"):
@@ -84,9 +85,8 @@ def test_what_is_written_is_what_the_step_had_whatever_becomes_of_its_memory(dev
     from hybrid_backend.kernels.triton import operations
 
     pools = [torch.zeros(4, 2, 2, PAGE, 16) for _ in range(3)]
-    for pool in pools:
-        pin(pool)
-    back = WriteBack(HostPool(pools, [Far(pool) for pool in pools]), operations, device)  # type: ignore[arg-type]
+    seen = views(pools)
+    back = WriteBack(HostPool(pools, seen), operations, device)  # type: ignore[arg-type]
     new = torch.randn(3, 2, 20, 2, 16)
     pages, offsets = torch.tensor([2] * PAGE + [1] * 4).int().to(device), torch.arange(20).to(device) % PAGE
     STREAMS.seed(0, "default first")

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kernels.cpu.build import compiler
-from tests.support import streams
+from tests.support import gpu, streams
 from tests.support.interpreter import stores_within, traffic
 from tests.support.streams import STREAMS, Event, Graph, Stream
 
@@ -103,18 +103,23 @@ def _while(**state: Any) -> Iterator[None]:
 
 
 def capture() -> AbstractContextManager[None]:
-    """Nothing may wait for the device, and what crosses over must be a plain copy to or from pinned memory."""
-    return _while(capturing=True)
+    """Nothing may wait for the device, and what crosses over must be a plain copy to or from pinned memory. (A GPU's
+    graph cannot end with a layer, whose copies go on beside it: there the layer is launched.)"""
+    return nullcontext() if gpu.ON_GPU else _while(capturing=True)
 
 
 def busy() -> AbstractContextManager[None]:
     """The device has much to do: who waits for it loses a step. What crosses over must be pinned and not waited for."""
-    return _while(busy=True)
+    return gpu.busy() if gpu.ON_GPU else _while(busy=True)
 
 
 @contextmanager
 def late() -> Iterator[None]:
-    """The device does nothing before the host waits for it. Meanwhile the host may write what was not read yet."""
+    """The device does nothing before the host waits for it. Meanwhile the host may write what was not read yet. A GPU
+    is as late as it is."""
+    if gpu.ON_GPU:
+        yield
+        return
     before, STREAMS.late = STREAMS.late, True
     try:
         yield
@@ -239,6 +244,15 @@ def _space_for(x: Any) -> Any:
 def _unwritten(x: Tensor) -> Tensor:
     """Whoever reads it too early is wrong (NaN), and does not crash (index 0)."""
     return x.fill_(float("nan") if x.is_floating_point() else 0)
+
+
+def views(layers: list[Tensor]) -> list[Tensor]:
+    """KV memory of the host as the device sees it; on a GPU, ``layers`` become pinned copies."""
+    if gpu.ON_GPU:
+        return gpu.views(layers)
+    for layer in layers:
+        pin(layer)
+    return [Far(layer) for layer in layers]
 
 
 def pin(x: Tensor) -> None:

@@ -12,6 +12,7 @@ from hybrid_backend.execution.step import DecodeStep
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Batch, ModelSpec, Step
 from tests.support.attended import Attended, Witness
+from tests.support.gpu import DEVICE, ON_GPU
 
 PAGE = 16
 WITNESSED = 2e-5  # of outputs in fp32, against fp64
@@ -65,6 +66,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.rng = torch.Generator().manual_seed(self.seed)
+        if ON_GPU and self.cfg.device_kernels == "triton":  # which the interpreter runs on the host elsewhere
+            self.device = DEVICE
         m = self.model
         shape = (self.num_pages, m.num_kv_heads, 2, self.cfg.page_size, m.head_dim)
         # Garbage, not zeros: nothing may rely on fresh memory.
@@ -76,7 +79,11 @@ class Engine:
 
     def seen_by_device(self) -> list[Tensor]:
         """The KV memory as the device sees it, where that is not the host."""
-        return []
+        if self.device.type == "cpu":
+            return []
+        from tests.support import far_device  # late: it asks for a compiler
+
+        return far_device.views(self.kv)
 
     # --- requests ---
 

@@ -14,7 +14,8 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.execution.step import DecodeStep
 from hybrid_backend.methods.apex import Apex
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step import Batch, ModelSpec, Step
+from hybrid_backend.step import Batch, ModelSpec, Step, captured_step
+from tests.support.gpu import ON_GPU
 
 HIDDEN, HEADS, KV_HEADS, DIM, VOCAB = 24, 4, 2, 16, 50
 
@@ -110,7 +111,11 @@ class TinyEngine:
         self.failed: list[str] = []
 
     def seen_by_device(self) -> list[Tensor]:
-        return []
+        if self.device.type == "cpu":
+            return []
+        from tests.support import far_device  # late: it asks for a compiler
+
+        return far_device.views(self.kv)
 
     @property
     def executor(self) -> DecodeStep:
@@ -154,6 +159,10 @@ class TinyEngine:
         for layer in range(self.model.layers):
             if self.parks:
                 self.runtime.layer_input(layer, step, hidden, residual)
+            if layer + 1 < self.model.layers and self.runtime.wants_lookahead(layer + 1, step):
+                assert step.decode is not None
+                predicted = step.decode.gather(self.weights.project(layer + 1, hidden, residual)[1])
+                self.runtime.lookahead(layer + 1, step, predicted.contiguous())
             residual, *qkv = self.weights.project(layer, hidden, residual)
             q, k, v = (x.contiguous() for x in qkv)
             out = torch.full_like(q, float("nan"))
@@ -207,3 +216,37 @@ class TinyEngine:
 
     def close(self) -> None:
         self.runtime.close()
+
+
+@dataclass
+class CapturedEngine(TinyEngine):
+    """On a device: decoding steps replay one graph of the whole model, with as many rows as there can be. Without
+    ``captures`` they are launched like prompts."""
+
+    captures: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.prepare()
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if self.captures:
+            self.tokens = torch.zeros(self.max_requests, dtype=torch.int64, device=self.device)
+            made, step = torch.cuda.CUDAGraph(), captured_step(self.max_requests)
+            if ON_GPU:  # Triton compiles a kernel when it is first launched
+                super().forward(step, self.tokens)
+            with torch.cuda.graph(made):
+                self.sampled = super().forward(step, self.tokens)
+            self.graph = made
+
+    def prepare(self) -> None:
+        """Before anything is captured."""
+
+    def forward(self, step: Step, tokens: Tensor) -> Tensor:
+        if self.graph is None or step.prefill:
+            return super().forward(step, tokens)
+        from tests.support.far_device import busy
+
+        with busy():
+            self.tokens[: len(tokens)].copy_(tokens)
+            self.graph.replay()
+        return self.sampled[: len(tokens)]

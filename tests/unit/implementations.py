@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-ON_GPU = torch.cuda.is_available()  # else Triton's kernels run under its interpreter (tests/support/interpreter.py)
+from tests.support.gpu import ON_GPU  # else Triton's kernels run under its interpreter (tests/support/interpreter.py)
+
 MODULES = {
     "oracle": "hybrid_backend.kernels.oracle",
     "native": "hybrid_backend.kernels.cpu.operations",
     "triton": "hybrid_backend.kernels.triton.operations",
 }
-EXAMPLES = {"oracle": 60, "native": 60, "triton": 60 if ON_GPU else 16}
+EXAMPLES = {"oracle": 60, "native": 60, "triton": 30 if ON_GPU else 16}
 NAMES = [pytest.param(name, marks=pytest.mark.gpu if name == "triton" and ON_GPU else ()) for name in MODULES]
 
 

@@ -1,8 +1,9 @@
-"""Engines on the simulated GPU, in a process of their own:
+"""Engines on the simulated GPU, or on one that is there, in a process of their own:
 ``python -m tests.engines.vllm.gpu_probe FOLDER RUNNER CASE...``
 
 Writes FOLDER/CASE.json: the greedy tokens of all prompts; for ``at_once`` how many requests GPUs of some sizes admit.
-RUNNER: v1 or v2, vLLM's model runners.
+RUNNER: v1 or v2, vLLM's model runners. On a GPU, cases that end in ``.eager`` have no graphs, and those that end in
+``.compiled`` are as vLLM would compile them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from typing import Any
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_USE_V2_MODEL_RUNNER="1" if sys.argv[2] == "v2" else "0",
-    VLLM_USE_BREAKABLE_CUDAGRAPH="1",  # piecewise graphs without torch.compile
+    # Piecewise graphs without torch.compile.
+    VLLM_USE_BREAKABLE_CUDAGRAPH="0" if sys.argv[-1].endswith(".compiled") else "1",
     VLLM_USE_FLASHINFER_SAMPLER="0",
     VLLM_NO_USAGE_STATS="1",
-    VLLM_PLUGINS="",
     HF_HUB_OFFLINE="1",
 )
 
 from tests.engines.vllm import late_probe, simulated_gpu
 from tests.engines.vllm.counted_launches import count_launches
 from tests.engines.vllm.watched_attention import Watch, watch_attention
+from tests.support.gpu import ON_GPU
 
 PROMPTS, TOKENS, CHUNK, LONGEST = (46, 94, 142), 4, 64, 192
 BLOCK, BLOCKS = 16, 17  # the prompts take 17, three of which two of them share; they grow to 20: one is preempted
@@ -86,6 +88,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     **dict.fromkeys(("late", "late.always"), (LATE, MIXED)),
     "late.full": (LATE, FULL),
 }
+if ON_GPU:
+    CASES |= {f"{name}.eager": (keys, None) for name, (keys, _) in CASES.items()}
+    CASES |= {f"{name}.compiled": (keys, {}) for name, (keys, graphs) in CASES.items() if graphs is MIXED}
 
 
 def build(folder: Path) -> Any:
@@ -140,10 +145,10 @@ def options(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None, 
     return dict(
         model=str(model), attention_backend=BACKEND, worker_cls=GPU_WORKER, dtype="float32", skip_tokenizer_init=True,
         max_model_len=LONGEST, max_num_seqs=ROWS, max_num_batched_tokens=CHUNK, enforce_eager=graphs is None,
-        compilation_config=graphs or {"custom_ops": ["none"]}, block_size=BLOCK,
+        compilation_config={"custom_ops": ["none"]} if graphs is None else graphs, block_size=BLOCK,
         kv_cache_memory_bytes=(blocks + 1) * layers * KV_HEADS * 2 * BLOCK * DIM * 4,  # vLLM keeps one for itself
         additional_config={"hybrid": {"page_size": BLOCK, "model": {"match": "*"}, **hybrid}},
-        disable_log_stats=True,
+        disable_log_stats=True, **({"gpu_memory_utilization": 0.15} if ON_GPU else {}),  # one of several processes
     )  # fmt: skip
 
 
@@ -189,11 +194,13 @@ def run(
 def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     """All prompts at once, and one more, which is aborted. ``waits``: a step may wait for the
     device, as methods do that are planned on the host."""
+    import torch
     from vllm import SamplingParams
 
     from tests.support.far_device import busy, late
     from tests.support.streams import STREAMS, Graph
 
+    waits = waits or ON_GPU  # vLLM itself does
     engine, held = llm.llm_engine, llm.llm_engine.model_executor.driver_worker.worker
     execute, preempted, ran = held.execute_model, [], set()
 
@@ -207,7 +214,8 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     for name, prompt in [("aborted", list(range(20))), *enumerate(prompts())]:
         engine.add_request(str(name), {"prompt_token_ids": prompt}, sampling)
     tokens: dict[str, list[int]] = {}
-    before = Graph.replays
+    graph = torch.cuda.CUDAGraph
+    before = graph.replays
     STREAMS.bus.clear()
     STREAMS.programs.clear()
     Graph.replayed.clear()
@@ -234,7 +242,7 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
         "planned": planned(llm),
         **groups(llm),
         "copied_bytes": runtime.gauges()["hybrid_copied_bytes"],
-        "replays": Graph.replays - before,
+        "replays": graph.replays - before,
         "bus": {kind: counts for kind, counts in STREAMS.bus.items() if any(counts)},
         "replayed": dict(Graph.replayed),
         "programs": STREAMS.programs.get("_copy_kernel", 0),
@@ -296,14 +304,31 @@ def ask_twice(llm: Any) -> dict[str, Any]:
     return {"tokens": [list(llm.generate(prompt, sampling)[0].outputs[0].token_ids) for _ in range(2)]}
 
 
+def _count_replays() -> None:
+    import torch
+
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(self: Any) -> None:
+        torch.cuda.CUDAGraph.replays += 1  # type: ignore[attr-defined]
+        replay(self)
+
+    torch.cuda.CUDAGraph.replays = 0  # type: ignore[attr-defined]
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+
+
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[3:]
-    simulated_gpu.prepare(folder)
+    if ON_GPU:
+        _count_replays()
+    else:
+        os.environ["VLLM_PLUGINS"] = ""
+        simulated_gpu.prepare(folder)
     llama = build(folder / "model")
     answers, late_answers = expected(llama), late_probe.expected(llama, prompts())
     families = {name: expected(build_family(name, folder / name)) for name in names if name in FAMILIES}
     watch, launches = watch_attention(), count_launches()
-    with simulated_gpu.simulated_gpu():
+    with nullcontext() if ON_GPU else simulated_gpu.simulated_gpu():
         for name in names:
             try:
                 if name == "at_once":
@@ -314,7 +339,7 @@ def main() -> None:
                 elif name.startswith("late"):
                     with late_probe.held_up() as numbers:
                         serving = partial(
-                            late_probe.serve, prompts=prompts(), numbers=numbers, always=name == "late.always"
+                            late_probe.serve, prompts=prompts(), numbers=numbers, always=name.startswith("late.always")
                         )
                         found = run(folder / "model", *CASES[name], serving, late_probe.BLOCKS)
                     found["expected"] = late_answers
@@ -324,7 +349,9 @@ def main() -> None:
                 else:
                     tokens = LONGER if CASES[name][0].get("sinks") or name in FEWER else TOKENS
                     serving = partial(serve, count=tokens, waits=name in WAITING)
-                    found = run(folder / "model", *CASES[name], serving, FEWER.get(name, BLOCKS), watch)
+                    watched = watch if not ON_GPU or name.endswith(".eager") else None
+                    watch.is_on = watched is not None
+                    found = run(folder / "model", *CASES[name], serving, FEWER.get(name, BLOCKS), watched)
                     found["expected"] = [answer[:tokens] for answer in answers]
                     found["launches"] = dict(launches)
             except Exception:

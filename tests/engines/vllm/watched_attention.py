@@ -7,6 +7,7 @@ replayed, and a late device comes to it when it has done what was launched befor
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,11 +30,16 @@ class Watch:
     rows: int = 0  # that were compared
     sparse_rows: int = 0  # those of them that attended less than their context
     pages: Counter[int] = field(default_factory=Counter)  # selected, by layer
+    is_on: bool = True  # off: on a GPU that captures, the oracle has no place in the graph
 
     def take(self) -> dict[str, Any]:
         found = {"worst": self.worst, "rows": self.rows, "sparse_rows": self.sparse_rows, "pages": dict(self.pages)}
         self.worst, self.rows, self.sparse_rows, self.pages = 0.0, 0, 0, Counter()
         return found
+
+    def launch(self, work: Callable[[], None]) -> None:
+        if self.is_on:
+            STREAMS.launch(work)
 
     def compare(self, step: Any, layer: int, q: Tensor, out: Tensor, chosen: Any) -> None:
         """``q``, ``out``: ``[rows, heads, head_dim]``; ``chosen``: `Selection`; fp64 over the host pool."""
@@ -85,14 +91,14 @@ def watch_attention() -> Watch:
         if id(self) in now:
             layer, q = now.pop(id(self))
             what = chosen[id(self), layer]
-            STREAMS.launch(lambda: seen.compare(self, layer, _near(q), _near(out), what))
+            seen.launch(lambda: seen.compare(self, layer, _near(q), _near(out), what))
         return out
 
     decode_whole = DecodeStep._decode_whole
 
     def decoding_whole(self: DecodeStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = decode_whole(self, layer, q, k, v)
-        STREAMS.launch(lambda: seen.compare(self, layer, _near(q), _near(out), _every_page(self)))
+        seen.launch(lambda: seen.compare(self, layer, _near(q), _near(out), _every_page(self)))
         return out
 
     attend = Clo.attend
@@ -100,7 +106,7 @@ def watch_attention() -> Watch:
     def attending_by_head(self: Clo, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
         out = attend(self, step, layer, q)
         persistent = self._by_true_query
-        STREAMS.launch(lambda: seen.compare(step, layer, _near(q), _near(out), _by_head(self, step, layer, persistent)))
+        seen.launch(lambda: seen.compare(step, layer, _near(q), _near(out), _by_head(self, step, layer, persistent)))
         return out
 
     DecodeStep.select, DecodeStep.merge = selecting, merging  # type: ignore[method-assign]
@@ -144,4 +150,4 @@ def _by_head(method: Clo, step: Any, layer: int, persistent: Any) -> _Pages:
 
 
 def _near(x: Tensor) -> Tensor:
-    return x.inner if isinstance(x, Far) else x
+    return x.inner if isinstance(x, Far) else x.cpu()

@@ -80,7 +80,7 @@ def attends_sinks_window_and_kept(running: Engine, prompt: int, steps: int = 0) 
 
     def log_attend(step, layer, q):  # type: ignore[no-untyped-def]
         out = attend(step, layer, q)
-        queries[layer] = torch.stack([q[0], out[0]])
+        queries[layer] = torch.stack([q[0], out[0]]).cpu()
         return out
 
     method.attend = log_attend  # type: ignore[method-assign]
