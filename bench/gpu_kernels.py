@@ -29,23 +29,27 @@ from hybrid_backend.kernels.triton import operations as kernels
 from hybrid_backend.step import ModelSpec
 
 HEADS, KV_HEADS, DIM, PAGE = 40, 8, 128, 32
-ROUNDS = 20
+ROUNDS, CALLS = 5, 20
+ASLEEP = 10_000_000  # cycles: longer than the host needs to launch the calls of a round
 STAGED = 4096  # tokens of a staging buffer
 MODEL = ModelSpec(1, HEADS, KV_HEADS, DIM, DIM**-0.5, torch.bfloat16)
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Median of single calls, in the stream's own time."""
+    """Of one call, the median of a few rounds of `CALLS` that follow each other without a gap: the host launches them
+    while the device still sleeps."""
     call()
     torch.cuda.synchronize()
     times = []
     for _ in range(ROUNDS):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(ASLEEP)
         began.record()
-        call()
+        for _ in range(CALLS):
+            call()
         ended.record()
         ended.synchronize()
-        times.append(began.elapsed_time(ended) / 1e3)
+        times.append(began.elapsed_time(ended) / 1e3 / CALLS)
     return sorted(times)[ROUNDS // 2]
 
 

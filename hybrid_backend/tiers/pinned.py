@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import platform
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ class HostMemory:
         strict: bool = True,
     ) -> None:
         size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+        self._pinned: list[int] = []
+        # For engines that die while they start. What is mapped here next would pass for pinned, and CUDA refuses to copy
+        # what does not lie in one pinned range.
+        weakref.finalize(self, _unpin, self._pinned).atexit = False
         try:
             # Private: memory that is shared among processes is the kernel's tmpfs, for which huge pages are off.
             self._map = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -61,7 +66,6 @@ class HostMemory:
         whole = torch.frombuffer(self._map, dtype=torch.int8)
         aligned = -whole.data_ptr() % _HUGE_PAGE
         self.tensor: Tensor = whole[aligned : aligned + size][:nbytes]
-        self._pinned: list[int] = []
         if node is not None:
             refused = _place(whole.data_ptr() + aligned, size, node, _MPOL_BIND if strict else _MPOL_PREFERRED)
             if refused and strict:
@@ -95,9 +99,13 @@ class HostMemory:
 
     def close(self) -> None:
         """Unpin it. The memory itself goes when the last tensor over it does."""
-        for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._pinned.clear()
+        _unpin(self._pinned)
+
+
+def _unpin(addresses: list[int]) -> None:
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)
+    addresses.clear()
 
 
 def node_of_gpu(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
