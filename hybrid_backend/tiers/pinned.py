@@ -49,8 +49,8 @@ class HostMemory:
     ) -> None:
         size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
         self._pinned: list[int] = []
-        # For engines that die while they start. What is mapped here next would pass for pinned, and CUDA refuses to copy
-        # what does not lie in one pinned range.
+        # For engines that die while they start: what is mapped here next would pass for pinned, and CUDA refuses to
+        # copy what does not lie in one pinned range.
         weakref.finalize(self, _unpin, self._pinned).atexit = False
         try:
             # Private: memory that is shared among processes is the kernel's tmpfs, for which huge pages are off.
