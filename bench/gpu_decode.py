@@ -65,7 +65,9 @@ def fits_in_host(model: str, most_tokens: int, gib: int) -> int:
     return max(1, pages // -(-most_tokens // PAGE))
 
 
-def engine(kind: str, model: str, most_tokens: int, batch: int | None, card: float, host_gb: int) -> Any:
+def engine(
+    kind: str, model: str, most_tokens: int, batch: int | None, card: float, host_gb: int, is_compiled: bool
+) -> Any:
     import torch
     from vllm import LLM
 
@@ -73,7 +75,9 @@ def engine(kind: str, model: str, most_tokens: int, batch: int | None, card: flo
     from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER
 
     total = torch.cuda.get_device_properties(0).total_memory
-    graphs = {"cudagraph_capture_sizes": [batch] if batch else SIZES}
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": [batch] if batch else SIZES}
+    if not is_compiled:
+        graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     options: dict[str, Any] = {
         "gpu_memory_utilization": min(0.92, card * 1e9 / total), "max_num_seqs": batch or MOST, "load_format": "dummy",
         "max_model_len": most_tokens, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
@@ -84,7 +88,7 @@ def engine(kind: str, model: str, most_tokens: int, batch: int | None, card: flo
         return LLM(model, attention_backend=kind, **options)
     pool = pool_gb(kind, host_gb)
     config = {
-        "model": {"match": "*"}, "page_size": PAGE, "exact_layers": [0, 1, 2],
+        "model": {"match": "*"}, "page_size": PAGE, "exact_layers": [0, 1],
         "host_pool": {"size": f"{pool}GiB"}, **VARIANTS[kind],
     }  # fmt: skip
     return LLM(
@@ -93,7 +97,10 @@ def engine(kind: str, model: str, most_tokens: int, batch: int | None, card: flo
     )  # fmt: skip
 
 
-def one(kind: str, model: str, context: int, batch: int | None, card: float, host_gb: int, steps: list[int]) -> None:
+def one(
+    kind: str, model: str, context: int, batch: int | None, card: float, host_gb: int, steps: list[int],
+    is_compiled: bool,
+) -> None:  # fmt: skip
     """Time one engine; the last line printed is JSON. ``batch`` None: as many sequences as fit."""
     from vllm import SamplingParams
 
@@ -102,7 +109,7 @@ def one(kind: str, model: str, context: int, batch: int | None, card: float, hos
     most = context + max(steps) + PAGE
     if batch is None and kind in VARIANTS:
         batch = min(MOST, fits_in_host(model, most, pool_gb(kind, host_gb)))
-    llm = engine(kind, model, most, batch, card, host_gb)
+    llm = engine(kind, model, most, batch, card, host_gb, is_compiled)
     cache = llm.llm_engine.vllm_config.cache_config
     fits = cache.num_gpu_blocks * cache.block_size // most
     batch = min(batch or fits, MOST)
@@ -165,6 +172,7 @@ def main() -> None:
     parser.add_argument("--stock", default="FLASH_ATTN,TRITON_ATTN")
     parser.add_argument("--host-gb", type=int, default=100)
     parser.add_argument("--steps", default="32,160")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes a minute or two")
     arguments = parser.parse_args()
     import torch
 
@@ -184,7 +192,7 @@ def main() -> None:
             for context in map(int, arguments.contexts.split(",")):
                 for batch in (None, arguments.equal_batch):
                     for kind in (*arguments.stock.split(","), *VARIANTS):
-                        case = [kind, model, context, batch, card, arguments.host_gb, steps]
+                        case = [kind, model, context, batch, card, arguments.host_gb, steps, not arguments.no_compile]
                         command = [sys.executable, "-m", "bench.gpu_decode", _ONE, json.dumps(case)]
                         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
                         found = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {}

@@ -30,6 +30,7 @@ def engine(kernels: str, deadline: float = 20, layers: int = LAYERS, replayed: b
     """Both kinds draw the same random numbers: they look ahead in the same steps, the sampled ones."""
     base: dict[str, object] = {
         "tiers": "separate", "frames_per_request": FRAMES, "exact_layers": [EXACT], "device_kernels": kernels,
+        "whole_layers": [],
         "recall": {"intervals": INTERVAL}, "metrics": {"sample_interval": 1},
         "workers": {"threads": 2, "deadline_seconds": deadline},
     }  # fmt: skip

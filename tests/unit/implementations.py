@@ -73,8 +73,12 @@ class _OnGpu:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
         def call(*args: Any, **named: Any) -> Any:
             storages: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+            originals: dict[int, tuple[Tensor, Tensor]] = {}
 
             def there(x: Any) -> Any:
                 if isinstance(x, Tensor):
@@ -82,15 +86,26 @@ class _OnGpu:
                     key = whole.data_ptr(), x.dtype
                     if key not in storages:
                         storages[key] = whole, whole.cuda()
-                    return storages[key][1].as_strided(x.shape, x.stride(), x.storage_offset())
+                    copy = storages[key][1].as_strided(x.shape, x.stride(), x.storage_offset())
+                    originals[id(copy)] = copy, x
+                    return copy
                 return _mapped(there, x)
 
             def here(x: Any) -> Any:
-                return x.cpu() if isinstance(x, Tensor) else _mapped(here, x)
+                """What was given, or lies in memory that was given, is that here, too."""
+                if not isinstance(x, Tensor):
+                    return _mapped(here, x)
+                if id(x) in originals:
+                    return originals[id(x)][1]
+                given = x.dtype, x.untyped_storage().data_ptr()
+                return (
+                    origins[given].as_strided(x.shape, x.stride(), x.storage_offset()) if given in origins else x.cpu()
+                )
 
             result = getattr(self._module, name)(*there(args), **{key: there(x) for key, x in named.items()})
             for whole, copy in storages.values():
                 whole.copy_(copy)
+            origins = {(copy.dtype, copy.data_ptr()): whole for whole, copy in storages.values() if len(whole)}
             return here(result)
 
         return call

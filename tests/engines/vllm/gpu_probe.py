@@ -328,6 +328,7 @@ def main() -> None:
     answers, late_answers = expected(llama), late_probe.expected(llama, prompts())
     families = {name: expected(build_family(name, folder / name)) for name in names if name in FAMILIES}
     watch, launches = watch_attention(), count_launches()
+    watch.is_on = not ON_GPU
     with nullcontext() if ON_GPU else simulated_gpu.simulated_gpu():
         for name in names:
             try:
