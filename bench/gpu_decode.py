@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def one(
     short, long = run(steps[0]), run(steps[1])
     step = (long - short) / (steps[1] - steps[0])
     found = {"batch": batch, "fits": fits, "step_ms": step * 1e3, "tokens_per_second": batch / step}
-    print(json.dumps(found | {"idle": idle_share(run, steps)} | shares(llm)))
+    print(json.dumps(found | profiled(run, steps) | shares(llm)))
 
 
 def shares(llm: Any) -> dict[str, float]:
@@ -146,20 +147,24 @@ def shares(llm: Any) -> dict[str, float]:
     return {"on_cpu": on_cpu / attended, "recalled": recalled * PAGE / attended}
 
 
-def idle_share(run: Any, steps: list[int]) -> float:
-    """Share of a decode step in which no kernel but a waiting one runs."""
+def profiled(run: Any, steps: list[int]) -> dict[str, Any]:
+    """``idle``: share of a decode step in which no kernel but a waiting one runs; ``kernels``: milliseconds that a step
+    spends in each, those that take most."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    def busy_and_all(count: int) -> tuple[float, float]:
+    def kernels_and_all(count: int) -> tuple[Counter[str], float]:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             took = run(count)
             torch.cuda.synchronize()
-        kernels = [e for e in seen.key_averages() if "await" not in e.key]
-        return sum(e.self_device_time_total for e in kernels) / 1e6, took
+        return Counter({e.key: e.self_device_time_total / 1e6 for e in seen.key_averages()}), took
 
-    (busy_a, all_a), (busy_b, all_b) = busy_and_all(steps[0]), busy_and_all(steps[0] + 16)
-    return max(0.0, 1 - (busy_b - busy_a) / (all_b - all_a))
+    more = 16
+    (some, took), (all_kernels, all_took) = kernels_and_all(steps[0]), kernels_and_all(steps[0] + more)
+    all_kernels.subtract(some)
+    busy = sum(seconds for name, seconds in all_kernels.items() if "await" not in name)
+    most = {name[:60]: round(seconds / more * 1e3, 3) for name, seconds in all_kernels.most_common(30)}
+    return {"idle": max(0.0, 1 - busy / (all_took - took)), "kernels": most}
 
 
 def main() -> None:
