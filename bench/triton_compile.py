@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 import triton
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -91,9 +94,28 @@ def compile_all(arch: int) -> list[dict[str, Any]]:
             for size in sizes:
                 shape = (*size, str(dtype).removeprefix("torch."))
                 launch_all(*size, dtype, columns=COLUMNS if size == SHAPES[0] else COLUMNS[1:])
+        shape = (*SHAPES[0], "slices")  # nothing new is compiled for them
+        with _slices():
+            launch_all(*SHAPES[0], torch.bfloat16, columns=COLUMNS)
     finally:
         JITFunction.run = launch
     return found
+
+
+@contextmanager
+def _slices() -> Iterator[None]:
+    """Lists, counts and maps are slices that are not aligned to 16 bytes, as those of a layer or of a batch are."""
+    make = torch.zeros
+
+    def sliced(*shape: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+        size = shape[0] if isinstance(shape[0], tuple) else shape
+        return make(math.prod(size) + 1, dtype=dtype, **options)[1:].view(size)
+
+    torch.zeros = sliced  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.zeros = make  # type: ignore[assignment]
 
 
 def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtype, columns: Sequence[int]) -> None:

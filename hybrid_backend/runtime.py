@@ -246,6 +246,12 @@ class HybridRuntime:
         self.executor.count()
         return self._stats
 
+    def forget_counts(self) -> None:
+        """What was served until now was no request's. The device must have done it."""
+        self.executor.count()
+        self._stats.forget()
+        self.tiers.forget_copies()
+
     def gauges(self) -> dict[str, float]:
         """What is in use now, by metric name. Brings `stats` up to date."""
         self.executor.count()

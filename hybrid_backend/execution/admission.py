@@ -47,6 +47,8 @@ class Admission:
         frames, config = self._tiers.frames, self._config
         digests = self._tiers.digest_layer(layer)
         queries = None if digests is None else self._queries.get(request_id, {}).get(layer)
+        if table.device.type == "cuda":  # whatever the sequence's length, by the kernels of a decode step
+            table = torch.nn.functional.pad(table, (0, maps.frame_of.shape[1] - table.shape[1]))
         pages, importance = best_pages(
             self._ops, config, queries, digests, table, num_pages, frames.size, self._model.scale
         )

@@ -66,6 +66,12 @@ class Stats:
     def of(cls, num_layers: int) -> Stats:
         return cls([LayerStats() for _ in range(num_layers)])
 
+    def forget(self) -> None:
+        """All counts are 0 again."""
+        for entry in self.layers:
+            vars(entry).update(vars(LayerStats()))
+        self.steps.clear()
+
     def attended(self, layer: int, selected: float, on_cpu: float) -> None:
         """Tokens that one layer attended in one step, and how many of them the CPU workers did."""
         entry = self.layers[layer]

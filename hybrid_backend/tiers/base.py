@@ -112,3 +112,8 @@ class Tiers:
         heads = self.host.layers[0].shape[1]
         copied = self.copied_pages * self.page_bytes + self.copied_head_pages * self.page_bytes // heads
         return copied + (self.stream.copied_bytes if self.stream else 0)
+
+    def forget_copies(self) -> None:
+        self.copied_pages = self.copied_head_pages = 0
+        if self.stream is not None:
+            self.stream.copied_bytes = 0

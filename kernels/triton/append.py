@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybrid_backend.kernels.operations import digest_kind
 from hybrid_backend.kernels.triton import codes
-from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, byte_tail, inverse, rounded
+from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, byte_tail, inverse, kernel, rounded
 
 _TILE = 16  # tokens of a head that a program stores at a time: K and V of 128 channels in 16 bits are 8 KiB
 
@@ -35,7 +35,7 @@ def _store_bytes(to, scale_at, values, d, DIM: tl.constexpr):
     tl.store(scale_at.to(tl.pointer_type(tl.float32)), scale)
 
 
-@triton.jit(do_not_specialize=["columns", "key_stride", "value_stride"])
+@kernel("key", "value", "host", "frames", "digests")
 def _append_kernel(key, value, host, frames, digests, pages, positions, requests, frame_of, columns, key_stride,
                    value_stride,
                    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -104,7 +104,7 @@ def append_tokens(
         codes.encode(host[:, :, 0], coded, pages, positions, appended=True)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel("key", "value", "host")
 def _store_kernel(key, value, host, pages, positions, tokens, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
                   DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     mine, programs, d = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK_D)
@@ -129,7 +129,7 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
         )
 
 
-@triton.jit(do_not_specialize=["key_stride", "tokens", "first"])
+@kernel("key", "digests")
 def _extend_kernel(key, digests, pages, key_stride, tokens, first, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
                    DIM: tl.constexpr, TAIL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)
@@ -162,7 +162,7 @@ def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_s
         )  # fmt: skip
 
 
-@triton.jit
+@kernel("kv", "digests")
 def _build_kernel(kv, digests, pages, tokens, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
                   TAIL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_backend.kernels.triton.common import dot, group_block, precision_of
+from hybrid_backend.kernels.triton.common import dot, group_block, kernel, precision_of
 
 _TILE = 64  # tokens of K and V that a program holds at a time
 _MAX_PARTS = 32
@@ -25,7 +25,7 @@ def _tile_of_keys(kv, ids, first, count, head, PAGE: tl.constexpr, DIM: tl.const
     return row[:, None] + channel[None, :], listed, listed[:, None] & (channel < DIM)[None, :]
 
 
-@triton.jit(do_not_specialize=["row_stride", "list_stride", "parts"])
+@kernel("q", "kv", "out")
 def _partial_kernel(q, kv, ids, tokens, out, lse, scale, row_stride, list_stride, parts,
                     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
                     PER_HEAD: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -67,7 +67,7 @@ def _partial_kernel(q, kv, ids, tokens, out, lse, scale, row_stride, list_stride
     tl.store(lse + to, found, mask=g < GROUP)
 
 
-@triton.jit(do_not_specialize=["row_stride", "place_stride"])
+@kernel("q", "kv")
 def _weights_kernel(q, kv, ids, places, tokens, lse, average, scale, alpha, row_stride, place_stride,
                     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
                     LARGEST: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -130,7 +130,7 @@ def page_weights(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["heads", "parts"])
+@kernel("out", "other_out", "merged")
 def _merge_kernel(out, lse, other_out, other_lse, sinks, merged, merged_lse, heads, parts, DIM: tl.constexpr,
                   BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, HAS_OTHER: tl.constexpr,
                   HAS_SINKS: tl.constexpr):  # fmt: skip

@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels import codes
-from hybrid_backend.kernels.triton.common import group_block, inverse, rounded
+from hybrid_backend.kernels.triton.common import group_block, inverse, kernel, rounded
 
 
-@triton.jit
+@kernel("keys", "digests", "rotation", "page_stride", "head_stride", "token_stride")
 def _encode_kernel(keys, digests, rotation, pages, counts, page_stride, head_stride, token_stride,
                    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, PLANES: tl.constexpr,
                    FINE: tl.constexpr, CODED: tl.constexpr, LARGEST: tl.constexpr, EDGE: tl.constexpr,
@@ -82,7 +82,7 @@ def _encode_kernel(keys, digests, rotation, pages, counts, page_stride, head_str
         tl.store(to, packed.to(tl.uint8), mask=(t < PAGE)[:, None] & (plane < PLANES)[None, :])
 
 
-@triton.jit(do_not_specialize=["tiles", "stride"])
+@kernel("q", "turned", "digests")
 def _estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops, sums, scale, distortion, columns,
                     stride, tiles,
                     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,

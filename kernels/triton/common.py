@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +18,27 @@ COPY_PROGRAMS = 12
 """Of a copy, at most: they wait for the bus and take their processors from the step. With 8 KiB in flight of each they
 keep a bus of 50 GB/s busy whose reads take 1.5 us; vLLM measured the same number on an H100
 (v1/kv_offload/cpu/swap_blocks_triton.py)."""
+
+
+def kernel(*wide: str) -> Callable[[Callable[..., None]], Any]:
+    """``triton.jit``, so that a kernel is compiled once for a model's shape and a configuration.
+
+    Args:
+        wide: pointers to rows of 16 bytes and more, and what such rows lie apart: whether these are divisible by 16
+            tells Triton how much a thread may load at once. Of all else nothing is told. Left to itself, Triton
+            compiles a kernel again for every combination of pointers that are aligned and that are not, as slices by
+            layer or by batch are, and of numbers that are 1 or divisible by 16: seconds each on the host of an H200,
+            some of them while requests waited.
+    """
+
+    def compiled(function: Callable[..., None]) -> Any:
+        arguments = inspect.signature(function).parameters
+        unknown = [name for name in set(wide) if name not in arguments]
+        assert not unknown, f"{function.__name__} has no {unknown}"
+        known = {name for name, each in arguments.items() if "constexpr" in str(each.annotation)}.union(wide)
+        return triton.jit(function, do_not_specialize=[name for name in arguments if name not in known])
+
+    return compiled
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.operations import SIMILARITIES
+from hybrid_backend.kernels.triton.common import kernel
 from hybrid_backend.kernels.triton.counters import HITS, LOOKUPS
 
 
@@ -18,7 +19,7 @@ def _scaled(x):
     return x / tl.where(top > 0, top, 1.0)[:, None]
 
 
-@triton.jit
+@kernel("q", "labels")
 def _match_kernel(q, labels, weights, thresholds, requests, num_pages, budgets, missed, counters,
                   KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HARMONIC: tl.constexpr,
                   BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip

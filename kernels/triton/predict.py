@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_backend.kernels.triton.common import kernel
+
 _TILE = 512  # elements of whole heads that a program takes
 
 
@@ -28,7 +30,7 @@ class Rotation(NamedTuple):
     is_neox: bool  # the halves of what turns are pairs; else neighbours are
 
 
-@triton.jit
+@kernel("hidden", "residual", "weight", "out", "hidden_stride", "residual_stride")
 def _stream_kernel(hidden, residual, weight, out, epsilon, hidden_stride, residual_stride, WIDTH: tl.constexpr,
                    ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -76,7 +78,7 @@ def _weighted(x, inverse, weight, at, live, ADDS_ONE: tl.constexpr, KIND: tl.con
     return (x * inverse * w).to(KIND).to(tl.float32)
 
 
-@triton.jit
+@kernel("q", "weight", "cos_sin", "out")
 def _queries_kernel(q, weight, positions, cos_sin, out, epsilon, HEADS: tl.constexpr, DIM: tl.constexpr,
                     TURNED: tl.constexpr, NEOX: tl.constexpr, ADDS_ONE: tl.constexpr, TOGETHER: tl.constexpr,
                     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip

@@ -11,13 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.cpu.mailbox import RequestBoxes
+from hybrid_backend.kernels.triton.common import kernel
 from hybrid_backend.kernels.triton.counters import clock
 from hybrid_backend.kernels.triton.signal import look, raise_flag
 
 _MOST = 2048  # numbers that a program's one warp moves at a time
 
 
-@triton.jit(do_not_specialize=["position", "table_stride"])
+@kernel("box_q", "q")
 def _ask_rows_kernel(box_q, box_ids, box_counts, box_layer, asked, q, table, listed, requests, wanted, position,
                      numbers, table_stride, CAPACITY: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr,
                      REAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -41,7 +42,7 @@ def _ask_rows_kernel(box_q, box_ids, box_counts, box_layer, asked, q, table, lis
         raise_flag(asked + request * LINE, number, REAL)
 
 
-@triton.jit
+@kernel("box_out", "out")
 def _take_rows_kernel(box_out, box_lse, answered, failed, requests, wanted, numbers, out, lse, ready, waited,
                       time_left, STEPS: tl.constexpr, WAIT: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
                       LINE: tl.constexpr, REAL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip

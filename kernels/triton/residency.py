@@ -10,14 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.operations import Copies, Maps
-from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, ordered
+from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, kernel, ordered
 from hybrid_backend.kernels.triton.counters import RECALLED_PAGES
 
 COPY_BLOCK = 4096  # elements that a program copies at a time
 _ENTRIES = 64  # of a list, that a program looks at together
 
 
-@triton.jit(do_not_specialize=["sinks", "columns", "size", "all_frames"])
+@kernel()
 def _open_kernel(frame_of, page_of, importance, requests, pages, positions, sinks, columns, size, all_frames,
                  all_columns, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     layer, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -59,7 +59,7 @@ def _noted(page_of, importance, scores, pages, budget, sinks, recent, columns, s
     return found
 
 
-@triton.jit(do_not_specialize=["sinks", "recent", "columns", "size"])
+@kernel()
 def _note_kernel(page_of, importance, scores, num_pages, budgets, requests, sinks, recent, columns, size,
                  LISTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -70,8 +70,7 @@ def _note_kernel(page_of, importance, scores, num_pages, budgets, requests, sink
                sinks, recent, columns, size, LISTS, BLOCK)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["interval", "phase", "selected_k", "absent_k", "columns", "frame_columns", "size",
-                                "table_stride", "sinks", "recent"])  # fmt: skip
+@kernel()
 def _plan_kernel(frame_of, page_of, importance, scores, table, selected, selected_count, absent, absent_count,
                  num_pages, budgets, requests, generations, ages, keep, to_frames, to_host, to_pages, to_importance,
                  to_requests, to_started, counters, sinks, recent, interval, phase, selected_k, absent_k, most, columns,
@@ -124,7 +123,7 @@ def _plan_kernel(frame_of, page_of, importance, scores, table, selected, selecte
             tl.atomic_add(counters + RECALLED_PAGES, tl.sum(paired.to(tl.int64), 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["columns", "all_frames", "most"])
+@kernel()
 def _commit_kernel(frame_of, page_of, importance, to_frames, to_pages, to_importance, to_requests, to_started,
                    generations, rows, columns, all_frames, all_columns, most, BLOCK: tl.constexpr):  # fmt: skip
     layer, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -187,7 +186,7 @@ def commit_pages(maps: Maps, copies: Copies, generations: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["entries", "page_elements"])
+@kernel("host", "frames", "page_elements")
 def _copy_kernel(host, frames, host_pages, frame_ids, entries, page_elements, TILE: tl.constexpr, BLOCK: tl.constexpr):
     mine, programs = tl.program_id(0), tl.num_programs(0)
     for begin in range(0, entries, programs * TILE):

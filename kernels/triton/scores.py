@@ -9,12 +9,12 @@ from torch import Tensor
 
 from hybrid_backend.kernels.operations import AGGREGATES, digest_kind
 from hybrid_backend.kernels.triton import codes
-from hybrid_backend.kernels.triton.common import byte_tail, dot, group_block, precision_of
+from hybrid_backend.kernels.triton.common import byte_tail, dot, group_block, kernel, precision_of
 
 _TILE = 64  # pages that a program scores
 
 
-@triton.jit(do_not_specialize=["tiles", "stride"])
+@kernel("q", "digests")
 def _score_kernel(q, digests, table, num_pages, budgets, logits, tops, sums, bound, scale, columns, stride, tiles,
                   KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr,
                   TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -55,7 +55,7 @@ def _score_kernel(q, digests, table, num_pages, budgets, logits, tops, sums, bou
         tl.store(sums + mine * tiles + tile, tl.sum(tl.exp(shared - base[:, None]), 1), mask=g < GROUP)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@kernel()
 def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, columns, tiles,
                     LISTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HOW: tl.constexpr,
                     TILE: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip

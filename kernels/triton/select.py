@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.operations import Selection
-from hybrid_backend.kernels.triton.common import ordered
+from hybrid_backend.kernels.triton.common import kernel, ordered
 from hybrid_backend.kernels.triton.counters import MISSING_PAGES, MISSING_TOKENS, RESIDENT_PAGES, RESIDENT_TOKENS
 
 _MAX_TILE = 2048  # columns that a program holds at a time
@@ -54,7 +54,7 @@ def _threshold(scores, pages, budget, sinks, recent, TILE: tl.constexpr, ONE_TIL
     return low, better
 
 
-@triton.jit(do_not_specialize=["sinks", "recent", "k", "table_stride", "frame_columns"])
+@kernel()
 def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, table, chosen, count, frames, frame_count,
                    tokens, missing, absent, missing_count, told, counters, sinks, recent, columns, k, table_stride,
                    frame_columns,
@@ -126,7 +126,7 @@ def select_pages(
     return out
 
 
-@triton.jit(do_not_specialize=["columns", "k", "most"])
+@kernel()
 def _union_kernel(absent, absent_count, scores, marked, union, union_count, best, columns, k, most,
                   LISTS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)

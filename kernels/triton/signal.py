@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_backend.kernels.triton.common import kernel
 from hybrid_backend.kernels.triton.counters import AHEAD, ASKED_AT, WAITED, clock
 
 _BLOCK = 2048  # elements that a program copies
@@ -40,7 +41,7 @@ def look(flag, REAL: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["lists", "elements", "stride"])
+@kernel("q", "box")
 def _ask_kernel(asked, number, q, box, arrived, listed, counters, lists, elements, stride, WIDTH: tl.constexpr,
                 REAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     at, programs = tl.program_id(0), tl.num_programs(0)
@@ -60,7 +61,7 @@ def _ask_kernel(asked, number, q, box, arrived, listed, counters, lists, element
         raise_flag(asked, tl.load(number), REAL)
 
 
-@triton.jit
+@kernel()
 def _await_kernel(answered, number, timed_out, time_left, counters, STEPS: tl.constexpr, REAL: tl.constexpr):
     wanted = tl.load(number)
     left, needed = tl.load(time_left), clock()

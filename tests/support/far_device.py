@@ -12,8 +12,9 @@ and events allow (`streams`).
 
 from __future__ import annotations
 
+import inspect
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from pathlib import Path
@@ -350,6 +351,8 @@ def _kernel_arguments(launch: Any) -> Any:
         tensors = [x for x in tree_leaves(near) if isinstance(x, Tensor)]
 
         name, pinned = self.fn.__name__, [x for x in tensors if _is_pinned(x)]
+        if self.fn.__module__.startswith("hybrid_backend.kernels"):
+            STREAMS.variants.add((name, *_compiled_for(self, args, kwargs)))
         if isinstance(self.grid, tuple):
             STREAMS.programs[name] = max(STREAMS.programs.get(name, 0), prod(self.grid))
 
@@ -362,6 +365,14 @@ def _kernel_arguments(launch: Any) -> Any:
         STREAMS.launch(now, name)
 
     return launched
+
+
+def _compiled_for(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Hashable]:
+    """What a kernel of ours (`kernels.triton.common.kernel`) is compiled anew for: constants, types, what is absent."""
+    arguments = inspect.signature(kernel.fn).parameters
+    constants = {name for name, x in arguments.items() if "constexpr" in str(x.annotation)}
+    for name, x in [*zip(kernel.arg_names, args, strict=False), *kwargs.items()]:
+        yield name, x if name in constants or x is None else getattr(x, "dtype", type(x))
 
 
 def _that_chooses_arguments(grid: Any) -> Any:

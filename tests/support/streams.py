@@ -50,6 +50,7 @@ class Streams:
         self.bus: dict[str, list[int]] = {}  # of replayed graphs: bytes of pinned memory that each kind read and wrote
         self.measured: list[int] | None = None  # those of the kind that runs
         self.programs: dict[str, int] = {}  # of a launch of each kind, at most
+        self.variants: set[Hashable] = set()  # of kernels, that a GPU would have compiled
 
     def seed(self, number: int, order: Order | None = None) -> None:
         """Of the order in which streams go on; None: any of them."""

@@ -27,6 +27,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from hybrid_backend.engines.vllm.device_groups import allocate, keep_to_pools, on_device
 from hybrid_backend.engines.vllm.worker import HybridWorker
 from hybrid_backend.errors import EngineError
+from hybrid_backend.execution.warm_up import warm_up
 from hybrid_backend.tiers.pinned import HostMemory, node_of_gpu
 
 if TYPE_CHECKING:
@@ -38,12 +39,15 @@ _ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils
 """V1's and V2's model runner: where `allocate_kv_cache` is called, by a name of the module's own."""
 
 
+NULL_PAGE = 0
+"""vLLM's block pool keeps its first block for itself (``null_block`` in v1/core/block_pool.py); no request reads it."""
+
+
 class HybridGPUWorker(HybridWorker, Worker):
     """The host pool is pinned memory that the device reads and writes by the same addresses."""
 
     memory: HostMemory | None = None
     device_view: Tensor  # the same memory as a tensor of the device
-    is_warming_up = False
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return on_device(super().get_kv_cache_spec(), self.vllm_config)
@@ -51,7 +55,10 @@ class HybridGPUWorker(HybridWorker, Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.is_warming_up = True
         try:
-            return super().compile_or_warm_up_model()
+            times = super().compile_or_warm_up_model()
+            if self.session is not None:
+                warm_up(self.session.runtime, NULL_PAGE)
+            return times
         finally:
             self.is_warming_up = False
 

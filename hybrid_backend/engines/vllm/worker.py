@@ -28,6 +28,7 @@ class HybridWorker(_Worker):
     hybrid_config: HybridConfig
     session: Session | None = None
     publisher: Publisher | None = None
+    is_warming_up = False  # what is served then is no request's
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
@@ -66,7 +67,8 @@ class HybridWorker(_Worker):
             with session.scheduled():
                 return super().execute_model(scheduler_output)
         finally:
-            publisher.publish(force=bool(gone))
+            if not self.is_warming_up:
+                publisher.publish(force=bool(gone))
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if self.session is None:

@@ -183,6 +183,8 @@ def run(
     vars(worker)["REGISTRY"] = CollectorRegistry()  # an engine per process is the rule; here there are several
     llm = LLM(**options(model, hybrid, graphs, blocks))
     try:
+        if watch is not None:
+            watch.take()  # of warm-up
         found = serve(llm)
         return found if watch is None else found | {"attention": watch.take()}
     finally:
@@ -218,6 +220,7 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     before = graph.replays
     STREAMS.bus.clear()
     STREAMS.programs.clear()
+    compiled = set(STREAMS.variants)
     Graph.replayed.clear()
     runtime = held.session.runtime
     steps = parked = 0
@@ -245,6 +248,7 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
         "replays": graph.replays - before,
         "bus": {kind: counts for kind, counts in STREAMS.bus.items() if any(counts)},
         "replayed": dict(Graph.replayed),
+        "compiled_late": sorted({str(each) for each in STREAMS.variants - compiled}),
         "programs": STREAMS.programs.get("_copy_kernel", 0),
         "page_bytes": next(view[0].nbytes for view in runtime.tiers.host.views if len(view)),
         "preempted": sorted(name.partition("-")[0] for name in preempted),
