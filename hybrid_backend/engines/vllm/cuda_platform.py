@@ -1,4 +1,4 @@
-"""vLLM's CUDA platform, which honours ``--attention-backend CUSTOM`` already. NOT YET RUN ON A GPU (docs/cuda.md).
+"""vLLM's CUDA platform, which honours ``--attention-backend CUSTOM`` already.
 
 A module of its own, because importing vLLM's CUDA platform loads its CUDA extensions.
 """

@@ -1,4 +1,4 @@
-"""vLLM's CUDA worker with its KV cache in pinned host memory. NOT YET RUN ON A GPU (docs/cuda.md).
+"""vLLM's CUDA worker with its KV cache in pinned host memory.
 
 There is no seam for the memory that the KV cache is made of. Both model runners make it by ``allocate_kv_cache``
 (vllm/v1/worker/utils.py), with one ``torch.zeros(..., dtype=torch.int8)``, inside the context that
