@@ -1,5 +1,5 @@
-"""What a GPU would do for the first time while somebody waits: Triton compiles a kernel when it is first launched, which
-takes up to seconds each."""
+"""What a GPU would do for the first time while somebody waits: Triton compiles a kernel when it is first launched.
+That takes seconds."""
 
 from __future__ import annotations
 

