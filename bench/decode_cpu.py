@@ -1,13 +1,13 @@
 """Decode tokens/s of a whole CPU engine, hybrid against stock: same prompts, same threads, interleaved.
 
-    python -m bench.decode_cpu [--contexts 200,2000,7500] [--batches 1,4,8] [--rounds 5] [--set KEY=VALUE]
+    python -m bench.decode_cpu [--contexts 200,2000,7500] [--batches 1,4,8] [--set KEY=VALUE] [--other KEY=VALUE]
     python -m bench.decode_cpu --shape qwen3-0.6b --contexts 200,16000,32000 --batches 1,2 --set exact_layers=[0,1,2]
     python -m bench.decode_cpu --engine sglang --contexts 200,2000,7000 --batches 1,4
 
-Stock is vLLM's own CPU backend, or SGLang's torch_native. Prompts are computed once and then come from the prefix
-cache: what is timed is decoding. ``--shape`` (vLLM only) takes random weights and a KV cache full of random numbers
-instead of a prefill (bench/shapes.py). Prints medians, ratios and their
-spread, the share of attention in the stock step (from its rate at the shortest context), the ratio that it allows
+Stock is vLLM's own CPU backend, or SGLang's torch_native; with ``--other`` a second hybrid server takes its turns.
+Prompts are computed once and then come from the prefix cache: what is timed is decoding. ``--shape`` (vLLM only) takes
+random weights and a KV cache full of random numbers instead of a prefill (bench/shapes.py). Prints medians, ratios and
+their spread, the share of attention in the stock step (from its rate at the shortest context), the ratio that it allows
 (`bound`: bytes of KV and digests read, over all layers, against all KV), and writes bench/out/decode_cpu*.json.
 """
 
@@ -21,7 +21,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,27 @@ from tests.engines.texts import tokens_of_prose
 
 
 @contextmanager
-def both_servers(
-    engine: str, place: Path, model: Path, flags: list[str], memory: int, tokens: int, overrides: dict[str, Any]
+def all_servers(
+    engine: str, place: Path, model: Path, flags: list[str], memory: int, tokens: int, ours: dict[str, dict[str, Any]]
 ) -> Iterator[dict[str, Server]]:
-    """The stock backend and ours, each with a KV memory of ``memory`` bytes or ``tokens`` tokens."""
+    """The stock backend and ``ours``, overrides by name; each with a KV memory of ``memory`` bytes or ``tokens``
+    tokens."""
     if engine == "sglang":
         stock_flags = ["--device", "cpu", "--attention-backend", "torch_native", "--page-size", str(sglang.PAGE)]
         stock_flags += ["--max-total-tokens", str(tokens), "--sleep-on-idle"]
         stock = sglang.sglang_server(place, model, [*stock_flags, *flags])
-        hybrid = sglang.hybrid_server(place, {"host_pool.size": memory, **overrides}, flags, model=str(model))
+        start = partial(sglang.hybrid_server, flags=flags, model=str(model))
     else:
         flags = [*flags, "--no-enforce-eager"]  # stock's default, on machines of few cores too
         stock = stock_server(place, model, [*flags, "--kv-cache-memory-bytes", str(memory)])
-        hybrid = hybrid_server(place, {"host_pool.size": memory, **overrides}, flags, str(model))
-    with stock as first, hybrid as second:
-        yield {"stock": first, "hybrid": second}
+        start = partial(hybrid_server, flags=flags, model=str(model))
+    with ExitStack() as started:
+        servers = {"stock": started.enter_context(stock)}
+        for name, overrides in ours.items():
+            folder = place / name
+            folder.mkdir()
+            servers[name] = started.enter_context(start(folder, {"host_pool.size": memory, **overrides}))
+        yield servers
 
 
 def decode_rate(server: Server, prompts: list[list[int]], tokens: int) -> float:
@@ -107,6 +114,7 @@ def main() -> None:
     parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang"])
     parser.add_argument("--shape", default="", help="a key of bench.shapes.SHAPES instead of the demo model")
     parser.add_argument("--set", action="append", default=[], help="configuration of the hybrid server, KEY=VALUE")
+    parser.add_argument("--other", action="append", default=[], help="of a second hybrid server, beside --set")
     arguments = parser.parse_args()
     contexts, batches = ([int(x) for x in text.split(",")] for text in (arguments.contexts, arguments.batches))
     results: list[dict[str, Any]] = []
@@ -124,28 +132,36 @@ def main() -> None:
         tokens = int((max(contexts) + 256) * max(batches) * 1.1)
         mapping = apply_overrides(load_mapping(find_config(str(model))), arguments.set)
         config = config_from_mapping(mapping, "bench")
-        overrides = {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in arguments.set)}
+        ours = {"hybrid": read(arguments.set)}
+        if arguments.other:
+            ours["other"] = read([*arguments.set, *arguments.other])
         is_sglang = arguments.engine == "sglang"
         flags += ["--context-length" if is_sglang else "--max-model-len", str(max(contexts) + 256)]
         flags += ["--max-running-requests" if is_sglang else "--max-num-seqs", str(max(batches))]
-        with both_servers(arguments.engine, place, model, flags, kv_bytes * tokens, tokens, overrides) as servers:
+        with all_servers(arguments.engine, place, model, flags, kv_bytes * tokens, tokens, ours) as servers:
             for context in contexts:
                 for batch in batches:
                     rates = measure(servers, context, batch, arguments)
                     results.append(summary(context, batch, rates, results, config, layers))
                     print(results[-1], flush=True)
-    table = Table("context", "batch", "stock tok/s", "hybrid tok/s", "ratio", "min..max", "attention share", "bound")
+    heads = ("context", "batch", "stock tok/s", "hybrid tok/s", "ratio", "min..max", "attention share", "bound")
+    table = Table(*heads, *(["other of hybrid"] if arguments.other else []))
     for row in results:
         table.add_row(
             str(row["context"]), str(row["batch"]), f"{statistics.median(row['stock']):.1f}",
             f"{statistics.median(row['hybrid']):.1f}", f"{row['ratio']:.2f}",
             f"{min(row['ratios']):.2f}..{max(row['ratios']):.2f}", f"{row['share']:.0%}", f"{row['bound']:.2f}",
+            *([f"{row['other_ratio']:.3f}"] if arguments.other else []),
         )  # fmt: skip
     Console(width=110).print(table)
     out = Path(__file__).parent / "out"
     out.mkdir(exist_ok=True)
     name = "_".join(["decode_cpu", *filter(None, [arguments.shape, "sglang" if is_sglang else ""])]) + ".json"
     (out / name).write_text(json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
+
+
+def read(settings: list[str]) -> dict[str, Any]:
+    return {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in settings)}
 
 
 def summary(
@@ -157,6 +173,7 @@ def summary(
     layers: int,
 ) -> dict[str, Any]:
     ratios = [h / s for h, s in zip(rates["hybrid"], rates["stock"], strict=True)]
+    others = [o / h for o, h in zip(rates.get("other", ()), rates["hybrid"], strict=False)]
     shortest = next((row["stock"] for row in earlier if row["batch"] == batch), rates["stock"])
     share = max(0.0, 1 - statistics.median(rates["stock"]) / statistics.median(shortest))
     return {
@@ -165,6 +182,7 @@ def summary(
         **rates,
         "ratios": ratios,
         "ratio": statistics.median(ratios),
+        **({"other_ratio": statistics.median(others)} if others else {}),
         "share": share,
         "bound": allowed_ratio(config, layers, context, share),
     }
