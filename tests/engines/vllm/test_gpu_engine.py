@@ -1,0 +1,75 @@
+"""vLLM's CUDA engine with our plugin on a GPU that is there (``pytest -m gpu``): the cases of test_simulated_gpu.py, each
+in a process of its own, as vLLM has one engine per process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.engines.probes import Probe, reader
+
+pytestmark = pytest.mark.gpu
+
+EXACT = ["scout", "scout.compiled", "hgca", "hgca.caches", "clo", "headinfer", "dense", "apex"]
+FAMILIES = ["gemma3", "gpt_oss", "lfm2"]
+ON_V1 = ["scout.full", "apex.overlap", "gemma3.full", "late.full"]
+SPARSE = ["scout.sparse", "scout.per_head", "infinigen.sparse", "clo.sparse"]
+TIMEOUT = 300  # seconds of a case: Triton may have all kernels to compile
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    """Runs a case when it is first asked for."""
+    folder = tmp_path_factory.mktemp("gpu")
+    root, log = str(Path(__file__).parents[3]), folder / "log"
+    read = reader(folder, log)
+
+    def run(name: str) -> dict[str, object]:
+        if not (folder / f"{name}.json").exists():
+            command = [
+                sys.executable,
+                "-m",
+                "tests.engines.vllm.gpu_probe",
+                folder,
+                "v1" if name in ON_V1 else "v2",
+                name,
+            ]
+            with log.open("ab") as to, suppress(subprocess.TimeoutExpired):  # its log says more
+                environment = {**os.environ, "PYTHONPATH": root}
+                subprocess.run(command, stdout=to, stderr=to, cwd=root, env=environment, timeout=TIMEOUT, check=False)
+        return read(name)
+
+    return run
+
+
+@pytest.mark.parametrize("name", [*EXACT, *FAMILIES, *(each for each in ON_V1 if not each.startswith("late"))])
+def test_answers_are_those_of_the_model(seen: Probe, name: str) -> None:
+    """Token for token as transformers, in replayed graphs, although the frames hold a part only."""
+    found = seen(name)
+    assert found["tokens"] == found["expected"]
+    assert found["replays"] > 0 and "aborted" in found["ran"]
+    if name.startswith(("scout", "hgca", "apex", "gemma3", "gpt_oss", "lfm2")):
+        assert found["cpu_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) -> None:
+    """Launched one by one, beside an oracle: fp64 over the pages of the host pool that were selected. In graphs they run
+    to their end."""
+    attention = seen(f"{name}.eager")["attention"]
+    assert attention["worst"] < 1e-4 and attention["sparse_rows"] > 15
+    assert seen(name)["replays"] > 0
+
+
+@pytest.mark.parametrize("name", ["late", "late.full"])
+def test_a_step_without_the_cpu_s_answers_is_computed_again_and_nobody_else_s(seen: Probe, name: str) -> None:
+    found = seen(name)
+    assert found["late"] == [["0", "1"]] == found["preempted"]
+    assert found["tokens"] == found["expected"]
+    assert set(found["reasons"].values()) == {"length"}
+    assert found["running"] == 0
