@@ -1,5 +1,5 @@
-"""vLLM's CUDA engine with our plugin on a GPU that is there (``pytest -m gpu``): the cases of test_simulated_gpu.py, each
-in a process of its own, as vLLM has one engine per process."""
+"""vLLM's CUDA engine with our plugin on a GPU that is there (``pytest -m gpu``): the cases of test_simulated_gpu.py.
+Each has a process of its own, as vLLM's graphs want it."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_answers_are_those_of_the_model(seen: Probe, name: str) -> None:
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) -> None:
-    """Launched one by one, beside an oracle: fp64 over the pages of the host pool that were selected. In graphs they run
-    to their end."""
+    """Launched one by one, beside an oracle: fp64 over the pages of the host pool that were selected. In graphs they
+    run to their end."""
     attention = seen(f"{name}.eager")["attention"]
     assert attention["worst"] < 1e-4 and attention["sparse_rows"] > 15
     assert seen(name)["replays"] > 0

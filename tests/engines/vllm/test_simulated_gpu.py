@@ -20,7 +20,7 @@ from tests.engines.probes import Probe, reader
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is there: tests/engines/vllm/test_gpu.py"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is there: tests/engines/vllm/test_gpu_engine.py"),
 ]
 
 SPARSE = ["scout.sparse", "scout.per_head", "infinigen.sparse", "clo.sparse"]
