@@ -1,8 +1,8 @@
 """What a decode step spends beside the bytes that it moves and the products that it computes, each part by itself.
 
-One GPU has run some of it (docs/simulator.md, "Against a GPU"), after these numbers were chosen. Each says where it is
-from, or that it is an estimate; `Overheads.without` switches one part off, so that a reader sees what it costs. Rates of
-the machine are in its profile (`hardware`).
+One GPU has run some of it (docs/simulator.md, "Against a GPU"), after these numbers were chosen. Each says where it
+is from, or that it is an estimate; `Overheads.without` switches one part off, so that a reader sees what it costs.
+Rates of the machine are in its profile (`hardware`).
 """
 
 from __future__ import annotations
