@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
+from hybrid_backend.execution.warm_up import warm_up
 from hybrid_backend.kernels import cpu, reference
 from hybrid_backend.kernels.triton import questions
 from hybrid_backend.methods import headinfer
@@ -18,6 +20,7 @@ from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.cases import relative_error
 from tests.support.far_device import busy, capture
 from tests.support.harness import PAGE, Engine, config, decode_step, spec
+from tests.support.streams import STREAMS
 
 FRAMES = 6
 
@@ -111,6 +114,33 @@ def test_a_captured_step_never_waits_for_the_device(device: torch.device, name: 
         with busy():
             held = made.runtime.gauges()["hybrid_frames_in_use"]
         assert held == int((decode_step(made).maps.page_of >= 0).sum()) or name == "clo"  # which needs no such map
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("name", ["scout", "infinigen", "headinfer", "dense", "hgca", "clo"])
+def test_after_the_warm_up_requests_launch_nothing_new_and_nothing_of_it_is_left(
+    device: torch.device, name: str
+) -> None:
+    """What a GPU compiles when it is first launched is there before anybody waits; and nothing of it was counted."""
+    settings = config(frames_per_request=FRAMES, exact_layers=[0], recall={"intervals": 2}, **KEYS[name])
+    model = replace(spec(2), max_tokens=16 * PAGE)
+    made = Engine(settings, model, num_pages=64, max_requests=3, device=device)
+    try:
+        warm_up(made.runtime, page=0)  # which the harness hands to nobody
+        gauges, figures = made.runtime.gauges(), [vars(layer) for layer in made.runtime.stats.layers]
+        assert not any(value for each in figures for value in each.values())
+        assert (
+            gauges["hybrid_frames_in_use"] == gauges["hybrid_resident_requests"] == gauges["hybrid_copied_bytes"] == 0
+        )
+        compiled = set(STREAMS.variants)
+        made.add("a", (FRAMES + 3) * PAGE - 2)
+        made.add("b", PAGE + 3)
+        made.step({"a": 2 * PAGE + 5}, tolerance=1e-4)
+        made.step({"a": (FRAMES + 1) * PAGE - 7, "b": PAGE + 3}, tolerance=1e-4)
+        for _ in range(4):
+            made.step({"b": 1, "a": 1}, lookahead_noise=0.3, tolerance=None)
+        assert not STREAMS.variants - compiled
     finally:
         made.close()
 

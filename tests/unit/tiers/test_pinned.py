@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import re
 import subprocess
@@ -135,6 +136,26 @@ def test_a_container_that_forbids_binding_is_warned_of_and_refused_where_a_node_
     warnings = [line for line in done.stderr.splitlines() if "workers.numa: auto" in line]
     assert len(warnings) == 1 and "not permitted" in warnings[0] and "SYS_NICE" in warnings[0], done.stderr
     assert explicit.startswith("explicit: workers.numa:") and "node 0: Operation not permitted" in explicit
+
+
+def test_memory_that_nobody_closed_is_unpinned_when_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an engine that died while it started: CUDA would take what is mapped there next for pinned."""
+    pinned: list[int] = []
+
+    class Driver:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            pinned.append(address)
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> None:
+            pinned.remove(address)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    memory = HostMemory(SIZE, pin=True)
+    assert pinned == [memory.tensor.data_ptr()]
+    del memory
+    gc.collect()
+    assert pinned == []
 
 
 def test_a_node_that_is_not_there_is_refused_by_name() -> None:
