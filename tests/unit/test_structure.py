@@ -17,6 +17,7 @@ LAYERS = [
     ["cli"],
     ["tools"],
     ["engines"],
+    ["warm_up"],
     ["runtime"],
     ["methods"],
     ["execution"],

@@ -27,8 +27,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from hybrid_backend.engines.vllm.device_groups import allocate, keep_to_pools, on_device
 from hybrid_backend.engines.vllm.worker import HybridWorker
 from hybrid_backend.errors import EngineError
-from hybrid_backend.execution.warm_up import warm_up
 from hybrid_backend.tiers.pinned import HostMemory, node_of_gpu
+from hybrid_backend.warm_up import warm_up
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
