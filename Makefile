@@ -20,7 +20,7 @@ MINUTES ?= 10
 BENCH_ARGS ?=
 HYBRID_CACHE ?= $(CURDIR)/.cache/models
 export HYBRID_CACHE
-# cpu or cuda: which build of the engine is installed. The CUDA tier has not run on a GPU yet, so a machine that has one
+# cpu or cuda: which build of the engine is installed. The CUDA tier has run on one GPU only, so a machine that has one
 # gets the CPU engine too unless cuda is asked for.
 DEVICE ?= cpu
 # Another version of the engine than the locked one, in an environment of its own (docs/engines.md): `make test

@@ -145,7 +145,7 @@ def main() -> None:
                     results.append(summary(context, batch, rates, results, config, layers))
                     print(results[-1], flush=True)
     heads = ("context", "batch", "stock tok/s", "hybrid tok/s", "ratio", "min..max", "attention share", "bound")
-    table = Table(*heads, *(["other of hybrid"] if arguments.other else []))
+    table = Table(*heads, *(["other / hybrid"] if arguments.other else []))
     for row in results:
         table.add_row(
             str(row["context"]), str(row["batch"]), f"{statistics.median(row['stock']):.1f}",

@@ -3,11 +3,12 @@ That takes seconds."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_backend.step import Batch
+from hybrid_backend.step import Batch, Step
 
 if TYPE_CHECKING:
     from hybrid_backend.runtime import HybridRuntime
@@ -16,28 +17,40 @@ _REQUEST = "warm-up of the hybrid backend"
 
 
 def warm_up(runtime: HybridRuntime, page: int) -> None:
-    """Serve a request that nobody made: a prompt in two chunks, longer than its frames, a decode step that fills a page
-    and one that begins the next. Nothing of it is left or counted.
+    """Serve requests that nobody made: a short one, and a prompt in two chunks, longer than its frames and than both
+    staging buffers, with a decode step that fills a page and one that begins the next. Nothing of them is left; what
+    they counted is, until `HybridRuntime.forget_counts`.
+
+    Not launched: what parks rows (the decoder layers' inputs are not known here), and merges of other numbers of parts
+    than one row has; graphs are captured with theirs.
 
     Args:
-        page: host page that no request reads. All that the request has lies there.
+        page: host page that no request reads. All that the requests have lies there.
     """
-    size, model = runtime.config.page_size, runtime.model
-    pages = max(runtime.tiers.frames.size, 1) + 2
+    model, tiers, size = runtime.model, runtime.tiers, runtime.config.page_size
+    staged = 0 if tiers.stream is None else 2 * tiers.stream.capacity // model.num_kv_heads
+    pages = max(tiers.frames.size, staged) + 2
     if model.max_tokens is not None:
         pages = min(pages, model.max_tokens // size - 1)
-    if pages < 2 or model.parks:  # whose rows need the decoder layers' inputs
+    if pages < 2 or model.parks:
         return
-    chunks = (size + 1, size + 1, False), (pages * size - 1, size, False), (pages * size, 1, True)
-    for seq_len, count, decodes in (*chunks, (pages * size + 1, 1, True)):
-        _step(runtime, page, seq_len, count, decodes)
+    with torch.inference_mode():
+        _serve(runtime, page, [(size + 1, size + 1, False), (size + 2, 1, True)])
+        long = pages * size
+        _serve(runtime, page, [(long - 1, size, False), (long, 1, True), (long + 1, 1, True)])
+    if tiers.device.type == "cuda":
+        torch.cuda.current_stream(tiers.device).synchronize()
+
+
+def _serve(runtime: HybridRuntime, page: int, steps: list[tuple[int, int, bool]]) -> None:
+    """One request. Of each step: tokens of the sequence, those of them that it computes, whether it decodes."""
+    done = [_step(runtime, page, *each) for each in steps]
+    for error in filter(None, (step.error for step in done)):
+        logging.getLogger(__name__).warning("the warm-up was not served to its end, so requests may be: %s", error)
     runtime.release([_REQUEST])
-    if runtime.tiers.device.type == "cuda":
-        torch.cuda.current_stream(runtime.tiers.device).synchronize()
-    runtime.forget_counts()
 
 
-def _step(runtime: HybridRuntime, page: int, seq_len: int, count: int, decodes: bool) -> None:
+def _step(runtime: HybridRuntime, page: int, seq_len: int, count: int, decodes: bool) -> Step:
     """The last ``count`` of ``seq_len`` tokens, in all layers with full attention."""
     model, device, size = runtime.model, runtime.tiers.device, runtime.config.page_size
     table = torch.full((1, -(-seq_len // size)), page, dtype=torch.int32, device=device)
@@ -52,3 +65,4 @@ def _step(runtime: HybridRuntime, page: int, seq_len: int, count: int, decodes: 
                 runtime.lookahead(ahead, step, q)
         runtime.forward(layer, step, q, new, new, torch.empty_like(q))
     runtime.end_step(step)
+    return step

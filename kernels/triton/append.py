@@ -35,7 +35,7 @@ def _store_bytes(to, scale_at, values, d, DIM: tl.constexpr):
     tl.store(scale_at.to(tl.pointer_type(tl.float32)), scale)
 
 
-@kernel("key", "value", "host", "frames", "digests")
+@kernel("key", "value", "host", "frames", "digests", "key_stride", "value_stride")
 def _append_kernel(key, value, host, frames, digests, pages, positions, requests, frame_of, columns, key_stride,
                    value_stride,
                    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -129,7 +129,7 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
         )
 
 
-@kernel("key", "digests")
+@kernel("key", "digests", "key_stride")
 def _extend_kernel(key, digests, pages, key_stride, tokens, first, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
                    DIM: tl.constexpr, TAIL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)

@@ -41,7 +41,7 @@ def look(flag, REAL: tl.constexpr):
     return found
 
 
-@kernel("q", "box")
+@kernel("q", "box", "elements", "stride")
 def _ask_kernel(asked, number, q, box, arrived, listed, counters, lists, elements, stride, WIDTH: tl.constexpr,
                 REAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     at, programs = tl.program_id(0), tl.num_programs(0)

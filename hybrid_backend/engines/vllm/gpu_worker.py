@@ -53,11 +53,14 @@ class HybridGPUWorker(HybridWorker, Worker):
         return on_device(super().get_kv_cache_spec(), self.vllm_config)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
+        if self.session is None:
+            return super().compile_or_warm_up_model()
         self.is_warming_up = True
         try:
+            warm_up(self.session.runtime, NULL_PAGE)  # before: at its end vLLM begins to warn of what is compiled late
             times = super().compile_or_warm_up_model()
-            if self.session is not None:
-                warm_up(self.session.runtime, NULL_PAGE)
+            torch.cuda.synchronize(self.device)
+            self.session.runtime.forget_counts()
             return times
         finally:
             self.is_warming_up = False
