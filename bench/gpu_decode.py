@@ -10,7 +10,8 @@ process of its own: at the largest batch that its memory holds, and at ``--equal
 attends all that the slots cannot hold). ``hgca`` judges by the one prompt token that is computed, and has a third of
 the host memory for its pool, because its context caches come beside it. Time per step is a difference between two
 lengths, so start-up cancels; idle is what kernels leave of a profiled step. The weights are random, but attention is
-peaked and moves slowly (`bench.shapes.peak`); what share of the attended tokens the CPU had, and what share was
+peaked (`bench.shapes.peak`), and ``--page-spread`` makes some pages matter more than others, else what is selected
+changes from step to step as in no trained model; what share of the attended tokens the CPU had, and what share was
 recalled, is printed with each line, since the speed depends on it. Prints a table, writes bench/out/gpu_decode.json
 and, beside the paper's numbers, gpu_decode.png. Needs a GPU.
 """
