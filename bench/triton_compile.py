@@ -244,7 +244,8 @@ def predict_all(q: torch.Tensor) -> None:
 
 
 def _resources(kernel: Any) -> dict[str, int]:
-    """As the compiled code says. ``local``: bytes per thread on the stack or spilled."""
+    """As the compiled code says. ``local``: bytes per thread on the stack or spilled; ``narrow``: loads and stores of 1
+    or 2 bytes."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(kernel.asm["cubin"])
@@ -255,6 +256,7 @@ def _resources(kernel: Any) -> dict[str, int]:
         "registers": numbers["REG"],
         "local": numbers["STACK"] + numbers["LOCAL"],
         "shared": int(kernel.metadata.shared),
+        "narrow": len(re.findall(r"(?:ld|st)\.global[.\w]*\.[bu](?:8|16)\b", kernel.asm["ptx"])),
     }
 
 
