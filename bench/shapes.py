@@ -88,10 +88,10 @@ class FilledKV(DecodeBenchConnector):  # type: ignore[misc]
         spread = self._kv_transfer_config.get_from_extra_config("page_spread", 0.0)
         for groups, _ in metadata.reqs_to_fill.values():
             for runtime in runtimes.values():
-                for pages in groups:
+                for pages in map(torch.tensor, groups):
                     if spread:
-                        spread_pages(runtime.tiers.host.views, torch.tensor(pages), spread)
-                    runtime.imported(torch.tensor(pages))
+                        spread_pages(runtime.tiers.host.views, pages, spread)
+                    runtime.imported(pages)
 
 
 def spread_pages(layers: Sequence[Tensor], pages: Tensor, spread: float) -> None:

@@ -247,7 +247,9 @@ class HybridRuntime:
         return self._stats
 
     def forget_counts(self) -> None:
-        """What was served until now was no request's. The device must have done it."""
+        """What was served until now was no request's. Waits for the device."""
+        if self.tiers.device.type == "cuda":
+            torch.cuda.current_stream(self.tiers.device).synchronize()
         self.executor.count()
         self._stats.forget()
         self.tiers.forget_copies()

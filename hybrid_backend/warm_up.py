@@ -4,6 +4,7 @@ That takes seconds."""
 from __future__ import annotations
 
 import logging
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,8 +39,6 @@ def warm_up(runtime: HybridRuntime, page: int) -> None:
         _serve(runtime, page, [(size + 1, size + 1, False), (size + 2, 1, True)])
         long = pages * size
         _serve(runtime, page, [(long - 1, size, False), (long, 1, True), (long + 1, 1, True)])
-    if tiers.device.type == "cuda":
-        torch.cuda.current_stream(tiers.device).synchronize()
 
 
 def _serve(runtime: HybridRuntime, page: int, steps: list[tuple[int, int, bool]]) -> None:
@@ -59,10 +58,9 @@ def _step(runtime: HybridRuntime, page: int, seq_len: int, count: int, decodes: 
     q = torch.zeros(count, model.num_heads, model.head_dim, dtype=model.dtype, device=device)
     new = torch.zeros(count, model.num_kv_heads, model.head_dim, dtype=model.dtype, device=device)
     layers = [layer for layer in range(model.num_layers) if model.window(layer) is None]
-    for i, layer in enumerate(layers):
-        for ahead in layers[i + 1 : i + 2] if i else layers[:2]:
-            if runtime.wants_lookahead(ahead, step):
-                runtime.lookahead(ahead, step, q)
+    for layer, ahead in zip_longest(layers, layers[1:]):
+        if ahead is not None and runtime.wants_lookahead(ahead, step):
+            runtime.lookahead(ahead, step, q)
         runtime.forward(layer, step, q, new, new, torch.empty_like(q))
     runtime.end_step(step)
     return step

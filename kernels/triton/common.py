@@ -20,6 +20,12 @@ keep a bus of 50 GB/s busy whose reads take 1.5 us; vLLM measured the same numbe
 (v1/kv_offload/cpu/swap_blocks_triton.py)."""
 
 
+def constants(function: Callable[..., None]) -> set[str]:
+    """Arguments of a kernel that it is compiled for, value by value."""
+    arguments = inspect.signature(function).parameters
+    return {name for name, each in arguments.items() if "constexpr" in str(each.annotation)}
+
+
 def kernel(*wide: str) -> Callable[[Callable[..., None]], Any]:
     """``triton.jit``, so that a kernel is compiled once for a model's shape and a configuration.
 
@@ -33,9 +39,8 @@ def kernel(*wide: str) -> Callable[[Callable[..., None]], Any]:
 
     def compiled(function: Callable[..., None]) -> Any:
         arguments = inspect.signature(function).parameters
-        unknown = [name for name in set(wide) if name not in arguments]
-        assert not unknown, f"{function.__name__} has no {unknown}"
-        known = {name for name, each in arguments.items() if "constexpr" in str(each.annotation)}.union(wide)
+        assert arguments.keys() >= set(wide), f"{function.__name__} has not all of {wide}"
+        known = constants(function).union(wide)
         return triton.jit(function, do_not_specialize=[name for name in arguments if name not in known])
 
     return compiled

@@ -12,7 +12,6 @@ and events allow (`streams`).
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -247,8 +246,11 @@ def _unwritten(x: Tensor) -> Tensor:
     return x.fill_(float("nan") if x.is_floating_point() else 0)
 
 
-def views(layers: list[Tensor]) -> list[Tensor]:
-    """KV memory of the host as the device sees it; on a GPU, ``layers`` become pinned copies."""
+def views(layers: list[Tensor], device: torch.device = DEVICE) -> list[Tensor]:
+    """KV memory of the host as the device sees it, where that is not the host; on a GPU, ``layers`` become pinned
+    copies."""
+    if device.type == "cpu":
+        return []
     if gpu.ON_GPU:
         return gpu.views(layers)
     for layer in layers:
@@ -369,10 +371,11 @@ def _kernel_arguments(launch: Any) -> Any:
 
 def _compiled_for(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Hashable]:
     """What a kernel of ours (`kernels.triton.common.kernel`) is compiled anew for: constants, types, what is absent."""
-    arguments = inspect.signature(kernel.fn).parameters
-    constants = {name for name, x in arguments.items() if "constexpr" in str(x.annotation)}
+    from hybrid_backend.kernels.triton.common import constants  # late: the interpreter is chosen before Triton is
+
+    known = constants(kernel.fn)
     for name, x in [*zip(kernel.arg_names, args, strict=False), *kwargs.items()]:
-        yield name, x if name in constants or x is None else getattr(x, "dtype", type(x))
+        yield name, x if name in known or x is None else getattr(x, "dtype", type(x))
 
 
 def _that_chooses_arguments(grid: Any) -> Any:

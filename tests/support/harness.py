@@ -12,6 +12,7 @@ from hybrid_backend.execution.step import DecodeStep
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Batch, ModelSpec, Step
 from tests.support.attended import Attended, Witness
+from tests.support.far_device import views
 from tests.support.gpu import DEVICE, ON_GPU
 
 PAGE = 16
@@ -72,18 +73,11 @@ class Engine:
         shape = (self.num_pages, m.num_kv_heads, 2, self.cfg.page_size, m.head_dim)
         # Garbage, not zeros: nothing may rely on fresh memory.
         self.kv = [torch.randn(shape, generator=self.rng).to(m.dtype) for _ in range(m.num_layers)]
-        self.runtime = HybridRuntime(self.cfg, m, self.kv, self.max_requests, self.device, self.seen_by_device())
+        seen = views(self.kv, self.device)
+        self.runtime = HybridRuntime(self.cfg, m, self.kv, self.max_requests, self.device, seen)
         self.witness = Witness(self.runtime) if self.is_witnessed else None
         self.free = list(range(self.num_pages - 1, 0, -1))
         self.refs = [0] * self.num_pages
-
-    def seen_by_device(self) -> list[Tensor]:
-        """The KV memory as the device sees it, where that is not the host."""
-        if self.device.type == "cpu":
-            return []
-        from tests.support import far_device  # late: it asks for a compiler
-
-        return far_device.views(self.kv)
 
     # --- requests ---
 

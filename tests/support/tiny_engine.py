@@ -15,6 +15,7 @@ from hybrid_backend.execution.step import DecodeStep
 from hybrid_backend.methods.apex import Apex
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Batch, ModelSpec, Step, captured_step
+from tests.support.far_device import busy, views
 from tests.support.gpu import ON_GPU
 
 HIDDEN, HEADS, KV_HEADS, DIM, VOCAB = 24, 4, 2, 16, 50
@@ -104,18 +105,12 @@ class TinyEngine:
         self.kv = [torch.full(shape, float("nan")) for _ in range(self.model.layers)]
         self.weights = self.model.to(self.device)
         spec = self.weights.spec(self.parks)
-        self.runtime = HybridRuntime(self.cfg, spec, self.kv, self.max_requests, self.device, self.seen_by_device())
+        seen = views(self.kv, self.device)
+        self.runtime = HybridRuntime(self.cfg, spec, self.kv, self.max_requests, self.device, seen)
         self.free = list(range(self.num_pages - 1, -1, -1))
         self.requests: dict[str, Request] = {}
         self.steps = 0
         self.failed: list[str] = []
-
-    def seen_by_device(self) -> list[Tensor]:
-        if self.device.type == "cpu":
-            return []
-        from tests.support import far_device  # late: it asks for a compiler
-
-        return far_device.views(self.kv)
 
     @property
     def executor(self) -> DecodeStep:
@@ -244,8 +239,6 @@ class CapturedEngine(TinyEngine):
     def forward(self, step: Step, tokens: Tensor) -> Tensor:
         if self.graph is None or step.prefill:
             return super().forward(step, tokens)
-        from tests.support.far_device import busy
-
         with busy():
             self.tokens[: len(tokens)].copy_(tokens)
             self.graph.replay()

@@ -23,7 +23,7 @@ MODULES = {
     "native": "hybrid_backend.kernels.cpu.operations",
     "triton": "hybrid_backend.kernels.triton.operations",
 }
-EXAMPLES = {"oracle": 60, "native": 60, "triton": 30 if ON_GPU else 16}
+EXAMPLES = {"oracle": 60, "native": 60, "triton": 60 if ON_GPU else 16}
 NAMES = [pytest.param(name, marks=pytest.mark.gpu if name == "triton" and ON_GPU else ()) for name in MODULES]
 
 

@@ -24,7 +24,7 @@ from tests.support.gpu import ON_GPU
 from tests.unit.implementations import NAMES, implementation, module_of, over_implementations
 
 INF, NAN = float("inf"), float("nan")
-ERROR = {torch.float32: 2e-5 if ON_GPU else 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a result, relative
+ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a result, relative
 SEEDS, DTYPES = st.integers(0, 2**31), st.sampled_from(list(ERROR))
 OPERATIONS = [name for name, value in vars(Operations).items() if inspect.isfunction(value) and name[0] != "_"]
 
@@ -797,7 +797,8 @@ def test_a_maximum_that_rises_from_page_to_page_is_followed(operations: Operatio
     ids, valid = torch.arange(6)[None, None], torch.full((1, 1, 6), 32)
     out, lse = operations.merge_partials(*operations.paged_partial(q, kv, ids.int(), ints([192])[None], 0.15, 2))
     expected, expected_lse = reference.paged_attention(q, kv, ids, valid, 0.15)
-    assert relative_error(out, expected) < ERROR[torch.float32]
+    # A GPU's own exponential: 1.07e-5 on an H200.
+    assert relative_error(out, expected) < (2e-5 if ON_GPU else ERROR[torch.float32])
     assert_same_lse(lse, expected_lse)
 
 

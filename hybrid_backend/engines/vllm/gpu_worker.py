@@ -59,7 +59,6 @@ class HybridGPUWorker(HybridWorker, Worker):
         try:
             warm_up(self.session.runtime, NULL_PAGE)  # before: at its end vLLM begins to warn of what is compiled late
             times = super().compile_or_warm_up_model()
-            torch.cuda.synchronize(self.device)
             self.session.runtime.forget_counts()
             return times
         finally:

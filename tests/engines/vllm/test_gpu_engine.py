@@ -31,14 +31,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
 
     def run(name: str) -> dict[str, object]:
         if not (folder / f"{name}.json").exists():
-            command = [
-                sys.executable,
-                "-m",
-                "tests.engines.vllm.gpu_probe",
-                folder,
-                "v1" if name in ON_V1 else "v2",
-                name,
-            ]
+            runner = "v1" if name in ON_V1 else "v2"
+            command = [sys.executable, "-m", "tests.engines.vllm.gpu_probe", folder, runner, name]
             with log.open("ab") as to, suppress(subprocess.TimeoutExpired):  # its log says more
                 environment = {**os.environ, "PYTHONPATH": root}
                 subprocess.run(command, stdout=to, stderr=to, cwd=root, env=environment, timeout=TIMEOUT, check=False)
