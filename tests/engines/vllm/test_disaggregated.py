@@ -1,7 +1,7 @@
 """Beyond one process, by vLLM's own means: prompts on one server and answers on another; replicas; ranks.
 
-A stock server computes prompts, hands their KV over by two of vLLM's connectors, and says what is right. Two hybrid
-servers decode: one of two replicas, through files; one of two tensor-parallel ranks, through NIXL.
+A stock server computes prompts, hands their KV over by one of vLLM's connectors, and says what is right. A hybrid
+server decodes: two replicas of it, through files; two tensor-parallel ranks, through NIXL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +24,7 @@ from tests.engines.server import MODEL, Server, executable, free_port, hybrid_se
 from tests.engines.texts import english
 from tests.support.models import write_llama
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(
-        "HYBRID_TEST_DISAGGREGATED" not in os.environ, reason="has never run to its end: not proven yet"
-    ),
-]
+pytestmark = pytest.mark.engine
 
 PAGE, TOKENS = 32, 12
 # One token less than whole pages, as many, one and two more.
@@ -50,120 +44,115 @@ KINDS = ("files", "nixl")
 
 
 class Servers(NamedTuple):
+    kind: str
     prefill: Server
-    files: Server  # two replicas
-    nixl: Server  # two ranks
+    decoding: Server
     folder: Path
 
-    def hand_over(self, kind: str, prompt: str) -> dict[str, Any]:
+    def hand_over(self, prompt: str) -> dict[str, Any]:
         """The prefill server computes a prompt. Returns what the decoding server must be told with it."""
-        asked = {"do_remote_decode": True, "do_remote_prefill": False} if kind == "nixl" else None
+        asked = {"do_remote_decode": True, "do_remote_prefill": False} if self.kind == "nixl" else None
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "kv_transfer_params": asked}
         answer = httpx.post(f"{self.prefill.url}/v1/completions", json=body, timeout=300).raise_for_status().json()
-        return {"kv_transfer_params": answer["kv_transfer_params"]} if kind == "nixl" else {}
+        return {"kv_transfer_params": answer["kv_transfer_params"]} if self.kind == "nixl" else {}
 
-    def through(self, kind: str, prompt: str, tokens: int = TOKENS) -> str:
-        decoding: Server = getattr(self, kind)
-        return decoding.complete(prompt, tokens, extra_body=self.hand_over(kind, prompt))
+    def through(self, prompt: str, tokens: int = TOKENS) -> str:
+        return self.decoding.complete(prompt, tokens, extra_body=self.hand_over(prompt))
 
 
 def prompts(lengths: Sequence[int], start: int) -> list[str]:
     return [english(length, start=start + 1000 * i) for i, length in enumerate(lengths)]
 
 
-def transfer(name: str, role: str, **extra: Any) -> dict[str, Any]:
-    return {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Servers]:
-    logs, folder = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("kv")
+@pytest.fixture(scope="module", params=KINDS)
+def servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_dir: Path
+) -> Iterator[Servers]:
+    """One connector after the other: NIXL's threads never sleep."""
+    kind: str = request.param
+    logs, folder = tmp_path_factory.mktemp(f"logs-{kind}"), tmp_path_factory.mktemp("kv")
     model = write_llama(tmp_path_factory.mktemp("model"), model_dir)
-    files, nixl = "ExampleConnector", "NixlConnector"
+
+    def connector(role: str) -> str:
+        if kind == "nixl":
+            return json.dumps({"kv_connector": "NixlConnector", "kv_role": role})
+        extra = {"shared_storage_path": str(folder)}
+        return json.dumps({"kv_connector": "ExampleConnector", "kv_role": role, "kv_connector_extra_config": extra})
 
     def environment() -> dict[str, str]:
         # Which cores a rank computes on is left to `hybrid serve`, here the tests choose nothing.
         own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_SERVER_DEV_MODE": "1"}
         return {**own, "VLLM_CPU_NUM_OF_RESERVED_CPU": ""}
 
-    def decoding(config: dict[str, Any], *flags: str) -> AbstractContextManager[Server]:
-        all_flags = (*FLAGS, "--served-model-name", MODEL, "--kv-transfer-config", json.dumps(config), *flags)
-        return hybrid_server(logs, KEYS, all_flags, str(model), environment=environment())
-
-    both = [transfer(files, "kv_producer", shared_storage_path=str(folder)), transfer(nixl, "kv_producer")]
-    giving = json.dumps(transfer("MultiConnector", "kv_producer", connectors=both))
-    flags: tuple[str, ...] = (*FLAGS, "--block-size", str(PAGE), "--kv-cache-memory-bytes", str(64 * 2**20))
-    # What vLLM's connector through files asks for (docs/distributed.md).
-    flags += ("--no-enable-prefix-caching", "--max-num-batched-tokens", "8192")
+    giving = (*FLAGS, "--block-size", str(PAGE), "--kv-cache-memory-bytes", str(64 * 2**20))
+    giving += ("--kv-transfer-config", connector("kv_producer"))
+    if kind == "files":  # what vLLM's connector through files asks for (docs/distributed.md)
+        giving += ("--no-enable-prefix-caching", "--max-num-batched-tokens", "8192")
     # vLLM's NIXL worker binds its main thread to the last core, where a second thread would wait for it in vain.
     alone = {"VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0)))}
+    two = "--data-parallel-size=2" if kind == "files" else "--tensor-parallel-size=2"
+    taking = (*FLAGS, "--served-model-name", MODEL, "--kv-transfer-config", connector("kv_consumer"), two)
     starts = [
-        stock_server(logs, model, (*flags, "--kv-transfer-config", giving), environment() | alone),
-        decoding(transfer(files, "kv_consumer", shared_storage_path=str(folder)), "--data-parallel-size=2"),
-        # The prefill server's connector through files knows one group of layers only, so NIXL must, on both sides.
-        decoding(transfer(nixl, "kv_consumer"), "--tensor-parallel-size=2", "--disable-hybrid-kv-cache-manager"),
+        stock_server(logs, model, giving, environment() | alone),
+        hybrid_server(logs, KEYS, taking, str(model), environment=environment()),
     ]
     with ThreadPoolExecutor(len(starts)) as pool:
         entered = [pool.submit(start.__enter__) for start in starts]
         try:
-            prefill, replicas, ranks = (each.result() for each in entered)
-            yield Servers(prefill, replicas, ranks, folder)
+            prefill, decoding = (each.result() for each in entered)
+            yield Servers(kind, prefill, decoding, folder)
         finally:
             for start, done in zip(starts, entered, strict=True):
                 if done.exception() is None:
                     start.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_of_prompts_that_a_stock_server_computed_equal_its_own(servers: Servers, kind: str) -> None:
-    decoding, asked = getattr(servers, kind), prompts(LENGTHS, 0 if kind == "files" else 8000)
+def test_tokens_of_prompts_that_a_stock_server_computed_equal_its_own(servers: Servers) -> None:
+    decoding, asked = servers.decoding, prompts(LENGTHS, 0)
     before, on_cpu = decoding.total(LOADED), decoding.total("hybrid_cpu_tokens_total")
-    answers = [servers.through(kind, prompt) for prompt in asked]
+    answers = [servers.through(prompt) for prompt in asked]
     assert answers == [servers.prefill.complete(prompt, TOKENS) for prompt in asked]
     # Files hold whole pages, without the last token.
-    left_out = sum(min(length, PAGE + 1) if kind == "files" else 0 for length in LENGTHS)
+    left_out = sum(min(length, PAGE + 1) if servers.kind == "files" else 0 for length in LENGTHS)
     assert decoding.total(LOADED) - before > 0.95 * sum(LENGTHS) - left_out, "prompts were computed, not loaded"
     assert decoding.total("hybrid_cpu_tokens_total") == on_cpu, "everything fits"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_four_at_once_with_prefix_hits_equal_the_stock_servers(servers: Servers, kind: str) -> None:
+def test_four_at_once_with_prefix_hits_equal_the_stock_servers(servers: Servers) -> None:
     """Prompts that begin alike: pages of the prefix cache beside loaded ones. (Files are read over cached pages.)"""
     begin = english(200, start=16000)
-    asked = [begin + prompt for prompt in prompts((10, 40, 64, 90, 110, 130), 17000 if kind == "files" else 24000)]
+    asked = [begin + prompt for prompt in prompts((10, 40, 64, 90, 110, 130), 17000)]
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda prompt: servers.through(kind, prompt), asked))
+        answers = list(pool.map(lambda prompt: servers.through(prompt), asked))
     assert answers == [servers.prefill.complete(prompt, TOKENS) for prompt in asked]
-    decoding = getattr(servers, kind)
+    decoding = servers.decoding
     assert decoding.complete_all(asked, TOKENS) == answers
     nothing_is_left(decoding)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sparse_answers_are_those_of_a_server_that_computed_the_prompt_itself(servers: Servers, kind: str) -> None:
+def test_sparse_answers_are_those_of_a_server_that_computed_the_prompt_itself(servers: Servers) -> None:
     """Digests and frames of loaded pages are those of computed ones."""
-    decoding = getattr(servers, kind)
-    for prompt in prompts(LONG, 10000 if kind == "files" else 20000):
+    decoding = servers.decoding
+    for prompt in prompts(LONG, 10000):
         decoding.http().post(f"{decoding.url}/reset_prefix_cache").raise_for_status()
         on_cpu, loaded = decoding.total("hybrid_cpu_tokens_total"), decoding.total(LOADED)
         alone = decoding.complete(prompt, 2 * TOKENS)
         assert decoding.total("hybrid_cpu_tokens_total") > on_cpu, "nothing was left to the CPU: nothing is shown"
         assert decoding.total(LOADED) == loaded
         decoding.http().post(f"{decoding.url}/reset_prefix_cache").raise_for_status()
-        assert servers.through(kind, prompt, 2 * TOKENS) == alone
+        assert servers.through(prompt, 2 * TOKENS) == alone
         assert decoding.total(LOADED) > loaded + 0.9 * min(LONG)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_clients_that_leave_in_the_middle_leave_nothing_behind(servers: Servers, kind: str) -> None:
+def test_clients_that_leave_in_the_middle_leave_nothing_behind(servers: Servers) -> None:
     """At once (NIXL may be reading), and in mid-answer; nor does the prefill server keep anything for them."""
-    decoding = getattr(servers, kind)
+    decoding = servers.decoding
     asked = prompts((700, 800, 900, 650), 28000)
     expected = servers.prefill.complete(asked[0], TOKENS)
 
     def leaves(prompt: str, seconds: float) -> None:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 2000, "stream": True, "ignore_eos": True}
-        body |= servers.hand_over(kind, prompt)
+        body |= servers.hand_over(prompt)
         until = time.monotonic() + seconds
         timeout = httpx.Timeout(60, read=max(seconds, 0.001))
         try:
@@ -177,7 +166,7 @@ def test_clients_that_leave_in_the_middle_leave_nothing_behind(servers: Servers,
     threads = [threading.Thread(target=leaves, args=pair) for pair in zip(asked[1:], (0.0, 0.1, 1.0), strict=True)]
     for thread in threads:
         thread.start()
-    assert servers.through(kind, asked[0]) == expected, "whoever stays is answered as if alone"
+    assert servers.through(asked[0]) == expected, "whoever stays is answered as if alone"
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
@@ -190,25 +179,25 @@ def test_clients_that_leave_in_the_middle_leave_nothing_behind(servers: Servers,
         time.sleep(0.5)
 
 
+@pytest.mark.parametrize("servers", ["files"], indirect=True)
 def test_kv_that_cannot_be_read_fails_its_request_only_and_a_decoding_server_writes_none(servers: Servers) -> None:
     before = set(servers.folder.iterdir())
-    servers.files.complete(english(200, start=33000), 2)
+    servers.decoding.complete(english(200, start=33000), 2)
     assert set(servers.folder.iterdir()) == before, "it computed this one itself"
     broken = english(210, start=34000)
-    servers.hand_over("files", broken)
+    servers.hand_over(broken)
     (written,) = set(servers.folder.iterdir()) - before
     sorted(written.iterdir())[1].write_bytes(b"cut off")
     body = {"model": MODEL, "prompt": broken, "max_tokens": 2}
-    assert httpx.post(f"{servers.files.url}/v1/completions", json=body, timeout=60).status_code == 500
+    assert httpx.post(f"{servers.decoding.url}/v1/completions", json=body, timeout=60).status_code == 500
     whole = english(220, start=35000)
-    assert servers.through("files", whole) == servers.prefill.complete(whole, TOKENS)
-    nothing_is_left(servers.files)
+    assert servers.through(whole) == servers.prefill.complete(whole, TOKENS)
+    nothing_is_left(servers.decoding)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_both_replicas_and_both_ranks_have_their_part(servers: Servers, kind: str) -> None:
+def test_both_replicas_and_both_ranks_have_their_part(servers: Servers) -> None:
     """Of what the tests above asked for."""
-    decoding: Server = getattr(servers, kind)
+    decoding = servers.decoding
     lines = httpx.get(f"{decoding.url}/metrics", timeout=60).text.splitlines()
     found = [re.fullmatch(r'hybrid_selected_tokens_total\{.*rank="(\d+)".*\} (\S+)', line) for line in lines]
     attended: dict[str, float] = {}
@@ -218,12 +207,13 @@ def test_both_replicas_and_both_ranks_have_their_part(servers: Servers, kind: st
     assert "each rank computes on cores of its own" in decoding.log.read_text()
 
 
+@pytest.mark.parametrize("servers", ["nixl"], indirect=True)
 def test_vllms_router_sends_prompts_to_one_server_and_answers_from_the_other(servers: Servers, tmp_path: Path) -> None:
     port, metrics = free_port(), free_port()
     command = [executable("vllm-router"), "--vllm-pd-disaggregation", "--port", str(port), "--host", "127.0.0.1"]
-    command += ["--prefill", servers.prefill.url, "--decode", servers.nixl.url, "--policy", "round_robin"]
+    command += ["--prefill", servers.prefill.url, "--decode", servers.decoding.url, "--policy", "round_robin"]
     command += ["--kv-connector", "nixl", "--prometheus-port", str(metrics)]
-    asked, before = prompts((90, 240), 36000), servers.nixl.total(LOADED)
+    asked, before = prompts((90, 240), 36000), servers.decoding.total(LOADED)
     with running(command, port, tmp_path / "router.log") as router:
         assert router.complete_all(asked, TOKENS) == [servers.prefill.complete(prompt, TOKENS) for prompt in asked]
-    assert servers.nixl.total(LOADED) - before >= 300
+    assert servers.decoding.total(LOADED) - before >= 300
