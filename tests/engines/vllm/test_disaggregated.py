@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +101,7 @@ def servers(
         entered = [pool.submit(start.__enter__) for start in starts]
         try:
             prefill, decoding = (each.result() for each in entered)
-            yield Servers(kind, prefill, decoding, folder)
+            yield Servers(kind, prefill, replace(decoding, model=MODEL), folder)
         finally:
             for start, done in zip(starts, entered, strict=True):
                 if done.exception() is None:
