@@ -10,26 +10,23 @@ from hybrid_backend.kernels.operations import Maps, Operations
 from hybrid_backend.step import ModelSpec, PrefillRow
 from hybrid_backend.tiers import Tiers
 
-QUERIES = 8
-"""Last queries of a prompt's last chunk that choose its pages."""
-
-
 class Admission:
     """Fills the frames of a request: with all of its pages if they fit, else with the first ones, the last ones and
-    the most important of the others, layer by layer. Important is what the prompt's last queries attend (by the scores
+    the most important of the others, layer by layer. Important is what the prompt's last query attends (by the scores
     that select while decoding); a layer without digests, or a prompt whose queries were not seen, takes the last
-    pages.
+    pages. One query, since a prompt's last chunk may be a single token (after a prefix hit, or where its pages came
+    from another server), and what is resident must not depend on how a prompt was computed.
     """
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         self._config, self._model, self._tiers, self._ops = config, model, tiers, tiers.operations
-        self._queries: dict[str, dict[int, Tensor]] = {}  # by request and layer, [<= QUERIES, heads, head_dim]
+        self._queries: dict[str, dict[int, Tensor]] = {}  # by request and layer, [1, heads, head_dim]
         self._fits = tiers.frames.size * config.page_size
 
     def saw(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """A prompt chunk was attended in ``layer``; ``q``: ``[chunk, heads, head_dim]``."""
         if row.seq_len > self._fits and self._tiers.has_digests(layer):
-            self._queries.setdefault(row.request_id, {})[layer] = q[-QUERIES:].clone()
+            self._queries.setdefault(row.request_id, {})[layer] = q[-1:].clone()
 
     def forget(self, request_id: str) -> None:
         self._queries.pop(request_id, None)

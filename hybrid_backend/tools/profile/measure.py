@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.admission import QUERIES, best_pages
+from hybrid_backend.execution.admission import best_pages
 from hybrid_backend.execution.operations import resolve_operations
 from hybrid_backend.kernels import oracle
 from hybrid_backend.methods.base import frames_per_request
@@ -73,7 +73,7 @@ def measure_window(
         if layer.window is None:
             late_rope = (rope[0][:, -positions:], rope[1][:, -positions:])
             q, k = layer.queries_and_keys(x, rope)
-            q = q[-positions - QUERIES :]
+            q = q[-positions - 1 :]
             ahead = layer.queries_and_keys(before[0], late_rope)[0].cpu() if before else None
             prompt, decoded = q.cpu().split([len(q) - positions, positions])
             measured.append(measure_layer(layer, config, prompt, decoded, ahead, k.cpu(), intervals, least_cosine))
@@ -99,7 +99,7 @@ def measure_layer(
     Args:
         layer: for its index and scale.
         config: page size, budget, selection, frames.
-        prompt: ``[n, heads, head_dim]``, true queries before those: they choose what is resident at first.
+        prompt: ``[1, heads, head_dim]``, the true query before those: it chooses what is resident at first.
         q: ``[N, heads, head_dim]``, the true queries of the last N positions.
         ahead: the predicted ones, None if there are none.
         k: ``[tokens, kv_heads, head_dim]``.

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_backend.execution.admission import QUERIES
 from hybrid_backend.kernels import oracle
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.tools.profile.measure import measure_layer
@@ -57,7 +56,7 @@ def test_the_simulation_counts_what_the_engine_counts(interval: int, granularity
         real = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(counted[index], counted[index][1:], strict=False)]
         k, q = torch.stack(sequence.kv[index])[:, :, 0], torch.stack(queries[index])
         layer = Layer(index, _Scaled(engine.model.scale), None)
-        prompt, decoded = q[-STEPS - QUERIES : -STEPS], q[-STEPS:]
+        prompt, decoded = q[-STEPS - 1 : -STEPS], q[-STEPS:]
         measured = measure_layer(layer, cfg, prompt, decoded, None, k, [i for i in (interval,) if i])
         assert measured.curves[frames_per_request(cfg)][interval] == pytest.approx(real, abs=1e-5)
         assert max(real) > 0

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from hybrid_backend.attention.partial import PageList, Partial, empty_partial, paged_partial
-from hybrid_backend.execution.admission import QUERIES
 from hybrid_backend.execution.partials import PoolPartials
 from hybrid_backend.execution.step import DecodeStep
 from hybrid_backend.kernels import reference
@@ -256,28 +255,29 @@ def test_a_copy_planned_for_a_released_request_is_never_visible() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("chunk", [100, LONG + 4])
 @pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_a_request_begins_with_the_pages_that_its_prompt_attends_most(kernels: str) -> None:
-    """Scores by the last queries of the prompt's last chunk, in every layer with digests; an exact layer, of which
+def test_a_request_begins_with_the_pages_that_its_prompt_attends_most(kernels: str, chunk: int) -> None:
+    """Scores by the last query of the prompt, in every layer with digests; an exact layer, of which
     nothing is known, has the last pages."""
     cfg = config(tiers="separate", device_kernels=kernels, exact_layers=[0], frames_per_request=6)
     engine, queries = Engine(cfg, spec(layers=3)), {}
     forward = engine.runtime.forward
 
     def log(layer, step, q, *rest):  # type: ignore[no-untyped-def]
-        queries[layer] = q[-QUERIES:].clone()
+        queries[layer] = q[-1:].clone()
         forward(layer, step, q, *rest)
 
     engine.runtime.forward = log  # type: ignore[method-assign]
     engine.add("a", LONG + 5)
-    engine.prefill("a", chunk=100)
+    engine.prefill("a", chunk=chunk)
     engine._begin({"a": 1})
     count = LONG // PAGE + 1
     for layer in (1, 2):
         pages = engine.sequences["a"].pages
         digests = torch.stack([reference.digest(engine.kv[layer][p], PAGE) for p in pages[:-1]]).double()
         middle, half = (digests[:, :, 0] + digests[:, :, 1]) / 2, (digests[:, :, 0] - digests[:, :, 1]) / 2
-        q = queries[layer].double().view(QUERIES, 2, 2, 16)
+        q = queries[layer].double().view(1, 2, 2, 16)
         bound = cfg.selection.bound
         logits = torch.einsum("nhgd,phd->nhgp", q, middle) + bound * torch.einsum("nhgd,phd->nhgp", q.abs(), half)
         shares = (logits * engine.model.scale).softmax(-1).sum((1, 2)).mean(0)
