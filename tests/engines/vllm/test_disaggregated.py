@@ -1,7 +1,8 @@
-"""Beyond one process, by vLLM's own means: prompts on one server and answers on another; replicas; ranks.
+"""Beyond one process, by vLLM's own means: prompts on one server and answers on another; replicas.
 
 A stock server computes prompts, hands their KV over by one of vLLM's connectors, and says what is right. A hybrid
-server decodes: two replicas of it, through files; two tensor-parallel ranks, through NIXL.
+server decodes: two replicas of it, through files; one, through NIXL, whose threads and vLLM's that wait for them never
+sleep, so that each server has a core of its own.
 """
 
 from __future__ import annotations
@@ -80,22 +81,23 @@ def servers(
         extra = {"shared_storage_path": str(folder)}
         return json.dumps({"kv_connector": "ExampleConnector", "kv_role": role, "kv_connector_extra_config": extra})
 
-    def environment() -> dict[str, str]:
-        # Which cores a rank computes on is left to `hybrid serve`, here the tests choose nothing.
+    def environment(core: int | None) -> dict[str, str]:
         own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_SERVER_DEV_MODE": "1"}
-        return {**own, "VLLM_CPU_NUM_OF_RESERVED_CPU": ""}
+        own["VLLM_CPU_NUM_OF_RESERVED_CPU"] = ""  # None: which cores a rank computes on is left to `hybrid serve`
+        return own if core is None else own | {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
 
     giving = (*FLAGS, "--block-size", str(PAGE), "--kv-cache-memory-bytes", str(64 * 2**20))
     giving += ("--kv-transfer-config", connector("kv_producer"))
     if kind == "files":  # what vLLM's connector through files asks for (docs/distributed.md)
         giving += ("--no-enable-prefix-caching", "--max-num-batched-tokens", "8192")
-    # vLLM's NIXL worker binds its main thread to the last core, where a second thread would wait for it in vain.
-    alone = {"VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0)))}
-    two = "--data-parallel-size=2" if kind == "files" else "--tensor-parallel-size=2"
-    taking = (*FLAGS, "--served-model-name", MODEL, "--kv-transfer-config", connector("kv_consumer"), two)
+    taking = (*FLAGS, "--served-model-name", MODEL, "--kv-transfer-config", connector("kv_consumer"))
+    cores = sorted(os.sched_getaffinity(0))
+    if kind == "files":
+        taking += ("--data-parallel-size=2",)
     starts = [
-        stock_server(logs, model, giving, environment() | alone),
-        hybrid_server(logs, KEYS, taking, str(model), environment=environment()),
+        # vLLM's NIXL worker binds its main thread to the last core, where a second thread would wait for it in vain.
+        stock_server(logs, model, giving, environment(cores[0])),
+        hybrid_server(logs, KEYS, taking, str(model), environment=environment(cores[-1] if kind == "nixl" else None)),
     ]
     with ThreadPoolExecutor(len(starts)) as pool:
         entered = [pool.submit(start.__enter__) for start in starts]
@@ -196,7 +198,8 @@ def test_kv_that_cannot_be_read_fails_its_request_only_and_a_decoding_server_wri
     nothing_is_left(servers.decoding)
 
 
-def test_both_replicas_and_both_ranks_have_their_part(servers: Servers) -> None:
+@pytest.mark.parametrize("servers", ["files"], indirect=True)
+def test_both_replicas_have_their_part(servers: Servers) -> None:
     """Of what the tests above asked for."""
     decoding = servers.decoding
     lines = httpx.get(f"{decoding.url}/metrics", timeout=60).text.splitlines()
