@@ -73,7 +73,7 @@ ENGINE_VENV  := $(VENV)
 ENGINE_READY := $(PACKAGE_STAMP)
 endif
 
-.PHONY: help venv install ipex model serve test test-versions families test-fast test-sglang test-install lint mypy format lock clean docs pages wheel
+.PHONY: help venv install ipex model serve test test-versions families test-fast test-nixl test-sglang test-install lint mypy format lock clean docs pages wheel
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -217,6 +217,9 @@ test-versions: ## Run the engines' tests with other versions than the locked one
 
 test-fast: test-install ## Run the quick tests, which need no engine: two minutes on two quiet cores
 	$(PY) -m pytest tests/unit -q -n 2 --dist worksteal -m "not gpu"
+
+test-nixl: test-install ## Prompts on one vLLM server, answers on another, through NIXL, which wants two cores for itself
+	HYBRID_TEST_NIXL=1 $(PY) -m pytest tests/engines/vllm/test_disaggregated.py -v --durations 20
 
 families: test-install ## Serve a tiny model of every family, stock and hybrid, on vLLM's CPU engine, and print a table
 	$(PY) -m pytest tests/engines/vllm/test_families.py -q -rP
