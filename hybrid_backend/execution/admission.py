@@ -10,6 +10,7 @@ from hybrid_backend.kernels.operations import Maps, Operations
 from hybrid_backend.step import ModelSpec, PrefillRow
 from hybrid_backend.tiers import Tiers
 
+
 class Admission:
     """Fills the frames of a request: with all of its pages if they fit, else with the first ones, the last ones and
     the most important of the others, layer by layer. Important is what the prompt's last query attends (by the scores

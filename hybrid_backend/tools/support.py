@@ -105,6 +105,7 @@ class Feature:
 _TEXT = "model_config.hf_text_config"
 _SGLANG_TEXT = "model.hf_text_config"
 _EXACT, _FAMILIES = "tests/engines/test_exact.py", "tests/engines/vllm/test_families.py"
+_BEYOND_ONE = "tests/engines/vllm/test_disaggregated.py"
 _SOME_SLIDE = ["sliding_attention", "full_attention"]
 _WINDOWS = {
     f"{_TEXT}.sliding_window": 128,
@@ -136,7 +137,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("asynchronous scheduling, overlap scheduling", {}, {}, "tests/engines/vllm/test_scheduler.py", _EXACT),
     Feature("tensor parallelism", {"parallel_config.tensor_parallel_size": 2}, {"arguments.tp_size": 2}, _FAMILIES),
     Feature("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}, {"arguments.pp_size": 2}),
-    Feature("data parallelism", {"parallel_config.data_parallel_size": 2}, {"arguments.dp_size": 2}),
+    Feature("data parallelism", {"parallel_config.data_parallel_size": 2}, {"arguments.dp_size": 2}, _BEYOND_ONE),
     Feature("ranks and replicas over Ray", {"parallel_config.distributed_executor_backend": "ray"}, None),
     Feature("context parallelism", {"parallel_config.decode_context_parallel_size": 2}, {"arguments.dcp_size": 2}),
     Feature("micro-batching", {"parallel_config.use_ubatching": True}, {"arguments.enable_two_batch_overlap": True}),
@@ -149,6 +150,7 @@ FEATURES: tuple[Feature, ...] = (
         "prefill and decode on different servers",
         _transfer("NixlConnector"),
         {"arguments.disaggregation_mode": "decode"},
+        _BEYOND_ONE,
     ),
     Feature(
         "LMCache and other KV connectors than ExampleConnector and NixlConnector",
