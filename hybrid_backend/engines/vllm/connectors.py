@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _logger = init_logger("vllm.hybrid_backend")
 STOCK_BACKEND = "CPU_ATTN"  # whose layout arrives
-LEAST_PRIORITY = 19  # of a thread: its nice value
 
 
 class Importing:
@@ -86,7 +85,7 @@ class NixlConnector(Importing, _Nixl):
     until its pages are there."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with _beside_the_engine():
+        with _same_cpus():
             super().__init__(*args, **kwargs)
         self._lengths: dict[str, int] = {}  # scheduler: of prompts that are to be loaded
         self._loads: dict[str, tuple[Tensor, Tensor]] = {}  # worker: pages of each request, and tokens in them
@@ -147,15 +146,11 @@ def adopt(vllm_config: VllmConfig) -> None:
 
 
 @contextmanager
-def _beside_the_engine() -> Iterator[None]:
+def _same_cpus() -> Iterator[None]:
     """vLLM's NIXL worker binds the thread that makes it to one core, where it would compute from then on, and so would
-    all that it starts. And NIXL's progress thread never sleeps (``pthrDelay = 0`` in its ``nixl_agent``): it takes what
-    a core has left over, not half of it."""
-    cpus, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
+    all that it starts."""
+    cpus = os.sched_getaffinity(0)
     try:
         yield
     finally:
         os.sched_setaffinity(0, cpus)
-        for thread in set(os.listdir("/proc/self/task")) - before:
-            with suppress(ProcessLookupError):  # it has ended
-                os.setpriority(os.PRIO_PROCESS, int(thread), LEAST_PRIORITY)

@@ -86,7 +86,9 @@ def servers(
 
     def connector(role: str) -> str:
         if kind == "nixl":
-            return json.dumps({"kv_connector": "NixlConnector", "kv_role": role})
+            # Longer than a server may be late here: what is read after the lease has ended is another prompt's.
+            extra: dict[str, Any] = {"kv_lease_duration": 300}
+            return json.dumps({"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": extra})
         extra = {"shared_storage_path": str(folder)}
         return json.dumps({"kv_connector": "ExampleConnector", "kv_role": role, "kv_connector_extra_config": extra})
 
