@@ -283,6 +283,10 @@ class QualityConfig(Section):
     the budget where they fall below, attends everything where the largest budget does not suffice, and lowers the
     budget where less than half of the loss is used. budget_tokens is where it begins. Needs metrics.sample_interval,
     which says how fast it follows; method scout, not yet on a GPU. Source: default (none)."""
+    max_kl: Annotated[float | Literal["none"], auto_or(number(0), "none")] = "none"
+    """Nats per token by which answers may differ from dense attention's (KL), in the mean of texts' continuations and
+    of lookups: `hybrid profile` finds the budget and the exact layers that keep it with the fewest attended tokens, and
+    writes the attention mass that goes with it, min_mass, which the running server keeps. Source: default (none)."""
 
     @property
     def promise(self) -> float:

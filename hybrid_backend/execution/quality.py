@@ -34,6 +34,8 @@ class QualityWatch:
             most: pages that a budget may grow to.
         """
         self.min_mass, self._stats, self._layers = config.quality.promise, stats, tuple(layers)
+        max_kl = config.quality.max_kl
+        self._max_kl = None if isinstance(max_kl, str) else max_kl
         self._page, self._most = config.page_size, most
         self._least = config.sinks + config.recent + 1
         self.budget = min(max(config.budget_pages, self._least), most)
@@ -62,7 +64,9 @@ class QualityWatch:
 
     def gauges(self) -> dict[str, float]:
         """`math.nan`: nothing was sampled yet."""
+        profiled = {} if self._max_kl is None else {"hybrid_quality_max_kl": self._max_kl}
         return {
+            **profiled,
             "hybrid_quality_min_mass": self.min_mass,
             "hybrid_quality_mass": self.mass,
             "hybrid_quality_budget_tokens": math.inf if self.is_dense else self.budget * self._page,

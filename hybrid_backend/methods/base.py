@@ -63,6 +63,12 @@ class Method(ABC):
             raise ConfigError(
                 f"quality.min_mass: {config.method} has no budget that could follow it; write method: scout, or none"
             )
+        if config.quality.max_kl != "none" and not config.quality.promise:
+            most = f"{config.quality.max_kl:g}"
+            raise ConfigError(
+                f"quality.max_kl: {most} says nothing to a server without the attention mass that keeps it; run "
+                f"hybrid profile MODEL --set quality.max_kl={most} and serve with its YAML, or write none"
+            )
         if config.quality.promise and device.type != "cpu":
             raise ConfigError(
                 "quality.min_mass: the attention mass is not sampled on a GPU yet; write none, and a budget_tokens"

@@ -86,6 +86,7 @@ _POOL_GAUGES: Mapping[str, str] = {
     "hybrid_speed_ratio": "Tokens that the device attends in the time of one on the CPU, as predicted (apex)",
     "hybrid_speed_bound": "The ratio below which pipelining pays, of the last step with rows on the CPU (apex)",
     "hybrid_quality_min_mass": "Attention mass that is promised (quality.min_mass)",
+    "hybrid_quality_max_kl": "KL to dense in nats per token that goes with that mass, as profiled (quality.max_kl)",
     "hybrid_quality_mass": "Attention mass of the last round of samples, all layers (quality.min_mass)",
     "hybrid_quality_budget_tokens": "Tokens attended per row and layer under pressure, inf: all (quality.min_mass)",
     "hybrid_copied_bytes": "Bytes copied from the host pool into frames and staging since start",

@@ -145,6 +145,32 @@ def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_co
     assert all(layer.mass == layer.mass_true for layer in own.layers), "the layers' own queries select"
 
 
+def test_for_a_kl_the_budget_is_chosen_that_attends_the_fewest_tokens_and_the_mass_that_keeps_it_is_written(
+    network: Network, tmp_path: Path
+) -> None:
+    options, small = replace(OPTIONS, gates=None), CONFIG.model_copy(update={"budget_tokens": 64})
+    budgets, kl, attended, sparse = (64, 128), {}, {}, [0.0]
+    for budget in budgets:
+        run(network, tmp_path / f"{budget}.yaml", options, CONFIG.model_copy(update={"budget_tokens": budget}))
+        costs = json.loads((tmp_path / f"{budget}.json").read_text())["costs"]
+        kl[budget] = costs["together"][0]["text"]
+    for most in (0.5 * (kl[64] + kl[128]), 2 * kl[64], 1e-12):  # the larger budget, the smaller one, all exact
+        limits = replace(options.limits, kl=most)
+        config = small.model_copy(update={"quality": small.quality.model_copy(update={"max_kl": most})})
+        found = run(network, tmp_path / "a.yaml", replace(options, limits=limits), config)
+        for budget in budgets:
+            fixed = CONFIG.model_copy(update={"budget_tokens": budget})
+            exact = run(network, tmp_path / "b.yaml", replace(options, limits=limits), fixed).config.exact_layers
+            attended[budget] = 320 * len(exact) + budget * (2 - len(exact))
+        assert attended[found.config.budget_tokens] == min(attended.values())
+        sparse = [layer.mass for layer in found.layers if not layer.why]
+        assert found.config.quality.max_kl == most
+        mean = sum(sparse) / len(sparse) if sparse else 1.0
+        assert 0 <= mean - found.config.quality.promise < 0.02, "of the window where it is least"
+        assert load_config(tmp_path / "a.yaml") == found.config
+    assert not sparse
+
+
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(
     at_once: int, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

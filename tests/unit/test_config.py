@@ -413,6 +413,7 @@ CHANGES = [
     "host_pool.size=1GiB",
     "metrics.sample_interval=0",
     "quality.min_mass=0.98",
+    "quality.max_kl=0.01",
 ]
 
 

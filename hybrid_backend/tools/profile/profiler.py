@@ -41,10 +41,13 @@ from hybrid_backend.tools.profile.summary import (
     check,
     chosen_intervals,
     fewest_frames,
+    kept_mass,
     summarise,
 )
 from hybrid_backend.tools.profile.texts import Encode, Window, read_texts, windows_of
 
+_BUDGETS = (1, 2, 4)
+"""Times budget_tokens that are tried for `quality.max_kl`."""
 _AT_ONCE = 4
 """Sets of exact layers that a probe is measured with before another probe is."""
 
@@ -142,12 +145,17 @@ def _check(config: HybridConfig, options: Options) -> None:
     if options.windows < 1 or not options.contexts:
         raise ConfigError("--windows, --context: expected at least one window of one context")
     for context in options.contexts:
-        needed = max(frames_per_request(config), config.budget_pages) * config.page_size + options.positions
+        needed = _needed(config, options)
         if context <= needed:
             raise ConfigError(
                 f"--context {context}: everything is resident up to {needed - options.positions} tokens; take "
                 f"more than {needed} tokens, or a smaller budget with --set budget_tokens=N"
             )
+
+
+def _needed(config: HybridConfig, options: Options) -> int:
+    """Tokens that no window is shorter than: beyond what is resident, as many as decode steps."""
+    return max(frames_per_request(config), config.budget_pages) * config.page_size + options.positions
 
 
 def _tokenizer(directory: str) -> Encode:
@@ -159,6 +167,19 @@ def _tokenizer(directory: str) -> Encode:
         return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
 
     return encode
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What is measured on. ``unseen``: windows that decide nothing; ``text``: what gates are trained on."""
+
+    used: list[Window]
+    unseen: list[Window]
+    asked: list[Probe]
+    text: str
+
+    def probes(self, windows: Sequence[Window]) -> list[Probe]:
+        return [*map(text_probe, windows), *self.asked]
 
 
 @dataclass(frozen=True)
@@ -211,13 +232,20 @@ class _Run:
         used = [w for context in options.contexts for w in windows_of(texts, self.encode, context, options.windows)]
         held_out = read_texts(options.held_out) if options.held_out else []
         unseen = [w for c in options.contexts for w in windows_of(held_out, self.encode, c, options.windows)]
-        asked = lookup_probes(self.encode, longest, options.lookups)
+        given = _Given(used, unseen, lookup_probes(self.encode, longest, options.lookups), texts[0][1])
+        with self._progress() as progress:
+            config = self._within_kl(store, progress, given, longest)
+        return replace(self, config=config)._profile(store, given)
+
+    def _profile(self, store: Store, given: _Given) -> Profile:
+        """With the budget that the configuration has."""
+        options, used, unseen = self.options, given.used, given.unseen
         with self._progress() as progress:
             windows = [self._measure(store, progress, window) for window in used]
             others = [self._measure(store, progress, window) for window in unseen]
-            costs = self._costs(store, progress, [*map(text_probe, used), *asked])
-            costs_unseen = self._costs(store, progress, [*map(text_probe, unseen), *asked]) if others else costs
-            states = self._gates(store, progress, texts[0][1]) if options.gates else {}
+            costs = self._costs(store, progress, given.probes(used))
+            costs_unseen = self._costs(store, progress, given.probes(unseen)) if others else costs
+            states = self._gates(store, progress, given.text) if options.gates else {}
         tau, source = options.tau or (
             self.config.recall.threshold,
             "ScoutAttention (arXiv 2603.27138): 0.12, or as set",
@@ -227,7 +255,7 @@ class _Run:
         frames = fewest if options.fit_frames and fewest else frames_per_request(self.config)
         layers = summarise(windows, options.limits, aim, frames, costs)
         checks = check(others, layers, tau, frames) if others else []
-        config = self._decided(layers, tau, frames)
+        config = self._decided(layers, tau, frames, kept_mass(windows, layers))
         gates = {kind: state.gates for kind, state in states.items()}
         name = Path(self.model).name
         heads = head_scores(name, self.network, windows, gates, options.prefetch_bytes) if gates else None
@@ -238,7 +266,7 @@ class _Run:
         if not all(layer.below or layer.why for layer in layers):
             self.console.print(f"! not below {aim:g} at any interval; {frames_line(frames, fewest)}", highlight=False)
         if checks:
-            self.console.print(check_table(checks, tau, [name for name, _ in held_out]))
+            self.console.print(check_table(checks, tau, list(dict.fromkeys(window.text for window in unseen))))
             again = [x.layer for x in summarise(others, options.limits, aim, frames, costs_unseen) if x.why]
             self.console.print(f"exact layers by the same rule on the held-out text: {again}", highlight=False)
         if heads is None:
@@ -280,6 +308,25 @@ class _Run:
             key, {"window": window.label, "seconds": seconds, "layers": [x.model_dump(mode="json") for x in layers]}
         )
         return layers
+
+    def _within_kl(self, store: Store, progress: Progress, given: _Given, context: int) -> HybridConfig:
+        """With `quality.max_kl` the budget with which, and with the layers that are then exact, the fewest tokens of
+        ``context`` are attended; else the configuration as it is."""
+        if self.config.quality.max_kl == "none":
+            return self.config
+        found = []
+        for times in _BUDGETS:
+            config = self.config.model_copy(update={"budget_tokens": times * self.config.budget_tokens})
+            if found and _needed(config, self.options) >= min(self.options.contexts):
+                break
+            costs = replace(self, config=config)._costs(store, progress, given.probes(given.used))
+            found.append((costs.attended(context, config.budget_tokens), times, config))
+        config = min(found, key=lambda each: each[:2])[2]
+        tried = ", ".join(f"{each.budget_tokens}: {attended:,}" for attended, _, each in found)
+        self.console.print(
+            f"tokens attended of {context:,}, all layers together, by budget_tokens: {tried}", highlight=False
+        )
+        return config
 
     def _costs(self, store: Store, progress: Progress, probes: Sequence[Probe]) -> Costs:
         """Each layer's alone; then with the most expensive ones exact, one more at a time, until it is low enough."""
@@ -395,8 +442,8 @@ class _Run:
         )
         return (*files, *pictures)
 
-    def _decided(self, layers: Sequence[LayerSummary], tau: float, frames: int) -> HybridConfig:
-        """The configuration with what the profile decides."""
+    def _decided(self, layers: Sequence[LayerSummary], tau: float, frames: int, mass: float) -> HybridConfig:
+        """The configuration with what the profile decides; ``mass``: what `quality.max_kl` needs."""
         data = self.config.model_dump(mode="json", exclude_defaults=True)
         name = Path(self.model.rstrip("/")).name.lower()
         match = self.config.model.match if self.config.model.specificity(self.model) else f"*{name}*"
@@ -408,4 +455,6 @@ class _Run:
         if frames != frames_per_request(self.config):
             data["frames_per_request"] = frames
         data["recall"] = {**data.get("recall", {}), "threshold": tau, "intervals": list(intervals)}
+        if self.config.quality.max_kl != "none":
+            data["quality"] = {**data["quality"], "max_kl": self.options.limits.kl, "min_mass": mass}
         return config_from_mapping(data, str(self.target))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -49,6 +50,11 @@ class Costs:
     @property
     def exact(self) -> list[int]:
         return self.ranking[: max(0, len(self.together) - 1)]
+
+    def attended(self, context: int, budget: int) -> int:
+        """Tokens of a sequence of ``context`` tokens that a decode step attends, in all layers."""
+        layers = len(self.ranking)
+        return len(self.exact) * context + (layers - len(self.exact)) * min(budget, context)
 
 
 def longest_interval(ratios: Sequence[Mapping[int, float]], tau: float) -> tuple[int, bool]:
@@ -168,6 +174,15 @@ def check(windows: Measures, chosen: Sequence[LayerSummary], tau: float, frames:
         cosine, mass = _mean([m.cosine for m in layers]), fmean(m.mass for m in layers)
         results.append(Check(summary.layer, cosine, mass, summary.interval, summary.ratio, ratio, ratio < tau))
     return results
+
+
+def kept_mass(windows: Measures, chosen: Sequence[LayerSummary]) -> float:
+    """Attention mass that the sparse layers cover, their mean, in the window where it is least; four digits of it."""
+    sparse = {layer.layer for layer in chosen if not layer.why}
+    least = (
+        min((fmean(m.mass for m in layers if m.layer in sparse) for layers in windows), default=1.0) if sparse else 1.0
+    )
+    return math.floor(1e4 * least) / 1e4
 
 
 def chosen_intervals(chosen: Sequence[LayerSummary], layers: int, config: HybridConfig) -> tuple[int, ...]:

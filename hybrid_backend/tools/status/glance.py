@@ -40,7 +40,9 @@ def _faithful(last: Reading, layers: Sequence[Layer]) -> tuple[Answer, str]:
     budget = last.gauges.get("hybrid_quality_budget_tokens")
     if promised and kept is not None:
         at = f" at {budget:,.0f} tokens of budget" if budget else ""
-        text = f"{kept:.1%} of the attention mass is kept{at}; promised: {promised:.1%}."
+        kl = last.gauges.get("hybrid_quality_max_kl")
+        profiled = f", which kept answers within {kl:g} nats of dense attention's where it was profiled" if kl else ""
+        text = f"{kept:.1%} of the attention mass is kept{at}; promised: {promised:.1%}{profiled}."
         return answer(text, "good" if kept >= promised else "bad"), ""
     attended = [layer.attended for layer in layers if layer.attended is not None]
     if attended and min(attended) == 1:

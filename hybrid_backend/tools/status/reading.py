@@ -46,6 +46,7 @@ _SAME_ON_EVERY_RANK = (
     "hybrid_resident_requests",
     "hybrid_host_pool_pages",
     "hybrid_quality_min_mass",
+    "hybrid_quality_max_kl",
     "hybrid_quality_mass",
     "hybrid_quality_budget_tokens",
 )

@@ -105,7 +105,8 @@ def test_a_request_that_asked_for_a_budget_of_its_own_keeps_it() -> None:
 def test_a_running_request_comes_to_attend_what_the_promise_needs(tiers: str) -> None:
     """Random keys, whose mass is flat: a budget of 4 of 30 pages cannot hold 0.9 of it. Every output is that of the
     pages that were selected; the engine checks that all of them are, once everything is attended."""
-    keys = {"sparse": "always", "tiers": tiers, "quality": {"min_mass": 0.9}, "metrics": {"sample_interval": 1}}
+    promise = {"min_mass": 0.9, "max_kl": 0.02}
+    keys = {"sparse": "always", "tiers": tiers, "quality": promise, "metrics": {"sample_interval": 1}}
     engine = Engine(config(**keys), spec(), num_pages=80, is_witnessed=True)
     try:
         engine.add("a", 30 * PAGE)
@@ -114,6 +115,7 @@ def test_a_running_request_comes_to_attend_what_the_promise_needs(tiers: str) ->
         for _ in range(25):
             engine.step({"a": 1}, tolerance=None)
             gauges = engine.runtime.gauges()
+            assert gauges["hybrid_quality_max_kl"] == 0.02
             seen.append(gauges["hybrid_quality_budget_tokens"])
             masses.append(gauges["hybrid_quality_mass"])
         assert seen[0] == 4 * PAGE and masses[1] < 0.9
@@ -133,5 +135,9 @@ def test_a_promise_that_cannot_be_watched_is_refused_with_the_fix() -> None:
         config(quality={"min_mass": 1.5})
     with pytest.raises(ConfigError, match=r"quality.min_mass: hgca has no budget .* write method: scout, or none"):
         resolve_method("hgca").check(config(method="hgca", quality={"min_mass": 0.9}), torch.device("cpu"), 3, 2)
+    with pytest.raises(ConfigError, match=r"quality.max_kl: 0.01 says nothing .* --set quality.max_kl=0.01 and serve"):
+        resolve_method("scout").check(config(quality={"max_kl": 0.01}), torch.device("cpu"), 3, 2)
+    with pytest.raises(ConfigError, match=r"quality.max_kl: got 0"):
+        config(quality={"max_kl": 0})
     with pytest.raises(ConfigError, match=r"quality.min_mass: the attention mass is not sampled on a GPU"):
         resolve_method("scout").check(config(quality={"min_mass": 0.9}), torch.device("cuda"), 3, 2)

@@ -52,6 +52,9 @@ def test_a_promise_is_what_counts_where_there_is_one(kept: float, level: str) ->
     gauges = {"hybrid_quality_min_mass": 0.98, "hybrid_quality_mass": kept, "hybrid_quality_budget_tokens": 2304.0}
     text, said = told(Reading(time=1, gauges=gauges), [column(1)], [layer(0, 0.5)])["Is it faithful?"]
     assert said == level and text.endswith("promised: 98.0%.") and "at 2,304 tokens of budget" in text
+    profiled = Reading(time=1, gauges=gauges | {"hybrid_quality_max_kl": 0.01})
+    text, said = told(profiled, [column(1)], [layer(0, 0.5)])["Is it faithful?"]
+    assert said == level and "within 0.01 nats of dense" in text
 
 
 def test_rates_are_those_of_the_last_fifteen_seconds() -> None:
