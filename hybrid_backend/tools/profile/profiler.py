@@ -314,7 +314,7 @@ class _Run:
         ``context`` are attended; else the configuration as it is."""
         if self.config.quality.max_kl == "none":
             return self.config
-        found = []
+        found: list[tuple[int, int, HybridConfig]] = []
         for times in _BUDGETS:
             config = self.config.model_copy(update={"budget_tokens": times * self.config.budget_tokens})
             if found and _needed(config, self.options) >= min(self.options.contexts):
