@@ -1,10 +1,12 @@
 """What choosing pages costs, by the length of the context: a decode layer against attention of as many pages alone.
 
     python -m bench.selection [--pages 1024,4096,32768] [--page-size 32] [--budget 64] [--group 4] [--per-head]
+        [--interval 4]
 
 One thread; 8 KV heads, head_dim 128, bf16, batch 1. Every variant selects ``budget`` pages of the
-context and attends them in one native call; "attention" attends ``budget`` given pages. Interleaved, medians of CPU
-time. Prints a table and writes bench/out/selection.json.
+context and attends them in one native call; "attention" attends ``budget`` given pages. The last two select in every
+fourth step only (`selection.interval`) and attend the same pages again between. Interleaved, medians of CPU time, and
+means of these two, since their steps differ. Prints a table and writes bench/out/selection.json.
 """
 
 from __future__ import annotations
@@ -23,11 +25,18 @@ from hybrid_backend.kernels.cpu import digests as native
 
 KV_HEADS, DIM = 8, 128
 QUERIES = 8  # in turns, so that neither digests nor pages stay in a cache
-VARIANTS = ("attention", "bf16", "bytes", "spans", "codes")
 
 
 def measure(
-    pages: int, page_size: int, budget: int, group: int, reps: int, candidates: int, aggregate: str, per_head: bool
+    pages: int,
+    page_size: int,
+    budget: int,
+    group: int,
+    reps: int,
+    candidates: int,
+    aggregate: str,
+    per_head: bool,
+    interval: int,
 ) -> dict[str, float]:
     """Microseconds of CPU time per layer, by variant. ``spans``: maxima and minima in bytes, two levels."""
     rng = torch.Generator().manual_seed(pages)
@@ -50,6 +59,8 @@ def measure(
         "bytes": cpu.Decoder([layer], {0: digests}, heads, scale, quantized={0: quantized}, **plain),
         "spans": cpu.Decoder([layer], {0: digests}, heads, scale, quantized={0: quantized}, **plain),
         "codes": cpu.Decoder([layer], {0: coded}, heads, scale, **plain),
+        "spans, lazy": cpu.Decoder([layer], {0: digests}, heads, scale, quantized={0: quantized}, **plain),
+        "codes, lazy": cpu.Decoder([layer], {0: coded}, heads, scale, **plain),
     }
 
     def begin(name: str, which: int) -> None:
@@ -59,8 +70,9 @@ def measure(
             columns,
             lengths,
             torch.tensor([budget]),
-            sequences=torch.zeros(1, dtype=torch.int64) if name == "spans" else None,
+            sequences=torch.zeros(1, dtype=torch.int64) if name.endswith("lazy") or name == "spans" else None,
             candidates=candidates,
+            interval=interval if name.endswith("lazy") else 1,
             aggregate=aggregate,
             per_head=per_head,
         )
@@ -68,10 +80,10 @@ def measure(
     def fill(ids: Tensor) -> None:
         layer[ids] = torch.randn(len(ids), *shape[1:], generator=rng).bfloat16()
 
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    times: dict[str, list[float]] = {name: [] for name in decoders}
     for rep in range(-1, reps):
         for which in range(QUERIES):
-            for name in VARIANTS:
+            for name in decoders:
                 begin(name, which)
                 began = time.thread_time()
                 decoders[name].layer(0, queries[which], None, None, out)
@@ -80,8 +92,8 @@ def measure(
                     lists = [decoders[name].selected(0, head).long() for head in range(KV_HEADS if per_head else 1)]
                     fill(given[which][0] if name == "attention" else table[0, torch.cat(lists).unique()])
         if rep < 0:
-            times = {name: [] for name in VARIANTS}
-    return {name: statistics.median(values) for name, values in times.items()}
+            times = {name: [] for name in decoders}
+    return {n: (statistics.mean if "lazy" in n else statistics.median)(values) for n, values in times.items()}
 
 
 def main() -> None:
@@ -93,22 +105,26 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=8)
     parser.add_argument("--aggregate", choices=("softmax", "sum"), default="softmax")
     parser.add_argument("--per-head", action="store_true", help="a selection per KV head")
+    parser.add_argument("--interval", type=int, default=4, help="steps between selections of the last two columns")
     parser.add_argument("--reps", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    print("| pages | attention us | bf16 | in bytes | in bytes, two levels | codes |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    lazy = f"every {options.interval} steps"
+    print(
+        "| pages | attention us | bf16 | in bytes | in bytes, two levels | codes "
+        f"| two levels, {lazy} | codes, {lazy} |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for pages in map(int, options.pages.split(",")):
         times = measure(
             pages, options.page_size, options.budget, options.group, options.reps, options.candidates,
-            options.aggregate, options.per_head,
+            options.aggregate, options.per_head, options.interval,
         )  # fmt: skip
         found[pages] = times
-        extra = [100 * (times[name] / times["attention"] - 1) for name in VARIANTS[1:]]
-        cells = " | ".join(
-            f"{times[name]:.0f} us, +{share:.0f} %" for name, share in zip(VARIANTS[1:], extra, strict=True)
-        )
+        names = [name for name in times if name != "attention"]
+        extra = [100 * (times[name] / times["attention"] - 1) for name in names]
+        cells = " | ".join(f"{times[name]:.0f} us, +{share:.0f} %" for name, share in zip(names, extra, strict=True))
         print(f"| {pages} | {times['attention']:.0f} | {cells} |", flush=True)
     path = Path(__file__).parent / "out" / "selection.json"
     path.parent.mkdir(exist_ok=True)

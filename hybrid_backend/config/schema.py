@@ -107,6 +107,10 @@ class SelectionConfig(Section):
     """Pages whose digests are scored per page of budget in a sequence so long that two levels read less than one:
     spans of 8 pages first, then the pages of the best spans; 0 scores all pages. With digests in bytes.
     Source: measured (SmolLM2-135M: 8 costs at most 0.2 points of mass, docs/cpu-kernels.md)."""
+    interval: Annotated[int, integer(1)] = 1
+    """Decode steps of a request between two selections of a layer, layers in turn: between them it attends the pages
+    that were selected and those that came since. Where pages are attended in place on the CPU.
+    Source: default (1: every step selects; LServe, arXiv 2502.14866, reuses a selection for 4 steps)."""
 
 
 class LookaheadConfig(Section):

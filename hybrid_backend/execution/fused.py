@@ -38,6 +38,13 @@ def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
     return layers * byte_row(model.num_kv_heads, model.head_dim) * (2 ** (spans - 1).bit_length() if spans else 0)
 
 
+def kept_bytes(config: HybridConfig, model: ModelSpec, layers: int) -> int:
+    """Memory of the selections that a sequence attends again (`selection.interval`), at most: four bytes a page, in
+    arrays that double when they grow."""
+    lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
+    return 8 * lists * config.budget_pages * layers if config.selection.interval > 1 else 0
+
+
 def supports_fused(model: ModelSpec, page_size: int, device: torch.device) -> bool:
     """Whether the native decoder can serve this model on this machine."""
     return (
@@ -83,6 +90,7 @@ class FusedStep:
             aggregate=config.selection.aggregate,
             sequences=torch.tensor([self._sequence(request_id) for request_id in rows.request_ids]),
             candidates=config.selection.candidates,
+            interval=config.selection.interval,
         )
         unattended = (rows.num_pages - budgets).clamp(min=0)
         step.plan = _Plan(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.execution.fused import span_bytes
+from hybrid_backend.execution.fused import kept_bytes, span_bytes
 from hybrid_backend.kernels import codes
 from hybrid_backend.methods.base import Method, can_fuse, frames_per_request, is_separate, staging_tokens, wants_fused
 from hybrid_backend.step import DecodeRows, ModelSpec
@@ -29,6 +29,11 @@ class Selective(Method):
         super().check(config, device, num_layers, num_kv_heads)
         how = config.selection
         fused = cls.may_fuse and wants_fused(config, device) and not cls.looks_ahead(config, device)
+        if how.interval > 1 and not fused:
+            raise ConfigError(
+                f"selection.interval: {how.interval} needs pages that are attended in place by the native kernels "
+                "(tiers: unified, no lookahead); write 1"
+            )
         if how.digest == "minmax_int8" and fused and not _bytes_suffice(config):
             raise ConfigError(
                 "selection.digest: minmax_int8 needs selection.aggregate softmax, or sum with granularity layer, where "
@@ -72,10 +77,12 @@ class Selective(Method):
 
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
-        layout = cls.layout(config, model, device)
-        if layout.digests != "minmax_and_int8" or not config.selection.candidates:
-            return 0
-        return span_bytes(model, -(-tokens // config.page_size), len(layout.digest_layers(config, model)))
+        layout, how = cls.layout(config, model, device), config.selection
+        layers = len(layout.digest_layers(config, model))
+        kept = kept_bytes(config, model, layers)
+        if layout.digests != "minmax_and_int8" or not how.candidates:
+            return kept
+        return kept + span_bytes(model, -(-tokens // config.page_size), layers)
 
     def budgets(self, rows: DecodeRows) -> Tensor:
         """A row is under pressure once it has more pages than frames; ``sparse: always``: than its budget, which is the

@@ -147,6 +147,7 @@ class Decoder:
         aggregate: str = "sum",
         sequences: Tensor | None = None,
         candidates: int = 0,
+        interval: int = 1,
         skips: Tensor | None = None,
     ) -> None:
         """Start a step; everything is copied.
@@ -162,6 +163,9 @@ class Decoder:
             sequences: ``[rows]`` ids of the sequences, all different, until `forget`. With them and digests in bytes,
                 long rows are searched in two levels: spans of 8 pages first, then the pages of the best spans.
             candidates: pages scored per page of budget in such a search; 0: all pages are scored.
+            interval: steps of a sequence between two selections of a layer, layers in turn (a step is a `begin` with
+                the sequence); between them a row attends the pages that were selected and those that came since. 1:
+                every step selects; more needs ``sequences``. A row whose budget has changed selects.
             skips: ``[rows]`` tokens at the start of each row's first page that are not attended, fewer than the page
                 and the sequence have; None: none.
         """
@@ -182,12 +186,14 @@ class Decoder:
             tokens = tokens.long().contiguous()
         if sequences is not None:
             sequences = sequences.long().contiguous()
+        if interval < 1 or (interval > 1 and sequences is None):
+            raise ValueError(f"interval {interval}: 1, or more with sequences")
         if skips is not None:
             skips = skips.long().contiguous()
             if len(skips) != rows:
                 raise ValueError(f"{rows} rows of pages, {len(skips)} skips")
         step = lib.StepArgs(
-            rows, sinks, recent, per_head, AGGREGATES.index(aggregate), candidates,
+            rows, sinks, recent, per_head, AGGREGATES.index(aggregate), candidates, interval,
             sequences.data_ptr() if sequences is not None else None,
             tokens.data_ptr() if tokens is not None else None,
             seq_lens.data_ptr(), budgets.data_ptr(), skips.data_ptr() if skips is not None else None,

@@ -100,6 +100,7 @@ class StepArgs(C.Structure):
         ("per_head", C.c_int32),
         ("aggregate", C.c_int32),
         ("candidates", C.c_int32),
+        ("interval", C.c_int32),
         ("sequences", C.c_void_p),
         ("tokens", C.c_void_p),
         ("seq_lens", C.c_void_p),

@@ -374,6 +374,7 @@ CHANGES = [
     "selection.granularity=kv_head",
     "selection.aggregate=max",
     "selection.candidates=0",
+    "selection.interval=4",
     "selection.bound=1",
     "workers.numa=0",
     "selection.digest=minmax",

@@ -157,6 +157,9 @@ typedef struct hb_step {
   // Pages to score per page of budget, where a row is so long that looking at spans of pages first reads less; 0: score
   // all. That needs digests in bytes and the rows' sequences.
   int32_t candidates;
+  // Steps of a sequence between two selections of a layer, layers in turn; between them it attends the pages of the last
+  // one and newer ones. 1: every step selects. More needs the rows' sequences.
+  int32_t interval;
   const int64_t* sequences;  // [rows] ids, all different, of the sequences; or null. See hb_decode_forget
   const int64_t* tokens;  // [rows] row of q, k, v and out, or null for 0, 1, 2...
   const int64_t* seq_lens;  // [rows] tokens, with this step's

@@ -56,11 +56,14 @@ void DecodeLayer::begin(const hb_step& step) {
       throw std::invalid_argument("a row cannot leave out its first page, nor its own token");
   }
   candidates_ = std::max(step.candidates, 0);
-  row_spans_.assign(rows_, nullptr);
+  interval_ = step.sequences ? std::max(step.interval, 1) : 1;
+  row_sequences_.assign(rows_, nullptr);
   for (int r = 0; r < rows_ && step.sequences; r++) {
-    auto& spans = spans_[step.sequences[r]];
-    spans.resize(layers_.size());
-    row_spans_[r] = &spans;
+    Sequence& sequence = sequences_[step.sequences[r]];
+    sequence.spans.resize(layers_.size());
+    if (interval_ > 1) sequence.kept.resize(layers_.size());
+    sequence.steps++;
+    row_sequences_[r] = &sequence;
   }
   table_.resize((size_t)rows_ * columns_);
   lowest_page_ = highest_page_ = 0;
@@ -95,6 +98,8 @@ void DecodeLayer::run(int layer, const hb_layer& args, Pool* pool, void* gomp_pa
   if (lane_state_.size() < comers) lane_state_.resize(comers);
   job_.configure(model_, layer_->cache, isa_);
   job_.lists.reset(rows_, model_.kv_heads, columns_);
+  selects_.resize(rows_);
+  for (int r = 0; r < rows_; r++) selects_[r] = must_select(r);
   make_tasks(lanes_);
   if (lanes_ == 1 || (!pool && !gomp_parallel)) {
     work(0);
@@ -116,7 +121,7 @@ void DecodeLayer::make_tasks(int lanes) {
   row_left_.reset(rows_);
   for (int r = 0; r < rows_; r++) {
     int parts = 1;
-    if (row_is_sparse(r)) {
+    if (selects_[r]) {
       const int64_t bytes = (int64_t)num_pages_[r] * model_.kv_heads * 2 * model_.head_dim * element_size(model_.type);
       if (lanes > 1 && !searches(r))
         parts = (int)std::min<int64_t>(std::max<int64_t>(1, bytes / kScoreBytes), 4 * lanes);
@@ -176,9 +181,10 @@ void DecodeLayer::fail(const char* what) {
 void DecodeLayer::run_task(const RowTask& task, int lane) {
   if (task.first && args_.k) write_token(task.row);
   if (searches(task.row)) search(task.row, lane);
-  else if (row_is_sparse(task.row)) score(task, lane);
+  else if (selects_[task.row]) score(task, lane);
   if (row_left_[task.row].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  if (in_codes() && row_is_sparse(task.row)) shorten(task.row, lane);
+  if (!selects_[task.row] && row_is_sparse(task.row)) reuse(task.row);
+  else if (in_codes() && row_is_sparse(task.row)) shorten(task.row, lane);
   else select_row(task.row, lane);
 }
 
@@ -198,7 +204,7 @@ void DecodeLayer::shorten(int r, int lane) {
 void DecodeLayer::plan_fine() {
   fine_tasks_.clear();
   for (int r = 0; r < rows_ && in_codes(); r++) {
-    if (!row_is_sparse(r)) continue;
+    if (!selects_[r]) continue;
     int tasks = 0;
     for (int l = 0; l < lists(); l++) {
       const int64_t count = short_counts_[(size_t)r * model_.kv_heads + l] - 1;  // the tail page needs no score
@@ -236,6 +242,7 @@ void DecodeLayer::run_fine(const FineTask& task, int lane) {
     for (int i = 0; i < counts_[r]; i++) chosen[i] = chosen[best[i]];  // best[i] >= i
     list_row(r, l, chosen, counts_[r]);
   }
+  keep(r);
 }
 
 void DecodeLayer::prepare_scorer(Lane& mine, int r, bool with_codes) {
@@ -276,14 +283,14 @@ const float* DecodeLayer::combined(float* scores, int64_t stride, int list, int 
 
 // Spans first, and by one lane, where that reads less than this row's share of the lanes would, page by page.
 bool DecodeLayer::searches(int r) const {
-  if (!row_is_sparse(r) || !row_spans_[r] || !candidates_ || !scores_bytes()) return false;
+  if (!selects_[r] || !row_sequences_[r] || !candidates_ || !scores_bytes()) return false;
   const int64_t wanted = (int64_t)candidates_ * budgets_[r];
   return num_pages_[r] / kSpan + wanted < num_pages_[r] / std::max(1, lanes_ / rows_);
 }
 
 void DecodeLayer::search(int r, int lane) {
   Lane& mine = lane_state_[lane];
-  SpanDigests& digests = (*row_spans_[r])[layer_ - layers_.data()];
+  SpanDigests& digests = row_sequences_[r]->spans[layer_index()];
   const int pages = num_pages_[r], spans = (pages - 1) / kSpan;  // of whole pages: the last page may be growing
   const int64_t* ids = &table_[(size_t)r * columns_];
   digests.extend(model_, layer_->digests, *kernels_.base, spans, [ids](int column) { return ids[column]; });
@@ -316,8 +323,10 @@ void DecodeLayer::search(int r, int lane) {
 
 int64_t DecodeLayer::span_bytes() const {
   int64_t total = 0;
-  for (const auto& sequence : spans_)
-    for (const SpanDigests& layer : sequence.second) total += layer.size();
+  for (const auto& sequence : sequences_) {
+    for (const SpanDigests& layer : sequence.second.spans) total += layer.size();
+    for (const Kept& layer : sequence.second.kept) total += (int64_t)layer.pages.capacity() * sizeof(int32_t);
+  }
   return total;
 }
 
@@ -362,6 +371,41 @@ void DecodeLayer::select_row(int r, int lane) {
     const float* scores = combined(&scores_[(size_t)r * score_lists_ * score_stride_], score_stride_, l, pages - 1,
                                    lane_state_[lane].total);
     counts_[r] = select_best(scores, pages, budgets_[r], sinks_, recent_, chosen);
+    list_row(r, l, chosen, counts_[r]);
+  }
+  keep(r);
+}
+
+bool DecodeLayer::must_select(int r) const {
+  if (!row_is_sparse(r)) return false;
+  if (interval_ == 1) return true;
+  const Sequence& sequence = *row_sequences_[r];
+  const Kept& kept = sequence.kept[layer_index()];
+  // A row that was dense for long meanwhile, or came back shorter, has nothing to go on with.
+  return !kept.count || kept.budget != budgets_[r] || kept.num_pages > num_pages_[r] ||
+         num_pages_[r] - kept.num_pages > interval_ || (sequence.steps + layer_index()) % interval_ == 0;
+}
+
+void DecodeLayer::keep(int r) {
+  if (interval_ == 1) return;
+  Kept& kept = row_sequences_[r]->kept[layer_index()];
+  kept.count = counts_[r], kept.budget = budgets_[r], kept.num_pages = num_pages_[r];
+  kept.pages.clear();
+  for (int l = 0; l < lists(); l++) {
+    const int32_t* chosen = &selected_[((size_t)r * model_.kv_heads + l) * columns_];
+    kept.pages.insert(kept.pages.end(), chosen, chosen + counts_[r]);
+  }
+}
+
+// The last pages were among those that were kept, so what came since follows them.
+void DecodeLayer::reuse(int r) {
+  const Kept& kept = row_sequences_[r]->kept[layer_index()];
+  job_.lists.set_row(r, lists());
+  counts_[r] = kept.count + num_pages_[r] - kept.num_pages;
+  for (int l = 0; l < lists(); l++) {
+    int32_t* chosen = &selected_[((size_t)r * model_.kv_heads + l) * columns_];
+    std::copy_n(&kept.pages[(size_t)l * kept.count], kept.count, chosen);
+    for (int i = kept.count; i < counts_[r]; i++) chosen[i] = kept.num_pages + i - kept.count;
     list_row(r, l, chosen, counts_[r]);
   }
 }

@@ -27,7 +27,7 @@ class DecodeLayer : public Task {
                  const float* sinks);
   void begin(const hb_step& step);
   // The sequence is gone; its id may be used again.
-  void forget(int64_t sequence) { spans_.erase(sequence); }
+  void forget(int64_t sequence) { sequences_.erase(sequence); }
   int64_t span_bytes() const;
   // Throws std::invalid_argument and std::out_of_range.
   void run(int layer, const hb_layer& args, Pool* pool, void* gomp_parallel, int threads);
@@ -44,6 +44,16 @@ class DecodeLayer : public Task {
     hb_bytes bytes{};
     const float* sinks = nullptr;
     bool sparse() const { return digests.base != nullptr; }
+  };
+  // What a layer selected for a sequence, lists one after the other.
+  struct Kept {
+    std::vector<int32_t> pages;
+    int32_t count = 0, budget = 0, num_pages = 0;  // of each list; of the row then
+  };
+  struct Sequence {
+    int64_t steps = 0;
+    std::vector<SpanDigests> spans;  // per layer
+    std::vector<Kept> kept;
   };
   struct RowTask {
     int row;
@@ -72,12 +82,16 @@ class DecodeLayer : public Task {
     return layer_->bytes.base && (aggregate_ == SOFTMAX || (aggregate_ == SUM && !per_head_));
   }
   void select_row(int row, int lane);
+  bool must_select(int row) const;
+  void keep(int row);
+  void reuse(int row);
   void list_row(int row, int list, const int32_t* pages, int count);
   void plan_attention();
   void fail(const char* what);
 
   int64_t token_row(int row) const { return tokens_.empty() ? row : tokens_[row]; }
   int64_t page_id(int row, int column) const { return table_[(size_t)row * columns_ + column]; }
+  int layer_index() const { return (int)(layer_ - layers_.data()); }
   bool row_is_sparse(int row) const {
     return layer_->sparse() && budgets_[row] >= 0 && budgets_[row] < num_pages_[row];
   }
@@ -98,11 +112,13 @@ class DecodeLayer : public Task {
   std::vector<int64_t> tokens_, seq_lens_, skips_, table_;
   std::vector<int32_t> budgets_, num_pages_;
   int candidates_ = 0;
-  std::unordered_map<int64_t, std::vector<SpanDigests>> spans_;  // by sequence, per layer
-  std::vector<std::vector<SpanDigests>*> row_spans_;
+  int interval_ = 1;
+  std::unordered_map<int64_t, Sequence> sequences_;
+  std::vector<Sequence*> row_sequences_;
 
   // The layer.
   const Layer* layer_ = nullptr;
+  std::vector<uint8_t> selects_;  // [rows]: leave pages out, and do not attend those of an earlier step
   hb_layer args_{};
   AttendJob job_;
   std::vector<RowTask> tasks_;

@@ -70,7 +70,7 @@ def test_it_serves_as_who_it_says_it_is(builder: Builder, server: Server) -> Non
 def test_it_is_as_large_as_documented(builder: Builder) -> None:
     assert int(builder.podman("image", "inspect", "--format", "{{.Size}}", IMAGE)) < BIGGEST
     configured = json.loads(builder.podman("image", "inspect", IMAGE))[0]
-    assert configured["HealthCheck"]["Test"][:1] == ["CMD"] and configured["User"] == "10001:10001"
+    assert configured["Healthcheck"]["Test"][:1] == ["CMD"] and configured["User"] == "10001:10001"
 
 
 def test_it_compiles_what_a_larger_machine_would(builder: Builder) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybrid_backend.config import SelectionConfig
 from hybrid_backend.errors import WorkerError
-from hybrid_backend.kernels import cpu, oracle, reference
+from hybrid_backend.kernels import codes, cpu, oracle, reference
 from hybrid_backend.kernels.cpu import digests as native
 from hybrid_backend.kernels.cpu import operations
 from tests.support import cases
@@ -351,6 +351,69 @@ def test_long_rows_are_searched_by_spans_first(pool, dtype, shape):
     decoder.forget(4)
     decoder.forget(9)
     assert decoder.span_bytes == 0
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("digest", ["minmax", "bytes", "codes"])
+def test_between_two_selections_a_row_attends_the_last_ones_pages_and_newer_ones(pool, digest, per_head):
+    """Of two layers in turn; a row with another budget selects at once."""
+    case = Case(11, torch.bfloat16, 2, 2, 64, 16, rows=2, columns=60)
+    case.layer.nan_to_num_(0.5)
+    quantized = {}
+    if digest == "codes":
+        case.digests = codes.encode(case.layer[:, :, 0])
+    else:
+        whole = torch.full((len(case.layer),), 16, dtype=torch.int32)
+        oracle.build_digests(case.layer, case.digests, torch.arange(len(case.layer), dtype=torch.int32), whole)
+    if digest == "bytes":
+        quantized = {0: native.quantized_like(case.digests)} | {1: native.quantized_like(case.digests)}
+        for layer in (0, 1):
+            native.quantize(quantized[layer], case.digests, torch.arange(len(case.layer)))
+    layers, digests = [case.layer, case.layer], {0: case.digests, 1: case.digests}
+    lazy, eager = (
+        cpu.Decoder(layers, digests, 4, case.scale, quantized=quantized, bound=0.5, team=pool) for _ in range(2)
+    )
+    lists, kept, last = (2 if per_head else 1), {}, {}
+    reused = 0
+    for step, length in enumerate(range(40 * 16 + 10, 42 * 16 + 10), start=1):
+        lengths, budgets = torch.tensor([length, 500]), torch.tensor([9 if step < 20 else 12, 7])
+        if step in (13, 14):
+            budgets[1] = -1
+        q = torch.randn(4, 4, 64, generator=case.rng).bfloat16()
+        how = {"sinks": 1, "recent": 2, "per_head": per_head, "aggregate": "softmax"}
+        lazy.begin(case.table, lengths, budgets, sequences=torch.tensor([7, 3]), interval=3, **how)
+        eager.begin(case.table, lengths, budgets, **how)
+        for layer in (0, 1):
+            lse, out = torch.empty(2, 4), torch.empty(4, 4, 64).bfloat16()
+            eager.layer(layer, q, None, None, out)
+            lazy.layer(layer, q, None, None, out, lse=lse)
+            for row, length_of in enumerate(lengths.tolist()):
+                pages, budget = -(-length_of // 16), int(budgets[row])
+                found = [lazy.selected(row, head).tolist() for head in range(lists)]
+                if budget < 0:
+                    assert found[0] == list(range(pages))
+                    continue
+                due = (step + layer) % 3 == 0 or last.get((row, layer)) != budget
+                fresh = [eager.selected(row, head).tolist() for head in range(lists)]
+                if due:
+                    kept[row, layer], last[row, layer] = (fresh, pages), budget
+                    assert found == fresh
+                    continue
+                old, then = kept[row, layer]
+                assert found == [one + list(range(then, pages)) for one in old]
+                reused += found != fresh
+                chosen = torch.tensor(found)[None]
+                valid = torch.where(chosen == pages - 1, length_of - 16 * (pages - 1), 16)
+                ids = case.table[row][chosen]
+                expected, expected_lse = reference.paged_attention(q[row : row + 1], case.layer, ids, valid, case.scale)
+                assert cases.relative_error(out[row : row + 1], expected) <= TOLERANCE[torch.bfloat16]
+                assert torch.allclose(lse[row : row + 1].double(), expected_lse, atol=1e-3)
+    assert reused > 20
+    lazy.forget(7)
+    lazy.forget(3)
+    assert lazy.span_bytes == 0
+    with pytest.raises(ValueError, match="with sequences"):
+        lazy.begin(case.table, lengths, budgets, interval=2)
 
 
 @pytest.mark.parametrize(("aggregate", "per_head"), [("sum", False), ("softmax", False), ("softmax", True)])

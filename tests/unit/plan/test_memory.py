@@ -167,6 +167,24 @@ def test_second_level_digests_never_outgrow_the_plan(pages: int) -> None:
         assert real == items["growth"] > 0, "the bound is reached where the spans are a power of two"
 
 
+@pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
+@pytest.mark.parametrize("granularity", ["layer", "kv_head"])
+def test_selections_that_are_attended_again_never_outgrow_the_plan(granularity: str) -> None:
+    selection = {"candidates": 0, "interval": 3, "granularity": granularity}
+    cfg = config(tiers="unified", sparse="always", lookahead={"enabled": False}, selection=selection, exact_layers=[0])
+    engine = Engine(cfg, spec_of(SHAPE), num_pages=64, max_requests=1)
+    engine.add("long", 40 * PAGE)
+    engine.step({"long": 40 * PAGE}, tolerance=None)
+    for _ in range(3):
+        engine.step({"long": 1}, tolerance=None)
+    real = engine.runtime.gauges()["hybrid_context_cache_bytes"]
+    engine.drop("long")
+    assert engine.runtime.gauges()["hybrid_context_cache_bytes"] == 0
+    engine.close()
+    items = {x.name: x.bytes for x in planned(SHAPE, cfg).memory(40 * PAGE + 1, 1).items}
+    assert 0 < real <= items["growth"]
+
+
 def test_tiers_lie_on_the_device_only_where_they_are_copies() -> None:
     cfg = config(method="infinigen")
     on_gpu = MethodMemory(SHAPE, Blocks.of(SHAPE, PAGE), Room(2**34, 2**34, 512), cfg).memory(2048, 4)

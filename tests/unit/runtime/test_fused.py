@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
+from hybrid_backend.errors import ConfigError
 from hybrid_backend.execution import DecodeStep
 from hybrid_backend.execution.fused import FusedStep
 from hybrid_backend.kernels import cpu
@@ -77,6 +78,40 @@ def _logged(of: Callable[..., Attended], log: list[Attended]) -> Callable[..., A
         return log[-1]
 
     return logged
+
+
+def test_a_selection_is_attended_again_until_the_next_one_and_goes_with_its_request() -> None:
+    """Every output is that of the pages that were selected then and of those that came since; a request that comes back
+    begins anew."""
+    selection = {"candidates": 0, "interval": 4}
+    cfg = config(tiers="unified", sparse="always", lookahead={"enabled": False}, selection=selection)
+    engine = Engine(cfg, spec(layers=2), num_pages=256, is_witnessed=True)
+    fused = engine.runtime.executor
+    assert isinstance(fused, FusedStep)
+    engine.add("long", 30 * PAGE + 1)
+    engine.prefill("long")
+    decode, seen = fused.decode, dict[int, list[list[int]]]()
+
+    def logged(layer: int, step: Any, *rest: Any) -> None:
+        decode(layer, step, *rest)
+        seen.setdefault(layer, []).append(fused.selected(step.decode, 0)[0].tolist())
+
+    fused.decode = logged  # type: ignore[method-assign]
+    for _ in range(9):
+        engine.step({"long": 1}, tolerance=None)
+    for layer, found in seen.items():
+        changed = [step for step in range(2, 10) if found[step - 1] != found[step - 2]]
+        assert set(changed) <= {step for step in range(2, 10) if (step + layer) % 4 == 0} and changed
+    engine.preempt("long")
+    assert fused.host_bytes == 0
+    engine.prefill("long")
+    seen.clear()
+    for _ in range(2):
+        engine.step({"long": 1}, tolerance=None)
+    assert all(len(found) == 2 for found in seen.values())
+    engine.close()
+    with pytest.raises(ConfigError, match=r"selection.interval: 4 needs pages that are attended in place"):
+        Engine(config(tiers="separate", selection=selection), spec(layers=2))
 
 
 def test_spans_of_a_request_go_with_it() -> None:
