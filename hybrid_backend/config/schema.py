@@ -289,8 +289,9 @@ class QualityConfig(Section):
     which says how fast it follows; method scout, not yet on a GPU. Source: default (none)."""
     max_kl: Annotated[float | Literal["none"], auto_or(number(0), "none")] = "none"
     """Nats per token by which answers may differ from dense attention's (KL), in the mean of texts' continuations and
-    of lookups: `hybrid profile` finds the budget and the exact layers that keep it with the fewest attended tokens, and
-    writes the attention mass that goes with it, min_mass, which the running server keeps. Source: default (none)."""
+    of lookups: `hybrid profile` finds the budget (once, twice or four times budget_tokens) and the exact layers that
+    keep it with the fewest attended tokens, and writes the attention mass that goes with it, min_mass, which the
+    running server keeps. Source: default (none)."""
 
     @property
     def promise(self) -> float:
@@ -396,7 +397,11 @@ class HybridConfig(Section):
     def is_sampled(self, step: int, layer: int) -> bool:
         """Whether the layer's approximation is measured in decode step ``step``."""
         interval = self.metrics.sample_interval
-        return interval > 0 and (step + layer) % interval == 0
+        if not interval:
+            return False
+        # One step earlier from round to round: selections of every age are sampled, where they are attended again.
+        earlier = step // interval if self.selection.interval > 1 else 0
+        return (step + layer + earlier) % interval == 0
 
     def recall_interval(self, layer: int) -> int:
         """Decode steps between two recalls of this layer."""

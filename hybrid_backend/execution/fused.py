@@ -38,11 +38,11 @@ def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
     return layers * byte_row(model.num_kv_heads, model.head_dim) * (2 ** (spans - 1).bit_length() if spans else 0)
 
 
-def kept_bytes(config: HybridConfig, model: ModelSpec, layers: int) -> int:
-    """Memory of the selections that a sequence attends again (`selection.interval`), at most: four bytes a page, in
-    arrays that double when they grow."""
+def kept_bytes(config: HybridConfig, model: ModelSpec, pages: int, layers: int) -> int:
+    """Memory of the selections that a sequence of ``pages`` pages attends again (`selection.interval`), at most: four
+    bytes a page, in arrays that double when they grow; a budget may grow to all pages."""
     lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
-    return 8 * lists * config.budget_pages * layers if config.selection.interval > 1 else 0
+    return 8 * lists * pages * layers if config.selection.interval > 1 else 0
 
 
 def supports_fused(model: ModelSpec, page_size: int, device: torch.device) -> bool:

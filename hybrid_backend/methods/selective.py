@@ -29,11 +29,6 @@ class Selective(Method):
         super().check(config, device, num_layers, num_kv_heads)
         how = config.selection
         fused = cls.may_fuse and wants_fused(config, device) and not cls.looks_ahead(config, device)
-        if how.interval > 1 and not fused:
-            raise ConfigError(
-                f"selection.interval: {how.interval} needs pages that are attended in place by the native kernels "
-                "(tiers: unified, no lookahead); write 1"
-            )
         if how.digest == "minmax_int8" and fused and not _bytes_suffice(config):
             raise ConfigError(
                 "selection.digest: minmax_int8 needs selection.aggregate softmax, or sum with granularity layer, where "
@@ -55,8 +50,13 @@ class Selective(Method):
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        separate = is_separate(config, device)
-        digests = digest_kind(config, model, cls.is_fused(config, model, device), separate)
+        separate, fused = is_separate(config, device), cls.is_fused(config, model, device)
+        if config.selection.interval > 1 and not fused:
+            raise ConfigError(
+                f"selection.interval: {config.selection.interval} needs pages that are attended in place by the native "
+                "kernels (tiers: unified, no lookahead); write 1"
+            )
+        digests = digest_kind(config, model, fused, separate)
         if not separate:
             return TierLayout(separate=False, digests=digests)
         return TierLayout(
@@ -79,10 +79,11 @@ class Selective(Method):
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
         layout, how = cls.layout(config, model, device), config.selection
         layers = len(layout.digest_layers(config, model))
-        kept = kept_bytes(config, model, layers)
+        pages = -(-tokens // config.page_size)
+        kept = kept_bytes(config, model, pages, layers)
         if layout.digests != "minmax_and_int8" or not how.candidates:
             return kept
-        return kept + span_bytes(model, -(-tokens // config.page_size), layers)
+        return kept + span_bytes(model, pages, layers)
 
     def budgets(self, rows: DecodeRows) -> Tensor:
         """A row is under pressure once it has more pages than frames; ``sparse: always``: than its budget, which is the

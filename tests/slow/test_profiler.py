@@ -154,21 +154,31 @@ def test_for_a_kl_the_budget_is_chosen_that_attends_the_fewest_tokens_and_the_ma
         run(network, tmp_path / f"{budget}.yaml", options, CONFIG.model_copy(update={"budget_tokens": budget}))
         costs = json.loads((tmp_path / f"{budget}.json").read_text())["costs"]
         kl[budget] = costs["together"][0]["text"]
-    for most in (0.5 * (kl[64] + kl[128]), 2 * kl[64], 1e-12):  # the larger budget, the smaller one, all exact
+    between, ample = 0.5 * (kl[64] + kl[128]), 2 * kl[64]
+    for most in (between, ample, 1e-12):  # the larger budget, the smaller one, all exact
         limits = replace(options.limits, kl=most)
         config = small.model_copy(update={"quality": small.quality.model_copy(update={"max_kl": most})})
-        found = run(network, tmp_path / "a.yaml", replace(options, limits=limits), config)
+        found = run(network, tmp_path / "a.yaml", options, config)
         for budget in budgets:
             fixed = CONFIG.model_copy(update={"budget_tokens": budget})
             exact = run(network, tmp_path / "b.yaml", replace(options, limits=limits), fixed).config.exact_layers
             attended[budget] = 320 * len(exact) + budget * (2 - len(exact))
         assert attended[found.config.budget_tokens] == min(attended.values())
+        if most in (between, ample):
+            assert found.config.budget_tokens == {between: 128, ample: 64}[most]
         sparse = [layer.mass for layer in found.layers if not layer.why]
         assert found.config.quality.max_kl == most
         mean = sum(sparse) / len(sparse) if sparse else 1.0
         assert 0 <= mean - found.config.quality.promise < 0.02, "of the window where it is least"
         assert load_config(tmp_path / "a.yaml") == found.config
     assert not sparse
+    for wrong, message in (
+        ({"method": "hgca"}, "quality.max_kl: hgca"),
+        ({"selection": {"interval": 2}}, "interval: 2"),
+    ):
+        data = {"budget_tokens": 64, "page_size": 16, "quality": {"max_kl": 0.1}, **wrong}
+        with pytest.raises(ConfigError, match=message):
+            run(network, tmp_path / "a.yaml", options, config_from_mapping(data, "test"))
 
 
 @pytest.mark.parametrize("at_once", [1, 4])

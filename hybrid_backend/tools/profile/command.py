@@ -32,9 +32,9 @@ def profile(
     min_cosine: Annotated[float, typer.Option(help="of predicted queries; below, a layer's own selects")] = 0.9,
     min_mass: Annotated[float, typer.Option(help="on selected pages; below, a layer is exact")] = 0.0,
     max_kl: Annotated[
-        float | None,
-        typer.Option(help="nats per token that all sparse layers may cost together; default quality.max_kl, or 0.05"),
-    ] = None,
+        float,
+        typer.Option(help="nats per token that all sparse layers may cost together; quality.max_kl goes before it"),
+    ] = 0.05,
     lookups: Annotated[int, typer.Option(help="prompts in which entries are looked up, for --max-kl")] = 2,
     gates: Annotated[bool, typer.Option(help="importance of heads, by training")] = True,
     gate_steps: Annotated[int, typer.Option(help="training steps per kind of head")] = 20,
@@ -58,8 +58,6 @@ def profile(
     from hybrid_backend.tools.profile.summary import Thresholds
 
     settings = resolve_config(model, config, os.environ, overrides or ())[0]
-    if max_kl is None:
-        max_kl = 0.05 if settings.quality.max_kl == "none" else settings.quality.max_kl
     contexts = tuple(context or (4096,))
     tau, prefetch_bytes = None, 0
     if machine is not None:

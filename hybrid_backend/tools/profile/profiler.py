@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hybrid_backend.config import HeadScores, HybridConfig, config_from_mapping, resolve_config
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.methods import resolve_method
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.tools.profile.divergence import Probe, divergences, lookup_probes, text_probe
 from hybrid_backend.tools.profile.gates import GateOptions, GateState, Kind, passkeys, train
@@ -126,6 +127,8 @@ def profile(
         raise ConfigError(f"--out {out}: expected a .yaml file in a directory that exists")
     config = config if config is not None else resolve_config(model, None, os.environ)[0]
     _check(config, options)
+    if config.quality.max_kl != "none":
+        options = replace(options, limits=replace(options.limits, kl=config.quality.max_kl))
     if network is None or encode is None:
         from hybrid_backend.tools.hub import resolve_model
 
@@ -142,6 +145,15 @@ def _check(config: HybridConfig, options: Options) -> None:
         raise ConfigError(f"--margin: got {options.margin}, expected a number from 0 up to 1, without 1")
     if options.lookups < 0:
         raise ConfigError(f"--lookups: got {options.lookups}, expected an integer >= 0")
+    if config.selection.interval > 1:
+        raise ConfigError(
+            f"selection.interval: {config.selection.interval}, but a profile selects at every position; write 1, and "
+            "set it in the written YAML where its cost is known"
+        )
+    if config.quality.max_kl != "none" and not resolve_method(config.method).follows_promises:
+        raise ConfigError(
+            f"quality.max_kl: {config.method} has no budget that could keep it; write method: scout, or none"
+        )
     if options.windows < 1 or not options.contexts:
         raise ConfigError("--windows, --context: expected at least one window of one context")
     for context in options.contexts:
@@ -284,7 +296,7 @@ class _Run:
         tried = tuple(i for i in INTERVALS if i <= max(1, positions // 8))
         given = (config.page_size, config.budget_tokens, config.sinks, config.recent, frames_per_request(config))
         key = stage_key(
-            "window",
+            "window, admitted by the last query",
             self.model,
             window.digest(),
             positions,
@@ -456,5 +468,5 @@ class _Run:
             data["frames_per_request"] = frames
         data["recall"] = {**data.get("recall", {}), "threshold": tau, "intervals": list(intervals)}
         if self.config.quality.max_kl != "none":
-            data["quality"] = {**data["quality"], "max_kl": self.options.limits.kl, "min_mass": mass}
+            data["quality"] = {**data["quality"], "min_mass": mass}
         return config_from_mapping(data, str(self.target))

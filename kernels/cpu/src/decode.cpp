@@ -61,7 +61,7 @@ void DecodeLayer::begin(const hb_step& step) {
   for (int r = 0; r < rows_ && step.sequences; r++) {
     Sequence& sequence = sequences_[step.sequences[r]];
     sequence.spans.resize(layers_.size());
-    if (interval_ > 1) sequence.kept.resize(layers_.size());
+    sequence.kept.resize(interval_ > 1 ? layers_.size() : 0);
     sequence.steps++;
     row_sequences_[r] = &sequence;
   }
@@ -382,7 +382,7 @@ bool DecodeLayer::must_select(int r) const {
   const Sequence& sequence = *row_sequences_[r];
   const Kept& kept = sequence.kept[layer_index()];
   // A row that was dense for long meanwhile, or came back shorter, has nothing to go on with.
-  return !kept.count || kept.budget != budgets_[r] || kept.num_pages > num_pages_[r] ||
+  return !kept.count || kept.pages.size() != (size_t)lists() * kept.count || kept.budget != budgets_[r] || kept.num_pages > num_pages_[r] ||
          num_pages_[r] - kept.num_pages > interval_ || (sequence.steps + layer_index()) % interval_ == 0;
 }
 

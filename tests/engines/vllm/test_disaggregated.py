@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +86,7 @@ def servers(
     def connector(role: str) -> str:
         if kind == "nixl":
             # Longer than a server may be late here: what is read after the lease has ended is another prompt's.
-            extra: dict[str, Any] = {"kv_lease_duration": 300}
+            extra: dict[str, Any] = {"kv_lease_duration": 60}
             return json.dumps({"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": extra})
         extra = {"shared_storage_path": str(folder)}
         return json.dumps({"kv_connector": "ExampleConnector", "kv_role": role, "kv_connector_extra_config": extra})
@@ -164,26 +163,29 @@ def test_clients_that_leave_in_the_middle_leave_nothing_behind(servers: Servers)
     asked = prompts((250, 800, 900, 650), 28000)  # the first one fits: it equals the stock server's
     expected = servers.prefill.complete(asked[0], TOKENS)
 
-    def leaves(prompt: str, seconds: float) -> None:
+    def leaves(prompt: str, seconds: float, lines: int) -> bool:
+        """Gone after so many seconds without a word, or lines of the answer; returns whether it had those."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 2000, "stream": True, "ignore_eos": True}
         body |= servers.hand_over(prompt)
-        until = time.monotonic() + seconds
-        timeout = httpx.Timeout(60, read=max(seconds, 0.001))
+        timeout = httpx.Timeout(60, read=seconds)
         try:
             with httpx.stream("POST", f"{decoding.url}/v1/completions", json=body, timeout=timeout) as stream:
-                for _ in stream.iter_lines():
-                    if time.monotonic() > until:
-                        return
+                for count, _ in enumerate(stream.iter_lines(), start=1):
+                    if count == lines:
+                        return True
         except httpx.ReadTimeout:
-            return
+            return False
+        raise AssertionError("it was answered to the end")
 
-    threads = [threading.Thread(target=leaves, args=pair) for pair in zip(asked[1:], (0.0, 0.1, 1.0), strict=True)]
-    for thread in threads:
-        thread.start()
-    assert servers.through(asked[0]) == expected, "whoever stays is answered as if alone"
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(3) as pool:
+        gone = [
+            pool.submit(leaves, prompt, seconds, lines)
+            for prompt, seconds, lines in zip(asked[1:], (0.001, 0.1, 60.0), (1, 1000, 7), strict=True)
+        ]
+        assert servers.through(asked[0]) == expected, "whoever stays is answered as if alone"
+    assert gone[2].result(), "it left in mid-answer"
+    for each in gone:
+        each.result()
     nothing_is_left(decoding)
     deadline = time.monotonic() + 90
     while held := decoding.total(HELD) + servers.prefill.total(HELD):

@@ -409,6 +409,16 @@ def test_between_two_selections_a_row_attends_the_last_ones_pages_and_newer_ones
                 assert cases.relative_error(out[row : row + 1], expected) <= TOLERANCE[torch.bfloat16]
                 assert torch.allclose(lse[row : row + 1].double(), expected_lse, atol=1e-3)
     assert reused > 20
+    for pages in (52, 45, 45):  # many pages at once, and fewer than there were: there is nothing to go on with
+        lengths[0] = 16 * pages - 3
+        lazy.begin(case.table, lengths, budgets, sequences=torch.tensor([7, 3]), interval=3, **how)
+        eager.begin(case.table, lengths, budgets, **how)
+        for layer in (0, 1):
+            for decoder in (lazy, eager):
+                decoder.layer(layer, q, None, None, out)
+            assert [lazy.selected(0, head).tolist() for head in range(lists)] == [
+                eager.selected(0, head).tolist() for head in range(lists)
+            ]
     lazy.forget(7)
     lazy.forget(3)
     assert lazy.span_bytes == 0

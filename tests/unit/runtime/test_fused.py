@@ -102,13 +102,12 @@ def test_a_selection_is_attended_again_until_the_next_one_and_goes_with_its_requ
     for layer, found in seen.items():
         changed = [step for step in range(2, 10) if found[step - 1] != found[step - 2]]
         assert set(changed) <= {step for step in range(2, 10) if (step + layer) % 4 == 0} and changed
+    assert fused.host_bytes > 0
     engine.preempt("long")
     assert fused.host_bytes == 0
     engine.prefill("long")
-    seen.clear()
-    for _ in range(2):
-        engine.step({"long": 1}, tolerance=None)
-    assert all(len(found) == 2 for found in seen.values())
+    engine.step({"long": 1}, tolerance=None)
+    assert fused.host_bytes > 0
     engine.close()
     with pytest.raises(ConfigError, match=r"selection.interval: 4 needs pages that are attended in place"):
         Engine(config(tiers="separate", selection=selection), spec(layers=2))
