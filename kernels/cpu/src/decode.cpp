@@ -382,8 +382,9 @@ bool DecodeLayer::must_select(int r) const {
   const Sequence& sequence = *row_sequences_[r];
   const Kept& kept = sequence.kept[layer_index()];
   // A row that was dense for long meanwhile, or came back shorter, has nothing to go on with.
-  return !kept.count || kept.pages.size() != (size_t)lists() * kept.count || kept.budget != budgets_[r] || kept.num_pages > num_pages_[r] ||
-         num_pages_[r] - kept.num_pages > interval_ || (sequence.steps + layer_index()) % interval_ == 0;
+  return !kept.count || kept.pages.size() != (size_t)lists() * kept.count || kept.budget != budgets_[r] ||
+         kept.num_pages > num_pages_[r] || num_pages_[r] - kept.num_pages > interval_ ||
+         (sequence.steps + layer_index()) % interval_ == 0;
 }
 
 void DecodeLayer::keep(int r) {
