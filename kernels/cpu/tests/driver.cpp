@@ -244,6 +244,7 @@ std::vector<uint16_t> decode(int rounds, hb_pool* pool, void* gomp, int threads)
     step.per_head = round % 2;
     step.aggregate = round % 3;
     step.candidates = 2;
+    step.interval = 1 + round % 4;
     step.sequences = sequences.data();
     step.seq_lens = lens.data();
     step.budgets = budgets.data();
