@@ -44,11 +44,11 @@ class Admission:
         """
         frames, config = self._tiers.frames, self._config
         digests = self._tiers.digest_layer(layer)
-        queries = None if digests is None else self._queries.get(request_id, {}).get(layer)
+        query = None if digests is None else self._queries.get(request_id, {}).get(layer)
         if table.device.type == "cuda":  # whatever the sequence's length, by the kernels of a decode step
             table = torch.nn.functional.pad(table, (0, maps.frame_of.shape[1] - table.shape[1]))
         pages, importance = best_pages(
-            self._ops, config, queries, digests, table, num_pages, frames.size, self._model.scale
+            self._ops, config, query, digests, table, num_pages, frames.size, self._model.scale
         )
         chosen = place(maps, index, frames.size, pages, importance)
         host_pages = table[0, pages.long()].contiguous()
@@ -59,7 +59,7 @@ class Admission:
 def best_pages(
     operations: Operations,
     config: HybridConfig,
-    queries: Tensor | None,
+    query: Tensor | None,
     digests: Tensor | None,
     table: Tensor,
     num_pages: int,
@@ -69,7 +69,7 @@ def best_pages(
     """The pages of one layer that a request has in its frames when it begins to decode.
 
     Args:
-        queries: ``[n, heads, head_dim]`` that choose, None: the last pages are taken.
+        query: ``[1, heads, head_dim]`` that chooses, None: the last pages are taken.
         digests: of all host pages.
         table: ``[1, columns]`` int32 host pages of the sequence.
 
@@ -80,20 +80,19 @@ def best_pages(
         pages = torch.arange(num_pages, dtype=torch.int32, device=table.device)
         return pages, _by_age(pages, config)
     one = torch.full((1,), num_pages, dtype=torch.int32, device=table.device)
-    if queries is None or digests is None:
+    if query is None or digests is None:
         scores = torch.arange(table.shape[1], dtype=torch.float32, device=table.device)[None, None]
     else:
-        n, how = len(queries), config.selection
+        how = config.selection
         scores = operations.page_scores(
-            queries, digests, table.expand(n, -1), one.repeat(n), torch.zeros_like(one).repeat(n), how.aggregate, False,
-            how.bound, scale, config.page_size,
-        ).mean(0, keepdim=True)  # fmt: skip
+            query, digests, table, one, torch.zeros_like(one), how.aggregate, False, how.bound, scale, config.page_size
+        )
     picked = operations.select_pages(
         scores, one, one * config.page_size, torch.full_like(one, frames), torch.zeros_like(one), None, table,
         config.page_size, config.sinks, config.recent, frames,
     )  # fmt: skip
     pages = picked.pages[0, 0]
-    if queries is None or digests is None:
+    if query is None or digests is None:
         return pages, _by_age(pages, config)
     always = (pages < config.sinks) | (pages >= num_pages - config.recent)
     return pages, scores[0, 0, pages.long()].masked_fill(always, float("inf"))

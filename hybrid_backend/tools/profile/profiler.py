@@ -326,15 +326,15 @@ class _Run:
         ``context`` are attended; else the configuration as it is."""
         if self.config.quality.max_kl == "none":
             return self.config
-        found: list[tuple[int, int, HybridConfig]] = []
+        found: list[tuple[int, HybridConfig]] = []
         for times in _BUDGETS:
             config = self.config.model_copy(update={"budget_tokens": times * self.config.budget_tokens})
             if found and _needed(config, self.options) >= min(self.options.contexts):
                 break
             costs = replace(self, config=config)._costs(store, progress, given.probes(given.used))
-            found.append((costs.attended(context, config.budget_tokens), times, config))
-        config = min(found, key=lambda each: each[:2])[2]
-        tried = ", ".join(f"{each.budget_tokens}: {attended:,}" for attended, _, each in found)
+            found.append((costs.attended(context, config.budget_tokens), config))
+        config = min(found, key=lambda each: each[0])[1]  # of equal ones the smallest budget, which comes first
+        tried = ", ".join(f"{each.budget_tokens}: {attended:,}" for attended, each in found)
         self.console.print(
             f"tokens attended of {context:,}, all layers together, by budget_tokens: {tried}", highlight=False
         )

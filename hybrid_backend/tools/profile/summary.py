@@ -179,9 +179,9 @@ def check(windows: Measures, chosen: Sequence[LayerSummary], tau: float, frames:
 def kept_mass(windows: Measures, chosen: Sequence[LayerSummary]) -> float:
     """Attention mass that the sparse layers cover, their mean, in the window where it is least; four digits of it."""
     sparse = {layer.layer for layer in chosen if not layer.why}
-    least = (
-        min((fmean(m.mass for m in layers if m.layer in sparse) for layers in windows), default=1.0) if sparse else 1.0
-    )
+    if not sparse:
+        return 1.0
+    least = min(fmean(m.mass for m in layers if m.layer in sparse) for layers in windows)
     return math.floor(1e4 * least) / 1e4
 
 

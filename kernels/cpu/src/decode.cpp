@@ -184,7 +184,7 @@ void DecodeLayer::run_task(const RowTask& task, int lane) {
   else if (selects_[task.row]) score(task, lane);
   if (row_left_[task.row].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   if (!selects_[task.row] && row_is_sparse(task.row)) reuse(task.row);
-  else if (in_codes() && row_is_sparse(task.row)) shorten(task.row, lane);
+  else if (in_codes() && selects_[task.row]) shorten(task.row, lane);
   else select_row(task.row, lane);
 }
 
