@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kScoreBytes = 64 * 1024;  // digests that one scoring task reads
 constexpr int kShortlist = 4;  // pages scored by their codes, per page of budget
+constexpr int kKept = 2;  // pages that a look at all leaves to choose from until the next one, per page of budget
 
 }  // namespace
 
@@ -98,8 +99,8 @@ void DecodeLayer::run(int layer, const hb_layer& args, Pool* pool, void* gomp_pa
   if (lane_state_.size() < comers) lane_state_.resize(comers);
   job_.configure(model_, layer_->cache, isa_);
   job_.lists.reset(rows_, model_.kv_heads, columns_);
-  selects_.resize(rows_);
-  for (int r = 0; r < rows_; r++) selects_[r] = must_select(r);
+  choices_.resize(rows_);
+  for (int r = 0; r < rows_; r++) choices_[r] = choice_of(r);
   make_tasks(lanes_);
   if (lanes_ == 1 || (!pool && !gomp_parallel)) {
     work(0);
@@ -121,7 +122,7 @@ void DecodeLayer::make_tasks(int lanes) {
   row_left_.reset(rows_);
   for (int r = 0; r < rows_; r++) {
     int parts = 1;
-    if (selects_[r]) {
+    if (choices_[r] == OF_ALL) {
       const int64_t bytes = (int64_t)num_pages_[r] * model_.kv_heads * 2 * model_.head_dim * element_size(model_.type);
       if (lanes > 1 && !searches(r))
         parts = (int)std::min<int64_t>(std::max<int64_t>(1, bytes / kScoreBytes), 4 * lanes);
@@ -179,13 +180,15 @@ void DecodeLayer::fail(const char* what) {
 }
 
 void DecodeLayer::run_task(const RowTask& task, int lane) {
-  if (task.first && args_.k) write_token(task.row);
-  if (searches(task.row)) search(task.row, lane);
-  else if (selects_[task.row]) score(task, lane);
-  if (row_left_[task.row].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  if (!selects_[task.row] && row_is_sparse(task.row)) reuse(task.row);
-  else if (in_codes() && selects_[task.row]) shorten(task.row, lane);
-  else select_row(task.row, lane);
+  const int r = task.row;
+  if (task.first && args_.k) write_token(r);
+  if (searches(r)) search(r, lane);
+  else if (choices_[r] == OF_ALL) score(task, lane);
+  if (row_left_[r].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (choices_[r] == NONE) attend_all(r);
+  else if (choices_[r] == OF_KEPT) recall_kept(r);
+  else if (in_codes()) shorten(r, lane);
+  else if (!searches(r)) select_row(r, lane);
 }
 
 // The best pages of the row's lists by what is quick to read of their digests.
@@ -203,8 +206,8 @@ void DecodeLayer::shorten(int r, int lane) {
 
 void DecodeLayer::plan_fine() {
   fine_tasks_.clear();
-  for (int r = 0; r < rows_ && in_codes(); r++) {
-    if (!selects_[r]) continue;
+  for (int r = 0; r < rows_; r++) {
+    if (!looks_twice(r)) continue;
     int tasks = 0;
     for (int l = 0; l < lists(); l++) {
       const int64_t count = short_counts_[(size_t)r * model_.kv_heads + l] - 1;  // the tail page needs no score
@@ -228,21 +231,28 @@ void DecodeLayer::run_fine(const FineTask& task, int lane) {
   const size_t lists_at = (size_t)r * score_lists_ * score_stride_;
   float* scores = &scores_[lists_at];
   prepare_scorer(mine, r, true);
-  const Coarse before{&coarse_scores_[lists_at], columns};
-  mine.codes.estimate([ids, columns](int i) { return ids[columns[i]]; }, task.list, task.begin, task.end, scores,
-                      score_stride_, &before);
+  const auto page_of = [ids, columns](int i) { return ids[columns[i]]; };
+  if (in_codes()) {
+    const Coarse before{&coarse_scores_[lists_at], columns};
+    mine.codes.estimate(page_of, task.list, task.begin, task.end, scores, score_stride_,
+                        choices_[r] == OF_ALL ? &before : nullptr);
+  } else if (scores_bytes() || task.list < 0) {
+    if (scores_bytes()) mine.scorer.move_to(layer_->bytes, task.list);
+    mine.scorer.score(page_of, task.begin, task.end, scores, score_stride_);
+  } else {  // such a scorer knows all lists only, and each has pages of its own
+    float* all = grown(mine.scores, (size_t)score_lists_ * columns_);
+    mine.scorer.score(page_of, task.begin, task.end, all, columns_);
+    const int heads = score_lists_ / model_.kv_heads;
+    for (int i = task.list * heads; i < (task.list + 1) * heads; i++)
+      std::copy(all + (size_t)i * columns_ + task.begin, all + (size_t)i * columns_ + task.end,
+                scores + i * score_stride_ + task.begin);
+  }
   if (row_left_[r].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  job_.lists.set_row(r, lists());
   for (int l = 0; l < lists(); l++) {
     const size_t at = (size_t)r * model_.kv_heads + l;
     const int count = short_counts_[at];
-    int32_t *chosen = &selected_[at * columns_], *best = grown(mine.pages, columns_);
-    const float* shares = combined(scores, score_stride_, l, count - 1, mine.total);
-    counts_[r] = select_best(shares, count, budgets_[r], sinks_, recent_, best);
-    for (int i = 0; i < counts_[r]; i++) chosen[i] = chosen[best[i]];  // best[i] >= i
-    list_row(r, l, chosen, counts_[r]);
+    choose(r, l, combined(scores, score_stride_, l, count - 1, mine.total), &selected_[at * columns_], count, mine);
   }
-  keep(r);
 }
 
 void DecodeLayer::prepare_scorer(Lane& mine, int r, bool with_codes) {
@@ -283,7 +293,7 @@ const float* DecodeLayer::combined(float* scores, int64_t stride, int list, int 
 
 // Spans first, and by one lane, where that reads less than this row's share of the lanes would, page by page.
 bool DecodeLayer::searches(int r) const {
-  if (!selects_[r] || !row_sequences_[r] || !candidates_ || !scores_bytes()) return false;
+  if (choices_[r] != OF_ALL || !row_sequences_[r] || !candidates_ || !scores_bytes()) return false;
   const int64_t wanted = (int64_t)candidates_ * budgets_[r];
   return num_pages_[r] / kSpan + wanted < num_pages_[r] / std::max(1, lanes_ / rows_);
 }
@@ -314,10 +324,7 @@ void DecodeLayer::search(int r, int lane) {
     }
     mine.scorer.move_to(layer_->bytes, per_head_ ? list : -1);
     mine.scorer.score([ids, columns](int i) { return ids[columns[i]]; }, 0, count - 1, scores, pages);
-    int32_t* chosen = &selected_[((size_t)r * model_.kv_heads + list) * columns_];
-    const float* comparable = combined(scores, pages, list, count - 1, mine.total);
-    counts_[r] = select_best(comparable, count, budgets_[r], sinks_, recent_, chosen);
-    for (int i = 0; i < counts_[r]; i++) chosen[i] = columns[chosen[i]];
+    choose(r, list, combined(scores, pages, list, count - 1, mine.total), columns, count, mine);
   }
 }
 
@@ -325,7 +332,8 @@ int64_t DecodeLayer::span_bytes() const {
   int64_t total = 0;
   for (const auto& sequence : sequences_) {
     for (const SpanDigests& layer : sequence.second.spans) total += layer.size();
-    for (const Kept& layer : sequence.second.kept) total += (int64_t)layer.pages.capacity() * sizeof(int32_t);
+    for (const Kept& layer : sequence.second.kept)
+      for (const auto& list : layer.lists) total += (int64_t)list.capacity() * sizeof(int32_t);
   }
   return total;
 }
@@ -350,64 +358,58 @@ void DecodeLayer::write_token(int r) {
   if (layer_->bytes.base && is_whole) quantize_digest(model_, layer_->digests, layer_->bytes, *kernels_.base, page);
 }
 
-void DecodeLayer::select_row(int r, int lane) {
-  const int pages = num_pages_[r];
+void DecodeLayer::attend_all(int r) {
   int32_t* chosen = &selected_[(size_t)r * model_.kv_heads * columns_];
-  if (!row_is_sparse(r)) {
-    for (int c = 0; c < pages; c++) chosen[c] = c;
-    job_.lists.set_row(r, 1);
-    list_row(r, 0, chosen, pages);
-    counts_[r] = pages;
-    return;
-  }
-  const int lists = per_head_ ? model_.kv_heads : 1;
-  job_.lists.set_row(r, lists);
-  const bool is_chosen = searches(r);
-  for (int l = 0; l < lists; l++, chosen += columns_) {
-    if (is_chosen) {
-      list_row(r, l, chosen, counts_[r]);
-      continue;
-    }
-    const float* scores = combined(&scores_[(size_t)r * score_lists_ * score_stride_], score_stride_, l, pages - 1,
-                                   lane_state_[lane].total);
-    counts_[r] = select_best(scores, pages, budgets_[r], sinks_, recent_, chosen);
-    list_row(r, l, chosen, counts_[r]);
-  }
-  keep(r);
+  counts_[r] = num_pages_[r];
+  for (int c = 0; c < counts_[r]; c++) chosen[c] = c;
+  job_.lists.set_row(r, 1);
+  list_row(r, 0, chosen, counts_[r]);
 }
 
-bool DecodeLayer::must_select(int r) const {
-  if (!row_is_sparse(r)) return false;
-  if (interval_ == 1) return true;
+void DecodeLayer::select_row(int r, int lane) {
+  float* scores = &scores_[(size_t)r * score_lists_ * score_stride_];
+  Lane& mine = lane_state_[lane];
+  for (int l = 0; l < lists(); l++)
+    choose(r, l, combined(scores, score_stride_, l, num_pages_[r] - 1, mine.total), nullptr, num_pages_[r], mine);
+}
+
+void DecodeLayer::choose(int r, int list, const float* scores, const int32_t* columns, int count, Lane& mine) {
+  int32_t *chosen = &selected_[((size_t)r * model_.kv_heads + list) * columns_], *best = grown(mine.best, columns_);
+  if (interval_ > 1 && choices_[r] == OF_ALL) {
+    Kept& kept = row_sequences_[r]->kept[layer_index()];
+    kept.lists.resize(lists());
+    kept.budget = budgets_[r], kept.num_pages = num_pages_[r];
+    const int wanted = (int)std::min<int64_t>((int64_t)kKept * budgets_[r], count);
+    auto& pages = kept.lists[list];
+    pages.resize(select_best(scores, count, wanted, sinks_, recent_, best));
+    for (size_t i = 0; i < pages.size(); i++) pages[i] = columns ? columns[best[i]] : best[i];
+  }
+  counts_[r] = select_best(scores, count, budgets_[r], sinks_, recent_, best);
+  for (int i = 0; i < counts_[r]; i++) chosen[i] = columns ? columns[best[i]] : best[i];  // in place: best[i] >= i
+  if (list == 0) job_.lists.set_row(r, lists());
+  list_row(r, list, chosen, counts_[r]);
+}
+
+DecodeLayer::Choice DecodeLayer::choice_of(int r) const {
+  if (!row_is_sparse(r)) return NONE;
+  if (interval_ == 1) return OF_ALL;
   const Sequence& sequence = *row_sequences_[r];
   const Kept& kept = sequence.kept[layer_index()];
   // A row that was dense for long meanwhile, or came back shorter, has nothing to go on with.
-  return !kept.count || kept.pages.size() != (size_t)lists() * kept.count || kept.budget != budgets_[r] ||
-         kept.num_pages > num_pages_[r] || num_pages_[r] - kept.num_pages > interval_ ||
-         (sequence.steps + layer_index()) % interval_ == 0;
-}
-
-void DecodeLayer::keep(int r) {
-  if (interval_ == 1) return;
-  Kept& kept = row_sequences_[r]->kept[layer_index()];
-  kept.count = counts_[r], kept.budget = budgets_[r], kept.num_pages = num_pages_[r];
-  kept.pages.clear();
-  for (int l = 0; l < lists(); l++) {
-    const int32_t* chosen = &selected_[((size_t)r * model_.kv_heads + l) * columns_];
-    kept.pages.insert(kept.pages.end(), chosen, chosen + counts_[r]);
-  }
+  const bool is_due = (int)kept.lists.size() != lists() || kept.budget != budgets_[r] ||
+                      kept.num_pages > num_pages_[r] || num_pages_[r] - kept.num_pages > interval_ ||
+                      (sequence.steps + layer_index()) % interval_ == 0;
+  return is_due ? OF_ALL : OF_KEPT;
 }
 
 // The last pages were among those that were kept, so what came since follows them.
-void DecodeLayer::reuse(int r) {
+void DecodeLayer::recall_kept(int r) {
   const Kept& kept = row_sequences_[r]->kept[layer_index()];
-  job_.lists.set_row(r, lists());
-  counts_[r] = kept.count + num_pages_[r] - kept.num_pages;
   for (int l = 0; l < lists(); l++) {
-    int32_t* chosen = &selected_[((size_t)r * model_.kv_heads + l) * columns_];
-    std::copy_n(&kept.pages[(size_t)l * kept.count], kept.count, chosen);
-    for (int i = kept.count; i < counts_[r]; i++) chosen[i] = kept.num_pages + i - kept.count;
-    list_row(r, l, chosen, counts_[r]);
+    const size_t at = (size_t)r * model_.kv_heads + l;
+    int32_t* to = std::copy(kept.lists[l].begin(), kept.lists[l].end(), &selected_[at * columns_]);
+    for (int c = kept.num_pages; c < num_pages_[r]; c++) *to++ = c;
+    short_counts_[at] = (int32_t)(to - &selected_[at * columns_]);
   }
 }
 

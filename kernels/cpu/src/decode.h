@@ -1,9 +1,10 @@
 // One decode layer of a batch in one call: write K and V, update digests, score, select, attend, write the output.
 //
 // Threads share it in phases. Phase one's tasks belong to rows (write, and a range of pages to score); who ends a row's
-// last one selects its pages; who ends the last one of all plans the last phase, the attention chunks. With digests in
-// codes phase one selects a few times the budget, by what is quick to read of them, and a phase between scores these by
-// their codes. Nothing waits for a thread that has not claimed a task, so a worker that wakes late, or never, delays
+// last one selects its pages; who ends the last one of all plans the last phase, the attention chunks. A phase between
+// scores what some rows choose from: with digests in codes phase one selects a few times the budget, by what is quick to
+// read of them; and where a sequence looks at all its pages in every n-th step only, those that the last look has kept.
+// Nothing waits for a thread that has not claimed a task, so a worker that wakes late, or never, delays
 // nobody.
 #pragma once
 #include <atomic>
@@ -45,10 +46,11 @@ class DecodeLayer : public Task {
     const float* sinks = nullptr;
     bool sparse() const { return digests.base != nullptr; }
   };
-  // What a layer selected for a sequence, lists one after the other.
+  // What a row's pages are chosen from: nothing is left out; all pages; those that the last look at all has kept.
+  enum Choice : uint8_t { NONE, OF_ALL, OF_KEPT };
   struct Kept {
-    std::vector<int32_t> pages;
-    int32_t count = 0, budget = 0, num_pages = 0;  // of each list; of the row then
+    std::vector<std::vector<int32_t>> lists;
+    int32_t budget = 0, num_pages = 0;  // of the row then
   };
   struct Sequence {
     int64_t steps = 0;
@@ -65,7 +67,15 @@ class DecodeLayer : public Task {
     int begin, end;  // of the shortlist
   };
 
+  struct Lane {
+    Scorer scorer;
+    CodeScorer codes;
+    std::vector<float> scores, span_scores, total;
+    std::vector<int32_t> spans, pages, best;
+  };
+
   void make_tasks(int lanes);
+  void prepare_scorer(Lane& lane, int row, bool with_codes = false);
   void run_task(const RowTask& task, int lane);
   // The scores that select, of one list: of scores as they come from a scorer, or their shares, put into `total`.
   const float* combined(float* scores, int64_t stride, int list, int n, std::vector<float>& total) const;
@@ -81,10 +91,14 @@ class DecodeLayer : public Task {
   bool scores_bytes() const {
     return layer_->bytes.base && (aggregate_ == SOFTMAX || (aggregate_ == SUM && !per_head_));
   }
+  void attend_all(int row);
   void select_row(int row, int lane);
-  bool must_select(int row) const;
-  void keep(int row);
-  void reuse(int row);
+  // Of `count` pages at these columns (null: all of the row's) what the list attends, and keeps for the steps to come.
+  void choose(int row, int list, const float* scores, const int32_t* columns, int count, Lane& lane);
+  Choice choice_of(int row) const;
+  void recall_kept(int row);
+  // Its pages are scored in the phase between: a shortlist's, or those that were kept.
+  bool looks_twice(int row) const { return choices_[row] == OF_KEPT || (choices_[row] == OF_ALL && in_codes()); }
   void list_row(int row, int list, const int32_t* pages, int count);
   void plan_attention();
   void fail(const char* what);
@@ -118,7 +132,7 @@ class DecodeLayer : public Task {
 
   // The layer.
   const Layer* layer_ = nullptr;
-  std::vector<uint8_t> selects_;  // [rows]: leave pages out, and do not attend those of an earlier step
+  std::vector<Choice> choices_;  // [rows]
   hb_layer args_{};
   AttendJob job_;
   std::vector<RowTask> tasks_;
@@ -129,13 +143,6 @@ class DecodeLayer : public Task {
   std::vector<float> scores_, coarse_scores_;  // [rows, score_lists_, score_stride_]; the first look at codes
   std::vector<int32_t> selected_;  // [rows, kv_heads, columns]
   std::vector<int32_t> counts_;
-  struct Lane {
-    Scorer scorer;
-    CodeScorer codes;
-    std::vector<float> scores, span_scores, total;
-    std::vector<int32_t> spans, pages;
-  };
-  void prepare_scorer(Lane& lane, int row, bool with_codes = false);
   std::vector<Lane> lane_state_;
   int lanes_ = 1;
   std::atomic<int> next_task_{0}, tasks_done_{0}, next_fine_{0}, fine_done_{0}, lane_{0};

@@ -353,10 +353,14 @@ def test_long_rows_are_searched_by_spans_first(pool, dtype, shape):
     assert decoder.span_bytes == 0
 
 
+def columns_of(length):
+    return -(-length // 16)
+
+
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("digest", ["minmax", "bytes", "codes"])
-def test_between_two_selections_a_row_attends_the_last_ones_pages_and_newer_ones(pool, digest, per_head):
-    """Of two layers in turn; a row with another budget selects at once."""
+def test_between_two_looks_at_all_pages_a_row_chooses_among_twice_its_budget_and_newer_ones(pool, digest, per_head):
+    """Two layers look in turn; a row with another budget looks at once."""
     case = Case(11, torch.bfloat16, 2, 2, 64, 16, rows=2, columns=60)
     case.layer.nan_to_num_(0.5)
     quantized = {}
@@ -374,41 +378,54 @@ def test_between_two_selections_a_row_attends_the_last_ones_pages_and_newer_ones
         cpu.Decoder(layers, digests, 4, case.scale, quantized=quantized, bound=0.5, team=pool) for _ in range(2)
     )
     lists, kept, last = (2 if per_head else 1), {}, {}
-    reused = 0
+    how = {"sinks": 1, "recent": 2, "per_head": per_head, "aggregate": "softmax"}
+
+    def chosen_of(layer, row, q, length, budget, columns):
+        """Of each list, by a decoder whose table holds that list's columns only."""
+        found = []
+        for head, some in enumerate(columns):
+            left_out = columns_of(length) - len(some)
+            eager.begin(
+                case.table[row, some][None], torch.tensor([length - 16 * left_out]), torch.tensor([budget]), **how
+            )
+            eager.layer(layer, q[row : row + 1], None, None, torch.empty(1, 4, 64).bfloat16())
+            found.append(torch.tensor(some)[eager.selected(0, head).long()].tolist())
+        return found
+
+    missed = 0
     for step, length in enumerate(range(40 * 16 + 10, 42 * 16 + 10), start=1):
-        lengths, budgets = torch.tensor([length, 500]), torch.tensor([9 if step < 20 else 12, 7])
+        lengths, budgets = torch.tensor([length, 500]), torch.tensor([11 if step < 20 else 12, 8])  # a first look at codes leaves all
         if step in (13, 14):
             budgets[1] = -1
         q = torch.randn(4, 4, 64, generator=case.rng).bfloat16()
-        how = {"sinks": 1, "recent": 2, "per_head": per_head, "aggregate": "softmax"}
         lazy.begin(case.table, lengths, budgets, sequences=torch.tensor([7, 3]), interval=3, **how)
-        eager.begin(case.table, lengths, budgets, **how)
         for layer in (0, 1):
             lse, out = torch.empty(2, 4), torch.empty(4, 4, 64).bfloat16()
-            eager.layer(layer, q, None, None, out)
             lazy.layer(layer, q, None, None, out, lse=lse)
             for row, length_of in enumerate(lengths.tolist()):
-                pages, budget = -(-length_of // 16), int(budgets[row])
+                pages, budget = columns_of(length_of), int(budgets[row])
                 found = [lazy.selected(row, head).tolist() for head in range(lists)]
                 if budget < 0:
                     assert found[0] == list(range(pages))
                     continue
-                due = (step + layer) % 3 == 0 or last.get((row, layer)) != budget
-                fresh = [eager.selected(row, head).tolist() for head in range(lists)]
-                if due:
-                    kept[row, layer], last[row, layer] = (fresh, pages), budget
+                every = [list(range(pages))] * lists
+                fresh = chosen_of(layer, row, q, length_of, budget, every)
+                if (step + layer) % 3 == 0 or last.get((row, layer)) != budget:
+                    kept[row, layer] = (chosen_of(layer, row, q, length_of, 2 * budget, every), pages)
+                    last[row, layer] = budget
                     assert found == fresh
                     continue
                 old, then = kept[row, layer]
-                assert found == [one + list(range(then, pages)) for one in old]
-                reused += found != fresh
+                among = [one + list(range(then, pages)) for one in old]
+                assert found == chosen_of(layer, row, q, length_of, budget, among)
+                missed += found != fresh
                 chosen = torch.tensor(found)[None]
                 valid = torch.where(chosen == pages - 1, length_of - 16 * (pages - 1), 16)
                 ids = case.table[row][chosen]
                 expected, expected_lse = reference.paged_attention(q[row : row + 1], case.layer, ids, valid, case.scale)
                 assert cases.relative_error(out[row : row + 1], expected) <= TOLERANCE[torch.bfloat16]
                 assert torch.allclose(lse[row : row + 1].double(), expected_lse, atol=1e-3)
-    assert reused > 20
+    assert missed > 20, "pages of all would have been chosen"
     for pages in (52, 45, 45):  # many pages at once, and fewer than there were: there is nothing to go on with
         lengths[0] = 16 * pages - 3
         lazy.begin(case.table, lengths, budgets, sequences=torch.tensor([7, 3]), interval=3, **how)

@@ -80,9 +80,8 @@ def _logged(of: Callable[..., Attended], log: list[Attended]) -> Callable[..., A
     return logged
 
 
-def test_a_selection_is_attended_again_until_the_next_one_and_goes_with_its_request() -> None:
-    """Every output is that of the pages that were selected then and of those that came since; a request that comes back
-    begins anew."""
+def test_between_two_looks_at_all_pages_every_step_selects_among_those_that_the_last_one_kept() -> None:
+    """Every output is that of the pages that were selected. A request that comes back begins anew."""
     selection = {"candidates": 0, "interval": 4}
     cfg = config(tiers="unified", sparse="always", lookahead={"enabled": False}, selection=selection)
     engine = Engine(cfg, spec(layers=2), num_pages=256, is_witnessed=True)
@@ -100,8 +99,13 @@ def test_a_selection_is_attended_again_until_the_next_one_and_goes_with_its_requ
     for _ in range(9):
         engine.step({"long": 1}, tolerance=None)
     for layer, found in seen.items():
-        changed = [step for step in range(2, 10) if found[step - 1] != found[step - 2]]
-        assert set(changed) <= {step for step in range(2, 10) if (step + layer) % 4 == 0} and changed
+        assert {len(pages) for pages in found} == {cfg.budget_pages}
+        looks = [step for step in range(1, 10) if step == 1 or (step + layer) % 4 == 0]
+        for first, end in zip(looks, [*looks[1:], 10], strict=True):
+            between = found[first - 1 : end - 1]
+            # Of 31 pages; the steps begin two more at most.
+            assert len(set().union(*between)) <= 2 * cfg.budget_pages + 2
+        assert any(found[step - 1] != found[step - 2] for step in range(2, 10) if step not in looks)
     assert fused.host_bytes > 0
     engine.preempt("long")
     assert fused.host_bytes == 0
