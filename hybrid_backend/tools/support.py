@@ -209,7 +209,7 @@ def _versions() -> list[str]:
             "vLLM, CUDA build",
             VLLM.tested,
             f"`vllm=={VLLM_LOCKED}`",
-            "run on one GPU, for a quarter of an hour ([cuda.md](cuda.md))",
+            "run on one GPU, for half an hour ([cuda.md](cuda.md))",
         ),
         ("SGLang, CPU", SGLANG.tested, f"`sglang=={SGLANG_LOCKED}`", "runs"),
         ("SGLang, CUDA", "-", "-", "refused at start"),

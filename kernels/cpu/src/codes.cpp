@@ -4,15 +4,13 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "code_levels.h"
 #include "digest.h"
 #include "memory.h"
 
 namespace hb {
 namespace {
 
-constexpr float kFine = 0.9816f, kInner = 0.4528f, kOuter = 1.5104f, kCoarse = 0.7979f;
-constexpr float kFineLoss = 0.1175f, kCoarseLoss = 0.3634f;
-constexpr float kOuterEach = 0.163f;  // of a normal variable beyond kFine, on each side
 constexpr float kLog2e = 1.44269504f;
 
 float inverse(float x) { return x > 1e-37f ? 1.f / x : 0.f; }
@@ -53,19 +51,6 @@ CodeLayout::CodeLayout(int head_dim, int tokens) : dim(head_dim), page_size(toke
   distortion = (fine * kFineLoss + (coded - fine) * kCoarseLoss + (dim - coded)) / dim;
 }
 
-void rotate(float* x, int n) {
-  const int block = n & -n;
-  const float norm = 1.f / std::sqrt((float)block);
-  for (int i = 0; i < n; i++) x[i] = ((uint64_t)i * 2654435761u >> 16) & 1 ? x[i] * norm : -x[i] * norm;
-  for (int half = 1; half < block; half *= 2)
-    for (int i = 0; i < n; i += 2 * half)
-      for (int j = i; j < i + half; j++) {
-        const float a = x[j], b = x[j + half];
-        x[j] = a + b;
-        x[j + half] = a - b;
-      }
-}
-
 void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char* keys, int64_t stride, uint8_t* row) {
   const int dim = layout.dim, tokens = layout.page_size, fine = layout.fine, coded = layout.coded;
   if (tokens > kMaxPageSize || tokens % 16)
@@ -100,7 +85,7 @@ void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char*
   for (int t = 0; t < tokens; t++) {
     float* y = x + t * dim;
     for (int d = 0; d < dim; d++) y[d] -= low[d];
-    rotate(y, dim);
+    isa.rotate(y, dim);
     float square = 0, dot = 0, norm = 0;
     for (int d = 0; d < dim; d++) square += y[d] * y[d];
     const float edge = kFine * std::sqrt(square / dim);
@@ -133,7 +118,7 @@ void encode_page(const hb_model& model, const hb_digests& digests, const hb_cach
 }
 
 void CodeScorer::prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels,
-                         const ByteKernels& byte_kernels, const char* q, int64_t q_head_stride, bool with_codes) {
+                         const ByteKernels& byte_kernels, const char* q, int64_t q_head_stride) {
   model_ = model;
   digests_ = digests;
   isa_ = kernels.base;
@@ -145,7 +130,6 @@ void CodeScorer::prepare(const hb_model& model, const hb_digests& digests, const
   grown(bias_, heads);
   for (auto* each : {&step_, &bounds_, &factor_, &offset_, &variance_}) grown(*each, heads);
   no_bounds_.assign(heads, 0.f);
-  if (with_codes) luts_.assign((size_t)heads * tables_, 0);
   float x[kMaxHeadDim];
   uint8_t offset[kMaxHeadDim];
   for (int head = 0; head < heads; head++) {
@@ -161,63 +145,23 @@ void CodeScorer::prepare(const hb_model& model, const hb_digests& digests, const
     for (int d = 0; d < dim; d++) square += x[d] * x[d];
     bias_[head] = 128 * (total - 128 * dim);
     bounds_[head] = model.bound * std::sqrt(square);
-    if (!with_codes) continue;
-    const float log2_scale = model.scale * kLog2e;
     variance_[head] = 0.5f * kLog2e * layout_.distortion * model.scale * model.scale * square;
-    rotate(x, dim);
-    factor_[head] = log2_scale * make_tables(x, &luts_[(size_t)head * tables_], &offset_[head]);
-    offset_[head] *= log2_scale;
   }
 }
 
-// Every entry is a sum over a code's channels of what its level gives beyond the lowest one, in whole steps.
-float CodeScorer::make_tables(const float* x, uint8_t* tables, float* least) const {
-  const int fine = layout_.fine, coded = layout_.coded;
-  float reach[kMaxHeadDim], widest = 0, sum = 0;  // half of what a channel's levels can give
-  for (int d = 0; d < coded; d++) {
-    reach[d] = std::fabs(x[d]) * (d < fine ? kOuter : kCoarse);
-    sum += reach[d];
+void CodeScorer::prepare_codes(const char* q, int64_t q_head_stride) {
+  const int dim = model_.head_dim, heads = model_.kv_heads * model_.group;
+  const float log2_scale = model_.scale * kLog2e;
+  luts_.assign((size_t)heads * tables_, 0);
+  float x[kMaxHeadDim];
+  for (int head = 0; head < heads; head++) {
+    isa_->widen(model_.type, q + head * q_head_stride, x, dim);
+    for (int d = 0; d < dim; d++) x[d] = usable(x[d]);
+    isa_->rotate(x, dim);
+    uint8_t* tables = &luts_[(size_t)head * tables_];
+    factor_[head] = log2_scale * isa_->code_tables(x, layout_.fine, layout_.coded, tables, &offset_[head]);
+    offset_[head] *= log2_scale;
   }
-  for (int d = 0; d < fine; d += 2) widest = std::max(widest, reach[d] + reach[d + 1]);
-  for (int d = fine; d < coded; d += 4)
-    widest = std::max(widest, reach[d] + reach[d + 1] + reach[d + 2] + reach[d + 3]);
-  // Rounding up to half a step per channel must not exceed kMostEntry.
-  const float step = 2 * widest / (kMostEntry - 2), finer = inverse(step);
-  uint8_t whole[kMaxHeadDim], third[kMaxHeadDim], second[kMaxHeadDim];
-  constexpr float kInnerShare = kInner / kOuter;
-  float lost = 0;  // steps that rounding takes from a token's sum in the mean, the same of every page
-  for (int d = 0; d < coded; d++) {
-    const float steps = reach[d] * finer;
-    whole[d] = (uint8_t)(int)(2 * steps + 0.5f);
-    third[d] = (uint8_t)(int)((1 + kInnerShare) * steps + 0.5f);
-    second[d] = (uint8_t)(int)((1 - kInnerShare) * steps + 0.5f);
-    const float high = 2 * steps - whole[d], inner = 2 * steps - third[d] - second[d];
-    lost += d < fine ? kOuterEach * high + (0.5f - kOuterEach) * inner : high / 2;
-  }
-  auto at = [tables](int code) { return tables + code / 8 * 128 + code % 2 * 64 + code / 2 % 4 * 16; };
-  for (int d = 0; d < fine; d += 2) {
-    uint8_t a[4] = {0, second[d], third[d], whole[d]}, b[4] = {0, second[d + 1], third[d + 1], whole[d + 1]};
-    if (x[d] < 0) std::reverse(a, a + 4);
-    if (x[d + 1] < 0) std::reverse(b, b + 4);
-    uint32_t low, high;
-    std::memcpy(&low, a, 4);
-    for (int n = 0; n < 4; n++) {
-      high = low + b[n] * 0x01010101u;  // no byte overflows
-      std::memcpy(at(d / 2) + 4 * n, &high, 4);
-    }
-  }
-  constexpr uint64_t kBits[3] = {0xff00ff00ff00ff00, 0xffff0000ffff0000, 0xffffffff00000000};
-  for (int d = fine; d < coded; d += 4) {
-    uint64_t eight = 0;
-    for (int i = 0; i < 3; i++) eight += (x[d + i] < 0 ? ~kBits[i] : kBits[i]) & whole[d + i] * 0x0101010101010101u;
-    const uint64_t last = whole[d + 3] * 0x0101010101010101u;
-    const uint64_t low = eight + (x[d + 3] < 0 ? last : 0), high = eight + (x[d + 3] < 0 ? 0 : last);
-    uint8_t* table = at(fine / 2 + (d - fine) / 4);
-    std::memcpy(table, &low, 8);
-    std::memcpy(table + 8, &high, 8);
-  }
-  *least = lost * step - sum;
-  return step;
 }
 
 void CodeScorer::coarse_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, const float* bounds,

@@ -24,9 +24,6 @@ struct CodeLayout {
   int planes_at() const { return dim + kHeader + page_size; }
 };
 
-// In place: signs, then Hadamard's transform of blocks of the largest power of two in n.
-void rotate(float* x, int n);
-
 // keys: [page_size, head_dim] of one KV head, rows `stride` bytes apart. Throws std::invalid_argument.
 void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char* keys, int64_t stride, uint8_t* row);
 
@@ -42,9 +39,11 @@ struct Coarse {
 // Scores of one query, one list per query head; prepared once, then for ranges of pages, from any thread.
 class CodeScorer {
  public:
-  // with_codes: estimate() will be called.
   void prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels,
-               const ByteKernels& byte_kernels, const char* q, int64_t q_head_stride, bool with_codes);
+               const ByteKernels& byte_kernels, const char* q, int64_t q_head_stride);
+
+  // After prepare(), before estimate().
+  void prepare_codes(const char* q, int64_t q_head_stride);
 
   // out[head * stride + i]: q . middle + model.bound * |q| * spread, which reads a quarter of a row, of pages begin..end.
   template <class PageOf>
@@ -90,8 +89,6 @@ class CodeScorer {
   // Into out[g * stride + i], for a tile and a KV head's query heads g.
   void coarse_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, const float* bounds, int count,
                    float* out, int64_t stride);
-  // From a rotated query; returns an entry's unit, and in `least` what zeros alone stand for.
-  float make_tables(const float* x, uint8_t* tables, float* least) const;
   // [group][kScoreTile]: q . middle, from what coarse_tile made of it.
   void recall_middles(int h, const uint8_t* const* rows, const float* scores, int64_t stride, const int32_t* columns,
                       int count, float* middles) const;

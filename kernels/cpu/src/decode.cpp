@@ -89,6 +89,7 @@ void DecodeLayer::run(int layer, const hb_layer& args, Pool* pool, void* gomp_pa
   args_ = args;
   if (!layer_->cache.base) throw std::invalid_argument("the layer has no cache: call hb_decode_set_layer first");
   if (!rows_) return;
+  runs_++;
   if (lowest_page_ < 0 || highest_page_ >= layer_->cache.pages)
     throw std::out_of_range("the page table holds ids from " + std::to_string(lowest_page_) + " to " +
                             std::to_string(highest_page_) + ", but the cache of layer " + std::to_string(layer) +
@@ -230,7 +231,7 @@ void DecodeLayer::run_fine(const FineTask& task, int lane) {
   const int32_t* columns = &selected_[((size_t)r * model_.kv_heads + std::max(task.list, 0)) * columns_];
   const size_t lists_at = (size_t)r * score_lists_ * score_stride_;
   float* scores = &scores_[lists_at];
-  prepare_scorer(mine, r, true);
+  prepare_scorer(mine, r, in_codes());
   const auto page_of = [ids, columns](int i) { return ids[columns[i]]; };
   if (in_codes()) {
     const Coarse before{&coarse_scores_[lists_at], columns};
@@ -260,10 +261,15 @@ void DecodeLayer::prepare_scorer(Lane& mine, int r, bool with_codes) {
                                 : args_.q + token_row(r) * args_.q_row_stride;
   const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
   Scorer& scorer = mine.scorer;
-  if (in_codes()) mine.codes.prepare(model_, layer_->digests, kernels_, byte_kernels_, q, head_stride, with_codes);
-  else if (scores_bytes())
-    scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_kernels_, aggregate_, q, head_stride);
-  else scorer.prepare(model_, layer_->digests, kernels_, per_head_, aggregate_, q, head_stride);
+  if (mine.run != runs_ || mine.row != r) {
+    if (in_codes()) mine.codes.prepare(model_, layer_->digests, kernels_, byte_kernels_, q, head_stride);
+    else if (scores_bytes())
+      scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_kernels_, aggregate_, q, head_stride);
+    else scorer.prepare(model_, layer_->digests, kernels_, per_head_, aggregate_, q, head_stride);
+    mine.run = runs_, mine.row = r, mine.has_codes = false;
+  }
+  if (with_codes && !mine.has_codes) mine.codes.prepare_codes(q, head_stride);
+  mine.has_codes |= with_codes;
 }
 
 void DecodeLayer::score(const RowTask& task, int lane) {

@@ -72,6 +72,9 @@ class DecodeLayer : public Task {
     CodeScorer codes;
     std::vector<float> scores, span_scores, total;
     std::vector<int32_t> spans, pages, best;
+    int64_t run = 0;  // whose row's query is prepared, with its tables or without
+    int row = 0;
+    bool has_codes = false;
   };
 
   void make_tasks(int lanes);
@@ -145,6 +148,7 @@ class DecodeLayer : public Task {
   std::vector<int32_t> counts_;
   std::vector<Lane> lane_state_;
   int lanes_ = 1;
+  int64_t runs_ = 0;
   std::atomic<int> next_task_{0}, tasks_done_{0}, next_fine_{0}, fine_done_{0}, lane_{0};
   std::atomic<bool> fine_planned_{false}, planned_{false}, failed_{false};
   std::mutex error_mutex_;

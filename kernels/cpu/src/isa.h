@@ -138,6 +138,11 @@ struct Isa {
   // base[i] = (base[i] + log2(sums[i])) * factor; n: a multiple of kScoreTile, and both arrays go on to one of 16.
   void (*log_sums)(float* base, const float* sums, int n, float factor);
   PromptFn prompt;  // any type
+  // In place, as kernels/codes.py rotates: signs, then Hadamard's transform. n: a multiple of 16.
+  void (*rotate)(float* x, int n);
+  // CodeQuery's tables of a rotated query, whose first `coded` channels have codes, `fine` of them of two bits; returns
+  // an entry's unit, and in `least` what zeros alone stand for.
+  float (*code_tables)(const float* x, int fine, int coded, uint8_t* tables, float* least);
 };
 
 #define HB_HIDDEN __attribute__((visibility("hidden")))

@@ -243,7 +243,8 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
       const char* q = a.q + task.row * heads * head;
       const auto page_of = [ids](int64_t column) { return ids[column]; };
       if (a.digest_kind == CODES) {
-        code_scorer.prepare(model, digests, kernels, byte_kernels, q, head, true);
+        code_scorer.prepare(model, digests, kernels, byte_kernels, q, head);
+        code_scorer.prepare_codes(q, head);
         code_scorer.estimate(page_of, -1, (int)task.begin, (int)task.end, shares, a.columns);
       } else if (a.digest_kind == BYTES) {
         for (int64_t h = 0; h < a.kv_heads; h++) {  // what each has of a page is a row of a store of one head

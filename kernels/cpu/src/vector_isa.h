@@ -1,4 +1,5 @@
 // The functions of vector.h and prompt.h as an instruction set.
+#include "code_query.h"
 #include "prompt.h"
 
 namespace {
@@ -16,7 +17,9 @@ constexpr Isa vector_isa(const char* name) {
           vector_weigh,
           vector_code_sums,
           vector_log_sums,
-          attend_prompt<Singles>};
+          attend_prompt<Singles>,
+          rotate,
+          code_tables};
 }
 
 }  // namespace

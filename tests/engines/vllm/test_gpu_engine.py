@@ -34,7 +34,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
             runner = "v1" if name in ON_V1 else "v2"
             command = [sys.executable, "-m", "tests.engines.vllm.gpu_probe", folder, runner, name]
             with log.open("ab") as to, suppress(subprocess.TimeoutExpired):  # its log says more
-                environment = {**os.environ, "PYTHONPATH": root}
+                paths = [root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
                 subprocess.run(command, stdout=to, stderr=to, cwd=root, env=environment, timeout=TIMEOUT, check=False)
         return read(name)
 

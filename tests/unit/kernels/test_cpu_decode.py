@@ -394,7 +394,10 @@ def test_between_two_looks_at_all_pages_a_row_chooses_among_twice_its_budget_and
 
     missed = 0
     for step, length in enumerate(range(40 * 16 + 10, 42 * 16 + 10), start=1):
-        lengths, budgets = torch.tensor([length, 500]), torch.tensor([11 if step < 20 else 12, 8])  # a first look at codes leaves all
+        lengths, budgets = (
+            torch.tensor([length, 500]),
+            torch.tensor([11 if step < 20 else 12, 8]),
+        )  # a first look at codes leaves all
         if step in (13, 14):
             budgets[1] = -1
         q = torch.randn(4, 4, 64, generator=case.rng).bfloat16()

@@ -10,6 +10,8 @@ TOP = 200  # log-probabilities asked for per position; the rest of the vocabular
 # What a vLLM server is started with whose answers are to be followed (`client.ask`).
 TEACHER = "hybrid_backend.tools.bench.accuracy.teacher:Forced"
 FIDELITY_FLAGS = ("--logits-processors", TEACHER, "--max-logprobs", str(TOP))
+# The model runner that vLLM prefers on a GPU takes logits processors of another kind.
+FIDELITY_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 Distribution = dict[int, float]
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from hybrid_backend.config import find_config, load_config
 from hybrid_backend.tools.bench.accuracy.client import Scored, ask, fidelity
-from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS
+from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_ENVIRONMENT, FIDELITY_FLAGS
 from hybrid_backend.tools.bench.accuracy.mass import MassMeter
 from hybrid_backend.tools.bench.accuracy.scoring import score
 from hybrid_backend.tools.bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settings
@@ -212,7 +212,8 @@ class Driver:
         flags = ["--dtype", plan.dtype, "--max-num-seqs", str(AT_ONCE), "--enforce-eager", *FIDELITY_FLAGS]
         if method == STOCK:
             pool = str(plan.pool)
-            return stock_server(logs, plan.directory, [*flags, "--kv-cache-memory-bytes", pool], plan.model)
+            pooled = [*flags, "--kv-cache-memory-bytes", pool]
+            return stock_server(logs, plan.directory, pooled, plan.model, FIDELITY_ENVIRONMENT)
         keys: dict[str, Any] = {"method": method, "host_pool.size": plan.pool, **plan.overrides}
         if plan.in_place:
             keys = {"tiers": "unified", "sparse": "always", **keys}
@@ -220,7 +221,7 @@ class Driver:
             tokens = {"budget_tokens": int(budget), "hgca.window_tokens": int(budget)} if budget else {}
             staging = {"staging_tokens": 64 * self.page}
             keys = {"tiers": "separate", "metrics.sample_interval": 1, **staging, **tokens, **keys}
-        return hybrid_server(logs, keys, flags, model=plan.model)
+        return hybrid_server(logs, keys, flags, model=plan.model, environment=FIDELITY_ENVIRONMENT)
 
     def _tell(self, result: Result) -> None:
         self.done += 1

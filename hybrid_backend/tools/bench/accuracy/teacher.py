@@ -2,7 +2,7 @@
 
 What comes after the text is free. vLLM reports log-probabilities before logits processors run, so two servers that
 follow the same text can be compared position by position. Start the server with
-``--logits-processors hybrid_backend.tools.bench.accuracy.teacher:Forced``.
+``--logits-processors hybrid_backend.tools.bench.accuracy.teacher:Forced``, on a GPU with VLLM_USE_V2_MODEL_RUNNER=0.
 """
 
 from __future__ import annotations
