@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import bench.peers
-from bench.peers.measure import WARM_UP, Point, Prompt, sweep
+from bench.peers.measure import LEAST_PROMPTS, WARM_UP, Point, Prompt, sweep
 from bench.peers.peer import DTYPES, Peer, Setup
 from bench.peers.registry import PEERS, choose, describe
 from bench.peers.table import table, verdict
@@ -48,6 +48,9 @@ def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", help="requests at once")
     parser.add_argument("--rounds", type=int, help="of decoding")
     parser.add_argument("--tokens", type=int, help="decoded in a round")
+    parser.add_argument(
+        "--prompts", type=int, default=LEAST_PROMPTS, help="of a depth, at least: fewer where they are long"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores, of every server")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--deadline", type=float, default=900, help="seconds that a server may be silent")
@@ -65,8 +68,8 @@ def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
             setattr(given, key, sorted(int(item) for item in getattr(given, key).split(",")))
     except ValueError as error:
         parser.error(f"--peers, --depths or --batches: {error}")
-    if min(*given.depths, *given.batches, given.rounds) < 1 or given.tokens < 2:
-        parser.error("--depths, --batches and --rounds start at 1, --tokens at 2")
+    if min(*given.depths, *given.batches, given.rounds, given.prompts) < 1 or given.tokens < 2:
+        parser.error("--depths, --batches, --rounds and --prompts start at 1, --tokens at 2")
     if not 1 <= given.threads <= len(os.sched_getaffinity(0)):
         parser.error(f"--threads {given.threads}: this process may run on {len(os.sched_getaffinity(0))} cores")
     return given
@@ -135,7 +138,7 @@ def main(line: Sequence[str] | None = None) -> None:
             return
         points = list[Point]()
         prompts = partial(prompts_of, given.model, given.seed)
-        sizes = (given.depths, given.batches, given.rounds, given.tokens, given.deadline)
+        sizes = (given.depths, given.batches, given.rounds, given.tokens, given.deadline, given.prompts)
         written = ""
         for point in sweep(endpoints, prompts, *sizes):
             points.append(point)

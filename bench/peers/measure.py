@@ -37,6 +37,7 @@ def sweep(
     rounds: int,
     tokens: int,
     deadline: float,
+    least_prompts: int = LEAST_PROMPTS,
 ) -> Iterator[Point]:
     """All points of one depth after the other.
 
@@ -44,6 +45,7 @@ def sweep(
         prompts: of a depth and a number, distinct ones; those of depth 0 are for warming up.
         tokens: of an answer.
         deadline: seconds that a server may be silent.
+        least_prompts: whose prefill is measured.
 
     Raises:
         BenchError: a server cannot be compared.
@@ -51,7 +53,7 @@ def sweep(
     for endpoint in endpoints:
         ask(endpoint, prompts(0, max(batches)), WARM_UP, deadline)
     for depth in depths:
-        asked = prompts(depth, max(*batches, LEAST_PROMPTS))
+        asked = prompts(depth, max(*batches, least_prompts))
         prefill: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
         for turn, prompt in enumerate(asked):
             for endpoint in in_turn(endpoints, turn):

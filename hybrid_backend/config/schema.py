@@ -107,10 +107,16 @@ class SelectionConfig(Section):
     """Pages whose digests are scored per page of budget in a sequence so long that two levels read less than one:
     spans of 8 pages first, then the pages of the best spans; 0 scores all pages. With digests in bytes.
     Source: measured (SmolLM2-135M: 8 costs at most 0.2 points of mass, docs/cpu-kernels.md)."""
-    interval: Annotated[int, integer(1)] = 1
-    """Decode steps of a request between two selections of a layer, layers in turn: between them it attends the pages
-    that were selected and those that came since. Where pages are attended in place on the CPU.
-    Source: default (1: every step selects; LServe, arXiv 2502.14866, reuses a selection for 4 steps)."""
+    interval: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
+    """Decode steps of a request between two looks of a layer at all pages, layers in turn: between them it selects
+    among the best of the last look, four times the budget, and newer pages. auto: 8 where pages are attended in place
+    by the native kernels, else 1, which is all that goes there. Source: measured (SmolLM2-135M: docs/measurements.md;
+    LServe, arXiv 2502.14866, attends a selection again for 4 steps, which costs more)."""
+
+    @property
+    def steps_between_looks(self) -> int:
+        """`interval`, where pages are attended in place."""
+        return 8 if self.interval == "auto" else self.interval
 
 
 class LookaheadConfig(Section):
@@ -399,8 +405,8 @@ class HybridConfig(Section):
         interval = self.metrics.sample_interval
         if not interval:
             return False
-        # One step earlier from round to round: selections of every age are sampled, where they are attended again.
-        earlier = step // interval if self.selection.interval > 1 else 0
+        # One step earlier from round to round: selections after looks of every age are sampled.
+        earlier = step // interval if self.selection.steps_between_looks > 1 else 0
         return (step + layer + earlier) % interval == 0
 
     def recall_interval(self, layer: int) -> int:

@@ -39,10 +39,10 @@ def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
 
 
 def kept_bytes(config: HybridConfig, model: ModelSpec, pages: int, layers: int) -> int:
-    """Memory of the selections that a sequence of ``pages`` pages attends again (`selection.interval`), at most: four
-    bytes a page, in arrays that double when they grow; a budget may grow to all pages."""
+    """Memory of the pages that a sequence of ``pages`` pages selects among until the next look at all of them
+    (`selection.interval`), at most: four bytes a page, in arrays that double when they grow."""
     lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
-    return 8 * lists * pages * layers if config.selection.interval > 1 else 0
+    return 8 * lists * pages * layers if config.selection.steps_between_looks > 1 else 0
 
 
 def supports_fused(model: ModelSpec, page_size: int, device: torch.device) -> bool:
@@ -90,7 +90,7 @@ class FusedStep:
             aggregate=config.selection.aggregate,
             sequences=torch.tensor([self._sequence(request_id) for request_id in rows.request_ids]),
             candidates=config.selection.candidates,
-            interval=config.selection.interval,
+            interval=config.selection.steps_between_looks,
         )
         unattended = (rows.num_pages - budgets).clamp(min=0)
         step.plan = _Plan(

@@ -51,10 +51,10 @@ class Selective(Method):
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         separate, fused = is_separate(config, device), cls.is_fused(config, model, device)
-        if config.selection.interval > 1 and not fused:
+        if config.selection.interval not in ("auto", 1) and not fused:
             raise ConfigError(
                 f"selection.interval: {config.selection.interval} needs pages that are attended in place by the native "
-                "kernels (tiers: unified, no lookahead); write 1"
+                "kernels (tiers: unified, no lookahead); write auto"
             )
         digests = digest_kind(config, model, fused, separate)
         if not separate:
@@ -80,7 +80,7 @@ class Selective(Method):
         layout, how = cls.layout(config, model, device), config.selection
         layers = len(layout.digest_layers(config, model))
         pages = -(-tokens // config.page_size)
-        kept = kept_bytes(config, model, pages, layers)
+        kept = kept_bytes(config, model, pages, layers) if cls.is_fused(config, model, device) else 0
         if layout.digests != "minmax_and_int8" or not how.candidates:
             return kept
         return kept + span_bytes(model, pages, layers)

@@ -163,9 +163,10 @@ class Decoder:
             sequences: ``[rows]`` ids of the sequences, all different, until `forget`. With them and digests in bytes,
                 long rows are searched in two levels: spans of 8 pages first, then the pages of the best spans.
             candidates: pages scored per page of budget in such a search; 0: all pages are scored.
-            interval: steps of a sequence between two selections of a layer, layers in turn (a step is a `begin` with
-                the sequence); between them a row attends the pages that were selected and those that came since. 1:
-                every step selects; more needs ``sequences``. A row whose budget has changed selects.
+            interval: steps of a sequence between two looks of a layer at all pages, layers in turn (a step is a
+                `begin` with the sequence); between them a row selects among the best of the last look, four times the
+                budget, and newer pages. 1: every step looks; more needs ``sequences``. A row whose budget has changed
+                looks.
             skips: ``[rows]`` tokens at the start of each row's first page that are not attended, fewer than the page
                 and the sequence have; None: none.
         """

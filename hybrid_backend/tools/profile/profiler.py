@@ -145,11 +145,6 @@ def _check(config: HybridConfig, options: Options) -> None:
         raise ConfigError(f"--margin: got {options.margin}, expected a number from 0 up to 1, without 1")
     if options.lookups < 0:
         raise ConfigError(f"--lookups: got {options.lookups}, expected an integer >= 0")
-    if config.selection.interval > 1:
-        raise ConfigError(
-            f"selection.interval: {config.selection.interval}, but a profile selects at every position; write 1, and "
-            "set it in the written YAML where its cost is known"
-        )
     if config.quality.max_kl != "none" and not resolve_method(config.method).follows_promises:
         raise ConfigError(
             f"quality.max_kl: {config.method} has no budget that could keep it; write method: scout, or none"

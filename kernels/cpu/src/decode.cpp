@@ -10,8 +10,7 @@ namespace hb {
 namespace {
 
 constexpr int64_t kScoreBytes = 64 * 1024;  // digests that one scoring task reads
-constexpr int kShortlist = 4;  // pages scored by their codes, per page of budget
-constexpr int kKept = 2;  // pages that a look at all leaves to choose from until the next one, per page of budget
+constexpr int kShortlist = 4;  // pages that a look at all of them leaves to choose from, per page of budget
 
 }  // namespace
 
@@ -385,7 +384,7 @@ void DecodeLayer::choose(int r, int list, const float* scores, const int32_t* co
     Kept& kept = row_sequences_[r]->kept[layer_index()];
     kept.lists.resize(lists());
     kept.budget = budgets_[r], kept.num_pages = num_pages_[r];
-    const int wanted = (int)std::min<int64_t>((int64_t)kKept * budgets_[r], count);
+    const int wanted = (int)std::min<int64_t>((int64_t)kShortlist * budgets_[r], count);
     auto& pages = kept.lists[list];
     pages.resize(select_best(scores, count, wanted, sinks_, recent_, best));
     for (size_t i = 0; i < pages.size(); i++) pages[i] = columns ? columns[best[i]] : best[i];

@@ -359,8 +359,11 @@ def columns_of(length):
 
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("digest", ["minmax", "bytes", "codes"])
-def test_between_two_looks_at_all_pages_a_row_chooses_among_twice_its_budget_and_newer_ones(pool, digest, per_head):
-    """Two layers look in turn; a row with another budget looks at once."""
+def test_between_two_looks_at_all_pages_a_row_chooses_among_four_times_its_budget_and_newer_ones(
+    pool, digest, per_head
+):
+    """Two layers look in turn; a row with another budget looks at once. With codes a look's own shortlist stays: what is
+    chosen until the next look is best among all that is chosen until then."""
     case = Case(11, torch.bfloat16, 2, 2, 64, 16, rows=2, columns=60)
     case.layer.nan_to_num_(0.5)
     quantized = {}
@@ -377,13 +380,17 @@ def test_between_two_looks_at_all_pages_a_row_chooses_among_twice_its_budget_and
     lazy, eager = (
         cpu.Decoder(layers, digests, 4, case.scale, quantized=quantized, bound=0.5, team=pool) for _ in range(2)
     )
-    lists, kept, last = (2 if per_head else 1), {}, {}
-    how = {"sinks": 1, "recent": 2, "per_head": per_head, "aggregate": "softmax"}
+    lists, kept, last, seen = (2 if per_head else 1), {}, {}, {}
+    # Shares depend on what they are taken among, sums do not.
+    how = {"sinks": 1, "recent": 2, "per_head": per_head, "aggregate": "sum" if digest == "codes" else "softmax"}
 
     def chosen_of(layer, row, q, length, budget, columns):
         """Of each list, by a decoder whose table holds that list's columns only."""
         found = []
         for head, some in enumerate(columns):
+            if len(some) <= budget:
+                found.append(some)
+                continue
             left_out = columns_of(length) - len(some)
             eager.begin(
                 case.table[row, some][None], torch.tensor([length - 16 * left_out]), torch.tensor([budget]), **how
@@ -392,12 +399,18 @@ def test_between_two_looks_at_all_pages_a_row_chooses_among_twice_its_budget_and
             found.append(torch.tensor(some)[eager.selected(0, head).long()].tolist())
         return found
 
+    def check_codes(layer, row, budget):
+        steps = seen.pop((row, layer), []) if digest == "codes" else []
+        for q, length, found in steps:
+            among = [sorted({page for *_, each in steps for page in each[head]}) for head in range(lists)]
+            assert all(len(pages) <= 4 * budget + 1 for pages in among)
+            pages = columns_of(length)
+            among = [[page for page in one if page < pages] for one in among]
+            assert found == chosen_of(layer, row, q, length, budget, among)
+
     missed = 0
     for step, length in enumerate(range(40 * 16 + 10, 42 * 16 + 10), start=1):
-        lengths, budgets = (
-            torch.tensor([length, 500]),
-            torch.tensor([11 if step < 20 else 12, 8]),
-        )  # a first look at codes leaves all
+        lengths, budgets = torch.tensor([length, 500]), torch.tensor([4 if step < 20 else 5, 4])
         if step in (13, 14):
             budgets[1] = -1
         q = torch.randn(4, 4, 64, generator=case.rng).bfloat16()
@@ -414,13 +427,15 @@ def test_between_two_looks_at_all_pages_a_row_chooses_among_twice_its_budget_and
                 every = [list(range(pages))] * lists
                 fresh = chosen_of(layer, row, q, length_of, budget, every)
                 if (step + layer) % 3 == 0 or last.get((row, layer)) != budget:
-                    kept[row, layer] = (chosen_of(layer, row, q, length_of, 2 * budget, every), pages)
-                    last[row, layer] = budget
+                    check_codes(layer, row, last.get((row, layer)))
+                    kept[row, layer] = (chosen_of(layer, row, q, length_of, 4 * budget, every), pages)
+                    last[row, layer], seen[row, layer] = budget, [(q, length_of, found)]
                     assert found == fresh
                     continue
                 old, then = kept[row, layer]
+                seen[row, layer].append((q, length_of, found))
                 among = [one + list(range(then, pages)) for one in old]
-                assert found == chosen_of(layer, row, q, length_of, budget, among)
+                assert digest == "codes" or found == chosen_of(layer, row, q, length_of, budget, among)
                 missed += found != fresh
                 chosen = torch.tensor(found)[None]
                 valid = torch.where(chosen == pages - 1, length_of - 16 * (pages - 1), 16)

@@ -153,7 +153,11 @@ def test_context_caches_never_outgrow_the_plan(requests: int) -> None:
 @pytest.mark.parametrize("pages", [9, 10, 40, 60, 129])
 def test_second_level_digests_never_outgrow_the_plan(pages: int) -> None:
     cfg = config(
-        tiers="unified", sparse="always", lookahead={"enabled": False}, selection={"candidates": 1}, exact_layers=[0]
+        tiers="unified",
+        sparse="always",
+        lookahead={"enabled": False},
+        selection={"candidates": 1, "interval": 1},
+        exact_layers=[0],
     )
     engine = Engine(cfg, spec_of(SHAPE), num_pages=256, max_requests=1)
     engine.add("long", pages * PAGE)
@@ -169,7 +173,7 @@ def test_second_level_digests_never_outgrow_the_plan(pages: int) -> None:
 
 @pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
 @pytest.mark.parametrize("granularity", ["layer", "kv_head"])
-def test_selections_that_are_attended_again_never_outgrow_the_plan(granularity: str) -> None:
+def test_pages_that_are_kept_to_select_among_never_outgrow_the_plan(granularity: str) -> None:
     selection = {"candidates": 0, "interval": 3, "granularity": granularity}
     cfg = config(tiers="unified", sparse="always", lookahead={"enabled": False}, selection=selection, exact_layers=[0])
     engine = Engine(cfg, spec_of(SHAPE), num_pages=64, max_requests=1)
