@@ -1,12 +1,12 @@
 """What choosing pages costs, by the length of the context: a decode layer against attention of as many pages alone.
 
     python -m bench.selection [--pages 1024,4096,32768] [--page-size 32] [--budget 64] [--group 4] [--per-head]
-        [--interval 4]
+        [--interval 8]
 
 One thread; 8 KV heads, head_dim 128, bf16, batch 1. Every variant selects ``budget`` pages of the
-context and attends them in one native call; "attention" attends ``budget`` given pages. The last two select in every
-fourth step only (`selection.interval`) and attend the same pages again between. Interleaved, medians of CPU time, and
-means of these two, since their steps differ. Prints a table and writes bench/out/selection.json.
+context and attends them in one native call; "attention" attends ``budget`` given pages. The last two look at all pages
+in every eighth step only (`selection.interval`), and select among what that look kept between. Interleaved, medians of
+CPU time, and means of these two, since their steps differ. Prints a table and writes bench/out/selection.json.
 """
 
 from __future__ import annotations
@@ -63,9 +63,12 @@ def measure(
         "codes, lazy": cpu.Decoder([layer], {0: coded}, heads, scale, **plain),
     }
 
+    turns = dict.fromkeys(decoders, 0)
+
     def begin(name: str, which: int) -> None:
         columns = given[which] if name == "attention" else table
-        lengths = torch.tensor([columns.shape[1] * page_size])
+        turns[name] += 1  # a look is due by the position
+        lengths = torch.tensor([columns.shape[1] * page_size - turns[name] % interval])
         decoders[name].begin(
             columns,
             lengths,
@@ -105,7 +108,7 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=8)
     parser.add_argument("--aggregate", choices=("softmax", "sum"), default="softmax")
     parser.add_argument("--per-head", action="store_true", help="a selection per KV head")
-    parser.add_argument("--interval", type=int, default=4, help="steps between selections of the last two columns")
+    parser.add_argument("--interval", type=int, default=8, help="steps between looks of the last two columns")
     parser.add_argument("--reps", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(1)

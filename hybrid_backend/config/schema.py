@@ -108,10 +108,10 @@ class SelectionConfig(Section):
     spans of 8 pages first, then the pages of the best spans; 0 scores all pages. With digests in bytes.
     Source: measured (SmolLM2-135M: 8 costs at most 0.2 points of mass, docs/cpu-kernels.md)."""
     interval: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
-    """Decode steps of a request between two looks of a layer at all pages, layers in turn: between them it selects
-    among the best of the last look, four times the budget, and newer pages. auto: 8 where pages are attended in place
-    by the native kernels, else 1, which is all that goes there. Source: measured (SmolLM2-135M: docs/measurements.md;
-    LServe, arXiv 2502.14866, attends a selection again for 4 steps, which costs more)."""
+    """Tokens of a request between two looks of a layer at all pages, layers in turn: between them it selects among the
+    best of the last look, at most four times the budget, and newer pages. auto: 8 where pages are attended in place by
+    the native kernels, else 1, which is all that goes there. Source: measured (SmolLM2-135M: docs/measurements.md;
+    LServe, arXiv 2502.14866, attends a selection again for 4 steps)."""
 
     @property
     def steps_between_looks(self) -> int:
@@ -405,7 +405,7 @@ class HybridConfig(Section):
         interval = self.metrics.sample_interval
         if not interval:
             return False
-        # One step earlier from round to round: selections after looks of every age are sampled.
+        # One step earlier from round to round: selections after looks of every age are sampled, where looks are rare.
         earlier = step // interval if self.selection.steps_between_looks > 1 else 0
         return (step + layer + earlier) % interval == 0
 

@@ -64,7 +64,7 @@ class FusedStep:
         self._per_head = config.selection.granularity == "kv_head"
         digests, in_bytes = (tiers.digests.layers, tiers.digests.in_bytes) if tiers.digests else ({}, {})
         self._sparse_layers = set(digests)
-        self._sequences: dict[str, int] = {}  # the decoder's name of each request it keeps spans of
+        self._sequences: dict[str, int] = {}  # the decoder's name of each request it keeps spans and pages of
         self._next_sequence = 0
         self._watch = watch(config, stats, sorted(self._sparse_layers), tiers.host.pages)
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
@@ -146,7 +146,7 @@ class FusedStep:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the second level of digests."""
+        """Host memory of the second level of digests, and of pages that are kept to select among."""
         return self._decoder.span_bytes
 
     def close(self) -> None:

@@ -159,13 +159,13 @@ class Decoder:
             sinks, recent: first and last pages, always selected; the tail page always is.
             tokens: ``[rows]`` each row's position in q, k, v and out; None: 0, 1, 2...
             per_head, aggregate: as in `digests.scores`; with aggregate ``softmax`` each query head's scores become
-                shares (their softmax over all pages but the last one) before they are added up.
+                shares (their softmax over all pages that are scored) before they are added up.
             sequences: ``[rows]`` ids of the sequences, all different, until `forget`. With them and digests in bytes,
                 long rows are searched in two levels: spans of 8 pages first, then the pages of the best spans.
             candidates: pages scored per page of budget in such a search; 0: all pages are scored.
-            interval: steps of a sequence between two looks of a layer at all pages, layers in turn (a step is a
-                `begin` with the sequence); between them a row selects among the best of the last look, four times the
-                budget, and newer pages. 1: every step looks; more needs ``sequences``. A row whose budget has changed
+            interval: tokens of a sequence between two looks of a layer at all pages, by their positions, layers in
+                turn; between them a row selects among the best of the last look, four times the budget, and newer
+                pages. 1: every step looks; more needs ``sequences``. A row that is new or whose budget has changed
                 looks.
             skips: ``[rows]`` tokens at the start of each row's first page that are not attended, fewer than the page
                 and the sequence have; None: none.
@@ -209,7 +209,7 @@ class Decoder:
 
     @property
     def span_bytes(self) -> int:
-        """Memory that the digests of spans take."""
+        """Memory that the digests of spans take, and the pages that looks have kept."""
         return int(self._native.hb_decode_span_bytes(self._handle))
 
     def layer(

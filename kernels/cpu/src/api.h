@@ -157,8 +157,9 @@ typedef struct hb_step {
   // Pages to score per page of budget, where a row is so long that looking at spans of pages first reads less; 0: score
   // all. That needs digests in bytes and the rows' sequences.
   int32_t candidates;
-  // Steps of a sequence between two looks of a layer at all pages, layers in turn; between them it selects among the
-  // best of the last look, four times the budget, and newer pages. 1: every step looks. More needs the rows' sequences.
+  // Tokens of a sequence between two looks of a layer at all pages, by their positions, layers in turn; between them it
+  // selects among the best of the last look, four times the budget, and newer pages. 1: every step looks. More needs the
+  // rows' sequences.
   int32_t interval;
   const int64_t* sequences;  // [rows] ids, all different, of the sequences; or null. See hb_decode_forget
   const int64_t* tokens;  // [rows] row of q, k, v and out, or null for 0, 1, 2...

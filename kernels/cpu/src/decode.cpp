@@ -62,7 +62,6 @@ void DecodeLayer::begin(const hb_step& step) {
     Sequence& sequence = sequences_[step.sequences[r]];
     sequence.spans.resize(layers_.size());
     sequence.kept.resize(interval_ > 1 ? layers_.size() : 0);
-    sequence.steps++;
     row_sequences_[r] = &sequence;
   }
   table_.resize((size_t)rows_ * columns_);
@@ -242,7 +241,7 @@ void DecodeLayer::run_fine(const FineTask& task, int lane) {
   } else {  // such a scorer knows all lists only, and each has pages of its own
     float* all = grown(mine.scores, (size_t)score_lists_ * columns_);
     mine.scorer.score(page_of, task.begin, task.end, all, columns_);
-    const int heads = score_lists_ / model_.kv_heads;
+    const int heads = aggregate_ == SOFTMAX ? model_.group : 1;
     for (int i = task.list * heads; i < (task.list + 1) * heads; i++)
       std::copy(all + (size_t)i * columns_ + task.begin, all + (size_t)i * columns_ + task.end,
                 scores + i * score_stride_ + task.begin);
@@ -398,12 +397,11 @@ void DecodeLayer::choose(int r, int list, const float* scores, const int32_t* co
 DecodeLayer::Choice DecodeLayer::choice_of(int r) const {
   if (!row_is_sparse(r)) return NONE;
   if (interval_ == 1) return OF_ALL;
-  const Sequence& sequence = *row_sequences_[r];
-  const Kept& kept = sequence.kept[layer_index()];
+  const Kept& kept = row_sequences_[r]->kept[layer_index()];
   // A row that was dense for long meanwhile, or came back shorter, has nothing to go on with.
   const bool is_due = (int)kept.lists.size() != lists() || kept.budget != budgets_[r] ||
                       kept.num_pages > num_pages_[r] || num_pages_[r] - kept.num_pages > interval_ ||
-                      (sequence.steps + layer_index()) % interval_ == 0;
+                      (seq_lens_[r] + layer_index()) % interval_ == 0;
   return is_due ? OF_ALL : OF_KEPT;
 }
 

@@ -53,7 +53,6 @@ class DecodeLayer : public Task {
     int32_t budget = 0, num_pages = 0;  // of the row then
   };
   struct Sequence {
-    int64_t steps = 0;
     std::vector<SpanDigests> spans;  // per layer
     std::vector<Kept> kept;
   };

@@ -25,9 +25,9 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavaila
 
 
 KEYS = {
-    "softmax": {"selection": {"digest": "minmax", "candidates": 0}},
-    "per head": {"selection": {"digest": "minmax", "candidates": 0, "granularity": "kv_head"}},
-    "max": {"selection": {"aggregate": "max"}},
+    "softmax": {"selection": {"digest": "minmax", "candidates": 0, "interval": 1}},
+    "per head": {"selection": {"digest": "minmax", "candidates": 0, "interval": 1, "granularity": "kv_head"}},
+    "max": {"selection": {"aggregate": "max", "interval": 1}},
     "dense": {"method": "dense"},
 }
 
@@ -100,7 +100,7 @@ def test_between_two_looks_at_all_pages_every_step_selects_among_those_that_the_
         engine.step({"long": 1}, tolerance=None)
     for layer, found in seen.items():
         assert {len(pages) for pages in found} == {cfg.budget_pages}
-        looks = [step for step in range(1, 10) if step == 1 or (step + layer) % 4 == 0]
+        looks = [step for step in range(1, 10) if step == 1 or (30 * PAGE + 1 + step + layer) % 4 == 0]
         for first, end in zip(looks, [*looks[1:], 10], strict=True):
             between = found[first - 1 : end - 1]
             assert len(set().union(*between)) <= 4 * cfg.budget_pages + 2  # the steps begin two pages at most
