@@ -291,7 +291,19 @@ def test_clo_in_place_saves_the_selection_where_a_head_hits() -> None:
     )
     costs = Costs(machine, SHAPE, CONFIG, 50_000, 4)
     assert miss - hit == pytest.approx(8 * costs.scoring_in_place(costs.digest_bytes_in_place))
-    assert miss - scout == pytest.approx(8 * costs.lookup)
+    # scout looks at all pages in some steps only
+    saved = costs.digest_bytes_in_place - costs.digest_bytes_per_step
+    assert miss - scout == pytest.approx(8 * (costs.lookup + costs.scoring_in_place(saved)))
+
+
+def test_a_step_that_looks_at_kept_pages_reads_four_times_the_budget() -> None:
+    machine = find_hardware("h100").replace(device="cpu")
+    every, eighth = (
+        Costs(machine, SHAPE, HybridConfig.model_validate({"selection": {"interval": n}}), 50_000, 4) for n in (1, 8)
+    )
+    assert every.digest_bytes_per_step == every.digest_bytes_in_place == eighth.digest_bytes_in_place
+    kept = 4 * CONFIG.budget_pages * 2 * SHAPE.kv_heads * SHAPE.head_dim * 4
+    assert eighth.digest_bytes_per_step == pytest.approx((every.digest_bytes_in_place + 7 * kept) / 8)
 
 
 @pytest.mark.parametrize("method", ["scout", "infinigen", "clo"])

@@ -17,6 +17,8 @@ from hybrid_backend.tools.plan.simulate.overheads import SELECTING, Overheads
 
 SPAN = 8
 """Pages of a span, the second level of digests in bytes (docs/cpu-kernels.md)."""
+KEPT = 4
+"""Pages that a look at all of them leaves to select among, per page of budget (kernels/cpu/src/decode.cpp)."""
 SCORING = 0.5
 """Bytes of digests scored per second in place, against bytes of K and V attended: choosing 64 of 1,024 pages costs 35 %
 of attending them and reads a quarter of their bytes, of 4,096 pages 202 % and as many bytes (docs/cpu-kernels.md)."""
@@ -78,7 +80,18 @@ class Costs:
         pages = -(-self.context // self.config.page_size)
         candidates = self.config.selection.candidates * self.config.budget_pages
         scored = min(pages, pages / SPAN + candidates) if candidates else pages
-        return scored * 2.0 * self.shape.kv_heads * self.shape.head_dim * self.rows
+        return scored * self._page_in_bytes
+
+    @cached_property
+    def digest_bytes_per_step(self) -> float:
+        """The same in the mean over the steps of `selection.interval`, one of which looks at all pages."""
+        look, steps = self.digest_bytes_in_place, self.config.selection.steps_between_looks
+        kept = min(look, KEPT * self.config.budget_pages * self._page_in_bytes)
+        return (look + (steps - 1) * kept) / steps
+
+    @property
+    def _page_in_bytes(self) -> float:
+        return 2.0 * self.shape.kv_heads * self.shape.head_dim * self.rows
 
     # --- device ---
 
