@@ -260,7 +260,7 @@ class Operations(Protocol):
         """
 
     def parts_for(self, rows: int, kv_heads: int, most_tokens: int, processors: int) -> int:
-        """Into how many parts lists are cut, so that a small batch fills the device as well.
+        """Into how many parts lists are cut, so that every batch keeps all processors of the device as busy.
 
         Args:
             most_tokens: that a list can hold: a bound, so that a captured graph keeps its shape.

@@ -11,6 +11,7 @@ from hybrid_backend.kernels.triton.common import dot, group_block, kernel, preci
 
 _TILE = 64  # tokens of K and V that a program holds at a time
 _MAX_PARTS = 32
+_BUSY = 0.85  # share of the processors' time that is worth no further part
 
 
 @triton.jit
@@ -93,8 +94,14 @@ def _weights_kernel(q, kv, ids, places, tokens, lse, average, scale, alpha, row_
 
 
 def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> int:
-    wanted = 2 * processors // max(1, rows * kv_heads)
-    return max(1, min(wanted, _MAX_PARTS, -(-most_tokens // (4 * _TILE))))
+    lists, most = max(1, rows * kv_heads), max(1, min(_MAX_PARTS, -(-most_tokens // (4 * _TILE))))
+    for parts in range(1, most):
+        programs = lists * parts
+        # A processor with one program more than another has the others wait for it.
+        busy = programs / (-(-programs // processors) * processors)
+        if programs >= 2 * processors and busy >= _BUSY:
+            return parts
+    return most
 
 
 def paged_partial(
