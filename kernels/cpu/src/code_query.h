@@ -15,16 +15,14 @@ struct Flips {
 };
 constexpr Flips kFlips;
 
-template <int HALF>
-inline __attribute__((always_inline)) void mix(float* x, int n) {
-  for (int i = 0; i < n; i += 2 * HALF) {
-#pragma GCC unroll 8
-    for (int j = i; j < i + HALF; j++) {
-      const float a = x[j], b = x[j + HALF];
+// One stage of Hadamard's transform. Inlined, as the short ones are vectorized only where `half` is known.
+inline __attribute__((always_inline)) void mix(float* x, int n, int half) {
+  for (int i = 0; i < n; i += 2 * half)
+    for (int j = i; j < i + half; j++) {
+      const float a = x[j], b = x[j + half];
       x[j] = a + b;
-      x[j + HALF] = a - b;
+      x[j + half] = a - b;
     }
-  }
 }
 
 // In place: signs, then Hadamard's transform of blocks of the largest power of two in n, which is a multiple of 16.
@@ -32,17 +30,11 @@ void rotate(float* x, int n) {
   const int block = n & -n;
   const float norm = 1.f / __builtin_sqrtf((float)block);
   for (int i = 0; i < n; i++) x[i] *= kFlips.sign[i] * norm;
-  mix<1>(x, n);
-  mix<2>(x, n);
-  mix<4>(x, n);
-  mix<8>(x, n);
-  for (int half = 16; half < block; half *= 2)
-    for (int i = 0; i < n; i += 2 * half)
-      for (int j = i; j < i + half; j++) {
-        const float a = x[j], b = x[j + half];
-        x[j] = a + b;
-        x[j + half] = a - b;
-      }
+  mix(x, n, 1);
+  mix(x, n, 2);
+  mix(x, n, 4);
+  mix(x, n, 8);
+  for (int half = 16; half < block; half *= 2) mix(x, n, half);
 }
 
 // Every entry is a sum over a code's channels of what its level gives beyond the lowest one, in whole steps.

@@ -357,6 +357,21 @@ def columns_of(length):
     return -(-length // 16)
 
 
+def summarized(case, digest):
+    """Digests of all of the case's pages, taken for whole ones; returns those in bytes, if that is what is wanted."""
+    case.layer.nan_to_num_(0.5)
+    every = torch.arange(len(case.layer))
+    if digest == "codes":
+        case.digests = codes.encode(case.layer[:, :, 0])
+    else:
+        oracle.build_digests(case.layer, case.digests, every.int(), torch.full_like(every, 16).int())
+    if digest != "bytes":
+        return None
+    quantized = native.quantized_like(case.digests)
+    native.quantize(quantized, case.digests, every)
+    return quantized
+
+
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("digest", ["minmax", "bytes", "codes"])
 def test_between_two_looks_at_all_pages_a_row_chooses_among_four_times_its_budget_and_newer_ones(
@@ -365,17 +380,8 @@ def test_between_two_looks_at_all_pages_a_row_chooses_among_four_times_its_budge
     """Two layers look in turn; a row with another budget looks at once. With codes a look's own shortlist stays: what
     is chosen until the next look is best among all that is chosen until then."""
     case = Case(11, torch.bfloat16, 2, 2, 64, 16, rows=2, columns=60)
-    case.layer.nan_to_num_(0.5)
-    quantized = {}
-    if digest == "codes":
-        case.digests = codes.encode(case.layer[:, :, 0])
-    else:
-        whole = torch.full((len(case.layer),), 16, dtype=torch.int32)
-        oracle.build_digests(case.layer, case.digests, torch.arange(len(case.layer), dtype=torch.int32), whole)
-    if digest == "bytes":
-        quantized = {0: native.quantized_like(case.digests)} | {1: native.quantized_like(case.digests)}
-        for layer in (0, 1):
-            native.quantize(quantized[layer], case.digests, torch.arange(len(case.layer)))
+    in_bytes = summarized(case, digest)
+    quantized = {} if in_bytes is None else {0: in_bytes, 1: in_bytes}
     layers, digests = [case.layer, case.layer], {0: case.digests, 1: case.digests}
     lazy, eager = (
         cpu.Decoder(layers, digests, 4, case.scale, quantized=quantized, bound=0.5, team=pool) for _ in range(2)
@@ -466,18 +472,10 @@ def test_between_two_looks_at_all_pages_a_row_chooses_among_four_times_its_budge
 @pytest.mark.parametrize("digest", ["minmax", "bytes", "spans", "codes"])
 def test_what_is_kept_to_choose_among_does_not_depend_on_who_computes(pool, digest, aggregate, per_head):
     """Lists of several ranges, whichever thread scores which: one thread selects the same, in every step; and what is
-    chosen between looks scores about as much as what is chosen of all."""
+    chosen between looks is mostly what would be chosen of all."""
     case = Case(12, torch.float32 if digest == "minmax" else torch.bfloat16, 2, 2, 64, 16, rows=2, columns=400)
-    case.layer.nan_to_num_(0.5)
-    quantized = {}
-    if digest == "codes":
-        case.digests = codes.encode(case.layer[:, :, 0])
-    else:
-        whole = torch.full((len(case.layer),), 16, dtype=torch.int32)
-        oracle.build_digests(case.layer, case.digests, torch.arange(len(case.layer), dtype=torch.int32), whole)
-    if digest in ("bytes", "spans"):
-        quantized = {0: native.quantized_like(case.digests)}
-        native.quantize(quantized[0], case.digests, torch.arange(len(case.layer)))
+    in_bytes = summarized(case, "bytes" if digest == "spans" else digest)
+    quantized = {} if in_bytes is None else {0: in_bytes}
     decoders = [
         cpu.Decoder([case.layer], {0: case.digests}, 4, case.scale, quantized=quantized, bound=0.5, team=team)
         for team in (pool, "caller", "caller")
