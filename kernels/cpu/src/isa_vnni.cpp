@@ -50,9 +50,12 @@ inline __attribute__((always_inline)) __m512i sums_of_integers(__m512i* a) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(y, z, 0x88), _mm512_shuffle_i32x4(y, z, 0xdd));
 }
 
-// Four heads by four rows at a time: sixteen accumulators, one tree of additions for all their lanes.
-void vnni_byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows, const uint8_t* const* upcoming,
-                     float* out) {
+// Four heads by four rows at a time: sixteen accumulators, one tree of additions for all their lanes. WIDTH: a segment's
+// bytes, a multiple of 64; 0: any.
+template <int WIDTH>
+inline __attribute__((always_inline)) void byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows,
+                                                      const uint8_t* const* upcoming, float* out) {
+  const int width = WIDTH ? WIDTH : w->width;
   const __m512i by_head = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
   for (int r = 0; r < kScoreTile; r++) __builtin_prefetch(upcoming[r] + w->scales_at, 0, 2);
   for (int first = 0; first < heads; first += 4) {
@@ -63,17 +66,19 @@ void vnni_byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows
       __m512i sum[16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_si512();
-      for (int i = 0; i < w->width; i += 64) {
-        const __mmask16 live = w->width - i >= 64 ? 0xffff : (1 << (w->width - i) / 4) - 1;
+#pragma GCC unroll 4
+      for (int i = 0; i < width; i += 64) {
+        const bool whole = WIDTH || width - i >= 64;
+        const __mmask16 live = whole ? 0xffff : (1 << (width - i) / 4) - 1;
         __m512i row[kScoreTile];
 #pragma GCC unroll 4
         for (int r = 0; r < kScoreTile; r++) {
-          if (first == 0) __builtin_prefetch(upcoming[r] + (int64_t)s * w->width + i, 0, 2);
-          row[r] = _mm512_maskz_loadu_epi32(live, rows[r] + (int64_t)s * w->width + i);
+          if (first == 0) __builtin_prefetch(upcoming[r] + (int64_t)s * width + i, 0, 2);
+          row[r] = _mm512_maskz_loadu_epi32(live, rows[r] + (int64_t)s * width + i);
         }
 #pragma GCC unroll 4
         for (int g = 0; g < 4; g++) {
-          const __m512i weights = _mm512_maskz_loadu_epi32(live, w->weights + (int64_t)(segment[g] + s) * w->width + i);
+          const __m512i weights = _mm512_maskz_loadu_epi32(live, w->weights + (int64_t)(segment[g] + s) * width + i);
 #pragma GCC unroll 4
           for (int r = 0; r < kScoreTile; r++) sum[g * 4 + r] = _mm512_dpbusd_epi32(sum[g * 4 + r], row[r], weights);
         }
@@ -93,6 +98,15 @@ void vnni_byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows
     }
     const int left = heads - first;
     _mm512_mask_storeu_ps(out + first * kScoreTile, left >= 4 ? 0xffff : (1 << 4 * left) - 1, total);
+  }
+}
+
+void vnni_byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows, const uint8_t* const* upcoming,
+                     float* out) {
+  switch (w->width) {
+    case 64: return byte_heads<64>(w, heads, rows, upcoming, out);
+    case 128: return byte_heads<128>(w, heads, rows, upcoming, out);
+    default: return byte_heads<0>(w, heads, rows, upcoming, out);
   }
 }
 
