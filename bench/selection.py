@@ -5,8 +5,9 @@
 
 One thread; 8 KV heads, head_dim 128, bf16, batch 1. Every variant selects ``budget`` pages of the
 context and attends them in one native call; "attention" attends ``budget`` given pages. The last two look at all pages
-in every eighth step only (`selection.interval`), and select among what that look kept between. Interleaved, medians of
-CPU time, and means of these two, since their steps differ. Prints a table and writes bench/out/selection.json.
+in every n-th step only (`selection.interval`, by default what `auto` stands for), and select among what that look kept
+between. Interleaved; medians of CPU time, and of these two the mean over an interval, from the medians of both kinds of
+steps. Prints a table and writes bench/out/selection.json.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from hybrid_backend.config import SelectionConfig
 from hybrid_backend.kernels import codes, cpu
 from hybrid_backend.kernels.cpu import digests as native
 
@@ -36,12 +37,11 @@ def measure(
     candidates: int,
     aggregate: str,
     per_head: bool,
-    interval: int,
+    intervals: dict[str, int],
 ) -> dict[str, float]:
     """Microseconds of CPU time per layer, by variant. ``spans``: maxima and minima in bytes, two levels."""
     rng = torch.Generator().manual_seed(pages)
-    shape = (pages, KV_HEADS, 2, page_size, DIM)
-    layer = torch.empty(shape, dtype=torch.bfloat16)  # touched where it is selected only
+    layer = torch.randn(64, KV_HEADS, 2, page_size, DIM, generator=rng).bfloat16().repeat(-(-pages // 64), 1, 1, 1, 1)
     digests = torch.randn(pages, KV_HEADS, 2, DIM, generator=rng).bfloat16().sort(2, descending=True).values
     quantized = native.quantized_like(digests)
     native.quantize(quantized, digests, torch.arange(pages))
@@ -63,40 +63,38 @@ def measure(
         "codes, lazy": cpu.Decoder([layer], {0: coded}, heads, scale, **plain),
     }
 
-    turns = dict.fromkeys(decoders, 0)
-
-    def begin(name: str, which: int) -> None:
+    def begin(name: str, which: int, turn: int) -> None:
         columns = given[which] if name == "attention" else table
-        turns[name] += 1  # a look is due by the position
-        lengths = torch.tensor([columns.shape[1] * page_size - turns[name] % interval])
+        interval = intervals.get(name, 1)
+        lengths = torch.tensor([columns.shape[1] * page_size - turn % interval])  # a look is due by the position
         decoders[name].begin(
             columns,
             lengths,
             torch.tensor([budget]),
             sequences=torch.zeros(1, dtype=torch.int64) if name.endswith("lazy") or name == "spans" else None,
             candidates=candidates,
-            interval=interval if name.endswith("lazy") else 1,
+            interval=interval,
             aggregate=aggregate,
             per_head=per_head,
         )
 
-    def fill(ids: Tensor) -> None:
-        layer[ids] = torch.randn(len(ids), *shape[1:], generator=rng).bfloat16()
+    looks: dict[str, list[float]] = {name: [] for name in decoders}
+    others: dict[str, list[float]] = {name: [] for name in decoders}
+    for turn in range(QUERIES * (reps + 1)):
+        for name in decoders:
+            begin(name, turn % QUERIES, turn)
+            began = time.thread_time()
+            decoders[name].layer(0, queries[turn % QUERIES], None, None, out)
+            if turn >= QUERIES:
+                kinds = others if turn % intervals.get(name, 1) else looks
+                kinds[name].append(1e6 * (time.thread_time() - began))
 
-    times: dict[str, list[float]] = {name: [] for name in decoders}
-    for rep in range(-1, reps):
-        for which in range(QUERIES):
-            for name in decoders:
-                begin(name, which)
-                began = time.thread_time()
-                decoders[name].layer(0, queries[which], None, None, out)
-                times[name].append(1e6 * (time.thread_time() - began))
-                if rep < 0:
-                    lists = [decoders[name].selected(0, head).long() for head in range(KV_HEADS if per_head else 1)]
-                    fill(given[which][0] if name == "attention" else table[0, torch.cat(lists).unique()])
-        if rep < 0:
-            times = {name: [] for name in decoders}
-    return {n: (statistics.mean if "lazy" in n else statistics.median)(values) for n, values in times.items()}
+    def mean_of(name: str) -> float:
+        look = statistics.median(looks[name])
+        steps = intervals.get(name, 1)
+        return (look + (steps - 1) * statistics.median(others[name])) / steps if others[name] else look
+
+    return {name: mean_of(name) for name in decoders}
 
 
 def main() -> None:
@@ -108,21 +106,25 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=8)
     parser.add_argument("--aggregate", choices=("softmax", "sum"), default="softmax")
     parser.add_argument("--per-head", action="store_true", help="a selection per KV head")
-    parser.add_argument("--interval", type=int, default=8, help="steps between looks of the last two columns")
+    parser.add_argument("--interval", help="steps between looks of the last two columns; default: auto's")
     parser.add_argument("--reps", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    lazy = f"every {options.interval} steps"
+    intervals = {
+        name: int(options.interval or SelectionConfig(digest=digest).steps_between_looks)
+        for name, digest in (("spans, lazy", "minmax_int8"), ("codes, lazy", "codes"))
+    }
     print(
-        "| pages | attention us | bf16 | in bytes | in bytes, two levels | codes "
-        f"| two levels, {lazy} | codes, {lazy} |"
+        "| pages | attention us | bf16 | in bytes | in bytes, two levels | codes | "
+        + " | ".join(f"{name.split(',')[0]}, every {steps} steps" for name, steps in intervals.items())
+        + " |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for pages in map(int, options.pages.split(",")):
         times = measure(
             pages, options.page_size, options.budget, options.group, options.reps, options.candidates,
-            options.aggregate, options.per_head, options.interval,
+            options.aggregate, options.per_head, intervals,
         )  # fmt: skip
         found[pages] = times
         names = [name for name in times if name != "attention"]

@@ -40,15 +40,9 @@ def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
 
 def kept_bytes(config: HybridConfig, model: ModelSpec, pages: int, layers: int) -> int:
     """Memory of the pages that a sequence of ``pages`` pages selects among until the next look at all of them
-    (`selection.interval`), at most: four bytes a page, in arrays that double when they grow; with codes what they said of
-    it for every query head, and its middles (kernels/cpu/src/decode.h, `KeptList`)."""
-    selection = config.selection
-    if selection.steps_between_looks == 1:
-        return 0
-    lists = model.num_kv_heads if selection.granularity == "kv_head" else 1
-    remembered = 4 * model.num_heads + model.num_kv_heads * (model.head_dim + 16)
-    with_codes = (pages + selection.steps_between_looks) * remembered if selection.digest == "codes" else 0
-    return layers * (8 * lists * pages + with_codes)
+    (`selection.interval`), at most: four bytes a page, in arrays that double when they grow."""
+    lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
+    return 8 * lists * pages * layers if config.selection.steps_between_looks > 1 else 0
 
 
 def supports_fused(model: ModelSpec, page_size: int, device: torch.device) -> bool:

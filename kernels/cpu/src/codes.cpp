@@ -38,12 +38,6 @@ float code_top(const CodeQuery& q, int head, const CodePage& page, float* sum) {
   return top;
 }
 
-// Of a tile's scores, those of its `count` pages.
-inline void put(const float* tile, int count, float* out) {
-  if (count == kScoreTile) std::memcpy(out, tile, kScoreTile * sizeof(float));
-  else std::copy(tile, tile + count, out);
-}
-
 // What is too large to square counts as 0.
 float usable(float x) { return std::fabs(x) < 1e17f ? x : 0.f; }
 
@@ -135,6 +129,7 @@ void CodeScorer::prepare(const hb_model& model, const hb_digests& digests, const
   grown(weights_, (size_t)heads * dim);
   grown(bias_, heads);
   for (auto* each : {&step_, &bounds_, &factor_, &offset_, &variance_}) grown(*each, heads);
+  no_bounds_.assign(heads, 0.f);
   float x[kMaxHeadDim];
   uint8_t offset[kMaxHeadDim];
   for (int head = 0; head < heads; head++) {
@@ -169,27 +164,40 @@ void CodeScorer::prepare_codes(const char* q, int64_t q_head_stride) {
   }
 }
 
-void CodeScorer::coarse_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, int count, float* middles,
-                             float* out, int64_t stride) {
+void CodeScorer::coarse_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, const float* bounds,
+                             int count, float* out, int64_t stride) {
+  const uint8_t *at[kScoreTile], *ahead[kScoreTile];
   float sums[kMaxGroup * kScoreTile], spread[kScoreTile];
   const int head = h * model_.group, dim = model_.head_dim;
+  for (int i = 0; i < kScoreTile; i++) {
+    at[i] = rows[i] + h * digests_.head_stride;
+    ahead[i] = next[i] + h * digests_.head_stride;
+    std::memcpy(&spread[i], at[i] + dim + 4, 4);
+  }
   ByteWeights weights{&weights_[(size_t)head * dim], &bias_[head], &step_[head], 1, dim, dim};
   if (bytes_.heads) {
-    bytes_.heads(&weights, model_.group, rows, next, sums);
+    bytes_.heads(&weights, model_.group, at, ahead, sums);
   } else {
     for (int g = 0; g < model_.group; g++) {
-      bytes_.dots(&weights, rows, g ? rows : next, sums + g * kScoreTile);
+      bytes_.dots(&weights, at, g ? at : ahead, sums + g * kScoreTile);
       weights.weights += dim, weights.bias++, weights.step++;
     }
   }
-  if (out)
-    for (int i = 0; i < kScoreTile; i++) std::memcpy(&spread[i], rows[i] + dim + 4, 4);
   for (int g = 0; g < model_.group; g++) {
-    float* found = sums + g * kScoreTile;
-    put(found, count, middles + g * stride);
-    if (!out) continue;
-    for (int i = 0; i < kScoreTile; i++) found[i] += bounds_[head + g] * spread[i];
-    put(found, count, out + g * stride);
+    float found[kScoreTile];
+    for (int i = 0; i < kScoreTile; i++) found[i] = sums[g * kScoreTile + i] + bounds[head + g] * spread[i];
+    std::memcpy(out + g * stride, found, count == kScoreTile ? sizeof found : count * sizeof(float));
+  }
+}
+
+void CodeScorer::recall_middles(int h, const uint8_t* const* rows, const float* scores, int64_t stride,
+                                const int32_t* columns, int count, float* middles) const {
+  for (int i = 0; i < kScoreTile; i++) {
+    float spread;
+    std::memcpy(&spread, rows[i] + h * digests_.head_stride + model_.head_dim + 4, 4);
+    const int32_t column = columns[std::min(i, count - 1)];
+    for (int g = 0; g < model_.group; g++)
+      middles[g * kScoreTile + i] = scores[g * stride + column] - bounds_[h * model_.group + g] * spread;
   }
 }
 
@@ -203,10 +211,12 @@ void CodeScorer::estimate_tile(int h, const uint8_t* const* rows, const uint8_t*
   CodeQuery query{group,          model_.page_size / 16, layout_.planes,   &luts_[(size_t)head * tables_],
                   &factor_[head], &offset_[head],        &variance_[head], tables_};
   for (int i = 0; i < kScoreTile; i++) {
+    const uint8_t* row = rows[i] + h * digests_.head_stride;
+    const uint8_t* upcoming = next[i] + h * digests_.head_stride;
     for (int64_t line = layout_.scales_at(); line < layout_.row(); line += 64)
-      __builtin_prefetch(next[i] + line, 0, 2);
-    pages[i] = {rows[i] + layout_.scales_at(), rows[i] + layout_.planes_at(), 0.f};
-    std::memcpy(&pages[i].unit, rows[i] + model_.head_dim + 8, 4);
+      __builtin_prefetch(upcoming + line, 0, 2);
+    pages[i] = {row + layout_.scales_at(), row + layout_.planes_at(), 0.f};
+    std::memcpy(&pages[i].unit, row + model_.head_dim + 8, 4);
   }
   (bytes_.code_sums ? bytes_.code_sums : isa_->code_sums)(&query, pages, sums);
   for (int i = 0; i < group * kScoreTile; i++)
@@ -215,7 +225,7 @@ void CodeScorer::estimate_tile(int h, const uint8_t* const* rows, const uint8_t*
       found[i] += top;
     }
   isa_->log_sums(found, sums, group * kScoreTile, 1.f / log2_scale);
-  for (int g = 0; g < group; g++) put(&found[g * kScoreTile], count, out + g * stride);
+  for (int g = 0; g < group; g++) std::copy(&found[g * kScoreTile], &found[g * kScoreTile] + count, out + g * stride);
 }
 
 }  // namespace hb

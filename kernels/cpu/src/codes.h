@@ -30,17 +30,10 @@ void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char*
 // The whole page's rows, of all KV heads.
 void encode_page(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa& isa, int64_t page);
 
-// Rows of digests, or the middles of some and what they need, one page after the other, from `first_head` on.
-struct CodeRows {
-  const uint8_t* base;
-  int64_t page_stride, head_stride;
-  int first_head;
-};
-
-// q . middle of pages, list by list, as CodeScorer::coarse was told to; of page i of a shortlist at positions[i].
-struct Middles {
-  const float* dots;
-  const int32_t* positions;
+// What CodeScorer::coarse said: list by list, as it was told to; of page i of a shortlist at columns[i].
+struct Coarse {
+  const float* scores;
+  const int32_t* columns;
 };
 
 // Scores of one query, one list per query head; prepared once, then for ranges of pages, from any thread.
@@ -52,17 +45,12 @@ class CodeScorer {
   // After prepare(), before estimate().
   void prepare_codes(const char* q, int64_t q_head_stride);
 
-  CodeRows rows() const { return {(const uint8_t*)digests_.base, digests_.page_stride, digests_.head_stride, 0}; }
-
-  // middles[head * stride + i]: q . middle, which reads a quarter of a row, of pages begin..end, in one KV head's lists
-  // (-1: all); and, unless `out` is null, there the same + model.bound * |q| * spread.
+  // out[head * stride + i]: q . middle + model.bound * |q| * spread, which reads a quarter of a row, of pages begin..end.
   template <class PageOf>
-  void coarse(const CodeRows& from, const PageOf& page_of, int kv_head, int begin, int end, float* middles, float* out,
-              int64_t stride) {
-    each_tile(from, page_of, begin, end, kv_head, [&](int h, const uint8_t* const* rows, const uint8_t* const* next,
-                                                      int at, int n) {
-      coarse_tile(h, rows, next, n, list_of(middles, h, stride) + at, out ? list_of(out, h, stride) + at : nullptr,
-                  stride);
+  void coarse(const PageOf& page_of, int begin, int end, float* out, int64_t stride) {
+    each_tile(page_of, begin, end, [&](const uint8_t* const* rows, const uint8_t* const* next, int at, int n) {
+      for (int h = 0; h < model_.kv_heads; h++)
+        coarse_tile(h, rows, next, bounds_.data(), n, list_of(out, h, stride) + at, stride);
     });
   }
 
@@ -70,44 +58,40 @@ class CodeScorer {
   // said of them, if it did.
   template <class PageOf>
   void estimate(const PageOf& page_of, int kv_head, int begin, int end, float* out, int64_t stride,
-                const Middles* before = nullptr) {
-    each_tile(rows(), page_of, begin, end, kv_head, [&](int h, const uint8_t* const* rows, const uint8_t* const* next,
-                                                        int at, int n) {
-      float middles[kMaxGroup * kScoreTile];
-      if (before) {
-        const float* dots = before->dots + h * model_.group * stride;
-        for (int i = 0; i < kScoreTile; i++)
-          for (int g = 0; g < model_.group; g++)
-            middles[g * kScoreTile + i] = dots[g * stride + before->positions[at + std::min(i, n - 1)]];
-      } else {
-        coarse_tile(h, rows, next, kScoreTile, middles, nullptr, kScoreTile);
+                const Coarse* before = nullptr) {
+    const int first = std::max(kv_head, 0), last = kv_head < 0 ? model_.kv_heads : kv_head + 1;
+    each_tile(page_of, begin, end, [&](const uint8_t* const* rows, const uint8_t* const* next, int at, int n) {
+      for (int h = first; h < last; h++) {
+        float middles[kMaxGroup * kScoreTile];
+        if (before)
+          recall_middles(h, rows, before->scores + h * model_.group * stride, stride, before->columns + at, n, middles);
+        else coarse_tile(h, rows, next, no_bounds_.data(), kScoreTile, middles, kScoreTile);
+        estimate_tile(h, rows, next, middles, n, list_of(out, h, stride) + at, stride);
       }
-      estimate_tile(h, rows, next, middles, n, list_of(out, h, stride) + at, stride);
     });
   }
 
  private:
   float* list_of(float* out, int kv_head, int64_t stride) const { return out + kv_head * model_.group * stride; }
   template <class PageOf, class Tile>
-  void each_tile(const CodeRows& from, const PageOf& page_of, int begin, int end, int kv_head, const Tile& tile) const {
-    const int first = std::max(kv_head, 0), last = kv_head < 0 ? model_.kv_heads : kv_head + 1;
-    const uint8_t* base = from.base + (first - from.first_head) * from.head_stride;
+  void each_tile(const PageOf& page_of, int begin, int end, const Tile& tile) const {
     for (int c = begin; c < end; c += kScoreTile) {
       const uint8_t *rows[kScoreTile], *next[kScoreTile];
       for (int i = 0; i < kScoreTile; i++) {
-        rows[i] = base + page_of(std::min(c + i, end - 1)) * from.page_stride;
-        next[i] = base + page_of(std::min(c + i + kAhead, end - 1)) * from.page_stride;
+        rows[i] = row_of(page_of(std::min(c + i, end - 1)));
+        next[i] = row_of(page_of(std::min(c + i + kAhead, end - 1)));
       }
-      for (int h = first; h < last; h++) {
-        tile(h, rows, next, c, std::min(end - c, kScoreTile));
-        for (int i = 0; i < kScoreTile; i++) rows[i] += from.head_stride, next[i] += from.head_stride;
-      }
+      tile(rows, next, c, std::min(end - c, kScoreTile));
     }
   }
-  static constexpr int kAhead = 4 * kScoreTile;
-  // Into middles and out (null: nothing) at [g * stride + i], for a tile of this KV head's rows and its query heads g.
-  void coarse_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, int count, float* middles, float* out,
-                   int64_t stride);
+  static constexpr int kAhead = 8 * kScoreTile;
+  const uint8_t* row_of(int64_t page) const { return (const uint8_t*)digests_.base + page * digests_.page_stride; }
+  // Into out[g * stride + i], for a tile and a KV head's query heads g.
+  void coarse_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, const float* bounds, int count,
+                   float* out, int64_t stride);
+  // [group][kScoreTile]: q . middle, from what coarse_tile made of it.
+  void recall_middles(int h, const uint8_t* const* rows, const float* scores, int64_t stride, const int32_t* columns,
+                      int count, float* middles) const;
   void estimate_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, float* middles, int count,
                      float* out, int64_t stride);
 
@@ -120,6 +104,7 @@ class CodeScorer {
   std::vector<int8_t> weights_;  // [heads, dim] of the middles
   std::vector<int32_t> bias_;    // of theirs
   std::vector<float> step_, bounds_, factor_, offset_, variance_;  // per head
+  std::vector<float> no_bounds_;
   std::vector<uint8_t> luts_;
 };
 

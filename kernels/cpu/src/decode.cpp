@@ -10,16 +10,7 @@ namespace hb {
 namespace {
 
 constexpr int64_t kScoreBytes = 64 * 1024;  // digests that one scoring task reads
-// Pages per page of budget: those that a look at all leaves to choose from in this step, or until the next look; with
-// codes, which are dear to read, those whose codes a step between looks reads.
-constexpr int kShortlist = 4, kKeptWithCodes = 8, kShortlistBetween = 2;
-
-// Many sequences keep these: an array that doubles would waste half of it.
-template <class T>
-void resize_exactly(std::vector<T>& array, size_t size) {
-  array.reserve(size);
-  array.resize(size);
-}
+constexpr int kShortlist = 4;  // pages that a look at all of them leaves to choose from, per page of budget
 
 }  // namespace
 
@@ -85,9 +76,8 @@ void DecodeLayer::begin(const hb_step& step) {
     }
   score_stride_ = ((columns_ + 15) / 16 | 1) * 16;  // no power of two: lists would share few sets of a cache
   grown(scores_, (size_t)rows_ * score_lists_ * score_stride_);
-  if (has_codes_) grown(middles_, (size_t)rows_ * score_lists_ * score_stride_);
+  if (has_codes_) grown(coarse_scores_, (size_t)rows_ * score_lists_ * score_stride_);
   grown(selected_, (size_t)rows_ * model_.kv_heads * columns_);
-  if (has_codes_) grown(positions_, (size_t)rows_ * model_.kv_heads * columns_);
   grown(short_counts_, (size_t)rows_ * model_.kv_heads);
 }
 
@@ -109,10 +99,7 @@ void DecodeLayer::run(int layer, const hb_layer& args, Pool* pool, void* gomp_pa
   job_.configure(model_, layer_->cache, isa_);
   job_.lists.reset(rows_, model_.kv_heads, columns_);
   choices_.resize(rows_);
-  for (int r = 0; r < rows_; r++) {
-    choices_[r] = choice_of(r);
-    if (choices_[r] == OF_KEPT) recall_kept(r);
-  }
+  for (int r = 0; r < rows_; r++) choices_[r] = choice_of(r);
   make_tasks(lanes_);
   if (lanes_ == 1 || (!pool && !gomp_parallel)) {
     work(0);
@@ -134,15 +121,14 @@ void DecodeLayer::make_tasks(int lanes) {
   row_left_.reset(rows_);
   for (int r = 0; r < rows_; r++) {
     int parts = 1;
-    const bool of_kept = choices_[r] == OF_KEPT;
-    const int pages = of_kept ? short_counts_[(size_t)r * model_.kv_heads] : num_pages_[r];
-    if (choices_[r] == OF_ALL || (of_kept && in_codes() && !per_head_)) {
-      const int64_t bytes = (int64_t)pages * model_.kv_heads * 2 * model_.head_dim * element_size(model_.type);
+    if (choices_[r] == OF_ALL) {
+      const int64_t bytes = (int64_t)num_pages_[r] * model_.kv_heads * 2 * model_.head_dim * element_size(model_.type);
       if (lanes > 1 && !searches(r))
         parts = (int)std::min<int64_t>(std::max<int64_t>(1, bytes / kScoreBytes), 4 * lanes);
     }
     for (int p = 0; p < parts; p++)
-      tasks_.push_back({r, p == 0, (int)score_edge(pages, p, parts), (int)score_edge(pages, p + 1, parts)});
+      tasks_.push_back(
+          {r, p == 0, (int)score_edge(num_pages_[r], p, parts), (int)score_edge(num_pages_[r], p + 1, parts)});
     row_left_[r].store(parts, std::memory_order_relaxed);
   }
   next_task_ = next_fine_ = 0;
@@ -196,40 +182,24 @@ void DecodeLayer::run_task(const RowTask& task, int lane) {
   const int r = task.row;
   if (task.first && args_.k) write_token(r);
   if (searches(r)) search(r, lane);
-  else if (choices_[r] == OF_ALL || (choices_[r] == OF_KEPT && in_codes())) score(task, lane);
+  else if (choices_[r] == OF_ALL) score(task, lane);
   if (row_left_[r].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   if (choices_[r] == NONE) attend_all(r);
+  else if (choices_[r] == OF_KEPT) recall_kept(r);
   else if (in_codes()) shorten(r, lane);
-  else if (choices_[r] == OF_ALL && !searches(r)) select_row(r, lane);
+  else if (!searches(r)) select_row(r, lane);
 }
 
-// The best pages of the row's lists by what is quick to read of their digests, and by what is remembered of them.
+// The best pages of the row's lists by what is quick to read of their digests.
 void DecodeLayer::shorten(int r, int lane) {
-  const bool of_kept = choices_[r] == OF_KEPT;
-  const int64_t times = of_kept ? kShortlistBetween : interval_ > 1 ? kKeptWithCodes : kShortlist;
+  const int pages = num_pages_[r], wanted = (int)std::min<int64_t>((int64_t)kShortlist * budgets_[r], pages);
+  const size_t lists_at = (size_t)r * score_lists_ * score_stride_;
+  float* scores = &scores_[lists_at];
+  std::copy(scores, scores + (size_t)score_lists_ * score_stride_, &coarse_scores_[lists_at]);  // shares overwrite them
   for (int l = 0; l < lists(); l++) {
+    const float* shares = combined(scores, score_stride_, l, pages - 1, lane_state_[lane].total);
     const size_t at = (size_t)r * model_.kv_heads + l;
-    int32_t *columns = &selected_[at * columns_], *positions = &positions_[at * columns_];
-    float* scores = scores_of(scores_, r, l);
-    int pages = num_pages_[r], recent = recent_;
-    if (of_kept) {
-      const KeptList& kept = kept_of(r).lists[l];
-      const float* middles = scores_of(middles_, r, l);
-      pages = short_counts_[at];
-      recent = std::max(recent, pages - kept.known);  // codes were not asked of these
-      for (int head = 0; head < heads(); head++)
-        for (int i = 0; i < kept.known; i++)
-          scores[head * score_stride_ + i] =
-              middles[head * score_stride_ + i] + kept.beyond[(size_t)head * kept.stride + i];
-      for (int head = 0; head < heads(); head++)
-        for (int i = kept.known; i < pages - 1; i++)
-          scores[head * score_stride_ + i] = middles[head * score_stride_ + i];
-    }
-    const int wanted = (int)std::min<int64_t>(times * budgets_[r], pages);
-    const float* shares = combined(&scores_[(size_t)r * score_lists_ * score_stride_], score_stride_, l, pages - 1,
-                                   lane_state_[lane].total);
-    const int count = short_counts_[at] = select_best(shares, pages, wanted, sinks_, recent, positions);
-    for (int i = 0; i < count; i++) columns[i] = of_kept ? columns[positions[i]] : positions[i];  // positions[i] >= i
+    short_counts_[at] = select_best(shares, pages, wanted, sinks_, recent_, &selected_[at * columns_]);
   }
 }
 
@@ -262,8 +232,9 @@ void DecodeLayer::run_fine(const FineTask& task, int lane) {
   prepare_scorer(mine, r, in_codes());
   const auto page_of = [ids, columns](int i) { return ids[columns[i]]; };
   if (in_codes()) {
-    const Middles before{&middles_[lists_at], columns - selected_.data() + positions_.data()};
-    mine.codes.estimate(page_of, task.list, task.begin, task.end, scores, score_stride_, &before);
+    const Coarse before{&coarse_scores_[lists_at], columns};
+    mine.codes.estimate(page_of, task.list, task.begin, task.end, scores, score_stride_,
+                        choices_[r] == OF_ALL ? &before : nullptr);
   } else if (scores_bytes() || task.list < 0) {
     if (scores_bytes()) mine.scorer.move_to(layer_->bytes, task.list);
     mine.scorer.score(page_of, task.begin, task.end, scores, score_stride_);
@@ -279,7 +250,6 @@ void DecodeLayer::run_fine(const FineTask& task, int lane) {
   for (int l = 0; l < lists(); l++) {
     const size_t at = (size_t)r * model_.kv_heads + l;
     const int count = short_counts_[at];
-    if (in_codes() && interval_ > 1) remember(r, l);
     choose(r, l, combined(scores, score_stride_, l, count - 1, mine.total), &selected_[at * columns_], count, mine);
   }
 }
@@ -304,28 +274,12 @@ void DecodeLayer::score(const RowTask& task, int lane) {
   const int r = task.row;
   Lane& mine = lane_state_[lane];
   prepare_scorer(mine, r);
-  const int64_t* ids = &table_[(size_t)r * columns_];
-  const size_t lists_at = (size_t)r * score_lists_ * score_stride_;
   // The tail page is selected whatever its score, and its digest may be in the writing right now.
-  if (choices_[r] == OF_KEPT) {
-    for (int l = 0; l < lists(); l++) {
-      const size_t at = (size_t)r * model_.kv_heads + l;
-      const int32_t* columns = &selected_[at * columns_];
-      const int last = short_counts_[at] - 1, end = per_head_ ? last : std::min(task.end, last);
-      const KeptList& kept = kept_of(r).lists[l];
-      const int head = per_head_ ? l : -1, known = std::min(end, kept.known);
-      mine.codes.coarse(middles_of(kept, l), [](int i) { return i; }, head, task.begin, known, &middles_[lists_at],
-                        nullptr, score_stride_);
-      mine.codes.coarse(mine.codes.rows(), [ids, columns](int i) { return ids[columns[i]]; }, head,
-                        std::max(task.begin, known), end, &middles_[lists_at], nullptr, score_stride_);
-    }
-    return;
-  }
   const int end = std::min(task.end, num_pages_[r] - 1);
+  const int64_t* ids = &table_[(size_t)r * columns_];
   const auto page_of = [ids](int column) { return ids[column]; };
-  float* scores = &scores_[lists_at];
-  if (in_codes()) 
-    mine.codes.coarse(mine.codes.rows(), page_of, -1, task.begin, end, &middles_[lists_at], scores, score_stride_);
+  float* scores = &scores_[(size_t)r * score_lists_ * score_stride_];
+  if (in_codes()) mine.codes.coarse(page_of, task.begin, end, scores, score_stride_);
   else mine.scorer.score(page_of, task.begin, end, scores, score_stride_);
 }
 
@@ -383,9 +337,7 @@ int64_t DecodeLayer::span_bytes() const {
   for (const auto& sequence : sequences_) {
     for (const SpanDigests& layer : sequence.second.spans) total += layer.size();
     for (const Kept& layer : sequence.second.kept)
-      for (const KeptList& list : layer.lists)
-        total += (int64_t)(list.columns.capacity() * sizeof(int32_t) + list.beyond.capacity() * sizeof(float) +
-                           list.middles.capacity());
+      for (const auto& list : layer.lists) total += (int64_t)list.capacity() * sizeof(int32_t);
   }
   return total;
 }
@@ -427,12 +379,12 @@ void DecodeLayer::select_row(int r, int lane) {
 
 void DecodeLayer::choose(int r, int list, const float* scores, const int32_t* columns, int count, Lane& mine) {
   int32_t *chosen = &selected_[((size_t)r * model_.kv_heads + list) * columns_], *best = grown(mine.best, columns_);
-  if (interval_ > 1 && choices_[r] == OF_ALL && !in_codes()) {
-    Kept& kept = kept_of(r);
+  if (interval_ > 1 && choices_[r] == OF_ALL) {
+    Kept& kept = row_sequences_[r]->kept[layer_index()];
     kept.lists.resize(lists());
     kept.budget = budgets_[r], kept.num_pages = num_pages_[r];
     const int wanted = (int)std::min<int64_t>((int64_t)kShortlist * budgets_[r], count);
-    auto& pages = kept.lists[list].columns;
+    auto& pages = kept.lists[list];
     pages.resize(select_best(scores, count, wanted, sinks_, recent_, best));
     for (size_t i = 0; i < pages.size(); i++) pages[i] = columns ? columns[best[i]] : best[i];
   }
@@ -445,7 +397,7 @@ void DecodeLayer::choose(int r, int list, const float* scores, const int32_t* co
 DecodeLayer::Choice DecodeLayer::choice_of(int r) const {
   if (!row_is_sparse(r)) return NONE;
   if (interval_ == 1) return OF_ALL;
-  const Kept& kept = kept_of(r);
+  const Kept& kept = row_sequences_[r]->kept[layer_index()];
   // A row that was dense for long meanwhile, or came back shorter, has nothing to go on with.
   const bool is_due = (int)kept.lists.size() != lists() || kept.budget != budgets_[r] ||
                       kept.num_pages > num_pages_[r] || num_pages_[r] - kept.num_pages > interval_ ||
@@ -453,47 +405,12 @@ DecodeLayer::Choice DecodeLayer::choice_of(int r) const {
   return is_due ? OF_ALL : OF_KEPT;
 }
 
-void DecodeLayer::remember(int r, int list) {
-  const size_t at = (size_t)r * model_.kv_heads + list;
-  const int32_t *columns = &selected_[at * columns_], *positions = &positions_[at * columns_];
-  const int count = short_counts_[at];
-  Kept& kept = kept_of(r);
-  if (choices_[r] == OF_ALL) {
-    kept.lists.resize(lists());
-    kept.budget = budgets_[r], kept.num_pages = num_pages_[r];
-    KeptList& all = kept.lists[list];
-    all.columns.assign(columns, columns + count);
-    all.stride = count + interval_;  // for newer pages
-    resize_exactly(all.beyond, (size_t)heads() * all.stride);
-    all.known = 0;
-  }
-  KeptList& all = kept.lists[list];
-  const float *found = scores_of(scores_, r, list), *middles = scores_of(middles_, r, list);
-  for (int head = 0; head < heads(); head++)
-    for (int i = 0; i < count - 1; i++)
-      all.beyond[(size_t)head * all.stride + (choices_[r] == OF_ALL ? i : positions[i])] =
-          found[head * score_stride_ + i] - middles[head * score_stride_ + positions[i]];
-  const int known = (int)all.columns.size() + num_pages_[r] - kept.num_pages - 1;  // all but the growing page
-  const CodeRows to = middles_of(all, list);
-  if (choices_[r] == OF_ALL) resize_exactly(all.middles, (size_t)all.stride * to.page_stride);
-  const hb_digests& digests = layer_->digests;
-  for (int i = all.known; i < known; i++) {
-    const int column = i < (int)all.columns.size() ? all.columns[i] : kept.num_pages + i - (int)all.columns.size();
-    const char* from = digests.base + page_id(r, column) * digests.page_stride + to.first_head * digests.head_stride;
-    uint8_t* row = &all.middles[i * to.page_stride];
-    for (int64_t at = 0; at < to.page_stride; at += to.head_stride, from += digests.head_stride)
-      std::memcpy(row + at, from, model_.head_dim + sizeof(float));
-  }
-  all.known = known;
-}
-
 // The last pages were among those that were kept, so what came since follows them.
 void DecodeLayer::recall_kept(int r) {
-  const Kept& kept = kept_of(r);
+  const Kept& kept = row_sequences_[r]->kept[layer_index()];
   for (int l = 0; l < lists(); l++) {
     const size_t at = (size_t)r * model_.kv_heads + l;
-    const auto& columns = kept.lists[l].columns;
-    int32_t* to = std::copy(columns.begin(), columns.end(), &selected_[at * columns_]);
+    int32_t* to = std::copy(kept.lists[l].begin(), kept.lists[l].end(), &selected_[at * columns_]);
     for (int c = kept.num_pages; c < num_pages_[r]; c++) *to++ = c;
     short_counts_[at] = (int32_t)(to - &selected_[at * columns_]);
   }

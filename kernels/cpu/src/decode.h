@@ -2,10 +2,8 @@
 //
 // Threads share it in phases. Phase one's tasks belong to rows (write, and a range of pages to score); who ends a row's
 // last one selects its pages; who ends the last one of all plans the last phase, the attention chunks. A phase between
-// scores what some rows choose from: where a sequence looks at all its pages in every n-th step only, those that the last
-// look has kept; and with digests in codes what phase one selects by what is quick to read of them, the middles. Between
-// looks, what codes said of a page beyond its middle is remembered: with the middle's new logit that is an estimate by
-// which far fewer pages' codes have to be read again than by the middle alone.
+// scores what some rows choose from: with digests in codes phase one selects a few times the budget, by what is quick to
+// read of them; and where a sequence looks at all its pages in every n-th step only, those that the last look has kept.
 // Nothing waits for a thread that has not claimed a task, so a worker that wakes late, or never, delays
 // nobody.
 #pragma once
@@ -50,15 +48,8 @@ class DecodeLayer : public Task {
   };
   // What a row's pages are chosen from: nothing is left out; all pages; those that the last look at all has kept.
   enum Choice : uint8_t { NONE, OF_ALL, OF_KEPT };
-  struct KeptList {
-    std::vector<int32_t> columns;
-    // With codes: of these pages, and of newer ones below `known`, what codes said beyond q . middle when last asked.
-    std::vector<float> beyond;  // [heads of the list, stride]
-    std::vector<uint8_t> middles;  // of each, its KV heads' middles and their steps, side by side to read fast
-    int32_t stride = 0, known = 0;
-  };
   struct Kept {
-    std::vector<KeptList> lists;
+    std::vector<std::vector<int32_t>> lists;
     int32_t budget = 0, num_pages = 0;  // of the row then
   };
   struct Sequence {
@@ -107,20 +98,7 @@ class DecodeLayer : public Task {
   // Of `count` pages at these columns (null: all of the row's) what the list attends, and keeps for the steps to come.
   void choose(int row, int list, const float* scores, const int32_t* columns, int count, Lane& lane);
   Choice choice_of(int row) const;
-  Kept& kept_of(int row) const { return row_sequences_[row]->kept[layer_index()]; }
-  // For the steps to come, what codes said of a shortlist.
-  void remember(int row, int list);
-  CodeRows middles_of(const KeptList& kept, int list) const {
-    const int64_t head = model_.head_dim + kMiddleEnd;
-    return {kept.middles.data(), (per_head_ ? 1 : model_.kv_heads) * head, head, per_head_ ? list : 0};
-  }
   void recall_kept(int row);
-  static constexpr int kMiddleEnd = 16;  // bytes for a middle's step, aligned
-  // Query heads of a list.
-  int heads() const { return per_head_ ? model_.group : model_.kv_heads * model_.group; }
-  float* scores_of(std::vector<float>& scores, int row, int list) const {
-    return &scores[((size_t)row * score_lists_ + list * heads()) * score_stride_];
-  }
   // Its pages are scored in the phase between: a shortlist's, or those that were kept.
   bool looks_twice(int row) const { return choices_[row] == OF_KEPT || (choices_[row] == OF_ALL && in_codes()); }
   void list_row(int row, int list, const int32_t* pages, int count);
@@ -164,9 +142,8 @@ class DecodeLayer : public Task {
   std::vector<int32_t> short_counts_;  // [rows, kv_heads]: how many pages of selected_ are a shortlist
   AtomicArray row_left_;
   int64_t score_stride_ = 0;
-  std::vector<float> scores_, middles_;  // [rows, score_lists_, score_stride_]; q . middle, before codes
+  std::vector<float> scores_, coarse_scores_;  // [rows, score_lists_, score_stride_]; the first look at codes
   std::vector<int32_t> selected_;  // [rows, kv_heads, columns]
-  std::vector<int32_t> positions_;  // of a shortlist's pages in middles_, as selected_
   std::vector<int32_t> counts_;
   std::vector<Lane> lane_state_;
   int lanes_ = 1;

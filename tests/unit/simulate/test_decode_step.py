@@ -306,6 +306,21 @@ def test_a_step_that_looks_at_kept_pages_reads_four_times_the_budget() -> None:
     assert eighth.digest_bytes_per_step == pytest.approx((every.digest_bytes_in_place + 7 * kept) / 8)
 
 
+def test_a_step_with_codes_reads_the_middles_of_what_it_selects_among_and_codes_of_some() -> None:
+    machine = find_hardware("h100").replace(device="cpu")
+    every, default = (
+        Costs(machine, SHAPE, HybridConfig.model_validate({"selection": {"digest": "codes", "interval": n}}), 50_000, 4)
+        for n in (1, "auto")
+    )
+    budget, pages = CONFIG.budget_pages, -(-50_000 // CONFIG.page_size)
+    assert pages > 4 * budget
+    middle, rest = (n * SHAPE.kv_heads * SHAPE.head_dim * 4 for n in (1, 3))
+    look = pages * middle + 4 * budget * rest
+    assert every.code_bytes_per_step == pytest.approx(look)
+    assert default.code_bytes_per_step == pytest.approx((look + 7 * 4 * budget * (middle + rest)) / 8)
+    assert every.selecting_in_place > default.selecting_in_place > default.scoring_in_place(default.digest_bytes_per_step)
+
+
 @pytest.mark.parametrize("method", ["scout", "infinigen", "clo"])
 def test_low_load_costs_nothing(method: str) -> None:
     """While the context fits the slots the step is the stock one."""

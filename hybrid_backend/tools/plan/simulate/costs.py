@@ -22,6 +22,8 @@ KEPT = 4
 SCORING = 0.5
 """Bytes of digests scored per second in place, against bytes of K and V attended: choosing 64 of 1,024 pages costs 35 %
 of attending them and reads a quarter of their bytes, of 4,096 pages 202 % and as many bytes (docs/cpu-kernels.md)."""
+CODES_SCORING = 0.3
+"""The same of digests in codes: about 40 % for 13 % of the bytes in a step between looks (docs/measurements.md)."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,21 @@ class Costs:
         look, steps = self.digest_bytes_in_place, self.config.selection.steps_between_looks
         kept = min(look, KEPT * self.config.budget_pages * self._page_in_bytes)
         return (look + (steps - 1) * kept) / steps
+
+    @cached_property
+    def code_bytes_per_step(self) -> float:
+        """With `selection.digest: codes`: middles, a quarter of a digest, of the pages to select among; of some the rest."""
+        pages, budget = -(-self.context // self.config.page_size), self.config.budget_pages
+        steps = self.config.selection.steps_between_looks
+        kept = min(pages, KEPT * budget)
+        return (pages + 3 * kept + (steps - 1) * 4 * kept) / steps * self._page_in_bytes / 2
+
+    @property
+    def selecting_in_place(self) -> float:
+        """Of one layer, in the mean over the steps of `selection.interval`."""
+        if self.config.selection.digest == "codes":
+            return self.attention(self.code_bytes_per_step) / CODES_SCORING
+        return self.scoring_in_place(self.digest_bytes_per_step)
 
     @property
     def _page_in_bytes(self) -> float:

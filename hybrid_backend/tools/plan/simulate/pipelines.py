@@ -109,8 +109,7 @@ def in_place(machine: Machine, step: int) -> None:
         if costs.fits or layer in costs.config.exact_layers:
             attention = costs.attention(costs.kv(costs.context))
         else:
-            selection = costs.scoring_in_place(costs.digest_bytes_per_step)
-            attention = selection + costs.attention(costs.kv(costs.config.budget_tokens))
+            attention = costs.selecting_in_place + costs.attention(costs.kv(costs.config.budget_tokens))
         machine.attended(attention)
 
 
