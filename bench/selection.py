@@ -63,10 +63,11 @@ def measure(
         "codes, lazy": cpu.Decoder([layer], {0: coded}, heads, scale, **plain),
     }
 
-    def begin(name: str, which: int, turn: int) -> None:
+    def begin(name: str, which: int, turn: int) -> bool:
+        """Whether the step looks at all pages, which is due by the position."""
         columns = given[which] if name == "attention" else table
         interval = intervals.get(name, 1)
-        lengths = torch.tensor([columns.shape[1] * page_size - turn % interval])  # a look is due by the position
+        lengths = torch.tensor([columns.shape[1] * page_size - turn % interval])
         decoders[name].begin(
             columns,
             lengths,
@@ -77,17 +78,17 @@ def measure(
             aggregate=aggregate,
             per_head=per_head,
         )
+        return int(lengths) % interval == 0
 
     looks: dict[str, list[float]] = {name: [] for name in decoders}
     others: dict[str, list[float]] = {name: [] for name in decoders}
     for turn in range(QUERIES * (reps + 1)):
         for name in decoders:
-            begin(name, turn % QUERIES, turn)
+            is_look = begin(name, turn % QUERIES, turn)
             began = time.thread_time()
             decoders[name].layer(0, queries[turn % QUERIES], None, None, out)
             if turn >= QUERIES:
-                kinds = others if turn % intervals.get(name, 1) else looks
-                kinds[name].append(1e6 * (time.thread_time() - began))
+                (looks if is_look else others)[name].append(1e6 * (time.thread_time() - began))
 
     def mean_of(name: str) -> float:
         look = statistics.median(looks[name])
@@ -106,15 +107,13 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=8)
     parser.add_argument("--aggregate", choices=("softmax", "sum"), default="softmax")
     parser.add_argument("--per-head", action="store_true", help="a selection per KV head")
-    parser.add_argument("--interval", help="steps between looks of the last two columns; default: auto's")
+    parser.add_argument("--interval", type=int, help="steps between looks of the last two columns; default: auto's")
     parser.add_argument("--reps", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    intervals = {
-        name: int(options.interval or SelectionConfig(digest=digest).steps_between_looks)
-        for name, digest in (("spans, lazy", "minmax_int8"), ("codes, lazy", "codes"))
-    }
+    hows = {"spans, lazy": SelectionConfig(digest="minmax_int8"), "codes, lazy": SelectionConfig(digest="codes")}
+    intervals = {name: options.interval or how.steps_between_looks for name, how in hows.items()}
     print(
         "| pages | attention us | bf16 | in bytes | in bytes, two levels | codes | "
         + " | ".join(f"{name.split(',')[0]}, every {steps} steps" for name, steps in intervals.items())

@@ -318,7 +318,9 @@ def test_a_step_with_codes_reads_the_middles_of_what_it_selects_among_and_codes_
     look = pages * middle + 4 * budget * rest
     assert every.code_bytes_per_step == pytest.approx(look)
     assert default.code_bytes_per_step == pytest.approx((look + 7 * 4 * budget * (middle + rest)) / 8)
-    assert every.selecting_in_place > default.selecting_in_place > default.scoring_in_place(default.digest_bytes_per_step)
+    assert (
+        every.selecting_in_place > default.selecting_in_place > default.scoring_in_place(default.digest_bytes_per_step)
+    )
 
 
 @pytest.mark.parametrize("method", ["scout", "infinigen", "clo"])

@@ -93,7 +93,7 @@ class Costs:
 
     @cached_property
     def code_bytes_per_step(self) -> float:
-        """With `selection.digest: codes`: middles, a quarter of a digest, of the pages to select among; of some the rest."""
+        """With `selection.digest: codes`: the middles of all pages in question, and the rest of some."""
         pages, budget = -(-self.context // self.config.page_size), self.config.budget_pages
         steps = self.config.selection.steps_between_looks
         kept = min(pages, KEPT * budget)
