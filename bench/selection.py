@@ -63,9 +63,9 @@ def measure(
         "codes, lazy": cpu.Decoder([layer], {0: coded}, heads, scale, **plain),
     }
 
-    def begin(name: str, which: int, turn: int) -> bool:
+    def begin(name: str, turn: int) -> bool:
         """Whether the step looks at all pages, which is due by the position."""
-        columns = given[which] if name == "attention" else table
+        columns = given[turn % QUERIES] if name == "attention" else table
         interval = intervals.get(name, 1)
         lengths = torch.tensor([columns.shape[1] * page_size - turn % interval])
         decoders[name].begin(
@@ -84,7 +84,7 @@ def measure(
     others: dict[str, list[float]] = {name: [] for name in decoders}
     for turn in range(QUERIES * (reps + 1)):
         for name in decoders:
-            is_look = begin(name, turn % QUERIES, turn)
+            is_look = begin(name, turn)
             began = time.thread_time()
             decoders[name].layer(0, queries[turn % QUERIES], None, None, out)
             if turn >= QUERIES:
@@ -114,10 +114,10 @@ def main() -> None:
     found = {}
     hows = {"spans, lazy": SelectionConfig(digest="minmax_int8"), "codes, lazy": SelectionConfig(digest="codes")}
     intervals = {name: options.interval or how.steps_between_looks for name, how in hows.items()}
+    spans, coded = (f"every {steps} steps" for steps in intervals.values())
     print(
-        "| pages | attention us | bf16 | in bytes | in bytes, two levels | codes | "
-        + " | ".join(f"{name.split(',')[0]}, every {steps} steps" for name, steps in intervals.items())
-        + " |"
+        "| pages | attention us | bf16 | in bytes | in bytes, two levels | codes "
+        f"| two levels, {spans} | codes, {coded} |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for pages in map(int, options.pages.split(",")):

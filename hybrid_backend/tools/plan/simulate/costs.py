@@ -71,7 +71,7 @@ class Costs:
     @cached_property
     def digest_bytes(self) -> float:
         """Of every page of every row, as a separate device tier has them."""
-        pages, model = -(-self.context // self.config.page_size), spec_of(self.shape)
+        pages, model = self._pages, spec_of(self.shape)
         kind = digest_kind(self.config, model, is_fused=False, separate=True)
         shape, dtype = digest_store(kind, model.dtype, pages, model.num_kv_heads, model.head_dim)
         return float(math.prod(shape) * dtype.itemsize * self.rows)
@@ -79,7 +79,7 @@ class Costs:
     @cached_property
     def digest_bytes_in_place(self) -> float:
         """The same in bytes, by two levels where that reads less."""
-        pages = -(-self.context // self.config.page_size)
+        pages = self._pages
         candidates = self.config.selection.candidates * self.config.budget_pages
         scored = min(pages, pages / SPAN + candidates) if candidates else pages
         return scored * self._page_in_bytes
@@ -87,17 +87,14 @@ class Costs:
     @cached_property
     def digest_bytes_per_step(self) -> float:
         """The same in the mean over the steps of `selection.interval`, one of which looks at all pages."""
-        look, steps = self.digest_bytes_in_place, self.config.selection.steps_between_looks
-        kept = min(look, KEPT * self.config.budget_pages * self._page_in_bytes)
-        return (look + (steps - 1) * kept) / steps
+        look = self.digest_bytes_in_place
+        return self._mean_over_steps(look, min(look, KEPT * self.config.budget_pages * self._page_in_bytes))
 
     @cached_property
     def code_bytes_per_step(self) -> float:
         """With `selection.digest: codes`: the middles of all pages in question, and the rest of some."""
-        pages, budget = -(-self.context // self.config.page_size), self.config.budget_pages
-        steps = self.config.selection.steps_between_looks
-        kept = min(pages, KEPT * budget)
-        return (pages + 3 * kept + (steps - 1) * 4 * kept) / steps * self._page_in_bytes / 2
+        kept = min(self._pages, KEPT * self.config.budget_pages)
+        return self._mean_over_steps(self._pages + 3 * kept, 4 * kept) * self._page_in_bytes / 2
 
     @property
     def selecting_in_place(self) -> float:
@@ -105,6 +102,15 @@ class Costs:
         if self.config.selection.digest == "codes":
             return self.attention(self.code_bytes_per_step) / CODES_SCORING
         return self.scoring_in_place(self.digest_bytes_per_step)
+
+    def _mean_over_steps(self, look: float, between: float) -> float:
+        """Of `selection.interval`, one of which looks at all pages."""
+        steps = self.config.selection.steps_between_looks
+        return (look + (steps - 1) * between) / steps
+
+    @property
+    def _pages(self) -> int:
+        return -(-self.context // self.config.page_size)
 
     @property
     def _page_in_bytes(self) -> float:
