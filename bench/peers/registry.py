@@ -12,7 +12,7 @@ PEERS = (
     Peer("hybrid-dense", "{dtype}, `sparse: never`", True, vllm.dense, ours=True),
     Peer("llamacpp", "{dtype} weights, KV f16 (its default)", True, llamacpp.own_kv),
     Peer("llamacpp-same-kv", "{dtype} weights and KV", True, llamacpp.same_kv),
-    Peer("vllm", "{dtype}, compiled, all cores", True, vllm.stock),
+    Peer("vllm", "{dtype}, compiled, all cores, Intel's OpenMP preloaded", True, vllm.stock),
     Peer("sglang", "{dtype}, torch_native", True, sglang.stock),
     Peer("openvino", "F16 file, computed in {dtype}, KV {dtype}", True, openvino.equal),
     Peer("llamacpp-q8", "Q8_0 weights, KV f16", False, llamacpp.q8),

@@ -6,11 +6,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from bench.peers.peer import Setup
+from hybrid_backend.tools.bench.servers import as_documented
 from tests.engines.server import Server, hybrid_server, stock_server
 
 
 def stock(setup: Setup) -> AbstractContextManager[Server]:
-    return stock_server(setup.place, setup.folder, [*_equal(setup), *_memory(setup)])
+    return stock_server(setup.place, setup.folder, [*_equal(setup), *_memory(setup)], as_documented())
 
 
 def untouched(setup: Setup) -> AbstractContextManager[Server]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ BIND = "VLLM_CPU_OMP_THREADS_BIND"
 FEW_CORES = 4
 """Up to so many physical cores, one kept free for vLLM's front end costs more prefill than it gains elsewhere, and
 compiling takes minutes."""
+LAYER_NAME, AOT = "VLLM_USE_LAYERNAME", "VLLM_USE_AOT_COMPILE"
+"""vLLM's switches: whether compiled code names a layer by an object that only Python can pass on; whether it is saved
+with what Dynamo traced."""
+PRELOAD = "LD_PRELOAD"
 # How a user says whether, and how, vLLM compiles; a file of flags may.
 _COMPILATION = (
     "--enforce-eager",
@@ -99,6 +104,22 @@ def cores_to_bind(
     parts = [listed[len(listed) * rank // ranks : len(listed) * (rank + 1) // ranks] for rank in range(ranks)]
     parts = [part[:-1] if len(part) > FEW_CORES else part for part in parts]  # one for vLLM's front end
     return "|".join(",".join(map(str, part or [listed[rank % len(listed)]])) for rank, part in enumerate(parts))
+
+
+def intel_openmp(environment: Mapping[str, str] = os.environ, distribution: str = "intel-openmp") -> str | None:
+    """`PRELOAD` with Intel's OpenMP before it, which vLLM's wheel for x86 CPUs requires and leaves to its users to
+    preload. None: there is none, or the user preloads an OpenMP."""
+    preloaded = environment.get(PRELOAD, "")
+    if any(name in preloaded for name in ("libiomp", "libomp", "libgomp")):
+        return None
+    try:
+        found = [file.locate() for file in files(distribution) or () if file.name == "libiomp5.so"]
+    except PackageNotFoundError:
+        return None
+    path = os.path.realpath(str(found[0])) if found else ""
+    if not os.path.isfile(path) or re.search(r"[\s:]", path):  # which separate the names in the variable
+        return None
+    return f"{path}:{preloaded}" if preloaded else path
 
 
 def starts_eager(cores: int, flags: Collection[str]) -> bool:

@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 from hybrid_backend.engines import cpu_defaults
-from hybrid_backend.engines.cpu_defaults import cores_to_bind, float32_is_better, float32_line, has_bf16, starts_eager
+from hybrid_backend.engines.cpu_defaults import (
+    cores_to_bind,
+    float32_is_better,
+    float32_line,
+    has_bf16,
+    intel_openmp,
+    starts_eager,
+)
 
 GIB = 2**30
 # The `flags` line of /proc/cpuinfo, shortened to what matters.
@@ -144,3 +151,13 @@ def test_a_small_machine_answers_before_it_would_have_compiled() -> None:
 )
 def test_whoever_says_how_to_compile_is_heard(flag: str) -> None:
     assert not starts_eager(2, {"--port", flag})
+
+
+def test_without_intels_openmp_none_is_preloaded() -> None:
+    assert intel_openmp({}, distribution="no-such-distribution") is None
+    assert intel_openmp({}, distribution="pytest") is None
+
+
+@pytest.mark.parametrize("own", ["/usr/lib/libgomp.so.1", "/a/libtcmalloc.so:/b/libiomp5.so", "libomp.so"])
+def test_whoever_preloads_an_openmp_keeps_it(own: str) -> None:
+    assert intel_openmp({"LD_PRELOAD": own}) is None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ def chosen(folder: Path, patch: pytest.MonkeyPatch, *flags: str, bf16: bool = Fa
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"):
+    names = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
+    for name in (*names, "LD_PRELOAD", "VLLM_USE_LAYERNAME", "VLLM_USE_AOT_COMPILE"):
         monkeypatch.setenv(name, "")  # so that it is as before when the test is over
         monkeypatch.delenv(name)
 
@@ -46,17 +49,47 @@ def test_without_bf16_instructions_fp32_is_served(tmp_path: Path, monkeypatch: p
 def test_a_small_machine_computes_on_all_cores_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed, lines = chosen(tmp_path, monkeypatch, bf16=True)
     assert parsed.enforce_eager and os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
-    assert len(lines) == 2
+    assert any("--no-enforce-eager" in line for line in lines)
+    assert "VLLM_USE_LAYERNAME" not in os.environ
 
 
-def test_a_server_of_many_cores_is_left_as_vllm_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed, lines = chosen(tmp_path, monkeypatch, bf16=True, cores=32)
-    assert not parsed.enforce_eager and not lines
+def test_a_server_of_many_cores_keeps_vllms_binding_and_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed, _ = chosen(tmp_path, monkeypatch, bf16=True, cores=32)
+    assert not parsed.enforce_eager
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
 
 
+def test_compiled_code_calls_operators_without_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, lines = chosen(tmp_path, monkeypatch, "--no-enforce-eager", bf16=True)
+    assert parsed.compilation_config.inductor_compile_config["cpp_wrapper"] is True
+    assert os.environ["VLLM_USE_LAYERNAME"] == os.environ["VLLM_USE_AOT_COMPILE"] == "0"
+    (way_back,) = [line.partition("with it: ")[2] for line in lines if "cpp_wrapper" in line]
+    parsed, lines = chosen(tmp_path, monkeypatch, "--no-enforce-eager", *shlex.split(way_back), bf16=True)
+    assert parsed.compilation_config.inductor_compile_config["cpp_wrapper"] is False
+    assert not any("cpp_wrapper" in line for line in lines)
+
+
+def test_intels_openmp_of_vllms_wheel_is_preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/lib/of/mine.so")
+    _, lines = chosen(tmp_path, monkeypatch, bf16=True)
+    if platform.machine() == "x86_64":  # for others vLLM requires none
+        intels, mine = os.environ["LD_PRELOAD"].split(":")
+        assert Path(intels).name == "libiomp5.so" and Path(intels).is_file() and mine == "/lib/of/mine.so"
+        assert any("Intel's OpenMP" in line for line in lines)
+
+
 def test_a_users_own_flags_always_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "1")
+    own = {
+        "VLLM_CPU_OMP_THREADS_BIND": "1",
+        "LD_PRELOAD": "/lib/libgomp.so.1",
+        "VLLM_USE_LAYERNAME": "1",
+        "VLLM_USE_AOT_COMPILE": "1",
+    }
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
     parsed, lines = chosen(tmp_path, monkeypatch, "--dtype", "bfloat16", "--no-enforce-eager")
     assert parsed.dtype == "bfloat16" and not parsed.enforce_eager and not lines
-    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "1"
+    assert "cpp_wrapper" not in parsed.compilation_config.inductor_compile_config
+    assert {name: os.environ[name] for name in own} == own
