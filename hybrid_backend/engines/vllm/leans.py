@@ -95,9 +95,10 @@ _SETTINGS = (
     ),
     Lean(
         f"{_CONFIG}.compilation:CompilationConfig",
-        "hooks in compiled graphs",
-        has=("splitting_ops", "splitting_ops_contain_attention", "static_forward_context"),
+        "hooks in compiled graphs; how `hybrid serve` compiles on a CPU",
+        has=("inductor_compile_config", "splitting_ops", "splitting_ops_contain_attention", "static_forward_context"),
     ),
+    Lean("vllm.envs:environment_variables", "how `hybrid serve` compiles on a CPU"),
     Lean(
         f"{_CONFIG}:KVTransferConfig",
         "KV connectors",

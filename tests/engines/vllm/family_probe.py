@@ -18,6 +18,7 @@ from typing import Any
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the worker lives here, so that its modules can be watched
+    VLLM_USE_LAYERNAME="0",  # as `hybrid serve` sets it
     OMP_NUM_THREADS="1",  # the models are tiny: a second thread only waits for the first
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="WARNING",
@@ -335,11 +336,13 @@ def parallel(model: Path) -> dict[str, Any]:
 
 
 def compiled(model: Path) -> dict[str, Any]:
-    with engine(model, _EXACT, enforce_eager=False) as llm:
+    """As `hybrid serve` compiles."""
+    how = {"enforce_eager": False, "compilation_config": {"inductor_compile_config": {"cpp_wrapper": True}}}
+    with engine(model, _EXACT, **how) as llm:
         order = in_worker(llm, watch_order)
         found = served(llm)
         mode = in_worker(llm, lambda w: w.vllm_config.compilation_config.mode.name)
-    with engine(model, _OVERLAP, enforce_eager=False) as llm:
+    with engine(model, _OVERLAP, **how) as llm:
         found["parked"] = parked(llm)
     return found | {"mode": mode, "orders": [list(x) for x in {tuple(events) for events in order.values()}]}
 
