@@ -187,8 +187,8 @@ def _choose_for_cpu(parsed: Any, flags: Collection[str]) -> Iterator[str]:
     if starts_eager(len(cores), flags):
         parsed.enforce_eager = True
         yield (
-            "--enforce-eager: the first start is one or two minutes shorter; with --no-enforce-eager it decodes about a "
-            "third faster, and later starts take some seconds more"
+            "--enforce-eager: the first start is one or two minutes shorter; with --no-enforce-eager it decodes about "
+            "a third faster, and later starts take some seconds more"
         )
     elif not parsed.enforce_eager:
         yield from _choose_how_to_compile(parsed.compilation_config.inductor_compile_config)
