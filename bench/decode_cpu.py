@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_backend.config import HybridConfig, apply_overrides, config_from_mapping, find_config, load_mapping
-from hybrid_backend.tools.bench.servers import as_documented
+from hybrid_backend.engines.cpu_defaults import intel_openmp
 from hybrid_backend.tools.hub import fetch
 from hybrid_backend.tools.plan.model import find_shape
 from tests.engines.server import MODEL, Server, hybrid_server, stock_server
@@ -53,7 +53,7 @@ def all_servers(
     else:
         flags = [*flags, "--no-enforce-eager"]  # stock's default, on machines of few cores too
         stock_flags = [*flags, "--kv-cache-memory-bytes", str(memory)]
-        stock = stock_server(place, model, stock_flags, as_documented())
+        stock = stock_server(place, model, stock_flags, intel_openmp())
         start = partial(hybrid_server, flags=flags, model=str(model))
     with ExitStack() as started:
         servers = {"stock": started.enter_context(stock)}

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from bench.peers.peer import Setup
-from hybrid_backend.tools.bench.servers import as_documented
+from hybrid_backend.engines.cpu_defaults import intel_openmp
 from tests.engines.server import Server, hybrid_server, stock_server
 
 
 def stock(setup: Setup) -> AbstractContextManager[Server]:
-    return stock_server(setup.place, setup.folder, [*_equal(setup), *_memory(setup)], as_documented())
+    return stock_server(setup.place, setup.folder, [*_equal(setup), *_memory(setup)], intel_openmp())
 
 
 def untouched(setup: Setup) -> AbstractContextManager[Server]:

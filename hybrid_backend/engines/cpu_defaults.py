@@ -20,7 +20,7 @@ compiling takes minutes."""
 LAYER_NAME, AOT = "VLLM_USE_LAYERNAME", "VLLM_USE_AOT_COMPILE"
 """vLLM's switches: whether compiled code names a layer by an object that only Python can pass on; whether it is saved
 with what Dynamo traced."""
-PRELOAD = "LD_PRELOAD"
+_PRELOAD = "LD_PRELOAD"
 # How a user says whether, and how, vLLM compiles; a file of flags may.
 _COMPILATION = (
     "--enforce-eager",
@@ -106,20 +106,20 @@ def cores_to_bind(
     return "|".join(",".join(map(str, part or [listed[rank % len(listed)]])) for rank, part in enumerate(parts))
 
 
-def intel_openmp(environment: Mapping[str, str] = os.environ, distribution: str = "intel-openmp") -> str | None:
-    """`PRELOAD` with Intel's OpenMP before it, which vLLM's wheel for x86 CPUs requires and leaves to its users to
-    preload. None: there is none, or the user preloads an OpenMP."""
-    preloaded = environment.get(PRELOAD, "")
+def intel_openmp(environment: Mapping[str, str] = os.environ, distribution: str = "intel-openmp") -> dict[str, str]:
+    """The variable that preloads Intel's OpenMP, which vLLM's wheel for x86 CPUs requires and its documentation tells
+    users to preload. Empty: it is not installed, or the user preloads an OpenMP."""
+    preloaded = environment.get(_PRELOAD, "")
     if any(name in preloaded for name in ("libiomp", "libomp", "libgomp")):
-        return None
+        return {}
     try:
         found = [file.locate() for file in files(distribution) or () if file.name == "libiomp5.so"]
     except PackageNotFoundError:
-        return None
+        return {}
     path = os.path.realpath(str(found[0])) if found else ""
     if not os.path.isfile(path) or re.search(r"[\s:]", path):  # which separate the names in the variable
-        return None
-    return f"{path}:{preloaded}" if preloaded else path
+        return {}
+    return {_PRELOAD: f"{path}:{preloaded}" if preloaded else path}
 
 
 def starts_eager(cores: int, flags: Collection[str]) -> bool:

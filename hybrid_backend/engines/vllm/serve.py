@@ -18,7 +18,6 @@ from hybrid_backend.engines.cpu_defaults import (
     AOT,
     BIND,
     LAYER_NAME,
-    PRELOAD,
     cores_to_bind,
     float32_line,
     has_bf16,
@@ -180,10 +179,9 @@ def _choose_for_cpu(parsed: Any, flags: Collection[str]) -> Iterator[str]:
         os.environ[BIND] = bound
         why = "all cores compute, where vLLM would keep one of so few for itself"
         yield f"{BIND}={bound}: {why if here == 1 else 'each rank computes on cores of its own'}"
-    preload = intel_openmp()
-    if preload is not None:
-        os.environ[PRELOAD] = preload
-        yield f"{PRELOAD}={preload}: Intel's OpenMP, which hands work to a waiting core sooner than GNU's"
+    for name, value in intel_openmp().items():
+        os.environ[name] = value
+        yield f"{name}={value}: Intel's OpenMP, which hands work to a waiting core sooner than GNU's"
     if starts_eager(len(cores), flags):
         parsed.enforce_eager = True
         yield (

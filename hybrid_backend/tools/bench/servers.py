@@ -19,7 +19,6 @@ import httpx
 import yaml
 
 from hybrid_backend.config import apply_overrides
-from hybrid_backend.engines.cpu_defaults import PRELOAD, intel_openmp
 from hybrid_backend.tools.bench.client import BenchError
 
 DEMO = "smollm2-135m-instruct"
@@ -88,13 +87,6 @@ def stock_server(
     environment = {"VLLM_PLUGINS": "none", **(environment or {})}
     with running(command, port, model, folder / f"stock-{port}.log", environment) as server:
         yield server
-
-
-def as_documented() -> dict[str, str]:
-    """The environment that vLLM's documentation recommends for its CPU backend and `hybrid serve` sets: Intel's OpenMP,
-    where it is installed. For a stock server that is to be measured."""
-    preload = intel_openmp()
-    return {PRELOAD: preload} if preload is not None else {}
 
 
 @contextmanager

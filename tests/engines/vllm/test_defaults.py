@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from tests.engines.commands import TINY_MODELS
 
 pytestmark = pytest.mark.engine
+PRELOADED = ["LD_PRELOAD"] if platform.machine() == "x86_64" else []  # for others vLLM requires no OpenMP
 
 
 def chosen(folder: Path, patch: pytest.MonkeyPatch, *flags: str, bf16: bool = False, cores: int = 2) -> Any:
@@ -29,6 +31,11 @@ def chosen(folder: Path, patch: pytest.MonkeyPatch, *flags: str, bf16: bool = Fa
     arguments = serve.engine_arguments(str(folder), "tiny", "{}", 16, flags)
     parsed = serve._parse(arguments)
     return parsed, list(serve._choose_for_cpu(parsed, serve._flags(arguments)))
+
+
+def what(lines: list[str]) -> list[str]:
+    """Each line begins with the name of what was chosen."""
+    return [re.split("[=:,]", line)[0] for line in lines]
 
 
 @pytest.fixture(autouse=True)
@@ -49,15 +56,15 @@ def test_without_bf16_instructions_fp32_is_served(tmp_path: Path, monkeypatch: p
 def test_a_small_machine_computes_on_all_cores_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed, lines = chosen(tmp_path, monkeypatch, bf16=True)
     assert parsed.enforce_eager and os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
-    assert any("--no-enforce-eager" in line for line in lines)
+    assert what(lines) == ["VLLM_CPU_OMP_THREADS_BIND", *PRELOADED, "--enforce-eager"]
     assert "VLLM_USE_LAYERNAME" not in os.environ
 
 
 def test_a_server_of_many_cores_keeps_vllms_binding_and_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parsed, _ = chosen(tmp_path, monkeypatch, bf16=True, cores=32)
-    assert not parsed.enforce_eager
+    parsed, lines = chosen(tmp_path, monkeypatch, bf16=True, cores=32)
+    assert not parsed.enforce_eager and what(lines) == [*PRELOADED, "cpp_wrapper", "VLLM_USE_AOT_COMPILE"]
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
 
 
@@ -74,7 +81,7 @@ def test_compiled_code_calls_operators_without_python(tmp_path: Path, monkeypatc
 def test_intels_openmp_of_vllms_wheel_is_preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/lib/of/mine.so")
     _, lines = chosen(tmp_path, monkeypatch, bf16=True)
-    if platform.machine() == "x86_64":  # for others vLLM requires none
+    if PRELOADED:
         intels, mine = os.environ["LD_PRELOAD"].split(":")
         assert Path(intels).name == "libiomp5.so" and Path(intels).is_file() and mine == "/lib/of/mine.so"
         assert any("Intel's OpenMP" in line for line in lines)

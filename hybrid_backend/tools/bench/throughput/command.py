@@ -124,8 +124,9 @@ def _started(
     workload: Workload, dtype: str, batch: int, changed: Mapping[str, Any], logs: Path
 ) -> Iterator[tuple[list[Endpoint], Workload]]:
     """Stock vLLM and `hybrid serve`, both up the whole time, of which one is asked at a time."""
+    from hybrid_backend.engines.cpu_defaults import intel_openmp
     from hybrid_backend.tools.bench.client import Endpoint
-    from hybrid_backend.tools.bench.servers import DEMO, as_documented, ended_in_order, hybrid_server, stock_server
+    from hybrid_backend.tools.bench.servers import DEMO, ended_in_order, hybrid_server, stock_server
     from hybrid_backend.tools.hub import fetch
     from hybrid_backend.tools.plan.model import find_shape
 
@@ -135,7 +136,7 @@ def _started(
     memory = int(shape.layers * shape.token_bytes * length * batch * 1.1)
     flags = ["--dtype", dtype, "--max-num-seqs", str(batch), "--max-model-len", str(length)]
     flags += ["--no-enforce-eager"]  # stock's default, on machines of few cores too
-    stock = stock_server(logs, model, [*flags, "--kv-cache-memory-bytes", str(memory)], environment=as_documented())
+    stock = stock_server(logs, model, [*flags, "--kv-cache-memory-bytes", str(memory)], environment=intel_openmp())
     hybrid = hybrid_server(logs, {"host_pool.size": memory, **changed}, flags)
     with ended_in_order(), stock as first, hybrid as second:
         servers = {"stock": first, "hybrid": second}
