@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid_backend.step import StepFailure
+
+_logger = init_logger("vllm.hybrid_backend")
 
 
 @dataclass
@@ -38,6 +41,29 @@ class CheckedOutput(AsyncModelRunnerOutput):
     def get_kv_connector_output(self) -> Any:
         """Asked by vLLM 0.33 and later."""
         return self._output.get_kv_connector_output()
+
+
+class UnheardRank:
+    """A rank whose output vLLM does not ask for, nor its errors (v1/executor/multiproc_executor.py,
+    ``WorkerProc._execute_worker_rpc``), while the others go on with what it gave them."""
+
+    def __init__(self) -> None:
+        self._on_its_way: AsyncModelRunnerOutput | None = None
+
+    def check(self, output: ModelRunnerOutput | AsyncModelRunnerOutput | None) -> None:
+        """``output``: of the last step, `checked` or a `CheckedOutput`. The latter is looked at when the next comes,
+        so that the device has its work meanwhile.
+
+        Raises:
+            SystemExit: it may not be used. vLLM ends the engine when one of its workers has ended.
+        """
+        there = output
+        if isinstance(output, AsyncModelRunnerOutput):
+            there, self._on_its_way = self._on_its_way, output
+            there = None if there is None else there.get_output()
+        if isinstance(there, HybridOutput) and there.failed:
+            _logger.error("%s; vLLM does not ask this rank, so it ends, and the engine with it", there.why)
+            raise SystemExit(1)
 
 
 def checked(

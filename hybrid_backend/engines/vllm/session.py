@@ -20,7 +20,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.asked import asked_budget
 from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead_hook
 from hybrid_backend.engines.vllm.layer import HybridImpl
-from hybrid_backend.engines.vllm.outputs import CheckedOutput, checked
+from hybrid_backend.engines.vllm.outputs import CheckedOutput, UnheardRank, checked
 from hybrid_backend.engines.vllm.parking import forgo_parking, parks_rows
 from hybrid_backend.errors import EngineError
 from hybrid_backend.execution.operations import are_launches
@@ -169,7 +169,7 @@ class Session:
         self._budgets: dict[str, int] = {}  # of requests that asked for one
         self._step: Step | None = None  # that runs, or ran last
         self._unfinished: list[str] = []  # of it
-        self._is_heard = vllm_config.parallel_config.rank == 0  # vLLM takes the output of one rank only
+        self._unheard = UnheardRank() if vllm_config.parallel_config.rank else None  # vLLM takes the output of one only
         self.is_scheduled = False
 
     def request_ids(self, metadata: CommonAttentionMetadata) -> list[str]:
@@ -258,11 +258,12 @@ class Session:
         if step is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            return CheckedOutput(output, lambda: self.failure(step))
-        failure = self.failure(step)
-        if failure is not None and not self._is_heard:
-            raise EngineError(f"{failure.error}; vLLM does not ask this rank, so the engine ends")
-        return output if output is None else checked(output, failure, self._unfinished)
+            output = CheckedOutput(output, lambda: self.failure(step))
+        elif output is not None:
+            output = checked(output, self.failure(step), self._unfinished)
+        if self._unheard is not None:
+            self._unheard.check(output)
+        return output
 
     def failure(self, step: Step) -> StepFailure | None:
         """`HybridRuntime.failure`, with the engine's blocks for pages."""

@@ -192,6 +192,12 @@ def tiers(w: Any) -> dict[str, Any]:
     }
 
 
+def never_in_time_on_second(w: Any) -> None:
+    """From now on the CPU workers of the second rank are late in every step."""
+    if w.rank == 1:
+        w.session.runtime.executor.partials._deadline = 0.0
+
+
 def watch_own_input(w: Any) -> dict[int, list[float]]:
     """From now on every layer predicts from its OWN input. Returns a log: the largest error of each decode step."""
     runtime = w.session.runtime
@@ -330,6 +336,11 @@ def parallel(model: Path) -> dict[str, Any]:
     try:
         with engine(model, _ON_CPU, tensor_parallel_size=2) as llm:
             found = generate(llm, FEW) | {"ranks": llm.collective_rpc(tiers)}
+            llm.collective_rpc(never_in_time_on_second)
+            try:
+                generate(llm, LONG)
+            except RuntimeError as error:
+                found["ended"] = str(error)
     finally:
         del os.environ["VLLM_CPU_OMP_THREADS_BIND"], os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"]
     return found

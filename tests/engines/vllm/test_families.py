@@ -212,3 +212,8 @@ def test_two_tensor_parallel_ranks_answer_as_one_and_share_the_heads(seen: Probe
     for rank in found["ranks"]:
         assert 2 * rank["kv_heads"] == alone["kv_heads"]
         assert sum(rank["on_cpu"]) > 0
+
+
+def test_a_tensor_parallel_rank_without_its_part_ends_the_engine(seen: Probe) -> None:
+    """vLLM asks the first rank only, which would go on with what the second one could not compute."""
+    assert seen("llama.parallel")["ended"] == "cancelled"

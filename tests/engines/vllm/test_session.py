@@ -12,9 +12,13 @@ pytest.importorskip("vllm")
 
 from vllm.compilation.backends import split_graph
 from vllm.config import CompilationConfig
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.vllm.outputs import CheckedOutput, UnheardRank, checked
 from hybrid_backend.engines.vllm.session import Session, attach_inputs
+from hybrid_backend.errors import DeadlineError
+from hybrid_backend.step import StepFailure
 from tests.support.harness import PAGE, Engine, config, spec
 
 pytestmark = pytest.mark.engine
@@ -39,6 +43,35 @@ def test_a_forward_that_raised_abandons_its_step() -> None:
         assert len(abandoned) == 1
     finally:
         engine.close()
+
+
+class _OnItsWay(AsyncModelRunnerOutput):
+    asked = False
+
+    def get_output(self) -> ModelRunnerOutput:
+        self.asked = True
+        return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+
+
+LATE = StepFailure(DeadlineError("late"), ["a"], [7])
+
+
+def test_a_rank_that_is_not_asked_ends_with_output_that_may_not_be_used() -> None:
+    rank = UnheardRank()
+    rank.check(ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}))
+    with pytest.raises(SystemExit):
+        rank.check(checked(ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}), LATE))
+
+
+def test_a_rank_that_is_not_asked_waits_for_an_output_only_when_the_next_step_is_under_way() -> None:
+    rank, outputs = UnheardRank(), [_OnItsWay() for _ in range(3)]
+    rank.check(CheckedOutput(outputs[0], lambda: None))
+    assert not outputs[0].asked
+    rank.check(CheckedOutput(outputs[1], lambda: LATE))
+    assert outputs[0].asked and not outputs[1].asked
+    with pytest.raises(SystemExit):
+        rank.check(CheckedOutput(outputs[2], lambda: None))
+    assert outputs[1].asked and not outputs[2].asked
 
 
 class _Layer(nn.Module):
