@@ -161,10 +161,12 @@ class HybridRuntime:
         """Prompts are attended, and their digests built, from what the device has at hand, while it crosses to the host
         pool beside the step."""
         tiers, rows, pages, offsets = self.tiers, step.prefill, step.prompt_pages, step.write_offsets
+        if step.fills_prefix and not self.model.parks:  # where rows wait, the engine caches a page when they are done
+            pages = step.write_pages
         k, v = tiers.write_back.store(layer, *self._whole_tokens(step, k, v), pages, offsets)
         tiers.whole.append(layer, pages, offsets, k, v)
         self.method.append(layer, pages, offsets, k, v)
-        if len(rows) > 1 and any(row.has_earlier_tokens for row in rows):
+        if step.fills_prefix or (len(rows) > 1 and any(row.has_earlier_tokens for row in rows)):
             tiers.write_back.join()  # a row may find its prefix in pages that another one writes just now
         owns = [] if self._prompts else tiers.prompts.own(q, k, v, [(row.start, row.end) for row in rows])
         for i, row in enumerate(rows):

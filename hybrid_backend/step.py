@@ -142,6 +142,7 @@ class Step:
     write_pages: Tensor  # [tokens] int32: where the batch's K and V go
     write_offsets: Tensor  # int64
     prompt_pages: Tensor  # as write_pages, -1 where a decoding row's token goes
+    fills_prefix: bool = False  # a prompt may begin with a page that a decoding row fills in this very step
     plan: Any = None
     windows: dict[int, WindowRows] = field(default_factory=dict)
     is_captured: bool = False  # of a graph: its rows stand for those of whatever step is open when it is replayed
@@ -207,7 +208,14 @@ def make_step(number: int, batch: Batch, page_size: int) -> Step:
         write_pages=pages,
         write_offsets=slots % page_size,
         prompt_pages=pages if rows is None or not prefill else pages.index_fill(0, rows.tokens, -1),
+        fills_prefix=rows is not None and _fills_prefix(rows, prefill, page_size),
     )
+
+
+def _fills_prefix(rows: DecodeRows, prefill: list[PrefillRow], page_size: int) -> bool:
+    """Engines find a page in the prefix cache from when the token that fills it is scheduled."""
+    begins = (row.seq_len - (row.end - row.start) for row in prefill)
+    return any(begin and begin % page_size == 0 for begin in begins) and bool((rows.seq_lens % page_size == 0).any())
 
 
 def _prefill_row(batch: Batch, row: int, start: int, end: int, page_size: int) -> PrefillRow:

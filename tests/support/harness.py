@@ -50,6 +50,7 @@ class Sequence:
     kv: list[list[Tensor]]
     tokens: int = 0  # computed so far
     budget: int = 0  # tokens that it asks for (`Batch.budgets`)
+    donor: Sequence | None = None  # whose next token is the last of a page that this one begins with
 
 
 @dataclass
@@ -81,12 +82,14 @@ class Engine:
 
     # --- requests ---
 
-    def add(self, name: str, prompt: int, shared_with: str | None = None) -> Sequence:
-        """A new request; ``shared_with`` donates its whole pages as a cached prefix (never all of the prompt)."""
+    def add(self, name: str, prompt: int, shared_with: str | None = None, filling: bool = False) -> Sequence:
+        """A new request; ``shared_with`` donates its whole pages as a cached prefix (never all of the prompt), the one
+        among them whose last token it decodes in the next step (``filling``)."""
         sequence = Sequence(name, prompt, [], [[] for _ in range(self.model.num_layers)])
         if shared_with is not None:
             donor = self.sequences[shared_with]
-            whole = min(donor.tokens, prompt - 1) // self.cfg.page_size
+            whole = min(donor.tokens + filling, prompt - 1) // self.cfg.page_size
+            sequence.donor = donor if filling else None
             sequence.pages = donor.pages[:whole]
             sequence.tokens = whole * self.cfg.page_size
             for layer in range(self.model.num_layers):
@@ -140,7 +143,10 @@ class Engine:
             out = there[-1].cpu()
             for r, name in enumerate(work):
                 mine = slice(query_start[r], query_start[r + 1])
-                self.sequences[name].kv[layer] = self.sequences[name].kv[layer] + list(kv[mine])
+                sequence = self.sequences[name]
+                if sequence.donor is not None:
+                    sequence.kv[layer] = sequence.donor.kv[layer][: sequence.tokens]
+                sequence.kv[layer] = sequence.kv[layer] + list(kv[mine])
                 outs[name] = out[mine]
                 assert not out[mine].isnan().any(), f"{name}: layer {layer} left output unwritten"
                 if tolerance is not None:
@@ -156,6 +162,7 @@ class Engine:
         self.ran = step
         for name, count in work.items():
             self.sequences[name].tokens += count
+            self.sequences[name].donor = None
         return outs
 
     def _attended(self, witness: Witness, layer: int, step: Step, name: str) -> Attended | None:

@@ -63,12 +63,6 @@ ARGUMENT_REFUSALS: tuple[Refusal[Start], ...] = (
         lambda a: a.arguments.speculative_algorithm is not None,
         "leave out --speculative-algorithm",
     ),
-    Refusal(
-        "a KV cache of another type than bf16",
-        lambda a: a.arguments.kv_cache_dtype not in ("auto", "bf16", "bfloat16"),
-        "use --kv-cache-dtype auto",
-        lambda a: a.arguments.kv_cache_dtype,
-    ),
     Refusal("tensor parallelism on SGLang in this version", lambda a: a.arguments.tp_size > 1, "use --tp-size 1"),
     Refusal("pipeline parallelism", lambda a: a.arguments.pp_size > 1, "use --pp-size 1"),
     Refusal(
@@ -111,6 +105,15 @@ MODEL_REFUSALS: tuple[Refusal[Start], ...] = (
         "MLA and state-space models",
         lambda a: a.model.attention_arch.name != "MHA" or a.model.head_dim != a.model.v_head_dim,
         _STOCK,
+    ),
+    Refusal(
+        "a KV cache of another type than the model's",
+        lambda a: (
+            a.arguments.kv_cache_dtype != "auto"
+            and not (a.arguments.kv_cache_dtype in ("bf16", "bfloat16") and a.model.dtype == torch.bfloat16)
+        ),
+        "use --kv-cache-dtype auto",
+        lambda a: f"--kv-cache-dtype {a.arguments.kv_cache_dtype}",
     ),
     Refusal(
         "models that do not generate text",

@@ -55,6 +55,7 @@ LEANS = (
         reads=("get_kv_pool_cls(", "self._profile_available_bytes("),
     ),
     Lean(f"{_POOL}:ReqToTokenPool.free_rows", "requests that are gone", passes=("indices",)),
+    Lean(f"{_POOL}:ReqToTokenPool.clear", "requests that are gone", passes=()),
     Lean(
         f"{_POOL}:ReqToTokenPool",
         "which request a row is",

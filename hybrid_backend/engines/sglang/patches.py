@@ -3,7 +3,8 @@
 * around ``KVCacheConfigurator._profile_available_bytes``: the pool is sized from the host budget, not from free device
   memory;
 * after ``ReqToTokenPool.free_rows``: the one door through which finished, aborted and retracted requests give their row
-  back.
+  back;
+* after ``ReqToTokenPool.clear``: flushing the cache takes all rows back, of idle streaming sessions too.
 
 SGLang logs a hook that it cannot apply and goes on; `verify` looks at the functions themselves.
 """
@@ -21,6 +22,7 @@ from hybrid_backend.errors import EngineError
 LISTENER = "hybrid_rows_freed"  # attribute of a ReqToTokenPool: called with the rows that were given back
 _BUDGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 _FREE_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows"
+_CLEAR = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear"
 
 
 def _host_budget(original: Callable[..., int], configurator: Any, *args: Any, **kwargs: Any) -> int:
@@ -38,17 +40,22 @@ def _rows_freed(_: None, pool: Any, indices: list[int]) -> None:
         listener(indices)
 
 
+def _all_freed(_: None, pool: Any) -> None:
+    _rows_freed(None, pool, list(range(len(pool.req_generation))))
+
+
 def register() -> None:
-    """Hand both hooks to SGLang, which applies them once all plugins are loaded."""
+    """Hand the hooks to SGLang, which applies them once all plugins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_BUDGET, _host_budget, HookType.AROUND)
     HookRegistry.register(_FREE_ROWS, _rows_freed, HookType.AFTER)
+    HookRegistry.register(_CLEAR, _all_freed, HookType.AFTER)
 
 
 def verify() -> None:
-    """Raise EngineError unless both hooks are in place in this process."""
-    for target, hook in ((_BUDGET, _host_budget), (_FREE_ROWS, _rows_freed)):
+    """Raise EngineError unless all hooks are in place in this process."""
+    for target, hook in ((_BUDGET, _host_budget), (_FREE_ROWS, _rows_freed), (_CLEAR, _all_freed)):
         if not _wraps(pkgutil.resolve_name(target), hook):
             raise EngineError(f"SGLang did not apply the hook on {target}; {SGLANG.fix}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 BUDGET = "budget_tokens"
+_EVERYTHING = 2**31 - 1  # tokens; more would not fit the kernels' numbers
 
 
 def asked_budget(params: Any) -> int:
@@ -23,7 +24,7 @@ def asked_budget(params: Any) -> int:
     tokens = int(given) if isinstance(given, float) and given.is_integer() else given  # JSON has no integers
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"{BUDGET}: got {given!r}, expected a whole number of tokens, 1 or more, such as 2048")
-    return tokens
+    return min(tokens, _EVERYTHING)
 
 
 def check_asked(*request: Any, **named: Any) -> None:

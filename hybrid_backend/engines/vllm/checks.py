@@ -139,10 +139,15 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         _STOCK,
     ),
     Refusal(
-        "a quantised KV cache",
-        lambda a: a.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+        "a KV cache of another type than the model's",
+        lambda a: a.cache_dtype != "auto" and a.cache_dtype != str(a.model.dtype).removeprefix("torch."),
         "use --kv-cache-dtype auto",
         lambda a: f"--kv-cache-dtype {a.cache_dtype}",
+    ),
+    Refusal(
+        "prefixes that end within a block, of models with layers of other kinds than attention",
+        lambda a: a.model.is_hybrid and a.vllm_config.cache_config.prefix_match_unit is not None,
+        "leave out --prefix-match-unit",
     ),
     Refusal(
         "speculative decoding",

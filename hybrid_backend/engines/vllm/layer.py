@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from hybrid_backend.engines.refusal import refuse
 from hybrid_backend.engines.vllm.checks import LAYER_REFUSALS, Layer
+from hybrid_backend.engines.vllm.outputs import UnheardRank
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step import Step
 
@@ -53,11 +54,11 @@ class HybridImpl(AttentionImpl):
         self.sinks = sinks  # a parameter, whose weights are loaded later
         self.layer_index = -1
         self.runtime: HybridRuntime | None = None
+        self.unheard: UnheardRank | None = None
         self.predictor: Predictor | None = None
 
-    def bind(self, runtime: HybridRuntime, layer_index: int) -> None:
-        self.runtime = runtime
-        self.layer_index = layer_index
+    def bind(self, runtime: HybridRuntime, layer_index: int, unheard: UnheardRank | None) -> None:
+        self.runtime, self.layer_index, self.unheard = runtime, layer_index, unheard
 
     def lookahead(
         self, metadata: HybridMetadata, positions: Tensor | None, hidden: Tensor, residual: Tensor | None
@@ -96,5 +97,8 @@ class HybridImpl(AttentionImpl):
         """``query``, ``output``: ``[tokens, heads, dim]``; ``key``, ``value``: ``[tokens, kv_heads, dim]``."""
         if attn_metadata is None or attn_metadata.step is None or self.runtime is None:
             return output.zero_()  # profiling, warm-up
-        self.runtime.forward(self.layer_index, attn_metadata.step, query, key, value, output)
+        step = attn_metadata.step
+        self.runtime.forward(self.layer_index, step, query, key, value, output)
+        if self.unheard is not None and step.error is not None:  # before other ranks add what is missing here
+            self.unheard.end(str(step.error))
         return output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -52,18 +52,26 @@ class UnheardRank:
 
     def check(self, output: ModelRunnerOutput | AsyncModelRunnerOutput | None) -> None:
         """``output``: of the last step, `checked` or a `CheckedOutput`. The latter is looked at when the next comes,
-        so that the device has its work meanwhile.
+        so that the device has its work meanwhile. None: there is no step.
 
         Raises:
-            SystemExit: it may not be used. vLLM ends the engine when one of its workers has ended.
+            SystemExit: it may not be used.
         """
-        there = output
+        before, self._on_its_way = self._on_its_way, None
+        there = [] if before is None else [before.get_output()]
         if isinstance(output, AsyncModelRunnerOutput):
-            there, self._on_its_way = self._on_its_way, output
-            there = None if there is None else there.get_output()
-        if isinstance(there, HybridOutput) and there.failed:
-            _logger.error("%s; vLLM does not ask this rank, so it ends, and the engine with it", there.why)
-            raise SystemExit(1)
+            self._on_its_way = output
+        elif output is not None:
+            there.append(output)
+        for each in there:
+            if isinstance(each, HybridOutput) and each.failed:
+                self.end(each.why)
+
+    @staticmethod
+    def end(why: str) -> NoReturn:
+        """vLLM ends the engine when one of its workers has ended."""
+        _logger.error("%s; vLLM does not ask this rank, so it ends, and the engine with it", why)
+        raise SystemExit(1)
 
 
 def checked(

@@ -140,6 +140,7 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
         )
     try:
         parsed = _parse(arguments)
+        _refuse_other_servers(parsed)
         _, _, validate = compat.command_line()
         validate(parsed)
         choices = list(_choose_for_cpu(parsed, _flags(arguments))) if device == "cpu" else []
@@ -154,6 +155,19 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
         model = arguments[arguments.index("--model") + 1]
         raise EngineError(f"vLLM cannot serve {model}: {_reason(error)}") from error
     return parsed, address, listener
+
+
+def _refuse_other_servers(parsed: Any) -> None:
+    """`vllm serve` starts others than the one HTTP server that we start, when it is told to."""
+    others = ("headless", "grpc", "data_parallel_multi_port_external_lb")
+    asked = [name for name in others if getattr(parsed, name, False)]
+    if (parsed.api_server_count or 1) > 1:
+        asked.append("api_server_count")
+    if asked:
+        raise EngineError(
+            f"--{asked[0].replace('_', '-')}: `hybrid serve` starts one HTTP server; leave it out, or run `vllm serve "
+            f"MODEL --attention-backend {BACKEND} --worker-cls {parsed.worker_cls}`"
+        )
 
 
 def _choose_for_cpu(parsed: Any, flags: Collection[str]) -> Iterator[str]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 def attention_layers(model: nn.Module) -> list[Layer]:
@@ -102,6 +103,22 @@ def attach_inputs(model: nn.Module, vllm_config: VllmConfig, config: HybridConfi
         decoder.register_forward_pre_hook(input_hook(decoder, attention.layer_name), with_kwargs=True)
 
 
+def check_groups(model: nn.Module, kv_cache_config: KVCacheConfig) -> None:
+    """Before memory is allocated. The runtime's pages are those of one table per request.
+
+    Raises:
+        EngineError: vLLM has put the layers with full attention into several groups with pages of their own.
+    """
+    full = {each.attention.layer_name for each in attention_layers(model) if each.attention.sliding_window is None}
+    groups = sum(not full.isdisjoint(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    if groups > 1:
+        raise EngineError(
+            f"vLLM splits the {len(full)} full-attention layers into {groups} KV cache groups, since layers of other "
+            "kinds are fewer; not supported: leave out --attention-backend CUSTOM for this model, or, where the others have "
+            "sliding windows, add --disable-hybrid-kv-cache-manager"
+        )
+
+
 class Session:
     """Built when the KV memory exists; owns the runtime, knows which request each row of a batch belongs to."""
 
@@ -153,12 +170,13 @@ class Session:
             views,
             rank_of(vllm_config.parallel_config),
         )
+        self._unheard = UnheardRank() if vllm_config.parallel_config.rank else None  # vLLM takes the output of one only
         self._full_layers = {a.layer_name for a in attentions if a.sliding_window is None}
         # The engine may have widened its blocks (for the state of layers that are not ours); pages are as configured.
         self.pages_per_block = vllm_config.cache_config.block_size // config.page_size
         for index, attention in enumerate(attentions):
             if attention in ours:
-                attention.impl.bind(self.runtime, index)
+                attention.impl.bind(self.runtime, index, self._unheard)
         for groups in runner.attn_groups:
             for group in groups:
                 for builder in group.metadata_builders:
@@ -169,7 +187,6 @@ class Session:
         self._budgets: dict[str, int] = {}  # of requests that asked for one
         self._step: Step | None = None  # that runs, or ran last
         self._unfinished: list[str] = []  # of it
-        self._unheard = UnheardRank() if vllm_config.parallel_config.rank else None  # vLLM takes the output of one only
         self.is_scheduled = False
 
     def request_ids(self, metadata: CommonAttentionMetadata) -> list[str]:
@@ -216,14 +233,19 @@ class Session:
         self._step, self.is_scheduled = None, True
         try:
             yield
-        except BaseException:
-            if self._step is not None:
-                self.runtime.abandon(self._step)
+        except BaseException as error:
+            step = self._step
+            if step is not None:
+                self.runtime.abandon(step)
+                if self._unheard is not None and step.error is not None and not isinstance(error, SystemExit):
+                    self._unheard.end(str(step.error))  # compiled code has turned that exit into an error of its own
             raise
         finally:
             self.is_scheduled = False
         if self._step is not None:
             self.runtime.end_step(self._step)
+        elif self._unheard is not None:
+            self._unheard.check(None)
 
     @contextmanager
     def sampled(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.parking import parks_rows
-from hybrid_backend.engines.vllm.session import Session, attach_inputs, attach_lookahead, global_rank
+from hybrid_backend.engines.vllm.session import Session, attach_inputs, attach_lookahead, check_groups, global_rank
 from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.observe.metrics import Publisher
 
@@ -38,6 +38,7 @@ class HybridWorker(_Worker):
             attach_inputs(self.model_runner.get_model(), self.vllm_config, self.hybrid_config)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        check_groups(self.model_runner.get_model(), kv_cache_config)
         super().initialize_from_config(kv_cache_config)
         self.session = Session(
             self.model_runner, self.vllm_config, self.hybrid_config, self.device, on_host=self.on_host

@@ -12,6 +12,7 @@ import torch
 
 from hybrid_backend.attention.lookahead import Layer
 from hybrid_backend.config import config_from_mapping
+from hybrid_backend.engines.sglang.patches import _all_freed
 from tests.engines.answers import StockAnswers
 from tests.engines.conftest import TOKENS
 from tests.engines.server import Server
@@ -121,6 +122,16 @@ def test_a_row_that_was_given_back_begins_with_a_prompt_again(scheduler: Schedul
     assert again == a
     assert scheduler.forward({again: (0, 1)}) == [False]
     assert not scheduler.session._answering - {f"{a}.{int(scheduler.rows.req_generation[a])}"}
+
+
+def test_flushing_the_cache_takes_the_frames_of_every_row_back(scheduler: Scheduler) -> None:
+    """Also of a streaming session's that idles, which SGLang does not free one by one."""
+    a, b = scheduler.admit(PAGE), scheduler.admit(PAGE)
+    scheduler.forward({a: (0, PAGE), b: (0, PAGE)})
+    scheduler.forward({a: (PAGE, 1), b: (PAGE, 1)}, "DECODE")
+    assert scheduler.session.runtime.tiers.frames.running == 2
+    _all_freed(None, scheduler.rows)
+    assert scheduler.session.runtime.tiers.frames.running == 0 and not scheduler.session._answering
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,7 @@ from hybrid_backend.attention.lookahead import proven_predictor
 from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER, worker
 from hybrid_backend.engines.vllm.hooks import lookahead_hook
 from hybrid_backend.engines.vllm.session import attention_layers, layer_inputs
+from hybrid_backend.errors import EngineError
 from tests.engines.vllm import gated_delta
 from tests.engines.vllm.families import (
     FINDS_PREFIXES,
@@ -346,6 +347,23 @@ def parallel(model: Path) -> dict[str, Any]:
     return found
 
 
+def mostly_full(model: Path) -> dict[str, Any]:
+    """More layers with full attention than with sliding windows: vLLM gives each of the former a page table."""
+    kinds = ["full_attention"] * 5 + ["sliding_attention"]
+    shape: dict[str, Any] = {"hf_overrides": {"layer_types": kinds}}
+    found: dict[str, Any] = {}
+    with engine(model, **shape) as llm:
+        found["stock"] = generate(llm, FEW)
+    try:
+        with engine(model, _SERVED, **shape):
+            pass
+    except EngineError as error:
+        found["refused"] = str(error)
+    with engine(model, _SERVED, disable_hybrid_kv_cache_manager=True, **shape) as llm:
+        found["one group"] = generate(llm, FEW)
+    return found
+
+
 def compiled(model: Path) -> dict[str, Any]:
     """As `hybrid serve` compiles."""
     how = {"enforce_eager": False, "compilation_config": {"inductor_compile_config": {"cpp_wrapper": True}}}
@@ -364,6 +382,7 @@ _PROBES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "tiers": other_tiers,
     "state": kept_state,
     "parallel": parallel,
+    "mostly_full": mostly_full,
     "compiled": compiled,
 }
 

@@ -101,7 +101,21 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         ["--tensor-parallel-size=2", "--decode-context-parallel-size=2"],
         ["use --decode-context-parallel-size 1"],
     ),
-    "a quantised KV cache": (MODEL, [], ["--kv-cache-dtype", "fp8"], ["quantised", "use --kv-cache-dtype auto"]),
+    "a quantised KV cache": (MODEL, [], ["--kv-cache-dtype", "fp8"], ["fp8", "use --kv-cache-dtype auto"]),
+    "a KV cache of another type than the model's": (
+        MODEL,
+        [],
+        ["--dtype", "float32", "--kv-cache-dtype", "bfloat16"],
+        ["another type than the model's", "--kv-cache-dtype bfloat16", "use --kv-cache-dtype auto"],
+    ),
+    "gRPC": (MODEL, [], ["--grpc"], ["--grpc", "leave it out"]),
+    "several API servers": (MODEL, [], ["--api-server-count", "2"], ["--api-server-count", "leave it out"]),
+    "prefixes that end within a block of a model that keeps a state": (
+        "lfm2",
+        [],
+        ["--prefix-match-unit", "16"],
+        ["leave out --prefix-match-unit"],
+    ),
     "a KV connector that is not known": (
         MODEL,
         [],

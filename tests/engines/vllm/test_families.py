@@ -42,6 +42,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
         *(f"{name}.state" for name in OWN_STATE),
         "llama.compiled",
         "llama.parallel",
+        "gemma3.mostly_full",
     ]
     log = folder / "log"
     with log.open("wb") as sink:
@@ -212,6 +213,13 @@ def test_two_tensor_parallel_ranks_answer_as_one_and_share_the_heads(seen: Probe
     for rank in found["ranks"]:
         assert 2 * rank["kv_heads"] == alone["kv_heads"]
         assert sum(rank["on_cpu"]) > 0
+
+
+def test_a_model_whose_full_attention_layers_vllm_splits_is_refused_and_the_way_out_works(seen: Probe) -> None:
+    found = seen("gemma3.mostly_full")
+    assert "splits the 5 full-attention layers into 5 KV cache groups" in found["refused"]
+    assert "--disable-hybrid-kv-cache-manager" in found["refused"]
+    assert_same_answers(found["one group"], found["stock"])
 
 
 def test_a_tensor_parallel_rank_without_its_part_ends_the_engine(seen: Probe) -> None:

@@ -62,7 +62,9 @@ def test_what_is_no_number_of_tokens_is_refused_with_the_value(given: object) ->
         asked_budget(Params(budget_tokens=given))
 
 
-@pytest.mark.parametrize(("given", "expected"), [(512, 512), (512.0, 512), (None, 0)])
+@pytest.mark.parametrize(
+    ("given", "expected"), [(512, 512), (512.0, 512), (None, 0), (1e30, 2**31 - 1), (2**63, 2**31 - 1)]
+)
 def test_tokens_are_taken_as_json_has_them(given: object, expected: int) -> None:
     assert asked_budget(Params(budget_tokens=given)) == expected
     assert asked_budget(Params()) == asked_budget(Params(other=1)) == asked_budget(object()) == 0
