@@ -18,7 +18,7 @@ from hybrid_backend.attention.prefill import windowed
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.execution import make_executor
-from hybrid_backend.execution.operations import are_launches, resolve_flashinfer, resolve_operations
+from hybrid_backend.execution.operations import are_launches, fitted, resolve_flashinfer, resolve_operations
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure, make_step, whole_tokens, window_rows
@@ -63,6 +63,7 @@ class HybridRuntime:
             )
         method = resolve_method(config.method)
         method.check(config, device, model.num_layers, model.num_kv_heads)
+        config = fitted(config, model, device)
         self.config = config
         self.model = model
         self._stats = Stats.of(model.num_layers)

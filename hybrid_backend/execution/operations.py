@@ -70,6 +70,28 @@ def resolve_operations(config: HybridConfig, device: torch.device) -> Operations
     return cast(Operations, import_module(f"hybrid_backend.kernels.{module}"))
 
 
+def fitted(config: HybridConfig, model: ModelSpec, device: torch.device) -> HybridConfig:
+    """``config``, with PyTorch in place of the native kernels where these have none for the model's shape.
+
+    Raises:
+        ConfigError: they were asked for by name, or the device tier is a GPU, whose questions only they answer.
+    """
+    heads, kv_heads, dim, page_size = model.num_heads, model.num_kv_heads, model.head_dim, config.page_size
+    if kernel_name(config.workers.kernel) != "native" or cpu.decodes(heads, kv_heads, dim, page_size):
+        return config
+    shape = f"{heads} query heads on {kv_heads} KV heads of {dim}"
+    has = "they have at most 16 query heads per KV head, and head sizes of 16 to 256 in steps of 16"
+    if device.type == "cuda":
+        raise ConfigError(
+            f"workers.kernel: no CPU kernel serves {shape} ({has}); use the engine's own backend for this model"
+        )
+    for key, asked in (("workers.kernel", config.workers.kernel), ("device_kernels", config.device_kernels)):
+        if asked == "native":
+            raise ConfigError(f"{key}: native has no kernels for {shape} ({has}); write auto or torch")
+    _log.warning("PyTorch attends, slowly: the native kernels have none for %s (%s)", shape, has)
+    return config.model_copy(update={"workers": config.workers.model_copy(update={"kernel": "torch"})})
+
+
 def flashinfer_bytes(config: HybridConfig, model: ModelSpec, device: torch.device) -> int:
     """Device memory that FlashInfer takes. Of a GPU of another machine: as if what is installed here were there."""
     if device.type != "cuda" or config.device_kernels not in ("auto", "flashinfer") or flashinfer.unfit(model):

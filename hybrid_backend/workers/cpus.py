@@ -77,14 +77,15 @@ class Bound:
     @classmethod
     def now(cls, proc: Path = Path("/proc")) -> Bound:
         """As the kernel has it: of this process and of all others in its process group, which are the engine's."""
-        me, own = os.getpid(), frozenset(os.sched_getaffinity(0))
-        allowed = own | _affinity(os.getppid())  # the engine may have pinned this very thread
+        me, parent, allowed = os.getpid(), os.getppid(), frozenset(os.sched_getaffinity(0))
+        if _is_engine(proc, parent):  # which may have pinned this very thread
+            allowed |= _affinity(parent)
         found: dict[int, frozenset[int]] = {}
         for pid in sorted(int(path.name) for path in proc.glob("[0-9]*")):
             try:
                 if os.getpgid(pid) == os.getpgid(me):
                     found[pid] = _pinned(proc / str(pid) / "task", allowed)
-            except (ProcessLookupError, PermissionError):
+            except OSError:
                 continue  # it ended meanwhile
         others = [(pid, cpus) for pid, cpus in found.items() if cpus and pid != me]
         return cls(
@@ -158,6 +159,24 @@ def spare_cpus(bound: Bound, topology: Topology, numa: int | str = "auto", rank:
     return _share(cores, rank) or [cores[rank.index % len(cores)]]
 
 
+def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPUs that the control group may use at a time; None without a quota."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (cgroup / "cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    return int(quota) / int(period) if quota.isdigit() and int(period) else None
+
+
+def within_quota(cpus: list[int], quota: float | None, ranks: int) -> list[int]:
+    """As many as all ``ranks`` may use at once: more threads would only be stopped, the engine's with them."""
+    return cpus if quota is None else cpus[: max(1, int(quota / ranks))]
+
+
 def name_thread() -> None:
     """The calling thread is a worker: `Bound.now`, of other ranks too, does not take it for the engine's own."""
     Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD_NAME)
@@ -180,6 +199,15 @@ def check_cpus(cpus: Sequence[int], allowed: frozenset[int]) -> list[int]:
 def _share(cpus: list[int], rank: Rank) -> list[int]:
     """A run of neighbours: they share caches."""
     return cpus[len(cpus) * rank.index // rank.count : len(cpus) * (rank.index + 1) // rank.count]
+
+
+def _is_engine(proc: Path, pid: int) -> bool:
+    """Whether this process is one of another's of the engine, not a shell's or of a tool that has bound it to CPUs."""
+    try:
+        same_program = os.readlink(proc / str(pid) / "exe") == os.readlink(proc / "self/exe")
+        return same_program and os.getpgid(pid) == os.getpgid(0)
+    except OSError:
+        return False
 
 
 def _affinity(thread: int) -> frozenset[int]:

@@ -15,7 +15,18 @@ from hybrid_backend.config import WorkersConfig
 from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
 from hybrid_backend.kernels import cpu
 from hybrid_backend.workers.base import Owners, Ticket, WorkerPool
-from hybrid_backend.workers.cpus import ALONE, Bound, Places, Rank, Topology, check_cpus, name_thread, spare_cpus
+from hybrid_backend.workers.cpus import (
+    ALONE,
+    Bound,
+    Places,
+    Rank,
+    Topology,
+    check_cpus,
+    cpu_quota,
+    name_thread,
+    spare_cpus,
+    within_quota,
+)
 from hybrid_backend.workers.ipex import IpexPool
 from hybrid_backend.workers.registry import IPEX, PartialKernel, kernel_name, resolve_kernel
 
@@ -31,7 +42,7 @@ def make_pool(config: WorkersConfig, rank: Rank = ALONE) -> WorkerPool:
     """
     bound, topology = Bound.now(), Topology.read()
     if config.cpus == "auto":
-        cpus = spare_cpus(bound, topology, config.numa, rank)
+        cpus = within_quota(spare_cpus(bound, topology, config.numa, rank), cpu_quota(), rank.count)
     else:
         cpus = check_cpus(config.cpus, bound.allowed)
     if kernel_name(config.kernel) == "native":

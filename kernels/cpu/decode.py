@@ -43,7 +43,8 @@ def openmp_entry() -> int | None:
 
 def decodes(heads: int, kv_heads: int, head_dim: int, page_size: int) -> bool:
     """Whether `Decoder` has kernels for a model of this shape, where the library is available."""
-    return head_dim % 16 == 0 and head_dim <= 256 and heads // kv_heads <= 16 and page_size % 16 == 0
+    sizes = head_dim in range(16, 257, 16) and page_size in range(16, 129, 16)
+    return sizes and 1 <= heads // kv_heads <= 16
 
 
 class Decoder:
@@ -266,7 +267,8 @@ class Decoder:
             if x is None:
                 continue
             shape = self._kv_shape if name in ("k", "v") else self.shape
-            if tuple(x.shape[1:]) != shape or x.dtype != self.dtype or x.stride()[1:] != (shape[1], 1):
+            strides = (shape[1] if shape[0] > 1 else x.stride(1), 1)  # that of a single head says nothing
+            if tuple(x.shape[1:]) != shape or x.dtype != self.dtype or x.stride()[1:] != strides:
                 raise ValueError(
                     f"{name} must be {self.dtype} [tokens, {shape[0]}, {shape[1]}] with contiguous heads, not "
                     f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}"

@@ -114,8 +114,8 @@ def check_groups(model: nn.Module, kv_cache_config: KVCacheConfig) -> None:
     if groups > 1:
         raise EngineError(
             f"vLLM splits the {len(full)} full-attention layers into {groups} KV cache groups, since layers of other "
-            "kinds are fewer; not supported: leave out --attention-backend CUSTOM for this model, or, where the others have "
-            "sliding windows, add --disable-hybrid-kv-cache-manager"
+            "kinds are fewer; not supported: leave out --attention-backend CUSTOM for this model, or, where the others "
+            "have sliding windows, add --disable-hybrid-kv-cache-manager"
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.tools.doctor.finding import Finding, State, unknown
+from hybrid_backend.workers.cpus import cpu_quota
 
 FEW_CORES = 4
 # What /proc/cpuinfo calls the instruction sets of the native library (kernels/cpu/build.py).
@@ -28,26 +29,13 @@ _DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 def check_cores(cpus: int, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Finding:
     """``cpus``: that this process may run on (`os.sched_getaffinity`); a quota of the container counts."""
     found, usable = f"{cpus} CPUs", float(cpus)
-    quota = _quota(cgroup)
+    quota = cpu_quota(cgroup)
     if quota is not None and quota < cpus:
         usable, found = quota, f"{quota:g} of {cpus} CPUs (the container's quota)"
     if usable < FEW_CORES:
         fix = f"give it {FEW_CORES} cores or more: CPU attention scales with them until memory is the limit"
         return Finding("cores", "warning", found, fix)
     return Finding("cores", "ok", found)
-
-
-def _quota(cgroup: Path) -> float | None:
-    """CPUs that the control group may use at a time; None without a quota."""
-    try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (cgroup / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    return int(quota) / int(period) if quota.isdigit() and int(period) else None
 
 
 def check_numa(

@@ -127,7 +127,7 @@ struct Kernel {
 
   // The largest logit of each head, in all of the head's lanes.
   INLINE __m512 head_maximum(const float* s) {
-    __m512 best = _mm512_load_ps(s);
+    __m512 best = _mm512_max_ps(_mm512_load_ps(s), _mm512_set1_ps(-INFINITY));  // the second operand wins over NaN
     for (int i = 16; i < shape->page_size * GROUP; i += 16) best = _mm512_max_ps(_mm512_load_ps(s + i), best);
     auto rotated = [&](auto lanes) __attribute__((always_inline)) {
       const __m512i x = _mm512_castps_si512(best);

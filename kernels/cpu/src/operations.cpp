@@ -65,7 +65,9 @@ void fold_keys(const hb_model& model, const char* keys, int64_t row, int64_t tok
 
 // What makes digests of whole pages; null where they are of growing pages too.
 const Isa* coder(const hb_model& model, int64_t kind) {
-  return kind == MINMAX ? nullptr : hb::kernels_of(model, hb::best_isa()).base;
+  if (kind == MINMAX) return nullptr;
+  hb::check_model(model);
+  return hb::kernels_of(model, hb::best_isa()).base;
 }
 
 // The digest of a whole page, in codes or in bytes.

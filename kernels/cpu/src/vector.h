@@ -222,7 +222,7 @@ INLINE void page_weights(State& st, int head, const PageRef& page) {
   const int page_size = st.shape->page_size;
   for (int t = 0; t < page.skip; t++) s[t] = -INFINITY;
   for (int t = page.tokens; t < page_size; t++) s[t] = -INFINITY;
-  vf top = *(vf*)s;
+  vf top = larger(*(vf*)s, splat(-INFINITY));  // NaN is nothing
   for (int t = LANES; t < page_size; t += LANES) top = larger(*(vf*)&s[t], top);
   const float best = largest_of(top);
   if (best > st.maximum[head] + RESCALE_ABOVE) {

@@ -67,6 +67,29 @@ def test_one_token(isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8])
+@pytest.mark.parametrize("token", [0, 3, 17, 40, 99])
+def test_a_key_that_is_nan_weighs_nothing(isa, dtype, group, token):
+    """Wherever it lies, also in a page in which the maximum would rise."""
+    rng = torch.Generator().manual_seed(token)
+    layer = torch.randn(4, 2, 2, 32, 64, generator=rng)
+    layer[3, :, 0] *= 30
+    layer, q = layer.to(dtype), torch.randn(1, 2 * group, 64, generator=rng).to(dtype)
+    page, at = divmod(token, 32)
+    ids, valid = torch.arange(4).view(1, 1, 4), torch.full((1, 1, 4), 32)
+    layer[page, :, 0, at, 5] = float("nan")
+    out, lse = cpu.partial(q, layer, ids, valid, 0.125, isa=isa)
+    keys, values = (layer[:, :, part].transpose(1, 2).flatten(0, 1).double() for part in (0, 1))
+    left = torch.arange(128) != token
+    heads = torch.arange(2 * group) // group
+    logits = torch.einsum("hd,thd->ht", q[0].double(), keys[left][:, heads]) * 0.125
+    expected = torch.einsum("ht,thd->hd", logits.softmax(1), values[left][:, heads])
+    assert torch.allclose(lse[0].double(), logits.logsumexp(1), rtol=1e-6, atol=1e-3)
+    assert cases.relative_error(out[0], expected) <= TOLERANCE.get(isa, 1e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_no_page_and_no_row(isa):
     layer, q = torch.randn(2, 2, 2, 16, 64).bfloat16(), torch.randn(3, 4, 64).bfloat16()
     none = torch.zeros(3, 1, 0, dtype=torch.int64)

@@ -89,6 +89,19 @@ def test_a_sink_far_above_all_logits_leaves_almost_nothing_and_one_far_below_cha
     assert cases.relative_error(out[:, 1], expected(q, kv, pages, 90)[:, 1]) <= 1e-5
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("token", [0, 3, 20, 70])
+def test_a_key_of_a_prompt_that_is_nan_weighs_nothing(isa: str, dtype: torch.dtype, token: int) -> None:
+    q, kv, pages, out = prompt(dtype, 4, 2, 64, 10, 90)
+    kv[int(pages[token // 16]), :, 0, token % 16] = -torch.inf  # what weighs nothing for sure, of one sign each
+    q = q.abs()
+    without = expected(q, kv, pages, 90)
+    kv[int(pages[token // 16]), :, 0, token % 16] = torch.nan
+    cpu.attend_prompt(q, kv, pages, 90, 0.125, None, None, out, isa=isa)
+    assert cases.relative_error(out, without) <= TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_chunks_of_a_prompt_are_the_whole_prompt(dtype: torch.dtype) -> None:
     q, kv, pages, out = prompt(dtype, 6, 2, 64, 300, 300)

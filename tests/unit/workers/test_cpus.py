@@ -18,7 +18,7 @@ from hybrid_backend.config import WorkersConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels import cpu as native
 from hybrid_backend.workers import NativePool, Rank, make_pool
-from hybrid_backend.workers.cpus import Bound, Places, Topology, spare_cpus
+from hybrid_backend.workers.cpus import Bound, Places, Topology, spare_cpus, within_quota
 
 
 def draw(root: Path, cores: list[str], nodes: dict[int, str]) -> Topology:
@@ -199,6 +199,33 @@ def test_pinned_threads_of_all_processes_of_the_engine_are_seen_but_not_the_work
         assert child.stdout.readline() == f"[{second}]\n"
         assert frozenset({second}) in Bound.now().after, "another process of this group pins a thread to it"
         child.stdin.write("\n")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: no process can be bound to fewer")
+@pytest.mark.parametrize("program", ["", "exec -a engine "], ids=["a shell", "a shell by another name"])
+def test_workers_stay_on_the_cpus_that_a_shell_has_bound_its_command_to(program: str) -> None:
+    look = "from hybrid_backend.workers.cpus import Bound; print(sorted(Bound.now().allowed))"
+    last = max(os.sched_getaffinity(0))
+    line = f"({program}taskset -c {last} {sys.executable} -c '{look}'); true"
+    assert subprocess.check_output(["bash", "-c", line], text=True) == f"[{last}]\n"
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError, PermissionError])
+def test_processes_that_end_while_they_are_looked_at_do_no_harm(
+    error: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("hybrid_backend.workers.cpus._pinned", ended)
+    assert Bound.now().mine == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("quota", "ranks", "expected"), [(None, 1, 8), (6.5, 1, 6), (6.5, 2, 3), (0.5, 1, 1), (16.0, 1, 8)]
+)
+def test_there_are_no_more_workers_than_a_container_s_quota_has_cpus(quota: float, ranks: int, expected: int) -> None:
+    assert within_quota(list(range(8)), quota, ranks) == list(range(expected))
 
 
 def test_cpus_that_the_user_names_win_and_are_checked() -> None:
