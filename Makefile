@@ -332,10 +332,12 @@ bench-gpu: test-install ## On a GPU: the kernels against the copy rates and Flas
 soak: test-install ## Random jobs and aborts on the native worker pool (MINUTES=10)
 	$(PY) -m bench.soak --minutes $(MINUTES)
 
-bench-decode-cpu: test-install model ## Decode tokens/s of the whole engine, hybrid against stock
-	$(PY) -m bench.decode_cpu
+bench-decode-cpu: test-install model ## Decode tokens/s of the whole engine, hybrid against stock (BENCH_ARGS: one run with these instead)
+	$(PY) -m bench.decode_cpu $(BENCH_ARGS)
+ifeq ($(BENCH_ARGS),)
 	$(PY) -m bench.decode_cpu --shape qwen3-0.6b --contexts 200,16000 --batches 1,2 --set exact_layers=[0,1,2]
 	$(PY) -m bench.decode_cpu --shape qwen3-0.6b --contexts 200,32000 --batches 1 --set exact_layers=[0,1,2]
+endif
 
 bench-fidelity: test-install model ## KL, attention mass and key lookups of the sparse mode, by budget
 	$(PY) -m bench.fidelity_report

@@ -165,8 +165,8 @@ def _refuse_other_servers(parsed: Any) -> None:
         asked.append("api_server_count")
     if asked:
         raise EngineError(
-            f"--{asked[0].replace('_', '-')}: `hybrid serve` starts one HTTP server; leave it out, or run `vllm serve "
-            f"MODEL --attention-backend {BACKEND} --worker-cls {parsed.worker_cls}`"
+            f"--{asked[0].replace('_', '-')}: `hybrid serve` starts one HTTP server; leave it out, or use vLLM's own "
+            "command line (docs/vllm.md)"
         )
 
 
