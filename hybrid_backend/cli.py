@@ -70,7 +70,7 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="catalog name, directory or hub id of the model")],
     engine: Annotated[str, typer.Option(help="inference engine: vllm or sglang")] = "vllm",
-    config: Annotated[Path | None, typer.Option(help="YAML file; default: by the model's name")] = None,
+    config: Annotated[str | None, typer.Option(help="YAML file, or {...}; default: by the model's name")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible API with the hybrid backend. Engine flags go after `--`."""

@@ -111,24 +111,31 @@ class ModelShape:
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape in the content of a ``config.json``; ModelError names the key that is missing or not supported."""
+    try:
+        return _shape(config, name)
+    except ModelError as error:
+        raise ModelError(f"{name}: config.json: {error}") from None
+
+
+def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
     text = config.get("text_config")
     # A multimodal model keeps its decoder's numbers one level down; what both levels have, the inner one says.
     data: dict[str, Any] = {**config, **text} if isinstance(text, Mapping) else dict(config)
     if data.get("kv_lora_rank"):
-        raise ModelError(f"{name}: config.json has kv_lora_rank (MLA); only models with GQA can be planned")
-    layers = count_of(data, "num_hidden_layers", name)
-    heads = count_of(data, "num_attention_heads", name)
-    hidden = count_of(data, "hidden_size", name)
-    kv_heads = count_of(data, "num_key_value_heads", name, heads)
-    head_dim = count_of(data, "head_dim", name, hidden // heads)
+        raise ModelError("kv_lora_rank (MLA): only models with GQA can be planned")
+    layers = count_of(data, "num_hidden_layers")
+    heads = count_of(data, "num_attention_heads")
+    hidden = count_of(data, "hidden_size")
+    kv_heads = count_of(data, "num_key_value_heads", heads)
+    head_dim = count_of(data, "head_dim", hidden // heads)
     dtype = str(data.get("dtype") or data.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ModelError(f"{name}: config.json has dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+        raise ModelError(f"dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
     if heads % kv_heads:
-        raise ModelError(f"{name}: {heads} query heads cannot share {kv_heads} KV heads; check num_key_value_heads")
+        raise ModelError(f"{heads} query heads cannot share {kv_heads} KV heads; check num_key_value_heads")
     tied = bool(data.get("tie_word_embeddings", _TIED.get(str(data.get("model_type")), False)))
-    windows = windows_of(data, layers, name)
-    experts = experts_of(data, layers, name)
+    windows = windows_of(data, layers)
+    experts = experts_of(data, layers)
     context = data.get("max_position_embeddings")
     shape = ModelShape(
         name=name,
@@ -137,8 +144,8 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         hidden=hidden,
-        intermediate=count_of(data, "intermediate_size", name, experts.intermediate if experts else None),
-        vocab=count_of(data, "vocab_size", name),
+        intermediate=count_of(data, "intermediate_size", experts.intermediate if experts else None),
+        vocab=count_of(data, "vocab_size"),
         dtype=dtype,
         tied=tied,
         weight_bytes=0,
@@ -205,8 +212,13 @@ def weight_bytes(folder: Path, itemsize: int, stated_itemsize: int) -> int | Non
     if files:
         return sum(_tensor_bytes(file, itemsize) for file in files)
     index = folder / WEIGHTS_INDEX
-    total = read_json(index).get("metadata", {}).get("total_size") if index.is_file() else None
-    return None if total is None else int(total) // stated_itemsize * itemsize
+    metadata = read_json(index).get("metadata", {}) if index.is_file() else {}
+    if metadata.get("total_size") is None:
+        return None
+    try:
+        return count_of(metadata, "total_size") // stated_itemsize * itemsize
+    except ModelError as error:
+        raise ModelError(f"{index}: {error}; fetch the model again") from None
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -39,16 +39,18 @@ class Experts:
         return self.count * (1.0 - (1.0 - self.per_token / self.count) ** rows)
 
 
-def count_of(data: Data, key: str, name: str, default: int | None = None) -> int:
+def count_of(data: Data, key: str, default: int | None = None) -> int:
     """A number that must be there, unless there is a default."""
     value = data.get(key)
     value = default if value is None else value
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{name}: config.json: {key}: got {value!r}, expected an integer >= 1")
+        raise ModelError(f"{key}: got {value!r}, expected an integer >= 1")
     return value
 
 
-def windows_of(data: Data, layers: int, name: str) -> tuple[int | None, ...]:
+def windows_of(data: Data, layers: int) -> tuple[int | None, ...]:
     """Per layer the sliding window in tokens, None for full attention, 0 for a layer of another kind."""
     window: Any = data.get("sliding_window")
     if not isinstance(window, int) or isinstance(window, bool) or data.get("use_sliding_window") is False:
@@ -56,7 +58,7 @@ def windows_of(data: Data, layers: int, name: str) -> tuple[int | None, ...]:
     named = _named(data, layers)
     unknown = sorted(set(named) - _KINDS.keys())
     if unknown:
-        raise ModelError(f"{name}: config.json has layers of kind {unknown[0]!r}, which cannot be planned")
+        raise ModelError(f"layers of kind {unknown[0]!r} cannot be planned")
     if named:
         return tuple({"local": window, "full": None, "other": 0}[_KINDS[kind]] for kind in named)
     if window is None:
@@ -64,40 +66,40 @@ def windows_of(data: Data, layers: int, name: str) -> tuple[int | None, ...]:
     pattern = data.get("sliding_window_pattern") or (6 if str(data.get("model_type")).startswith("gemma3") else None)
     if isinstance(pattern, int) and pattern > 0:  # every pattern-th layer is global
         return tuple(None if (layer + 1) % pattern == 0 else window for layer in range(layers))
-    first = data.get("max_window_layers") if data.get("use_sliding_window") else 0  # Qwen2: full up to this layer
-    return tuple(window if layer >= int(first or 0) else None for layer in range(layers))
+    first = _first(data, "max_window_layers") if data.get("use_sliding_window") else 0  # Qwen2: full up to this layer
+    return tuple(window if layer >= first else None for layer in range(layers))
 
 
-def experts_of(data: Data, layers: int, name: str) -> Experts | None:
+def experts_of(data: Data, layers: int) -> Experts | None:
     """None: a dense model."""
     count = _first(data, "num_experts", "num_local_experts", "n_routed_experts")
     if not count:
         return None
-    intermediate = _first(data, "moe_intermediate_size") or count_of(data, "intermediate_size", name)
+    intermediate = _first(data, "moe_intermediate_size") or count_of(data, "intermediate_size")
     shared = _first(
         data, "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"
     )
     if not shared:
-        shared = intermediate * int(data.get("n_shared_experts") or 0)
-    named, step = _named(data, layers), int(data.get("decoder_sparse_step") or 1)
-    dense = {*range(int(data.get("first_k_dense_replace") or 0)), *(data.get("mlp_only_layers") or ())}
+        shared = intermediate * _first(data, "n_shared_experts")
+    named, step = _named(data, layers), _first(data, "decoder_sparse_step") or 1
+    dense = {*range(_first(data, "first_k_dense_replace")), *(data.get("mlp_only_layers") or ())}
     if "E" in named:
         having = named.count("E")
     else:
         having = sum((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
     per_token = _first(data, "num_experts_per_tok", "top_k_experts")
     if not 0 < per_token <= count:
-        raise ModelError(f"{name}: config.json: num_experts_per_tok: got {per_token}, expected 1 to {count}")
+        raise ModelError(f"num_experts_per_tok: got {per_token}, expected 1 to {count}")
     return Experts(count, per_token, intermediate, shared, having)
 
 
 def mixer_params(data: Data) -> int:
     """Of the matrices of a layer of another kind, without its MLP: gated delta net (Qwen3-Next, Qwen3.5), Mamba 2, or
     LFM2's short convolution."""
-    hidden = int(data["hidden_size"])
+    hidden = count_of(data, "hidden_size")
     if data.get("linear_num_value_heads"):
         key, value = _delta_widths(data)
-        return hidden * (2 * key + 2 * value + 2 * int(data["linear_num_value_heads"])) + value * hidden
+        return hidden * (2 * key + 2 * value + 2 * count_of(data, "linear_num_value_heads")) + value * hidden
     if _mamba_heads(data):
         inner, both = _mamba_widths(data)
         return hidden * (2 * inner + both + _mamba_heads(data)) + inner * hidden
@@ -106,11 +108,11 @@ def mixer_params(data: Data) -> int:
 
 def state_bytes(data: Data, layers: int) -> int:
     """What one sequence keeps in that many layers of other kinds, at most."""
-    hidden = int(data["hidden_size"])
+    hidden = count_of(data, "hidden_size")
     if data.get("linear_num_value_heads"):
         key, value = _delta_widths(data)
-        kernel = int(data.get("linear_conv_kernel_dim") or 4)
-        values = (kernel - 1) * (2 * key + value) + value * int(data["linear_key_head_dim"])
+        kernel = _first(data, "linear_conv_kernel_dim") or 4
+        values = (kernel - 1) * (2 * key + value) + value * count_of(data, "linear_key_head_dim")
     elif _mamba_heads(data):
         inner, both = _mamba_widths(data)
         kernel = _first(data, "conv_kernel", "mamba_d_conv") or 4
@@ -156,13 +158,13 @@ def _named(data: Data, layers: int) -> list[str]:
 
 
 def _first(data: Data, *keys: str) -> int:
-    return next((int(data[key]) for key in keys if data.get(key)), 0)
+    return next((count_of(data, key) for key in keys if data.get(key)), 0)
 
 
 def _delta_widths(data: Data) -> tuple[int, int]:
     """Of all keys and of all values of a gated delta net."""
-    key = int(data["linear_num_key_heads"]) * int(data["linear_key_head_dim"])
-    return key, int(data["linear_num_value_heads"]) * int(data["linear_value_head_dim"])
+    key = count_of(data, "linear_num_key_heads") * count_of(data, "linear_key_head_dim")
+    return key, count_of(data, "linear_num_value_heads") * count_of(data, "linear_value_head_dim")
 
 
 def _mamba_heads(data: Data) -> int:

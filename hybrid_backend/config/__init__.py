@@ -10,8 +10,10 @@ from hybrid_backend.config.load import (
     find_config,
     load_config,
     load_mapping,
+    parse_override,
     resolve_config,
     shipped_configs,
+    source_of,
 )
 from hybrid_backend.config.rules import Rule, format_size, parse_size
 from hybrid_backend.config.schema import (
@@ -46,8 +48,10 @@ __all__ = [
     "iter_keys",
     "load_config",
     "load_mapping",
+    "parse_override",
     "parse_size",
     "read_heads",
     "resolve_config",
     "shipped_configs",
+    "source_of",
 ]

@@ -43,7 +43,7 @@ class HeadScores(Section):
     similarity: tuple[tuple[Cosine, ...], ...] | None
     """Mean cosine of the queries of adjacent decode steps, over the query heads of every KV head: s^_j of Eq. 11; None
     if it was not measured."""
-    prefetch_bytes: Annotated[int, integer(0)] = 0
+    prefetch_bytes: Annotated[int, integer(0, 2**63 - 1)] = 0
     """Bytes that cross the bus while one layer of one step computes: T_comp * B_PCIe of Eq. 12."""
 
 

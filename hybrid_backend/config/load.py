@@ -27,14 +27,13 @@ DEFAULT_FILE = "default.yaml"
 def _unknown_key(path: Sequence[str]) -> str:
     """Why a dotted path is not a key, with the most likely meant one."""
     model: type[BaseModel] = HybridConfig
-    for name in path[:-1]:
-        section = section_of(model.model_fields.get(name))
-        if section is None:
-            break
-        model = section
-    here, word = ".".join(path[:-1]), path[-1]
-    moved = [key for key, _ in iter_keys() if key.rpartition(".")[2] == word]
-    hint = f"did you mean {' or '.join(moved)}?" if moved else did_you_mean(word, list(model.model_fields))
+    place = 0
+    while place < len(path) - 1 and (section := section_of(model.model_fields.get(path[place]))):
+        model, place = section, place + 1
+    is_single = place < len(path) - 1 and path[place] in model.model_fields  # a key, but without keys of its own
+    here, word = ".".join(path[:place]), path[place + is_single]
+    moved = [key for key, _ in iter_keys() if key.rpartition(".")[2] == path[-1]]
+    hint = f"did you mean {' or '.join(moved)}?" if moved else did_you_mean(path[place], list(model.model_fields))
     if not hint:
         hint = f"{here or 'the top level'} has the keys {', '.join(model.model_fields)}"
     return f"{one_line('.'.join(path))}: unknown key {show(word)}; {hint}"
@@ -84,7 +83,12 @@ def _require_text_keys(mapping: Mapping[Any, object], source: str, prefix: str =
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with duplicate keys refused, and 1e-1 read as a number as in YAML 1.2 and JSON."""
+    """YAML with duplicate keys refused, and as in YAML 1.2 1e-1 read as a number and 3:1, a head, as text."""
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        tag: str = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        is_base_60 = tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and ":" in value
+        return self.DEFAULT_SCALAR_TAG if is_base_60 else tag
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -120,12 +124,24 @@ def _parse(text: str, source: str) -> Mapping[str, object]:
     return data
 
 
-def load_mapping(path: str | Path, source: str | None = None) -> Mapping[str, object]:
-    """The unchecked content of a YAML file, for `apply_overrides`."""
-    if not str(path).strip():
-        fail(f"{source or 'config'}: the path is empty; give the path of a YAML file")
-    file = Path(path).expanduser()
-    name = source or str(file)
+def _is_inline(given: str | Path) -> bool:
+    """Whether a text is the YAML or JSON itself, not a path."""
+    return isinstance(given, str) and given.lstrip().startswith("{")
+
+
+def source_of(given: str | Path) -> str:
+    """What messages call a file, or a text that is the YAML itself."""
+    return "inline" if _is_inline(given) else str(Path(given).expanduser())
+
+
+def load_mapping(given: str | Path, source: str | None = None) -> Mapping[str, object]:
+    """The unchecked content of a YAML file, or of a text that starts with `{`, for `apply_overrides`."""
+    name = source or source_of(given)
+    if isinstance(given, str) and _is_inline(given):
+        return _parse(given.replace("\t", " "), name)  # YAML, unlike JSON, has no tabs between tokens
+    if not str(given).strip():
+        fail("config: the path is empty; give the path of a YAML file, or leave it out to use the model's")
+    file = Path(given).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -138,34 +154,34 @@ def load_mapping(path: str | Path, source: str | None = None) -> Mapping[str, ob
     return _parse(text, name)
 
 
-def load_config(path: str | Path) -> HybridConfig:
-    """The configuration in a YAML file."""
-    return config_from_mapping(load_mapping(path), str(Path(path).expanduser()))
+def load_config(given: str | Path) -> HybridConfig:
+    """The configuration in a YAML file, or in a text that starts with `{`."""
+    return config_from_mapping(load_mapping(given), source_of(given))
 
 
 def apply_overrides(mapping: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """A copy of `mapping` with each `dotted.key=value` set, the value read as YAML; later ones win."""
     result: dict[str, Any] = copy.deepcopy(dict(mapping))
-    known = {key for key, _ in iter_keys()} | set(HybridConfig.model_fields)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.strip()
-        if not equals or not key or not text.strip():
-            fail(f"--set {show(override)}: expected key=value, such as budget_tokens=1024")
-        if key not in known:
-            fail(f"--set {_unknown_key(key.split('.'))}")
+    for key, value in map(parse_override, overrides):
         section, _, name = key.rpartition(".")
         target = result
         if section:
             target = dict(result[section]) if isinstance(result.get(section), Mapping) else {}
             result[section] = target
-        target[name] = _override_value(text, key)
+        target[name] = value
     return result
 
 
-def _override_value(text: str, key: str) -> object:
+def parse_override(override: str) -> tuple[str, object]:
+    """The dotted key and the value of `dotted.key=value`."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key or not text.strip():
+        fail(f"--set {show(override)}: expected key=value, such as budget_tokens=1024")
+    if key not in {name for name, _ in iter_keys()} | set(HybridConfig.model_fields):
+        fail(f"--set {_unknown_key(key.split('.'))}")
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+        return key, yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = getattr(error, "problem", None) or str(error)
         fail(f"--set {key}: got {show(text)}, expected a YAML value ({reason})")
@@ -209,11 +225,8 @@ def resolve_config(
     given = explicit if explicit is not None else (env.get(ENV_CONFIG, "").strip() or None)
     origin = "explicit" if explicit is not None else ENV_CONFIG
     mapping: Mapping[str, object]
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        source = f"{origin} (inline)"
-        mapping = _parse(given.replace("\t", " "), source)  # YAML, unlike JSON, has no tabs between tokens
-    elif isinstance(given, str | Path):
-        source = f"{given} ({origin})"
+    if isinstance(given, str | Path):
+        source = f"{origin} (inline)" if _is_inline(given) else f"{given} ({origin})"
         mapping = load_mapping(given, source)
     elif given is not None:
         source = f"{origin} (mapping)"

@@ -16,6 +16,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from hybrid_backend.errors import ConfigError
 
+MOST = 2**31 - 1
+"""Of tokens, pages, layers and steps: native code counts them in 32 bits."""
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -68,8 +70,15 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
-def integer(low: int) -> Rule:
-    return rule(f"an integer >= {low}", lambda v: is_int(v) and v >= low)  # type: ignore[operator]
+def integer(low: int, most: int = MOST) -> Rule:
+    def check(value: object) -> object:
+        if not isinstance(value, int) or not is_int(value) or value < low:
+            raise Wrong
+        if value > most:
+            raise Wrong(f"at most {most}")
+        return value
+
+    return Rule(f"an integer >= {low}", check)
 
 
 def number(low: float, high: float = math.inf) -> Rule:

@@ -88,6 +88,20 @@ def test_a_wrong_override_is_refused() -> None:
     assert "'many'" in refusal(HUB_ID, "--set", "budget_tokens=many")
 
 
+def test_a_configuration_may_be_the_yaml_itself(free_port: str) -> None:
+    assert "explicit (inline): sinks: got -1" in refusal(HUB_ID, "--config", '{"sinks": -1}', "--", "--port", free_port)
+    for command in (["plan", "smollm2-135m-instruct", "--gpu-mem", "0", "--ram", "16GiB"], ["profile", HUB_ID]):
+        result = CliRunner().invoke(app, [*command, "--config", "{sinks: -1}"])
+        assert result.exit_code == 1 and "explicit (inline): sinks: got -1" in result.stderr
+    examined = CliRunner().invoke(app, ["doctor", "--config", "{sinks: -1}"])
+    assert examined.exit_code == 1 and "inline: sinks: got -1" in examined.stdout
+
+
+def test_an_empty_path_of_a_configuration_is_told() -> None:
+    assert "config: the path is empty" in refusal(HUB_ID, "--config", "")
+    assert "config: the path is empty" in CliRunner().invoke(app, ["doctor", "--config", ""]).stdout
+
+
 def test_a_missing_configuration_file_is_refused(tmp_path: Path) -> None:
     assert "no such file" in refusal(HUB_ID, "--config", str(tmp_path / "missing.yaml"))
     assert "cannot be read" in refusal(HUB_ID, "--config", str(tmp_path))
@@ -110,6 +124,7 @@ def test_a_missing_model_is_refused(tmp_path: Path, free_port: str) -> None:
     rest = ["--", "--port", free_port]
     assert "'no-such-model' is neither in the catalog" in refusal("no-such-model", *rest)
     assert "neither in the catalog" in refusal(str(tmp_path / "missing"), *rest)
+    assert "MODEL is empty" in refusal("", *rest)
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in refusal(str(tmp_path / "empty"), *rest)
     (tmp_path / "file").touch()

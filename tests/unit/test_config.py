@@ -118,6 +118,7 @@ BAD = [
     ("sparse: false", ["sparse", "false", "auto, always, never"]),
     ("tiers: both", ["tiers", "'both'", "auto, separate, unified"]),
     ("frames_per_request: all", ["frames_per_request", "'all'", "auto, or an integer >= 1"]),
+    ("frames_per_request: 9223372036854775807", ["frames_per_request", "9223372036854775807", "at most 2147483647"]),
     ("frames_per_request: AUTO", ["frames_per_request", "'AUTO'", "did you mean auto?"]),
     ("exact_layers: 3", ["exact_layers", "3", "list, each item an integer >= 0"]),
     ("exact_layers: [0, -2]", ["exact_layers[1]", "-2", "an integer >= 0"]),
@@ -444,10 +445,12 @@ def test_overrides_set_dotted_keys_and_leave_the_original_alone():
         ("=5", ["'=5'", "expected key=value"]),
         (
             "recal.enabled=false",
-            ["recal.enabled", "unknown key", "did you mean lookahead.enabled or recall.enabled"],
+            ["recal.enabled: unknown key 'recal'; did you mean lookahead.enabled or recall.enabled?"],
         ),
+        ("workrs.thread=3", ["workrs.thread: unknown key 'workrs'; did you mean workers?"]),
+        ("other.threads=3", ["other.threads: unknown key 'other'; did you mean workers.threads?"]),
         ("recall.enable=false", ["recall.enable", "unknown key", "did you mean enabled?"]),
-        ("page_size.x=1", ["page_size.x", "unknown key"]),
+        ("page_size.x=1", ["page_size.x: unknown key 'x'; did you mean page_size?"]),
         ("exact_layers=[0", ["exact_layers", "'[0'", "a YAML value"]),
     ],
 )
@@ -456,6 +459,13 @@ def test_a_bad_override_is_refused_in_one_line(override, parts):
     assert message.startswith("--set ") and "\n" not in message
     for part in parts:
         assert part in message, message
+
+
+def test_a_head_is_text_in_files_and_overrides_not_a_number_in_base_60(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("headinfer: {resident_heads: [3:1, 10:05]}")
+    set_ = config_from_mapping(apply_overrides({}, ["headinfer.resident_heads=[3:1, 10:05]"]), "t")
+    assert load_config(file).headinfer.resident_heads == set_.headinfer.resident_heads == ("3:1", "10:05")
 
 
 def test_a_wrong_value_in_an_override_is_refused_like_one_in_a_file():
@@ -568,7 +578,7 @@ def test_overrides_come_last():
 def test_load_mapping_gives_what_the_file_says_unchecked(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("anything: [1, 2]")
-    assert load_mapping(file) == {"anything": [1, 2]}
+    assert load_mapping(file) == load_mapping("{anything: [1, 2]}") == {"anything": [1, 2]}
 
 
 # -- documentation ------------------------------------------------------------------------------------------

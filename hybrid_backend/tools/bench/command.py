@@ -32,12 +32,15 @@ def agents(
     from hybrid_backend.tools.bench.agents import Traffic, sessions
     from hybrid_backend.tools.bench.client import Replay, find_endpoint, in_turn, replay
     from hybrid_backend.tools.bench.limits import parse_limits
+    from hybrid_backend.tools.bench.output import check_file, writing
 
     limits = parse_limits("--good", good, ("ttft", "tpot"))
     traffic = Traffic(
         agents=agents, turns=turns, system=system, task=task, tool=tool, answer=answer, think=think, arrival=arrival,
         seed=seed,
     )  # fmt: skip
+    if out is not None:
+        check_file(out)
     endpoints = [find_endpoint(named, model, min(deadline, 30)) for named in endpoint]
     console, found = Console(), list[Replay]()
     warm = traffic.model_copy(update={"agents": 1, "turns": 1, "seed": seed - 1})
@@ -55,6 +58,6 @@ def agents(
     if (failure := report.first_error(found)) is not None:
         console.print(f"the first failure: {failure}", soft_wrap=True, markup=False)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report.as_json(found, traffic, limits), indent=1) + "\n")
+        with writing(out):
+            out.write_text(json.dumps(report.as_json(found, traffic, limits), indent=1) + "\n")
         console.print(f"written: {out}", soft_wrap=True)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import httpx
 import yaml
 
-from hybrid_backend.config import apply_overrides
+from hybrid_backend.config import HybridConfig, parse_override, resolve_config
 from hybrid_backend.tools.bench.client import BenchError
 
 DEMO = "smollm2-135m-instruct"
@@ -48,8 +49,29 @@ def parse_overrides(given: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: something else than key=value, or no key of the configuration.
     """
-    apply_overrides({}, given)
-    return {key.strip(): yaml.safe_load(text) for key, _, text in (item.partition("=") for item in given)}
+    return dict(map(parse_override, given))
+
+
+def configured(model: str, config: Mapping[str, Any]) -> HybridConfig:
+    """What `hybrid_server` serves with.
+
+    Raises:
+        ConfigError: a value, method or kernel that it would refuse.
+    """
+    from hybrid_backend.methods import resolve_method
+    from hybrid_backend.workers import resolve_kernel
+
+    settings, _ = resolve_config(model, None, os.environ, _overrides(config))
+    resolve_method(settings.method)
+    resolve_kernel(settings.workers.kernel)
+    return settings
+
+
+def _overrides(config: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
+        for key, value in config.items()
+    ]
 
 
 @contextmanager
@@ -62,10 +84,7 @@ def hybrid_server(
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """``hybrid serve`` with the shipped configuration of the model, changed by ``config`` (dotted keys)."""
-    overrides = [
-        f"--set={key}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
-        for key, value in config.items()
-    ]
+    overrides = [f"--set={override}" for override in _overrides(config)]
     port = free_port()
     command = [executable("hybrid"), "serve", model, "--engine", engine, *overrides, "--", "--port", str(port), *flags]
     with running(command, port, model, folder / f"hybrid-{port}.log", environment) as server:
@@ -110,20 +129,22 @@ def running(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     variables = {**os.environ, **_ENVIRONMENT, **(environment or {})}
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
+    with log.open("wb") as sink, ThreadPoolExecutor(1) as thread:
+        # Signals interrupt the main thread alone: one that came while a process starts would leave it behind.
+        starting: Future[subprocess.Popen[bytes]] = thread.submit(
+            subprocess.Popen,
             command,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env={name: value for name, value in variables.items() if value},
         )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(process, url, log)
-        yield Server(url, model, log, process)
-    finally:
-        stop(process)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(starting.result(), url, log)
+            yield Server(url, model, log, starting.result())
+        finally:
+            stop(starting.result())
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -155,7 +176,6 @@ def stop(process: subprocess.Popen[bytes], grace: float = 60) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            raise
 
 
 def executable(name: str) -> str:

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,7 +38,7 @@ _STYLE = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Option(help="YAML file to check; default: HYBRID_CONFIG")] = None,
+    config: Annotated[str | None, typer.Option(help="YAML file, or {...}, to check; default: HYBRID_CONFIG")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
     """Check this machine, from engines and memory to the configuration; each finding with its fix."""
@@ -52,7 +51,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def examine(config: Path | None = None) -> list[Finding]:
+def examine(config: str | None = None) -> list[Finding]:
     """All checks of this machine, as it is now."""
     from hybrid_backend.kernels.cpu.library import isas
 

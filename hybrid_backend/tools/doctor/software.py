@@ -10,7 +10,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from hybrid_backend.attention import flashinfer
-from hybrid_backend.config import ENV_CONFIG, HybridConfig, config_from_mapping, load_config, load_mapping
+from hybrid_backend.config import (
+    ENV_CONFIG,
+    HybridConfig,
+    config_from_mapping,
+    load_config,
+    load_mapping,
+    source_of,
+)
 from hybrid_backend.engines.probe import Engine
 from hybrid_backend.engines.sglang.compat import SGLANG
 from hybrid_backend.engines.vllm.compat import VLLM
@@ -127,38 +134,39 @@ def check_flashinfer(
     return Finding("FlashInfer", state, found, f"{flashinfer.FIX}, or write device_kernels: triton")
 
 
-def check_config(path: Path | None, env: Mapping[str, str]) -> tuple[list[Finding], HybridConfig]:
-    """All mistakes of a configuration file: ``path``, else ``HYBRID_CONFIG``.
+def check_config(given: str | Path | None, env: Mapping[str, str]) -> tuple[list[Finding], HybridConfig]:
+    """All mistakes of a configuration: the path or text that is given, else that in ``HYBRID_CONFIG``.
 
     Returns:
         Findings, and the configuration that the other checks go by (the default where it is broken or there is none).
     """
-    given = str(path) if path is not None else env.get(ENV_CONFIG, "").strip()
-    if not given:
+    if given is None:
+        given = env.get(ENV_CONFIG, "").strip() or None
+    if given is None:
         return [Finding("configuration", "ok", "no file given: the model's own, or the default")], HybridConfig()
     mistakes = config_mistakes(given)
     if mistakes:
         fix = "correct it (docs/configuration.md); the file is refused until then"
         return [Finding("configuration", "problem", mistake, fix) for mistake in mistakes], HybridConfig()
     config = load_config(given)
-    return [Finding("configuration", "ok", f"{given}: method {config.method}"), *_names(config)], config
+    return [Finding("configuration", "ok", f"{source_of(given)}: method {config.method}"), *_names(config)], config
 
 
-def config_mistakes(path: str) -> list[str]:
-    """Every mistake in a file, each in the normal loader's words; empty if it loads."""
+def config_mistakes(given: str | Path) -> list[str]:
+    """Every mistake in a file or text, each in the normal loader's words; empty if it loads."""
     try:
-        load_config(path)
+        load_config(given)
         return []
     except HybridError as error:
         first = str(error)
     try:
-        mapping = load_mapping(path)
+        mapping = load_mapping(given)
         HybridConfig.model_validate({k: dict(v) if isinstance(v, Mapping) else v for k, v in mapping.items()})
     except HybridError:
         return [first]  # no YAML at all
     except ValidationError as error:
         places = dict.fromkeys(tuple(str(x) for x in item["loc"][:2]) for item in error.errors(include_url=False))
-        alone = [_mistake(path, _only(mapping, place)) for place in places if place and place[0] in mapping]
+        alone = [_mistake(source_of(given), _only(mapping, place)) for place in places if place and place[0] in mapping]
         return list(dict.fromkeys(x for x in alone if x)) or [first]
     return [first]
 

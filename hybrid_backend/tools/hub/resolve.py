@@ -21,6 +21,8 @@ def resolve_model(model: str) -> str:
     names = [entry.name for entry in entries()]
     if model.lower() in names:
         return str(fetch(model))
+    if not model.strip():
+        raise ModelError("MODEL is empty; give a catalog name, a directory with a config.json, or org/name")
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
         return str(path)

@@ -25,7 +25,7 @@ def plan(
         str | None, typer.Option(help="t4, a10, a40, l40s, rtx4090, a100, h100, h200, or a JSON profile")
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="only this one (several times: these); default: all")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file; default: by the model's name")] = None,
+    config: Annotated[str | None, typer.Option(help="YAML file, or {...}; default: by the model's name")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32")] = "auto",
     what_if: Annotated[list[str] | None, typer.Option(help="as cores=64, pcie=5, gpus=8, context=1M")] = None,
@@ -36,16 +36,19 @@ def plan(
 ) -> None:
     """What fits where: memory, largest batch and context, and expected speed of every method against stock."""
     from hybrid_backend.hardware import find_hardware
+    from hybrid_backend.methods import resolve_method
     from hybrid_backend.tools.plan.model import find_shape
     from hybrid_backend.tools.plan.report import Request, changed, make_plan
     from hybrid_backend.tools.plan.simulate import parse_what_if
     from hybrid_backend.tools.plan.table import show
 
-    hardware = find_hardware(machine) if machine else None
+    hardware = None if machine is None else find_hardware(machine)
     different = parse_what_if(what_if) if what_if else None
+    settings = resolve_config(_config_name(model), config, os.environ, overrides or ())[0]
+    resolve_method(settings.method)
     request = Request(
         shape=find_shape(model, dtype),
-        config=resolve_config(_config_name(model), config, os.environ, overrides or ())[0],
+        config=settings,
         context=tokens(context),
         batch=batch,
         gpu_mem=memory("--gpu-mem", gpu_mem),
@@ -65,10 +68,10 @@ def plan(
         show(planned, before, _serve(model, config, overrides or []), Console(), details)
 
 
-def _serve(model: str, config: Path | None, overrides: list[str]) -> list[str]:
+def _serve(model: str, config: str | None, overrides: list[str]) -> list[str]:
     """What of this command line `hybrid serve` needs too."""
     served = str(Path(model).parent) if Path(model).name == "config.json" else model
-    chosen = ["--config", str(config)] if config else []
+    chosen = ["--config", config] if config else []
     return [served, *chosen, *(f"--set={override}" for override in overrides)]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 
 from hybrid_backend.errors import ModelError
 from hybrid_backend.model import DTYPES, WEIGHTS_INDEX, ModelShape, read_json, shape_from_config, weight_bytes
@@ -48,13 +50,14 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings of each retry would bury our one line
     try:
         config = Path(hf_hub_download(model, "config.json"))
         with suppress(EntryNotFoundError, HfHubHTTPError, OSError):  # a model in one file has none
             hf_hub_download(model, WEIGHTS_INDEX)
         return config
     except (LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = shorten(str(error), 160, placeholder=" ...")
         raise ModelError(
             f"{model}: its config.json cannot be had from the hub ({reason}); give a directory or a config.json"
         ) from None

@@ -100,7 +100,8 @@ def make_plan(request: Request) -> Plan:
     """Plan every method.
 
     Raises:
-        ConfigError: a number out of range, an unknown method, or a size that neither the user nor a machine gives.
+        ConfigError: a number out of range, an unknown method, a size that neither the user nor a machine gives, or a
+            configuration that every method refuses.
     """
     for key, value in (("context", request.context), ("batch", request.batch)):
         if value < 1:
@@ -114,6 +115,10 @@ def make_plan(request: Request) -> Plan:
         resolve_method(name)
         config = request.config.model_copy(update={"method": name})
         candidates.append(MethodMemory(request.shape, blocks, room, config))
+    rows = tuple(_row(candidate, request, room, devices) for candidate in candidates)
+    refusals = {row.name: row.refused or "" for row in rows[1:]}  # of all methods, without stock
+    if all(refusals.values()):
+        raise ConfigError(refusals.get(request.config.method) or next(iter(refusals.values())))
     return Plan(
         model=request.shape,
         machine=request.hardware.name if request.hardware else None,
@@ -125,7 +130,7 @@ def make_plan(request: Request) -> Plan:
         block_bytes=blocks.block_bytes,
         device_limit=room.limit("device"),
         host_limit=room.limit("host"),
-        rows=tuple(_row(candidate, request, room, devices) for candidate in candidates),
+        rows=rows,
     )
 
 

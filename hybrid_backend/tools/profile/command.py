@@ -39,7 +39,9 @@ def profile(
     gates: Annotated[bool, typer.Option(help="importance of heads, by training")] = True,
     gate_steps: Annotated[int, typer.Option(help="training steps per kind of head")] = 20,
     gate_context: Annotated[int, typer.Option(help="tokens of a training prompt")] = 512,
-    config: Annotated[Path | None, typer.Option(help="YAML file to start from; default: by the model's name")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="YAML file, or {...}, to start from; default: by the model's name")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
     fit_frames: Annotated[bool, typer.Option(help="raise frames_per_request until every layer is below tau")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="measure again what OUT's JSON holds")] = False,
@@ -51,12 +53,14 @@ def profile(
 
         profile_hardware(out or Path("hardware.json"), device=device)
         return
-    if model is None:
+    if not model:
         raise ConfigError("hybrid profile: name a model, or write --hardware to profile this machine")
     from hybrid_backend.tools.profile.gates import GateOptions
     from hybrid_backend.tools.profile.profiler import Options, profile
     from hybrid_backend.tools.profile.summary import Thresholds
 
+    if batch < 1:
+        raise ConfigError(f"--batch: got {batch}, expected an integer >= 1")
     settings = resolve_config(model, config, os.environ, overrides or ())[0]
     contexts = tuple(context or (4096,))
     tau, prefetch_bytes = None, 0

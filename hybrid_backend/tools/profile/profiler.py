@@ -17,6 +17,7 @@ from hybrid_backend.config import HeadScores, HybridConfig, config_from_mapping,
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.tools.plan.hardware.measure import torch_device
 from hybrid_backend.tools.profile.divergence import Probe, divergences, lookup_probes, text_probe
 from hybrid_backend.tools.profile.gates import GateOptions, GateState, Kind, passkeys, train
 from hybrid_backend.tools.profile.heads import head_scores, write_heads
@@ -45,7 +46,7 @@ from hybrid_backend.tools.profile.summary import (
     kept_mass,
     summarise,
 )
-from hybrid_backend.tools.profile.texts import Encode, Window, read_texts, windows_of
+from hybrid_backend.tools.profile.texts import Encode, Texts, Window, default_texts, read_texts, windows_of
 
 _BUDGETS = (1, 2, 4)
 """Times budget_tokens that are tried for `quality.max_kl`."""
@@ -127,6 +128,8 @@ def profile(
         raise ConfigError(f"--out {out}: expected a .yaml file in a directory that exists")
     config = config if config is not None else resolve_config(model, None, os.environ)[0]
     _check(config, options)
+    texts = read_texts("--text", options.texts) or default_texts()
+    held_out = read_texts("--check", options.held_out)
     if config.quality.max_kl != "none":
         options = replace(options, limits=replace(options.limits, kl=config.quality.max_kl))
     if network is None or encode is None:
@@ -135,17 +138,25 @@ def profile(
         directory = resolve_model(model)
         network = network or load(directory, options.device)
         encode = encode or _tokenizer(directory)
-    return _Run(model, target, config, options, network, encode, console).run()
+    return _Run(model, target, config, options, network, encode, console).run(texts, held_out)
 
 
 def _check(config: HybridConfig, options: Options) -> None:
+    method, limits = resolve_method(config.method), options.limits
+    torch_device(options.device)
+    if not -1 <= limits.cosine <= 1:
+        raise ConfigError(f"--min-cosine: got {limits.cosine}, expected a number from -1 to 1")
+    if not 0 <= limits.mass <= 1:
+        raise ConfigError(f"--min-mass: got {limits.mass}, expected a number from 0 to 1")
+    if not limits.kl >= 0:
+        raise ConfigError(f"--max-kl: got {limits.kl}, expected a number >= 0")
     if options.positions < 2:
         raise ConfigError(f"--positions: got {options.positions}, expected an integer >= 2")
     if not 0 <= options.margin < 1:
         raise ConfigError(f"--margin: got {options.margin}, expected a number from 0 up to 1, without 1")
     if options.lookups < 0:
         raise ConfigError(f"--lookups: got {options.lookups}, expected an integer >= 0")
-    if config.quality.max_kl != "none" and not resolve_method(config.method).follows_promises:
+    if config.quality.max_kl != "none" and not method.follows_promises:
         raise ConfigError(
             f"quality.max_kl: {config.method} has no budget that could keep it; write method: scout, or none"
         )
@@ -228,16 +239,14 @@ class _Run:
     encode: Encode
     console: Console
 
-    def run(self) -> Profile:
+    def run(self, texts: Texts, held_out: Texts) -> Profile:
         options = self.options
         longest = max(options.contexts)
         if longest > self.network.max_context:
             raise ConfigError(f"--context {longest}: the model's window is {self.network.max_context} tokens")
         self.config.validate_for(len(self.network.layers))
         store = Store(self.target.with_suffix(".json"), options.fresh)
-        texts = read_texts(options.texts)
         used = [w for context in options.contexts for w in windows_of(texts, self.encode, context, options.windows)]
-        held_out = read_texts(options.held_out) if options.held_out else []
         unseen = [w for c in options.contexts for w in windows_of(held_out, self.encode, c, options.windows)]
         given = _Given(used, unseen, lookup_probes(self.encode, longest, options.lookups), texts[0][1])
         with self._progress() as progress:

@@ -11,6 +11,8 @@ from pathlib import Path
 from hybrid_backend.errors import ConfigError
 
 Encode = Callable[[str], list[int]]
+Texts = Sequence[tuple[str, str]]
+"""Name and text of each."""
 # Modules of the standard library, written in Python in every CPython from 3.10 on.
 SOURCES = ("inspect", "tarfile", "typing", "pickle", "subprocess", "configparser")
 
@@ -31,7 +33,7 @@ class Window:
         return hashlib.sha256(repr(self.ids).encode()).hexdigest()[:16]
 
 
-def default_texts() -> list[tuple[str, str]]:
+def default_texts() -> Texts:
     """What every CPython brings along: its reference (about 120k tokens of English prose) and its source code (100k).
 
     Two kinds, because what holds for prose need not hold for code: see docs/profile.md.
@@ -47,21 +49,23 @@ def default_texts() -> list[tuple[str, str]]:
     return [("python-reference", prose), ("python-source", "\n\n".join(sources))]
 
 
-def read_texts(files: Sequence[str | Path]) -> list[tuple[str, str]]:
-    """``(name, text)`` of each file; without files the default texts."""
-    if not files:
-        return default_texts()
+def read_texts(flag: str, files: Sequence[str | Path]) -> Texts:
+    """The texts of files; ``flag``: what named them.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
     texts = []
     for file in files:
         try:
             texts.append((Path(file).name, Path(file).expanduser().read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(f"--text {file}: cannot be read ({reason}); give a UTF-8 text file") from None
+            raise ConfigError(f"{flag} {file}: cannot be read ({reason}); give a UTF-8 text file") from None
     return texts
 
 
-def windows_of(texts: Sequence[tuple[str, str]], encode: Encode, context: int, count: int) -> list[Window]:
+def windows_of(texts: Texts, encode: Encode, context: int, count: int) -> list[Window]:
     """``count`` windows of ``context`` tokens from each text, evenly spread; they overlap only in a short text.
 
     Raises:
@@ -72,7 +76,7 @@ def windows_of(texts: Sequence[tuple[str, str]], encode: Encode, context: int, c
         ids = encode(text)
         if len(ids) < context:
             raise ConfigError(
-                f"--text {name}: has {len(ids)} tokens, fewer than --context {context}; "
+                f"{name}: has {len(ids)} tokens, fewer than --context {context}; "
                 "give a longer text or a shorter context"
             )
         room = len(ids) - context

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -14,10 +15,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
+from hybrid_backend.tools.bench.accuracy import run
 from hybrid_backend.tools.bench.accuracy.run import Driver, Plan, cases
 from hybrid_backend.tools.bench.accuracy.store import Result as Answered
 from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer
 from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
+from hybrid_backend.tools.bench.servers import configured
 from tests.unit.bench_accuracy.solvers import SOLVERS
 
 
@@ -80,6 +83,13 @@ def test_any_endpoint_is_scored_and_asked_only_once(api: str, endpoint: str, tmp
     [
         (["--methods", "scoot"], "--methods: no method 'scoot'"),
         (["--budgets", "100"], "--budgets: got 100, expected a multiple of the page size 16"),
+        (["--budgets", "256,48"], "--budgets: got 48, expected more than the sinks and recent pages"),
+        (["--set", "page_size=128", "--budgets", "64"], "--budgets: got 64, expected a multiple of the page size 128"),
+        (["--methods", ""], "--methods: got '', expected names separated by commas"),
+        (["--tasks", ","], "--tasks: got ',', expected names separated by commas"),
+        (["--minutes", "-1"], "--minutes: got -1.0, expected 0 (never) or more"),
+        (["--longbench-datasets", "trec"], "--longbench-datasets trec: give their folder with --longbench too"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x: cannot be written (Not a directory)"),
         (["--lengths", "1k"], "--lengths: got '1k', expected whole numbers"),
         (["--longbench", "/nowhere", "--longbench-datasets", "trec"], "--longbench /nowhere: lacks trec.jsonl"),
         (["--in-place", "--methods", "hgca"], "--methods: no method 'hgca'; in place there are scout, infinigen"),
@@ -91,7 +101,18 @@ def test_any_endpoint_is_scored_and_asked_only_once(api: str, endpoint: str, tmp
         ),
         (["--endpoint", "localhost:9", "--tasks", "vt"], "--endpoint: write the address with http://"),
         (["--host-pool", "8GB"], "--host-pool: got '8GB', expected a size; write 8GiB"),
+        (["--host-pool", "1e9"], "--host-pool: got '1e9', expected a size; write it as 8GiB"),
         (["--set", "budget_token=1024"], "--set budget_token: "),
+        (["--set", "method=scot"], "method: unknown method 'scot'"),
+        (["--set", "method=hgca"], "--set method: the bench sets this key itself, for each of its servers; give --met"),
+        (["--set", "budget_tokens=1024"], "--set budget_tokens: the bench sets this key itself"),
+        (["--set", "hgca.window_tokens=64"], "--set hgca.window_tokens: the bench sets this key itself"),
+        (["--set", "hgca={window_tokens: 64}"], "--set hgca.window_tokens: the bench sets this key itself"),
+        (["--set", "tiers=unified"], "--set tiers: the bench sets this key itself"),
+        (["--set", "metrics.sample_interval=4"], "--set metrics.sample_interval: the bench sets this key itself"),
+        (["--in-place", "--set", "method=hgca"], "--set method: the bench sets this key itself"),
+        (["--in-place", "--set", "tiers=separate"], "--set tiers: the bench sets this key itself"),
+        (["--in-place", "--set", "sparse=never"], "--set sparse: the bench sets this key itself"),
         (["--model", "no-such-model"], "model 'no-such-model' is neither in the catalog"),
     ],
 )
@@ -112,6 +133,32 @@ def test_prompts_within_a_budget_are_not_asked_and_no_method_is_asked_twice(tmp_
     assert {key.length for key, _ in driver.keys("scout", 1024)} == {1100}
     keys = [key for run in runs for key, _ in driver.keys(*run)]
     assert len(set(keys)) == len(keys)
+
+
+def test_pages_and_exact_layers_are_those_of_the_servers(tmp_path: Path, model_dir: Path) -> None:
+    plan = Plan(
+        "smollm2-135m-instruct", str(model_dir), ["scout"], [256], ["vt"], [600], 1,
+        overrides={"page_size": 32, "exact_layers": [0, 1], "sparse": "always"},
+    )  # fmt: skip
+    driver = Driver(plan, tmp_path, Console(quiet=True))
+    assert (driver.page, driver.exact) == (32, {0, 1})
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_servers_method_and_budget_are_those_of_its_name_whatever_is_set(
+    in_place: bool, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(run, "hybrid_server", lambda logs, keys, *_, **__: started.append(keys))
+    plan = Plan(
+        "smollm2-135m-instruct", str(model_dir), ["scout"], [256], ["vt"], [600], 1, in_place=in_place,
+        overrides={"hgca": {"beta": 2.0}, "staging_tokens": 512},
+    )  # fmt: skip
+    Driver(plan, tmp_path, Console(quiet=True))._server("scout", 256)
+    config = configured(plan.model, started[0])
+    assert (config.method, config.hgca.beta, config.staging_tokens) == ("scout", 2.0, 512)
+    assert config.tiers == ("unified" if in_place else "separate")
+    assert in_place or config.budget_tokens == config.hgca.window_tokens == 256
 
 
 def test_in_place_one_server_is_asked_everything_about_a_prompt_in_a_row(tmp_path: Path, model_dir: Path) -> None:

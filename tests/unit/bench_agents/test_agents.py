@@ -111,6 +111,8 @@ def test_a_session_ends_with_the_turn_that_fails_and_the_reason_is_said(tmp_path
     [
         (["a:8000"], "write NAME=URL"),
         (["a=http://127.0.0.1:1"], "/v1/models does not list models"),
+        (["a=http://127.0.0.1:1", "--out=/dev/null/x"], "--out /dev/null/x: cannot be written (Not a directory)"),
+        (["a=http://127.0.0.1:1", "--out=/dev"], "--out /dev: cannot be written (Is a directory)"),
         (["a=http://127.0.0.1:1", "--good=itl:3"], "--good itl:3: write ttft:MILLISECONDS"),
     ],
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.bench import servers
 from hybrid_backend.tools.bench.client import BenchError
-from hybrid_backend.tools.bench.servers import free_port, parse_overrides, running
+from hybrid_backend.tools.bench.servers import configured, free_port, parse_overrides, running, stop
 
 
 def test_a_server_that_ends_is_quoted_with_its_own_reason_and_its_log(tmp_path: Path) -> None:
@@ -51,7 +53,7 @@ with ended_in_order(), running(sleeps, free_port(), "model", Path(sys.argv[1])):
         deadline = time.monotonic() + 60
         while not (started := psutil.Process(measuring.pid).children()):
             assert measuring.poll() is None and time.monotonic() < deadline, "it started no server"
-            time.sleep(0.05)
+            time.sleep(0.001)  # right as it starts, too
         measuring.terminate()
         assert measuring.wait(60) != 0
         _, alive = psutil.wait_procs(started, timeout=10)
@@ -60,10 +62,35 @@ with ended_in_order(), running(sleeps, free_port(), "model", Path(sys.argv[1])):
         measuring.kill()
 
 
+def test_a_server_that_does_not_end_by_itself_is_killed_and_no_error() -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline()
+    stop(process, grace=0.1)
+    assert process.returncode == -signal.SIGKILL
+    process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"method": "scot"}, "unknown method 'scot'"),
+        ({"workers.kernel": "abacus"}, "unknown kernel 'abacus'"),
+        ({"budget_tokens": 100}, "a multiple of page_size 16"),
+    ],
+)
+def test_what_a_server_would_refuse_is_refused_before_it_starts(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(servers.DEMO, keys)
+
+
 def test_overrides_are_read_as_hybrid_serve_reads_them() -> None:
     assert parse_overrides(["budget_tokens=1024", "recall.enabled=false"]) == {
         "budget_tokens": 1024,
         "recall.enabled": False,
     }
+    heads = parse_overrides(["headinfer.resident_heads=[3:1]", "recall.threshold=1e-1"])
+    assert heads == {"headinfer.resident_heads": ["3:1"], "recall.threshold": 0.1}
+    assert configured(servers.DEMO, heads).headinfer.resident_heads == ("3:1",)
     with pytest.raises(ConfigError, match="--set"):
         parse_overrides(["recall.enable=false"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import sys
 from collections.abc import Mapping
@@ -126,6 +127,9 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
         (["--serve", "--good", "ttft:1,ttft:2"], "--good ttft:2: write ttft:MILLISECONDS"),
         (["--serve", "--client", "curl"], "--client curl: write auto, vllm or sglang"),
         (["--serve", "--set", "budget_token=64"], "--set budget_token: "),
+        (["--serve", "--set", "method=scot"], "method: unknown method 'scot'"),
+        (["--serve", "--out", "/dev/null/x"], "--out /dev/null/x: cannot be written (Not a directory)"),
+        (["a=http://127.0.0.1:9", "--out", "/dev/null/x"], "--out /dev/null/x: cannot be written (Not a directory)"),
         (["--serve", "--set", "budget_tokens"], "--set 'budget_tokens': expected key=value"),
     ],
 )
@@ -133,6 +137,21 @@ def test_bad_arguments_are_told(line: list[str], told: str, tmp_path: Path) -> N
     result = CliRunner().invoke(app, ["bench", "throughput", "--out", str(tmp_path), *line])
     assert result.exit_code == 1 and result.stdout == "" and result.stderr.startswith(f"error: {told}"), result.output
     assert result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_the_table_is_shown_even_if_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hybrid_backend.tools.bench.client.find_endpoint", lambda *_: A)
+    points = [point_from(answer(), "stock", 1.0, 0, WORK)]
+    monkeypatch.setattr("hybrid_backend.tools.bench.throughput.sweep.sweep", lambda *_: points)
+    monkeypatch.setattr("hybrid_backend.tools.bench.throughput.report.plot", full)
+    result = CliRunner().invoke(app, ["bench", "throughput", "stock=http://x", "--out", str(tmp_path)])
+    assert result.exit_code == 1 and "goodput" in result.stdout and "stock" in result.stdout
+    assert (
+        result.stderr == f"error: --out {tmp_path}: cannot be written (No space left on device); give another --out\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["throughput", "accuracy"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,35 @@ def test_a_broken_config_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="got list, expected a JSON object"):
         find_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["num_experts", "decoder_sparse_step", "n_shared_experts"])
+def test_a_number_of_a_config_that_is_none_is_told_by_its_key(tmp_path: Path, key: str) -> None:
+    folder = write_config(tmp_path / "m", **{"num_experts": 4, "num_experts_per_tok": 2, key: "x"})
+    with pytest.raises(ModelError, match=rf"config.json: {key}: got 'x', expected an integer >= 1"):
+        find_shape(str(folder))
+
+
+def test_a_size_of_the_weights_that_is_none_is_told(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "m")
+    index = {"metadata": {"total_size": "x"}, "weight_map": {"a": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"index\.json: total_size: got 'x', expected an integer >= 1"):
+        find_shape(str(folder))
+
+
+def test_what_the_hub_says_is_told_in_whole_words_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    warns = list[bool]()
+
+    def download(*_: str) -> str:
+        warns.append(logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING))
+        raise OSError("unreachable " * 40)
+
+    logging.getLogger("huggingface_hub").setLevel(logging.WARNING)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(ModelError, match=r"\((unreachable )+\.\.\.\); give a directory"):
+        find_shape("org/absent")
+    assert warns == [False]
 
 
 def test_the_runtimes_spec_has_the_shapes_numbers(tmp_path: Path) -> None:

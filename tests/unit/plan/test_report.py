@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from hybrid_backend.cli import app
 from hybrid_backend.config import HybridConfig, config_from_mapping
 from hybrid_backend.engines.vllm.footprint import UTILIZATION
 from hybrid_backend.errors import ConfigError
@@ -169,9 +170,9 @@ def test_flags_ask_for_the_pages_that_were_planned(planned: Plan) -> None:
 
 
 def run(*arguments: str, model: str = "smollm2-135m-instruct", columns: int = 200) -> Any:
-    app = typer.Typer()
-    app.command()(plan)
-    return CliRunner().invoke(app, [model, *arguments], env={"COLUMNS": str(columns)})
+    alone = typer.Typer()
+    alone.command()(plan)
+    return CliRunner().invoke(alone, [model, *arguments], env={"COLUMNS": str(columns)})
 
 
 def test_the_command_prints_tables(model_dir: Path) -> None:
@@ -210,6 +211,37 @@ def test_the_command_prints_json(model_dir: Path) -> None:
         "staging",
         "host pool",
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "method=scot"], "method: unknown method 'scot'"),
+        (["--machine", ""], "hardware '': no such machine"),
+        (["--set", "exact_layers=[0,99]"], "config: exact_layers: got 99, expected layers 0..29"),
+        (["--set", "recall.intervals=[1,2]"], "config: recall.intervals: got a list of 2, expected 30"),
+        (["--set", "clo.heads=/nope.json", "--method", "clo"], "clo.heads: /nope.json: no such file"),
+        (["--set", "apex.hardware=foo", "--method", "apex"], "apex.hardware 'foo': no such machine"),
+    ],
+)
+def test_a_configuration_that_every_method_refuses_is_an_error_of_one_line(
+    model_dir: Path, arguments: list[str], message: str
+) -> None:
+    planned = ["plan", "smollm2-135m-instruct", "--gpu-mem", "0", "--ram", "16GiB"]
+    refused = CliRunner().invoke(app, [*planned, *arguments])
+    assert refused.exit_code == 1 and refused.stdout == "" and refused.stderr.startswith(f"error: {message}")
+    assert refused.stderr.count("\n") == 1
+
+
+def test_of_several_reasons_the_configured_methods_own_is_told() -> None:
+    promise = config_from_mapping({"quality": {"min_mass": 0.9}}, "test")
+    with pytest.raises(ConfigError, match="not sampled on a GPU yet"):
+        make_plan(request(config=promise))
+
+
+def test_the_serve_command_has_a_configuration_that_is_yaml_itself(model_dir: Path) -> None:
+    planned = run("--gpu-mem", "0", "--ram", "16GiB", "--config", '{"sinks": 2}')
+    assert planned.exit_code == 0 and """--config '{"sinks": 2}'""" in planned.output
 
 
 @pytest.mark.parametrize(("text", "count"), [("8192", 8192), ("8k", 8192), ("1M", 2**20)])

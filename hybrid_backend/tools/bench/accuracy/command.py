@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 from rich.console import Console
 
-from hybrid_backend.config import find_config, load_config, parse_size
+from hybrid_backend.config import parse_size
 from hybrid_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,17 +67,22 @@ def accuracy(
     from hybrid_backend.tools.bench.accuracy.client import Scored
     from hybrid_backend.tools.bench.accuracy.run import Driver, Plan, run_endpoint
     from hybrid_backend.tools.bench.accuracy.tasks import chosen
+    from hybrid_backend.tools.bench.output import check_folder
     from hybrid_backend.tools.bench.pictures import check_matplotlib
     from hybrid_backend.tools.bench.servers import parse_overrides
     from hybrid_backend.tools.hub import resolve_model
 
     console = Console(soft_wrap=True)
+    if not minutes >= 0:
+        raise ConfigError(f"--minutes: got {minutes}, expected 0 (never) or more")
+    if longbench_datasets is not None and longbench_folder is None:
+        raise ConfigError(f"--longbench-datasets {longbench_datasets}: give their folder with --longbench too")
     check_matplotlib()
     plan = Plan(
         model=model,
         directory=resolve_model(model),
         methods=_methods(methods, in_place),
-        budgets=_budgets(budgets, model, in_place),
+        budgets=_budgets(budgets, in_place),
         tasks=[] if tasks == "none" else chosen(tasks),
         lengths=_numbers("--lengths", lengths),
         samples=samples,
@@ -90,6 +95,7 @@ def accuracy(
     )
     if longbench_folder is not None:
         plan = _with_longbench(plan, longbench_folder, longbench_datasets, longbench_length)
+    check_folder(out)
     if endpoint is not None:
         kind = cast(Literal["completions", "chat"], _one_of("--api", api, ("completions", "chat")))
         done = run_endpoint(plan, Scored.at(endpoint, kind), out, console)
@@ -114,6 +120,7 @@ def _interruptible(driver: Driver, console: Console) -> bool:
 def _write(plan: Plan, out: Path, console: Console) -> None:
     from hybrid_backend.tools.bench.accuracy import report
     from hybrid_backend.tools.bench.accuracy.store import Results
+    from hybrid_backend.tools.bench.output import writing
 
     results = [r for r in Results(out / "results.jsonl").all() if r.key.model == plan.model]
     results = [r for r in results if r.key.question == plan.question or r.key.method == "stock"]
@@ -123,20 +130,22 @@ def _write(plan: Plan, out: Path, console: Console) -> None:
     text = report.markdown(
         results, f"{plan.model}, question {'decoded' if plan.question == 'decode' else 'in the prompt'}"
     )
-    (out / "report.md").write_text(text)
-    (out / "report.json").write_text(report.as_json(results, arguments))
-    report.plot(results, out / "report.png")
     console.print(text, markup=False, highlight=False)
+    with writing(out):
+        (out / "report.md").write_text(text)
+        (out / "report.json").write_text(report.as_json(results, arguments))
+        report.plot(results, out / "report.png")
 
 
 def _methods(given: str | None, in_place: bool) -> list[str]:
     from hybrid_backend.methods import method_names
     from hybrid_backend.tools.bench.accuracy.run import ASKED
+    from hybrid_backend.tools.bench.accuracy.tasks import listed
 
     if given is None:
         return ["scout"] if in_place else ["dense", "scout", "hgca", "infinigen", "clo", "headinfer"]
     known = list(ASKED) if in_place else sorted(method_names())
-    found = [name.strip() for name in given.split(",") if name.strip()]
+    found = listed("--methods", given)
     for name in found:
         if name not in known:
             there = "in place there are" if in_place else "there are"
@@ -144,15 +153,13 @@ def _methods(given: str | None, in_place: bool) -> list[str]:
     return found
 
 
-def _budgets(given: str, model: str, in_place: bool) -> list[float]:
-    page, found = load_config(find_config(model)).page_size, list[float]()
+def _budgets(given: str, in_place: bool) -> list[float]:
+    found = list[float]()
     for part in given.split(","):
         share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", part)
         budget = float(share[1]) / 100 if share else _numbers("--budgets", part)[0]
         if share and not (in_place and 0 < budget < 1):
             raise ConfigError(f"--budgets: got {part}, expected less than 100%, and --in-place")
-        if budget >= 1 and budget % page:
-            raise ConfigError(f"--budgets: got {budget}, expected a multiple of the page size {page}")
         found.append(budget)
     return found
 
@@ -177,15 +184,15 @@ def _pool(given: str) -> int:
     try:
         return parse_size(given)
     except ValueError as error:
-        raise ConfigError(f"--host-pool: got {given!r}, expected a size; {error or 'write it as 8GiB'}") from None
+        raise ConfigError(f"--host-pool: got {given!r}, expected a size; {str(error) or 'write it as 8GiB'}") from None
 
 
 def _with_longbench(plan: Plan, folder: Path, names: str | None, length: int) -> Plan:
     from hybrid_backend.tools.bench.accuracy import longbench
     from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer
+    from hybrid_backend.tools.bench.accuracy.tasks import listed
 
     length = length or max(plan.lengths)
-    given = ",".join(longbench.DEFAULT) if names is None else names
-    datasets = [name.strip() for name in given.split(",") if name.strip()]
+    datasets = list(longbench.DEFAULT) if names is None else listed("--longbench-datasets", names)
     tasks = longbench.load(folder, datasets, length, ModelTokenizer(plan.directory), plan.samples)
     return replace(plan, external=tasks, external_length=length)

@@ -9,13 +9,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from hybrid_backend.config import find_config, load_config
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.bench.accuracy.client import Scored, ask, fidelity
 from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_ENVIRONMENT, FIDELITY_FLAGS
 from hybrid_backend.tools.bench.accuracy.mass import MassMeter
@@ -23,7 +25,7 @@ from hybrid_backend.tools.bench.accuracy.scoring import score
 from hybrid_backend.tools.bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settings
 from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer, Task
 from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
-from hybrid_backend.tools.bench.servers import Server, hybrid_server, stock_server
+from hybrid_backend.tools.bench.servers import Server, configured, hybrid_server, stock_server
 
 STOCK = "stock"
 WHOLE = ("dense", "headinfer")  # they attend everything: a budget means nothing to them
@@ -65,6 +67,41 @@ class Plan:
         for method in self.methods:
             found += [[(method, 0)]] if method in WHOLE else [[(method, budget)] for budget in self.budgets]
         return found
+
+    @cached_property
+    def config(self) -> HybridConfig:
+        """Of all hybrid servers, but for what differs between runs."""
+        return configured(self.model, {"budget_tokens": EVERYTHING, **self.overrides})
+
+    def own(self, method: str, budget: float) -> dict[str, Any]:
+        """Keys of a run's server that make the results what they are called."""
+        if self.in_place:
+            return {"method": method, "tiers": "unified", "sparse": "always"}
+        tokens = {"budget_tokens": int(budget), "hgca.window_tokens": int(budget)} if budget else {}
+        return {"method": method, "tiers": "separate", "metrics.sample_interval": 1, **tokens}
+
+    def check(self) -> None:
+        """To be asked before anything is started.
+
+        Raises:
+            ConfigError: a configuration that the servers would refuse, or in which results are not what they are
+                called; a budget that no server can keep.
+        """
+        page, always = self.config.page_size, self.config.sinks + self.config.recent
+        for key in self.own("", 1):
+            section, _, name = key.rpartition(".")
+            if key in self.overrides or name in self.overrides.get(section, {}):
+                flag = {"method": "--methods", "budget_tokens": "--budgets", "hgca.window_tokens": "--budgets"}.get(key)
+                fix = f"give {flag}" if flag else "leave it out"
+                raise ConfigError(f"--set {key}: the bench sets this key itself, for each of its servers; {fix}")
+        for budget in self.budgets:
+            if budget >= 1 and budget % page:
+                raise ConfigError(f"--budgets: got {budget}, expected a multiple of the page size {page}")
+            if 1 <= budget <= always * page:
+                raise ConfigError(
+                    f"--budgets: got {budget}, expected more than the sinks and recent pages, always attended; "
+                    f"write {(always + 1) * page} or more"
+                )
 
 
 Run = tuple[str, float]  # method, budget
@@ -109,6 +146,7 @@ class Driver:
     """Runs a plan; what is known already is not asked again."""
 
     def __init__(self, plan: Plan, out: Path, console: Console) -> None:
+        plan.check()
         same_settings(
             out,
             {"dtype": plan.dtype, "overrides": plan.overrides, "fidelity tokens": plan.fidelity_tokens,
@@ -118,8 +156,7 @@ class Driver:
         self.results, self.dense = Results(out / "results.jsonl"), DenseAnswers(out / "dense")
         self.tokenizer = ModelTokenizer(plan.directory)
         self.cases = list(cases(plan, self.tokenizer))
-        config = load_config(find_config(plan.model))
-        self.page, self.exact = config.page_size, set(config.exact_layers)
+        self.page, self.exact = plan.config.page_size, set(plan.config.exact_layers)
         self.done, self.asked, self.started = 0, 0, time.monotonic()
 
     def tokens(self, budget: float, case: Case) -> int:
@@ -214,13 +251,8 @@ class Driver:
             pool = str(plan.pool)
             pooled = [*flags, "--kv-cache-memory-bytes", pool]
             return stock_server(logs, plan.directory, pooled, plan.model, FIDELITY_ENVIRONMENT)
-        keys: dict[str, Any] = {"method": method, "host_pool.size": plan.pool, **plan.overrides}
-        if plan.in_place:
-            keys = {"tiers": "unified", "sparse": "always", **keys}
-        else:
-            tokens = {"budget_tokens": int(budget), "hgca.window_tokens": int(budget)} if budget else {}
-            staging = {"staging_tokens": 64 * self.page}
-            keys = {"tiers": "separate", "metrics.sample_interval": 1, **staging, **tokens, **keys}
+        usual = {"host_pool.size": plan.pool, **({} if plan.in_place else {"staging_tokens": 64 * self.page})}
+        keys = {**usual, **plan.overrides, **plan.own(method, budget)}
         return hybrid_server(logs, keys, flags, model=plan.model, environment=FIDELITY_ENVIRONMENT)
 
     def _tell(self, result: Result) -> None:

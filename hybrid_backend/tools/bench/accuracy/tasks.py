@@ -18,8 +18,16 @@ def chosen(names: str) -> list[str]:
     """Names separated by commas; ``all`` is all of them."""
     if names == "all":
         return list(GENERATORS)
-    found = [name.strip() for name in names.split(",") if name.strip()]
+    found = listed("--tasks", names)
     for name in found:
         if name not in GENERATORS:
             raise ConfigError(f"--tasks: no task {name!r}; there are {', '.join(GENERATORS)}")
+    return found
+
+
+def listed(option: str, given: str) -> list[str]:
+    """Names separated by commas, at least one."""
+    found = [name.strip() for name in given.split(",") if name.strip()]
+    if not found:
+        raise ConfigError(f"{option}: got {given!r}, expected names separated by commas")
     return found

@@ -55,8 +55,9 @@ def throughput(
     from rich.markdown import Markdown
 
     from hybrid_backend.tools.bench.limits import parse_limits, told
+    from hybrid_backend.tools.bench.output import check_folder, writing
     from hybrid_backend.tools.bench.pictures import check_matplotlib
-    from hybrid_backend.tools.bench.servers import parse_overrides
+    from hybrid_backend.tools.bench.servers import DEMO, configured, parse_overrides
     from hybrid_backend.tools.bench.throughput.client import CLIENTS, installed_client, run_client
     from hybrid_backend.tools.bench.throughput.point import Point, Workload
     from hybrid_backend.tools.bench.throughput.report import plot, table
@@ -68,8 +69,11 @@ def throughput(
         raise ConfigError(f"--client {client}: write auto, {' or '.join(CLIENTS)}")
     asked, changed = _rates(rates), parse_overrides(overrides or ())
     limits = parse_limits("--good", good, ("ttft", "tpot", "e2el"))
+    if serve:
+        configured(DEMO, changed)  # before anything is started
     check_matplotlib()
     client = installed_client(client)
+    check_folder(out)
     workload = Workload(
         prompts=prompts, input_length=input_length, output_length=output_length, goodput=limits, tokenizer=tokenizer
     )
@@ -89,16 +93,16 @@ def throughput(
     points.sort(key=lambda point: order.index(point.endpoint))
     title = f"{input_length} + {output_length} tokens, {prompts} requests per run, {repeats} runs; good: {told(limits)}"
     written = table(points)
-    out.mkdir(parents=True, exist_ok=True)
+    Console(width=170).print(Markdown(written))
     record = {
         "title": title, "client": client, "workload": workload.model_dump(), "seed": seed, "set": changed,
         "dtype": dtype if serve else None, "machine": platform.platform(),
         "points": [point.model_dump() for point in points],
     }  # fmt: skip
-    (out / "throughput.json").write_text(json.dumps(record, indent=1))
-    (out / "throughput.md").write_text(f"{title}\n\n{written}")
-    plot(points, title, out / "throughput.png")
-    Console(width=170).print(Markdown(written))
+    with writing(out):
+        (out / "throughput.json").write_text(json.dumps(record, indent=1))
+        (out / "throughput.md").write_text(f"{title}\n\n{written}")
+        plot(points, title, out / "throughput.png")
     console.print(f"written: {out}/throughput.json, .md, .png", soft_wrap=True)
 
 

@@ -55,7 +55,7 @@ def measure(
     Raises:
         ConfigError: no such device, no native kernels, or too little memory.
     """
-    tier = _device(device)
+    tier = torch_device(device)
     missing = cpu.why_unavailable()
     if missing is not None:
         raise ConfigError(f"profile --hardware measures the native CPU kernels, which do not run here: {missing}")
@@ -126,11 +126,16 @@ def table(hardware: Hardware) -> Table:
     return result
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """The device that a command's ``--device`` names.
+
+    Raises:
+        ConfigError: no such device, or none here.
+    """
     if name not in ("auto", "cuda", "cpu"):
-        raise ConfigError(f"device: got {name!r}, expected auto, cuda or cpu")
+        raise ConfigError(f"--device: got {name!r}, expected auto, cuda or cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch sees no CUDA device; write cpu or auto")
+        raise ConfigError("--device: got 'cuda', but torch sees no CUDA device; write cpu or auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
