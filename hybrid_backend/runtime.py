@@ -167,7 +167,7 @@ class HybridRuntime:
         k, v = tiers.write_back.store(layer, *self._whole_tokens(step, k, v), pages, offsets)
         tiers.whole.append(layer, pages, offsets, k, v)
         self.method.append(layer, pages, offsets, k, v)
-        if step.fills_prefix or (len(rows) > 1 and any(row.has_earlier_tokens for row in rows)):
+        if step.fills_prefix or (len(rows) > 1 and any(row.earlier_tokens for row in rows)):
             tiers.write_back.join()  # a row may find its prefix in pages that another one writes just now
         owns = [] if self._prompts else tiers.prompts.own(q, k, v, [(row.start, row.end) for row in rows])
         for i, row in enumerate(rows):

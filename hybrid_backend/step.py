@@ -86,8 +86,9 @@ class PrefillRow:
     written: Tensor  # [W] int32: the last of `pages`, which the query tokens are written to
 
     @property
-    def has_earlier_tokens(self) -> bool:
-        return self.seq_len > self.end - self.start
+    def earlier_tokens(self) -> int:
+        """Of the sequence, computed before this step."""
+        return self.seq_len - (self.end - self.start)
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def make_step(number: int, batch: Batch, page_size: int) -> Step:
 
 def _fills_prefix(rows: DecodeRows, prefill: list[PrefillRow], page_size: int) -> bool:
     """Engines find a page in the prefix cache from when the token that fills it is scheduled."""
-    begins = (row.seq_len - (row.end - row.start) for row in prefill)
+    begins = (row.earlier_tokens for row in prefill)
     return any(begin and begin % page_size == 0 for begin in begins) and bool((rows.seq_lens % page_size == 0).any())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ from tests.support.gpu import DEVICE, ON_GPU
 
 PAGE = 16
 WITNESSED = 2e-5  # of outputs in fp32, against fp64
+METHODS: dict[str, dict[str, Any]] = {
+    "scout": {},
+    "scout, separate": {"tiers": "separate"},
+    "dense": {"method": "dense"},
+    "hgca": {"method": "hgca"},
+    "clo": {"method": "clo"},
+    "infinigen": {"method": "infinigen"},
+    "headinfer": {"method": "headinfer", "tiers": "separate"},
+    "apex": {"method": "apex", "apex": {"strategy": "lockstep"}},
+}
+"""Keys of `config` for each method; all are exact while the context is short."""
 
 
 def config(**keys: object) -> HybridConfig:

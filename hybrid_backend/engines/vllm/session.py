@@ -47,6 +47,11 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     ]
 
 
+def full_attention(layers: Sequence[Layer]) -> set[str]:
+    """Names of those without a sliding window."""
+    return {each.attention.layer_name for each in layers if each.attention.sliding_window is None}
+
+
 def rank_of(parallel: ParallelConfig) -> Rank:
     """This worker among those of this machine, in vLLM's order: data parallel, then pipeline, then tensor parallel."""
     world = parallel.local_world_size
@@ -109,7 +114,7 @@ def check_groups(model: nn.Module, kv_cache_config: KVCacheConfig) -> None:
     Raises:
         EngineError: vLLM has put the layers with full attention into several groups with pages of their own.
     """
-    full = {each.attention.layer_name for each in attention_layers(model) if each.attention.sliding_window is None}
+    full = full_attention(attention_layers(model))
     groups = sum(not full.isdisjoint(group.layer_names) for group in kv_cache_config.kv_cache_groups)
     if groups > 1:
         raise EngineError(
@@ -171,7 +176,7 @@ class Session:
             rank_of(vllm_config.parallel_config),
         )
         self._unheard = UnheardRank() if vllm_config.parallel_config.rank else None  # vLLM takes the output of one only
-        self._full_layers = {a.layer_name for a in attentions if a.sliding_window is None}
+        self._full_layers = full_attention(layers)
         # The engine may have widened its blocks (for the state of layers that are not ours); pages are as configured.
         self.pages_per_block = vllm_config.cache_config.block_size // config.page_size
         for index, attention in enumerate(attentions):

@@ -144,9 +144,7 @@ void pack_keys(const PromptBlock& b, float* k, float* v, int64_t begin, int64_t 
 // Products of one query -> cells of weights, relative to the running maximum of products.
 template <class Unit>
 INLINE void row_weights(float* s, int n, float scale, float* o, int dim, float& maximum, float& sum) {
-  vf top = larger(*(const vf*)s, splat(-INFINITY));  // NaN is nothing
-  for (int t = LANES; t < n; t += LANES) top = larger(*(const vf*)&s[t], top);
-  const float best = largest_of(top);
+  const float best = largest_in(s, n);
   if ((best - maximum) * scale > RESCALE_ABOVE) {
     const float factor = exp2f((maximum - best) * scale);
     maximum = best;

@@ -105,6 +105,13 @@ INLINE float largest_of(vf a) {
   return low > high ? low : high;
 }
 
+// Of n numbers, whole vectors of them; NaN is nothing.
+INLINE float largest_in(const float* s, int n) {
+  vf top = splat(-INFINITY);
+  for (int t = 0; t < n; t += LANES) top = larger(*(const vf*)&s[t], top);
+  return largest_of(top);
+}
+
 #ifndef HAVE_REDUCE
 // [4 heads][T tokens] accumulators -> T sums per head. Unused heads hold zeros.
 template <int HEADS, int TOKENS>
@@ -222,9 +229,7 @@ INLINE void page_weights(State& st, int head, const PageRef& page) {
   const int page_size = st.shape->page_size;
   for (int t = 0; t < page.skip; t++) s[t] = -INFINITY;
   for (int t = page.tokens; t < page_size; t++) s[t] = -INFINITY;
-  vf top = larger(*(vf*)s, splat(-INFINITY));  // NaN is nothing
-  for (int t = LANES; t < page_size; t += LANES) top = larger(*(vf*)&s[t], top);
-  const float best = largest_of(top);
+  const float best = largest_in(s, page_size);
   if (best > st.maximum[head] + RESCALE_ABOVE) {
     const float factor = exp2f(st.maximum[head] - best);
     st.maximum[head] = best;

@@ -6,20 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import PAGE, Engine, config, spec
+from tests.support.harness import METHODS, PAGE, Engine, config, spec
 
 EXACT: dict[str, dict[str, Any]] = {
-    "in place": {},
-    "in place, torch": {"device_kernels": "torch"},
-    "separate": {"tiers": "separate"},
-    "separate, torch": {"tiers": "separate", "device_kernels": "torch"},
-    "dense": {"method": "dense"},
-    "hgca": {"method": "hgca"},
-    "clo": {"method": "clo"},
-    "infinigen": {"method": "infinigen"},
-    "headinfer": {"method": "headinfer", "tiers": "separate"},
+    **METHODS,
+    "scout, torch": {"device_kernels": "torch"},
+    "scout, separate, torch": {"tiers": "separate", "device_kernels": "torch"},
     "headinfer, resident": {"method": "headinfer", "headinfer": {"resident_heads": ["0:0", "1:1"]}},
-    "apex": {"method": "apex", "apex": {"strategy": "lockstep"}},
 }
 
 

@@ -10,19 +10,9 @@ import torch
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.execution.operations import fitted
 from hybrid_backend.step import ModelSpec
-from tests.support.harness import PAGE, Engine, config
+from tests.support.harness import METHODS, PAGE, Engine, config
 
 SHAPES = {"48 query heads per KV head": (48, 1, 32), "heads of 120": (8, 1, 120), "heads of 320": (4, 2, 320)}
-METHODS: dict[str, dict[str, Any]] = {
-    "scout": {},
-    "scout, separate": {"tiers": "separate"},
-    "dense": {"method": "dense"},
-    "hgca": {"method": "hgca"},
-    "clo": {"method": "clo"},
-    "infinigen": {"method": "infinigen"},
-    "headinfer": {"method": "headinfer", "tiers": "separate"},
-    "apex": {"method": "apex", "apex": {"strategy": "lockstep"}},
-}
 
 
 def model(heads: int, kv_heads: int, dim: int) -> ModelSpec:
