@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
+from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.bench.accuracy import run
 from hybrid_backend.tools.bench.accuracy.run import Driver, Plan, cases
 from hybrid_backend.tools.bench.accuracy.store import Result as Answered
@@ -114,6 +117,11 @@ def test_any_endpoint_is_scored_and_asked_only_once(api: str, endpoint: str, tmp
         (["--in-place", "--set", "tiers=separate"], "--set tiers: the bench sets this key itself"),
         (["--in-place", "--set", "sparse=never"], "--set sparse: the bench sets this key itself"),
         (["--model", "no-such-model"], "model 'no-such-model' is neither in the catalog"),
+        (["smollm2"], "smollm2: not an option; flags of the servers' engine go after --"),
+        (
+            ["--endpoint", "http://localhost:9", "--", "--max-model-len", "64"],
+            "--max-model-len: with --endpoint no server",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], message: str, tmp_path: Path, model_dir: Path) -> None:
@@ -177,6 +185,47 @@ def test_in_place_one_server_is_asked_everything_about_a_prompt_in_a_row(tmp_pat
     key = missing[driver.cases[0]][1]
     driver.results.add(Answered(key, 1.0, "found"))
     assert key not in Driver(plan, tmp_path, Console(quiet=True))._missing(runs)[driver.cases[0]]
+
+
+def test_flags_of_the_engine_and_prompts_at_once_reach_every_server(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(run, "hybrid_server", lambda logs, keys, flags, **_: started.append((keys, flags)))
+    monkeypatch.setattr(run, "stock_server", lambda logs, directory, flags, *_: started.append(({}, flags)))
+    plan = Plan(
+        "smollm2-135m-instruct", str(model_dir), ["scout"], [256], ["vt"], [600], 1, at_once=12,
+        flags=["--max-model-len", "2048"],
+    )  # fmt: skip
+    driver = Driver(plan, tmp_path, Console(quiet=True))
+    for method, budget in (("stock", 0), ("scout", 256)):
+        driver._server(method, budget)
+        keys, flags = started[-1]
+        assert flags[flags.index("--max-num-seqs") + 1] == "12" and flags[-2:] == ["--max-model-len", "2048"]
+        assert "metrics.sample_interval" not in keys, "the mass of answers that are decoded together is nobody's"
+    with pytest.raises(ConfigError, match="holds results with engine flags"):
+        Driver(replace(plan, flags=()), tmp_path, Console(quiet=True))
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_as_many_prompts_are_asked_at_once_as_were_asked_for(
+    at_once: int, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan("smollm2-135m-instruct", str(model_dir), ["scout"], [256], ["vt", "qa_1"], [600], 2, at_once=at_once)
+    driver, asked = Driver(plan, tmp_path, Console(quiet=True)), list[Any]()
+    together = threading.Barrier(at_once)
+
+    def answered(server: object, key: Any, case: object, meter: object) -> Answered:
+        if len(asked) < at_once:
+            together.wait(30)
+        asked.append(key)
+        return Answered(key, 1.0, "found")
+
+    monkeypatch.setattr(driver, "_server", lambda *_: nullcontext())
+    monkeypatch.setattr(driver, "_answer", answered)
+    monkeypatch.setattr(run, "MassMeter", lambda *_: None)
+    driver._run([("scout", 256)], driver._missing([("scout", 256)]))
+    assert len(asked) == len(set(asked)) == 4 == len(driver.results.all())
 
 
 def test_a_decoded_question_follows_the_context_token_by_token(tmp_path: Path, model_dir: Path) -> None:

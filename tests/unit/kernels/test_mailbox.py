@@ -313,7 +313,10 @@ def test_the_devices_kernels_count_how_long_they_waited_and_how_early_they_asked
     device = "cuda" if torch.cuda.is_available() else "cpu"
     timed_out, letters = torch.zeros(cpu.STEPS, dtype=torch.int32, pin_memory=device == "cuda"), mail.layers[0]
     counters = torch.zeros(len(Counters._fields), dtype=torch.int64, device=device)
-    counted = []
+    counted, time_left = [], torch.full((1,), 10**10, device=device)
+    nothing = torch.zeros(1, dtype=torch.int32, device=device)
+    # Compiled before it is timed.
+    signal.await_answer(letters.answered, nothing, timed_out, time_left, counters.clone())
     for step, pages in ((1, 3), (2, 0)):
         number = torch.full((1,), step, dtype=torch.int32, device=device)
         listed = torch.full((ROWS, 1), pages, dtype=torch.int32, device=device)

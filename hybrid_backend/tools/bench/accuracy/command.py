@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 
 def accuracy(
+    engine_flags: Annotated[
+        list[str] | None, typer.Argument(help="after --: flags of every server's engine, as --max-model-len 32768")
+    ] = None,
     model: Annotated[str, typer.Option(help="catalog name or directory of a Hugging Face model")] = (
         "smollm2-135m-instruct"
     ),
@@ -54,6 +57,9 @@ def accuracy(
     in_place: Annotated[
         bool, typer.Option("--in-place", help="scout, infinigen: one server, whose requests ask for their budgets")
     ] = False,
+    at_once: Annotated[
+        int, typer.Option(min=1, help="prompts asked at once, for a GPU; mass is sampled with one only")
+    ] = 1,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="one configuration key, as recall.enabled=false")
     ] = None,
@@ -77,6 +83,10 @@ def accuracy(
         raise ConfigError(f"--minutes: got {minutes}, expected 0 (never) or more")
     if longbench_datasets is not None and longbench_folder is None:
         raise ConfigError(f"--longbench-datasets {longbench_datasets}: give their folder with --longbench too")
+    if engine_flags and not engine_flags[0].startswith("-"):
+        raise ConfigError(f"{engine_flags[0]}: not an option; flags of the servers' engine go after --")
+    if engine_flags and endpoint is not None:
+        raise ConfigError(f"{engine_flags[0]}: with --endpoint no server is started; leave the engine's flags out")
     check_matplotlib()
     plan = Plan(
         model=model,
@@ -90,6 +100,8 @@ def accuracy(
         dtype=dtype,
         pool=_pool(host_pool),
         in_place=in_place,
+        at_once=at_once,
+        flags=engine_flags or (),
         overrides=parse_overrides(overrides or ()),
         deadline=time.monotonic() + 60 * minutes if minutes else float("inf"),
     )

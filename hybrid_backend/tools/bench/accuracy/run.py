@@ -31,7 +31,7 @@ STOCK = "stock"
 WHOLE = ("dense", "headinfer")  # they attend everything: a budget means nothing to them
 ASKED = ("scout", "infinigen")  # each request may have a budget of its own
 EVERYTHING = 1 << 30
-AT_ONCE = 4  # requests
+AT_ONCE = 4  # requests, where only one prompt is asked at once
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Plan:
     """What to run. ``question``: ``prompt``, as usual, or ``decode``: forced token by token after the context, so that
     not the (always exact) prompt but decoding has to find the answer. ``budgets``: tokens, or a share of the prompt.
     ``in_place``: one server a method, whose requests ask for their budgets, so that a prompt is computed once; the
-    first of them also gives the dense answers, everything attended, in the place of the stock engine."""
+    first of them also gives the dense answers, everything attended, in the place of the stock engine. ``at_once``:
+    prompts, for a GPU; the mass of single answers is sampled with one. ``flags``: of every server's engine."""
 
     model: str
     directory: str
@@ -55,6 +56,8 @@ class Plan:
     pool: int = 2**30  # bytes
     fidelity_tokens: int = 64
     in_place: bool = False
+    at_once: int = 1
+    flags: Sequence[str] = ()
     overrides: dict[str, Any] = field(default_factory=dict)
     deadline: float = float("inf")  # of time.monotonic
 
@@ -78,7 +81,8 @@ class Plan:
         if self.in_place:
             return {"method": method, "tiers": "unified", "sparse": "always"}
         tokens = {"budget_tokens": int(budget), "hgca.window_tokens": int(budget)} if budget else {}
-        return {"method": method, "tiers": "separate", "metrics.sample_interval": 1, **tokens}
+        metered = {"metrics.sample_interval": 1} if self.at_once == 1 else {}
+        return {"method": method, "tiers": "separate", **metered, **tokens}
 
     def check(self) -> None:
         """To be asked before anything is started.
@@ -150,7 +154,7 @@ class Driver:
         same_settings(
             out,
             {"dtype": plan.dtype, "overrides": plan.overrides, "fidelity tokens": plan.fidelity_tokens,
-             "in place": plan.in_place},
+             "in place": plan.in_place, **({"engine flags": list(plan.flags)} if plan.flags else {})},
         )  # fmt: skip
         self.plan, self.out, self.console = plan, out, console
         self.results, self.dense = Results(out / "results.jsonl"), DenseAnswers(out / "dense")
@@ -200,14 +204,19 @@ class Driver:
     def _run(self, runs: Sequence[Run], missing: dict[Case, list[Key]]) -> None:
         self._check_time()
         method, budget = runs[-1]
-        with self._server(method, budget) as server, ThreadPoolExecutor(AT_ONCE) as pool:
-            is_metered = method not in (STOCK, *WHOLE) and not self.plan.in_place
+        at_once = self.plan.at_once
+        with self._server(method, budget) as server, ThreadPoolExecutor(max(AT_ONCE, at_once)) as pool:
+            is_metered = method not in (STOCK, *WHOLE) and not self.plan.in_place and at_once == 1
             meter = MassMeter(server, self.exact) if is_metered else None
-            for case, keys in missing.items():
+            asked = list(missing.items())
+            for some in (asked[at:][:at_once] for at in range(0, len(asked), at_once)):
                 self._check_time()
                 # The first computes the prompt; the others find it in the prefix cache, and dense answers in the files.
-                for several in (keys[:1], keys[1:]):
-                    for result in pool.map(lambda key, case=case: self._answer(server, key, case, meter), several):
+                for several in (
+                    [(case, keys[0]) for case, keys in some],
+                    [(c, key) for c, ks in some for key in ks[1:]],
+                ):
+                    for result in pool.map(lambda one: self._answer(server, one[1], one[0], meter), several):
                         self.results.add(result)
                         self._tell(result)
 
@@ -246,14 +255,15 @@ class Driver:
 
     def _server(self, method: str, budget: float) -> AbstractContextManager[Server]:
         plan, logs = self.plan, self.out / "logs"
-        flags = ["--dtype", plan.dtype, "--max-num-seqs", str(AT_ONCE), "--enforce-eager", *FIDELITY_FLAGS]
+        most = str(max(AT_ONCE, plan.at_once))
+        flags = ["--dtype", plan.dtype, "--max-num-seqs", most, "--enforce-eager", *FIDELITY_FLAGS]
         if method == STOCK:
             pool = str(plan.pool)
-            pooled = [*flags, "--kv-cache-memory-bytes", pool]
+            pooled = [*flags, "--kv-cache-memory-bytes", pool, *plan.flags]
             return stock_server(logs, plan.directory, pooled, plan.model, FIDELITY_ENVIRONMENT)
         usual = {"host_pool.size": plan.pool, **({} if plan.in_place else {"staging_tokens": 64 * self.page})}
         keys = {**usual, **plan.overrides, **plan.own(method, budget)}
-        return hybrid_server(logs, keys, flags, model=plan.model, environment=FIDELITY_ENVIRONMENT)
+        return hybrid_server(logs, keys, [*flags, *plan.flags], model=plan.model, environment=FIDELITY_ENVIRONMENT)
 
     def _tell(self, result: Result) -> None:
         self.done += 1

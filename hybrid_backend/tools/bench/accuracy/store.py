@@ -82,7 +82,9 @@ def same_settings(folder: Path, settings: dict[str, object]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(settings))
     elif (before := json.loads(file.read_text())) != settings:
-        told = ", ".join(f"{key} {before.get(key)}" for key in settings if before.get(key) != settings[key])
+        told = ", ".join(
+            f"{key} {before.get(key)}" for key in {**before, **settings} if before.get(key) != settings.get(key)
+        )
         raise ConfigError(f"--out {folder}: holds results with {told}; give the same again, or another --out")
 
 
