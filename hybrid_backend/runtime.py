@@ -89,6 +89,11 @@ class HybridRuntime:
             self.method.release(request_id)
             self.executor.release(request_id)
 
+    def preempt(self, request_ids: Iterable[str]) -> None:
+        """Forget requests whose tokens of the step under way still count: the engine delivers them."""
+        self._finish_for(request_ids)
+        self.release(request_ids)
+
     def begin_step(self, batch: Batch) -> Step:
         """Start a step over the layers with full attention. A step that was left open is abandoned."""
         self._abandon_open()
@@ -97,7 +102,10 @@ class HybridRuntime:
         self._open = step
         try:
             self.method.begin_step(step)
-            for row in step.prefill:  # if it had frames, they are out of date: it computes prompt tokens again
+            # If they had frames, these are out of date: prompt tokens are computed again, or follow a chunk of one token
+            # that was a decoding row.
+            self._finish_for(row.request_id for row in step.prefill)
+            for row in step.prefill:
                 self.executor.release(row.request_id)
             if step.decode is not None:
                 self.executor.begin(step)
@@ -108,6 +116,11 @@ class HybridRuntime:
     def begin_local_step(self, batch: Batch, page_size: int) -> Step:
         """Start the same step for local layers, which have a page table (and perhaps a page size) of their own."""
         return make_step(self._steps, batch, page_size)
+
+    def idle(self) -> None:
+        """The engine is about to compute a batch that nobody asked for, perhaps by a captured graph: one of data
+        parallel engines that waits for the others. It must write nothing into the pages of the last step."""
+        self.executor.idle()
 
     def end_step(self, step: Step) -> None:
         """All layers of the step have run."""
@@ -283,6 +296,13 @@ class HybridRuntime:
         if self._local is not None:
             self._local.close()
         self.workers.close()
+
+    def _finish_for(self, request_ids: Iterable[str]) -> None:
+        """Wait for a device that may be in a step that has these requests as decoding rows: from a release on, the CPU
+        workers leave a request out, whatever step asks."""
+        frames, device = self.tiers.frames, self.tiers.device
+        if device.type == "cuda" and any(frames.index(request_id) is not None for request_id in request_ids):
+            torch.cuda.current_stream(device).synchronize()
 
     def _abandon_open(self) -> None:
         step, self._open = self._open, None

@@ -29,6 +29,9 @@ class Executor(Protocol):
         """What decoder layer ``layer`` is about to compute with: ``[tokens, hidden]`` of the batch. Rows that go on
         from an earlier step get what they had there."""
 
+    def idle(self) -> None:
+        """What is computed from here on, until a step begins, is of nobody."""
+
     def unfinished(self, step: Step) -> list[str]:
         """Requests of a step, all layers of which were launched, that yield no token yet. Waits for the device where
         there may be any."""

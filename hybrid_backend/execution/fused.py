@@ -115,6 +115,9 @@ class FusedStep:
     def abandon(self) -> None:
         """Nothing is ever under way."""
 
+    def idle(self) -> None:
+        """Every step brings its rows along."""
+
     def failure(self, step: Step) -> None:
         return None  # `decode` raises
 

@@ -100,6 +100,12 @@ class Parking:
         self._columns.copy_(sent(columns, self._columns.device))
         self._wide.copy_(sent(wide, self._wide.device))
 
+    def idle(self) -> None:
+        """All rows are padding."""
+        self._columns.zero_()
+        self._wide.zero_()
+        self._slots.fill_(self._columns.shape[1])
+
     def unfinished(self, number: int, rows: DecodeRows, indices: list[int]) -> list[int]:
         """Rows of the step of this number, in which some `may_park`, that yield no token. Waits for the device."""
         if self._columns.device.type == "cuda":

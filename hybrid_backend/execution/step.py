@@ -161,6 +161,14 @@ class DecodeStep:
         self._asked.clear()
         self._predicted.clear()
 
+    def idle(self) -> None:
+        """What a captured graph computes from here on, until a step begins, is of rows of padding. The number stays:
+        nobody is asked, and waits end at once."""
+        self.inputs.small[:-1].zero_()
+        self.inputs.pages.fill_(-1)
+        if self.parking is not None:
+            self.parking.idle()
+
     def failure(self, step: Step) -> StepFailure | None:
         """What went wrong for the decoding rows of a step that the device has passed."""
         rows, number = step.decode, step.number + 1

@@ -69,6 +69,11 @@ class HybridGPUWorker(HybridWorker, Worker):
             keep_to_pools(scheduler_output, self.model_runner.kv_cache_config)
         return super().execute_model(scheduler_output)
 
+    def execute_dummy_batch(self) -> None:
+        if self.session is not None:
+            self.session.runtime.idle()
+        super().execute_dummy_batch()
+
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache":
             return super()._maybe_get_memory_pool_context(tag)

@@ -219,6 +219,7 @@ _WORKERS = (
     Lean("vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens", "may output be used", takes=("grammar_output",)),
     Lean("vllm.v1.worker.cpu_worker:CPUWorker.shutdown", "ends the workers", takes=()),
     Lean("vllm.v1.worker.gpu_worker:Worker.execute_model", "releases, opens a step", takes=("scheduler_output",)),
+    Lean("vllm.v1.worker.gpu_worker:Worker.execute_dummy_batch", "of nobody", takes=()),
     Lean("vllm.v1.worker.gpu_worker:Worker.initialize_from_config", "builds it", takes=("kv_cache_config",)),
     Lean("vllm.v1.worker.gpu_worker:Worker.sample_tokens", "may output be used", takes=("grammar_output",)),
     Lean("vllm.v1.worker.gpu_worker:Worker.shutdown", "ends the workers", takes=()),

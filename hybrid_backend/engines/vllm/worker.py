@@ -61,15 +61,16 @@ class HybridWorker(_Worker):
         session, publisher = self.session, self.publisher
         if session is None or publisher is None:
             return super().execute_model(scheduler_output)
-        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        session.runtime.release(gone)
+        preempted = scheduler_output.preempted_req_ids or set()
+        session.runtime.preempt(preempted)  # vLLM delivers the tokens that a step under way has for them
+        session.runtime.release(scheduler_output.finished_req_ids)
         session.hear(scheduler_output)
         try:
             with session.scheduled():
                 return super().execute_model(scheduler_output)
         finally:
             if not self.is_warming_up:
-                publisher.publish(force=bool(gone))
+                publisher.publish(force=bool(preempted or scheduler_output.finished_req_ids))
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if self.session is None:
