@@ -231,6 +231,12 @@ def weight_files(folder: Path) -> list[Path]:
     return [file for file in files if not listed or file.name in listed]
 
 
+def stored_bytes(model: str, revision: str | None = None) -> int:
+    """Bytes of the safetensors files of a directory, or of a hub id in the hub's own cache; 0 unless all are there."""
+    folder = Path(model) if Path(model).is_dir() else _cached(model, revision)
+    return 0 if folder is None else sum(file.stat().st_size for file in weight_files(folder))
+
+
 def weights_to_load(model: str, config: Mapping[str, Any], dtype: str, revision: str | None = None) -> tuple[int, int]:
     """What an engine will load into host memory, before it does.
 

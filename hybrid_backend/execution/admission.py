@@ -89,7 +89,7 @@ def best_pages(
         )
     picked = operations.select_pages(
         scores, one, one * config.page_size, torch.full_like(one, frames), torch.zeros_like(one), None, table,
-        config.page_size, config.sinks, config.recent, frames,
+        config.page_size, config.sinks, min(config.recent, max(1, frames - config.sinks)), frames,
     )  # fmt: skip
     pages = picked.pages[0, 0]
     if query is None or digests is None:

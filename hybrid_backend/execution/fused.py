@@ -97,7 +97,7 @@ class FusedStep:
             dense_tokens=int(rows.seq_lens.sum()),
             dense_pages=int(rows.num_pages.sum()),
             unattended_pages=int(unattended.sum()),
-            selecting=unattended > 0,
+            selecting=(unattended > 0) & self._is_followed(rows),
         )
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -155,6 +155,12 @@ class FusedStep:
     def close(self) -> None:
         self._decoder.close()
 
+    def _is_followed(self, rows: DecodeRows) -> Tensor:
+        """Rows whose samples a promise is judged by: not those with budgets of their own."""
+        if self._watch is None or rows.budgets is None:
+            return torch.ones(rows.count, dtype=torch.bool)
+        return rows.budgets == 0
+
     def _sequence(self, request_id: str) -> int:
         if request_id not in self._sequences:
             self._sequences[request_id] = self._next_sequence
@@ -184,6 +190,4 @@ class FusedStep:
             cpu.partial(q[r : r + 1], kv, pages[which][None], valid[which][None], self._model.scale)[1]
             for which in (chosen, torch.arange(len(pages))[None])
         )
-        stats = self._stats.layers[layer]
-        stats.mass_sum += float((selected - every).exp().mean())
-        stats.mass_samples += 1
+        self._stats.layers[layer].saw_mass(float((selected - every).exp().mean()))

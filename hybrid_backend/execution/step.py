@@ -73,6 +73,7 @@ class DecodeStep:
         self._at = {layer: self._buffers(layer, row) for layer, row in self._row.items()}
         self._first: dict[int, StepInputs] = {}  # by rows
         self._partial: list[int] = []  # rows of the open step that leave pages out
+        self._sampled: list[int] = []  # of them, those whose attention mass is looked at
         self._is_resident = False  # no row does, and frames have all of them
         self.seq_lens = torch.empty(0, dtype=torch.int64)  # of the rows of the open step, on the host
         self._into: Tensor | None = None  # where the layer that runs leaves its result
@@ -224,6 +225,11 @@ class DecodeStep:
         if self._watch is not None:
             budgets = self._watch.budgets(budgets, rows)
         self._partial = (budgets < rows.num_pages).nonzero().flatten().tolist()
+        self._sampled = self._partial
+        if (
+            self._watch is not None and rows.budgets is not None
+        ):  # no promise is judged by rows with budgets of their own
+            self._sampled = [r for r in self._partial if not int(rows.budgets[r])]
         self._is_resident = not self._partial and int(rows.num_pages.max()) <= self.shape.frames
         self.seq_lens = rows.seq_lens
         columns = {
@@ -562,17 +568,15 @@ class DecodeStep:
         assert rows is not None
         predicted = self._predicted.pop(layer, None)
         if predicted is not None:
-            stats.cosine_sum += query_cosine(predicted, q)
-            stats.cosine_samples += 1
-        if not self._partial:
+            stats.saw_cosine(query_cosine(predicted, q))
+        if not self._sampled:
             return
-        r = self._partial[step.number % len(self._partial)]
+        r = self._sampled[step.number % len(self._sampled)]
         covered = self._method.covered(self, layer, rows, r)
         if covered is None:
             return
         blocks, table = self._tiers.host.blocks(layer), rows.page_table[r, : int(rows.num_pages[r])]
-        stats.mass_sum += mass_recall(q[r], blocks, table, covered, self._model.num_kv_heads, self._model.scale)
-        stats.mass_samples += 1
+        stats.saw_mass(mass_recall(q[r], blocks, table, covered, self._model.num_kv_heads, self._model.scale))
 
     def covered(self, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
         """`Method.covered`, by what was selected."""

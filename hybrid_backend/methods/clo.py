@@ -144,6 +144,10 @@ class Clo(Selective):
     def pages_per_load(self) -> int:
         return _cached(self.config) if self.tiers.frames.size else 0
 
+    def budgets(self, rows: DecodeRows) -> Tensor:
+        """A head's frames are of the configuration's budget: a request's own is not heeded."""
+        return super().budgets(replace(rows, budgets=None))
+
     # --- requests and frames ---
 
     def begin_step(self, step: Step) -> None:

@@ -27,6 +27,7 @@ nothing is published: the sampled figures on a GPU, which read a whole sequence 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -52,6 +53,18 @@ class LayerStats:
     cosine_samples: int = 0
     mass_sum: float = 0.0
     mass_samples: int = 0
+
+    def saw_cosine(self, cosine: float) -> None:
+        """Between a predicted and the true query. A sum never recovers from what is no number, so that is left out."""
+        if math.isfinite(cosine):
+            self.cosine_sum += cosine
+            self.cosine_samples += 1
+
+    def saw_mass(self, mass: float) -> None:
+        """The share of the attention mass that the attended tokens had; no number: left out."""
+        if math.isfinite(mass):
+            self.mass_sum += mass
+            self.mass_samples += 1
 
 
 @dataclass

@@ -168,7 +168,7 @@ class StepShape:
         columns = pages_of_a_sequence(config, model, pages)
         lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
         frames, promises = layout.frames_of(max_requests), bool(config.quality.promise)
-        recalled = frames if promises else min(config.budget_pages * lists, frames)
+        recalled = frames  # a request may ask for a budget of as many pages
         return cls(
             rows=max_requests,
             columns=columns,

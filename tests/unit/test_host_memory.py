@@ -14,7 +14,7 @@ from hybrid_backend.engines.sglang.settings import host_pool_bytes
 from hybrid_backend.engines.vllm.nodes import rank_nodes
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import RESERVE, System, check_pool, numbers, room, uncached_bytes
-from hybrid_backend.model import weights_to_load
+from hybrid_backend.model import stored_bytes, weights_to_load
 from hybrid_backend.tools.doctor.memory import check_ram
 
 GIB = 2**30
@@ -205,6 +205,12 @@ def test_weights_are_counted_as_the_engine_will_hold_them(tmp_path: Path) -> Non
     save_file({"a": torch.zeros(1000, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     assert weights_to_load(str(tmp_path), CONFIG, "bfloat16") == (2000, 0), "the file was just written: it is cached"
     assert weights_to_load(str(tmp_path), CONFIG, "float32")[0] == 4000
+
+
+def test_quantised_weights_take_what_their_files_do(tmp_path: Path) -> None:
+    assert stored_bytes(str(tmp_path)) == stored_bytes("nobody/no-such-model") == 0
+    save_file({"a": torch.zeros(1000, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    assert 1000 < stored_bytes(str(tmp_path)) < 1200
 
 
 def test_weights_whose_files_are_not_here_are_counted_by_the_shape(tmp_path: Path) -> None:

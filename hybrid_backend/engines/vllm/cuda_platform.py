@@ -22,7 +22,7 @@ from hybrid_backend.engines.vllm.platform import prepare
 from hybrid_backend.engines.vllm.settings import chosen, replace_config
 from hybrid_backend.errors import ConfigError, ModelError
 from hybrid_backend.host_memory import size_text
-from hybrid_backend.model import ModelShape, shape_from_config
+from hybrid_backend.model import ModelShape, shape_from_config, stored_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,8 +92,6 @@ def bound_requests(vllm_config: VllmConfig, config: HybridConfig, device_bytes: 
         ConfigError: not even one request fits.
     """
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-    if vllm_config.model_config.quantization is not None:
-        return []  # what the weights take is not known before they are loaded
     try:
         shape = _share(vllm_config)
     except ModelError as error:
@@ -143,6 +141,11 @@ def _share(vllm_config: VllmConfig) -> ModelShape:
     dtype = str(model.dtype).removeprefix("torch.")
     shape = shape_from_config({**model.hf_text_config.to_dict(), "dtype": dtype}, str(model.model))
     ranks = parallel.tensor_parallel_size
+    if model.quantization is not None:
+        stored = stored_bytes(str(model.model), model.revision)
+        if not stored:
+            raise ModelError("its quantised weights are not here yet")
+        shape = replace(shape, weight_bytes=stored)
     return replace(
         shape,
         heads=model.get_num_attention_heads(parallel),
