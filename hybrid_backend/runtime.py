@@ -102,8 +102,8 @@ class HybridRuntime:
         self._open = step
         try:
             self.method.begin_step(step)
-            # If they had frames, these are out of date: prompt tokens are computed again, or follow a chunk of one token
-            # that was a decoding row.
+            # If they had frames, these are out of date: prompt tokens are computed again, or follow a chunk of one
+            # token, which was a decoding row.
             self._finish_for(row.request_id for row in step.prefill)
             for row in step.prefill:
                 self.executor.release(row.request_id)

@@ -113,6 +113,11 @@ def busy() -> AbstractContextManager[None]:
     return gpu.busy() if gpu.ON_GPU else _while(busy=True)
 
 
+def calm() -> AbstractContextManager[None]:
+    """Within `busy`: here the device may be waited for, where it is no GPU."""
+    return _while(busy=False)
+
+
 @contextmanager
 def late() -> Iterator[None]:
     """The device does nothing before the host waits for it. Meanwhile the host may write what was not read yet. A GPU

@@ -199,7 +199,7 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     import torch
     from vllm import SamplingParams
 
-    from tests.support.far_device import busy, late
+    from tests.support.far_device import busy, calm, late
     from tests.support.streams import STREAMS, Graph
 
     waits = waits or ON_GPU  # vLLM itself does
@@ -209,7 +209,9 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
     def watched(scheduled: Any) -> Any:
         preempted.extend(scheduled.preempted_req_ids or ())
         ran.update(name.partition("-")[0] for name in scheduled.num_scheduled_tokens)
-        return execute(scheduled)
+        # Only for a request that is preempted the device is waited for (`HybridRuntime.preempt`).
+        with calm() if scheduled.preempted_req_ids else nullcontext():
+            return execute(scheduled)
 
     held.execute_model = watched
     sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
