@@ -169,7 +169,13 @@ def check_arguments(arguments: Any, config: HybridConfig) -> None:
     if config.page_size != arguments.page_size:
         raise ConfigError(
             f"page_size: {config.page_size} is unlike the engine's page size {arguments.page_size}; "
-            f"start the engine with --page-size {config.page_size} or set page_size: {arguments.page_size}"
+            f"start the engine with --page-size {config.page_size}"
+        )
+    chunk = arguments.chunked_prefill_size
+    if chunk is not None and chunk > 0 and chunk % arguments.page_size:
+        raise EngineError(
+            f"--chunked-prefill-size: got {chunk}, expected a multiple of page_size {arguments.page_size}; "
+            f"write {-(-chunk // arguments.page_size) * arguments.page_size}"
         )
     refuse(MODEL_REFUSALS, start)
     if method.needs_parking(config):

@@ -18,6 +18,12 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         ["frames_per_request: 20", "write auto, or 129"],
     ),
     "a page size unlike the engine's": (MODEL, [], ["--page-size", "64"], ["page_size: 16", "--page-size 16"]),
+    "chunks of prompts that end within a page": (
+        MODEL,
+        [],
+        ["--chunked-prefill-size", "1000"],
+        ["--chunked-prefill-size: got 1000", "page_size 16", "write 1008"],
+    ),
     "another backend for decode": (MODEL, [], ["--decode-attention-backend", "torch_native"], ["prefill and decode"]),
     "PD disaggregation": (MODEL, [], ["--disaggregation-mode", "prefill"], ["PD", "leave out --disaggregation-mode"]),
     "HiCache": (MODEL, [], ["--enable-hierarchical-cache"], ["HiCache", "leave out --enable-hierarchical-cache"]),
