@@ -233,7 +233,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def stored_bytes(model: str, revision: str | None = None) -> int:
     """Bytes of the safetensors files of a directory, or of a hub id in the hub's own cache; 0 unless all are there."""
-    folder = Path(model) if Path(model).is_dir() else _cached(model, revision)
+    folder = _folder(model, revision)
     return 0 if folder is None else sum(file.stat().st_size for file in weight_files(folder))
 
 
@@ -252,20 +252,19 @@ def weights_to_load(model: str, config: Mapping[str, Any], dtype: str, revision:
     size = DTYPES[dtype].itemsize
     stated = str(config.get("dtype") or config.get("torch_dtype") or dtype).removeprefix("torch.")
     stated_size = DTYPES[stated].itemsize if stated in DTYPES else size
-    folder = Path(model)
-    if not folder.is_dir():
-        found = _cached(model, revision)
-        if found is None:  # all of it is fetched, and read
-            counted = _counted(config, dtype)
-            return counted, counted // size * stated_size
-        folder = found
+    folder = _folder(model, revision)
+    if folder is None:  # all of it is fetched, and read
+        counted = _counted(config, dtype)
+        return counted, counted // size * stated_size
     files, stored = weight_files(folder), weight_bytes(folder, size, stated_size)
     counted = stored or _counted(config, dtype)
     return counted, uncached_bytes(files) if files else counted // size * stated_size
 
 
-def _cached(model: str, revision: str | None) -> Path | None:
-    """Folder of a hub model in the hub's own cache."""
+def _folder(model: str, revision: str | None) -> Path | None:
+    """A directory itself; of a hub model the folder in the hub's own cache."""
+    if Path(model).is_dir():
+        return Path(model)
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

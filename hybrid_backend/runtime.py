@@ -56,11 +56,7 @@ class HybridRuntime:
         if not self._full_layers:
             raise ConfigError("every layer has a sliding window: nothing to offload; use the engine's own backend")
         page_size = host.layers[self._full_layers[0]].shape[3]
-        if page_size != config.page_size:
-            raise ConfigError(
-                f"page_size: {config.page_size} is unlike the engine's block size {page_size}; "
-                f"set page_size: {page_size} or start the engine with --block-size {config.page_size}"
-            )
+        config.check_page_size(page_size, "block size", "--block-size")
         method = resolve_method(config.method)
         method.check(config, device, model.num_layers, model.num_kv_heads)
         config = fitted(config, model, device)

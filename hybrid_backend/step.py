@@ -108,6 +108,11 @@ class DecodeRows:
     def count(self) -> int:
         return len(self.request_ids)
 
+    @property
+    def has_own_budget(self) -> Tensor:
+        """``[R]`` bool: rows whose request asked for a budget, which no promise (`config.quality`) is about."""
+        return torch.zeros(self.count, dtype=torch.bool) if self.budgets is None else self.budgets > 0
+
     def gather(self, x: Tensor) -> Tensor:
         """Rows of ``x`` (first dimension: the batch's tokens) that belong to decoding sequences."""
         return x[: self.count] if self.whole_batch else x.index_select(0, self.tokens.to(x.device))

@@ -305,13 +305,16 @@ class QualityConfig(Section):
         return 0.0 if isinstance(self.min_mass, str) else self.min_mass
 
 
+PAGE_SIZES = (16, 32, 64, 128)
+
+
 class HybridConfig(Section):
     """One model's configuration. Immutable; build it with the functions below to get readable errors."""
 
     model: ModelMatch = ModelMatch()
     method: Annotated[str, named(r"[a-z][a-z0-9_]*", "a lowercase method name such as scout")] = "scout"
     """The published method that places, selects and computes. Source: default (ScoutAttention)."""
-    page_size: Annotated[int, integer_of(16, 32, 64, 128)] = 32
+    page_size: Annotated[int, integer_of(*PAGE_SIZES)] = 32
     """Tokens of a page, which is the engine's KV block. Source: ScoutAttention (32); Quest uses 16."""
     budget_tokens: Annotated[int, integer(16)] = 2048
     """Tokens attended per sequence, layer and decode step; a multiple of page_size, and more pages than
@@ -420,6 +423,15 @@ class HybridConfig(Section):
                 "write one interval per layer, or a single integer"
             )
         return intervals[layer]
+
+    def check_page_size(self, found: int, name: str, flag: str) -> None:
+        """Raise ConfigError unless the engine's own, its ``name`` as ``block size``, is `page_size`."""
+        if found != self.page_size:
+            other = f" or set page_size: {found}" if found in PAGE_SIZES else ""
+            fail(
+                f"page_size: {self.page_size} is unlike the engine's {name} {found}; "
+                f"start the engine with {flag} {self.page_size}{other}"
+            )
 
     def validate_for(self, num_layers: int, source: str = "config") -> None:
         """Raise ConfigError unless the per-layer keys fit a model with `num_layers` layers."""

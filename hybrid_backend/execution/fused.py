@@ -93,11 +93,14 @@ class FusedStep:
             interval=config.selection.steps_between_looks,
         )
         unattended = (rows.num_pages - budgets).clamp(min=0)
+        selecting = unattended > 0
+        if self._watch is not None:  # which judges by all samples
+            selecting &= ~rows.has_own_budget
         step.plan = _Plan(
             dense_tokens=int(rows.seq_lens.sum()),
             dense_pages=int(rows.num_pages.sum()),
             unattended_pages=int(unattended.sum()),
-            selecting=(unattended > 0) & self._is_followed(rows),
+            selecting=selecting,
         )
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -154,12 +157,6 @@ class FusedStep:
 
     def close(self) -> None:
         self._decoder.close()
-
-    def _is_followed(self, rows: DecodeRows) -> Tensor:
-        """Rows whose samples a promise is judged by: not those with budgets of their own."""
-        if self._watch is None or rows.budgets is None:
-            return torch.ones(rows.count, dtype=torch.bool)
-        return rows.budgets == 0
 
     def _sequence(self, request_id: str) -> int:
         if request_id not in self._sequences:

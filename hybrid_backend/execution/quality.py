@@ -56,9 +56,7 @@ class QualityWatch:
             budgets: ``[rows]`` int64 pages as the method has them.
         """
         self._follow()
-        followed = budgets < rows.num_pages
-        if rows.budgets is not None:
-            followed &= rows.budgets == 0
+        followed = (budgets < rows.num_pages) & ~rows.has_own_budget
         wanted = rows.num_pages if self.is_dense else rows.num_pages.clamp(max=self.budget)
         return torch.where(followed, wanted, budgets)
 

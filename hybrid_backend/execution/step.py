@@ -224,12 +224,10 @@ class DecodeStep:
         requests, budgets = torch.tensor(indices), self._method.budgets(rows)
         if self._watch is not None:
             budgets = self._watch.budgets(budgets, rows)
-        self._partial = (budgets < rows.num_pages).nonzero().flatten().tolist()
-        self._sampled = self._partial
-        if (
-            self._watch is not None and rows.budgets is not None
-        ):  # no promise is judged by rows with budgets of their own
-            self._sampled = [r for r in self._partial if not int(rows.budgets[r])]
+        partial = sampled = budgets < rows.num_pages
+        if self._watch is not None:  # which judges by all samples
+            sampled = partial & ~rows.has_own_budget
+        self._partial, self._sampled = (which.nonzero().flatten().tolist() for which in (partial, sampled))
         self._is_resident = not self._partial and int(rows.num_pages.max()) <= self.shape.frames
         self.seq_lens = rows.seq_lens
         columns = {

@@ -168,7 +168,6 @@ class StepShape:
         columns = pages_of_a_sequence(config, model, pages)
         lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
         frames, promises = layout.frames_of(max_requests), bool(config.quality.promise)
-        recalled = frames  # a request may ask for a budget of as many pages
         return cls(
             rows=max_requests,
             columns=columns,
@@ -176,7 +175,7 @@ class StepShape:
             budget=columns if config.sparse == "never" else config.budget_pages,
             lists=lists,
             promises=promises,
-            recalls=recalled if recalls else 0,
+            recalls=frames if recalls else 0,  # a request may ask for a budget of as many pages
         )
 
     def listed(self, has_digests: bool) -> tuple[int, int]:

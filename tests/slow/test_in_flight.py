@@ -20,7 +20,11 @@ from tests.support.streams import STREAMS
 def test_a_step_keeps_the_cpu_s_part_of_a_request_that_ends_while_the_device_is_in_it(
     method: str, ends: str, device: torch.device
 ) -> None:
-    keys = {"frames_per_request": 4, "budget_tokens": 64 * PAGE} if method == "scout" else {}
+    keys = (
+        {"frames_per_request": 4, "budget_tokens": 64 * PAGE}
+        if method == "scout"
+        else {"hgca": {"window_tokens": 2 * PAGE}}
+    )
     made = Engine(config(method=method, sparse="never", **keys), spec(3), num_pages=64, max_requests=3, device=device)
     try:
         made.add("a", 9 * PAGE + 3)

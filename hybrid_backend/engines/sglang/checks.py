@@ -14,7 +14,7 @@ from hybrid_backend.engines.refusal import Refusal, refuse
 from hybrid_backend.engines.sglang import BACKEND
 from hybrid_backend.engines.sglang.compat import check_engine
 from hybrid_backend.engines.sglang.settings import host_pool_bytes
-from hybrid_backend.errors import ConfigError, EngineError
+from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.model import weights_to_load
 from hybrid_backend.workers import resolve_kernel
@@ -166,11 +166,7 @@ def check_arguments(arguments: Any, config: HybridConfig) -> None:
     resolve_kernel(config.workers.kernel)
     start = Start(arguments, config)
     refuse(ARGUMENT_REFUSALS, start)
-    if config.page_size != arguments.page_size:
-        raise ConfigError(
-            f"page_size: {config.page_size} is unlike the engine's page size {arguments.page_size}; "
-            f"start the engine with --page-size {config.page_size}"
-        )
+    config.check_page_size(arguments.page_size, "page size", "--page-size")
     chunk = arguments.chunked_prefill_size
     if chunk is not None and chunk > 0 and chunk % arguments.page_size:
         raise EngineError(

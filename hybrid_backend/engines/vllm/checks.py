@@ -244,13 +244,8 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
             f"the hybrid backend needs its own worker: add --worker-cls {worker_cls} (or use `hybrid serve MODEL`)"
         )
     refuse(REFUSALS, start)
-    page, block = config.page_size, vllm_config.cache_config.block_size
-    if page != block:
-        raise ConfigError(
-            f"page_size: {page} is unlike the engine's block size {block}; "
-            f"start the engine with --block-size {page} or set page_size: {block}"
-        )
-    _check_transfer(start, page)
+    config.check_page_size(vllm_config.cache_config.block_size, "block size", "--block-size")
+    _check_transfer(start, config.page_size)
     layers = vllm_config.model_config.get_num_layers_by_block_type(parallel)
     config.validate_for(layers)
     method.check(config, start.device, layers, vllm_config.model_config.get_num_kv_heads(parallel))

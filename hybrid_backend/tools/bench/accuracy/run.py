@@ -71,6 +71,11 @@ class Plan:
             found += [[(method, 0)]] if method in WHOLE else [[(method, budget)] for budget in self.budgets]
         return found
 
+    @property
+    def is_metered(self) -> bool:
+        """Whether a server answers one request at a time, whose mass its means then tell."""
+        return not self.in_place and self.at_once == 1
+
     @cached_property
     def config(self) -> HybridConfig:
         """Of all hybrid servers, but for what differs between runs."""
@@ -81,7 +86,7 @@ class Plan:
         if self.in_place:
             return {"method": method, "tiers": "unified", "sparse": "always"}
         tokens = {"budget_tokens": int(budget), "hgca.window_tokens": int(budget)} if budget else {}
-        metered = {"metrics.sample_interval": 1} if self.at_once == 1 else {}
+        metered = {"metrics.sample_interval": 1} if self.is_metered else {}
         return {"method": method, "tiers": "separate", **metered, **tokens}
 
     def check(self) -> None:
@@ -206,17 +211,15 @@ class Driver:
         method, budget = runs[-1]
         at_once = self.plan.at_once
         with self._server(method, budget) as server, ThreadPoolExecutor(max(AT_ONCE, at_once)) as pool:
-            is_metered = method not in (STOCK, *WHOLE) and not self.plan.in_place and at_once == 1
+            is_metered = method not in (STOCK, *WHOLE) and self.plan.is_metered
             meter = MassMeter(server, self.exact) if is_metered else None
             asked = list(missing.items())
             for some in (asked[at:][:at_once] for at in range(0, len(asked), at_once)):
                 self._check_time()
                 # The first computes the prompt; the others find it in the prefix cache, and dense answers in the files.
-                for several in (
-                    [(case, keys[0]) for case, keys in some],
-                    [(c, key) for c, ks in some for key in ks[1:]],
-                ):
-                    for result in pool.map(lambda one: self._answer(server, one[1], one[0], meter), several):
+                for part in (slice(1), slice(1, None)):
+                    several = [(key, case) for case, keys in some for key in keys[part]]
+                    for result in pool.map(lambda one: self._answer(server, one[0], one[1], meter), several):
                         self.results.add(result)
                         self._tell(result)
 
