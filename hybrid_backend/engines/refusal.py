@@ -28,3 +28,11 @@ def refuse(table: Iterable[Refusal[Asked]], asked: Asked, where: str = "") -> No
         if each.is_asked(asked):
             exactly = f" ({each.found(asked)})" if each.found else ""
             raise EngineError(f"the hybrid backend does not support {each.what}{exactly}{where}; {each.fix}")
+
+
+def other_backend(stock: str) -> EngineError:
+    """The error of `hybrid serve` when the engine flags ask for another attention backend. ``stock``: the engine's own
+    command."""
+    return EngineError(
+        f"--attention-backend: `hybrid serve` serves with ours; leave it out, or use `{stock}` for others"
+    )

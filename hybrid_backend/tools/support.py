@@ -39,9 +39,9 @@ ON_A_GPU = {
 LAYERS, KV_HEADS = 30, 3
 
 _SGLANG_FLAGS = (
-    "enable_hierarchical_cache", "enable_lmcache", "enable_hisparse", "enable_two_batch_overlap", "enable_pdmux",
-    "enable_unified_memory", "enable_page_major_kv_layout", "enable_memory_saver", "prefill_only_disable_kv_cache",
-    "enable_lora", "lora_paths",
+    "enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker",
+    "enable_hisparse", "enable_two_batch_overlap", "enable_pdmux", "enable_unified_memory",
+    "enable_page_major_kv_layout", "enable_memory_saver", "prefill_only_disable_kv_cache", "enable_lora", "lora_paths",
 )  # fmt: skip
 _SGLANG_SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size")
 # A start without anything special. The names are the engines'.
@@ -77,6 +77,8 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "arguments.speculative_algorithm": None,
             "arguments.kv_cache_dtype": "auto",
             "arguments.dllm_algorithm": None,
+            "arguments.kv_canary": "none",
+            "arguments.model_impl": "auto",
             **{f"arguments.{flag}": False for flag in _SGLANG_FLAGS},
             **{f"arguments.{size}": 1 for size in _SGLANG_SIZES},
             "model.attention_arch.name": "MHA",

@@ -57,6 +57,12 @@ ARGUMENT_REFUSALS: tuple[Refusal[Start], ...] = (
     ),
     Refusal("HiCache", lambda a: a.arguments.enable_hierarchical_cache, "leave out --enable-hierarchical-cache"),
     Refusal("LMCache", lambda a: a.arguments.enable_lmcache, "leave out --enable-lmcache"),
+    Refusal("FlexKV", lambda a: a.arguments.enable_flexkv, "leave out --enable-flexkv"),
+    Refusal(
+        "an external KV cache behind the radix cache",
+        lambda a: a.arguments.enable_unified_cache_external_linker,
+        "leave out --enable-unified-cache-external-linker",
+    ),
     Refusal("HiSparse", lambda a: a.arguments.enable_hisparse, "leave out --enable-hisparse"),
     Refusal(
         "speculative decoding",
@@ -90,6 +96,12 @@ ARGUMENT_REFUSALS: tuple[Refusal[Start], ...] = (
         "leave out --enable-page-major-kv-layout",
     ),
     Refusal("the memory saver", lambda a: a.arguments.enable_memory_saver, "leave out --enable-memory-saver"),
+    Refusal("the KV cache's canary", lambda a: a.arguments.kv_canary != "none", "leave out --kv-canary"),
+    Refusal(
+        "models in Transformers' implementation",
+        lambda a: a.arguments.model_impl == "transformers",
+        "leave out --model-impl",
+    ),
     Refusal(
         "diffusion language models", lambda a: a.arguments.dllm_algorithm is not None, "leave out --dllm-algorithm"
     ),
@@ -133,6 +145,11 @@ MODEL_REFUSALS: tuple[Refusal[Start], ...] = (
     Refusal(
         "attention with logit soft-capping",
         lambda a: getattr(a.model.hf_text_config, "attn_logit_softcapping", None),
+        _STOCK,
+    ),
+    Refusal(
+        "dual chunk attention",
+        lambda a: getattr(a.model.hf_text_config, "dual_chunk_attention_config", None),
         _STOCK,
     ),
     Refusal(

@@ -135,5 +135,9 @@ LEANS = (
         "sglang.srt.utils:kill_process_tree", "`hybrid serve`", passes=("parent_pid", "include_parent")
     ),
     Lean("sglang.srt.server_args:prepare_server_args", "`hybrid serve`", passes=("argv",)),
-    Lean("sglang.srt.server_args:ServerArgs", "`hybrid serve`", has=("add_cli_args", "resolve_once")),
+    Lean(
+        "sglang.srt.server_args:ServerArgs",
+        "`hybrid serve`",
+        has=("add_cli_args", "check_server_args", "resolve_once"),
+    ),
 )  # fmt: skip

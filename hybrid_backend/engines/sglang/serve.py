@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
 import os
 import signal
@@ -13,8 +14,9 @@ from typing import Any, NoReturn
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.address import check_address
+from hybrid_backend.engines.refusal import other_backend
 from hybrid_backend.engines.sglang import BACKEND, compat
-from hybrid_backend.engines.sglang.settings import ENV_RESOLVED
+from hybrid_backend.engines.sglang.settings import ENV_RESOLVED, chosen
 from hybrid_backend.errors import EngineError, HybridError
 
 NAME = "SGLang"
@@ -83,6 +85,9 @@ def _prepare(arguments: Sequence[str]) -> Any:
     try:
         server_args = prepare_server_args(list(arguments))
         server_args.resolve_once()
+        if not chosen(server_args):
+            raise other_backend("sglang serve")
+        copy.deepcopy(server_args).check_server_args()  # SGLang asks again when it starts, with a traceback
     except HybridError:
         raise
     except Exception as error:  # SGLang raises everything from ValueError to AssertionError for what it cannot use

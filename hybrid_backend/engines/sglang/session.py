@@ -43,6 +43,11 @@ class Session:
                 f"SGLang built a KV pool of its own ({type(pool).__name__}), because this package's platform is not "
                 "active; run on a machine without an accelerator, without SGLANG_PLATFORM and SGLANG_USE_CPU_ENGINE"
             )
+        if not layers:
+            raise EngineError(
+                "SGLang's model has no attention layer of SGLang's own (it runs models that it does not know in "
+                "Transformers' implementation); leave out --attention-backend hybrid for this model"
+            )
         shapes = {
             (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling)
             for a in (layer.attention for layer in layers)

@@ -24,7 +24,9 @@ from hybrid_backend.engines.cpu_defaults import (
     intel_openmp,
     starts_eager,
 )
+from hybrid_backend.engines.refusal import other_backend
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, compat
+from hybrid_backend.engines.vllm.settings import chosen
 from hybrid_backend.errors import EngineError, HybridError
 from hybrid_backend.host_memory import System
 from hybrid_backend.workers.cpus import Topology
@@ -144,7 +146,8 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
         _, _, validate = compat.command_line()
         validate(parsed)
         choices = list(_choose_for_cpu(parsed, _flags(arguments))) if device == "cpu" else []
-        AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+        if not chosen(AsyncEngineArgs.from_cli_args(parsed).create_engine_config()):
+            raise other_backend("vllm serve")
         for line in choices:  # now vLLM's logging is set up
             logger.info(line)
         address, listener = setup_server(parsed, reuse_port=False)

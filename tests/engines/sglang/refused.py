@@ -25,6 +25,21 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         ["--chunked-prefill-size: got 1000", "page_size 16", "write 1008"],
     ),
     "another backend for decode": (MODEL, [], ["--decode-attention-backend", "torch_native"], ["prefill and decode"]),
+    "another backend than ours": (MODEL, [], ["--attention-backend", "torch_native"], ["leave it out", "sglang serve"]),
+    "a model in Transformers' implementation": (
+        MODEL,
+        [],
+        ["--model-impl", "transformers"],
+        ["leave out --model-impl"],
+    ),
+    "FlexKV": (MODEL, [], ["--enable-flexkv"], ["FlexKV", "leave out --enable-flexkv"]),
+    "the canary of the KV cache": (MODEL, [], ["--kv-canary", "log"], ["canary", "leave out --kv-canary"]),
+    "what SGLang itself refuses only when it starts": (
+        MODEL,
+        [],
+        ["--schedule-conservativeness", "-1"],
+        ["SGLang cannot serve", "schedule_conservativeness must be non-negative"],
+    ),
     "PD disaggregation": (MODEL, [], ["--disaggregation-mode", "prefill"], ["PD", "leave out --disaggregation-mode"]),
     "HiCache": (MODEL, [], ["--enable-hierarchical-cache"], ["HiCache", "leave out --enable-hierarchical-cache"]),
     "speculative decoding": (

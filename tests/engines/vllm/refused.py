@@ -93,6 +93,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         [],
         ["host_pool.size: 1GiB", "VLLM_CPU_KVCACHE_SPACE"],
     ),
+    "another backend than ours": (MODEL, [], ["--attention-backend", "CPU_ATTN"], ["leave it out", "vllm serve"]),
     "speculative decoding": (MODEL, [], ["--speculative-config", _NGRAM], ["leave out --speculative-config"]),
     "pipeline parallelism": (MODEL, [], ["--pipeline-parallel-size", "2"], ["use --pipeline-parallel-size 1"]),
     "decode context parallelism": (
