@@ -70,16 +70,15 @@ def resolve_operations(config: HybridConfig, device: torch.device) -> Operations
     return cast(Operations, import_module(f"hybrid_backend.kernels.{module}"))
 
 
-def fitted(config: HybridConfig, model: ModelSpec, device: torch.device) -> HybridConfig:
-    """``config``, with PyTorch in place of the native kernels where these have none for the model's shape.
+def check_shape(config: HybridConfig, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> str:
+    """What native kernels, were they to run, lack for attention of this shape (one rank's), in words; empty: nothing.
 
     Raises:
         ConfigError: they were asked for by name, or the device tier is a GPU, whose questions only they answer.
     """
-    heads, kv_heads, dim, page_size = model.num_heads, model.num_kv_heads, model.head_dim, config.page_size
-    if kernel_name(config.workers.kernel) != "native" or cpu.decodes(heads, kv_heads, dim, page_size):
-        return config
-    shape = f"{heads} query heads on {kv_heads} KV heads of {dim}"
+    if kernel_name(config.workers.kernel) != "native" or cpu.decodes(heads, kv_heads, head_dim, config.page_size):
+        return ""
+    shape = f"{heads} query heads on {kv_heads} KV heads of {head_dim}"
     has = "they have at most 16 query heads per KV head, and head sizes of 16 to 256 in steps of 16"
     if device.type == "cuda":
         raise ConfigError(
@@ -88,7 +87,19 @@ def fitted(config: HybridConfig, model: ModelSpec, device: torch.device) -> Hybr
     for key, asked in (("workers.kernel", config.workers.kernel), ("device_kernels", config.device_kernels)):
         if asked == "native":
             raise ConfigError(f"{key}: native has no kernels for {shape} ({has}); write auto or torch")
-    _log.warning("PyTorch attends, slowly: the native kernels have none for %s (%s)", shape, has)
+    return f"{shape} ({has})"
+
+
+def fitted(config: HybridConfig, model: ModelSpec, device: torch.device) -> HybridConfig:
+    """``config``, with PyTorch in place of the native kernels where these have none for the model's shape.
+
+    Raises:
+        ConfigError: as `check_shape`.
+    """
+    lacking = check_shape(config, model.num_heads, model.num_kv_heads, model.head_dim, device)
+    if not lacking:
+        return config
+    _log.warning("PyTorch attends, slowly: the native kernels have none for %s", lacking)
     return config.model_copy(update={"workers": config.workers.model_copy(update={"kernel": "torch"})})
 
 

@@ -34,6 +34,7 @@ _LLAMA = {
 }
 TINY_MODELS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
+    "many-heads": {**_LLAMA, "hidden_size": 512, "num_attention_heads": 32},
     "all-sliding": {
         **_LLAMA,
         "architectures": ["MistralForCausalLM"],

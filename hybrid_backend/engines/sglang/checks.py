@@ -15,6 +15,7 @@ from hybrid_backend.engines.sglang import BACKEND
 from hybrid_backend.engines.sglang.compat import check_engine
 from hybrid_backend.engines.sglang.settings import host_pool_bytes
 from hybrid_backend.errors import EngineError
+from hybrid_backend.execution.operations import check_shape
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.model import weights_to_load
 from hybrid_backend.workers import resolve_kernel
@@ -199,7 +200,9 @@ def check_arguments(arguments: Any, config: HybridConfig) -> None:
     model = start.model
     layers = model.num_hidden_layers
     config.validate_for(layers)
-    method.check(config, torch.device(arguments.device), layers, model.get_num_kv_heads(1))
+    device, kv_heads = torch.device(arguments.device), model.get_num_kv_heads(1)
+    method.check(config, device, layers, kv_heads)
+    check_shape(config, model.num_attention_heads, kv_heads, model.head_dim, device)
     dtype = str(model.dtype).removeprefix("torch.")
     weights, _ = weights_to_load(str(model.model_path), model.hf_config.to_dict(), dtype, model.revision)
     host_pool_bytes(config, weights)

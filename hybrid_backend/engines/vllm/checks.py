@@ -21,6 +21,7 @@ from hybrid_backend.engines.vllm import (
     SCHEDULER,
 )
 from hybrid_backend.errors import ConfigError, EngineError
+from hybrid_backend.execution.operations import check_shape
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.workers import resolve_kernel
 
@@ -248,7 +249,10 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
     _check_transfer(start, config.page_size)
     layers = vllm_config.model_config.get_num_layers_by_block_type(parallel)
     config.validate_for(layers)
-    method.check(config, start.device, layers, vllm_config.model_config.get_num_kv_heads(parallel))
+    kv_heads = start.model.get_num_kv_heads(parallel)
+    method.check(config, start.device, layers, kv_heads)
+    heads = start.model.get_num_attention_heads(parallel)
+    check_shape(config, heads, kv_heads, start.model.get_head_size(), start.device)
 
 
 def _check_transfer(start: Start, page_size: int) -> None:

@@ -65,6 +65,12 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         [],
         ["apex.strategy: overlap", "write auto or lockstep"],
     ),
+    "native kernels for a shape that they lack": (
+        "many-heads",
+        ["--set=workers.kernel=native"],
+        [],
+        ["workers.kernel: native has no kernels for 32 query heads on 1 KV heads", "write auto or torch"],
+    ),
     "an MLA model": ("mla", [], [], ["MLA", STOCK]),
     "a model with sliding windows": ("all-sliding", [], [], ["sliding-window", STOCK]),
     "a model with some sliding windows": ("some-sliding", [], [], ["sliding-window", STOCK]),

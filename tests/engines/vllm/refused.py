@@ -189,6 +189,12 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         ["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"],
         ["leave out --scheduler-cls"],
     ),
+    "native kernels for a shape that they lack": (
+        "many-heads",
+        ["--set=workers.kernel=native"],
+        [],
+        ["workers.kernel: native has no kernels for 32 query heads on 1 KV heads", "write auto or torch"],
+    ),
     "an MLA model": ("mla", [], [], ["MLA", "leave out --attention-backend CUSTOM"]),
     "a model whose layers all slide": ("all-sliding", [], [], ["64 tokens", "leave out --attention-backend CUSTOM"]),
     "a model whose attention is in chunks": (
