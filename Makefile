@@ -31,7 +31,8 @@ ENGINE_VERSION ?=
 # -- fixed ---------------------------------------------------------------------------------------------------
 
 DEMO  := smollm2-135m-instruct
-VENV  := .venv$(ENGINE_VERSION:%=-%)
+# Another environment for a GPU: vLLM's two builds own the same files.
+VENV  := .venv$(if $(filter cuda,$(DEVICE)),-cuda)$(ENGINE_VERSION:%=-%)
 IPEX  := .venv-ipex
 DOCS  := .venv-docs
 WHEEL := .venv-wheel
@@ -286,7 +287,7 @@ PLATFORM := manylinux_$(subst .,_,$(GLIBC))_$(MACHINE)
 # source distribution, so that both are proven.
 wheel: $(WHEEL_STAMP) test-install ## Build dist/: the source distribution and a wheel for any Python 3; check and try both
 	@rm -rf build dist
-	CXX="$(CURDIR)/$(WHEEL)/bin/python -m ziglang c++ -target $(MACHINE)-linux-gnu.$(GLIBC) -s" \
+	CXX="'$(CURDIR)/$(WHEEL)/bin/python' -m ziglang c++ -target $(MACHINE)-linux-gnu.$(GLIBC) -s" \
 	  ZIG_GLOBAL_CACHE_DIR="$(CURDIR)/.cache/zig" ZIG_LOCAL_CACHE_DIR="$(CURDIR)/.cache/zig" \
 	  $(WHEEL)/bin/python -m build --no-isolation -C--build-option=--plat-name=$(PLATFORM)
 	$(WHEEL)/bin/python -m auditwheel show dist/*.whl

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from hybrid_backend import __version__
 from hybrid_backend.config import resolve_config
+from hybrid_backend.engines.address import reach_this_machine_directly
 from hybrid_backend.engines.registry import resolve_server
 from hybrid_backend.errors import HybridError
 from hybrid_backend.tools.bench.accuracy.command import accuracy
@@ -63,6 +64,11 @@ app.command("doctor")(_guarded(doctor))
 bench.command("agents")(_guarded(agents))
 bench.command("throughput")(_guarded(throughput))
 bench.command("accuracy")(_guarded(accuracy))
+
+
+@app.callback()
+def _begin() -> None:
+    reach_this_machine_directly(os.environ)  # benches and `top` ask servers here, and start programs that do
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

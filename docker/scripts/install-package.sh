@@ -1,6 +1,6 @@
 #!/bin/sh
 # Install the wheel made by build-wheel.sh beside the engine: install-package.sh WHEELS [pip options]
-# Without its dependencies: the engine's lock file holds them.
+# Without its dependencies: the engine's requirements hold them.
 set -eu
 python=${PYTHON:-python}
 wheels=$1

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 from hybrid_backend.errors import EngineError
+
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
+
+def reach_this_machine_directly(environment: MutableMapping[str, str]) -> None:
+    """Whoever asks a server on this machine from here on does not ask the proxy that ``environment`` may name."""
+    given = [name for key in ("no_proxy", "NO_PROXY") for name in environment.get(key, "").split(",") if name]
+    environment["no_proxy"] = environment["NO_PROXY"] = ",".join(dict.fromkeys([*given, *_THIS_MACHINE]))
 
 
 def check_address(extra: Sequence[str], host: str, port: int, elsewhere: Sequence[str]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
+import sysconfig
 from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -122,10 +125,28 @@ def intel_openmp(environment: Mapping[str, str] = os.environ, distribution: str 
     return {_PRELOAD: f"{path}:{preloaded}" if preloaded else path}
 
 
+def compiler_lacks(environment: Mapping[str, str] = os.environ, include: str | None = None) -> str | None:
+    """What torch.compile needs for a CPU and is not here, in words; None: nothing.
+
+    Args:
+        include: the folder of Python's headers; None: this Python's.
+    """
+    compiler = shlex.split(environment.get("CXX", "")) or ["g++"]  # as Inductor chooses it
+    if shutil.which(compiler[0], path=environment.get("PATH")) is None:
+        return f"a C++ compiler ({compiler[0]}; Debian, Ubuntu: apt-get install g++)"
+    if not Path(include or sysconfig.get_path("include"), "Python.h").is_file():
+        return "Python's headers (Python.h; Debian, Ubuntu: apt-get install python3-dev)"
+    return None
+
+
 def starts_eager(cores: int, flags: Collection[str]) -> bool:
     """Whether a server on so many physical cores starts without compiling the model.
 
     Args:
         flags: names of the engine flags that the user wrote.
     """
-    return cores <= FEW_CORES and not any(flag.startswith(_COMPILATION) for flag in flags)
+    return cores <= FEW_CORES and not says_how_to_compile(flags)
+
+
+def says_how_to_compile(flags: Collection[str]) -> bool:
+    return any(flag.startswith(_COMPILATION) for flag in flags)

@@ -31,8 +31,10 @@ from hybrid_backend.methods import method_names, resolve_method
 
 COLUMNS = ("vLLM, CPU", "vLLM, CUDA", "SGLang, CPU")
 ON_A_GPU = {
-    *("apex", "clo", "headinfer", "hgca", "infinigen", "scout"),
+    *("apex", "clo", "dense", "headinfer", "hgca", "infinigen", "scout"),
     *("prefix cache, radix cache", "chunked prefill", "preemption, retraction", "torch.compile"),
+    *("sliding windows beside full attention (Gemma 3)", "windows and attention sinks (gpt-oss)"),
+    "short convolutions (LFM2)",
     *("prompt chunks and decoding rows in one batch", "asynchronous scheduling, overlap scheduling"),
 }
 """What has run there (docs/cuda.md)."""
@@ -213,7 +215,7 @@ def _versions() -> list[str]:
             "vLLM, CUDA build",
             VLLM.tested,
             f"`vllm=={VLLM_LOCKED}`",
-            "run on one GPU, for half an hour ([cuda.md](cuda.md))",
+            "run on one GPU, for three quarters of an hour ([cuda.md](cuda.md))",
         ),
         ("SGLang, CPU", SGLANG.tested, f"`sglang=={SGLANG_LOCKED}`", "runs"),
         ("SGLang, CUDA", "-", "-", "refused at start"),

@@ -19,6 +19,7 @@ from unittest.mock import patch
 from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
+from hybrid_backend.kernels import cpu
 from tests.support.model_cards import CARDS
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,7 @@ def served(words: Sequence[str]) -> list[Any]:
 
 def _run(words: Sequence[str]) -> str:
     with _published_models():
-        result = CliRunner(env={"COLUMNS": "80"}).invoke(app, list(words))
+        result = CliRunner(env={"COLUMNS": "80", "HYBRID_CONFIG": None}).invoke(app, list(words))
     assert result.exit_code == 0, f"hybrid {shlex.join(words)}: {result.output}"
     return result.output
 
@@ -94,5 +95,7 @@ def _as_markdown(plan: str) -> str:
 
 
 if __name__ == "__main__":
+    if missing := cpu.why_unavailable():
+        raise SystemExit(f"error: the plans are of a machine with native kernels: {missing}")
     for path in PAGES:
         path.write_text(written(path.read_text()))

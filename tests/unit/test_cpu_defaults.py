@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from hybrid_backend.engines import cpu_defaults
 from hybrid_backend.engines.cpu_defaults import (
+    compiler_lacks,
     cores_to_bind,
     float32_is_better,
     float32_line,
@@ -151,6 +153,15 @@ def test_a_small_machine_answers_before_it_would_have_compiled() -> None:
 )
 def test_whoever_says_how_to_compile_is_heard(flag: str) -> None:
     assert not starts_eager(2, {"--port", flag})
+
+
+def test_what_compiling_needs_and_is_not_here_is_named(tmp_path: Path) -> None:
+    assert "C++ compiler (no-such-compiler" in str(compiler_lacks({"CXX": "no-such-compiler -O2"}))
+    assert "C++ compiler (g++" in str(compiler_lacks({"PATH": str(tmp_path)}))
+    here = {"CXX": sys.executable, "PATH": "/usr/bin"}
+    assert "Python's headers" in str(compiler_lacks(here, str(tmp_path)))
+    (tmp_path / "Python.h").touch()
+    assert compiler_lacks(here, str(tmp_path)) is None
 
 
 def test_without_intels_openmp_none_is_preloaded() -> None:

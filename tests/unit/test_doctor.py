@@ -21,7 +21,14 @@ from hybrid_backend.host_memory import System
 from hybrid_backend.kernels.cpu import library
 from hybrid_backend.tools.doctor.command import doctor, examine, torch_build
 from hybrid_backend.tools.doctor.finding import Finding, unknown
-from hybrid_backend.tools.doctor.machine import TorchBuild, check_cores, check_gpu, check_kernels, check_numa
+from hybrid_backend.tools.doctor.machine import (
+    TorchBuild,
+    check_compiling,
+    check_cores,
+    check_gpu,
+    check_kernels,
+    check_numa,
+)
 from hybrid_backend.tools.doctor.memory import UNLIMITED, check_huge_pages, check_memlock, check_ram, check_shm
 from hybrid_backend.tools.doctor.software import (
     check_config,
@@ -327,6 +334,12 @@ def test_few_cores_are_told_and_a_quota_counts(
     finding = check_cores(cpus, cgroup=write(tmp_path, files))
     assert finding.state == state
     assert text in finding.found
+
+
+def test_what_compiling_lacks_is_a_warning_with_its_fix() -> None:
+    assert check_compiling(None).state == "ok"
+    finding = check_compiling("Python's headers (python3-dev)")
+    assert finding.state == "warning" and "python3-dev" in finding.found and finding.fix
 
 
 def test_numa_nodes_and_library(tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ from hybrid_backend.engines.cpu_defaults import (
     AOT,
     BIND,
     LAYER_NAME,
+    compiler_lacks,
     cores_to_bind,
     float32_line,
     has_bf16,
     intel_openmp,
+    says_how_to_compile,
     starts_eager,
 )
 from hybrid_backend.engines.refusal import other_backend
@@ -205,6 +207,9 @@ def _choose_for_cpu(parsed: Any, flags: Collection[str]) -> Iterator[str]:
             "--enforce-eager: the first start is one or two minutes shorter; with --no-enforce-eager it decodes about "
             "a third faster, and later starts take some seconds more"
         )
+    elif not says_how_to_compile(flags) and (lacking := compiler_lacks()):
+        parsed.enforce_eager = True
+        yield f"--enforce-eager: vLLM cannot compile here without {lacking}; with it, it decodes about a third faster"
     elif not parsed.enforce_eager:
         yield from _choose_how_to_compile(parsed.compilation_config.inductor_compile_config)
 

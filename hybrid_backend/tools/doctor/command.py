@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hybrid_backend.engines.cpu_defaults import compiler_lacks
 from hybrid_backend.engines.registry import installed_version
 from hybrid_backend.engines.vllm.nodes import KVCACHE_SPACE, rank_nodes
 from hybrid_backend.host_memory import System
@@ -20,6 +21,7 @@ from hybrid_backend.tools.doctor.finding import Finding, has_problem
 from hybrid_backend.tools.doctor.machine import (
     TorchBuild,
     allowed_cpus,
+    check_compiling,
     check_cores,
     check_gpu,
     check_kernels,
@@ -65,6 +67,7 @@ def examine(config: str | None = None) -> list[Finding]:
         check_gpu(build),
         check_flashinfer(build, installed_version, settings.device_kernels),
         *check_kernels(isas, settings.workers.kernel),
+        *([] if gpu else [check_compiling(compiler_lacks())]),
         check_cores(allowed_cpus()),
         *check_numa(settings.workers.numa),
         _ram(pool),

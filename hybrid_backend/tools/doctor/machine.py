@@ -38,6 +38,14 @@ def check_cores(cpus: int, proc: Path = Path("/proc"), cgroup: Path = Path("/sys
     return Finding("cores", "ok", found)
 
 
+def check_compiling(lacking: str | None) -> Finding:
+    """``lacking``: what torch.compile lacks (`engines.cpu_defaults.compiler_lacks`)."""
+    if lacking is None:
+        return Finding("compiling", "ok", "a C++ compiler and Python's headers")
+    found = f"vLLM cannot compile a model for this CPU without {lacking}"
+    return Finding("compiling", "warning", found, "install it: decoding is about a third faster then")
+
+
 def check_numa(
     node: int | str = "auto",
     nodes: Path = Path("/sys/devices/system/node"),
