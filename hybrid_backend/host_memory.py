@@ -73,19 +73,23 @@ class System:
 
     def _groups(self) -> Iterator[tuple[Path, str, str]]:
         """Folders of this process's control groups with the names of their files for limit and usage."""
+        for controller, limit, used in (
+            ("", "memory.max", "memory.current"),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            for folder in self.groups(controller):
+                yield folder, limit, used
+
+    def groups(self, controller: str) -> Iterator[Path]:
+        """Folders of this process's control group of a controller of version 1 ("": of version 2), and of all above."""
         try:
             lines = [line.split(":", 2) for line in (self.proc / "self/cgroup").read_text().splitlines()]
         except OSError:
             lines = []
-        for controller, root, limit, used in (
-            ("", self.cgroup, "memory.max", "memory.current"),
-            ("memory", self.cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            mine = [line[2].lstrip("/") for line in lines if len(line) == 3 and controller in line[1].split(",")]
-            # Inside a container the path may be the host's, which is not there; the root is the container's own.
-            paths = [Path(path) for path in (*mine, "")]
-            for folder in dict.fromkeys(root / above for path in paths for above in (path, *path.parents)):
-                yield folder, limit, used
+        mine = [line[2].lstrip("/") for line in lines if len(line) == 3 and controller in line[1].split(",")]
+        # Inside a container the path may be the host's, which is not there; the root is the container's own.
+        paths = [Path(path) for path in (*mine, "")]
+        yield from dict.fromkeys(self.cgroup / controller / above for path in paths for above in (path, *path.parents))
 
     def container(self) -> tuple[int, int] | None:
         """``(limit, usage)`` of the root group, as vLLM 0.32 reads it: file cache counts as used. None: no limit."""

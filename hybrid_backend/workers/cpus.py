@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.host_memory import numbers
+from hybrid_backend.host_memory import System, numbers
 
 _SPIN_SECONDS = 1e-3  # a layer of a GPU's step takes less, and so does what lies between two steps as a rule
 _ENOUGH = 4  # of so many cores one is left to the engine
@@ -159,14 +159,20 @@ def spare_cpus(bound: Bound, topology: Topology, numa: int | str = "auto", rank:
     return _share(cores, rank) or [cores[rank.index % len(cores)]]
 
 
-def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs that the control group may use at a time; None without a quota."""
+def cpu_quota(system: System | None = None) -> float | None:
+    """CPUs that this process's control group, and those above it, may use at a time; None without a quota."""
+    system = system or System()
+    found = [_quota(folder) for controller in ("", "cpu") for folder in system.groups(controller)]
+    return min((quota for quota in found if quota is not None), default=None)
+
+
+def _quota(group: Path) -> float | None:
     try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
+        quota, period = (group / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (cgroup / "cpu/cpu.cfs_period_us").read_text().strip()
+            quota = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text().strip()
         except OSError:
             return None
     return int(quota) / int(period) if quota.isdigit() and int(period) else None

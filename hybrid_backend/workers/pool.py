@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -111,6 +112,7 @@ class TorchPool(WorkerPool):
         self.threads = threads
         self._kernel = kernel
         self._per_sequence = per_sequence_groups
+        self._openmp_threads = torch.get_num_threads()  # the engine's
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="hybrid-worker", initializer=self._pin)
 
     def submit(
@@ -125,9 +127,12 @@ class TorchPool(WorkerPool):
     def _pin(self) -> None:
         name_thread()
         os.sched_setaffinity(0, self.cpus)
-        # One OpenMP thread per worker: the pool is the parallelism. vLLM replaces torch.set_num_threads by a no-op, and
-        # the setting is this thread's own, so ask the C function.
+        # One OpenMP thread per worker: the pool is the parallelism. vLLM replaces torch.set_num_threads by a no-op, so
+        # ask the C function. It sets this thread's own number, and what threads to come begin with: that is given back.
         torch._C.set_num_threads(1)
+        giver = threading.Thread(target=torch._C.set_num_threads, args=(self._openmp_threads,))
+        giver.start()
+        giver.join()
 
     def _run(self, rows: slice, q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Partial:
         with torch.inference_mode():

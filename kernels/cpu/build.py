@@ -87,13 +87,17 @@ def build(target: Path, objects: Path, extra: list[str] | None = None) -> list[s
     """
     made, compiled = compile_all(objects, extra or [])
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Linked aside and moved: a process that has the old library mapped keeps it whole.
-    fresh = objects / (target.name + ".new")
+    # Linked beside it and renamed: a process that has the old library mapped keeps it whole. (To move it from another
+    # file system is to write into it.)
+    fresh = target.with_name(f"{target.stem}.{os.getpid()}.so")
     exports = objects / "exports.map"
     exports.write_text(EXPORTS)
     flags = ["-shared", "-pthread", "-static-libstdc++", "-static-libgcc", f"-Wl,--version-script={exports}"]
-    _run([*compiler(), *flags, *(extra or []), "-o", str(fresh), *map(str, compiled)])
-    shutil.move(str(fresh), str(target))
+    try:
+        _run([*compiler(), *flags, *(extra or []), "-o", str(fresh), *map(str, compiled)])
+        fresh.replace(target)
+    finally:
+        fresh.unlink(missing_ok=True)
     return made
 
 

@@ -245,6 +245,7 @@ class Decoder:
         )
         args = self._args
         if strides != self._strides:
+            self._strides = None  # what a refused call has set fits no other
             self._check(q, k, v, out, score_q)
             self._strides = strides
         args.q = q.data_ptr()

@@ -30,6 +30,7 @@ void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests& 
 
 void DecodeLayer::begin(const hb_step& step) {
   if (step.rows < 0) throw std::invalid_argument("a step cannot have a negative number of rows");
+  begun_ = false;  // until all of it is right: no layer runs of a step that was refused
   rows_ = step.rows;
   sinks_ = std::max(step.sinks, 0);
   recent_ = std::max(step.recent, 1);  // the growing page is always attended
@@ -79,6 +80,7 @@ void DecodeLayer::begin(const hb_step& step) {
   if (has_codes_) grown(coarse_scores_, (size_t)rows_ * score_lists_ * score_stride_);
   grown(selected_, (size_t)rows_ * model_.kv_heads * columns_);
   grown(short_counts_, (size_t)rows_ * model_.kv_heads);
+  begun_ = true;
 }
 
 void DecodeLayer::run(int layer, const hb_layer& args, Pool* pool, void* gomp_parallel, int threads) {
@@ -86,6 +88,7 @@ void DecodeLayer::run(int layer, const hb_layer& args, Pool* pool, void* gomp_pa
   layer_ = &layers_[layer];
   args_ = args;
   if (!layer_->cache.base) throw std::invalid_argument("the layer has no cache: call hb_decode_set_layer first");
+  if (!begun_) throw std::invalid_argument("no step has begun, or it was refused: call hb_decode_begin first");
   if (!rows_) return;
   runs_++;
   if (lowest_page_ < 0 || highest_page_ >= layer_->cache.pages)

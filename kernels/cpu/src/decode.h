@@ -120,6 +120,7 @@ class DecodeLayer : public Task {
   bool has_codes_ = false;  // in any layer
 
   // The step.
+  bool begun_ = false;
   int rows_ = 0, columns_ = 0, sinks_ = 0, recent_ = 0;
   int64_t lowest_page_ = 0, highest_page_ = 0;
   bool per_head_ = false;

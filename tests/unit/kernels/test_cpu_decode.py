@@ -559,3 +559,30 @@ def test_refusals():
         decoder.layer(0, case.q, case.k.float(), case.v, case.out)
     with pytest.raises(ValueError, match="team must be"):
         cpu.Decoder([case.layer], {}, 4, 0.1, team="everyone")
+
+
+def test_a_refused_layer_leaves_nothing_to_the_next() -> None:
+    kv = torch.randn(4, 2, 2, 16, 64)
+    decoder = cpu.Decoder([kv], {}, 4, 0.1, team="caller")
+    decoder.begin(torch.tensor([[0], [1]]), torch.tensor([16, 16]), torch.tensor([-1, -1]))
+    q, out = torch.randn(2, 4, 64), torch.empty(2, 4, 64)
+    decoder.layer(0, q, None, None, out)
+    expected = out.clone()
+    with pytest.raises(ValueError, match="out must be"):
+        decoder.layer(0, torch.randn(2, 8, 64)[:, :4], None, None, torch.empty(2, 4, 64, dtype=torch.float64))
+    decoder.layer(0, q, None, None, out)
+    assert torch.equal(out, expected)
+
+
+def test_no_layer_runs_of_a_step_that_was_refused() -> None:
+    kv = torch.randn(64, 2, 2, 16, 64)
+    decoder = cpu.Decoder([kv], {}, 4, 0.1, team="caller")
+    q, out = torch.randn(40, 4, 64), torch.zeros(40, 4, 64)
+    decoder.begin(torch.tensor([[0]]), torch.tensor([16]), torch.tensor([-1]))
+    decoder.layer(0, q, None, None, out)
+    lengths = torch.full((40,), 900)
+    lengths[39] = 0
+    with pytest.raises(WorkerError, match="own token"):
+        decoder.begin(torch.arange(60)[None].repeat(40, 1), lengths, torch.full((40,), -1))
+    with pytest.raises(WorkerError, match="refused"):
+        decoder.layer(0, q, None, None, out)

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from hybrid_backend.config import WorkersConfig
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.host_memory import System
 from hybrid_backend.kernels import cpu as native
 from hybrid_backend.workers import NativePool, Rank, make_pool
-from hybrid_backend.workers.cpus import Bound, Places, Topology, spare_cpus, within_quota
+from hybrid_backend.workers.cpus import Bound, Places, Topology, cpu_quota, spare_cpus, within_quota
 
 
 def draw(root: Path, cores: list[str], nodes: dict[int, str]) -> Topology:
@@ -272,3 +273,19 @@ except ConfigError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "workers.threads: 384 threads cannot be started" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("group", "files"),
+    [
+        ("0::/system.slice/vllm.service", {"system.slice/vllm.service/cpu.max": "200000 100000"}),
+        ("0::/a/b", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}),
+        ("4:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "200000", "cpu/a/cpu.cfs_period_us": "100000"}),
+    ],
+    ids=["its own", "one above", "version 1"],
+)
+def test_the_quota_of_a_group_counts_where_the_root_has_none(tmp_path: Path, group: str, files: dict[str, str]) -> None:
+    for name, text in {"proc/self/cgroup": group, **{f"cgroup/{name}": text for name, text in files.items()}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert cpu_quota(System(tmp_path / "proc", tmp_path / "cgroup")) == 2

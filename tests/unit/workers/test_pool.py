@@ -180,3 +180,18 @@ def test_workers_stay_on_the_numa_node_that_was_asked_for() -> None:
 def test_a_numa_node_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"workers\.numa: .* 4711"):
         make_pool(WorkersConfig(numa=4711))
+
+
+def test_threads_that_start_after_the_workers_have_the_engines_openmp_threads() -> None:
+    before = torch.get_num_threads()
+    torch._C.set_num_threads(2)
+    pool = TorchPool(1, sorted(os.sched_getaffinity(0)), resolve_kernel("torch"))
+    one = torch.zeros(1, 1, 1, dtype=torch.int64)
+    pool.submit(torch.randn(1, 2, 16), torch.randn(2, 1, 2, 16, 16), PageList(one, one + 1), 0.1, "x").wait(5)
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    pool.close()
+    torch._C.set_num_threads(before)
+    assert found == [2]
