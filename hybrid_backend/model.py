@@ -41,6 +41,8 @@ class ModelShape:
     is taken for that of a layer with nothing to attend.
     ``weight_bytes``: all weights; ``layer_weight_bytes``: the matrices of one layer that one token passes.
     ``state_bytes``: what one sequence keeps in all layers of other kinds together.
+    ``weights_are_counted``: the weights are quantised and their files are not here, so that ``weight_bytes`` is what
+    they would weigh in ``dtype``.
     """
 
     name: str
@@ -58,6 +60,7 @@ class ModelShape:
     max_context: int | None = None
     experts: Experts | None = None
     state_bytes: int = 0
+    weights_are_counted: bool = False
 
     @property
     def dtype_bytes(self) -> int:
@@ -121,6 +124,7 @@ def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
     text = config.get("text_config")
     # A multimodal model keeps its decoder's numbers one level down; what both levels have, the inner one says.
     data: dict[str, Any] = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    data = {**_ASSUMED.get(str(data.get("model_type")), {}), **data}
     if data.get("kv_lora_rank"):
         raise ModelError("kv_lora_rank (MLA): only models with GQA can be planned")
     layers = count_of(data, "num_hidden_layers")
@@ -133,7 +137,7 @@ def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
         raise ModelError(f"dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
     if heads % kv_heads:
         raise ModelError(f"{heads} query heads cannot share {kv_heads} KV heads; check num_key_value_heads")
-    tied = bool(data.get("tie_word_embeddings", _TIED.get(str(data.get("model_type")), False)))
+    tied = bool(data.get("tie_word_embeddings", False))
     windows = windows_of(data, layers)
     experts = experts_of(data, layers)
     context = data.get("max_position_embeddings")
@@ -161,7 +165,11 @@ def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 # What transformers' configuration classes assume where config.json does not say.
-_TIED = {"gemma3": True, "gemma3_text": True}
+_GEMMA3 = {
+    "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window": 4096,
+}  # fmt: skip
+_ASSUMED: Mapping[str, Mapping[str, Any]] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
 
 
 def _all_params(data: Mapping[str, Any], shape: ModelShape) -> int:
@@ -212,8 +220,8 @@ def weight_bytes(folder: Path, itemsize: int, stated_itemsize: int) -> int | Non
     if files:
         return sum(_tensor_bytes(file, itemsize) for file in files)
     index = folder / WEIGHTS_INDEX
-    metadata = read_json(index).get("metadata", {}) if index.is_file() else {}
-    if metadata.get("total_size") is None:
+    metadata = read_json(index).get("metadata") if index.is_file() else None
+    if not isinstance(metadata, Mapping) or metadata.get("total_size") is None:
         return None
     try:
         return count_of(metadata, "total_size") // stated_itemsize * itemsize
@@ -221,14 +229,28 @@ def weight_bytes(folder: Path, itemsize: int, stated_itemsize: int) -> int | Non
         raise ModelError(f"{index}: {error}; fetch the model again") from None
 
 
+def is_quantised(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that weights are stored in fewer bits than it computes in."""
+    text = config.get("text_config")
+    return any(isinstance(level, Mapping) and level.get("quantization_config") for level in (config, text))
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that hold the weights; empty unless all of them are there."""
     index = folder / WEIGHTS_INDEX
-    listed = set(read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
+    listed = _listed(index) if index.is_file() else set()
     files = sorted(folder.glob("*.safetensors"))
     if not listed <= {file.name for file in files}:
         return []
     return [file for file in files if not listed or file.name in listed]
+
+
+def _listed(index: Path) -> set[str]:
+    """The files that an index names."""
+    named = read_json(index).get("weight_map", {})
+    if not isinstance(named, Mapping) or not all(isinstance(file, str) for file in named.values()):
+        raise ModelError(f"{index}: weight_map: expected a file name for each tensor; fetch the model again")
+    return set(named.values())
 
 
 def stored_bytes(model: str, revision: str | None = None) -> int:

@@ -63,7 +63,11 @@ def windows_of(data: Data, layers: int) -> tuple[int | None, ...]:
         return tuple({"local": window, "full": None, "other": 0}[_KINDS[kind]] for kind in named)
     if window is None:
         return (None,) * layers
-    pattern = data.get("sliding_window_pattern") or (6 if str(data.get("model_type")).startswith("gemma3") else None)
+    pattern = data.get("sliding_window_pattern") or data.get("layer_switch")
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:  # local and global, over and over
+        return tuple(window if pattern[layer % len(pattern)] == "L" else None for layer in range(layers))
+    if pattern is None and str(data.get("model_type")).startswith("gemma3"):
+        pattern = 6
     if isinstance(pattern, int) and pattern > 0:  # every pattern-th layer is global
         return tuple(None if (layer + 1) % pattern == 0 else window for layer in range(layers))
     first = _first(data, "max_window_layers") if data.get("use_sliding_window") else 0  # Qwen2: full up to this layer
@@ -82,7 +86,10 @@ def experts_of(data: Data, layers: int) -> Experts | None:
     if not shared:
         shared = intermediate * _first(data, "n_shared_experts")
     named, step = _named(data, layers), _first(data, "decoder_sparse_step") or 1
-    dense = {*range(_first(data, "first_k_dense_replace")), *(data.get("mlp_only_layers") or ())}
+    only = data.get("mlp_only_layers") or []
+    if not isinstance(only, list):
+        raise ModelError(f"mlp_only_layers: got {only!r}, expected a list of layers")
+    dense = {*range(_first(data, "first_k_dense_replace")), *only}
     if "E" in named:
         having = named.count("E")
     else:
@@ -151,9 +158,13 @@ def _named(data: Data, layers: int) -> list[str]:
     interval = data.get("full_attention_interval")
     if isinstance(interval, int) and interval > 1 and data.get("linear_num_value_heads"):
         return ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
-    attending = data.get("full_attn_idxs")
-    if isinstance(attending, list):
-        return ["full_attention" if layer in attending else "conv" for layer in range(layers)]
+    for key, other in (("full_attn_idxs", "conv"), ("attn_layer_indices", "mamba")):
+        attending = data.get(key)
+        if isinstance(attending, list):
+            return ["full_attention" if layer in attending else other for layer in range(layers)]
+    for key in ("attn_layer_period", "attn_type_list", "attention_chunk_size"):
+        if data.get(key):
+            raise ModelError(f"{key}: which layers attend, and how, is not read from it; such models are not planned")
     return []
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class HybridRuntime:
     def begin_step(self, batch: Batch) -> Step:
         """Start a step over the layers with full attention. A step that was left open is abandoned."""
         self._abandon_open()
-        step = make_step(self._steps, batch, self.config.page_size)
+        step = make_step(self._steps, self._with_late_prefixes(batch), self.config.page_size)
         self._steps += 1
         self._open = step
         try:
@@ -108,6 +109,23 @@ class HybridRuntime:
         except WorkerError as error:
             self._fail(step, error)
         return step
+
+    def _with_late_prefixes(self, batch: Batch) -> Batch:
+        """Engines find a page in the prefix cache from when the token that fills it is scheduled. A row that begins to
+        decode (it was preempted, and one token is left) would be given copies of such a page before it is filled: so it
+        is a prompt of one token. In a graph all rows are decoding ones."""
+        size = self.config.page_size
+        counts = [end - start for start, end in pairwise(batch.query_start)]
+        fills = any(
+            length // size > (length - count) // size for length, count in zip(batch.seq_lens, counts, strict=False)
+        )
+        if not fills or (self.tiers.asks_by_itself and max(counts) == 1):
+            return batch
+        decode = [
+            is_decode and (length % size != 1 or self.executor.holds(request_id))
+            for is_decode, length, request_id in zip(batch.decode, batch.seq_lens, batch.request_ids, strict=False)
+        ]
+        return replace(batch, decode=decode)
 
     def begin_local_step(self, batch: Batch, page_size: int) -> Step:
         """Start the same step for local layers, which have a page table (and perhaps a page size) of their own."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import ValidationError
 
+from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.rules import Rule, did_you_mean, fail, integer, rule, show
 from hybrid_backend.config.schema import Section
 
@@ -60,7 +61,7 @@ def read_heads(path: str | Path, layers: int, heads: int | None, kv_heads: int) 
         ConfigError: one line with ``clo.heads``, the file, the value and the fix: the file cannot be read, is not JSON,
             has a field too many or too few or a value out of its range, or is of a model of another shape.
     """
-    file = Path(path).expanduser()
+    file = user_path(path)
     source = f"{_KEY}: {file}"
     try:
         content = file.read_bytes()

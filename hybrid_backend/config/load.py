@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.rules import (
     did_you_mean,
     fail,
@@ -131,7 +132,7 @@ def _is_inline(given: str | Path) -> bool:
 
 def source_of(given: str | Path) -> str:
     """What messages call a file, or a text that is the YAML itself."""
-    return "inline" if _is_inline(given) else str(Path(given).expanduser())
+    return "inline" if _is_inline(given) else str(user_path(given))
 
 
 def load_mapping(given: str | Path, source: str | None = None) -> Mapping[str, object]:
@@ -141,7 +142,7 @@ def load_mapping(given: str | Path, source: str | None = None) -> Mapping[str, o
         return _parse(given.replace("\t", " "), name)  # YAML, unlike JSON, has no tabs between tokens
     if not str(given).strip():
         fail("config: the path is empty; give the path of a YAML file, or leave it out to use the model's")
-    file = Path(given).expanduser()
+    file = user_path(given)
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -50,6 +50,9 @@ class Executor(Protocol):
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """A prompt chunk was attended in ``layer`` with ``q`` ``[chunk, heads, head_dim]``."""
 
+    def holds(self, request_id: str) -> bool:
+        """Whether what the request has here is that of its earlier decode steps: nothing is copied when one begins."""
+
     def release(self, request_id: str) -> None:
         """The request is gone, or its pages are about to be others. Unknown ids are ignored."""
 

@@ -139,6 +139,9 @@ class FusedStep:
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """Nothing is admitted: every page is where it is attended."""
 
+    def holds(self, request_id: str) -> bool:
+        return True  # nothing is copied
+
     def release(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:

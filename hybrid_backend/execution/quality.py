@@ -42,6 +42,7 @@ class QualityWatch:
         self.mass = math.nan  # of the last round
         self._spell = _DENSE_ROUNDS * config.metrics.sample_interval  # steps
         self._dense_steps = 0  # that are left of it
+        self._unsampled = 0  # steps in a row in which the budget was all that the rows under pressure have
         self._seen = self._totals()
 
     @property
@@ -57,6 +58,7 @@ class QualityWatch:
         """
         self._follow()
         followed = (budgets < rows.num_pages) & ~rows.has_own_budget
+        self._try_less(rows.num_pages[followed])
         wanted = rows.num_pages if self.is_dense else rows.num_pages.clamp(max=self.budget)
         return torch.where(followed, wanted, budgets)
 
@@ -89,6 +91,16 @@ class QualityWatch:
             self.budget = min(math.ceil(grown), self._most)
         elif lost < _SPARE * allowed:
             self.budget = max(math.floor(self.budget * _SHRINK), self._least)
+
+    def _try_less(self, pages: Tensor) -> None:
+        """Rows that attend all of their pages are not sampled, so nothing would ever lower the budget: after as long
+        as a dense spell, less is tried than the longest of them has. ``pages``: of the rows under pressure."""
+        if not len(pages) or self.is_dense:
+            return
+        most = int(pages.max())
+        self._unsampled = self._unsampled + 1 if most <= self.budget else 0
+        if self._unsampled > self._spell:
+            self.budget, self._unsampled = max(math.floor(most * _SHRINK), self._least), 0
 
     def _totals(self) -> tuple[float, int]:
         entries = [self._stats.layers[layer] for layer in self._layers]

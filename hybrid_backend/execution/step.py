@@ -192,6 +192,9 @@ class DecodeStep:
         indices = self._tiers.frames.indices(rows.request_ids)
         return [rows.request_ids[r] for r in self.parking.unfinished(step.number + 1, rows, indices)]
 
+    def holds(self, request_id: str) -> bool:
+        return self._tiers.frames.index(request_id) is not None
+
     def release(self, request_id: str) -> None:
         """The request is gone, or its pages are about to be others."""
         index = self._tiers.frames.release(request_id)

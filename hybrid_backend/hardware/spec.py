@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from hybrid_backend.config.paths import user_path
 from hybrid_backend.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -111,6 +112,14 @@ class Hardware(_Frozen):
     gpus: Annotated[int, Field(ge=1)] = 1
     """Devices that share this host, each with a replica of the model and its share of cores and host memory."""
 
+    @field_validator("hbm_bytes_per_s", "hbm_efficiency", "bf16_flops_per_s", "flops_efficiency")
+    @classmethod
+    def _above_zero(cls, number: Number) -> Number:
+        """Sizes are divided by it."""
+        if not number.value > 0:
+            raise ValueError(f"got {number.value:g}, expected a number > 0")
+        return number
+
     @property
     def hbm_achieved(self) -> float:
         return self.hbm_bytes_per_s.value * self.hbm_efficiency.value
@@ -177,7 +186,7 @@ def _explain(error: ValidationError) -> str:
 
 def read_hardware(path: str | Path) -> Hardware:
     """The profile in a JSON file."""
-    file = Path(path).expanduser()
+    file = user_path(path)
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -208,3 +208,21 @@ def test_an_unknown_catalog_model_cannot_be_fetched(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith("error: model 'no-such-model' is not in the catalog") and result.stdout == ""
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", HUB_ID, "--config", "~no-such-user/x.yaml"],
+        ["plan", "~no-such-user/x"],
+        ["plan", "smollm2-135m-instruct", "--machine", "~no-such-user/x.json"],
+        ["plan", "smollm2-135m-instruct", "--config", "~no-such-user/x.yaml"],
+        ["profile", HUB_ID, "--text", "~no-such-user/x.txt"],
+        ["model", "fetch", "smollm2-135m-instruct", "--cache", "~no-such-user/x"],
+    ],
+    ids=" ".join,
+)
+def test_a_home_that_is_not_there_is_told_in_one_line(words: list[str]) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1 and result.stderr.startswith("error: "), result.output
+    assert "~no-such-user" in result.stderr and result.stderr.count("\n") == 1

@@ -217,7 +217,7 @@ def engine_items(shape: ModelShape, room: Room, batch: int) -> tuple[Item, ...]:
     logits = batch * shape.vocab * (shape.dtype_bytes + 4)
     overhead = () if room.on_host else (Item("engine overhead", "device", room.device_overhead, "estimate"),)
     return (
-        Item("weights", place, shape.weight_bytes, "exact"),
+        Item("weights", place, shape.weight_bytes, "at most" if shape.weights_are_counted else "exact"),
         *((Item("state of other layers", place, batch * shape.state_bytes, "estimate"),) if shape.state_bytes else ()),
         Item("activations", place, max(mlp, logits), "estimate"),
         *overhead,

@@ -93,7 +93,7 @@ def served_models(name: str, url: str, deadline: float) -> list[str]:
         answer = httpx.get(f"{url}/v1/models", headers=headers(), timeout=deadline)
         answer.raise_for_status()
         found = [str(entry["id"]) for entry in answer.json()["data"]]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{name}: {url}/v1/models does not list models: {error or type(error).__name__}") from None
     if not found:
         raise BenchError(f"{name}: {url} serves no model")
@@ -112,7 +112,7 @@ def post(url: str, path: str, body: Mapping[str, Any], deadline: float = 3600) -
         if answer.is_error:
             raise BenchError(f"{url}{path}: HTTP {answer.status_code}: {answer.text[:300]}")
         return answer.json()
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise BenchError(f"{url}{path}: {error or type(error).__name__}") from None
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from hybrid_backend.config.paths import user_path
 from hybrid_backend.errors import ModelError
 from hybrid_backend.tools.hub.catalog import CatalogEntry, find_entry
 
@@ -40,7 +41,10 @@ Downloader = Callable[[CatalogEntry, Path], object]
 def models_dir(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Where models are kept: `cache_dir`, else `$HYBRID_CACHE`, else `~/.cache/hybrid_backend/models`."""
     chosen = cache_dir or os.environ.get("HYBRID_CACHE") or "~/.cache/hybrid_backend/models"
-    return Path(chosen).expanduser().absolute()
+    found = user_path(chosen)
+    if str(found).startswith("~"):
+        raise ModelError(f"the model cache {found} is in a home that is not there; set HYBRID_CACHE to a directory")
+    return found.absolute()
 
 
 def fetch(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
+from hybrid_backend.config.paths import user_path
 from hybrid_backend.errors import ModelError
 from hybrid_backend.tools.hub.catalog import entries
 from hybrid_backend.tools.hub.fetch import fetch
@@ -23,7 +23,7 @@ def resolve_model(model: str) -> str:
         return str(fetch(model))
     if not model.strip():
         raise ModelError("MODEL is empty; give a catalog name, a directory with a config.json, or org/name")
-    path = Path(model).expanduser()
+    path = user_path(model)
     if (path / "config.json").is_file():
         return str(path)
     if path.is_dir():

@@ -8,8 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 
+from hybrid_backend.config.paths import user_path
 from hybrid_backend.errors import ModelError
-from hybrid_backend.model import DTYPES, WEIGHTS_INDEX, ModelShape, read_json, shape_from_config, weight_bytes
+from hybrid_backend.model import (
+    DTYPES,
+    WEIGHTS_INDEX,
+    ModelShape,
+    is_quantised,
+    read_json,
+    shape_from_config,
+    weight_bytes,
+)
 from hybrid_backend.tools.hub import resolve_model
 
 
@@ -23,7 +32,7 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
     Raises:
         ModelError: no such model, or one that cannot be planned.
     """
-    file = Path(model).expanduser()
+    file = user_path(model)
     if not (file.is_file() and file.suffix == ".json"):
         found = Path(resolve_model(model))
         file = found / "config.json" if found.is_dir() else _from_hub(model)
@@ -36,9 +45,16 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
     if served not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: write auto or one of {', '.join(DTYPES)}")
     size = DTYPES[served].itemsize
+    if not stated.full_layers:
+        raise ModelError(f"{name}: no layer has full attention, so there is nothing to offload")
     stored = weight_bytes(file.parent, size, stated.dtype_bytes)
     counted = stated.weight_bytes // stated.dtype_bytes * size
-    return replace(stated, dtype=served, weight_bytes=stored or counted)
+    return replace(
+        stated,
+        dtype=served,
+        weight_bytes=stored or counted,
+        weights_are_counted=not stored and is_quantised(config),
+    )
 
 
 def _name(model: str, file: Path) -> str:

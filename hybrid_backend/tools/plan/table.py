@@ -108,8 +108,8 @@ def _cells(plan: Plan, row: Row) -> list[str]:
     times = times_stock(plan, row)
     return [
         "yes" if row.fits else "no",
-        _number(row.device_bytes / 2**30),
-        _number(row.host_bytes / 2**30),
+        _gib(row.device_bytes),
+        _gib(row.host_bytes),
         _number(row.max_batch),
         _number(row.max_context),
         _number(row.step_ms),
@@ -127,6 +127,11 @@ def _number(value: float | None) -> str:
         if value >= 1e2 * factor:
             return f"{value / factor:,.0f}{unit}"
     return f"{value:,.0f}" if isinstance(value, int) or value >= 1000 else f"{value:.3g}"
+
+
+def _gib(size: float) -> str:
+    """In at most five characters."""
+    return _number(size / 2**30) if size < 1e4 * 2**30 else f"{size / 2**30 / 1e3:,.3g}k"
 
 
 def _details(row: Row) -> Iterator[Text]:
@@ -150,7 +155,15 @@ def _notes(plan: Plan) -> list[str]:
     notes += [f"{row.name}: {row.otherwise}" for row in plan.rows if row.otherwise and row is answer(plan)]
     longest = plan.model.max_context
     if longest is not None and plan.context > longest:
-        notes.append(f"{plan.model.name} was made for {longest:,} tokens; {plan.context:,} are planned")
+        notes.append(
+            f"{plan.model.name} was made for {longest:,} tokens; {plan.context:,} are planned. vLLM refuses them "
+            "unless --hf-overrides gives the model a larger max_position_embeddings and the rope scaling of its card"
+        )
+    if plan.model.weights_are_counted:
+        notes.append(
+            f"{plan.model.name}: the weights are quantised and not here, so they are counted as {plan.model.dtype}; "
+            "name a directory that has them"
+        )
     if plan.machine is None:
         notes.append("no times: name a machine with --machine")
     return notes

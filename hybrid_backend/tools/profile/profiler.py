@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hybrid_backend.config import HeadScores, HybridConfig, config_from_mapping, resolve_config
+from hybrid_backend.config.paths import user_path
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.methods.base import frames_per_request
@@ -123,7 +124,7 @@ def profile(
         ModelError: a model that cannot be loaded or predicted.
     """
     options, console = options or Options(), console or Console(stderr=True)
-    target = Path(out).expanduser()
+    target = user_path(out)
     if target.suffix not in (".yaml", ".yml") or not target.parent.is_dir():
         raise ConfigError(f"--out {out}: expected a .yaml file in a directory that exists")
     config = config if config is not None else resolve_config(model, None, os.environ)[0]
@@ -156,6 +157,8 @@ def _check(config: HybridConfig, options: Options) -> None:
         raise ConfigError(f"--margin: got {options.margin}, expected a number from 0 up to 1, without 1")
     if options.lookups < 0:
         raise ConfigError(f"--lookups: got {options.lookups}, expected an integer >= 0")
+    if options.gates is not None and options.gates.steps < 1:
+        raise ConfigError(f"--gate-steps: got {options.gates.steps}, expected an integer >= 1, or --no-gates")
     if config.quality.max_kl != "none" and not method.follows_promises:
         raise ConfigError(
             f"quality.max_kl: {config.method} has no budget that could keep it; write method: scout, or none"
@@ -248,6 +251,8 @@ class _Run:
         store = Store(self.target.with_suffix(".json"), options.fresh)
         used = [w for context in options.contexts for w in windows_of(texts, self.encode, context, options.windows)]
         unseen = [w for c in options.contexts for w in windows_of(held_out, self.encode, c, options.windows)]
+        if options.gates is not None:
+            passkeys(texts[0][1], self.encode, options.gates)  # refuses a short context now, not after the rest
         given = _Given(used, unseen, lookup_probes(self.encode, longest, options.lookups), texts[0][1])
         with self._progress() as progress:
             config = self._within_kl(store, progress, given, longest)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybrid_backend.config.paths import user_path
 from hybrid_backend.errors import ConfigError
 
 Encode = Callable[[str], list[int]]
@@ -58,7 +59,7 @@ def read_texts(flag: str, files: Sequence[str | Path]) -> Texts:
     texts = []
     for file in files:
         try:
-            texts.append((Path(file).name, Path(file).expanduser().read_text(encoding="utf-8")))
+            texts.append((Path(file).name, user_path(file).read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"{flag} {file}: cannot be read ({reason}); give a UTF-8 text file") from None

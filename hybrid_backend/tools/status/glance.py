@@ -92,6 +92,10 @@ def _fast(last: Reading, recent: Sequence[Column]) -> Answer:
     )
 
 
+# What each engine calls the longest context, and the most requests at once.
+_FLAGS = {"vllm": ("--max-model-len", "--max-num-seqs"), "sglang": ("--context-length", "--max-running-requests")}
+
+
 def _limit(last: Reading, recent: Sequence[Column], layers: Sequence[Layer]) -> tuple[Answer, str]:
     """And what would move it."""
     waits, fill = _mean(recent, lambda column: column.wait_share) or 0, last.pool_fill or 0
@@ -100,9 +104,10 @@ def _limit(last: Reading, recent: Sequence[Column], layers: Sequence[Layer]) -> 
     copied = _mean(recent, lambda column: column.copied_bytes_per_second) or 0
     attention = _mean(recent, lambda column: column.attention_share)
     question = "What holds it back?"
+    longest, rows = _FLAGS.get(last.engine or "", _FLAGS["vllm"])
     if last.waiting and fill >= FULL:
         text = f"Host memory: {last.waiting:,.0f} requests wait, the host pool is {fill:.0%} full."
-        change = "Memory: a larger host_pool.size, or a smaller --max-model-len."
+        change = f"Memory: a larger host_pool.size, or a smaller {longest}."
     elif waits > WAITS and copied and not share:
         text = f"The bus: the device tier waits {waits:.0%} of the time for copies, {copied / 1e6:,.0f} MB/s."
         change = "Bus: more frames_per_request, a smaller budget_tokens."
@@ -113,7 +118,7 @@ def _limit(last: Reading, recent: Sequence[Column], layers: Sequence[Layer]) -> 
         )
     elif last.waiting:
         text = f"The batch: {last.waiting:,.0f} requests wait, the host pool is {fill:.0%} full."
-        change = "Batch: a larger --max-num-seqs."
+        change = f"Batch: a larger {rows}."
     elif attention is not None and attention > MOSTLY:
         text = f"The CPU's attention: it takes {attention:.0%} of the time{_of_contexts(layers)}."
         change = "Attention: a smaller budget_tokens, as far as it is faithful enough; more cores."

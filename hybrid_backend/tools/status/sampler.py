@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from http.client import HTTPException
 from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -124,11 +125,14 @@ def from_server(url: str) -> Callable[[], str]:
     def fetch() -> str:
         try:
             with urlopen(Request(url, headers={"Accept": "text/plain"}), timeout=_TIMEOUT) as answer:
-                return bytes(answer.read(_LONGEST_TEXT)).decode("utf-8", "replace")
+                text = bytes(answer.read(_LONGEST_TEXT))
+                if answer.length and len(text) < _LONGEST_TEXT:  # of what was announced, what did not come
+                    raise EngineError(f"{url} cannot be read: the answer ends too early")
+                return text.decode("utf-8", "replace")
         except URLError as error:
             raise EngineError(f"{url} cannot be read: {getattr(error, 'reason', error)}") from error
-        except (OSError, ValueError) as error:
-            raise EngineError(f"{url} cannot be read: {error}") from error
+        except (OSError, ValueError, HTTPException) as error:
+            raise EngineError(f"{url} cannot be read: {error or type(error).__name__}") from error
 
     return fetch
 

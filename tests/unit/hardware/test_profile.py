@@ -19,7 +19,7 @@ rates = st.floats(1e3, 1e13)
 curves = st.lists(st.tuples(st.floats(1, 1e9), rates), min_size=1, max_size=6, unique_by=lambda p: p[0]).map(
     lambda points: Curve(points=tuple(sorted(points)), source="drawn")
 )
-numbers = st.floats(0, 1e15).map(lambda value: Number(value=value, source="drawn"))
+numbers = st.floats(1e-9, 1e15).map(lambda value: Number(value=value, source="drawn"))
 profiles = st.builds(
     Hardware,
     name=st.text(min_size=1),

@@ -163,3 +163,67 @@ def test_the_runtimes_spec_has_the_shapes_numbers(tmp_path: Path) -> None:
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (2, 4, 2, 16)
     assert (spec.window(0), spec.window(1), spec.max_tokens) == (64, None, 9)
     assert spec.page_bytes(32) == shape.page_bytes(32)
+
+
+def test_what_googles_gemma_3_leaves_to_its_class_is_known(tmp_path: Path) -> None:
+    """As published: `text_config` lacks what Gemma3TextConfig assumes."""
+    inner = {"model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16,
+             "num_hidden_layers": 48, "num_key_value_heads": 8, "sliding_window": 1024}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": inner}))
+    shape = find_shape(str(tmp_path))
+    assert (shape.head_dim, shape.vocab, shape.max_context, shape.tied) == (256, 262_208, 131_072, True)
+    assert (shape.full_layers, shape.windows[0]) == (8, 1024)
+
+
+@pytest.mark.parametrize(
+    ("keys", "full"),
+    [
+        ({"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}, 2),  # Bamba
+        ({"sliding_window": 64, "layer_switch": 4}, 1),  # Cohere 2
+        ({"sliding_window": 64, "sliding_window_pattern": "LLG"}, 1),  # EXAONE 4
+    ],
+    ids=lambda keys: next(reversed(keys)) if isinstance(keys, dict) else None,
+)
+def test_layers_are_told_apart_in_every_way_that_families_name_them(
+    tmp_path: Path, keys: dict[str, Any], full: int
+) -> None:
+    folder = write_config(tmp_path / "m", num_hidden_layers=4, **keys)
+    assert find_shape(str(folder)).full_layers == full
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"attn_layer_period": 8}, "attn_layer_period: which layers attend"),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size: which layers attend, and how"),
+        ({"layer_types": ["mamba", "mamba"]}, "no layer has full attention"),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": 3}, "mlp_only_layers: got 3, expected a list"),
+    ],
+    ids=lambda each: next(reversed(each)) if isinstance(each, dict) else None,
+)
+def test_a_model_whose_layers_cannot_be_told_is_not_planned(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        find_shape(str(write_config(tmp_path / "m", **keys)))
+
+
+@pytest.mark.parametrize("named", [None, {"a": ["x"]}, ["x"]], ids=repr)
+def test_an_index_that_names_no_files_is_told(tmp_path: Path, named: Any) -> None:
+    folder = write_config(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": None, "weight_map": named}))
+    with pytest.raises(ModelError, match=r"index\.json: weight_map: expected a file name"):
+        find_shape(str(folder))
+
+
+def test_an_index_without_a_size_is_as_good_as_none(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "m")
+    counted = find_shape(str(folder)).weight_bytes
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": None, "weight_map": {"a": "b"}}))
+    assert find_shape(str(folder)).weight_bytes == counted
+
+
+def test_quantised_weights_that_are_not_here_are_at_most_what_is_counted(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "m", quantization_config={"quant_method": "awq", "bits": 4})
+    assert find_shape(str(folder)).weights_are_counted
+    save_file({"packed": torch.zeros(700, dtype=torch.uint8)}, folder / "model.safetensors")
+    shape = find_shape(str(folder))
+    assert (shape.weights_are_counted, shape.weight_bytes) == (False, 700)

@@ -226,3 +226,29 @@ def test_a_taken_port_is_one_line() -> None:
             serve("localhost:1", "127.0.0.1", taken.getsockname()[1])
         with pytest.raises(EngineError, match="--interval"):
             serve("localhost:1", "127.0.0.1", 0, interval=0.0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\x15\x03\x03\x00\x02\x02\x46",  # a server that expects TLS
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nhybrid_steps 1",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4096\r\n\r\n# TYPE hybrid_steps counter\n",
+    ],
+    ids=["no HTTP", "a chunk cut short", "a body cut short"],
+)
+def test_an_answer_that_is_none_is_told_and_asked_for_again(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        served = thread.submit(serve)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        sampler = Sampler(from_server(f"{url}/metrics"), url)
+        asyncio.run(sampler.refresh())
+        served.result(10)
+    assert "cannot be read" in str(sampler.status().problem)

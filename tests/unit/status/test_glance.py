@@ -76,14 +76,16 @@ def test_rates_are_those_of_the_last_fifteen_seconds() -> None:
         ({"waiting": 3, "pool_fill": 0.97}, 0.5, "Host memory: 3 requests wait", "host_pool.size"),
         ({"waiting": 3, "pool_fill": 0.5}, 0.5, "The CPU: the device tier waits 50%", "frames_per_request"),
         ({"waiting": 3, "pool_fill": 0.5}, 0.02, "The batch: 3 requests wait", "--max-num-seqs"),
+        ({"waiting": 3, "pool_fill": 0.5, "engine": "sglang"}, 0.02, "The batch", "--max-running-requests"),
+        ({"waiting": 3, "pool_fill": 0.97, "engine": "sglang"}, 0.5, "Host memory", "--context-length"),
         ({"waiting": 0, "pool_fill": 0.97}, 0.02, "Nothing that is measured here", None),
     ],
 )
 def test_what_holds_it_back_is_named_with_the_key_to_change(
-    last: dict[str, float], waits: float, what: str, change: str | None
+    last: dict[str, Any], waits: float, what: str, change: str | None
 ) -> None:
     columns = [column(1, generated_per_second=10, wait_share=waits)]
-    found = told(Reading(time=1, **last), columns, [layer(0, 0.99, cpu=0.25)])  # type: ignore[arg-type]
+    found = told(Reading(time=1, **last), columns, [layer(0, 0.99, cpu=0.25)])
     assert found["What holds it back?"][0].startswith(what)
     assert (change in found["What to change"][0]) if change else "What to change" not in found
 

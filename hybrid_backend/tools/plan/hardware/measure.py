@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from hybrid_backend.config.paths import user_path
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware.spec import Curve, Hardware, Number
 from hybrid_backend.host_memory import System
@@ -95,7 +96,7 @@ def profile_hardware(
         ConfigError: as `measure`, or ``out`` cannot be written.
     """
     console = console or Console()
-    target = Path(out).expanduser()
+    target = user_path(out)
     if target.is_dir() or not target.parent.is_dir():
         raise ConfigError(f"{target}: cannot be written; give a file in a directory that exists, as hardware.json")
     hardware = measure(device=device, rounds=rounds, cores=cores, console=console)
