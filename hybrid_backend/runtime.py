@@ -112,20 +112,21 @@ class HybridRuntime:
 
     def _with_late_prefixes(self, batch: Batch) -> Batch:
         """Engines find a page in the prefix cache from when the token that fills it is scheduled. A row that begins to
-        decode (it was preempted, and one token is left) would be given copies of such a page before it is filled: so it
-        is a prompt of one token. In a graph all rows are decoding ones."""
-        size = self.config.page_size
-        counts = [end - start for start, end in pairwise(batch.query_start)]
-        fills = any(
-            length // size > (length - count) // size for length, count in zip(batch.seq_lens, counts, strict=False)
-        )
-        if not fills or (self.tiers.asks_by_itself and max(counts) == 1):
-            return batch
-        decode = [
-            is_decode and (length % size != 1 or self.executor.holds(request_id))
-            for is_decode, length, request_id in zip(batch.decode, batch.seq_lens, batch.request_ids, strict=False)
+        decode with such a page (it was preempted, and one token is left) would be given copies of it before it is
+        filled: so it is a prompt of one token. In a graph all rows are decoding ones."""
+        size, table, lengths = self.config.page_size, batch.page_table, batch.seq_lens
+        begin = [
+            r
+            for r, request_id in enumerate(batch.request_ids)
+            if batch.decode[r] and lengths[r] > size and lengths[r] % size == 1 and not self.executor.holds(request_id)
         ]
-        return replace(batch, decode=decode)
+        counts = [end - start for start, end in pairwise(batch.query_start)]
+        if not begin or (self.tiers.asks_by_itself and max(counts) == 1):
+            return batch
+        ends = enumerate(zip(lengths, counts, strict=False))
+        filled = torch.cat([table[r, (end - count) // size : end // size] for r, (end, count) in ends])
+        late = {r for r in begin if torch.isin(table[r, : lengths[r] // size], filled).any()}
+        return replace(batch, decode=[each and r not in late for r, each in enumerate(batch.decode)]) if late else batch
 
     def begin_local_step(self, batch: Batch, page_size: int) -> Step:
         """Start the same step for local layers, which have a page table (and perhaps a page size) of their own."""

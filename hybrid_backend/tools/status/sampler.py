@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from http.client import HTTPException
 from urllib.error import URLError
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
 from hybrid_backend import __version__
@@ -114,9 +114,10 @@ def metrics_url(server: str) -> str:
         usable = False
     if not usable or any(c.isspace() for c in url):
         raise EngineError(f"{server!r} is not a server's address; write it as http://localhost:8000")
+    path = parts.path.rstrip("/")
     for ending in ("/metrics", "/v1"):
-        url = url.removesuffix(ending)
-    return f"{url}/metrics"
+        path = path.removesuffix(ending)
+    return urlunsplit((parts.scheme, parts.netloc, f"{path}/metrics", "", ""))
 
 
 def from_server(url: str) -> Callable[[], str]:

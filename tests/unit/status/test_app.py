@@ -171,6 +171,7 @@ def test_inside_a_server_only_the_pages_own_paths_are_taken(monkeypatch: pytest.
         ("https://host/prefix/v1", "https://host/prefix/metrics"),
         ("http://host:8000/metrics", "http://host:8000/metrics"),
         ("[::1]:8000", "http://[::1]:8000/metrics"),
+        ("metrics", "http://metrics/metrics"),
     ],
 )
 def test_addresses_are_taken_as_users_write_them(written: str, url: str) -> None:
