@@ -124,8 +124,15 @@ class HybridRuntime:
         if not begin or (self.tiers.asks_by_itself and max(counts) == 1):
             return batch
         ends = enumerate(zip(lengths, counts, strict=False))
-        filled = torch.cat([table[r, (end - count) // size : end // size] for r, (end, count) in ends])
-        late = {r for r in begin if torch.isin(table[r, : lengths[r] // size], filled).any()}
+        filled = [
+            table[r, (end - count) // size : end // size]
+            for r, (end, count) in ends
+            if end // size > (end - count) // size
+        ]
+        late = set(begin) if filled else set()
+        if late and table.is_cpu:  # else to look at them would be to wait for the device
+            pages = torch.cat(filled)
+            late = {r for r in begin if torch.isin(table[r, : lengths[r] // size], pages).any()}
         return replace(batch, decode=[each and r not in late for r, each in enumerate(batch.decode)]) if late else batch
 
     def begin_local_step(self, batch: Batch, page_size: int) -> Step:
