@@ -299,7 +299,7 @@ def _folder(model: str, revision: str | None) -> Path | None:
 
 def _counted(config: Mapping[str, Any], dtype: str) -> int:
     """Bytes of the weights by the shape; 0 for one that is not known, or whose weights are quantised."""
-    if config.get("quantization_config"):
+    if is_quantised(config):
         return 0
     try:
         return shape_from_config({**config, "dtype": dtype}, "").weight_bytes

@@ -120,8 +120,10 @@ class HybridRuntime:
             for r, request_id in enumerate(batch.request_ids)
             if batch.decode[r] and lengths[r] > size and lengths[r] % size == 1 and not self.executor.holds(request_id)
         ]
+        if not begin:
+            return batch
         counts = [end - start for start, end in pairwise(batch.query_start)]
-        if not begin or (self.tiers.asks_by_itself and max(counts) == 1):
+        if self.tiers.asks_by_itself and max(counts) == 1:
             return batch
         ends = enumerate(zip(lengths, counts, strict=False))
         filled = [

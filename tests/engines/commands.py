@@ -176,7 +176,7 @@ def run_command(command: list[str], folder: Path) -> Answer:
 
 
 def _environment(temporary: Path) -> dict[str, str]:
-    theirs = ("HYBRID_CONFIG", "PROMETHEUS_", "VLLM_CPU_KVCACHE_SPACE", "VLLM_RPC_BASE_PATH")
+    theirs = ("PROMETHEUS_", "VLLM_CPU_KVCACHE_SPACE", "VLLM_RPC_BASE_PATH")
     ours = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
     fixed = {"TMPDIR": str(temporary), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "NO_COLOR": "1"}
     return ours | fixed

@@ -28,7 +28,6 @@ def no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setenv("HYBRID_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("HYBRID_CONFIG", raising=False)
 
 
 @pytest.fixture

@@ -19,12 +19,17 @@ rates = st.floats(1e3, 1e13)
 curves = st.lists(st.tuples(st.floats(1, 1e9), rates), min_size=1, max_size=6, unique_by=lambda p: p[0]).map(
     lambda points: Curve(points=tuple(sorted(points)), source="drawn")
 )
-numbers = st.floats(1e-9, 1e15).map(lambda value: Number(value=value, source="drawn"))
+numbers = st.floats(0, 1e15).map(lambda value: Number(value=value, source="drawn"))
+divisors = {"hbm_bytes_per_s", "hbm_efficiency", "bf16_flops_per_s", "flops_efficiency"}  # above zero
 profiles = st.builds(
     Hardware,
     name=st.text(min_size=1),
     device=st.sampled_from(["gpu", "cpu"]),
-    **{name: numbers for name, field in Hardware.model_fields.items() if field.annotation is Number},
+    **{
+        name: numbers.filter(lambda number: number.value > 0) if name in divisors else numbers
+        for name, field in Hardware.model_fields.items()
+        if field.annotation is Number
+    },
     linear_bytes_per_s=st.none() | curves,
     device_attention_bytes_per_s=st.none() | curves,
     stock_attention_bytes_per_s=st.none() | curves,
