@@ -37,6 +37,7 @@ ISA_FLAGS = {
     "avx512": _AVX512,
     "avx512_bf16": [*_AVX512, "-mavx512bf16"],
     "vnni": [*_AVX512, "-mavx512vnni"],
+    "vbmi": [*_AVX512, "-mavx512vbmi"],
     "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
     "amx_prompt": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }

@@ -18,16 +18,12 @@ float inverse(float x) { return x > 1e-37f ? 1.f / x : 0.f; }
 constexpr float kLeastSum = 1e-30f, kMostSum = 1e30f;  // of CodeSumsFn: what it has not rounded away
 
 // For sums beyond these: the largest x, and in `sum` that of 2^(x - top).
-float code_top(const CodeQuery& q, int head, const CodePage& page, float* sum) {
+float code_top(const CodeKernels& kernels, const CodeQuery& q, int head, const CodePage& page, float* sum) {
   float x[kMaxPageSize], top = -INFINITY;
   const int tokens = 16 * q.blocks;
   for (int t = 0; t < tokens; t++) {
-    int steps = 0;
-    for (int p = 0; p < q.planes; p++) {
-      const uint8_t codes = page.planes[(t / 16 * q.planes + p) * 16 + t % 16];
-      const uint8_t* table = q.tables + (int64_t)head * q.stride + p / 4 * 128 + p % 4 * 16;
-      steps += table[codes & 15] + table[64 + (codes >> 4)];
-    }
+    const uint8_t* codes = page.planes + t / 16 * 16 * q.planes + t % 16;
+    const int steps = kernels.steps(q.tables + (int64_t)head * q.stride, codes, q.planes);
     const float s = page.unit * page.scales[t];
     x[t] = s * (q.factor[head] * steps + q.offset[head] + q.variance[head] * s);
     if (!(std::fabs(x[t]) < INFINITY)) x[t] = 0;
@@ -40,6 +36,12 @@ float code_top(const CodeQuery& q, int head, const CodePage& page, float* sum) {
 
 // What is too large to square counts as 0.
 float usable(float x) { return std::fabs(x) < 1e17f ? x : 0.f; }
+
+// A whole tile's size is known when this is compiled.
+void keep_tile(const float* from, int count, float* to) {
+  if (count == kScoreTile) std::memcpy(to, from, kScoreTile * sizeof(float));
+  else std::memcpy(to, from, count * sizeof(float));
+}
 
 }  // namespace
 
@@ -123,9 +125,10 @@ void CodeScorer::prepare(const hb_model& model, const hb_digests& digests, const
   digests_ = digests;
   isa_ = kernels.base;
   bytes_ = byte_kernels;
+  codes_ = byte_kernels.codes ? byte_kernels.codes : &isa_->codes;
   layout_ = CodeLayout(model.head_dim, model.page_size);
   const int dim = model.head_dim, heads = model.kv_heads * model.group;
-  tables_ = (layout_.planes + 3) / 4 * 128;
+  tables_ = codes_->table_bytes(layout_.planes);
   grown(weights_, (size_t)heads * dim);
   grown(bias_, heads);
   for (auto* each : {&step_, &bounds_, &factor_, &offset_, &variance_}) grown(*each, heads);
@@ -135,14 +138,19 @@ void CodeScorer::prepare(const hb_model& model, const hb_digests& digests, const
   for (int head = 0; head < heads; head++) {
     isa_->widen(model.type, q + head * q_head_stride, x, dim);
     step_[head] = quantize_values(x, offset, dim);
+    int32_t totals[16] = {};
+    float squares[16] = {};  // sixteen sums at a time, in vectors
+    int8_t* weights = &weights_[(size_t)head * dim];
+    for (int d = 0; d < dim; d += 16)
+      for (int i = 0; i < 16; i++) {
+        const float value = usable(x[d + i]);
+        weights[d + i] = (int8_t)(offset[d + i] - 128);
+        totals[i] += offset[d + i];
+        squares[i] += value * value;
+      }
     int32_t total = 0;
     float square = 0;
-    for (int d = 0; d < dim; d++) {
-      x[d] = usable(x[d]);
-      weights_[(size_t)head * dim + d] = (int8_t)(offset[d] - 128);
-      total += offset[d];
-    }
-    for (int d = 0; d < dim; d++) square += x[d] * x[d];
+    for (int i = 0; i < 16; i++) total += totals[i], square += squares[i];
     bias_[head] = 128 * (total - 128 * dim);
     bounds_[head] = model.bound * std::sqrt(square);
     variance_[head] = 0.5f * kLog2e * layout_.distortion * model.scale * model.scale * square;
@@ -159,7 +167,7 @@ void CodeScorer::prepare_codes(const char* q, int64_t q_head_stride) {
     for (int d = 0; d < dim; d++) x[d] = usable(x[d]);
     isa_->rotate(x, dim);
     uint8_t* tables = &luts_[(size_t)head * tables_];
-    factor_[head] = log2_scale * isa_->code_tables(x, layout_.fine, layout_.coded, tables, &offset_[head]);
+    factor_[head] = log2_scale * codes_->tables(x, layout_.fine, layout_.coded, tables, &offset_[head]);
     offset_[head] *= log2_scale;
   }
 }
@@ -186,7 +194,7 @@ void CodeScorer::coarse_tile(int h, const uint8_t* const* rows, const uint8_t* c
   for (int g = 0; g < model_.group; g++) {
     float found[kScoreTile];
     for (int i = 0; i < kScoreTile; i++) found[i] = sums[g * kScoreTile + i] + bounds[head + g] * spread[i];
-    std::memcpy(out + g * stride, found, count == kScoreTile ? sizeof found : count * sizeof(float));
+    keep_tile(found, count, out + g * stride);
   }
 }
 
@@ -215,17 +223,20 @@ void CodeScorer::estimate_tile(int h, const uint8_t* const* rows, const uint8_t*
     const uint8_t* upcoming = next[i] + h * digests_.head_stride;
     for (int64_t line = layout_.scales_at(); line < layout_.row(); line += 64)
       __builtin_prefetch(upcoming + line, 0, 2);
-    pages[i] = {row + layout_.scales_at(), row + layout_.planes_at(), 0.f};
-    std::memcpy(&pages[i].unit, row + model_.head_dim + 8, 4);
+    float unit;
+    std::memcpy(&unit, row + model_.head_dim + 8, 4);
+    pages[i] = {row + layout_.scales_at(), row + layout_.planes_at(), unit};
   }
-  (bytes_.code_sums ? bytes_.code_sums : isa_->code_sums)(&query, pages, sums);
-  for (int i = 0; i < group * kScoreTile; i++)
+  codes_->sums(&query, pages, sums);
+  int usual = 0;
+  for (int i = 0; i < group * kScoreTile; i++) usual += sums[i] > kLeastSum && sums[i] < kMostSum;
+  for (int i = 0; i < group * kScoreTile && usual < group * kScoreTile; i++)
     if (!(sums[i] > kLeastSum && sums[i] < kMostSum)) {
-      const float top = code_top(query, i / kScoreTile, pages[i % kScoreTile], &sums[i]);
+      const float top = code_top(*codes_, query, i / kScoreTile, pages[i % kScoreTile], &sums[i]);
       found[i] += top;
     }
   isa_->log_sums(found, sums, group * kScoreTile, 1.f / log2_scale);
-  for (int g = 0; g < group; g++) std::copy(&found[g * kScoreTile], &found[g * kScoreTile] + count, out + g * stride);
+  for (int g = 0; g < group; g++) keep_tile(&found[g * kScoreTile], count, out + g * stride);
 }
 
 }  // namespace hb

@@ -100,6 +100,7 @@ class CodeScorer {
   CodeLayout layout_;
   const Isa* isa_ = nullptr;
   ByteKernels bytes_{};
+  const CodeKernels* codes_ = nullptr;
   int tables_ = 0;               // bytes of one head's tables
   std::vector<int8_t> weights_;  // [heads, dim] of the middles
   std::vector<int32_t> bias_;    // of theirs

@@ -11,7 +11,7 @@ namespace {
 
 #if defined(__x86_64__)
 struct CpuFeatures {
-  bool avx2 = false, avx512 = false, vnni = false, bf16 = false, amx = false;
+  bool avx2 = false, avx512 = false, vnni = false, vbmi = false, bf16 = false, amx = false;
   CpuFeatures() {
     unsigned a, b, c, d, a7, b7, c7, d7;  // registers of leaf 1 and of leaf 7
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 27))) return;  // no OSXSAVE
@@ -24,6 +24,7 @@ struct CpuFeatures {
     const unsigned f_dq_bw_vl = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);
     avx512 = zmm && avx2 && (b7 & f_dq_bw_vl) == f_dq_bw_vl;
     vnni = avx512 && (c7 & (1u << 11));
+    vbmi = avx512 && (c7 & (1u << 1));
     unsigned a71, b71, c71, d71;  // of leaf 7.1
     bf16 = avx512 && __get_cpuid_count(7, 1, &a71, &b71, &c71, &d71) && (a71 & (1u << 5));
     const unsigned tile_and_bf16 = (1u << 24) | (1u << 22);
@@ -101,7 +102,13 @@ namespace {
 ByteKernels byte_kernels_for(int isa) {
 #if defined(__x86_64__)
 #if defined(HB_HAVE_AVX512) && defined(HB_HAVE_VNNI)
-  if (cpu().vnni && takes_avx512(isa)) return hb_vnni;
+  if (cpu().vnni && takes_avx512(isa)) {
+    ByteKernels found = hb_vnni;
+#ifdef HB_HAVE_VBMI
+    if (cpu().vbmi) found.codes = &hb_vbmi_codes;
+#endif
+    return found;
+  }
 #endif
 #ifdef HB_HAVE_AVX2_BYTES
   if (cpu().avx2 && takes_avx2(isa)) return hb_avx2_bytes;

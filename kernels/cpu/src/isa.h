@@ -64,14 +64,10 @@ typedef void (*ByteDotsFn)(const ByteWeights*, const uint8_t* const* rows, const
 typedef void (*ByteHeadsFn)(const ByteWeights*, int heads, const uint8_t* const* rows, const uint8_t* const* upcoming,
                             float* out);
 
-constexpr int kMostEntry = 42;  // six of them fit a byte
-
 // One query's view of the codes of a page's keys (kernels/codes.py), of the heads of one KV head.
 struct CodeQuery {
   int group, blocks, planes;  // query heads; 16 tokens each; bytes of codes per token
-  // Of each head, `stride` bytes apart: for every four planes the tables [4][16] of their low codes, then those of their
-  // high codes, at most kMostEntry; planes beyond the last have zeros.
-  const uint8_t* tables;
+  const uint8_t* tables;  // of each head, `stride` bytes apart: CodeKernels::tables
   const float *factor, *offset, *variance;  // per head
   int stride;
 };
@@ -83,10 +79,21 @@ struct CodePage {
 // variance[g] * s): sums[g][i] is the sum of 2^x[t], of kScoreTile pages each. It may overflow to inf, or vanish.
 typedef void (*CodeSumsFn)(const CodeQuery*, const CodePage* pages, float* sums);
 
+// Codes are looked up in tables, which every instruction set lays out as it reads them.
+struct CodeKernels {
+  int (*table_bytes)(int planes);  // of one head
+  // Fills them for a rotated query, whose first `coded` channels have codes, `fine` of them of two bits; returns what one
+  // step in them is worth, and in `least` what none is.
+  float (*tables)(const float* x, int fine, int coded, uint8_t* tables, float* least);
+  // What they say of one token, in steps; its bytes of codes stand 16 apart.
+  int (*steps)(const uint8_t* tables, const uint8_t* codes, int planes);
+  CodeSumsFn sums;
+};
+
 struct ByteKernels {
   ByteDotsFn dots;
   ByteHeadsFn heads;  // null: head by head with dots
-  CodeSumsFn code_sums;  // null: the ISA's
+  const CodeKernels* codes;  // null: the ISA's
 };
 
 // Blends the shares that a segment's tokens have in its attention, whose log-sum-exp is `lse`, into moving averages:
@@ -134,20 +141,18 @@ struct Isa {
   void (*softmax_add)(float* scores, int n, float scale, float* total);
   uint64_t (*read)(const void* from, int64_t n);  // reads n bytes, for benchmarks
   WeighFn (*weigh)(const Shape*);
-  CodeSumsFn code_sums;
+  CodeKernels codes;
   // base[i] = (base[i] + log2(sums[i])) * factor; n: a multiple of kScoreTile, and both arrays go on to one of 16.
   void (*log_sums)(float* base, const float* sums, int n, float factor);
   PromptFn prompt;  // any type
   // In place, as kernels/codes.py rotates: signs, then Hadamard's transform. n: a multiple of 16.
   void (*rotate)(float* x, int n);
-  // CodeQuery's tables of a rotated query, whose first `coded` channels have codes, `fine` of them of two bits; returns
-  // an entry's unit, and in `least` what zeros alone stand for.
-  float (*code_tables)(const float* x, int fine, int coded, uint8_t* tables, float* least);
 };
 
 #define HB_HIDDEN __attribute__((visibility("hidden")))
 extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx;
 extern "C" HB_HIDDEN const ByteKernels hb_avx2_bytes;
 extern "C" HB_HIDDEN const ByteKernels hb_vnni;  // for AVX-512 CPUs that have VNNI
+extern "C" HB_HIDDEN const CodeKernels hb_vbmi_codes;  // for those that have VBMI too
 // bf16 only; for AVX-512 CPUs that have AVX512_BF16, the latter AMX, too, and for head_dim a multiple of 32.
 extern "C" HB_HIDDEN const PromptFn hb_avx512_bf16_prompt, hb_amx_prompt;

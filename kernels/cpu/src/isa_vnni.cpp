@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "isa.h"
+#include "nibble_tables.h"
 #include "sums_avx512.h"
 
 namespace {
@@ -185,4 +186,5 @@ void vnni_code_sums(const CodeQuery* q, const CodePage* pages, float* sums) {
 
 }  // namespace
 
-extern "C" const ByteKernels hb_vnni = {vnni_byte_dots, vnni_byte_heads, vnni_code_sums};
+static const CodeKernels vnni_codes = {nibble_table_bytes, nibble_tables, nibble_steps, vnni_code_sums};
+extern "C" const ByteKernels hb_vnni = {vnni_byte_dots, vnni_byte_heads, &vnni_codes};

@@ -1,5 +1,6 @@
 // The functions of vector.h and prompt.h as an instruction set.
 #include "code_query.h"
+#include "nibble_tables.h"
 #include "prompt.h"
 
 namespace {
@@ -15,11 +16,10 @@ constexpr Isa vector_isa(const char* name) {
           vector_softmax_add,
           vector_read,
           vector_weigh,
-          vector_code_sums,
+          {nibble_table_bytes, nibble_tables, nibble_steps, vector_code_sums},
           vector_log_sums,
           attend_prompt<Singles>,
-          rotate,
-          code_tables};
+          rotate};
 }
 
 }  // namespace
