@@ -4,8 +4,9 @@
         [--interval 8]
 
 One thread; 8 KV heads, head_dim 128, bf16, batch 1. Every variant selects ``budget`` pages of the
-context and attends them in one native call; "attention" attends ``budget`` given pages. The last two look at all pages
-in every n-th step only (`selection.interval`, by default what `auto` stands for), and select among what that look kept
+context and attends them in one native call; "attention" attends ``budget`` given pages: what codes selected a turn
+before, each taken for another page, so that both find as many of theirs in a cache. The last two look at all pages in
+every n-th step only (`selection.interval`, by default what `auto` stands for), and select among what that look kept
 between. Interleaved; medians of CPU time, and of these two the mean over an interval, from the medians of both kinds of
 steps. Prints a table and writes bench/out/selection.json.
 """
@@ -51,7 +52,7 @@ def measure(
     queries = torch.randn(QUERIES, 1, heads, DIM, generator=rng).bfloat16()
     out = torch.empty(1, heads, DIM, dtype=torch.bfloat16)
     table = torch.randperm(pages, generator=rng)[None]
-    given = torch.randint(pages, (QUERIES, 1, budget), generator=rng)
+    given, others_of = torch.randperm(pages, generator=rng)[None, :budget], torch.randperm(pages, generator=rng)
     plain = {"team": "caller"}
     decoders = {
         "attention": cpu.Decoder([layer], {}, heads, scale, **plain),
@@ -65,7 +66,7 @@ def measure(
 
     def begin(name: str, turn: int) -> bool:
         """Whether the step looks at all pages, which is due by the position."""
-        columns = given[turn % QUERIES] if name == "attention" else table
+        columns = given if name == "attention" else table
         interval = intervals.get(name, 1)
         lengths = torch.tensor([columns.shape[1] * page_size - turn % interval])
         decoders[name].begin(
@@ -89,6 +90,7 @@ def measure(
             decoders[name].layer(0, queries[turn % QUERIES], None, None, out)
             if turn >= QUERIES:
                 (looks if is_look else others)[name].append(1e6 * (time.thread_time() - began))
+        given = others_of[table[:, decoders["codes, lazy"].selected(0).long()]]
 
     def mean_of(name: str) -> float:
         look = statistics.median(looks[name])

@@ -15,8 +15,6 @@ constexpr float kLog2e = 1.44269504f;
 
 float inverse(float x) { return x > 1e-37f ? 1.f / x : 0.f; }
 
-constexpr float kLeastSum = 1e-30f, kMostSum = 1e30f;  // of CodeSumsFn: what it has not rounded away
-
 // For sums beyond these: the largest x, and in `sum` that of 2^(x - top).
 float code_top(const CodeKernels& kernels, const CodeQuery& q, int head, const CodePage& page, float* sum) {
   float x[kMaxPageSize], top = -INFINITY;
@@ -227,15 +225,15 @@ void CodeScorer::estimate_tile(int h, const uint8_t* const* rows, const uint8_t*
     std::memcpy(&unit, row + model_.head_dim + 8, 4);
     pages[i] = {row + layout_.scales_at(), row + layout_.planes_at(), unit};
   }
+  const int n = group * kScoreTile;
   codes_->sums(&query, pages, sums);
-  int usual = 0;
-  for (int i = 0; i < group * kScoreTile; i++) usual += sums[i] > kLeastSum && sums[i] < kMostSum;
-  for (int i = 0; i < group * kScoreTile && usual < group * kScoreTile; i++)
-    if (!(sums[i] > kLeastSum && sums[i] < kMostSum)) {
-      const float top = code_top(*codes_, query, i / kScoreTile, pages[i % kScoreTile], &sums[i]);
-      found[i] += top;
-    }
-  isa_->log_sums(found, sums, group * kScoreTile, 1.f / log2_scale);
+  for (int i = n; i % 16; i++) sums[i] = 1.f;
+  if (!isa_->log_sums(found, sums, n, 1.f / log2_scale)) {
+    for (int i = 0; i < n; i++)
+      if (!(sums[i] > kLeastSum && sums[i] < kMostSum))
+        found[i] += code_top(*codes_, query, i / kScoreTile, pages[i % kScoreTile], &sums[i]);
+    isa_->log_sums(found, sums, n, 1.f / log2_scale);
+  }
   for (int g = 0; g < group; g++) keep_tile(&found[g * kScoreTile], count, out + g * stride);
 }
 

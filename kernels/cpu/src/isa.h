@@ -77,6 +77,7 @@ struct CodePage {
 };
 // With s = unit * scales[t] and sum what the tables say of token t of page i, x[t] = s * (factor[g] * sum + offset[g] +
 // variance[g] * s): sums[g][i] is the sum of 2^x[t], of kScoreTile pages each. It may overflow to inf, or vanish.
+constexpr float kLeastSum = 1e-30f, kMostSum = 1e30f;  // what it has not rounded away
 typedef void (*CodeSumsFn)(const CodeQuery*, const CodePage* pages, float* sums);
 
 // Codes are looked up in tables, which every instruction set lays out as it reads them.
@@ -142,8 +143,9 @@ struct Isa {
   uint64_t (*read)(const void* from, int64_t n);  // reads n bytes, for benchmarks
   WeighFn (*weigh)(const Shape*);
   CodeKernels codes;
-  // base[i] = (base[i] + log2(sums[i])) * factor; n: a multiple of kScoreTile, and both arrays go on to one of 16.
-  void (*log_sums)(float* base, const float* sums, int n, float factor);
+  // base[i] = (base[i] + log2(sums[i])) * factor; n: a multiple of kScoreTile, and both arrays go on to one of 16. False,
+  // and nothing is done, where sums, those in that rest too, are not between kLeastSum and kMostSum.
+  bool (*log_sums)(float* base, const float* sums, int n, float factor);
   PromptFn prompt;  // any type
   // In place, as kernels/codes.py rotates: signs, then Hadamard's transform. n: a multiple of 16.
   void (*rotate)(float* x, int n);

@@ -28,8 +28,7 @@ INLINE void entries_of(const float* x, bool fine, float finer, uint8_t* to) {
     const __m512 least = _mm512_mul_ps(_mm512_abs_ps(channel), _mm512_set1_ps(kOuter));
     const float levels[4] = {-kOuter, -kInner, kInner, kOuter};
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-      entry[i] = _mm512_fmadd_ps(channel, _mm512_set1_ps(levels[i]), least);
+    for (int i = 0; i < 4; i++) entry[i] = _mm512_fmadd_ps(channel, _mm512_set1_ps(levels[i]), least);
   } else {
     const __m512i evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16), coarse = _mm512_set1_ps(kCoarse);
@@ -170,9 +169,9 @@ INLINE void code_sums_of(const CodeQuery* q, int head, const CodePage* pages, fl
       _mm512_cmp_ps_mask(factor, largest, _CMP_LE_OQ) & _mm512_cmp_ps_mask(variance, largest, _CMP_LE_OQ);
   const __m512i factors = _mm512_castsi256_si512(_mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(factor)));
   const __m512i variances = _mm512_castsi256_si512(_mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(variance)));
-  const __m512i by_page = _mm512_inserti64x4(
-      _mm512_castsi256_si512(_mm256_setr_m128i(_mm_set1_epi16(0), _mm_set1_epi16(1))),
-      _mm256_setr_m128i(_mm_set1_epi16(2), _mm_set1_epi16(3)), 1);
+  const __m512i by_page =
+      _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_setr_m128i(_mm_set1_epi16(0), _mm_set1_epi16(1))),
+                         _mm256_setr_m128i(_mm_set1_epi16(2), _mm_set1_epi16(3)), 1);
   __m512i times[HEADS], spread[HEADS];
   __m512 sums[4];
 #pragma GCC unroll 4
@@ -251,7 +250,8 @@ INLINE void code_sums_of(const CodeQuery* q, int head, const CodePage* pages, fl
   const __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
   const __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
   const __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
-  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)), _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
+  const __m512 all =
+      _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)), _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
   const __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512 found = _mm512_mask_mov_ps(_mm512_set1_ps(__builtin_inff()), fits, _mm512_permutexvar_ps(turned, all));
   _mm512_mask_storeu_ps(out, (1 << HEADS * kScoreTile) - 1, found);

@@ -517,7 +517,13 @@ void vector_code_sums(const CodeQuery* q, const CodePage* pages, float* sums) {
   }
 }
 
-void vector_log_sums(float* base, const float* sums, int n, float factor) {
+bool vector_log_sums(float* base, const float* sums, int n, float factor) {
+  vi usual = ~vi{};
+  for (int i = 0; i < n; i += LANES) {
+    const vf sum = *(const vf_any*)&sums[i];
+    usual &= (sum > splat(kLeastSum)) & (sum < splat(kMostSum));
+  }
+  if (largest_of((vf)(~usual & (vi)splat(1.f))) > 0) return false;
   for (int i = 0; i < n; i += LANES) {
     // log2 of 2^e * m with m in [sqrt(1/2), sqrt(2)), by the series of the inverse hyperbolic tangent.
     const vi bits = *(const vi_any*)&sums[i], exponent = (bits - 0x3f3504f3) >> 23;
@@ -526,6 +532,7 @@ void vector_log_sums(float* base, const float* sums, int n, float factor) {
     const vf log = __builtin_convertvector(exponent, vf) + z * series * splat(LOG2E);
     *(vf_any*)&base[i] = (*(const vf_any*)&base[i] + log) * splat(factor);
   }
+  return true;
 }
 
 void vector_softmax_add(float* scores, int n, float scale, float* total) {

@@ -14,6 +14,9 @@
 #include <vector>
 
 #include "api.h"
+#include "code_levels.h"
+#include "codes.h"
+#include "dispatch.h"
 
 namespace {
 
@@ -711,6 +714,68 @@ void test_questions(int rounds, int64_t spin) {
   hb_pool_free(pool);
 }
 
+// Sums of codes by every kernel that this CPU runs, tables and all, against levels in double.
+void test_codes() {
+  std::vector<const CodeKernels*> kernels;
+  for (int i = 0; i < hb::isa_count(); i++)
+    if (hb::isa_runs(i) && hb::isa_at(i).codes.sums) kernels.push_back(&hb::isa_at(i).codes);
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512vnni")) kernels.push_back(hb_vnni.codes);
+  if (__builtin_cpu_supports("avx512vbmi")) kernels.push_back(&hb_vbmi_codes);
+#endif
+  Rng rng(5);
+  std::normal_distribution<float> normal;
+  for (const int dim : {16, 48, 64, 80, 96, 128, 256})
+    for (const int page_size : {16, 32, 128})
+      for (const int group : {1, 2, 3, 7}) {
+        const hb::CodeLayout layout(dim, page_size);
+        if (!layout.planes) continue;
+        const int row = layout.planes * page_size, per_scale = 64;
+        std::vector<float> x((size_t)group * dim);
+        for (float& each : x) each = normal(rng);
+        std::vector<uint8_t> codes(kScoreTile * row), scales(kScoreTile * page_size);
+        for (uint8_t& each : codes) each = (uint8_t)rng();
+        for (uint8_t& each : scales) each = (uint8_t)(rng() % 192 + per_scale);
+        const float unit = 0.5f / std::sqrt((float)dim) / 255;
+        std::vector<double> expected((size_t)group * kScoreTile);
+        const float variance = 0.3f;
+        for (int g = 0; g < group; g++)
+          for (int i = 0; i < kScoreTile; i++)
+            for (int t = 0; t < page_size; t++) {
+              double sum = 0;
+              for (int d = 0; d < layout.coded; d++) {
+                const bool fine = d < layout.fine;
+                const int nibble = fine ? d / 2 : layout.fine / 2 + (d - layout.fine) / 4;
+                const uint8_t* block = &codes[i * row + t / 16 * 16 * layout.planes];
+                const int code = block[nibble / 2 * 16 + t % 16] >> 4 * (nibble % 2);
+                const float levels[4] = {-kOuter, -kInner, kInner, kOuter};
+                const float level = fine                                ? levels[code >> 2 * (d % 2) & 3]
+                                    : code >> (d - layout.fine) % 4 & 1 ? kCoarse
+                                                                        : -kCoarse;
+                sum += (double)x[g * dim + d] * level;
+              }
+              const double s = unit * scales[i * page_size + t];
+              expected[g * kScoreTile + i] += std::exp2(s * (sum + variance * s));
+            }
+        for (const CodeKernels* kernel : kernels) {
+          const int stride = kernel->table_bytes(layout.planes);
+          std::vector<uint8_t> tables((size_t)group * stride);
+          std::vector<float> factor(group), offset(group), variances(group, variance), sums(group * kScoreTile);
+          for (int g = 0; g < group; g++)
+            factor[g] = kernel->tables(&x[g * dim], layout.fine, layout.coded, &tables[g * stride], &offset[g]);
+          CodeQuery query{group,         page_size / 16, layout.planes,    tables.data(),
+                          factor.data(), offset.data(),  variances.data(), stride};
+          CodePage pages[kScoreTile];
+          for (int i = 0; i < kScoreTile; i++) pages[i] = {&scales[i * page_size], &codes[i * row], unit};
+          kernel->sums(&query, pages, sums.data());
+          for (int i = 0; i < group * kScoreTile; i++)
+            EXPECT(std::fabs(sums[i] / expected[i] - 1) < 0.05, "kernel %d, head_dim %d, page size %d: %g, not %g",
+                   (int)(std::find(kernels.begin(), kernels.end(), kernel) - kernels.begin()), dim, page_size, sums[i],
+                   expected[i]);
+        }
+      }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -723,6 +788,7 @@ int main(int argc, char** argv) {
     test_questions(rounds, spin);
   }
   test_operations(std::min(rounds, 12));
+  test_codes();
   std::printf("%s, %d failures\n", hb_isa_name(hb_isa_best()), failures.load());
   return failures ? 1 : 0;
 }
