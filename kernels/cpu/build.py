@@ -127,15 +127,18 @@ def compile_all(objects: Path, extra: list[str]) -> tuple[list[str], list[Path]]
             else:
                 why = next((line for line in error.splitlines() if "error" in line), error.strip())
                 print(f"kernels/cpu: no {isa} kernels, this compiler cannot build them: {why}", file=sys.stderr)
-        # The dispatcher must know what there is.
-        have = [f"-DHB_HAVE_{isa.upper()}" for isa in made]
-        core.append(threads.submit(compile_unit, "dispatch", ["-O2", *have]))
+        core.append(threads.submit(compile_unit, "dispatch", ["-O2", *have(made)]))
         for job in core:
             out, error = job.result()
             if error is not None:
                 raise BuildError(f"the CPU kernels do not compile with {shlex.join(cxx)}:\n{error}")
             files.append(out)
     return made, files
+
+
+def have(made: list[str]) -> list[str]:
+    """Compiler flags that say which instruction sets there are."""
+    return [f"-DHB_HAVE_{isa.upper()}" for isa in made]
 
 
 def build_driver(target: Path, objects: Path, sanitizers: str, tiles: bool) -> None:
@@ -149,9 +152,10 @@ def build_driver(target: Path, objects: Path, sanitizers: str, tiles: bool) -> N
     ]
     if "undefined" in sanitizers:
         extra.append("-fno-sanitize-recover=undefined")
-    _, files = compile_all(objects, extra)
+    made, files = compile_all(objects, extra)
     source = HERE / "tests" / "driver.cpp"
-    _run([*compiler(), *COMMON, *extra, f"-I{SOURCES}", str(source), *map(str, files), "-o", str(target)])
+    flags = [*COMMON, *extra, *have(made), f"-I{SOURCES}"]
+    _run([*compiler(), *flags, str(source), *map(str, files), "-o", str(target)])
 
 
 def _run(command: list[str]) -> None:

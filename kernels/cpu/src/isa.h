@@ -76,15 +76,15 @@ struct CodePage {
   float unit;
 };
 // With s = unit * scales[t] and sum what the tables say of token t of page i, x[t] = s * (factor[g] * sum + offset[g] +
-// variance[g] * s): sums[g][i] is the sum of 2^x[t], of kScoreTile pages each. It may overflow to inf, or vanish.
-constexpr float kLeastSum = 1e-30f, kMostSum = 1e30f;  // what it has not rounded away
+// variance[g] * s): sums[g][i] is the sum of 2^x[t], of kScoreTile pages each. It may overflow to inf or NaN, or vanish.
 typedef void (*CodeSumsFn)(const CodeQuery*, const CodePage* pages, float* sums);
+constexpr float kLeastSum = 1e-30f, kMostSum = 1e30f;  // beyond these a sum is not to be relied on
 
 // Codes are looked up in tables, which every instruction set lays out as it reads them.
 struct CodeKernels {
   int (*table_bytes)(int planes);  // of one head
   // Fills them for a rotated query, whose first `coded` channels have codes, `fine` of them of two bits; returns what one
-  // step in them is worth, and in `least` what none is.
+  // step in them is worth, and in `least` what zero steps stand for.
   float (*tables)(const float* x, int fine, int coded, uint8_t* tables, float* least);
   // What they say of one token, in steps; its bytes of codes stand 16 apart.
   int (*steps)(const uint8_t* tables, const uint8_t* codes, int planes);

@@ -10,11 +10,11 @@ namespace {
 
 // A token's bytes of codes go by threes: a lookup of the low six bits of each, and one of their high two bits together.
 INLINE int groups_of(int planes) { return (planes + 2) / 3; }
-// What the lookups add is one byte. Where there are many they are added up in parts, whose means are taken.
-INLINE int parts_of(int planes) { return planes <= 6 ? 1 : planes <= 12 ? 2 : 4; }
+// Lookups are added up in bytes: where there are many, in parts, whose mean goes on, every two of them rounded up.
+INLINE int parts_of(int planes) { return planes <= 6 ? 1 : planes <= 12 ? 2 : planes <= 24 ? 4 : 8; }
 INLINE int edge(int planes, int part) { return groups_of(planes) * part / parts_of(planes); }
 
-// Tables: 64 bytes of minus what zeros alone stand for, in steps; then for each three bytes of codes four tables of 64
+// Tables: 64 bytes of what zeros alone stand for, in steps; then for each three bytes of codes four tables of 64
 // entries, the fourth of the high bits (the last three may lack the second and the third).
 int vbmi_table_bytes(int planes) { return 64 + 256 * groups_of(planes); }
 
@@ -94,33 +94,44 @@ float vbmi_tables(const float* x, int fine, int coded, uint8_t* tables, float* l
   // Sixteen pairs at a time; the last of two bits may share them with the first of one.
   for (int i = 0; i < fine; i += 16) entries_of(padded + i, true, finer, entries + 4 * i);
   for (int i = fine, d = fine; i < pairs; i += 16, d += 32) entries_of(padded + d, false, finer, entries + 4 * i);
-  // Levels are symmetric, so what zeros alone stand for is minus the mean. It is made a whole number of steps, by rounding
-  // some tables a little up or down: by eighths of a step in the sum, whose parts are divided and rounded up.
-  __m512i total = _mm512_setzero_si512();
+  // Levels are symmetric, so what zeros alone stand for is minus the mean. Most queries' is made a whole number of steps by
+  // rounding some tables a little up or down: by eighths of a step in the sum, in the mean of a table's entries.
+  const __m512i zero = _mm512_setzero_si512();
+  __m512i total = zero;
   for (int i = 0; i < 4 * pairs; i += 64)
-    total = _mm512_add_epi64(total, _mm512_sad_epu8(_mm512_load_si512(entries + i), _mm512_setzero_si512()));
-  const int count = planes + groups;
-  const float mean = (0.25f * _mm512_reduce_add_epi64(total) + 0.5f * count) / (8 * parts) + 0.25f * (parts / 2);
-  const int centre = (int)(mean + 0.5f), shift = (int)__builtin_nearbyintf(8 * parts * (centre - mean));
+    total = _mm512_add_epi64(total, _mm512_sad_epu8(_mm512_load_si512(entries + i), zero));
+  const int doublings = parts == 8 ? 3 : parts / 2;
+  auto mean_of = [&](float sum) {
+    return sum / parts + 0.25f * doublings;
+  };  // a sum of two is odd in half of all cases
+  const float expected = mean_of((0.25f * _mm512_reduce_add_epi64(total) + 0.5f * (planes + groups)) / 8);
+  const int shift = (int)__builtin_nearbyintf(8 * parts * (__builtin_nearbyintf(expected) - expected));
   const uint8_t nothing[4] = {};
   auto pair_of = [&](int plane, int i) { return plane < planes ? entries + 4 * (4 * plane + i) : nothing; };
-  for (int group = 0, made = 0; group < groups; group++) {
+  total = zero;
+  int made = 0;
+  auto make = [&](uint8_t* to, const uint8_t* low, const uint8_t* middle, const uint8_t* high) {
+    const int half = made++ >= __builtin_abs(shift) ? 4 : shift > 0 ? 5 : 3;
+    const __m512i table = table_of(low, middle, high, half);
+    total = _mm512_add_epi64(total, _mm512_sad_epu8(table, zero));
+    _mm512_storeu_si512(to, table);
+  };
+  for (int group = 0; group < groups; group++) {
     uint8_t* to = tables + 64 + 256 * group;
     const int p = 3 * group;
-    auto half = [&] { return made++ >= __builtin_abs(shift) ? 4 : shift > 0 ? 5 : 3; };
     for (int i = 0; i < 3 && p + i < planes; i++)
-      _mm512_storeu_si512(to + 64 * i, table_of(pair_of(p + i, 0), pair_of(p + i, 1), pair_of(p + i, 2), half()));
-    _mm512_storeu_si512(to + 192, table_of(pair_of(p, 3), pair_of(p + 1, 3), pair_of(p + 2, 3), half()));
+      make(to + 64 * i, pair_of(p + i, 0), pair_of(p + i, 1), pair_of(p + i, 2));
+    make(to + 192, pair_of(p, 3), pair_of(p + 1, 3), pair_of(p + 2, 3));
   }
+  const int centre = (int)__builtin_nearbyintf(mean_of(_mm512_reduce_add_epi64(total) / 64.f));
   _mm512_storeu_si512(tables, _mm512_set1_epi8((char)-centre));
   *least = -centre * step * parts;
   return step * parts;
 }
 
 int vbmi_steps(const uint8_t* tables, const uint8_t* codes, int planes) {
-  const int parts = parts_of(planes);
-  int sums[4] = {};
-  for (int part = 0; part < parts; part++)
+  int sums[8] = {};
+  for (int part = 0; part < parts_of(planes); part++)
     for (int group = edge(planes, part); group < edge(planes, part + 1); group++) {
       const uint8_t* table = tables + 64 + 256 * group;
       int high = 0;
@@ -131,8 +142,9 @@ int vbmi_steps(const uint8_t* tables, const uint8_t* codes, int planes) {
       }
       sums[part] += table[192 + high];
     }
-  const int first = parts > 1 ? (sums[0] + sums[1] + 1) / 2 : sums[0];
-  return parts < 4 ? first : (first + (sums[2] + sums[3] + 1) / 2 + 1) / 2;
+  for (int parts = parts_of(planes); parts > 1; parts /= 2)
+    for (int i = 0; i < parts / 2; i++) sums[i] = (sums[2 * i] + sums[2 * i + 1] + 1) / 2;
+  return sums[0];
 }
 
 // The same sixteen bytes of four pages.
@@ -146,11 +158,11 @@ INLINE __m512i of_pages(const uint8_t* const* from, int64_t at) {
 
 // Logits are words: in steps of 1/128 of log2, with the exponent's bias, they are 2^x to 3 % as bf16 has it (Schraudolph,
 // Neural Computation 11, 1999). What is beyond its range becomes NaN, infinity or nothing.
-template <int HEADS>
+template <int HEADS, int PARTS>
 INLINE void code_sums_of(const CodeQuery* q, int head, const CodePage* pages, float* out) {
   static_assert(kScoreTile == 4, "a register has a lane for each page of a tile");
   const __m512i low = _mm512_set1_epi16(0xff), bias = _mm512_set1_epi16((int16_t)(128 * (127 - 0.0573f)));
-  const int planes = q->planes, parts = parts_of(planes);
+  const int planes = q->planes;
   const uint8_t* tables = q->tables + (int64_t)head * q->stride;
   const uint8_t *codes[4], *scales[4];
   for (int i = 0; i < 4; i++) codes[i] = pages[i].planes, scales[i] = pages[i].scales;
@@ -183,11 +195,13 @@ INLINE void code_sums_of(const CodeQuery* q, int head, const CodePage* pages, fl
     spread[g] = _mm512_permutexvar_epi16(at, variances);
   }
   for (int b = 0; b < q->blocks; b++) {
-    __m512i steps[HEADS], kept[HEADS], bytes[HEADS];
-    for (int part = 0; part < parts; part++) {
+    __m512i bytes[HEADS], means[3][HEADS],
+        steps[HEADS];  // means: of one, two and four parts that wait for as many more
+#pragma GCC unroll 8
+    for (int part = 0; part < PARTS; part++) {
 #pragma GCC unroll 4
       for (int g = 0; g < HEADS; g++)
-        bytes[g] = parts == 1 ? _mm512_loadu_si512(tables + (int64_t)g * q->stride) : _mm512_setzero_si512();
+        bytes[g] = PARTS == 1 ? _mm512_loadu_si512(tables + (int64_t)g * q->stride) : _mm512_setzero_si512();
       const int end = edge(planes, part + 1);
       for (int group = edge(planes, part); group < end; group++) {
         const uint8_t* table = tables + 64 + 256 * group;
@@ -218,12 +232,15 @@ INLINE void code_sums_of(const CodeQuery* q, int head, const CodePage* pages, fl
       }
 #pragma GCC unroll 4
       for (int g = 0; g < HEADS; g++) {
-        if (part == 0) steps[g] = bytes[g];
-        else if (part == 2) kept[g] = bytes[g];
-        else steps[g] = _mm512_avg_epu8(steps[g], part == 1 ? bytes[g] : _mm512_avg_epu8(kept[g], bytes[g]));
+        __m512i mean = bytes[g];
+        if (part % 2 == 1) mean = _mm512_avg_epu8(means[0][g], mean);
+        if (part % 4 == 3) mean = _mm512_avg_epu8(means[1][g], mean);
+        if (part % 8 == 7) mean = _mm512_avg_epu8(means[2][g], mean);
+        if (part == PARTS - 1) steps[g] = mean;
+        else means[part % 2 == 0 ? 0 : part % 4 == 1 ? 1 : 2][g] = mean;
       }
     }
-    if (parts > 1) {
+    if (PARTS > 1) {
 #pragma GCC unroll 4
       for (int g = 0; g < HEADS; g++)
         steps[g] = _mm512_add_epi8(steps[g], _mm512_loadu_si512(tables + (int64_t)g * q->stride));
@@ -257,12 +274,24 @@ INLINE void code_sums_of(const CodeQuery* q, int head, const CodePage* pages, fl
   _mm512_mask_storeu_ps(out, (1 << HEADS * kScoreTile) - 1, found);
 }
 
-void vbmi_code_sums(const CodeQuery* q, const CodePage* pages, float* sums) {
+template <int PARTS>
+INLINE void code_sums(const CodeQuery* q, const CodePage* pages, float* sums) {
   int g = 0;
-  for (; g + 4 <= q->group; g += 4) code_sums_of<4>(q, g, pages, sums + g * kScoreTile);
-  if (g + 3 == q->group) return code_sums_of<3>(q, g, pages, sums + g * kScoreTile);
-  for (; g + 2 <= q->group; g += 2) code_sums_of<2>(q, g, pages, sums + g * kScoreTile);
-  for (; g < q->group; g++) code_sums_of<1>(q, g, pages, sums + g * kScoreTile);
+  for (; g + 4 <= q->group; g += 4) code_sums_of<4, PARTS>(q, g, pages, sums + g * kScoreTile);
+  switch (q->group - g) {
+    case 3: return code_sums_of<3, PARTS>(q, g, pages, sums + g * kScoreTile);
+    case 2: return code_sums_of<2, PARTS>(q, g, pages, sums + g * kScoreTile);
+    case 1: return code_sums_of<1, PARTS>(q, g, pages, sums + g * kScoreTile);
+  }
+}
+
+void vbmi_code_sums(const CodeQuery* q, const CodePage* pages, float* sums) {
+  switch (parts_of(q->planes)) {
+    case 1: return code_sums<1>(q, pages, sums);
+    case 2: return code_sums<2>(q, pages, sums);
+    case 4: return code_sums<4>(q, pages, sums);
+    default: return code_sums<8>(q, pages, sums);
+  }
 }
 
 }  // namespace

@@ -37,6 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "tiers": "separate",
         "frames_per_request": SLOTS,
         "budget_tokens": 1024,
+        "selection.digest": "codes",
         "host_pool.size": POOL_PAGES * PAGE * BYTES_PER_TOKEN,
         "lookahead.partial_query": "predicted",
         "metrics.sample_interval": 8,

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 EXACT = ["scout", "scout.compiled", "hgca", "hgca.caches", "clo", "headinfer", "dense", "apex"]
 FAMILIES = ["gemma3", "gpt_oss", "lfm2"]
 ON_V1 = ["scout.full", "apex.overlap", "gemma3.full", "late.full"]
-SPARSE = ["scout.sparse", "scout.per_head", "infinigen.sparse", "clo.sparse"]
+SPARSE = ["scout.sparse", "scout.per_head", "scout.codes", "infinigen.sparse", "clo.sparse"]
 TIMEOUT = 300  # seconds of a case: Triton may have all kernels to compile
 
 

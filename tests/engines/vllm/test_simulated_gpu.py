@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is there: tests/engines/vllm/test_gpu_engine.py"),
 ]
 
-SPARSE = ["scout.sparse", "scout.per_head", "infinigen.sparse", "clo.sparse"]
+SPARSE = ["scout.sparse", "scout.per_head", "scout.codes", "infinigen.sparse", "clo.sparse"]
 SCOUT = [f"_{kernel}_kernel" for kernel in (
     "stream", "queries", "score", "combine", "select", "ask", "append", "partial", "await", "merge", "plan", "copy",
 )]  # fmt: skip
@@ -92,7 +92,7 @@ def test_no_kernel_is_compiled_while_somebody_waits(seen: Probe, name: str) -> N
 
 # Of a layer, at most; as they are in docs/cuda.md. headinfer's first layer here has heads in many pieces.
 LAUNCHES = {
-    "scout": 20, "scout.sparse": 20, "scout.per_head": 20, "infinigen.sparse": 20, "dense": 4, "hgca": 11,
+    "scout": 20, "scout.sparse": 20, "scout.per_head": 20, "scout.codes": 20, "infinigen.sparse": 20, "dense": 4, "hgca": 11,
     "hgca.caches": 11, "clo": 39, "clo.sparse": 39, "headinfer": 142, "apex": 51,
 }  # fmt: skip
 
