@@ -6,7 +6,7 @@
 One thread; 8 KV heads, head_dim 128, bf16, batch 1. Every variant selects ``budget`` pages of the context and attends
 them in one native call; "attention" attends ``budget`` given pages: those that the last variant selected a turn before
 (of its first list), each taken for another page, so that attention finds as many in a cache as a decoder does. The last
-two look at all pages in every n-th step only (`selection.interval`, by default what `auto` stands for), and select among
+two look at all pages in every n-th step only (`selection.interval`, by default what `auto` stands for), and select from
 what that look kept between. Interleaved; medians of CPU time, and of these two the mean over an interval, from the
 medians of both kinds of steps. Prints a table and writes bench/out/selection.json.
 """
