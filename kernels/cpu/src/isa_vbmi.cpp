@@ -101,9 +101,8 @@ float vbmi_tables(const float* x, int fine, int coded, uint8_t* tables, float* l
   for (int i = 0; i < 4 * pairs; i += 64)
     total = _mm512_add_epi64(total, _mm512_sad_epu8(_mm512_load_si512(entries + i), zero));
   const int doublings = parts == 8 ? 3 : parts / 2;
-  auto mean_of = [&](float sum) {
-    return sum / parts + 0.25f * doublings;
-  };  // a sum of two is odd in half of all cases
+  // Of a token's parts; a sum of two is odd, so rounded up, in half of all cases.
+  auto mean_of = [&](float sum) { return sum / parts + 0.25f * doublings; };
   const float expected = mean_of((0.25f * _mm512_reduce_add_epi64(total) + 0.5f * (planes + groups)) / 8);
   const int shift = (int)__builtin_nearbyintf(8 * parts * (__builtin_nearbyintf(expected) - expected));
   const uint8_t nothing[4] = {};
@@ -195,8 +194,8 @@ INLINE void code_sums_of(const CodeQuery* q, int head, const CodePage* pages, fl
     spread[g] = _mm512_permutexvar_epi16(at, variances);
   }
   for (int b = 0; b < q->blocks; b++) {
-    __m512i bytes[HEADS], means[3][HEADS],
-        steps[HEADS];  // means: of one, two and four parts that wait for as many more
+    __m512i bytes[HEADS], steps[HEADS];
+    __m512i means[3][HEADS];  // of one, two and four parts, which wait for as many more
 #pragma GCC unroll 8
     for (int part = 0; part < PARTS; part++) {
 #pragma GCC unroll 4
