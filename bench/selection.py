@@ -8,7 +8,7 @@ them in one native call; "attention" attends ``budget`` given pages: those that 
 (of its first list), each taken for another page, so that attention finds as many in a cache as a decoder does. The last
 two look at all pages in every n-th step only (`selection.interval`, by default what `auto` stands for), and select from
 what that look kept between. Interleaved; medians of CPU time, and of these two the mean over an interval, from the
-medians of both kinds of steps. Prints a table and writes bench/out/selection.json.
+medians of each of its steps. Prints a table and writes bench/out/selection.json.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def measure(
         "codes, lazy": cpu.Decoder([layer], {0: coded}, heads, scale, **plain),
     }
 
-    def begin(name: str, turn: int) -> bool:
-        """Whether the step looks at all pages, which is due by the position."""
+    def begin(name: str, turn: int) -> int:
+        """Which step of its interval it is: by the position, the first one looks at all pages."""
         columns = given if name == "attention" else table
         interval = intervals.get(name, 1)
         lengths = torch.tensor([columns.shape[1] * page_size - turn % interval])
@@ -79,25 +79,21 @@ def measure(
             aggregate=aggregate,
             per_head=per_head,
         )
-        return int(lengths) % interval == 0
+        return int(lengths) % interval
 
-    looks: dict[str, list[float]] = {name: [] for name in decoders}
-    others: dict[str, list[float]] = {name: [] for name in decoders}
+    times: dict[str, dict[int, list[float]]] = {name: {} for name in decoders}
     for turn in range(QUERIES * (reps + 1)):
         for name in decoders:
-            is_look = begin(name, turn)
+            step = begin(name, turn)
             began = time.thread_time()
             decoders[name].layer(0, queries[turn % QUERIES], None, None, out)
             if turn >= QUERIES:
-                (looks if is_look else others)[name].append(1e6 * (time.thread_time() - began))
+                times[name].setdefault(step, []).append(1e6 * (time.thread_time() - began))
         given = others_of[table[:, decoders["codes, lazy"].selected(0).long()]]
 
-    def mean_of(name: str) -> float:
-        look = statistics.median(looks[name])
-        steps = intervals.get(name, 1)
-        return (look + (steps - 1) * statistics.median(others[name])) / steps if others[name] else look
-
-    return {name: mean_of(name) for name in decoders}
+    return {
+        name: statistics.mean(statistics.median(some) for some in by_step.values()) for name, by_step in times.items()
+    }
 
 
 def main() -> None:

@@ -109,9 +109,10 @@ class SelectionConfig(Section):
     Source: measured (SmolLM2-135M: 8 costs at most 0.2 points of mass, docs/cpu-kernels.md)."""
     interval: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
     """Tokens of a request between two looks of a layer at all pages, layers in turn: between them it selects among the
-    best of the last look, at most four times the budget, and newer pages. auto: 8 where pages are attended in place by
-    the native kernels, else 1, which is all that goes there. Source: measured (SmolLM2-135M: docs/measurements.md;
-    LServe, arXiv 2502.14866, attends a selection again for 4 steps)."""
+    best of the last look, at most four times the budget, and newer pages; with codes, at every second token, among
+    twice the budget, the best of the token before. auto: 8 where pages are attended in place by the native kernels, else
+    1, which is all that goes there. Source: measured (SmolLM2-135M: docs/measurements.md; LServe, arXiv 2502.14866,
+    attends a selection again for 4 steps)."""
 
     @property
     def steps_between_looks(self) -> int:

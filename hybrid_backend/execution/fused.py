@@ -40,8 +40,10 @@ def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
 
 def kept_bytes(config: HybridConfig, model: ModelSpec, pages: int, layers: int) -> int:
     """Memory of the pages that a sequence of ``pages`` pages selects among until the next look at all of them
-    (`selection.interval`), at most: four bytes a page, in arrays that double when they grow."""
+    (`selection.interval`), at most: four bytes a page, in arrays that double when they grow; with codes the best of
+    these once more."""
     lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
+    lists *= 2 if config.selection.digest == "codes" else 1
     return 8 * lists * pages * layers if config.selection.steps_between_looks > 1 else 0
 
 

@@ -166,7 +166,8 @@ class Decoder:
             candidates: pages scored per page of budget in such a search; 0: all pages are scored.
             interval: tokens of a sequence between two looks of a layer at all pages, by their positions, layers in
                 turn; between them a row selects among the best of the last look, four times the budget, and newer
-                pages. 1: every step looks; more needs ``sequences``. A row that is new or whose budget has changed
+                pages; with codes, at odd positions (position plus layer), among twice the budget, the best of the step
+                before. 1: every step looks; more needs ``sequences``. A row that is new or whose budget has changed
                 looks.
             skips: ``[rows]`` tokens at the start of each row's first page that are not attended, fewer than the page
                 and the sequence have; None: none.

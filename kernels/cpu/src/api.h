@@ -158,8 +158,8 @@ typedef struct hb_step {
   // all. That needs digests in bytes and the rows' sequences.
   int32_t candidates;
   // Tokens of a sequence between two looks of a layer at all pages, by their positions, layers in turn; between them it
-  // selects among the best of the last look, four times the budget, and newer pages. 1: every step looks. More needs the
-  // rows' sequences.
+  // selects among the best of the last look, four times the budget, and newer pages; with digests in codes, at every
+  // second one, among twice the budget, the best of the step before. 1: every step looks. More needs the rows' sequences.
   int32_t interval;
   const int64_t* sequences;  // [rows] ids, all different, of the sequences; or null. See hb_decode_forget
   const int64_t* tokens;  // [rows] row of q, k, v and out, or null for 0, 1, 2...

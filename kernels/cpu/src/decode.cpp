@@ -11,6 +11,8 @@ namespace {
 
 constexpr int64_t kScoreBytes = 64 * 1024;  // digests that one scoring task reads
 constexpr int kShortlist = 4;  // pages that a look at all of them leaves to choose from, per page of budget
+constexpr int kBest = 2;  // and that a look at these by codes leaves,
+constexpr int kBestSteps = 2;  // for so many tokens
 
 }  // namespace
 
@@ -188,7 +190,7 @@ void DecodeLayer::run_task(const RowTask& task, int lane) {
   else if (choices_[r] == OF_ALL) score(task, lane);
   if (row_left_[r].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   if (choices_[r] == NONE) attend_all(r);
-  else if (choices_[r] == OF_KEPT) recall_kept(r);
+  else if (choices_[r] != OF_ALL) recall_kept(r);
   else if (in_codes()) shorten(r, lane);
   else if (!searches(r)) select_row(r, lane);
 }
@@ -340,7 +342,8 @@ int64_t DecodeLayer::span_bytes() const {
   for (const auto& sequence : sequences_) {
     for (const SpanDigests& layer : sequence.second.spans) total += layer.size();
     for (const Kept& layer : sequence.second.kept)
-      for (const auto& list : layer.lists) total += (int64_t)list.capacity() * sizeof(int32_t);
+      for (const auto* lists : {&layer.lists, &layer.best})
+        for (const auto& list : *lists) total += (int64_t)list.capacity() * sizeof(int32_t);
   }
   return total;
 }
@@ -386,15 +389,26 @@ void DecodeLayer::choose(int r, int list, const float* scores, const int32_t* co
     Kept& kept = row_sequences_[r]->kept[layer_index()];
     kept.lists.resize(lists());
     kept.budget = budgets_[r], kept.num_pages = num_pages_[r];
-    const int wanted = (int)std::min<int64_t>((int64_t)kShortlist * budgets_[r], count);
-    auto& pages = kept.lists[list];
-    pages.resize(select_best(scores, count, wanted, sinks_, recent_, best));
-    for (size_t i = 0; i < pages.size(); i++) pages[i] = columns ? columns[best[i]] : best[i];
+    keep(r, kShortlist, scores, columns, count, mine, kept.lists[list]);
+  }
+  if (interval_ > 1 && in_codes() && choices_[r] != OF_BEST) {
+    Kept& kept = row_sequences_[r]->kept[layer_index()];
+    kept.best.resize(lists());
+    kept.best_pages = num_pages_[r];
+    keep(r, kBest, scores, columns, count, mine, kept.best[list]);
   }
   counts_[r] = select_best(scores, count, budgets_[r], sinks_, recent_, best);
   for (int i = 0; i < counts_[r]; i++) chosen[i] = columns ? columns[best[i]] : best[i];  // in place: best[i] >= i
   if (list == 0) job_.lists.set_row(r, lists());
   list_row(r, list, chosen, counts_[r]);
+}
+
+void DecodeLayer::keep(int r, int times, const float* scores, const int32_t* columns, int count, Lane& mine,
+                       std::vector<int32_t>& pages) {
+  int32_t* best = grown(mine.best, columns_);
+  const int wanted = (int)std::min<int64_t>((int64_t)times * budgets_[r], count);
+  pages.resize(select_best(scores, count, wanted, sinks_, recent_, best));
+  for (size_t i = 0; i < pages.size(); i++) pages[i] = columns ? columns[best[i]] : best[i];
 }
 
 DecodeLayer::Choice DecodeLayer::choice_of(int r) const {
@@ -405,16 +419,21 @@ DecodeLayer::Choice DecodeLayer::choice_of(int r) const {
   const bool is_due = (int)kept.lists.size() != lists() || kept.budget != budgets_[r] ||
                       kept.num_pages > num_pages_[r] || num_pages_[r] - kept.num_pages > interval_ ||
                       (seq_lens_[r] + layer_index()) % interval_ == 0;
-  return is_due ? OF_ALL : OF_KEPT;
+  if (is_due) return OF_ALL;
+  const bool is_best_due = (int)kept.best.size() != lists() || kept.best_pages > num_pages_[r] ||
+                           (seq_lens_[r] + layer_index()) % kBestSteps == 0;
+  return is_best_due ? OF_KEPT : OF_BEST;
 }
 
 // The last pages were among those that were kept, so what came since follows them.
 void DecodeLayer::recall_kept(int r) {
   const Kept& kept = row_sequences_[r]->kept[layer_index()];
+  const bool of_best = choices_[r] == OF_BEST;
   for (int l = 0; l < lists(); l++) {
     const size_t at = (size_t)r * model_.kv_heads + l;
-    int32_t* to = std::copy(kept.lists[l].begin(), kept.lists[l].end(), &selected_[at * columns_]);
-    for (int c = kept.num_pages; c < num_pages_[r]; c++) *to++ = c;
+    const auto& pages = of_best ? kept.best[l] : kept.lists[l];
+    int32_t* to = std::copy(pages.begin(), pages.end(), &selected_[at * columns_]);
+    for (int c = of_best ? kept.best_pages : kept.num_pages; c < num_pages_[r]; c++) *to++ = c;
     short_counts_[at] = (int32_t)(to - &selected_[at * columns_]);
   }
 }

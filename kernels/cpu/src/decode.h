@@ -46,11 +46,12 @@ class DecodeLayer : public Task {
     const float* sinks = nullptr;
     bool sparse() const { return digests.base != nullptr; }
   };
-  // What a row's pages are chosen from: nothing is left out; all pages; those that the last look at all has kept.
-  enum Choice : uint8_t { NONE, OF_ALL, OF_KEPT };
+  // What a row's pages are chosen from: nothing is left out; all pages; those that the last look at all has kept; the
+  // best of these by codes, as they were a few steps ago.
+  enum Choice : uint8_t { NONE, OF_ALL, OF_KEPT, OF_BEST };
   struct Kept {
-    std::vector<std::vector<int32_t>> lists;
-    int32_t budget = 0, num_pages = 0;  // of the row then
+    std::vector<std::vector<int32_t>> lists, best;
+    int32_t budget = 0, num_pages = 0, best_pages = 0;  // of the row then
   };
   struct Sequence {
     std::vector<SpanDigests> spans;  // per layer
@@ -97,10 +98,13 @@ class DecodeLayer : public Task {
   void select_row(int row, int lane);
   // Of `count` pages at these columns (null: all of the row's) what the list attends, and keeps for the steps to come.
   void choose(int row, int list, const float* scores, const int32_t* columns, int count, Lane& lane);
+  // The columns of the best `times` budgets among them.
+  void keep(int row, int times, const float* scores, const int32_t* columns, int count, Lane& lane,
+            std::vector<int32_t>& pages);
   Choice choice_of(int row) const;
   void recall_kept(int row);
   // Its pages are scored in the phase between: a shortlist's, or those that were kept.
-  bool looks_twice(int row) const { return choices_[row] == OF_KEPT || (choices_[row] == OF_ALL && in_codes()); }
+  bool looks_twice(int row) const { return choices_[row] >= OF_KEPT || (choices_[row] == OF_ALL && in_codes()); }
   void list_row(int row, int list, const int32_t* pages, int count);
   void plan_attention();
   void fail(const char* what);

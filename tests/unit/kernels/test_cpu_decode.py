@@ -378,7 +378,8 @@ def test_between_two_looks_at_all_pages_a_row_chooses_among_four_times_its_budge
     pool, digest, per_head
 ):
     """Two layers look in turn; a row with another budget looks at once. With codes a look's own shortlist stays: what
-    is chosen until the next look is best among all that is chosen until then."""
+    is chosen until the next look is best among all that is chosen until then. In every second step they choose among
+    twice the budget, the best of the step before: what these two steps choose is the best of it."""
     case = Case(11, torch.bfloat16, 2, 2, 64, 16, rows=2, columns=60)
     in_bytes = summarized(case, digest)
     quantized = {} if in_bytes is None else {0: in_bytes, 1: in_bytes}
@@ -407,14 +408,20 @@ def test_between_two_looks_at_all_pages_a_row_chooses_among_four_times_its_budge
 
     def check_codes(layer, row, budget):
         steps = seen.pop((row, layer), []) if digest == "codes" else []
-        for q, length, found in steps:
-            among = [sorted({page for *_, each in steps for page in each[head]}) for head in range(lists)]
-            assert all(len(pages) <= 4 * budget + 1 for pages in among)
-            pages = columns_of(length)
-            among = [[page for page in one if page < pages] for one in among]
-            assert found == chosen_of(layer, row, q, length, budget, among)
+        passed_over = 0
+        for at, (q, length, found) in enumerate(steps):
+            is_of_few = at > 0 and (length + layer) % 2 == 1
+            best = []
+            for some, times in ((steps, 4), (steps[at - 1 : at + 1] if is_of_few else steps, 2 if is_of_few else 4)):
+                among = [sorted({page for *_, each in some for page in each[head]}) for head in range(lists)]
+                assert all(len(pages) <= times * budget + 1 for pages in among)
+                among = [[page for page in one if page < columns_of(length)] for one in among]
+                best.append(chosen_of(layer, row, q, length, budget, among))
+            assert found == best[1]
+            passed_over += found != best[0]
+        return passed_over
 
-    missed = 0
+    missed = passed_over = 0
     for step, length in enumerate(range(40 * 16 + 10, 42 * 16 + 10), start=1):
         lengths, budgets = torch.tensor([length, 490 + step]), torch.tensor([4 if step < 20 else 5, 4])
         if step in (13, 14):
@@ -433,7 +440,7 @@ def test_between_two_looks_at_all_pages_a_row_chooses_among_four_times_its_budge
                 every = [list(range(pages))] * lists
                 fresh = chosen_of(layer, row, q, length_of, budget, every)
                 if (length_of + layer) % 3 == 0 or last.get((row, layer)) != budget:
-                    check_codes(layer, row, last.get((row, layer)))
+                    passed_over += check_codes(layer, row, last.get((row, layer)))
                     kept[row, layer] = (chosen_of(layer, row, q, length_of, 4 * budget, every), pages)
                     last[row, layer], seen[row, layer] = budget, [(q, length_of, found)]
                     assert found == fresh
@@ -450,6 +457,7 @@ def test_between_two_looks_at_all_pages_a_row_chooses_among_four_times_its_budge
                 assert cases.relative_error(out[row : row + 1], expected) <= TOLERANCE[torch.bfloat16]
                 assert torch.allclose(lse[row : row + 1].double(), expected_lse, atol=1e-3)
     assert missed > 20, "pages of all would have been chosen"
+    assert digest != "codes" or passed_over > 0, "pages of what the look left would have been chosen"
     for pages in (52, 45):  # many pages at once, and fewer than there were: there is nothing to go on with
         lengths[0] = 16 * pages - 3
         lazy.begin(case.table, lengths, budgets, sequences=torch.tensor([7, 3]), interval=3, **how)

@@ -19,6 +19,8 @@ SPAN = 8
 """Pages of a span, the second level of digests in bytes (docs/cpu-kernels.md)."""
 KEPT = 4
 """Pages that a look at all of them leaves to select among, per page of budget (kernels/cpu/src/decode.cpp)."""
+BEST = 2
+"""Of these, pages that a step leaves to the one after it to select among, where digests are codes."""
 SCORING = 0.5
 """Bytes of digests scored per second in place, against bytes of K and V attended: choosing 64 of 1,024 pages costs 35 %
 of attending them and reads a quarter of their bytes, of 4,096 pages 202 % and as many bytes (docs/cpu-kernels.md)."""
@@ -92,9 +94,12 @@ class Costs:
 
     @cached_property
     def code_bytes_per_step(self) -> float:
-        """With `selection.digest: codes`: the middles of all pages in question, and the rest of some."""
+        """With `selection.digest: codes`: the middles of all pages in question, and the rest of some; between looks in
+        turns of all that a look has kept and of the best half of it."""
         kept = min(self._pages, KEPT * self.config.budget_pages)
-        return self._mean_over_steps(self._pages + 3 * kept, 4 * kept) * self._page_in_bytes / 2
+        best = min(self._pages, BEST * self.config.budget_pages)
+        between = 2 * (best + kept)
+        return self._mean_over_steps(self._pages + 3 * kept, between) * self._page_in_bytes / 2
 
     @property
     def selecting_in_place(self) -> float:
