@@ -13,6 +13,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -306,6 +307,8 @@ class QualityConfig(Section):
         return 0.0 if isinstance(self.min_mass, str) else self.min_mass
 
 
+MEAN_WITHIN = 0.02
+"""Of 1, that the mean of `budget_factors` lies: they are written with two digits."""
 PAGE_SIZES = (16, 32, 64, 128)
 
 
@@ -320,6 +323,10 @@ class HybridConfig(Section):
     budget_tokens: Annotated[int, integer(16)] = 2048
     """Tokens attended per sequence, layer and decode step; a multiple of page_size, and more pages than
     sinks + recent. Source: ScoutAttention (evaluated at 1024 and 2048)."""
+    budget_factors: Annotated[tuple[float, ...], list_of(number(0, 16))] = ()
+    """What each layer attends as a multiple of the budget, in whole pages, sinks and recent ones and one more at least:
+    one number per layer of the model, in the mean 1 over the layers that are not exact; without them all are alike. Of
+    method scout; others do not use them. Source: default (none; `hybrid profile` measures them per model)."""
     sinks: Annotated[int, integer(0)] = 1
     """First pages of a sequence that are always attended.
     Source: default (StreamingLLM keeps the first 4 tokens)."""
@@ -448,6 +455,18 @@ class HybridConfig(Section):
             fail(
                 f"{source}: recall.intervals: got a list of {len(intervals)}, expected {num_layers}, "
                 "one per layer of the model (or write a single integer for all layers)"
+            )
+        factors = self.budget_factors
+        if factors and len(factors) != num_layers:
+            fail(
+                f"{source}: budget_factors: got a list of {len(factors)}, expected {num_layers}, one per layer of the "
+                "model (or remove it: all layers alike)"
+            )
+        used = [factor for layer, factor in enumerate(factors) if layer not in self.exact_layers]
+        if used and abs(fmean(used) - 1) > MEAN_WITHIN:
+            fail(
+                f"{source}: budget_factors: got a mean of {fmean(used):.3f} over the layers that are not exact, expected "
+                "1: budget_tokens is what they attend in the mean (divide them by it)"
             )
 
 
