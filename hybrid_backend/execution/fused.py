@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.execution.budgets import LayerBudgets
 from hybrid_backend.execution.policy import Policy
 from hybrid_backend.execution.quality import watch
 from hybrid_backend.kernels import cpu
@@ -27,7 +28,7 @@ from hybrid_backend.tiers import Tiers
 class _Plan:
     dense_tokens: int
     dense_pages: int
-    unattended_pages: int  # of layers that select
+    unattended_pages: list[int]  # by layer, if it selects
     selecting: Tensor  # [rows] bool: rows that attend fewer pages than they have
 
 
@@ -65,10 +66,13 @@ class FusedStep:
         self._method, self._config, self._model, self._tiers, self._stats = method, config, model, tiers, stats
         self._per_head = config.selection.granularity == "kv_head"
         digests, in_bytes = (tiers.digests.layers, tiers.digests.in_bytes) if tiers.digests else ({}, {})
-        self._sparse_layers = set(digests)
+        self._sparse_layers, self._layers = set(digests), len(tiers.host.layers)
         self._sequences: dict[str, int] = {}  # the decoder's name of each request it keeps spans and pages of
         self._next_sequence = 0
         self._watch = watch(config, stats, sorted(self._sparse_layers), tiers.host.pages)
+        factors = method.factors(config, digests)
+        every = range(len(tiers.host.layers))
+        self._budgets = LayerBudgets(config, [factors.get(layer, 1.0) for layer in every]) if factors else None
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
         bound = config.selection.bound
         self._decoder = cpu.Decoder(
@@ -81,10 +85,11 @@ class FusedStep:
         budgets = self._method.budgets(rows)
         if self._watch is not None:
             budgets = self._watch.budgets(budgets, rows)
+        by_layer = budgets if self._budgets is None else self._budgets.of_rows(budgets, rows.num_pages)
         self._decoder.begin(
             rows.page_table,
             rows.seq_lens,
-            budgets,
+            by_layer,
             sinks=config.sinks,
             recent=config.recent,
             tokens=None if rows.whole_batch else rows.tokens,
@@ -94,14 +99,14 @@ class FusedStep:
             candidates=config.selection.candidates,
             interval=config.selection.steps_between_looks,
         )
-        unattended = (rows.num_pages - budgets).clamp(min=0)
-        selecting = unattended > 0
+        unattended = (rows.num_pages - by_layer).clamp(min=0).sum(-1).expand(self._layers)
+        selecting = budgets < rows.num_pages
         if self._watch is not None:  # which judges by all samples
             selecting &= ~rows.has_own_budget
         step.plan = _Plan(
             dense_tokens=int(rows.seq_lens.sum()),
             dense_pages=int(rows.num_pages.sum()),
-            unattended_pages=int(unattended.sum()),
+            unattended_pages=unattended.tolist(),
             selecting=selecting,
         )
 
@@ -111,7 +116,7 @@ class FusedStep:
         self._decoder.layer(layer, q, k, v, out)
         self._stats.layers[layer].attention_seconds += perf_counter() - began
         is_sparse = layer in self._sparse_layers
-        left_out = plan.unattended_pages if is_sparse else 0  # whole pages: the growing one is always attended
+        left_out = plan.unattended_pages[layer] if is_sparse else 0  # whole pages: the growing one is always attended
         self._stats.attended(layer, plan.dense_tokens - left_out * self._config.page_size, 0)
         self._stats.looked_up(layer, plan.dense_pages - left_out, plan.dense_pages - left_out)
         if is_sparse and step.decode is not None and self._config.is_sampled(step.number, layer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ class Policy(Protocol[Open]):
     def may_park(self, config: HybridConfig, device: torch.device) -> bool: ...
 
     def is_fused(self, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool: ...
+
+    def factors(self, config: HybridConfig, layers: Collection[int]) -> dict[int, float]: ...
 
     def recalls(self, config: HybridConfig) -> bool: ...
 

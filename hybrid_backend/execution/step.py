@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid_backend.attention.quality import covered_tokens, mass_recall, query_cosine
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.execution.budgets import LayerBudgets
 from hybrid_backend.execution.parking import Parking
 from hybrid_backend.execution.partials import CpuPartials, MailboxPartials, PoolPartials
 from hybrid_backend.execution.placement import Placement
@@ -65,10 +66,15 @@ class DecodeStep:
         # Of the stacked maps and counters.
         self._row = {layer: row for row, layer in enumerate(tiers.layout.framed_layers(model))}
         pages, requests = len(tiers.host.layers[self._layers[0]]), tiers.frames.requests
-        self.shape = StepShape.of(config, model, tiers.layout, pages, requests, method.recalls(config))
+        sparse = [layer for layer in self._row if tiers.has_digests(layer)]
+        factors, recalls = method.factors(config, sparse), method.recalls(config)
+        self.shape = StepShape.of(config, model, tiers.layout, pages, requests, recalls, factors.values())
         self.state = StepState.make(
-            requests, self.shape.columns, self.shape.frames, self.shape.recalls, len(self._row), tiers.device
-        )
+            requests, self.shape.columns, self.shape.frames, self.shape.recalls, len(self._row), tiers.device,
+            len(self._row) if factors else 0,
+        )  # fmt: skip
+        in_order = [factors.get(layer, 1.0) for layer in self._row]
+        self._budgets = LayerBudgets(config, in_order, self.shape.most) if factors else None
         self.inputs, self.maps = self.state.inputs, self.state.maps
         self._at = {layer: self._buffers(layer, row) for layer, row in self._row.items()}
         self._first: dict[int, StepInputs] = {}  # by rows
@@ -81,7 +87,6 @@ class DecodeStep:
         self._asked: set[int] = set()
         self._predicted: dict[int, Tensor] = {}  # queries of sampled layers
         self.is_captured = False  # the layer that runs, in a graph: for any rows and sequences that there may be
-        sparse = [layer for layer in self._row if tiers.has_digests(layer)]
         self._watch = watch(config, stats, sparse, self.shape.most_budget)
         self._residency: Residency | None = None  # None: no frames
         self.parking: Parking | None = None  # of methods that place whole requests
@@ -242,6 +247,9 @@ class DecodeStep:
         there = torch.zeros(now.small.shape, dtype=torch.int32)
         for at, name in enumerate(now.PER_ROW):
             there[at * self.shape.rows :][:count] = columns[name]
+        if self._budgets is not None:
+            by_layer = there[len(now.PER_ROW) * self.shape.rows : -1].view(-1, self.shape.rows)
+            by_layer[:, :count] = self._budgets.of_rows(budgets, rows.num_pages)
         there[-1] = number
         now.small.copy_(sent(there, now.small.device))
         now.table[:count, : rows.page_table.shape[1]].copy_(rows.page_table)
@@ -364,12 +372,16 @@ class DecodeStep:
         """Else the layer is exact: it attends every page."""
         return self._tiers.has_digests(layer)
 
+    def _budgets_of(self, layer: int, now: StepInputs) -> Tensor:
+        """``[rows]`` int32 pages that the layer may attend."""
+        return now.budgets if self._budgets is None else now.layer_budgets[self._row[layer]]
+
     def counters(self, layer: int) -> Tensor:
         return self._at[layer].counters
 
     def changes_residency(self, layer: int) -> bool:
         """Whether pages of the layer take turns in its frames: not where every step attends all of them."""
-        return self.shape.frames > 0 and self.has_digests(layer) and self.shape.budget < self.shape.columns
+        return self.shape.frames > 0 and self.has_digests(layer) and self.shape.least_budget < self.shape.columns
 
     def select(self, layer: int, q: Tensor) -> Selection:
         """Select the layer's pages with ``q`` and split them by residency."""
@@ -378,8 +390,8 @@ class DecodeStep:
             scores = self.state.equal_scores[: len(q)]
         else:
             scores = self._ops.page_scores(
-                q, at.digests, now.table, now.num_pages, now.budgets, how.aggregate, self.shape.lists > 1, how.bound,
-                self._model.scale, self._config.page_size,
+                q, at.digests, now.table, now.num_pages, self._budgets_of(layer, now), how.aggregate,
+                self.shape.lists > 1, how.bound, self._model.scale, self._config.page_size,
             )  # fmt: skip
         mailbox = self.partials.mailbox(layer) if self._method.uses_workers else None
         self._selected[layer] = self._split(layer, scores, at.counters, mailbox), scores
@@ -390,10 +402,11 @@ class DecodeStep:
     ) -> Selection:
         """The best pages by residency, as it is now."""
         now, has_digests, config = self.now(len(scores)), self.has_digests(layer), self._config
+        budgets = self._budgets_of(layer, now) if has_digests else now.num_pages
         return self._ops.select_pages(
-            scores, now.num_pages, now.seq_lens, now.budgets if has_digests else now.num_pages, now.requests,
-            self._at[layer].frame_of, now.table, config.page_size, config.sinks, config.recent,
-            self.shape.listed(has_digests)[1], counters, mailbox,
+            scores, now.num_pages, now.seq_lens, budgets, now.requests, self._at[layer].frame_of,
+            now.table, config.page_size, config.sinks, config.recent, self.shape.listed(has_digests)[1], counters,
+            mailbox,
         )  # fmt: skip
 
     def ask(self, layer: int, q: Tensor) -> None:
@@ -464,9 +477,9 @@ class DecodeStep:
             return
         chosen, scores = self._selected[layer]
         config, now, at = self._config, self.now(len(scores)), self._at[layer]
-        sinks, recent = config.sinks, config.recent
+        sinks, recent, budgets = config.sinks, config.recent, self._budgets_of(layer, now)
         if not self.shape.recalls:  # pages that begin take the least important frames all the same
-            self._ops.note_scores(at.maps, scores, now.num_pages, now.budgets, now.requests, sinks, recent)
+            self._ops.note_scores(at.maps, scores, now.num_pages, budgets, now.requests, sinks, recent)
             return
         absent, listed = chosen.absent, chosen.missing_listed
         if scores.shape[1] > 1:  # a selection per KV head, but frames hold pages of all heads
@@ -474,7 +487,7 @@ class DecodeStep:
         interval, phase = (1, 0) if at_once else (config.recall_interval(layer), layer)
         self._ops.plan_recall(
             at.maps, at.copies, scores, now.table, (chosen.frames, chosen.frames_listed), (absent, listed),
-            now.num_pages, now.budgets, now.requests, now.generations, now.ages, sinks, recent, interval, phase,
+            now.num_pages, budgets, now.requests, now.generations, now.ages, sinks, recent, interval, phase,
             self.state.keep, at.counters,
         )  # fmt: skip
         rows, frames = len(scores), self._tiers.frames.layers[layer]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -43,7 +44,7 @@ class Method(ABC):
     """
 
     uses_workers: ClassVar[bool] = False  # the CPU workers attend what is not resident
-    follows_promises: ClassVar[bool] = False  # budgets may change from step to step, up to all pages of a row
+    budgets_vary: ClassVar[bool] = False  # from layer to layer and step to step, up to all pages of a row
     has_fixed_frames: ClassVar[bool] = False  # each page belongs in one frame, which `frame_of` says; else in any
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
@@ -59,7 +60,7 @@ class Method(ABC):
         if device.type != "cpu" and not is_separate(config, device):
             raise ConfigError("tiers: unified needs a device tier that is the host itself, not a GPU; write auto")
         check_operations(config, device)
-        if config.quality.promise and not cls.follows_promises:
+        if config.quality.promise and not cls.budgets_vary:
             raise ConfigError(
                 f"quality.min_mass: {config.method} has no budget that could follow it; write method: scout, or none"
             )
@@ -112,6 +113,15 @@ class Method(ABC):
         return config
 
     @classmethod
+    def factors(cls, config: HybridConfig, layers: Collection[int]) -> dict[int, float]:
+        """Of a row's budget, what each of the ``layers`` that select attends, in the mean 1; empty: all alike."""
+        given = config.budget_factors
+        if not given or not layers or not cls.budgets_vary:
+            return {}
+        mean = fmean(given[layer] for layer in layers)
+        return {layer: given[layer] / mean for layer in layers}
+
+    @classmethod
     def recalls(cls, config: HybridConfig) -> bool:
         """Whether pages are copied into frames while it decodes."""
         return False
@@ -124,7 +134,8 @@ class Method(ABC):
         if cls.is_fused(config, model, device):
             return OwnMemory()
         layout = cls.layout(config, model, device)
-        shape = StepShape.of(config, model, layout, pages, max_requests, cls.recalls(config))
+        factors = cls.factors(config, layout.digest_layers(config, model))
+        shape = StepShape.of(config, model, layout, pages, max_requests, cls.recalls(config), factors.values())
         has_mailboxes = cls.uses_workers and are_launches(config, device)
         return OwnMemory(
             device=shape.state_bytes(len(layout.framed_layers(model))) + flashinfer_bytes(config, model, device),

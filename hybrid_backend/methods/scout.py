@@ -23,7 +23,7 @@ class Scout(Selective):
     """The flagship: resident pages on the device, the important others on the CPU, one layer ahead."""
 
     uses_workers = True
-    follows_promises = True
+    budgets_vary = True
 
     @classmethod
     def recalls(cls, config: HybridConfig) -> bool:

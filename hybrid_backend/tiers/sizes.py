@@ -6,6 +6,7 @@ allocates nothing and needs neither Triton nor an engine.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -145,7 +146,9 @@ class StepShape:
     rows: int  # of a step, at most
     columns: int  # pages of a sequence, at most
     frames: int  # of a request; 0: the device tier reads the host pool itself
-    budget: int  # pages that a layer attends of a row under pressure, to begin with
+    budget: int  # pages that a layer attends of a row under pressure, to begin with, at most
+    least_budget: int  # the same at least: layers may have budgets of their own
+    are_alike: bool  # they do not
     promises: bool  # the budget follows what is sampled (`config.quality`): a row may come to attend all of its pages
     lists: int  # selections of a row in a layer with digests: 1, or one per KV head
     recalls: int  # pages that a row recalls in one layer and step, at most
@@ -162,17 +165,30 @@ class StepShape:
 
     @classmethod
     def of(
-        cls, config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int, max_requests: int, recalls: bool
+        cls,
+        config: HybridConfig,
+        model: ModelSpec,
+        layout: TierLayout,
+        pages: int,
+        max_requests: int,
+        recalls: bool,
+        factors: Collection[float] = (),
     ) -> StepShape:
-        """Over a host pool of ``pages`` pages. ``recalls``: the method copies pages into frames while it decodes."""
+        """Over a host pool of ``pages`` pages. ``recalls``: the method copies pages into frames while it decodes.
+        ``factors``: of the budget, of the layers that select, where they are not alike (`Method.factors`)."""
         columns = pages_of_a_sequence(config, model, pages)
         lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
         frames, promises = layout.frames_of(max_requests), bool(config.quality.promise)
+        budgets = [
+            columns if config.sparse == "never" else round(config.budget_pages * each) for each in factors or [1]
+        ]  # fmt: skip
         return cls(
             rows=max_requests,
             columns=columns,
             frames=frames,
-            budget=columns if config.sparse == "never" else config.budget_pages,
+            budget=max(budgets),
+            least_budget=min(budgets),
+            are_alike=not factors,
             lists=lists,
             promises=promises,
             recalls=frames if recalls else 0,  # a request may ask for a budget of as many pages
@@ -184,7 +200,8 @@ class StepShape:
 
     def state_bytes(self, layers: int) -> int:
         """What `StepState.make` allocates."""
-        return StepState.make(self.rows, self.columns, self.frames, self.recalls, layers, torch.device("meta")).nbytes
+        meta, budgets = torch.device("meta"), 0 if self.are_alike else layers
+        return StepState.make(self.rows, self.columns, self.frames, self.recalls, layers, meta, budgets).nbytes
 
     def mailbox_bytes(self, config: HybridConfig, model: ModelSpec, layout: TierLayout) -> int:
         """Pinned host memory through which a GPU asks the CPU workers, of all layers of which they may have a part."""

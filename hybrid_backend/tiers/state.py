@@ -25,23 +25,29 @@ class StepInputs:
     budgets: Tensor  # [rows] int32 pages that a layer with digests may attend
     ages: Tensor  # [rows] int32 decode steps that the request has run before
     number: Tensor  # [1] int32, grows by one per step
+    layer_budgets: Tensor  # [layers, rows] int32 pages, where layers have budgets of their own; else [0, rows]
     small: Tensor  # all of the above but table and pages, one after the other, so that one copy writes them
 
     PER_ROW = ("num_pages", "seq_lens", "positions", "requests", "generations", "budgets", "ages")
 
     @classmethod
-    def zeros(cls, rows: int, columns: int, device: torch.device) -> StepInputs:
+    def zeros(cls, rows: int, columns: int, budgets: int, device: torch.device) -> StepInputs:
+        """``budgets``: layers that have budgets of their own."""
+        count = len(cls.PER_ROW)
         table, pages, small = (
             torch.zeros(shape, dtype=torch.int32, device=device)
-            for shape in ((rows, columns), (rows,), (len(cls.PER_ROW) * rows + 1,))
+            for shape in ((rows, columns), (rows,), ((count + budgets) * rows + 1,))
         )
         parts = small[:-1].view(-1, rows)
         named = {name: parts[at] for at, name in enumerate(cls.PER_ROW)}
-        return cls(table=table, pages=pages, number=small[-1:], small=small, **named)
+        return cls(
+            table=table, pages=pages, number=small[-1:], layer_budgets=parts[count:], small=small, **named
+        )  # fmt: skip
 
     def first(self, rows: int) -> StepInputs:
         """Of a step that has fewer rows."""
         per_row = {name: getattr(self, name)[:rows] for name in ("table", "pages", *self.PER_ROW)}
+        per_row["layer_budgets"] = self.layer_budgets[:, :rows]
         return self if rows == len(self.num_pages) else replace(self, **per_row)
 
     @property
@@ -61,15 +67,18 @@ class StepState:
     counters: Tensor  # [layers, COUNTERS] int64
 
     @classmethod
-    def make(cls, rows: int, columns: int, frames: int, recalls: int, layers: int, device: torch.device) -> StepState:
-        """``rows`` requests run at once; ``frames`` of each, 0: none. On ``meta``, to learn its size."""
+    def make(
+        cls, rows: int, columns: int, frames: int, recalls: int, layers: int, device: torch.device, budgets: int = 0
+    ) -> StepState:
+        """``rows`` requests run at once; ``frames`` of each, 0: none. ``budgets``: layers that have budgets of their
+        own. On ``meta``, to learn its size."""
         planned, mapped = (layers, rows, recalls), columns if frames else 0
 
         def ints(shape: tuple[int, ...], value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         return cls(
-            inputs=StepInputs.zeros(rows, columns, device),
+            inputs=StepInputs.zeros(rows, columns, budgets, device),
             maps=Maps(
                 ints((layers, rows, mapped), -1),
                 ints((layers, rows * frames), -1),

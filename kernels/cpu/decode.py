@@ -90,7 +90,7 @@ class Decoder:
         _, kv_heads, _, page_size, dim = first.shape
         self.dtype = first.dtype
         self.shape = (heads, dim)
-        self._page_size = page_size
+        self._layers = len(layers)
         self._kv_shape = (kv_heads, dim)
         self._page_size = page_size
         model = lib.model_of(first.dtype, kv_heads, heads, dim, page_size, scale, bound)
@@ -156,7 +156,7 @@ class Decoder:
         Args:
             page_table: ``[rows, columns]`` int32 or int64 page ids; columns beyond a sequence are not read.
             seq_lens: ``[rows]`` tokens, with the one of this step.
-            budgets: ``[rows]`` pages to attend; negative, or at least the row's pages: all of them.
+            budgets: ``[rows]`` or ``[layers, rows]`` pages to attend; negative, or at least the row's: all.
             sinks, recent: first and last pages, always selected; the tail page always is.
             tokens: ``[rows]`` each row's position in q, k, v and out; None: 0, 1, 2...
             per_head, aggregate: as in `digests.scores`; with aggregate ``softmax`` each query head's scores become
@@ -178,8 +178,8 @@ class Decoder:
         if page_table.stride(1) != 1:
             page_table = page_table.contiguous()
         rows, columns = page_table.shape
-        if rows != len(seq_lens) or rows != len(budgets):
-            raise ValueError(f"{rows} rows of pages, {len(seq_lens)} lengths, {len(budgets)} budgets")
+        if rows != len(seq_lens) or budgets.shape not in ((rows,), (self._layers, rows)):
+            raise ValueError(f"{rows} rows of pages, {len(seq_lens)} lengths, budgets {tuple(budgets.shape)}")
         page_size = self._page_size
         if rows and int(seq_lens.max()) > columns * page_size:
             raise ValueError(
@@ -199,7 +199,8 @@ class Decoder:
             rows, sinks, recent, per_head, AGGREGATES.index(aggregate), candidates, interval,
             sequences.data_ptr() if sequences is not None else None,
             tokens.data_ptr() if tokens is not None else None,
-            seq_lens.data_ptr(), budgets.data_ptr(), skips.data_ptr() if skips is not None else None,
+            seq_lens.data_ptr(), budgets.data_ptr(), rows if budgets.ndim > 1 else 0,
+            skips.data_ptr() if skips is not None else None,
             page_table.data_ptr(), page_table.stride(0), page_table.dtype == torch.int64,
         )  # fmt: skip
         lib.check(self._native.hb_decode_begin(self._handle, C.byref(step)))

@@ -105,6 +105,7 @@ class StepArgs(C.Structure):
         ("tokens", C.c_void_p),
         ("seq_lens", C.c_void_p),
         ("budgets", C.c_void_p),
+        ("budget_stride", C.c_int64),
         ("skips", C.c_void_p),
         ("table", C.c_void_p),
         ("table_stride", C.c_int64),

@@ -57,9 +57,13 @@ class Life(RuleBasedStateMachine):
         query=st.sampled_from(["predicted", "real", "none"]),
         kernel=st.sampled_from(["native", "torch"]),
         digest=st.sampled_from(["auto", "minmax", "codes"]),
+        factors=st.sampled_from([(), (1.5, 1, 1, 0.5)]),
         seed=st.integers(0, 2**16),
     )
-    def start(self, sparse: str, tiers: str, granularity: str, query: str, kernel: str, digest: str, seed: int) -> None:
+    def start(
+        self, sparse: str, tiers: str, granularity: str, query: str, kernel: str, digest: str,
+        factors: tuple[float, ...], seed: int,
+    ) -> None:  # fmt: skip
         cfg = config(
             method=self.method,
             sparse=sparse,
@@ -69,6 +73,7 @@ class Life(RuleBasedStateMachine):
             workers={"kernel": kernel, "threads": 2, "deadline_seconds": 20},
             recall={"intervals": 2},
             exact_layers=[1],
+            budget_factors=factors,
             frames_per_request=5,
             staging_tokens=3 * PAGE,
             hgca={"window_tokens": 4 * PAGE, "alpha": 0.5, "append_queries": 20},

@@ -148,6 +148,8 @@ BAD = [
     ("recall: {threshold: 0}", ["recall.threshold", "0", "a number > 0 and <= 1"]),
     ("recall: {threshold: 12%}", ["recall.threshold", "'12%'", "a number > 0 and <= 1"]),
     ("recall: {threshold: .nan}", ["recall.threshold", "NaN", "a number > 0 and <= 1"]),
+    ("budget_factors: [1, 0]", ["budget_factors[1]", "0", "a number > 0 and <= 16"]),
+    ("budget_factors: 2", ["budget_factors", "2", "a list"]),
     ("recall: {intervals: 0}", ["recall.intervals", "0", "an integer >= 1"]),
     ("recall: {intervals: []}", ["recall.intervals", "[]", "non-empty list"]),
     ("recall: {intervals: [8, 8, 0]}", ["recall.intervals[2]", "0", "an integer >= 1"]),
@@ -295,6 +297,9 @@ def test_per_layer_keys_that_do_not_fit_the_model_are_refused():
     message = refusal(config.validate_for, 32)
     for part in ("recall.intervals", "30", "32", "single integer"):
         assert part in message
+    config = config_from_mapping({"budget_factors": [0.5, 1.5]}, "t")
+    config.validate_for(2)
+    assert "t.yaml: budget_factors: got a list of 2, expected 30" in refusal(config.validate_for, 30, source="t.yaml")
 
 
 # -- sizes --------------------------------------------------------------------------------------------------
@@ -406,6 +411,7 @@ CHANGES = [
     "recall.enabled=false",
     "recall.threshold=0.5",
     "recall.intervals=[1, 2]",
+    "budget_factors=[1, 2]",
     "device_kernels=torch",
     "workers.kernel=torch",
     "workers.threads=2",

@@ -165,6 +165,7 @@ typedef struct hb_step {
   const int64_t* tokens;  // [rows] row of q, k, v and out, or null for 0, 1, 2...
   const int64_t* seq_lens;  // [rows] tokens, with this step's
   const int64_t* budgets;  // [rows] pages to attend; negative or >= the row's pages: all of them
+  int64_t budget_stride;  // elements between two layers' budgets; 0: all layers have the same
   const int64_t* skips;  // [rows] tokens of the row's first page that do not count, or null for none
   const void* table;  // [rows, columns] page ids
   int64_t table_stride;  // elements

@@ -45,7 +45,12 @@ void DecodeLayer::begin(const hb_step& step) {
   seq_lens_.assign(step.seq_lens, step.seq_lens + rows_);
   skips_.clear();
   if (step.skips) skips_.assign(step.skips, step.skips + rows_);
-  budgets_.resize(rows_);
+  budget_stride_ = step.budget_stride ? rows_ : 0;
+  budgets_.resize((size_t)rows_ * (budget_stride_ ? layers_.size() : 1));
+  for (size_t i = 0; i < budgets_.size(); i++) {
+    const int64_t pages = step.budgets[i / rows_ * step.budget_stride + i % rows_];
+    budgets_[i] = pages < 0 ? -1 : (int32_t)std::clamp<int64_t>(pages, sinks_ + recent_, INT32_MAX);
+  }
   num_pages_.resize(rows_);
   counts_.assign(rows_, 0);
   columns_ = 0;
@@ -53,8 +58,6 @@ void DecodeLayer::begin(const hb_step& step) {
     if (seq_lens_[r] < 1) throw std::invalid_argument("a decoding row has at least its own token");
     num_pages_[r] = (int32_t)((seq_lens_[r] + model_.page_size - 1) / model_.page_size);
     columns_ = std::max(columns_, num_pages_[r]);
-    budgets_[r] = (int32_t)std::min<int64_t>(step.budgets[r], INT32_MAX);
-    if (budgets_[r] >= 0) budgets_[r] = std::max(budgets_[r], sinks_ + recent_);
     if (step.skips && (step.skips[r] < 0 || step.skips[r] >= std::min<int64_t>(seq_lens_[r], model_.page_size)))
       throw std::invalid_argument("a row cannot leave out its first page, nor its own token");
   }
@@ -197,7 +200,7 @@ void DecodeLayer::run_task(const RowTask& task, int lane) {
 
 // The best pages of the row's lists by what is quick to read of their digests.
 void DecodeLayer::shorten(int r, int lane) {
-  const int pages = num_pages_[r], wanted = (int)std::min<int64_t>((int64_t)kShortlist * budgets_[r], pages);
+  const int pages = num_pages_[r], wanted = (int)std::min<int64_t>((int64_t)kShortlist * budget_of(r), pages);
   const size_t lists_at = (size_t)r * score_lists_ * score_stride_;
   float* scores = &scores_[lists_at];
   std::copy(scores, scores + (size_t)score_lists_ * score_stride_, &coarse_scores_[lists_at]);  // shares overwrite them
@@ -303,7 +306,7 @@ const float* DecodeLayer::combined(float* scores, int64_t stride, int list, int 
 // Spans first, and by one lane, where that reads less than this row's share of the lanes would, page by page.
 bool DecodeLayer::searches(int r) const {
   if (choices_[r] != OF_ALL || !row_sequences_[r] || !candidates_ || !scores_bytes()) return false;
-  const int64_t wanted = (int64_t)candidates_ * budgets_[r];
+  const int64_t wanted = (int64_t)candidates_ * budget_of(r);
   return num_pages_[r] / kSpan + wanted < num_pages_[r] / std::max(1, lanes_ / rows_);
 }
 
@@ -317,7 +320,7 @@ void DecodeLayer::search(int r, int lane) {
   mine.scorer.move_to(digests.bytes());
   float* of_spans = grown(mine.span_scores, (size_t)score_lists_ * (spans + 1));
   mine.scorer.score([](int span) { return span; }, 0, spans, of_spans, spans + 1);
-  const int64_t wanted = std::min<int64_t>(((int64_t)candidates_ * budgets_[r] + kSpan - 1) / kSpan, spans);
+  const int64_t wanted = std::min<int64_t>(((int64_t)candidates_ * budget_of(r) + kSpan - 1) / kSpan, spans);
   int32_t* best = grown(mine.spans, spans + 1);
   int32_t* columns = grown(mine.pages, pages);
   float* scores = grown(mine.scores, (size_t)score_lists_ * pages);
@@ -388,7 +391,7 @@ void DecodeLayer::choose(int r, int list, const float* scores, const int32_t* co
   if (interval_ > 1 && choices_[r] == OF_ALL) {
     Kept& kept = row_sequences_[r]->kept[layer_index()];
     kept.lists.resize(lists());
-    kept.budget = budgets_[r], kept.num_pages = num_pages_[r];
+    kept.budget = budget_of(r), kept.num_pages = num_pages_[r];
     keep(r, kShortlist, scores, columns, count, mine, kept.lists[list]);
   }
   if (interval_ > 1 && in_codes() && choices_[r] != OF_BEST) {
@@ -397,7 +400,7 @@ void DecodeLayer::choose(int r, int list, const float* scores, const int32_t* co
     kept.best_pages = num_pages_[r];
     keep(r, kBest, scores, columns, count, mine, kept.best[list]);
   }
-  counts_[r] = select_best(scores, count, budgets_[r], sinks_, recent_, best);
+  counts_[r] = select_best(scores, count, budget_of(r), sinks_, recent_, best);
   for (int i = 0; i < counts_[r]; i++) chosen[i] = columns ? columns[best[i]] : best[i];  // in place: best[i] >= i
   if (list == 0) job_.lists.set_row(r, lists());
   list_row(r, list, chosen, counts_[r]);
@@ -406,7 +409,7 @@ void DecodeLayer::choose(int r, int list, const float* scores, const int32_t* co
 void DecodeLayer::keep(int r, int times, const float* scores, const int32_t* columns, int count, Lane& mine,
                        std::vector<int32_t>& pages) {
   int32_t* best = grown(mine.best, columns_);
-  const int wanted = (int)std::min<int64_t>((int64_t)times * budgets_[r], count);
+  const int wanted = (int)std::min<int64_t>((int64_t)times * budget_of(r), count);
   pages.resize(select_best(scores, count, wanted, sinks_, recent_, best));
   for (size_t i = 0; i < pages.size(); i++) pages[i] = columns ? columns[best[i]] : best[i];
 }
@@ -416,7 +419,7 @@ DecodeLayer::Choice DecodeLayer::choice_of(int r) const {
   if (interval_ == 1) return OF_ALL;
   const Kept& kept = row_sequences_[r]->kept[layer_index()];
   // A row that was dense for long meanwhile, or came back shorter, has nothing to go on with.
-  const bool is_due = (int)kept.lists.size() != lists() || kept.budget != budgets_[r] ||
+  const bool is_due = (int)kept.lists.size() != lists() || kept.budget != budget_of(r) ||
                       kept.num_pages > num_pages_[r] || num_pages_[r] - kept.num_pages > interval_ ||
                       (seq_lens_[r] + layer_index()) % interval_ == 0;
   if (is_due) return OF_ALL;

@@ -111,9 +111,10 @@ class DecodeLayer : public Task {
 
   int64_t token_row(int row) const { return tokens_.empty() ? row : tokens_[row]; }
   int64_t page_id(int row, int column) const { return table_[(size_t)row * columns_ + column]; }
+  int32_t budget_of(int row) const { return budgets_[layer_index() * budget_stride_ + row]; }
   int layer_index() const { return (int)(layer_ - layers_.data()); }
   bool row_is_sparse(int row) const {
-    return layer_->sparse() && budgets_[row] >= 0 && budgets_[row] < num_pages_[row];
+    return layer_->sparse() && budget_of(row) >= 0 && budget_of(row) < num_pages_[row];
   }
 
   hb_model model_;
@@ -131,7 +132,8 @@ class DecodeLayer : public Task {
   Aggregate aggregate_ = SUM;
   int score_lists_ = 1;  // per row: query heads with SOFTMAX or codes, else KV heads
   std::vector<int64_t> tokens_, seq_lens_, skips_, table_;
-  std::vector<int32_t> budgets_, num_pages_;
+  std::vector<int32_t> budgets_, num_pages_;  // budgets: [rows], or [layers, rows] where budget_stride_ is not 0
+  int64_t budget_stride_ = 0;
   int candidates_ = 0;
   int interval_ = 1;
   std::unordered_map<int64_t, Sequence> sequences_;

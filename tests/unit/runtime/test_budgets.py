@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hybrid_backend.engines.vllm.asked import asked_budget
+from hybrid_backend.step import Step
+from tests.support.attended import Attended
 from tests.support.harness import PAGE, Engine, config, spec
 
 PAGES = 30
@@ -32,6 +34,44 @@ def test_each_row_attends_the_budget_that_its_request_asked_for(tiers: str) -> N
             row = engine.ran.decode.request_ids.index(name)
             attended = engine.witness.of(1, engine.ran, row).tokens
             assert int(attended[0].sum()) == (pages - 1) * PAGE + 1, name  # the growing page has one token
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("tiers", ["unified", "separate"])
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
+def test_each_layer_of_scout_attends_its_factor_of_every_rows_budget(
+    method: str, tiers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least what is always attended and one page more, at most what the frames, or the budget, have room for; a row
+    that leaves nothing out has no budget."""
+    keys = {"method": method, "sparse": "always", "frames_per_request": 10, "metrics": {"sample_interval": 0}}
+    cfg = config(**keys, tiers=tiers, exact_layers=[2], budget_factors=[0.25, 1.5, 1, 1.25])
+    engine = Engine(cfg, spec(layers=4), num_pages=200, is_witnessed=True)
+    asked = {"none": 0, "more": 8 * PAGE, "short": 0}
+    most = PAGES + 1 if tiers == "unified" else 10
+    expected = {"none": (3, 6, PAGES + 1, 5), "more": (3, min(12, most), PAGES + 1, min(10, most)), "short": (3,) * 4}
+    if method == "infinigen":
+        expected |= {"none": (4, 4, PAGES + 1, 4), "more": (8, 8, PAGES + 1, 8)}
+    assert engine.witness is not None
+    of, seen = engine.witness.of, dict[tuple[int, int], int]()
+
+    def noted(layer: int, ran: Step, row: int) -> Attended:
+        found = of(layer, ran, row)
+        seen[row, layer] = int(found.tokens[0].sum())
+        return found
+
+    monkeypatch.setattr(engine.witness, "of", noted)
+    try:
+        for name, budget in asked.items():
+            engine.add(name, 2 * PAGE if name == "short" else PAGES * PAGE).budget = budget
+            engine.prefill(name)
+        engine.step(dict.fromkeys(asked, 1), tolerance=None)
+        assert engine.ran.decode is not None
+        for name, pages in expected.items():
+            row = engine.ran.decode.request_ids.index(name)
+            found = [seen[row, layer] for layer in range(4)]
+            assert found == [(each - 1) * PAGE + 1 for each in pages], name  # the growing page has one token
     finally:
         engine.close()
 

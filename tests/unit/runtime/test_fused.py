@@ -28,6 +28,7 @@ KEYS = {
     "softmax": {"selection": {"digest": "minmax", "candidates": 0, "interval": 1}},
     "per head": {"selection": {"digest": "minmax", "candidates": 0, "interval": 1, "granularity": "kv_head"}},
     "max": {"selection": {"aggregate": "max", "interval": 1}},
+    "layer by layer": {"selection": {"digest": "minmax", "interval": 1}, "budget_factors": [0.75, 1, 1.25]},
     "dense": {"method": "dense"},
 }
 
