@@ -9,7 +9,7 @@ are compared.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,10 @@ _ASKED = 4
 """Entries that a prompt asks for."""
 _TOKENS = 64
 """Of a text, that are compared."""
+
+
+Sparse = Collection[int] | Mapping[int, int]
+"""Layers that are sparse, all with the budget of the configuration; or each with tokens of its own."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def divergences(
     network: Network,
     config: HybridConfig,
     probe: Probe,
-    sparse: Sequence[Collection[int]],
+    sparse: Sequence[Sparse],
     advance: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """For each of ``sparse``: KL of the dense distributions to those with these layers sparse, in nats per compared
@@ -101,9 +105,13 @@ def divergences(
         found = network.model(ids[:, probe.given :], past_key_values=cache, use_cache=True).logits[0, places]
         return torch.log_softmax(found.float(), -1)
 
-    def only(layers: Collection[int]) -> None:
+    def only(layers: Sparse) -> None:
+        budgets = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, config.budget_tokens)
         for layer in network.full_layers:
-            selects = partial(_selected, config, layer.scale) if layer.index in layers else None
+            selects = None
+            if layer.index in budgets:
+                own = config.model_copy(update={"budget_tokens": budgets[layer.index]})
+                selects = partial(_selected, own, layer.scale)
             setattr(layer.attention, _MARK, selects)
 
     found = []

@@ -6,7 +6,7 @@ are the ones that it would find. So one pass gives as many decode steps as wante
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,10 @@ def measure_window(
     intervals: Sequence[int],
     least_cosine: float = -1.0,
     advance: Callable[[], None] = lambda: None,
+    budgets: Mapping[int, int] | None = None,
 ) -> list[LayerMeasure]:
-    """All full-attention layers over the last ``positions`` tokens of the window; ``advance`` is called per layer."""
+    """All full-attention layers over the last ``positions`` tokens of the window; ``advance`` is called per layer.
+    ``budgets``: tokens of layers that have their own; their frames are as many as all have."""
     measured: list[LayerMeasure] = []
     before: list[Tensor] = []  # the input of the layer before, at the measured positions
 
@@ -76,13 +78,18 @@ def measure_window(
             q = q[-positions - 1 :]
             ahead = layer.queries_and_keys(before[0], late_rope)[0].cpu() if before else None
             prompt, decoded = q.cpu().split([len(q) - positions, positions])
-            measured.append(measure_layer(layer, config, prompt, decoded, ahead, k.cpu(), intervals, least_cosine))
+            own = config if budgets is None else _with_budget(config, budgets.get(index, config.budget_tokens))
+            measured.append(measure_layer(layer, own, prompt, decoded, ahead, k.cpu(), intervals, least_cosine))
         before[:] = [late]
         advance()
 
     with torch.inference_mode(), network.watched(seen):
         network.decoder(torch.tensor([window.ids], device=network.device), use_cache=False)
     return measured
+
+
+def _with_budget(config: HybridConfig, tokens: int) -> HybridConfig:
+    return config.model_copy(update={"budget_tokens": tokens, "frames_per_request": frames_per_request(config)})
 
 
 def measure_layer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.tools.plan.hardware.measure import torch_device
-from hybrid_backend.tools.profile.divergence import Probe, divergences, lookup_probes, text_probe
+from hybrid_backend.tools.profile.divergence import Probe, Sparse, divergences, lookup_probes, text_probe
 from hybrid_backend.tools.profile.gates import GateOptions, GateState, Kind, passkeys, train
 from hybrid_backend.tools.profile.heads import head_scores, write_heads
 from hybrid_backend.tools.profile.measure import LayerMeasure, measure_window
@@ -31,8 +31,10 @@ from hybrid_backend.tools.profile.report import (
     frames_line,
     gate_line,
     layer_table,
+    spread_kinds,
     to_yaml,
 )
+from hybrid_backend.tools.profile.spread import Spread, factors_of, pages_of, sizes_of, spread
 from hybrid_backend.tools.profile.store import Store, stage_key
 from hybrid_backend.tools.profile.summary import (
     INTERVALS,
@@ -59,9 +61,10 @@ _AT_ONCE = 4
 class Options:
     """``contexts``: tokens per window; ``windows``: per text and context; ``positions``: decode steps of a window.
 
-    ``lookups``: prompts of the longest context in which entries are looked up. ``texts``, ``held_out``: files; without
-    texts the reference and the source code that come with Python. ``gates``: None for none. ``tau``: with its source;
-    None takes ``recall.threshold``. ``prefetch_bytes``: for the heads file, 0 where the hardware is not known.
+    ``lookups``: prompts of the longest context in which entries are looked up. ``spread``: look for budgets per layer,
+    where there are lookups and the method can have them. ``texts``, ``held_out``: files; without texts the reference
+    and the source code that come with Python. ``gates``: None for none. ``tau``: with its source; None takes
+    ``recall.threshold``. ``prefetch_bytes``: for the heads file, 0 where the hardware is not known.
     ``margin``: intervals are chosen this share below tau, because the next text is not the profiled one.
     ``fit_frames``: set ``frames_per_request`` to the fewest simulated frames that keep every sparse layer below tau, if
     there are such.
@@ -71,6 +74,7 @@ class Options:
     positions: int = 128
     windows: int = 2
     lookups: int = 2
+    spread: bool = True
     texts: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
     limits: Thresholds = field(default_factory=Thresholds)
@@ -87,13 +91,14 @@ class Options:
 @dataclass(frozen=True)
 class Profile:
     """What was found and written. ``gates``: per kind of head, ``[full layers][heads]`` from 0 to 1; ``heads``: what
-    the heads file holds, None without gates."""
+    the heads file holds, None without gates; ``spread``: what was measured of budgets per layer, None if nothing."""
 
     config: HybridConfig
     layers: list[LayerSummary]
     checks: list[Check]
     gates: dict[str, list[list[float]]]
     heads: HeadScores | None
+    spread: Spread | None
     files: tuple[Path, ...]
 
 
@@ -113,7 +118,8 @@ def profile(
         model: catalog name, directory or hub id.
         out: the YAML file; ``.json``, ``.heads.json`` and ``-*.png`` of the same name come beside it. Stages that
             the JSON holds already are not measured again.
-        config: budget, page size, selection, frames; None: the shipped configuration of the model.
+        config: budget, page size, selection, frames; None: the shipped configuration of the model. Its budgets per
+            layer do not count: what is measured begins with all alike.
         options: see `Options`.
         network: the loaded model, if the caller has it.
         encode: text to token ids; None: the model's tokenizer.
@@ -128,6 +134,7 @@ def profile(
     if target.suffix not in (".yaml", ".yml") or not target.parent.is_dir():
         raise ConfigError(f"--out {out}: expected a .yaml file in a directory that exists")
     config = config if config is not None else resolve_config(model, None, os.environ)[0]
+    config = config.model_copy(update={"budget_factors": ()})
     _check(config, options)
     texts = read_texts("--text", options.texts) or default_texts()
     held_out = read_texts("--check", options.held_out)
@@ -159,7 +166,7 @@ def _check(config: HybridConfig, options: Options) -> None:
         raise ConfigError(f"--lookups: got {options.lookups}, expected an integer >= 0")
     if options.gates is not None and options.gates.steps < 1:
         raise ConfigError(f"--gate-steps: got {options.gates.steps}, expected an integer >= 1, or --no-gates")
-    if config.quality.max_kl != "none" and not method.follows_promises:
+    if config.quality.max_kl != "none" and not method.budgets_vary:
         raise ConfigError(
             f"quality.max_kl: {config.method} has no budget that could keep it; write method: scout, or none"
         )
@@ -210,6 +217,7 @@ class _Found:
     checks: list[Check]
     gates: dict[str, list[list[float]]]
     heads: HeadScores | None
+    spread: Spread | None
     tau: float
     aim: float
     tau_source: str
@@ -276,14 +284,16 @@ class _Run:
         frames = fewest if options.fit_frames and fewest else frames_per_request(self.config)
         layers = summarise(windows, options.limits, aim, frames, costs)
         checks = check(others, layers, tau, frames) if others else []
-        config = self._decided(layers, tau, frames, kept_mass(windows, layers))
+        budgets = self._spread(store, given, layers)
+        taken = budgets if budgets is not None and budgets.helps else None
+        config = self._decided(layers, tau, frames, self._kept_mass(store, used, windows, layers, taken), taken)
         gates = {kind: state.gates for kind, state in states.items()}
         name = Path(self.model).name
         heads = head_scores(name, self.network, windows, gates, options.prefetch_bytes) if gates else None
-        found = _Found(layers, costs, checks, gates, heads, tau, aim, source, frames, fewest)
+        found = _Found(layers, costs, checks, gates, heads, budgets, tau, aim, source, frames, fewest)
         files = self._write(store, config, windows, found, self._where(used, frames))
         self.console.print(exact_table(costs, options.limits))
-        self.console.print(layer_table(layers, tau, aim))
+        self.console.print(layer_table(layers, tau, aim, taken.tokens if taken else None))
         if not all(layer.below or layer.why for layer in layers):
             self.console.print(f"! not below {aim:g} at any interval; {frames_line(frames, fewest)}", highlight=False)
         if checks:
@@ -293,13 +303,16 @@ class _Run:
         if heads is None:
             self.console.print("no heads file for method clo: it holds the gates; leave --no-gates out to write it")
         self.console.print(f"written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
-        return Profile(config, layers, checks, gates, heads, files)
+        return Profile(config, layers, checks, gates, heads, budgets, files)
 
     def _progress(self) -> Progress:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         return Progress(*columns, console=self.console, transient=False)
 
-    def _measure(self, store: Store, progress: Progress, window: Window) -> list[LayerMeasure]:
+    def _measure(
+        self, store: Store, progress: Progress, window: Window, budgets: Mapping[int, int] | None = None
+    ) -> list[LayerMeasure]:
+        """``budgets``: tokens of layers that have their own."""
         config, positions = self.config, self.options.positions
         # Eight recalls at least: with fewer, a long interval looks as good as the window happens to be.
         tried = tuple(i for i in INTERVALS if i <= max(1, positions // 8))
@@ -315,20 +328,32 @@ class _Run:
             config.lookahead.enabled,
             self.options.limits.cosine,
             tuple(LayerMeasure.model_fields),
+            *([sorted(budgets.items())] if budgets else []),
         )
         held = store.get(key)
         if held is not None:
             return [LayerMeasure.model_validate(layer) for layer in held["layers"]]
         task = progress.add_task(window.label, total=len(self.network.layers))
         started = time.perf_counter()
+        advance = partial(progress.advance, task)
         layers = measure_window(
-            self.network, config, window, positions, tried, self.options.limits.cosine, partial(progress.advance, task)
+            self.network, config, window, positions, tried, self.options.limits.cosine, advance, budgets
         )
         seconds = round(time.perf_counter() - started, 1)
         store.put(
             key, {"window": window.label, "seconds": seconds, "layers": [x.model_dump(mode="json") for x in layers]}
         )
         return layers
+
+    def _kept_mass(
+        self, store: Store, used: Sequence[Window], windows: Measures, layers: Sequence[LayerSummary],
+        taken: Spread | None,
+    ) -> float:  # fmt: skip
+        """What a promise is kept by, with the budgets that go with it."""
+        if taken is not None and self.config.quality.max_kl != "none":
+            with self._progress() as progress:
+                windows = [self._measure(store, progress, window, taken.tokens) for window in used]
+        return kept_mass(windows, layers)
 
     def _within_kl(self, store: Store, progress: Progress, given: _Given, context: int) -> HybridConfig:
         """With `quality.max_kl` the budget with which, and with the layers that are then exact, the fewest tokens of
@@ -364,7 +389,7 @@ class _Run:
                     return replace(costs, together=together)
 
     def _diverge(
-        self, store: Store, progress: Progress, probes: Sequence[Probe], sparse: Sequence[tuple[int, ...]]
+        self, store: Store, progress: Progress, probes: Sequence[Probe], sparse: Sequence[Sparse]
     ) -> dict[str, list[float]]:
         """For each of the sets of sparse layers the mean over the probes of a kind."""
         found: dict[str, list[list[float]]] = {}
@@ -382,6 +407,52 @@ class _Run:
                 store.put(key, held)
             found.setdefault(probe.kind, []).append(held["kl"])
         return {kind: [fmean(each) for each in zip(*lists, strict=True)] for kind, lists in found.items()}
+
+    def _spread(self, store: Store, given: _Given, layers: Sequence[LayerSummary]) -> Spread | None:
+        """Budgets per layer: each sparse layer alone with less and with more, then all of them together, all alike and
+        spread. Says what came of it."""
+        config, sparse = self.config, [layer for layer in layers if not layer.why]
+        if not self.options.spread:
+            return None
+        least = config.sinks + config.recent + 1
+        sizes, why_not = sizes_of(config.budget_pages, least, self._most_pages()), ""
+        if not resolve_method(config.method).budgets_vary:
+            why_not = f"method {config.method} has none"
+        elif not given.asked:
+            why_not = "they are found by lookups, too; write --lookups 1 or more"
+        elif len(sparse) < 2:
+            why_not = "fewer than two layers are sparse"
+        elif sizes is None:
+            why_not = f"no room for less and for more than {config.budget_tokens} tokens"
+        if why_not or sizes is None:
+            self.console.print(f"budgets per layer: not measured, {why_not}", highlight=False, soft_wrap=True)
+            return None
+        probes, (low, budget, high) = given.probes(given.used), (size * config.page_size for size in sizes)
+        with self._progress() as progress:
+            others = [{layer.layer: tokens} for layer in sparse for tokens in (low, high)]
+            alone = {
+                kind: {x.layer: (kl[2 * i], x.kl[kind], kl[2 * i + 1]) for i, x in enumerate(sparse)}
+                for kind, kl in self._diverge(store, progress, probes, others).items()
+            }
+            pages = spread(alone, sizes)
+            factors = factors_of(pages, config.budget_pages, len(self.network.layers))
+            attended = pages_of(factors, pages, config.budget_pages, least)
+            tokens = {layer: count * config.page_size for layer, count in attended.items()}
+            both = self._diverge(store, progress, probes, [dict.fromkeys(tokens, budget), tokens])
+        even, apart = ({kind: kl[place] for kind, kl in both.items()} for place in (0, 1))
+        found = Spread((low, budget, high), alone, tokens, factors, even, apart)
+        gained = "" if found.helps else "none, they gain too little: "
+        self.console.print(f"budgets per layer: {gained}{spread_kinds(found)}", highlight=False, soft_wrap=True)
+        return found
+
+    def _most_pages(self) -> int:
+        """The largest budget, up to twice the configured one, that every window is longer than as it must be."""
+        budget = self.config.budget_pages
+        for pages in range(2 * budget, budget, -1):
+            tried = self.config.model_copy(update={"budget_tokens": pages * self.config.page_size})
+            if _needed(tried, self.options) < min(self.options.contexts):
+                return pages
+        return budget
 
     def _gates(self, store: Store, progress: Progress, text: str) -> dict[str, GateState]:
         options = self.options.gates
@@ -425,7 +496,7 @@ class _Run:
         ]
         head += [f"measured {where}.", "Raw numbers: the .json beside this file. Keys left out keep their default."]
         comments = comments_of(
-            found.layers, found.costs, limits, found.aim, found.tau_source, found.frames, found.fewest
+            found.layers, found.costs, limits, found.aim, found.tau_source, found.frames, found.fewest, found.spread
         )
         for kind, gates in found.gates.items():
             head.append(gate_line(kind, gates, [layer.index for layer in self.network.full_layers]))
@@ -445,6 +516,7 @@ class _Run:
                 "frames": found.frames,
                 "fewest_frames": found.fewest,
                 "costs": asdict(found.costs),
+                "spread": None if found.spread is None else asdict(found.spread),
                 "layers": [asdict(layer) for layer in found.layers],
                 "checks": [asdict(item) for item in found.checks],
                 "gates": found.gates,
@@ -463,13 +535,18 @@ class _Run:
         )
         return (*files, *pictures)
 
-    def _decided(self, layers: Sequence[LayerSummary], tau: float, frames: int, mass: float) -> HybridConfig:
-        """The configuration with what the profile decides; ``mass``: what `quality.max_kl` needs."""
+    def _decided(
+        self, layers: Sequence[LayerSummary], tau: float, frames: int, mass: float, taken: Spread | None
+    ) -> HybridConfig:
+        """The configuration with what the profile decides; ``mass``: what `quality.max_kl` needs; ``taken``: budgets
+        per layer, if they help."""
         data = self.config.model_dump(mode="json", exclude_defaults=True)
         name = Path(self.model.rstrip("/")).name.lower()
         match = self.config.model.match if self.config.model.specificity(self.model) else f"*{name}*"
         data["model"] = {"match": list(match) if isinstance(match, tuple) else match}
         data["exact_layers"] = [layer.layer for layer in layers if layer.why]
+        if taken is not None:
+            data["budget_factors"] = list(taken.factors)
         skipped = [layer.layer for layer in layers if layer.skips]
         data["lookahead"] = {**data.get("lookahead", {}), "skip_layers": skipped}
         intervals = chosen_intervals(layers, len(self.network.layers), self.config)

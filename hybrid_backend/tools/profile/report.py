@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.tools.profile.spread import Spread
 from hybrid_backend.tools.profile.summary import Check, Costs, LayerSummary, Thresholds
 
 
@@ -43,6 +44,7 @@ def comments_of(
     tau_source: str,
     frames: int,
     fewest: int | None,
+    spread: Spread | None = None,
 ) -> dict[str, list[str]]:
     """Where each number that the profile decided comes from."""
     exact = [layer for layer in layers if layer.why]
@@ -75,7 +77,16 @@ def comments_of(
         recall.append(f"NOT below {aim:g} at any interval: layers {', '.join(above)}")
         recall.append(frames_line(frames, fewest))
     placed = [f"the fewest of the simulated ones that keep every sparse layer's CPU ratio below {aim:g}: {fewest}"]
+    spread_out = list[str]()
+    if spread is not None:
+        sizes = ", ".join(map(str, spread.sizes))
+        spread_out = [
+            f"measured as exact_layers: each sparse layer alone at {sizes} tokens; as many tokens in all, page by page",
+            "to the layer whose KL they lower most, in texts' continuations and in lookups; of others 1.0, not used;",
+            f"all sparse layers together, all budgets alike -> these: {spread_kinds(spread)}",
+        ]
     return {
+        "budget_factors": spread_out,
         "exact_layers": reasons,
         "lookahead.skip_layers": skipped,
         "recall.threshold": [tau_source],
@@ -93,6 +104,11 @@ def _steps(costs: Costs) -> list[tuple[str, Mapping[str, float]]]:
 
 def _kinds(kl: Mapping[str, float]) -> str:
     return "KL " + ", ".join(f"{cost:.4f} ({kind})" for kind, cost in kl.items())
+
+
+def spread_kinds(spread: Spread) -> str:
+    """What budgets per layer change."""
+    return "KL " + ", ".join(f"{kl:.4f} -> {spread.spread[kind]:.4f} ({kind})" for kind, kl in spread.even.items())
 
 
 def exact_table(costs: Costs, limits: Thresholds) -> Table:
@@ -124,17 +140,22 @@ def gate_line(kind: str, gates: Sequence[Sequence[float]], layers: Sequence[int]
     return f"Gates per {kind.replace('_', ' ')} (layer:head): {below} of {len(named)} below 0.5, the lowest {least}."
 
 
-def layer_table(layers: Sequence[LayerSummary], tau: float, aim: float) -> Table:
+def layer_table(
+    layers: Sequence[LayerSummary], tau: float, aim: float, budgets: Mapping[int, int] | None = None
+) -> Table:
+    """``budgets``: tokens of each sparse layer, where they are not alike."""
     table = Table(title=f"layers (KL alone; tau {tau:g}, intervals chosen below {aim:g})", box=box.SIMPLE_HEAD)
     kinds = layers[0].kl if layers else {}
     measured = ("cosine", "mass", "best", *(f"KL {kind}" for kind in kinds))
-    for name in ("layer", *measured, "interval", "CPU ratio"):
+    own = ("budget",) if budgets else ()
+    for name in ("layer", *measured, *own, "interval", "CPU ratio"):
         table.add_column(name, justify="right")
     for x in layers:
         ratio = f"{x.ratio:.3f}" + ("" if x.below else " !")
         table.add_row(
             *(str(x.layer), _number(x.cosine), f"{x.mass:.3f}", f"{x.mass_best:.3f}"),
             *(f"{cost:.4f}" for cost in x.kl.values()),
+            *((str(budgets.get(x.layer, "-")),) if budgets else ()),
             *(("exact", "+".join(x.why)) if x.why else (str(x.interval), ratio)),
         )
     return table

@@ -22,6 +22,7 @@ MODEL = "nobody/no-such-model"  # taken as it is; loading it would fail
         (["--max-kl", "-1"], "--max-kl: got -1.0, expected a number >= 0"),
         (["--max-kl", "nan"], "--max-kl: got nan, expected a number >= 0"),
         (["--batch", "0", "--machine", "h100"], "--batch: got 0, expected an integer >= 1"),
+        (["--no-spread", "--lookups", "-1"], "--lookups: got -1, expected an integer >= 0"),
         (["--gate-steps", "0"], "--gate-steps: got 0, expected an integer >= 1"),
         (["--set", "method=scot"], "method: unknown method 'scot'"),
         (["--text", "/nowhere"], "--text /nowhere: cannot be read"),

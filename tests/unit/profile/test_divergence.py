@@ -71,6 +71,23 @@ def test_the_cost_is_that_of_the_model_with_the_unselected_pages_masked() -> Non
             assert kl == pytest.approx(expected, rel=1e-3, abs=1e-7)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_layers_may_have_budgets_of_their_own(family: str) -> None:
+    network = wrap(build(family))
+    one, *others = (layer.index for layer in network.full_layers)
+    layers = (one, *others)
+    alike, other, mixed, alone, nothing = divergences(
+        network,
+        CONFIG,
+        PROBE,
+        [dict.fromkeys(layers, 64), dict.fromkeys(layers, 96), {**dict.fromkeys(layers, 64), one: 96}, {one: 96}, {}],
+    )
+    as_configured = divergences(network, CONFIG, PROBE, [layers])
+    at_96 = divergences(network, CONFIG.model_copy(update={"budget_tokens": 96}), PROBE, [layers, (one,)])
+    assert as_configured == [alike] and at_96 == [other, alone]
+    assert len({alike, other, mixed, alone}) == 4 and abs(nothing) < 1e-6
+
+
 def test_lookups_ask_for_entries_of_their_register_and_compare_the_answers() -> None:
     (probe, other) = lookup_probes(encode, 3000, 2)
     text = bytes(probe.ids).decode()
