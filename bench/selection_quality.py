@@ -5,8 +5,9 @@
 Each text hides ten passwords in 6,900 tokens of prose; a question and its answer are forced token by token, and every
 layer but the exact ones attends the pages that the oracle's operations choose with the true query. A way is
 granularity/aggregate/bound by maxima and minima, or granularity/aggregate/codes; ``oracle`` chooses by the true
-attention weights. Lookups are counted where dense attention is right. ``--prose``: 64 tokens of prose are forced after
-5,008 instead, and nothing is asked. One line per way.
+attention weights. Ending in /factors: with the shipped budgets per layer (`budget_factors`), the same tokens in all.
+Lookups are counted where dense attention is right. ``--prose``: 64 tokens of prose are forced after 5,008 instead, and
+nothing is asked. One line per way.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from bench.fidelity import lookups as facts_in_prose
 from hybrid_backend.attention.quality import covered_tokens
 from hybrid_backend.config import SelectionConfig, find_config, load_config
 from hybrid_backend.kernels import oracle
+from hybrid_backend.methods.scout import Scout
 from hybrid_backend.tools.hub import fetch
 from hybrid_backend.tools.profile.measure import page_digests
 from tests.engines.server import MODEL
@@ -33,7 +35,8 @@ from tests.engines.texts import tokens_of_prose
 
 WAYS = (
     "layer/sum/1,layer/max/1,kv_head/sum/1,kv_head/max/1,layer/softmax/1,layer/softmax/0.5,layer/softmax/0.3,"
-    "kv_head/softmax/1,kv_head/softmax/0.5,layer/softmax/codes,oracle"
+    "kv_head/softmax/1,kv_head/softmax/0.5,layer/softmax/codes,oracle,layer/softmax/0.5/factors,"
+    "layer/softmax/codes/factors,oracle/factors"
 )
 
 
@@ -44,6 +47,7 @@ class Attention:
     page_size: int
     budget: int  # tokens
     exact_layers: tuple[int, ...]
+    factors: dict[int, float]  # of the other layers
     way: str | None = None
     mass: dict[str, list[float]] = field(default_factory=dict)
 
@@ -54,22 +58,24 @@ class Attention:
         queries, tokens = q.shape[2], k.shape[2]
         allowed = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)[None, None]
         if queries == 1 and self.way is not None and module.layer_idx not in self.exact_layers:
-            allowed = self._selected(self.way, q[0, :, 0], k[0], scaling)
+            allowed = self._selected(self.way, q[0, :, 0], k[0], scaling, module.layer_idx)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
 
-    def _selected(self, way: str, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def _selected(self, way: str, q: Tensor, k: Tensor, scale: float, layer: int) -> Tensor:
         """``[1, heads, 1, tokens]`` bool."""
         kv_heads, tokens, dim = k.shape
         pages = -(-tokens // self.page_size)
         weights = (torch.matmul(q.view(kv_heads, -1, dim), k.transpose(1, 2)) * scale).softmax(-1)
         table, whole = torch.arange(pages, dtype=torch.int32)[None], torch.tensor([pages], dtype=torch.int32)
-        budget = min(pages, self.budget // self.page_size)
-        if way == "oracle":
+        by_scores = way.removesuffix("/factors")
+        budget = self.budget // self.page_size
+        budget = min(pages, budget if way == by_scores else round(self.factors[layer] * budget))
+        if by_scores == "oracle":
             shares = F.pad(weights, (0, pages * self.page_size - tokens)).unflatten(-1, (pages, self.page_size)).sum(-1)
             scores = shares.sum((0, 1))[None, None]
         else:
-            granularity, aggregate, by = way.split("/")
+            granularity, aggregate, by = by_scores.split("/")
             keys = {"digest": by} if by == "codes" else {"bound": float(by)}
             how = SelectionConfig.model_validate({"granularity": granularity, "aggregate": aggregate, **keys})
             digests = page_digests(k.transpose(0, 1), self.page_size, "codes" if by == "codes" else "minmax")
@@ -106,7 +112,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the texts")
     parser.add_argument("--ways", default=WAYS)
     options = parser.parse_args()
-    attention = Attention(options.page_size, options.budget, load_config(find_config(MODEL)).exact_layers)
+    config = load_config(find_config(MODEL))
+    sparse = [layer for layer in range(len(config.budget_factors)) if layer not in config.exact_layers]
+    factors = Scout.factors(config, sparse)
+    attention = Attention(options.page_size, options.budget, config.exact_layers, factors)
     AttentionInterface.register("selecting", attention)
     model = AutoModelForCausalLM.from_pretrained(fetch(MODEL), dtype=torch.float32, attn_implementation="selecting")
     ways: list[str | None] = [None, *options.ways.split(",")]
