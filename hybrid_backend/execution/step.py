@@ -67,7 +67,7 @@ class DecodeStep:
         self._row = {layer: row for row, layer in enumerate(tiers.layout.framed_layers(model))}
         pages, requests = len(tiers.host.layers[self._layers[0]]), tiers.frames.requests
         sparse = [layer for layer in self._row if tiers.has_digests(layer)]
-        factors, recalls = method.factors(config, sparse), method.recalls(config)
+        factors, recalls = method.factors(config, sparse, tiers.layout.frames_per_request), method.recalls(config)
         self.shape = StepShape.of(config, model, tiers.layout, pages, requests, recalls, factors.values())
         self.state = StepState.make(
             requests, self.shape.columns, self.shape.frames, self.shape.recalls, len(self._row), tiers.device,

@@ -57,7 +57,7 @@ class Life(RuleBasedStateMachine):
         query=st.sampled_from(["predicted", "real", "none"]),
         kernel=st.sampled_from(["native", "torch"]),
         digest=st.sampled_from(["auto", "minmax", "codes"]),
-        factors=st.sampled_from([(), (1.5, 1, 1, 0.5)]),
+        factors=st.sampled_from([(), (1.25, 1, 1, 0.75)]),
         seed=st.integers(0, 2**16),
     )
     def start(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_backend.engines.vllm.asked import asked_budget
+from hybrid_backend.execution import DecodeStep
 from hybrid_backend.step import Step
 from tests.support.attended import Attended
 from tests.support.harness import PAGE, Engine, config, spec
@@ -72,6 +73,19 @@ def test_each_layer_of_scout_attends_its_factor_of_every_rows_budget(
             row = engine.ran.decode.request_ids.index(name)
             found = [seen[row, layer] for layer in range(4)]
             assert found == [(each - 1) * PAGE + 1 for each in pages], name  # the growing page has one token
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("frames", "is_spread"), [(6, True), (5, False)])
+def test_where_frames_do_not_hold_the_largest_budget_all_layers_have_the_same(frames: int, is_spread: bool) -> None:
+    cfg = config(tiers="separate", frames_per_request=frames, budget_factors=[0.5, 1.5, 1])
+    engine = Engine(cfg, spec(layers=3), num_pages=200)
+    try:
+        step = engine.runtime.executor
+        assert isinstance(step, DecodeStep)
+        assert (step.shape.budget, step.shape.least_budget) == ((6, 2) if is_spread else (4, 4))
+        assert len(step.inputs.layer_budgets) == (3 if is_spread else 0)
     finally:
         engine.close()
 
