@@ -68,7 +68,8 @@ def measure(
         """Which step of its interval it is: by the position, the first one looks at all pages."""
         columns = given if name == "attention" else table
         interval = intervals.get(name, 1)
-        lengths = torch.tensor([columns.shape[1] * page_size - turn % interval])
+        round_of = interval if interval % 2 == 0 else 2 * interval  # codes alternate from token to token
+        lengths = torch.tensor([columns.shape[1] * page_size - turn % round_of])
         decoders[name].begin(
             columns,
             lengths,
@@ -79,7 +80,7 @@ def measure(
             aggregate=aggregate,
             per_head=per_head,
         )
-        return int(lengths) % interval
+        return int(lengths) % round_of
 
     times: dict[str, dict[int, list[float]]] = {name: {} for name in decoders}
     for turn in range(QUERIES * (reps + 1)):

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
 
+_ROUNDS = 4
+"""In which what a layer cannot take, or must have, is shared out among the others: each leaves a little of it."""
+
 
 class LayerBudgets:
-    """What each of some layers attends of a row that leaves pages out: the row's budget times the layer's factor.
+    """What layers attend of a row that leaves pages out: the row's budget in the mean over those that select.
 
     Args:
         config: for the pages that are always attended.
-        factors: one per layer.
+        factors: of those that select, in the mean 1 (`Method.factors`).
+        layers: in the order of `of_rows`.
         most: pages that a layer can attend of a row that leaves any out; None: as many as there are.
     """
 
-    def __init__(self, config: HybridConfig, factors: Sequence[float], most: int | None = None) -> None:
-        self._factors = torch.tensor(factors, dtype=torch.float64)[:, None]
+    def __init__(
+        self, config: HybridConfig, factors: Mapping[int, float], layers: Sequence[int], most: int | None = None
+    ) -> None:
+        in_order = [factors.get(layer, 1.0) for layer in layers]
+        self._factors = torch.tensor(in_order, dtype=torch.float64)[:, None]
+        self._selects = torch.tensor([layer in factors for layer in layers])
         self._least, self._most = config.sinks + config.recent + 1, most
 
     def of_rows(self, budgets: Tensor, num_pages: Tensor) -> Tensor:
         """``[layers, rows]`` int64 pages. ``budgets``: ``[rows]`` pages; all of a row's where it leaves none out."""
-        pages = (self._factors * budgets).round().long().clamp(self._least, self._most)
-        return torch.where(budgets < num_pages, pages.minimum(num_pages), num_pages)
+        leaves_out = budgets < num_pages
+        limit = num_pages if self._most is None else num_pages.clamp(max=self._most)
+        wanted = self._factors * budgets
+        pages = wanted.clamp(self._least).minimum(limit)
+        is_clipped = bool(((pages != wanted) & leaves_out).any())
+        for _ in range(_ROUNDS if is_clipped else 0):
+            mine = pages[self._selects]
+            free = (mine > self._least) & (mine < limit)
+            missing = budgets * len(mine) - mine.sum(0)
+            wanted = wanted * (1 + missing / (mine * free).sum(0).clamp(min=1))
+            pages = wanted.clamp(self._least).minimum(limit)
+        return torch.where(leaves_out, pages.round().long(), num_pages)

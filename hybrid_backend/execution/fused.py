@@ -71,8 +71,7 @@ class FusedStep:
         self._next_sequence = 0
         self._watch = watch(config, stats, sorted(self._sparse_layers), tiers.host.pages)
         factors = method.factors(config, digests, frames=0)
-        every = range(len(tiers.host.layers))
-        self._budgets = LayerBudgets(config, [factors.get(layer, 1.0) for layer in every]) if factors else None
+        self._budgets = LayerBudgets(config, factors, range(len(tiers.host.layers))) if factors else None
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
         bound = config.selection.bound
         self._decoder = cpu.Decoder(

@@ -7,6 +7,7 @@ that a graph captured once holds for every step. What the operations do is count
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ from hybrid_backend.tiers.state import StepInputs, StepState
 from hybrid_backend.workers import WorkerPool
 
 _LOOKUPS, _HITS = Counters._fields.index("lookups"), Counters._fields.index("hits")
+
+_log = logging.getLogger(__name__)
 
 
 class _Layer(NamedTuple):
@@ -73,8 +76,13 @@ class DecodeStep:
             requests, self.shape.columns, self.shape.frames, self.shape.recalls, len(self._row), tiers.device,
             len(self._row) if factors else 0,
         )  # fmt: skip
-        in_order = [factors.get(layer, 1.0) for layer in self._row]
-        self._budgets = LayerBudgets(config, in_order, self.shape.most) if factors else None
+        most = min(self.shape.most, self.shape.most_budget)
+        self._budgets = LayerBudgets(config, factors, list(self._row), most) if factors else None
+        if method.factors(config, sparse, frames=0) and not factors:
+            _log.info(
+                "budget_factors: not used: %d frames_per_request do not hold the largest budget, %.2f times %d pages",
+                tiers.layout.frames_per_request, max(config.budget_factors), config.budget_pages,
+            )  # fmt: skip
         self.inputs, self.maps = self.state.inputs, self.state.maps
         self._at = {layer: self._buffers(layer, row) for layer, row in self._row.items()}
         self._first: dict[int, StepInputs] = {}  # by rows

@@ -1,7 +1,7 @@
 """What a request may ask of the backend: ``SamplingParams.extra_args``, over HTTP ``vllm_xargs``.
 
-``budget_tokens``: tokens attended per layer and decode step instead of the configuration's (`Batch.budgets`), a whole
-number of tokens, at least 1.
+``budget_tokens``: tokens attended per layer, in the mean, and decode step instead of the configuration's
+(`Batch.budgets`), a whole number of tokens, at least 1.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Spread:
     def helps(self) -> bool:
         """Whether no kind of probe gets worse, and one gets better by `GAIN`."""
         pairs = [(self.even[kind], self.spread[kind]) for kind in self.even]
-        return all(then <= now for now, then in pairs) and any(
+        return all(then <= now + _NOTHING for now, then in pairs) and any(
             then <= (1 - GAIN) * now - _NOTHING for now, then in pairs
         )
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybrid_backend.engines.vllm.asked import asked_budget
 from hybrid_backend.execution import DecodeStep
+from hybrid_backend.execution.budgets import LayerBudgets
 from hybrid_backend.step import Step
 from tests.support.attended import Attended
 from tests.support.harness import PAGE, Engine, config, spec
@@ -44,14 +50,14 @@ def test_each_row_attends_the_budget_that_its_request_asked_for(tiers: str) -> N
 def test_each_layer_of_scout_attends_its_factor_of_every_rows_budget(
     method: str, tiers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At least what is always attended and one page more, at most what the frames, or the budget, have room for; a row
-    that leaves nothing out has no budget."""
+    """At least what is always attended and one page more, which others then have less, at most what the frames have
+    room for; a row that leaves nothing out has no budget."""
     keys = {"method": method, "sparse": "always", "frames_per_request": 10, "metrics": {"sample_interval": 0}}
     cfg = config(**keys, tiers=tiers, exact_layers=[2], budget_factors=[0.25, 1.5, 1, 1.25])
     engine = Engine(cfg, spec(layers=4), num_pages=200, is_witnessed=True)
     asked = {"none": 0, "more": 8 * PAGE, "short": 0}
-    most = PAGES + 1 if tiers == "unified" else 10
-    expected = {"none": (3, 6, PAGES + 1, 5), "more": (3, min(12, most), PAGES + 1, min(10, most)), "short": (3,) * 4}
+    more = (3, 11, PAGES + 1, 10) if tiers == "unified" else (4, 10, PAGES + 1, 10)
+    expected = {"none": (3, 5, PAGES + 1, 4), "more": more, "short": (3,) * 4}
     if method == "infinigen":
         expected |= {"none": (4, 4, PAGES + 1, 4), "more": (8, 8, PAGES + 1, 8)}
     assert engine.witness is not None
@@ -75,6 +81,30 @@ def test_each_layer_of_scout_attends_its_factor_of_every_rows_budget(
             assert found == [(each - 1) * PAGE + 1 for each in pages], name  # the growing page has one token
     finally:
         engine.close()
+
+
+@given(
+    st.lists(st.floats(0.3, 2), min_size=2, max_size=30),
+    st.lists(st.tuples(st.integers(4, 300), st.integers(1, 600)), min_size=1, max_size=4),
+    st.none() | st.integers(300, 400),
+)
+def test_the_budget_is_the_mean_of_what_layers_attend_whatever_some_of_them_cannot_take(
+    shares: list[float], rows: list[tuple[int, int]], most: int | None
+) -> None:
+    """Of rows that are hardly longer than their budgets, and of budgets hardly larger than what is always attended."""
+    mean, layers = fmean(shares), range(1, len(shares) + 1)  # layer 0 attends everything
+    factors = {layer: share / mean for layer, share in zip(layers, shares, strict=True)}
+    budgets, pages = torch.tensor(rows).T
+    found = LayerBudgets(config(), factors, range(len(shares) + 1), most).of_rows(budgets, pages)
+    for row, (budget, count) in enumerate(rows):
+        mine = found[1:, row]
+        if budget >= count:
+            assert mine.tolist() == [count] * len(shares)
+            continue
+        assert int(mine.min()) >= 3 and int(mine.max()) <= min(count, most or count)
+        assert abs(float(mine.double().mean()) - budget) <= 0.5 + 0.02 * budget
+        in_order = sorted(zip(shares, mine.tolist(), strict=True))
+        assert [each for _, each in in_order] == sorted(each for _, each in in_order)
 
 
 @pytest.mark.parametrize(("frames", "is_spread"), [(6, True), (5, False)])

@@ -317,7 +317,7 @@ def test_a_step_with_codes_reads_the_middles_of_what_it_selects_among_and_codes_
     middle, rest = (n * SHAPE.kv_heads * SHAPE.head_dim * 4 for n in (1, 3))
     look = pages * middle + 4 * budget * rest
     assert every.code_bytes_per_step == pytest.approx(look)
-    between = (4 * budget + 2 * budget) / 2  # of what a look has kept and of the best half of it, in turns
+    between = (3 * 4 * budget + 4 * 2 * budget) / 7  # at even tokens of all that a look has kept, at odd ones of half
     assert default.code_bytes_per_step == pytest.approx((look + 7 * between * (middle + rest)) / 8)
     assert (
         every.selecting_in_place > default.selecting_in_place > default.scoring_in_place(default.digest_bytes_per_step)

@@ -94,11 +94,13 @@ class Costs:
 
     @cached_property
     def code_bytes_per_step(self) -> float:
-        """With `selection.digest: codes`: the middles of all pages in question, and the rest of some; between looks in
-        turns of all that a look has kept and of the best half of it."""
+        """With `selection.digest: codes`: the middles of all pages in question, and the rest of some; between looks at
+        even tokens of all that a look has kept, at odd ones of the best half of it."""
         kept = min(self._pages, KEPT * self.config.budget_pages)
         best = min(self._pages, BEST * self.config.budget_pages)
-        between = 2 * (best + kept)
+        steps = self.config.selection.steps_between_looks
+        odd = steps // 2 / (steps - 1) if steps > 1 and steps % 2 == 0 else 0.5  # a look takes the place of an even one
+        between = 4 * (odd * best + (1 - odd) * kept)
         return self._mean_over_steps(self._pages + 3 * kept, between) * self._page_in_bytes / 2
 
     @property
