@@ -30,9 +30,16 @@ class LayerBudgets:
         self._factors = torch.tensor(in_order, dtype=torch.float64)[:, None]
         self._selects = torch.tensor([layer in factors for layer in layers])
         self._least, self._most = config.sinks + config.recent + 1, most
+        self._known = torch.empty(0, 0), torch.empty(0, 0)
 
     def of_rows(self, budgets: Tensor, num_pages: Tensor) -> Tensor:
         """``[layers, rows]`` int64 pages. ``budgets``: ``[rows]`` pages; all of a row's where it leaves none out."""
+        given = torch.stack([budgets, num_pages])
+        if not torch.equal(given, self._known[0]):  # most steps begin no page, and rows are those of the step before
+            self._known = given, self._of_rows(budgets, num_pages)
+        return self._known[1]
+
+    def _of_rows(self, budgets: Tensor, num_pages: Tensor) -> Tensor:
         leaves_out = budgets < num_pages
         limit = num_pages if self._most is None else num_pages.clamp(max=self._most)
         wanted = self._factors * budgets
