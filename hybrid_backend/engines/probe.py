@@ -253,6 +253,8 @@ def _lacks_at(sources: Sources, place: str, lean: Lean) -> Iterator[str]:
 def _cut(text: str, name: str, indent: str, *kinds: str) -> str:
     """The source of the last definition of that name (before it are overloads) with that indentation; empty: none."""
     for kind in kinds:
+        if f"\n{indent}{kind}{name}" not in text:  # which is quicker than to look from the end
+            continue
         for follows in ("(", ":", "["):
             first = text.rfind(f"\n{indent}{kind}{name}{follows}")
             if first < 0:
@@ -291,6 +293,8 @@ def _lacks_member(place: str, member: str, family: Sequence[Definition]) -> Iter
     name, _, types = member.partition(": ")
     word = re.escape(name)
     for each in family:
+        if name not in each.source:
+            continue
         declared = re.search(rf"\n    {word}\s*:\s*([^=\n]+)", each.source)
         declared = declared or re.search(rf"self\.{word}\s*:\s*([^=\n]+)", each.source)
         is_there = declared or re.search(

@@ -71,7 +71,7 @@ class FusedStep:
         self._next_sequence = 0
         self._watch = watch(config, stats, sorted(self._sparse_layers), tiers.host.pages)
         factors = method.factors(config, digests, frames=0)
-        self._budgets = LayerBudgets(config, factors, range(len(tiers.host.layers))) if factors else None
+        self._budgets = LayerBudgets(config, factors, range(self._layers)) if factors else None
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
         bound = config.selection.bound
         self._decoder = cpu.Decoder(

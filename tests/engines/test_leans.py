@@ -28,15 +28,14 @@ def test_the_installed_version_has_all_that_we_lean_on(known: Engine) -> None:
     assert known.missing() == []
 
 
-def test_looking_takes_a_fifth_of_a_second_at_most(known: Engine) -> None:
-    """At start nobody waits for it: the engine's own imports take a hundred times as long. (Half of it, on a core that
-    nobody shares.)"""
+def test_looking_takes_a_tenth_of_a_second(known: Engine) -> None:
+    """At start nobody waits for it: the engine's own imports take a hundred times as long."""
     taken = []
     for _ in range(5):
         before = time.process_time()
         known.missing()
         taken.append(time.process_time() - before)
-    assert min(taken) < 0.2
+    assert min(taken) < 0.1
 
 
 def overrides(package: str, sources: Sources) -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -345,8 +345,8 @@ int64_t DecodeLayer::span_bytes() const {
   for (const auto& sequence : sequences_) {
     for (const SpanDigests& layer : sequence.second.spans) total += layer.size();
     for (const Kept& layer : sequence.second.kept)
-      for (const auto* lists : {&layer.lists, &layer.best})
-        for (const auto& list : *lists) total += (int64_t)list.capacity() * sizeof(int32_t);
+      for (const Shortlist* kept : {&layer.looked, &layer.best})
+        for (const auto& list : kept->lists) total += (int64_t)list.capacity() * sizeof(int32_t);
   }
   return total;
 }
@@ -388,17 +388,11 @@ void DecodeLayer::select_row(int r, int lane) {
 
 void DecodeLayer::choose(int r, int list, const float* scores, const int32_t* columns, int count, Lane& mine) {
   int32_t *chosen = &selected_[((size_t)r * model_.kv_heads + list) * columns_], *best = grown(mine.best, columns_);
-  if (interval_ > 1 && choices_[r] == OF_ALL) {
+  if (interval_ > 1) {
     Kept& kept = row_sequences_[r]->kept[layer_index()];
-    kept.lists.resize(lists());
-    kept.budget = budget_of(r), kept.num_pages = num_pages_[r];
-    keep(r, kShortlist, scores, columns, count, mine, kept.lists[list]);
-  }
-  if (interval_ > 1 && in_codes() && choices_[r] != OF_BEST) {
-    Kept& kept = row_sequences_[r]->kept[layer_index()];
-    kept.best.resize(lists());
-    kept.best_pages = num_pages_[r];
-    keep(r, kBest, scores, columns, count, mine, kept.best[list]);
+    kept.budget = budget_of(r);  // between looks it is the same
+    if (choices_[r] == OF_ALL) keep(kept.looked, r, list, kShortlist, scores, columns, count, mine);
+    if (choices_[r] != OF_BEST && in_codes()) keep(kept.best, r, list, kBest, scores, columns, count, mine);
   }
   counts_[r] = select_best(scores, count, budget_of(r), sinks_, recent_, best);
   for (int i = 0; i < counts_[r]; i++) chosen[i] = columns ? columns[best[i]] : best[i];  // in place: best[i] >= i
@@ -406,8 +400,11 @@ void DecodeLayer::choose(int r, int list, const float* scores, const int32_t* co
   list_row(r, list, chosen, counts_[r]);
 }
 
-void DecodeLayer::keep(int r, int times, const float* scores, const int32_t* columns, int count, Lane& mine,
-                       std::vector<int32_t>& pages) {
+void DecodeLayer::keep(Shortlist& kept, int r, int list, int times, const float* scores, const int32_t* columns,
+                       int count, Lane& mine) {
+  kept.lists.resize(lists());
+  kept.num_pages = num_pages_[r];
+  auto& pages = kept.lists[list];
   int32_t* best = grown(mine.best, columns_);
   const int wanted = (int)std::min<int64_t>((int64_t)times * budget_of(r), count);
   pages.resize(select_best(scores, count, wanted, sinks_, recent_, best));
@@ -419,24 +416,21 @@ DecodeLayer::Choice DecodeLayer::choice_of(int r) const {
   if (interval_ == 1) return OF_ALL;
   const Kept& kept = row_sequences_[r]->kept[layer_index()];
   // A row that was dense for long meanwhile, or came back shorter, has nothing to go on with.
-  const bool is_due = (int)kept.lists.size() != lists() || kept.budget != budget_of(r) ||
-                      kept.num_pages > num_pages_[r] || num_pages_[r] - kept.num_pages > interval_ ||
-                      (seq_lens_[r] + layer_index()) % interval_ == 0;
+  const int64_t at = seq_lens_[r] + layer_index();
+  const bool is_due = !can_go_on(kept.looked, r) || kept.budget != budget_of(r) ||
+                      num_pages_[r] - kept.looked.num_pages > interval_ || at % interval_ == 0;
   if (is_due) return OF_ALL;
-  const bool is_best_due = (int)kept.best.size() != lists() || kept.best_pages > num_pages_[r] ||
-                           (seq_lens_[r] + layer_index()) % kBestSteps == 0;
-  return is_best_due ? OF_KEPT : OF_BEST;
+  return can_go_on(kept.best, r) && at % kBestSteps != 0 ? OF_BEST : OF_KEPT;
 }
 
 // The last pages were among those that were kept, so what came since follows them.
 void DecodeLayer::recall_kept(int r) {
-  const Kept& kept = row_sequences_[r]->kept[layer_index()];
-  const bool of_best = choices_[r] == OF_BEST;
+  const Kept& all = row_sequences_[r]->kept[layer_index()];
+  const Shortlist& kept = choices_[r] == OF_BEST ? all.best : all.looked;
   for (int l = 0; l < lists(); l++) {
     const size_t at = (size_t)r * model_.kv_heads + l;
-    const auto& pages = of_best ? kept.best[l] : kept.lists[l];
-    int32_t* to = std::copy(pages.begin(), pages.end(), &selected_[at * columns_]);
-    for (int c = of_best ? kept.best_pages : kept.num_pages; c < num_pages_[r]; c++) *to++ = c;
+    int32_t* to = std::copy(kept.lists[l].begin(), kept.lists[l].end(), &selected_[at * columns_]);
+    for (int c = kept.num_pages; c < num_pages_[r]; c++) *to++ = c;
     short_counts_[at] = (int32_t)(to - &selected_[at * columns_]);
   }
 }

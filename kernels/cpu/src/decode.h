@@ -49,9 +49,13 @@ class DecodeLayer : public Task {
   // What a row's pages are chosen from: nothing is left out; all pages; those that the last look at all has kept; the
   // best of these by codes, as they were a few steps ago.
   enum Choice : uint8_t { NONE, OF_ALL, OF_KEPT, OF_BEST };
+  struct Shortlist {
+    std::vector<std::vector<int32_t>> lists;
+    int32_t num_pages = 0;  // of the row then
+  };
   struct Kept {
-    std::vector<std::vector<int32_t>> lists, best;
-    int32_t budget = 0, num_pages = 0, best_pages = 0;  // of the row then
+    Shortlist looked, best;
+    int32_t budget = 0;
   };
   struct Sequence {
     std::vector<SpanDigests> spans;  // per layer
@@ -99,8 +103,11 @@ class DecodeLayer : public Task {
   // Of `count` pages at these columns (null: all of the row's) what the list attends, and keeps for the steps to come.
   void choose(int row, int list, const float* scores, const int32_t* columns, int count, Lane& lane);
   // The columns of the best `times` budgets among them.
-  void keep(int row, int times, const float* scores, const int32_t* columns, int count, Lane& lane,
-            std::vector<int32_t>& pages);
+  void keep(Shortlist& kept, int row, int list, int times, const float* scores, const int32_t* columns, int count,
+            Lane& lane);
+  bool can_go_on(const Shortlist& kept, int row) const {
+    return (int)kept.lists.size() == lists() && kept.num_pages <= num_pages_[row];
+  }
   Choice choice_of(int row) const;
   void recall_kept(int row);
   // Its pages are scored in the phase between: a shortlist's, or those that were kept.
