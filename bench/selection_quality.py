@@ -114,7 +114,7 @@ def main() -> None:
     options = parser.parse_args()
     config = load_config(find_config(MODEL))
     sparse = [layer for layer in range(len(config.budget_factors)) if layer not in config.exact_layers]
-    factors = Scout.factors(config, sparse, frames=0)
+    factors = Scout.factors(config, sparse)
     attention = Attention(options.page_size, options.budget, config.exact_layers, factors)
     AttentionInterface.register("selecting", attention)
     model = AutoModelForCausalLM.from_pretrained(fetch(MODEL), dtype=torch.float32, attn_implementation="selecting")

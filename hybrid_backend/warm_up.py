@@ -30,7 +30,7 @@ def warm_up(runtime: HybridRuntime, page: int) -> None:
     """
     model, tiers, size = runtime.model, runtime.tiers, runtime.config.page_size
     staged = 0 if tiers.stream is None else 2 * tiers.stream.capacity // model.num_kv_heads
-    pages = max(tiers.frames.size, staged) + 2
+    pages = max(tiers.frames.size, staged, *tiers.layout.layer_frames.values()) + 2
     if model.max_tokens is not None:
         pages = min(pages, model.max_tokens // size - 1)
     if pages < 2 or model.parks:

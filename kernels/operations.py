@@ -17,7 +17,8 @@ nothing is selected, attended, planned or opened for it, whatever its request in
 lse -inf). A score that is NaN counts as -inf in every operation, and 0.0 equals -0.0. What varies from step to step
 lies in tensors and no operation reads one on the host or waits, so that a CUDA graph can hold them all.
 
-A running request has an index, and owns the frames ``index * n .. (index + 1) * n`` of every layer.
+A running request has an index, and owns the frames ``index``, ``index + n``, ``index + 2 n`` and so on of every layer,
+where n requests may run: so a layer may have fewer frames than another.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Maps(NamedTuple):
     in the sequence, so requests that share a prefix may each hold a copy of the same host page."""
 
     frame_of: Tensor  # [layers, requests, columns] int32 frame of each logical page, -1: not resident
-    page_of: Tensor  # [layers, requests * frames] int32: the inverse; -1: empty, or about to be overwritten
-    importance: Tensor  # [layers, requests * frames] fp32 of the frame's page; +inf: always selected, -inf: empty
+    page_of: Tensor  # [layers, frames * requests] int32: the inverse; -1: empty, or about to be overwritten
+    importance: Tensor  # the same of fp32, of the frame's page; -inf: empty, +inf: always selected, or no such frame
 
     def of(self, layer: int | slice) -> Maps:
         return Maps(*(x[layer] for x in self))

@@ -246,7 +246,7 @@ def note_scores(
 ) -> None:
     live = budgets < num_pages
     size = len(maps.page_of) // len(maps.frame_of)
-    frames = requests[live].long()[:, None] * size + torch.arange(size)
+    frames = requests[live].long()[:, None] + torch.arange(size) * len(maps.frame_of)
     pages = maps.page_of[frames].long()
     count = num_pages[live][:, None]
     best = _numbers(scores[live]).amax(1).gather(1, pages.clamp(min=0))
@@ -261,16 +261,15 @@ def plan_recall(
 ) -> None:  # fmt: skip
     note_scores(maps, scores, num_pages, budgets, requests, sinks, recent)
     rows = len(scores)
-    size = len(maps.page_of) // len(maps.frame_of)
+    count = len(maps.frame_of)
     copies.frames[:rows] = -1
     due = (num_pages > 0) & ((ages == 0) | ((ages + phase) % interval == 0))
     for row in due.nonzero().flatten().tolist():
         request = int(requests[row])
-        first = request * size
-        importance = maps.importance[first : first + size]
+        importance = maps.importance[request::count]
         kept = importance == _INF
-        for frames, count in zip(selected[0][row], selected[1][row].tolist(), strict=True):
-            kept[frames[:count].long() - first] = True
+        for frames, listed in zip(selected[0][row], selected[1][row].tolist(), strict=True):
+            kept[frames[:listed].long() // count] = True
         order = importance.argsort(stable=True)
         victims = order[~kept[order]]
 
@@ -279,7 +278,7 @@ def plan_recall(
         wanted = values.argsort(descending=True, stable=True)
 
         pairs = min(len(victims), len(wanted), copies.frames.shape[1])
-        victims, wanted = first + victims[:pairs], wanted[:pairs]
+        victims, wanted = request + victims[:pairs] * count, wanted[:pairs]
         old = maps.page_of[victims].long()
         maps.frame_of[request, old[old >= 0]] = -1
         maps.page_of[victims] = -1
@@ -310,13 +309,12 @@ def commit_pages(maps: Maps, copies: Copies, generations: Tensor) -> None:
 
 
 def open_pages(maps: Maps, requests: Tensor, pages: Tensor, positions: Tensor, page_size: int, sinks: int) -> None:
-    size = maps.page_of.shape[1] // maps.frame_of.shape[1]
+    count = maps.frame_of.shape[1]
     begins = (pages >= 0) & (positions % page_size == 0)
     for row in begins.nonzero().flatten().tolist():
         request, page = int(requests[row]), int(positions[row]) // page_size
         layers = (maps.frame_of[:, request, page] < 0).nonzero().flatten()
-        first = request * size
-        frames = first + maps.importance[layers, first : first + size].argmin(1)
+        frames = request + maps.importance[layers, request::count].argmin(1) * count
         old = maps.page_of[layers, frames].long()
         maps.frame_of[layers[old >= 0], request, old[old >= 0]] = -1
         maps.page_of[layers, frames] = page

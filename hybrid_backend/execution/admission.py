@@ -22,7 +22,7 @@ class Admission:
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         self._config, self._model, self._tiers, self._ops = config, model, tiers, tiers.operations
         self._queries: dict[str, dict[int, Tensor]] = {}  # by request and layer, [1, heads, head_dim]
-        self._fits = tiers.frames.size * config.page_size
+        self._fits = tiers.layout.fewest_frames * config.page_size
 
     def saw(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """A prompt chunk was attended in ``layer``; ``q``: ``[chunk, heads, head_dim]``."""
@@ -42,17 +42,17 @@ class Admission:
         Returns:
             Pages copied.
         """
-        frames, config = self._tiers.frames, self._config
+        config, frames = self._config, len(maps.page_of) // len(maps.frame_of)
         digests = self._tiers.digest_layer(layer)
         query = None if digests is None else self._queries.get(request_id, {}).get(layer)
         if table.device.type == "cuda":  # whatever the sequence's length, by the kernels of a decode step
             table = torch.nn.functional.pad(table, (0, maps.frame_of.shape[1] - table.shape[1]))
         pages, importance = best_pages(
-            self._ops, config, query, digests, table, num_pages, frames.size, self._model.scale
+            self._ops, config, query, digests, table, num_pages, frames, self._model.scale
         )
-        chosen = place(maps, index, frames.size, pages, importance)
+        chosen = place(maps, index, pages, importance)
         host_pages = table[0, pages.long()].contiguous()
-        self._ops.copy_pages(self._tiers.host.views[layer], frames.layers[layer], host_pages, chosen)
+        self._ops.copy_pages(self._tiers.host.views[layer], self._tiers.frames.layers[layer], host_pages, chosen)
         return len(pages)
 
 
@@ -98,14 +98,15 @@ def best_pages(
     return pages, scores[0, 0, pages.long()].masked_fill(always, float("inf"))
 
 
-def place(maps: Maps, index: int, frames: int, pages: Tensor, importance: Tensor) -> Tensor:
+def place(maps: Maps, index: int, pages: Tensor, importance: Tensor) -> Tensor:
     """Enter pages into the first of an index's empty frames; returns the frames, ``[pages]`` int32. ``maps``: of a
     layer."""
-    first = index * frames
-    chosen = torch.arange(first, first + len(pages), dtype=torch.int32, device=pages.device)
+    requests = len(maps.frame_of)
+    mine = slice(index, index + len(pages) * requests, requests)
+    chosen = torch.arange(mine.start, mine.stop, requests, dtype=torch.int32, device=pages.device)
     maps.frame_of[index, pages.long()] = chosen
-    maps.page_of[first : first + len(pages)] = pages
-    maps.importance[first : first + len(pages)] = importance
+    maps.page_of[mine] = pages
+    maps.importance[mine] = importance
     return chosen
 
 

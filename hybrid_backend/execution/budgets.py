@@ -20,16 +20,21 @@ class LayerBudgets:
         config: for the pages that are always attended.
         factors: of those that select, in the mean 1 (`Method.factors`).
         layers: in the order of `of_rows`.
-        most: pages that a layer can attend of a row that leaves any out; None: as many as there are.
+        most: pages that each layer can attend of a row that leaves any out; None: as many as there are.
     """
 
     def __init__(
-        self, config: HybridConfig, factors: Mapping[int, float], layers: Sequence[int], most: int | None = None
+        self,
+        config: HybridConfig,
+        factors: Mapping[int, float],
+        layers: Sequence[int],
+        most: Sequence[int] | None = None,
     ) -> None:
         in_order = [factors.get(layer, 1.0) for layer in layers]
         self._factors = torch.tensor(in_order, dtype=torch.float64)[:, None]
         self._selects = torch.tensor([layer in factors for layer in layers])
-        self._least, self._most = config.sinks + config.recent + 1, most
+        self._least = config.sinks + config.recent + 1
+        self._most = None if most is None else torch.tensor(most)[:, None]
         self._known = torch.empty(0, 0), torch.empty(0, 0)
 
     def of_rows(self, budgets: Tensor, num_pages: Tensor) -> Tensor:
@@ -41,13 +46,15 @@ class LayerBudgets:
 
     def _of_rows(self, budgets: Tensor, num_pages: Tensor) -> Tensor:
         leaves_out = budgets < num_pages
-        limit = num_pages if self._most is None else num_pages.clamp(max=self._most)
         wanted = self._factors * budgets
+        limit = num_pages.expand_as(wanted)
+        if self._most is not None:
+            limit = limit.minimum(self._most)
         pages = wanted.clamp(self._least).minimum(limit)
         is_clipped = bool(((pages != wanted) & leaves_out).any())
         for _ in range(_ROUNDS if is_clipped else 0):
             mine = pages[self._selects]
-            free = (mine > self._least) & (mine < limit)
+            free = (mine > self._least) & (mine < limit[self._selects])
             missing = budgets * len(mine) - mine.sum(0)
             wanted = wanted * (1 + missing / (mine * free).sum(0).clamp(min=1))
             pages = wanted.clamp(self._least).minimum(limit)

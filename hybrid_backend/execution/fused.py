@@ -70,7 +70,7 @@ class FusedStep:
         self._sequences: dict[str, int] = {}  # the decoder's name of each request it keeps spans and pages of
         self._next_sequence = 0
         self._watch = watch(config, stats, sorted(self._sparse_layers), tiers.host.pages)
-        factors = method.factors(config, digests, frames=0)
+        factors = method.factors(config, digests)
         self._budgets = LayerBudgets(config, factors, range(self._layers)) if factors else None
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
         bound = config.selection.bound

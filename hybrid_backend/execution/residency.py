@@ -45,6 +45,12 @@ class MappedFrames:
         self._config, self._tiers, self._state, self._maps = config, tiers, state, maps
         self._admission = Admission(config, model, tiers)
         self._has_recalls = state.copies.frames.shape[2] > 0
+        importance, requests = state.maps.importance, tiers.frames.requests
+        # Of a request's frames, by layer: those that a layer does not have are never the least important.
+        self._empty = torch.full_like(importance[:, ::requests], float("-inf"))
+        for row, layer in enumerate(maps):
+            self._empty[row, len(maps[layer].page_of) // requests :] = float("inf")
+        importance.copy_(self._empty.repeat_interleave(requests, 1))
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         self._admission.saw(layer, row, q)
@@ -68,10 +74,10 @@ class MappedFrames:
     def release(self, request_id: str, index: int | None) -> None:
         self._admission.forget(request_id)
         if index is not None:
-            maps, size = self._state.maps, self._tiers.frames.size
+            maps, requests = self._state.maps, self._tiers.frames.requests
             maps.frame_of[:, index] = -1
-            maps.page_of[:, index * size : (index + 1) * size] = -1
-            maps.importance[:, index * size : (index + 1) * size] = float("-inf")
+            maps.page_of[:, index::requests] = -1
+            maps.importance[:, index::requests] = self._empty
 
 
 class FixedFrames:
@@ -88,9 +94,9 @@ class FixedFrames:
     ) -> None:
         self._tiers, self._frame_of, self._held = tiers, maps.frame_of, held
         requests, columns = maps.frame_of.shape[1:]
-        first = torch.arange(requests, dtype=torch.int32, device=maps.frame_of.device) * tiers.frames.size
+        first = torch.arange(requests, dtype=torch.int32, device=maps.frame_of.device)
         pages = torch.arange(columns, dtype=torch.int32, device=maps.frame_of.device)
-        maps.frame_of.copy_(first[:, None] + frame_of(pages))
+        maps.frame_of.copy_(first[:, None] + frame_of(pages) * requests)
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """Nobody's scores decide."""

@@ -7,7 +7,6 @@ that a graph captured once holds for every step. What the operations do is count
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -35,8 +34,6 @@ from hybrid_backend.tiers.state import StepInputs, StepState
 from hybrid_backend.workers import WorkerPool
 
 _LOOKUPS, _HITS = Counters._fields.index("lookups"), Counters._fields.index("hits")
-
-_log = logging.getLogger(__name__)
 
 
 class _Layer(NamedTuple):
@@ -70,19 +67,18 @@ class DecodeStep:
         self._row = {layer: row for row, layer in enumerate(tiers.layout.framed_layers(model))}
         pages, requests = len(tiers.host.layers[self._layers[0]]), tiers.frames.requests
         sparse = [layer for layer in self._row if tiers.has_digests(layer)]
-        factors, recalls = method.factors(config, sparse, tiers.layout.frames_per_request), method.recalls(config)
+        factors, recalls = method.factors(config, sparse), method.recalls(config)
         self.shape = StepShape.of(config, model, tiers.layout, pages, requests, recalls, factors.values())
         self.state = StepState.make(
             requests, self.shape.columns, self.shape.frames, self.shape.recalls, len(self._row), tiers.device,
             len(self._row) if factors else 0,
         )  # fmt: skip
-        most = min(self.shape.most, self.shape.most_budget)
-        self._budgets = LayerBudgets(config, factors, list(self._row), most) if factors else None
-        if method.factors(config, sparse, frames=0) and not factors:
-            _log.info(
-                "budget_factors: not used: %d frames_per_request do not hold the largest budget, %.2f times %d pages",
-                tiers.layout.frames_per_request, max(config.budget_factors), config.budget_pages,
-            )  # fmt: skip
+        self._frames = [tiers.layout.frames(requests, layer) // requests for layer in self._row]  # of one, by row
+        self._budgets: LayerBudgets | None = None
+        if factors:
+            budgets = [round(config.budget_pages * factors.get(layer, 1)) for layer in self._row]
+            most = [max(each) for each in zip(budgets, self._frames, strict=True)] if self.shape.frames else None
+            self._budgets = LayerBudgets(config, factors, list(self._row), most)
         self.inputs, self.maps = self.state.inputs, self.state.maps
         self._at = {layer: self._buffers(layer, row) for layer, row in self._row.items()}
         self._first: dict[int, StepInputs] = {}  # by rows
@@ -117,7 +113,7 @@ class DecodeStep:
                 else MappedFrames(config, model, tiers, self.state, framed)
             )
         self._ages = [0] * requests  # by index, the decode steps that the request has run
-        self._resident = [0] * requests  # by index, the pages in its frames, of one layer
+        self._pages = [0] * requests  # by index, of the request
         on_gpu = tiers.device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(tiers.device).multi_processor_count if on_gpu else 1
         # Pages cross the bus beside the step. So is the next layer's selection made: few programs, each of which waits
@@ -138,8 +134,10 @@ class DecodeStep:
         )
 
     def _buffers(self, layer: int, row: int) -> _Layer:
-        tiers, maps = self._tiers, self.maps.of(row)
-        frames = tiers.frames.layers.get(layer)
+        tiers, maps, frames = self._tiers, self.maps.of(row), self._tiers.frames.layers.get(layer)
+        if not tiers.layout.shares_frames:
+            count = tiers.layout.frames(tiers.frames.requests, layer)
+            maps = Maps(maps.frame_of, maps.page_of[:count], maps.importance[:count])
         return _Layer(
             tiers.host.views[layer], frames, None if frames is None else maps.frame_of, tiers.digest_layer(layer), maps,
             self.state.copies.of(row), self.state.counters[row],
@@ -212,7 +210,7 @@ class DecodeStep:
         """The request is gone, or its pages are about to be others."""
         index = self._tiers.frames.release(request_id)
         if index is not None:
-            self._ages[index] = self._resident[index] = 0
+            self._ages[index] = self._pages[index] = 0
             if self.parking is not None:
                 self.parking.release(index)
         if self._residency is not None:
@@ -231,7 +229,7 @@ class DecodeStep:
             if self._residency is not None:
                 table = rows.page_table[r : r + 1, :pages].int()
                 self._tiers.copied_pages += self._residency.admit(request_id, index, table, pages)
-        self._resident[index] = min(pages, self.shape.frames)
+        self._pages[index] = pages
         return index
 
     def _write(self, number: int, rows: DecodeRows, indices: list[int]) -> int:
@@ -244,7 +242,7 @@ class DecodeStep:
         if self._watch is not None:  # which judges by all samples
             sampled = partial & ~rows.has_own_budget
         self._partial, self._sampled = (which.nonzero().flatten().tolist() for which in (partial, sampled))
-        self._is_resident = not self._partial and int(rows.num_pages.max()) <= self.shape.frames
+        self._is_resident = not self._partial and int(rows.num_pages.max()) <= self.shape.fewest_frames
         self.seq_lens = rows.seq_lens
         columns = {
             "num_pages": rows.num_pages, "seq_lens": rows.seq_lens, "positions": rows.seq_lens - 1,
@@ -624,8 +622,9 @@ class DecodeStep:
     def resident_pages(self) -> int:
         """Frames that hold a page, or are about to, over all layers. As the host knows: no frame of a request is left
         empty while it has pages that it could hold."""
-        held = sum(self._resident) if self.shared is None else self.shared.resident_pages
-        return held * len(self._tiers.frames.layers)
+        if self.shared is not None:
+            return self.shared.resident_pages * len(self._tiers.frames.layers)
+        return sum(min(pages, frames) for pages in self._pages for frames in self._frames)
 
     @property
     def device_bytes(self) -> int:

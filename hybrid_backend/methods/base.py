@@ -113,16 +113,13 @@ class Method(ABC):
         return config
 
     @classmethod
-    def factors(cls, config: HybridConfig, layers: Collection[int], frames: int) -> dict[int, float]:
-        """Of a row's budget, what each of the ``layers`` that select attends, in the mean 1; empty: all alike, as where
-        a layer's budget is more than the ``frames`` of a request (0: there are none): in every step the CPU would
-        attend what is beyond them."""
+    def factors(cls, config: HybridConfig, layers: Collection[int]) -> dict[int, float]:
+        """Of a row's budget, what each of the ``layers`` that select attends, in the mean 1; empty: all alike."""
         given = config.budget_factors
-        if not given or not layers or not cls.budgets_vary:
+        if not given or not layers or not cls.budgets_vary or config.sparse == "never":
             return {}
         mean = fmean(given[layer] for layer in layers)
-        found = {layer: given[layer] / mean for layer in layers}
-        return {} if 0 < frames < round(config.budget_pages * max(found.values())) else found
+        return {layer: given[layer] / mean for layer in layers}
 
     @classmethod
     def recalls(cls, config: HybridConfig) -> bool:
@@ -137,7 +134,7 @@ class Method(ABC):
         if cls.is_fused(config, model, device):
             return OwnMemory()
         layout = cls.layout(config, model, device)
-        factors = cls.factors(config, layout.digest_layers(config, model), layout.frames_per_request)
+        factors = cls.factors(config, layout.selecting_layers(config, model))
         shape = StepShape.of(config, model, layout, pages, max_requests, cls.recalls(config), factors.values())
         has_mailboxes = cls.uses_workers and are_launches(config, device)
         return OwnMemory(

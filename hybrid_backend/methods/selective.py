@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+from statistics import fmean
+
 import torch
 from torch import Tensor
 
@@ -15,7 +19,8 @@ from hybrid_backend.tiers import TierLayout
 from hybrid_backend.tiers.sizes import DigestKind
 
 MOST_FRAMES = 512
-"""That a request takes of free memory: a program sorts all of them in registers (`Operations.plan_recall`)."""
+"""Of a layer, that a request takes of free memory: a program sorts all of them in registers
+(`Operations.plan_recall`)."""
 
 
 class Selective(Method):
@@ -59,20 +64,33 @@ class Selective(Method):
         digests = digest_kind(config, model, fused, separate)
         if not separate:
             return TierLayout(separate=False, digests=digests)
-        return TierLayout(
+        layout = TierLayout(
             separate=True,
             frames_per_request=frames_per_request(config),
             digests=digests,
             staging_tokens=staging_tokens(config),
             whole_layers=whole_layers(config, model, device),
         )
+        return replace(layout, layer_frames=cls.layer_frames(config, layout.selecting_layers(config, model)))
+
+    @classmethod
+    def layer_frames(cls, config: HybridConfig, layers: Collection[int]) -> dict[int, int]:
+        """Of one request, of the ``layers`` that select, where they have budgets of their own: more by as much as the
+        budget is, so that every layer can keep as much beside its budget. Where a budget is more than the frames, in
+        proportion."""
+        frames, least = frames_per_request(config), config.sinks + config.recent + 1
+        varies = min(frames, config.budget_pages)
+        factors = cls.factors(config, layers)
+        return {layer: max(least, frames - varies + round(varies * factor)) for layer, factor in factors.items()}
 
     @classmethod
     def filled(cls, config: HybridConfig, device_pages: int, requests: int) -> HybridConfig:
         """A request that fits its frames is exact, and one that does not asks the CPU for less."""
         if config.frames_per_request != "auto" or cls.has_fixed_frames:
             return config
-        frames = max(config.automatic_frames, min(device_pages // requests, MOST_FRAMES))
+        factors = config.budget_factors
+        more = round(config.budget_pages * (max(factors) / fmean(factors) - 1)) if factors else 0  # about, in one layer
+        frames = max(config.automatic_frames, min(device_pages // requests, MOST_FRAMES - more))
         return config.model_copy(update={"frames_per_request": frames})
 
     @classmethod
@@ -86,9 +104,10 @@ class Selective(Method):
         return kept + span_bytes(model, pages, layers)
 
     def budgets(self, rows: DecodeRows) -> Tensor:
-        """A row is under pressure once it has more pages than frames; ``sparse: always``: than its budget, which is the
-        configuration's, or its request's as far as the frames go."""
+        """A row is under pressure once it has more pages than a layer has frames; ``sparse: always``: than its budget,
+        which is the configuration's, or its request's as far as the frames go."""
         config, frames = self.config, frames_per_request(self.config)
+        fewest = self.tiers.layout.fewest_frames if self.tiers.frames.size else frames
         if config.sparse == "never":
             return rows.num_pages
         budgets = torch.full_like(rows.num_pages, config.budget_pages)
@@ -97,7 +116,7 @@ class Selective(Method):
             most = max(config.budget_pages, frames) if self.tiers.frames.size else None
             asked = pages.clamp(config.sinks + config.recent + 1, most)
             budgets = torch.where(rows.budgets > 0, asked, budgets)
-        limit = frames if config.sparse == "auto" else budgets.clamp(max=frames)
+        limit = fewest if config.sparse == "auto" else budgets.clamp(max=fewest)
         return torch.where(rows.num_pages > limit, budgets.clamp(max=rows.num_pages), rows.num_pages)
 
 

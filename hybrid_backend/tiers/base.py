@@ -62,9 +62,12 @@ class Tiers:
         if layout.digests != "none":
             digests = Digests(host, layout.digest_layers(config, model), operations, kind=layout.digests, device=device)
         every = tuple(range(model.num_kv_heads))
-        shape = frame_shape(model, config.page_size, layout.frames(max_requests))
-        held = layout.framed_layers(model) if shape[0] else []
-        frames = {layer: torch.zeros(shape, dtype=model.dtype, device=device) for layer in held}
+        counts = {layer: layout.frames(max_requests, layer) for layer in layout.framed_layers(model)}
+        frames = {
+            layer: torch.zeros(frame_shape(model, config.page_size, count), dtype=model.dtype, device=device)
+            for layer, count in counts.items()
+            if count
+        }
         stream = None
         if layout.separate:
             tokens = layout.buffer_tokens(config.page_size, host.layers[layers[0]].shape[0])

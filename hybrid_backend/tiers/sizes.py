@@ -6,8 +6,8 @@ allocates nothing and needs neither Triton nor an engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
@@ -30,6 +30,7 @@ class TierLayout:
 
     ``separate``: the device tier holds copies; else it is the host itself and reads pages in place.
     ``frames_per_request``: pages of each layer that a running request may have on the device tier; 0: none are copied.
+    ``layer_frames``: of layers that have another number, in the mean the same.
     ``staging_tokens``: tokens of all KV heads that each of the two staging buffers holds. Separate tiers have them,
     because prompts attend their cached prefix through them.
     ``whole_layers``: layers that lie on the device tier whole, for every page of the host pool, and have no frames.
@@ -41,6 +42,7 @@ class TierLayout:
 
     separate: bool
     frames_per_request: int = 0
+    layer_frames: Mapping[int, int] = field(default_factory=dict)
     digests: DigestKind = "none"
     staging_tokens: int = 0
     whole_layers: tuple[int, ...] = ()
@@ -53,15 +55,21 @@ class TierLayout:
         """Pages of one layer that all requests together may have on the device tier, where they share frames."""
         return self.device_pages or max_requests * self.frames_per_request
 
-    def frames(self, max_requests: int) -> int:
-        """Of one layer."""
+    def frames(self, max_requests: int, layer: int | None = None) -> int:
+        """Of one layer; None: in the mean."""
         if self.shares_frames:
             return self.shared_pages(max_requests) if self.separate else 0
-        return max_requests * self.frames_per_request
+        given = self.frames_per_request
+        return max_requests * (given if layer is None else self.layer_frames.get(layer, given))
 
     def frames_of(self, max_requests: int) -> int:
-        """Frames of a request; where they are shared, on average and rounded up."""
+        """Frames of a request in the mean; where they are shared, rounded up."""
         return -(-self.frames(max_requests) // max_requests)
+
+    @property
+    def fewest_frames(self) -> int:
+        """Of a request, in the layer that has the fewest."""
+        return min([self.frames_per_request, *self.layer_frames.values()])
 
     def full_layers(self, model: ModelSpec) -> list[int]:
         """Layers with full attention: the only ones that tiers are for."""
@@ -75,6 +83,11 @@ class TierLayout:
         if self.digests == "none":
             return []
         return [layer for layer in self.full_layers(model) if layer not in config.exact_layers]
+
+    def selecting_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
+        """Layers that attend a budget of pages."""
+        with_digests = self.digest_layers(config, model)
+        return [layer for layer in self.framed_layers(model) if layer in with_digests]
 
     def cached_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
         if not self.context_caches or config.sparse == "never":
@@ -92,10 +105,11 @@ class TierLayout:
         digests = with_digests * prod(shape) * kind.itemsize
         if self.digests == "minmax_and_int8":
             digests += with_digests * pages * byte_row(model.num_kv_heads, model.head_dim)
-        a_layer = prod(frame_shape(model, config.page_size, self.frames(max_requests))) * size
+        frames = sum(self.frames(max_requests, layer) for layer in self.framed_layers(model))
         buffers = prod(staging_shape(model, config.page_size, self.buffer_tokens(config.page_size, pages))) * size
         whole = len(self.whole_layers) * pages * model.page_bytes(config.page_size)
-        return TierBytes(self.separate, digests, len(self.framed_layers(model)) * a_layer, buffers, whole)
+        held = prod(frame_shape(model, config.page_size, frames)) * size
+        return TierBytes(self.separate, digests, held, buffers, whole)
 
 
 @dataclass(frozen=True)
@@ -145,10 +159,12 @@ class StepShape:
 
     rows: int  # of a step, at most
     columns: int  # pages of a sequence, at most
-    frames: int  # of a request; 0: the device tier reads the host pool itself
+    frames: int  # of a request, in the layer that has most; 0: the device tier reads the host pool itself
+    fewest_frames: int  # in the layer that has fewest
     budget: int  # pages that a layer attends of a row under pressure, to begin with, at most
     least_budget: int  # the same at least: layers may have budgets of their own
     are_alike: bool  # they do not
+    most_budget: int  # pages that a row's budget may grow to: what frames hold, so that the device tier attends most
     promises: bool  # the budget follows what is sampled (`config.quality`): a row may come to attend all of its pages
     lists: int  # selections of a row in a layer with digests: 1, or one per KV head
     recalls: int  # pages that a row recalls in one layer and step, at most
@@ -157,11 +173,6 @@ class StepShape:
     def most(self) -> int:
         """Pages that a list of a layer with digests may hold."""
         return min(self.columns, max(self.budget, self.frames)) if self.frames and not self.promises else self.columns
-
-    @property
-    def most_budget(self) -> int:
-        """Pages that a budget may grow to: what the frames hold, so that the device tier still attends most."""
-        return max(self.budget, self.frames) if self.frames else self.columns
 
     @classmethod
     def of(
@@ -179,19 +190,20 @@ class StepShape:
         columns = pages_of_a_sequence(config, model, pages)
         lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
         frames, promises = layout.frames_of(max_requests), bool(config.quality.promise)
-        budgets = [
-            columns if config.sparse == "never" else round(config.budget_pages * each) for each in factors or [1]
-        ]  # fmt: skip
+        mean = columns if config.sparse == "never" else config.budget_pages
+        budgets, counts = [round(mean * each) for each in factors or [1]], [frames, *layout.layer_frames.values()]
         return cls(
             rows=max_requests,
             columns=columns,
-            frames=frames,
+            frames=max(counts),
+            fewest_frames=min(counts),
             budget=max(budgets),
             least_budget=min(budgets),
             are_alike=not factors,
+            most_budget=max(mean, frames) if frames else columns,
             lists=lists,
             promises=promises,
-            recalls=frames if recalls else 0,  # a request may ask for a budget of as many pages
+            recalls=max(counts) if recalls else 0,  # a request may ask for a budget of as many pages
         )
 
     def listed(self, has_digests: bool) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The residency maps (`operations.Maps`), kept up by the stream itself: pages opened, noted, recalled and committed.
 
-A request owns ``size`` frames of every layer, and the maps of all layers are stacked.
+Frame i of request r, of ``count`` requests, is number i * count + r, so that a layer may have fewer frames than another;
+the maps of all layers are stacked.
 """
 
 from __future__ import annotations
@@ -18,36 +19,37 @@ _ENTRIES = 64  # of a list, that a program looks at together
 
 
 @kernel()
-def _open_kernel(frame_of, page_of, importance, requests, pages, positions, sinks, columns, size, all_frames,
-                 all_columns, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _open_kernel(frame_of, page_of, importance, requests, pages, positions, sinks, columns, size, count,
+                 PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     layer, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + row)
     if (tl.load(pages + row) >= 0) & (position % PAGE == 0):
         request, page = tl.load(requests + row).to(tl.int64), position // PAGE
-        entry = frame_of + layer * all_columns + request * columns + page
+        mine = frame_of + (layer * count + request) * columns
+        entry = mine + page
         if tl.load(entry) < 0:  # else a step that failed half-way opened it
             s = tl.arange(0, BLOCK)
-            first = layer * all_frames + request * size
-            score = tl.load(importance + first + s, mask=s < size, other=float("inf"))
-            victim = tl.argmin(score, 0)
-            old = tl.load(page_of + first + victim)
+            first = layer * size * count
+            score = tl.load(importance + first + s * count + request, mask=s < size, other=float("inf"))
+            frame = tl.argmin(score, 0) * count + request
+            old = tl.load(page_of + first + frame)
             if old >= 0:
-                tl.store(frame_of + layer * all_columns + request * columns + old, -1)
-            tl.store(page_of + first + victim, page)
+                tl.store(mine + old, -1)
+            tl.store(page_of + first + frame, page)
             # The youngest page outranks older ones where importance is age; a selection overwrites it elsewhere.
-            tl.store(importance + first + victim, tl.where(page < sinks, float("inf"), page.to(tl.float32)))
-            tl.store(entry, (request * size + victim).to(tl.int32))
+            tl.store(importance + first + frame, tl.where(page < sinks, float("inf"), page.to(tl.float32)))
+            tl.store(entry, frame.to(tl.int32))
 
 
 @triton.jit
-def _noted(page_of, importance, scores, pages, budget, sinks, recent, columns, size, LISTS: tl.constexpr,
+def _noted(page_of, importance, scores, pages, budget, sinks, recent, columns, size, count, LISTS: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
     """Importance of a request's frames by the scores of one row, stored; of a row that may attend all pages as it was.
     ``page_of``, ``importance``: of the request's first frame; ``scores``: of the row."""
     s = tl.arange(0, BLOCK)
-    found = tl.load(importance + s, mask=s < size, other=float("-inf"))
+    found = tl.load(importance + s * count, mask=s < size, other=float("-inf"))
     if budget < pages:
-        page = tl.load(page_of + s, mask=s < size, other=-1)
+        page = tl.load(page_of + s * count, mask=s < size, other=-1)
         held = page >= 0
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         for listing in range(LISTS):
@@ -55,64 +57,63 @@ def _noted(page_of, importance, scores, pages, budget, sinks, recent, columns, s
             best = tl.maximum(best, score)
         best = tl.where((page < sinks) | (page >= pages - recent), float("inf"), best)
         found = tl.where(held, best, float("-inf"))
-        tl.store(importance + s, found, mask=s < size)
+        tl.store(importance + s * count, found, mask=s < size)
     return found
 
 
 @kernel()
-def _note_kernel(page_of, importance, scores, num_pages, budgets, requests, sinks, recent, columns, size,
+def _note_kernel(page_of, importance, scores, num_pages, budgets, requests, sinks, recent, columns, size, count,
                  LISTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     pages = tl.load(num_pages + row)
     if pages > 0:
-        first = tl.load(requests + row).to(tl.int64) * size
-        _noted(page_of + first, importance + first, scores + row * LISTS * columns, pages, tl.load(budgets + row),
-               sinks, recent, columns, size, LISTS, BLOCK)  # fmt: skip
+        request = tl.load(requests + row).to(tl.int64)
+        _noted(page_of + request, importance + request, scores + row * LISTS * columns, pages, tl.load(budgets + row),
+               sinks, recent, columns, size, count, LISTS, BLOCK)  # fmt: skip
 
 
 @kernel()
 def _plan_kernel(frame_of, page_of, importance, scores, table, selected, selected_count, absent, absent_count,
                  num_pages, budgets, requests, generations, ages, keep, to_frames, to_host, to_pages, to_importance,
                  to_requests, to_started, counters, sinks, recent, interval, phase, selected_k, absent_k, most, columns,
-                 frame_columns, size, table_stride, LISTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                 frame_columns, size, count, table_stride, LISTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     tl.store(to_frames + row * most + i, -1, mask=i < most)
     pages = tl.load(num_pages + row)
     request = tl.where(pages > 0, tl.load(requests + row), 0).to(tl.int64)
-    first = request * size
     noted = tl.full([BLOCK], float("-inf"), tl.float32)
     if pages > 0:
-        noted = _noted(page_of + first, importance + first, scores + row * columns, pages, tl.load(budgets + row),
-                       sinks, recent, columns, size, 1, BLOCK)  # fmt: skip
-    count, age = tl.load(absent_count + row), tl.load(ages + row)
+        noted = _noted(page_of + request, importance + request, scores + row * columns, pages, tl.load(budgets + row),
+                       sinks, recent, columns, size, count, 1, BLOCK)  # fmt: skip
+    listed, age = tl.load(absent_count + row), tl.load(ages + row)
     is_due = (age == 0) | ((age + phase) % interval == 0)
-    if is_due & (pages > 0) & (count > 0):
+    if is_due & (pages > 0) & (listed > 0):
         # Which of the request's frames hold pages that any list selected.
         tl.store(keep + row * size + i, 0, mask=i < size)
         tl.debug_barrier()
         for listing in range(LISTS):
             mine = i < tl.load(selected_count + row * LISTS + listing)
             frame = tl.load(selected + (row * LISTS + listing) * selected_k + i, mask=mine, other=0)
-            tl.store(keep + row * size + frame - first, 1, mask=mine)
+            tl.store(keep + row * size + frame // count, 1, mask=mine)
         tl.debug_barrier()
         is_kept = tl.load(keep + row * size + i, mask=i < size, other=1) > 0
         # Least important frames first, most important absent pages first: pairs of them are copies.
         no_key: tl.constexpr = (1 << 63) - 1  # above all keys; below them with its sign changed
         key = tl.where(is_kept | (noted == float("inf")), no_key, ordered(noted) * 4294967296 + i)
         victims = tl.sort(key)
-        page = tl.load(absent + row * absent_k + i, mask=i < count, other=0)
-        score = tl.load(scores + row * columns + page, mask=i < count, other=0.0)
-        wanted = tl.sort(tl.where(i < count, ordered(score) * 4294967296 + i, -no_key), descending=True)
+        page = tl.load(absent + row * absent_k + i, mask=i < listed, other=0)
+        score = tl.load(scores + row * columns + page, mask=i < listed, other=0.0)
+        wanted = tl.sort(tl.where(i < listed, ordered(score) * 4294967296 + i, -no_key), descending=True)
         paired = (victims < no_key) & (wanted > -no_key) & (i < most)
-        victim = victims & 0xFFFFFFFF
+        frame = (victims & 0xFFFFFFFF) * count + request
         page = tl.load(absent + row * absent_k + (wanted & 0xFFFFFFFF), mask=paired, other=0)
-        old = tl.load(page_of + first + victim, mask=paired, other=-1)
+        old = tl.load(page_of + frame, mask=paired, other=-1)
         tl.store(frame_of + request * frame_columns + old, -1, mask=paired & (old >= 0))
-        tl.store(page_of + first + victim, -1, mask=paired)
-        tl.store(importance + first + victim, float("-inf"), mask=paired)
+        tl.store(page_of + frame, -1, mask=paired)
+        tl.store(importance + frame, float("-inf"), mask=paired)
         at = row * most + i
-        tl.store(to_frames + at, (first + victim).to(tl.int32), mask=paired)
+        tl.store(to_frames + at, frame.to(tl.int32), mask=paired)
         tl.store(to_host + at, tl.load(table + row * table_stride + page, mask=paired, other=0), mask=paired)
         tl.store(to_pages + at, page, mask=paired)
         score = tl.load(scores + row * columns + page, mask=paired, other=0.0)
@@ -143,11 +144,9 @@ def _commit_kernel(frame_of, page_of, importance, to_frames, to_pages, to_import
 
 def open_pages(maps: Maps, requests: Tensor, pages: Tensor, positions: Tensor, page_size: int, sinks: int) -> None:
     layers, count, columns = maps.frame_of.shape
-    frames = maps.page_of.shape[1]
-    size = frames // count
+    size = maps.page_of.shape[1] // count
     _open_kernel[(layers, len(requests))](
-        *maps, requests, pages, positions, sinks, columns, size, frames, count * columns,
-        page_size, triton.next_power_of_2(size),
+        *maps, requests, pages, positions, sinks, columns, size, count, page_size, triton.next_power_of_2(size),
     )  # fmt: skip
 
 
@@ -155,10 +154,11 @@ def note_scores(
     maps: Maps, scores: Tensor, num_pages: Tensor, budgets: Tensor, requests: Tensor, sinks: int, recent: int
 ) -> None:
     rows, lists, columns = scores.shape
-    size = len(maps.page_of) // len(maps.frame_of)
+    count = len(maps.frame_of)
+    size = len(maps.page_of) // count
     _note_kernel[(rows,)](
         maps.page_of, maps.importance, scores, num_pages, budgets, requests, sinks, max(recent, 1), columns, size,
-        lists, triton.next_power_of_2(size),
+        count, lists, triton.next_power_of_2(size),
     )  # fmt: skip
 
 
@@ -169,10 +169,11 @@ def plan_recall(
 ) -> None:  # fmt: skip
     rows, _, columns = scores.shape
     _, lists, k = selected[0].shape
-    size, n, most = keep.shape[1], absent[0].shape[2], copies.frames.shape[1]
+    (count, frame_columns), n, most = maps.frame_of.shape, absent[0].shape[2], copies.frames.shape[1]
+    size = len(maps.page_of) // count
     _plan_kernel[(rows,)](
         *maps, scores, table, *selected, *absent, num_pages, budgets, requests, generations, ages, keep, *copies,
-        counters, sinks, max(recent, 1), interval, phase, k, n, most, columns, maps.frame_of.shape[1], size,
+        counters, sinks, max(recent, 1), interval, phase, k, n, most, columns, frame_columns, size, count,
         table.stride(0), lists, triton.next_power_of_2(max(k, n, size, most, 2)),
     )  # fmt: skip
 

@@ -183,7 +183,7 @@ def test_a_request_released_while_its_step_runs_leaves_nothing_to_who_comes_afte
         made.runtime.forward = forward  # type: ignore[method-assign]
         step = decode_step(made)
         assert (step.state.copies.frames >= 0).any(), "no recall was under way: this test shows nothing"
-        mine = slice(gone[0] * FRAMES, (gone[0] + 1) * FRAMES)  # as `release` does
+        mine = slice(gone[0], None, frames.requests)  # as `release` does
         step.maps.frame_of[:, gone[0]], step.maps.page_of[:, mine] = -1, -1
         step.maps.importance[:, mine] = float("-inf")
         made.drop("a")

@@ -89,7 +89,7 @@ class Life(RuleBasedStateMachine):
         """Whether the design promises dense attention for these requests in this step."""
         cfg = self.engine.cfg
         longest = max(-(-(self.engine.sequences[n].tokens + 1) // PAGE) for n in names)
-        frames = self.engine.runtime.tiers.frames.size or cfg.frames_per_request
+        frames = self.engine.runtime.tiers.layout.fewest_frames or cfg.frames_per_request
         assert isinstance(frames, int)
         fits = longest <= (frames if cfg.sparse == "auto" else min(frames, cfg.budget_pages))
         return self.always_exact or cfg.sparse == "never" or fits
@@ -192,7 +192,7 @@ class Life(RuleBasedStateMachine):
         owned = {name: frames.index(name) for name in self.engine.sequences}
         indices = [index for index in owned.values() if index is not None]
         assert len(indices) == len(set(indices)) == frames.running
-        held = step.maps.page_of.view(len(step.maps.page_of), MAX_REQUESTS, frames.size)
+        held = step.maps.page_of.view(len(step.maps.page_of), -1, MAX_REQUESTS).transpose(1, 2)
         for index in set(range(MAX_REQUESTS)) - set(indices):
             assert (held[:, index] == -1).all(), "the frames of nobody still hold pages"
             assert (step.maps.frame_of[:, index] == -1).all()
@@ -202,7 +202,8 @@ class Life(RuleBasedStateMachine):
             s = self.engine.sequences[name]
             last = (s.tokens - 1) // PAGE
             for layer, row in step._row.items():
-                pages = {page: index * frames.size + i for i, page in enumerate(held[row, index].tolist()) if page >= 0}
+                mine = enumerate(held[row, index].tolist())
+                pages = {page: index + i * MAX_REQUESTS for i, page in mine if page >= 0}
                 assert len(pages) == int((held[row, index] >= 0).sum()), "a page in two frames of one request"
                 frame_of = enumerate(step.maps.frame_of[row, index].tolist())
                 assert {page: frame for page, frame in frame_of if frame >= 0} == pages, "the two maps disagree"
@@ -216,7 +217,7 @@ class Life(RuleBasedStateMachine):
     def frames_hold_what_belongs_there(self, method: Clo) -> None:
         """Whole contexts that fit; else sinks, recent pages, and what each head loaded when it was asked last. A label
         is somebody's."""
-        tiers, size = self.engine.runtime.tiers, self.engine.runtime.tiers.frames.size
+        tiers = self.engine.runtime.tiers
         owned = {name: tiers.frames.index(name) for name in self.engine.sequences}
         nobody = set(range(MAX_REQUESTS)) - set(owned.values())
         assert not method._state.labels[:, sorted(nobody)].any()  # type: ignore[type-var]
@@ -228,7 +229,7 @@ class Life(RuleBasedStateMachine):
             always = range(count) if count <= method._limit else (*range(cfg.sinks), *range(count - cfg.recent, count))
             for layer, store in tiers.frames.layers.items():
                 for page in always:
-                    frame = index * size + int(method.frame_of(torch.tensor([page])))
+                    frame = index + int(method.frame_of(torch.tensor([page]))) * MAX_REQUESTS
                     tokens = min(PAGE, s.tokens - page * PAGE)
                     there = self.engine.kv[layer][s.pages[page]]
                     assert torch.equal(store[frame, :, :, :tokens], there[:, :, :tokens])
@@ -239,7 +240,7 @@ class Life(RuleBasedStateMachine):
                         continue
                     cached = method._state.pages[method._row[layer], index * self.engine.model.num_kv_heads + head]
                     for i, page in enumerate(cached.tolist()):
-                        frame = store[index * size + cfg.sinks + i, head]
+                        frame = store[index + (cfg.sinks + i) * MAX_REQUESTS, head]
                         assert torch.equal(frame, self.engine.kv[layer][s.pages[page], head])
 
     @invariant()

@@ -278,5 +278,5 @@ def resident(engine: Engine, name: str, layer: int) -> set[int]:
     if index is None:
         return set()
     executor = decode_step(engine)
-    held = executor.maps.page_of[executor._row[layer], index * frames.size : (index + 1) * frames.size].cpu()
+    held = executor.maps.page_of[executor._row[layer], index :: frames.requests].cpu()
     return {page for page in held.tolist() if page >= 0}

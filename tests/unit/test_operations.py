@@ -925,9 +925,9 @@ def noted(
     maps: Maps, scores: Tensor, num_pages: list[int], budgets: list[int], owners: list[int], sinks: int, recent: int
 ) -> Maps:
     """The maps of one layer with the importance that the scores give its frames."""
-    found, size = Maps(*(x.clone() for x in maps)), maps.page_of.shape[1] // maps.frame_of.shape[1]
+    found, count = Maps(*(x.clone() for x in maps)), maps.frame_of.shape[1]
     for row, (pages, budget, request) in enumerate(zip(num_pages, budgets, owners, strict=True)):
-        for frame in range(request * size, request * size + size) if budget < pages else ():
+        for frame in range(request, found.page_of.shape[1], count) if budget < pages else ():
             page = int(maps.page_of[0, frame])
             best = max((-INF if math.isnan(x) else x for x in scores[row, :, page].tolist()), default=-INF)
             forced = page < sinks or page >= pages - recent
@@ -966,8 +966,8 @@ def test_a_due_row_recalls_its_most_important_absent_pages_over_its_least_import
     for row, request in enumerate(owners):
         if not num_pages[row]:
             continue
-        mine = range(request * size, request * size + size)
-        held = [int(page) for page in maps.page_of[0, mine.start : mine.stop]]
+        mine = range(request, requests * size, requests)
+        held = [int(page) for page in maps.page_of[0, request::requests]]
         for listing in range(lists):
             kept = [frame for frame, page in zip(mine, held, strict=True) if page >= 0 and chance.random() < 0.3]
             selected[0][row, listing, : len(kept)], selected[1][row, listing] = ints(kept), len(kept)
@@ -983,7 +983,7 @@ def test_a_due_row_recalls_its_most_important_absent_pages_over_its_least_import
     for row, request in enumerate(owners):
         if num_pages[row] and (ages[row] == 0 or (ages[row] + phase) % interval == 0):
             kept = {f for h in range(lists) for f in entries(*selected, row, h)}
-            mine = range(request * size, request * size + size)
+            mine = range(request, requests * size, requests)
             victims = sorted((float(importance[f]), f) for f in mine if f not in kept and importance[f] < INF)
             best = [(number(scores[row, 0, page]), i, page) for i, page in enumerate(entries(*absent, row, 0))]
             wanted = sorted(best, reverse=True)
@@ -1067,7 +1067,7 @@ def test_copied_pages_show_once_and_only_to_the_request_that_they_were_copied_fo
             is_current = chance.random() < 0.7
             copies.requests[layer, row] = request
             copies.started[layer, row] = int(generations[request]) - (0 if is_current else 1)
-            empty = [f for f in range(request * size, request * size + size) if maps.page_of[layer, f] < 0]
+            empty = [f for f in range(request, requests * size, requests) if maps.page_of[layer, f] < 0]
             lacks = [page for page in range(columns) if maps.frame_of[layer, request, page] < 0]
             for i, (frame, page) in enumerate(zip(empty[:most], shuffled_list(lacks, chance), strict=False)):
                 score = chance.choice([-2.0, 0.5, 7.0, -INF])
@@ -1105,7 +1105,7 @@ def test_a_page_that_begins_takes_the_least_important_frame_in_every_layer(
             page = position // page_size
             if host_page < 0 or position % page_size:
                 continue
-            mine = range(request * size, request * size + size)
+            mine = range(request, requests * size, requests)
             frame = min(mine, key=lambda f, at=layer: (float(expected.importance[at, f]), f))
             old = int(expected.page_of[layer, frame])
             if old >= 0:
@@ -1185,7 +1185,7 @@ class Steps:
         pages, self.free = self.free[:count], self.free[count:]
         self.running[request] = pages, tokens, 0
         held = list(range(count)) if count <= self.SIZE else [0, *range(count - self.SIZE + 1, count)]
-        frames = [request * self.SIZE + i for i in range(len(held))]
+        frames = [request + i * self.REQUESTS for i in range(len(held))]
         written = [min(self.PAGE, tokens - i * self.PAGE) for i in range(count)]
         for layer in range(self.LAYERS):
             self.host[layer][pages] = self.integers(count, *self.host[layer].shape[1:])
@@ -1199,7 +1199,7 @@ class Steps:
     def end(self, request: int) -> None:
         self.generations[request] += 1
         self.free += self.running.pop(request)[0]
-        mine = slice(request * self.SIZE, (request + 1) * self.SIZE)
+        mine = slice(request, None, self.REQUESTS)
         self.maps.frame_of[:, request], self.maps.page_of[:, mine] = -1, -1
         self.maps.importance[:, mine] = -INF
 
@@ -1269,7 +1269,7 @@ class Steps:
     def check(self) -> None:
         """The maps are each other's inverses, and a frame holds what its page holds."""
         for layer, request in ((x, r) for x in range(self.LAYERS) for r in range(self.REQUESTS)):
-            mine = range(request * self.SIZE, (request + 1) * self.SIZE)
+            mine = range(request, self.SIZE * self.REQUESTS, self.REQUESTS)
             held = {int(self.maps.page_of[layer, frame]): frame for frame in mine}
             held.pop(-1, None)
             frame_of = self.maps.frame_of[layer, request].tolist()
@@ -1326,7 +1326,7 @@ def random_maps(
     for layer, request in ((x, r) for x in range(layers) for r in range(requests)):
         pages = shuffled(num_pages.get(request, 0), chance)[: chance.choice([size, chance.randint(0, size)])]
         for page, i in zip(pages, shuffled(size, chance), strict=False):
-            frame = request * size + i
+            frame = request + i * requests
             frame_of[layer, request, page], page_of[layer, frame] = frame, page
             importance[layer, frame] = chance.choice([INF, -5.0, 0.0, -0.0, 2.0, 2.0, 1e30, chance.gauss(0, 9)])
     return Maps(frame_of, page_of, importance)

@@ -60,7 +60,7 @@ def cpu_ratios(
     requests = torch.arange(rows, dtype=torch.int32)
     none, still = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
     for index in range(rows):
-        place(maps, index, frames, *decoded.admission)
+        place(maps, index, *decoded.admission)
     table = requests.new_zeros(rows, pages)  # no page is ever read
     budgets = torch.full_like(requests, config.budget_pages)
     ratios = torch.zeros(rows, steps)

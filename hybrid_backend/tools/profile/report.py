@@ -84,7 +84,6 @@ def comments_of(
             f"measured as exact_layers: each sparse layer alone at {sizes} tokens; as many tokens in all, page by page",
             "to the layer whose KL they lower most, in texts' continuations and in lookups; of others 1.0, not used;",
             f"all sparse layers together, all budgets alike -> these: {spread_kinds(spread)}",
-            f"where tiers are separate they are used only with frames for {max(spread.tokens.values())} tokens",
         ]
     return {
         "budget_factors": spread_out,

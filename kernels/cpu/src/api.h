@@ -229,10 +229,10 @@ typedef struct hb_paged {
   int64_t pages, type, kv_heads, page_size, head_dim;
 } hb_paged;
 
-// `frames` of each request.
+// `frames` of each request; frame i of request r is number i * requests + r.
 typedef struct hb_maps {
-  int32_t *frame_of, *page_of;  // [layers, requests, columns], [layers, requests * frames]
-  float* importance;  // [layers, requests * frames]
+  int32_t *frame_of, *page_of;  // [layers, requests, columns], [layers, frames * requests]
+  float* importance;  // [layers, frames * requests]
   int64_t layers, requests, columns, frames;
 } hb_maps;
 

@@ -127,8 +127,8 @@ HB_API int hb_note_scores(const hb_note_scores_args* args) {
       const int64_t pages = a.num_pages[row];
       if (pages <= 0 || a.budgets[row] >= pages) continue;
       require(pages <= a.columns, "a row has more pages than columns");
-      const int64_t first = check_id(a.requests[row], a.maps.requests, "request") * a.maps.frames;
-      for (int64_t frame = first; frame < first + a.maps.frames; frame++) {
+      const int64_t request = check_id(a.requests[row], a.maps.requests, "request");
+      for (int64_t frame = request; frame < a.maps.frames * a.maps.requests; frame += a.maps.requests) {
         const int64_t page = a.maps.page_of[frame];
         float best = -kInfinity;
         if (page >= 0 && (page < a.sinks || page >= pages - recent)) {
@@ -155,21 +155,21 @@ HB_API int hb_plan_recall(const hb_plan_recall_args* args) {
       const bool is_due = a.ages[row] == 0 || (a.ages[row] + a.phase) % a.interval == 0;
       if (!is_due || a.num_pages[row] <= 0 || count <= 0) continue;
       require(count <= a.absent_n, "more pages are absent than a list holds");
-      const int64_t request = check_id(a.requests[row], a.maps.requests, "request"), first = request * a.maps.frames;
+      const int64_t request = check_id(a.requests[row], a.maps.requests, "request"), every = a.maps.requests;
       int32_t* keep = a.keep + row * a.maps.frames;
       std::fill(keep, keep + a.maps.frames, 0);
       for (int64_t list = row * a.lists; list < (row + 1) * a.lists; list++) {
         require(a.selected_listed[list] <= a.selected_k, "more frames are selected than a list holds");
         for (int i = 0; i < a.selected_listed[list]; i++) {
-          const int64_t frame = a.selected[list * a.selected_k + i] - first;
-          require(frame >= 0 && frame < a.maps.frames, "a selected frame belongs to another request");
-          keep[frame] = 1;
+          const int32_t frame = (int32_t)check_id(a.selected[list * a.selected_k + i], a.maps.frames * every, "frame");
+          require(frame % (int32_t)every == request, "a selected frame belongs to another request");
+          keep[frame / (int32_t)every] = 1;
         }
       }
       // Least important frames first, most important absent pages first: pairs of them are copies.
       victims.clear();
       for (int64_t i = 0; i < a.maps.frames; i++) {
-        const float importance = a.maps.importance[first + i];
+        const float importance = a.maps.importance[i * every + request];
         if (!keep[i] && importance != kInfinity) victims.push_back(key_of(importance, i));
       }
       wanted.clear();
@@ -182,7 +182,7 @@ HB_API int hb_plan_recall(const hb_plan_recall_args* args) {
       std::partial_sort(wanted.begin(), wanted.begin() + pairs, wanted.end(), std::greater<int64_t>());
       const int64_t to = row * most;
       for (int64_t i = 0; i < pairs; i++) {
-        const int64_t frame = first + index_of(victims[i]);
+        const int64_t frame = index_of(victims[i]) * every + request;
         const int32_t page = absent[index_of(wanted[i])];
         evict(a.maps, request, frame);
         a.maps.page_of[frame] = -1;
@@ -228,15 +228,16 @@ HB_API int hb_open_pages(const hb_open_pages_args* args) {
     const hb_open_pages_args& a = *args;
     for (int64_t row = 0; row < a.rows; row++) {
       if (a.pages[row] < 0 || a.positions[row] % a.page_size) continue;
-      const int64_t request = check_id(a.requests[row], a.maps.requests, "request"), first = request * a.maps.frames;
+      const int64_t request = check_id(a.requests[row], a.maps.requests, "request"), every = a.maps.requests;
       const int64_t page = check_id(a.positions[row] / a.page_size, a.maps.columns, "logical page");
       for (int64_t layer = 0; layer < a.maps.layers; layer++) {
         const hb_maps maps = layer_of(a.maps, layer);
         int32_t& frame_of = maps.frame_of[request * maps.columns + page];
         if (frame_of >= 0) continue;  // a step that failed half-way opened it
         int64_t least = std::numeric_limits<int64_t>::max();
-        for (int64_t i = 0; i < maps.frames; i++) least = std::min(least, key_of(maps.importance[first + i], i));
-        const int64_t frame = first + index_of(least);
+        for (int64_t i = 0; i < maps.frames; i++)
+          least = std::min(least, key_of(maps.importance[i * every + request], i));
+        const int64_t frame = index_of(least) * every + request;
         evict(maps, request, frame);
         maps.page_of[frame] = (int32_t)page;
         // Where importance is age, the youngest page outranks the others.

@@ -362,7 +362,7 @@ struct Operations {
     // The first step finds no page that its predecessor opened.
     for (int layer = 0; layer < kLayers && number == 0; layer++)
       for (int r = 0; r < kRows - 1; r++) {
-        const int frame = requests[r] * kFrames, page = num_pages[r] - 1;
+        const int frame = requests[r], page = num_pages[r] - 1;
         frame_of[(layer * kRows + requests[r]) * kColumns + page] = frame;
         page_of[layer * kRows * kFrames + frame] = page;
         importance[layer * kRows * kFrames + frame] = INFINITY;

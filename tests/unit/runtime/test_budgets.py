@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_backend.engines.vllm.asked import asked_budget
-from hybrid_backend.execution import DecodeStep
 from hybrid_backend.execution.budgets import LayerBudgets
 from hybrid_backend.step import Step
 from tests.support.attended import Attended
-from tests.support.harness import PAGE, Engine, config, spec
+from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
 
 PAGES = 30
 
@@ -50,14 +49,12 @@ def test_each_row_attends_the_budget_that_its_request_asked_for(tiers: str) -> N
 def test_each_layer_of_scout_attends_its_factor_of_every_rows_budget(
     method: str, tiers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At least what is always attended and one page more, which others then have less, at most what the frames have
-    room for; a row that leaves nothing out has no budget."""
+    """At least what is always attended and one page more, which others then have less; a row that leaves nothing out has no budget."""
     keys = {"method": method, "sparse": "always", "frames_per_request": 10, "metrics": {"sample_interval": 0}}
     cfg = config(**keys, tiers=tiers, exact_layers=[2], budget_factors=[0.25, 1.5, 1, 1.25])
     engine = Engine(cfg, spec(layers=4), num_pages=200, is_witnessed=True)
     asked = {"none": 0, "more": 8 * PAGE, "short": 0}
-    more = (3, 11, PAGES + 1, 10) if tiers == "unified" else (4, 10, PAGES + 1, 10)
-    expected = {"none": (3, 5, PAGES + 1, 4), "more": more, "short": (3,) * 4}
+    expected = {"none": (3, 5, PAGES + 1, 4), "more": (3, 11, PAGES + 1, 10), "short": (3,) * 4}
     if method == "infinigen":
         expected |= {"none": (4, 4, PAGES + 1, 4), "more": (8, 8, PAGES + 1, 8)}
     assert engine.witness is not None
@@ -95,7 +92,8 @@ def test_the_budget_is_the_mean_of_what_layers_attend_whatever_some_of_them_cann
     mean, layers = fmean(shares), range(1, len(shares) + 1)  # layer 0 attends everything
     factors = {layer: share / mean for layer, share in zip(layers, shares, strict=True)}
     budgets, pages = torch.tensor(rows).T
-    found = LayerBudgets(config(), factors, range(len(shares) + 1), most).of_rows(budgets, pages)
+    limits = most and [most] * (len(shares) + 1)
+    found = LayerBudgets(config(), factors, range(len(shares) + 1), limits).of_rows(budgets, pages)
     for row, (budget, count) in enumerate(rows):
         mine = found[1:, row]
         if budget >= count:
@@ -107,15 +105,41 @@ def test_the_budget_is_the_mean_of_what_layers_attend_whatever_some_of_them_cann
         assert [each for _, each in in_order] == sorted(each for _, each in in_order)
 
 
-@pytest.mark.parametrize(("frames", "is_spread"), [(6, True), (5, False)])
-def test_where_frames_do_not_hold_the_largest_budget_all_layers_have_the_same(frames: int, is_spread: bool) -> None:
-    cfg = config(tiers="separate", frames_per_request=frames, budget_factors=[0.5, 1.5, 1])
+@pytest.mark.parametrize(("frames", "expected"), [(12, [10, 14, 12, 12]), (4, [3, 6, 4, 4]), (3, [3, 4, 3, 3])])
+def test_a_layer_has_as_many_more_frames_as_its_budget_is_larger(frames: int, expected: list[int]) -> None:
+    """In proportion, where a budget of 4 pages is more than the frames; all of them are filled at admission, and the
+    maps give each page a frame of its own."""
+    cfg = config(tiers="separate", frames_per_request=frames, exact_layers=[3], budget_factors=[0.5, 1.5, 1, 1])
+    engine = Engine(cfg, spec(layers=4), num_pages=200, max_requests=2)
+    tiers = engine.runtime.tiers
+    try:
+        assert [len(tiers.frames.layers[layer]) for layer in range(4)] == [2 * each for each in expected]
+        assert tiers.frames.nbytes == tiers.layout.memory(cfg, engine.model, 200, 2).frames
+        for name in ("a", "b"):
+            engine.add(name, PAGES * PAGE)
+            engine.prefill(name)
+        engine.step({"a": 1, "b": 1}, tolerance=None)
+        assert engine.ran.decode is not None
+        under_way = (decode_step(engine).state.copies.frames >= 0).sum(2)
+        for row, name in enumerate(engine.ran.decode.request_ids):
+            held = [len(resident(engine, name, layer)) + int(under_way[layer, row]) for layer in range(4)]
+            assert held == expected
+        assert engine.runtime.gauges()["hybrid_frames_in_use"] == 2 * sum(expected)
+        engine.drop("a")
+        assert engine.runtime.gauges()["hybrid_frames_in_use"] == sum(expected)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("pages", [3, 4])
+def test_a_row_within_its_budget_is_exact_though_a_layer_has_fewer_frames(pages: int) -> None:
+    cfg = config(tiers="separate", frames_per_request=4, budget_factors=[0.5, 1.5, 1])
     engine = Engine(cfg, spec(layers=3), num_pages=200)
     try:
-        step = engine.runtime.executor
-        assert isinstance(step, DecodeStep)
-        assert (step.shape.budget, step.shape.least_budget) == ((6, 2) if is_spread else (4, 4))
-        assert len(step.inputs.layer_budgets) == (3 if is_spread else 0)
+        engine.add("a", pages * PAGE - 8)
+        engine.prefill("a")
+        for _ in range(8):
+            engine.step({"a": 1}, lookahead_noise=0.3)
     finally:
         engine.close()
 

@@ -153,7 +153,7 @@ def test_every_cached_page_is_its_host_page_bit_by_bit() -> None:
                     cached = method._state.pages[layer, request * KV_HEADS + head].tolist()
                     for i, page in enumerate(cached):
                         assert 1 <= page < len(pages) - 1
-                        frame = frames[request * tiers.frames.size + 1 + i, head]
+                        frame = frames[request + (1 + i) * tiers.frames.requests, head]
                         assert torch.equal(frame, host[pages[page], head])
     running.close()
 
