@@ -338,7 +338,7 @@ class Operations(Protocol):
             generations: ``[rows]`` int32 of the rows' indices when the host opened the step: by now a request may be
                 released, and the copies are its own, not those of who comes after it.
             ages: ``[rows]`` int32 decode steps that the row's request has run before this one.
-            keep: ``[>= rows, frames]`` int32 scratch.
+            keep: ``[>= rows, >= frames]`` int32 scratch.
             counters: ``[COUNTERS]`` int64 of the layer: the copies are added.
         """
 

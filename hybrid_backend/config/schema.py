@@ -322,8 +322,8 @@ class HybridConfig(Section):
     sinks + recent. Source: ScoutAttention (evaluated at 1024 and 2048)."""
     budget_factors: Annotated[tuple[float, ...], list_of(number(0, 16))] = ()
     """What each layer attends in proportion to the others, one number per layer of the model: budget_tokens is the mean
-    over the layers that select. In whole pages, at least sinks + recent + 1; frames follow. Without them all layers
-    are alike. Of method scout; others do not use them. Source: default (none; `hybrid profile` measures them per model)."""
+    over the layers that select. In whole pages, at least sinks + recent + 1; a larger budget has
+    more frames. Without them all layers are alike. Of method scout; others do not use them. Source: default (none; `hybrid profile` measures them per model)."""
     sinks: Annotated[int, integer(0)] = 1
     """First pages of a sequence that are always attended.
     Source: default (StreamingLLM keeps the first 4 tokens)."""
@@ -337,8 +337,8 @@ class HybridConfig(Section):
     """separate: the device tier holds copies in frames; unified: it reads the host pool itself; auto: unified
     when the device tier is the CPU. Source: default."""
     frames_per_request: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
-    """Pages of the device tier per running request and layer, the mean over layers where budget_factors gives them
-    budgets of their own, at least sinks + recent + 1; auto is budget + recent + 1 pages on the CPU.
+    """Pages of the device tier per running request and layer, at least sinks + recent + 1; a layer with a larger budget
+    than budget_tokens (budget_factors) has as many more. auto is budget + recent + 1 pages on the CPU.
     Source: default."""
     staging_tokens: Annotated[int | Literal["auto"], auto_or(integer(16))] = "auto"
     """Tokens of all KV heads that each of the two staging buffers of separate tiers holds; what is longer passes

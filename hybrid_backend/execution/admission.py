@@ -22,7 +22,7 @@ class Admission:
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         self._config, self._model, self._tiers, self._ops = config, model, tiers, tiers.operations
         self._queries: dict[str, dict[int, Tensor]] = {}  # by request and layer, [1, heads, head_dim]
-        self._fits = tiers.layout.fewest_frames * config.page_size
+        self._fits = tiers.frames.size * config.page_size
 
     def saw(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """A prompt chunk was attended in ``layer``; ``q``: ``[chunk, heads, head_dim]``."""
@@ -47,9 +47,7 @@ class Admission:
         query = None if digests is None else self._queries.get(request_id, {}).get(layer)
         if table.device.type == "cuda":  # whatever the sequence's length, by the kernels of a decode step
             table = torch.nn.functional.pad(table, (0, maps.frame_of.shape[1] - table.shape[1]))
-        pages, importance = best_pages(
-            self._ops, config, query, digests, table, num_pages, frames, self._model.scale
-        )
+        pages, importance = best_pages(self._ops, config, query, digests, table, num_pages, frames, self._model.scale)
         chosen = place(maps, index, pages, importance)
         host_pages = table[0, pages.long()].contiguous()
         self._ops.copy_pages(self._tiers.host.views[layer], self._tiers.frames.layers[layer], host_pages, chosen)

@@ -45,12 +45,10 @@ class MappedFrames:
         self._config, self._tiers, self._state, self._maps = config, tiers, state, maps
         self._admission = Admission(config, model, tiers)
         self._has_recalls = state.copies.frames.shape[2] > 0
-        importance, requests = state.maps.importance, tiers.frames.requests
-        # Of a request's frames, by layer: those that a layer does not have are never the least important.
-        self._empty = torch.full_like(importance[:, ::requests], float("-inf"))
-        for row, layer in enumerate(maps):
-            self._empty[row, len(maps[layer].page_of) // requests :] = float("inf")
-        importance.copy_(self._empty.repeat_interleave(requests, 1))
+        requests = tiers.frames.requests
+        for row, layer in enumerate(maps):  # frames that a layer does not have are never the least important
+            state.empty[row, len(maps[layer].page_of) // requests :] = float("inf")
+        state.maps.importance.copy_(state.empty.repeat_interleave(requests, 1))
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         self._admission.saw(layer, row, q)
@@ -77,7 +75,7 @@ class MappedFrames:
             maps, requests = self._state.maps, self._tiers.frames.requests
             maps.frame_of[:, index] = -1
             maps.page_of[:, index::requests] = -1
-            maps.importance[:, index::requests] = self._empty
+            maps.importance[:, index::requests] = self._state.empty
 
 
 class FixedFrames:

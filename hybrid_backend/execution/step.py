@@ -70,7 +70,7 @@ class DecodeStep:
         factors, recalls = method.factors(config, sparse), method.recalls(config)
         self.shape = StepShape.of(config, model, tiers.layout, pages, requests, recalls, factors.values())
         self.state = StepState.make(
-            requests, self.shape.columns, self.shape.frames, self.shape.recalls, len(self._row), tiers.device,
+            requests, self.shape.columns, self.shape.most_frames, self.shape.recalls, len(self._row), tiers.device,
             len(self._row) if factors else 0,
         )  # fmt: skip
         self._frames = [tiers.layout.frames(requests, layer) // requests for layer in self._row]  # of one, by row
@@ -242,7 +242,7 @@ class DecodeStep:
         if self._watch is not None:  # which judges by all samples
             sampled = partial & ~rows.has_own_budget
         self._partial, self._sampled = (which.nonzero().flatten().tolist() for which in (partial, sampled))
-        self._is_resident = not self._partial and int(rows.num_pages.max()) <= self.shape.fewest_frames
+        self._is_resident = not self._partial and int(rows.num_pages.max()) <= self.shape.frames
         self.seq_lens = rows.seq_lens
         columns = {
             "num_pages": rows.num_pages, "seq_lens": rows.seq_lens, "positions": rows.seq_lens - 1,
@@ -437,7 +437,7 @@ class DecodeStep:
         """Attention over the selected pages that the device tier holds, in parts (for `merge`)."""
         chosen, at = self._selected[layer][0], self._at[layer]
         kv = at.host if at.frames is None else at.frames
-        most = self.shape.frames or self.shape.listed(self.has_digests(layer))[1]
+        most = self.shape.most_frames or self.shape.listed(self.has_digests(layer))[1]
         return self.attend(q, kv, chosen.frames, chosen.tokens, most, self.seq_lens if self._is_resident else None)
 
     def attend_missing(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -494,7 +494,7 @@ class DecodeStep:
         self._ops.plan_recall(
             at.maps, at.copies, scores, now.table, (chosen.frames, chosen.frames_listed), (absent, listed),
             now.num_pages, budgets, now.requests, now.generations, now.ages, sinks, recent, interval, phase,
-            self.state.keep, at.counters,
+            self.state.keep[self._row[layer] % 2], at.counters,
         )  # fmt: skip
         rows, frames = len(scores), self._tiers.frames.layers[layer]
         self.copy(layer, at.host, frames, at.copies.host_pages[:rows], at.copies.frames[:rows], is_awaited=at_once)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -75,21 +74,21 @@ class Selective(Method):
 
     @classmethod
     def layer_frames(cls, config: HybridConfig, layers: Collection[int]) -> dict[int, int]:
-        """Of one request, of the ``layers`` that select, where they have budgets of their own: more by as much as the
-        budget is, so that every layer can keep as much beside its budget. Where a budget is more than the frames, in
-        proportion."""
-        frames, least = frames_per_request(config), config.sinks + config.recent + 1
-        varies = min(frames, config.budget_pages)
-        factors = cls.factors(config, layers)
-        return {layer: max(least, frames - varies + round(varies * factor)) for layer, factor in factors.items()}
+        """Of one request, of those of the ``layers`` that select whose budgets are larger than the mean: more by as much
+        as the budget is (where it is more than the frames, in proportion), so that the CPU attends no more of them than
+        of others. No layer has fewer than ``frames_per_request``: whoever fits those is on the device whole."""
+        frames = frames_per_request(config)
+        varies, factors = min(frames, config.budget_pages), cls.factors(config, layers)
+        return {layer: frames - varies + round(varies * each) for layer, each in factors.items() if each > 1}
 
     @classmethod
     def filled(cls, config: HybridConfig, device_pages: int, requests: int) -> HybridConfig:
         """A request that fits its frames is exact, and one that does not asks the CPU for less."""
         if config.frames_per_request != "auto" or cls.has_fixed_frames:
             return config
-        factors = config.budget_factors
-        more = round(config.budget_pages * (max(factors) / fmean(factors) - 1)) if factors else 0  # about, in one layer
+        selecting = [layer for layer in range(len(config.budget_factors)) if layer not in config.exact_layers]
+        most = max(cls.layer_frames(config, selecting).values(), default=config.automatic_frames)
+        more = most - config.automatic_frames
         frames = max(config.automatic_frames, min(device_pages // requests, MOST_FRAMES - more))
         return config.model_copy(update={"frames_per_request": frames})
 
@@ -104,10 +103,9 @@ class Selective(Method):
         return kept + span_bytes(model, pages, layers)
 
     def budgets(self, rows: DecodeRows) -> Tensor:
-        """A row is under pressure once it has more pages than a layer has frames; ``sparse: always``: than its budget,
-        which is the configuration's, or its request's as far as the frames go."""
+        """A row is under pressure once it has more pages than frames; ``sparse: always``: than its budget, which is the
+        configuration's, or its request's as far as the frames go."""
         config, frames = self.config, frames_per_request(self.config)
-        fewest = self.tiers.layout.fewest_frames if self.tiers.frames.size else frames
         if config.sparse == "never":
             return rows.num_pages
         budgets = torch.full_like(rows.num_pages, config.budget_pages)
@@ -116,7 +114,7 @@ class Selective(Method):
             most = max(config.budget_pages, frames) if self.tiers.frames.size else None
             asked = pages.clamp(config.sinks + config.recent + 1, most)
             budgets = torch.where(rows.budgets > 0, asked, budgets)
-        limit = fewest if config.sparse == "auto" else budgets.clamp(max=fewest)
+        limit = frames if config.sparse == "auto" else budgets.clamp(max=frames)
         return torch.where(rows.num_pages > limit, budgets.clamp(max=rows.num_pages), rows.num_pages)
 
 

@@ -10,9 +10,9 @@ from hybrid_backend.errors import EngineError
 
 class FramePool:
     """Indices ``0 .. requests``, handed out by request id, never by batch row; index i owns the frames ``i + n *
-    requests`` of every layer, ``size`` of them in the mean (`TierLayout.layer_frames`). Frame ids are the same in every
-    layer, the pages in them are not. Where requests share all frames (`TierLayout.shares_frames`) the maps alone say
-    whose a frame is.
+    requests`` of every layer, ``size`` of them and in some layers more (`TierLayout.layer_frames`). Frame ids are the
+    same in every layer, the pages in them are not. Where requests share all frames (`TierLayout.shares_frames`) the
+    maps alone say whose a frame is, and ``size`` is a mean.
 
     ``layers[l]``: ``[frames, kv_heads, 2, page_size, head_dim]``; empty where the device tier reads the host pool
     itself.

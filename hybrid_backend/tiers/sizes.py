@@ -30,7 +30,7 @@ class TierLayout:
 
     ``separate``: the device tier holds copies; else it is the host itself and reads pages in place.
     ``frames_per_request``: pages of each layer that a running request may have on the device tier; 0: none are copied.
-    ``layer_frames``: of layers that have another number, in the mean the same.
+    ``layer_frames``: of layers that have more.
     ``staging_tokens``: tokens of all KV heads that each of the two staging buffers holds. Separate tiers have them,
     because prompts attend their cached prefix through them.
     ``whole_layers``: layers that lie on the device tier whole, for every page of the host pool, and have no frames.
@@ -56,20 +56,15 @@ class TierLayout:
         return self.device_pages or max_requests * self.frames_per_request
 
     def frames(self, max_requests: int, layer: int | None = None) -> int:
-        """Of one layer; None: in the mean."""
+        """Of one layer; None: of those that have the fewest."""
         if self.shares_frames:
             return self.shared_pages(max_requests) if self.separate else 0
         given = self.frames_per_request
         return max_requests * (given if layer is None else self.layer_frames.get(layer, given))
 
     def frames_of(self, max_requests: int) -> int:
-        """Frames of a request in the mean; where they are shared, rounded up."""
+        """Frames of a request, in the layers that have the fewest; where they are shared, on average and rounded up."""
         return -(-self.frames(max_requests) // max_requests)
-
-    @property
-    def fewest_frames(self) -> int:
-        """Of a request, in the layer that has the fewest."""
-        return min([self.frames_per_request, *self.layer_frames.values()])
 
     def full_layers(self, model: ModelSpec) -> list[int]:
         """Layers with full attention: the only ones that tiers are for."""
@@ -159,8 +154,8 @@ class StepShape:
 
     rows: int  # of a step, at most
     columns: int  # pages of a sequence, at most
-    frames: int  # of a request, in the layer that has most; 0: the device tier reads the host pool itself
-    fewest_frames: int  # in the layer that has fewest
+    frames: int  # of a request; 0: the device tier reads the host pool itself
+    most_frames: int  # the same, in the layer that has most
     budget: int  # pages that a layer attends of a row under pressure, to begin with, at most
     least_budget: int  # the same at least: layers may have budgets of their own
     are_alike: bool  # they do not
@@ -172,7 +167,9 @@ class StepShape:
     @property
     def most(self) -> int:
         """Pages that a list of a layer with digests may hold."""
-        return min(self.columns, max(self.budget, self.frames)) if self.frames and not self.promises else self.columns
+        return (
+            min(self.columns, max(self.budget, self.most_frames)) if self.frames and not self.promises else self.columns
+        )
 
     @classmethod
     def of(
@@ -191,19 +188,20 @@ class StepShape:
         lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
         frames, promises = layout.frames_of(max_requests), bool(config.quality.promise)
         mean = columns if config.sparse == "never" else config.budget_pages
-        budgets, counts = [round(mean * each) for each in factors or [1]], [frames, *layout.layer_frames.values()]
+        budgets = [round(mean * each) for each in factors or [1]]
+        most_frames = max([frames, *layout.layer_frames.values()])
         return cls(
             rows=max_requests,
             columns=columns,
-            frames=max(counts),
-            fewest_frames=min(counts),
+            frames=frames,
+            most_frames=most_frames,
             budget=max(budgets),
             least_budget=min(budgets),
             are_alike=not factors,
             most_budget=max(mean, frames) if frames else columns,
             lists=lists,
             promises=promises,
-            recalls=max(counts) if recalls else 0,  # a request may ask for a budget of as many pages
+            recalls=most_frames if recalls else 0,  # a request may ask for a budget of as many pages
         )
 
     def listed(self, has_digests: bool) -> tuple[int, int]:
@@ -213,7 +211,7 @@ class StepShape:
     def state_bytes(self, layers: int) -> int:
         """What `StepState.make` allocates."""
         meta, budgets = torch.device("meta"), 0 if self.are_alike else layers
-        return StepState.make(self.rows, self.columns, self.frames, self.recalls, layers, meta, budgets).nbytes
+        return StepState.make(self.rows, self.columns, self.most_frames, self.recalls, layers, meta, budgets).nbytes
 
     def mailbox_bytes(self, config: HybridConfig, model: ModelSpec, layout: TierLayout) -> int:
         """Pinned host memory through which a GPU asks the CPU workers, of all layers of which they may have a part."""

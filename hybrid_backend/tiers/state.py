@@ -63,7 +63,8 @@ class StepState:
     maps: Maps
     copies: Copies
     equal_scores: Tensor  # [rows, 1, columns] fp32 zeros, of layers that attend every page
-    keep: Tensor  # [rows, frames] int32, scratch of `plan_recall`
+    keep: Tensor  # [2, rows, frames] int32, scratch of `plan_recall`, of layers in turn: two may run side by side
+    empty: Tensor  # [layers, frames] fp32 importance of a request's frames while nobody has them
     counters: Tensor  # [layers, COUNTERS] int64
 
     @classmethod
@@ -89,12 +90,13 @@ class StepState:
                 ints(planned[:2]), ints(planned[:2], dtype=torch.int64),
             ),
             equal_scores=torch.zeros(rows, 1, columns, device=device),
-            keep=ints((rows, frames)),
+            keep=ints((2, rows, frames)),
+            empty=torch.full((layers, frames), float("-inf"), device=device),
             counters=ints((layers, len(Counters._fields)), dtype=torch.int64),
         )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
         return self.inputs.nbytes + sum(
-            x.nbytes for x in (*self.maps, *self.copies, self.equal_scores, self.keep, self.counters)
+            x.nbytes for x in (*self.maps, *self.copies, self.equal_scores, self.keep, self.empty, self.counters)
         )

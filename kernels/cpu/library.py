@@ -157,6 +157,9 @@ class MailboxArgs(C.Structure):
 
 
 # In the order of src/api.h.
+VERSION = 2
+"""`HB_VERSION`: of what fields mean where no structure's size tells."""
+
 STRUCTURES = (Cache, DigestStore, ByteStore, Model, PartialArgs, StepArgs, LayerArgs, MailboxArgs)
 
 # Arguments of the operations, in the order of src/api.h; every member takes 8 bytes. A packed string costs a fifth of
@@ -276,7 +279,7 @@ def native() -> C.CDLL:
         for name, (result, arguments) in _PROTOTYPES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-        expected = [*map(C.sizeof, STRUCTURES), *(arguments.size for arguments in OPERATIONS.values()), 0]
+        expected = [*map(C.sizeof, STRUCTURES), *(arguments.size for arguments in OPERATIONS.values()), VERSION, 0]
         if [library.hb_struct_size(which) for which in range(len(expected))] != expected:
             raise OSError("the library was built from another version's src/api.h")
     except (OSError, AttributeError) as error:

@@ -89,7 +89,7 @@ class Life(RuleBasedStateMachine):
         """Whether the design promises dense attention for these requests in this step."""
         cfg = self.engine.cfg
         longest = max(-(-(self.engine.sequences[n].tokens + 1) // PAGE) for n in names)
-        frames = self.engine.runtime.tiers.layout.fewest_frames or cfg.frames_per_request
+        frames = self.engine.runtime.tiers.frames.size or cfg.frames_per_request
         assert isinstance(frames, int)
         fits = longest <= (frames if cfg.sparse == "auto" else min(frames, cfg.budget_pages))
         return self.always_exact or cfg.sparse == "never" or fits

@@ -436,7 +436,7 @@ class _Run:
             }
             pages = spread(alone, sizes)
             factors = factors_of(pages, config.budget_pages, len(self.network.layers))
-            attended = pages_of(factors, pages, config.budget_pages, least)
+            attended = pages_of(config.model_copy(update={"budget_factors": factors}), pages)
             tokens = {layer: count * config.page_size for layer, count in attended.items()}
             both = self._diverge(store, progress, probes, [dict.fromkeys(tokens, budget), tokens])
         even, apart = ({kind: kl[place] for kind, kl in both.items()} for place in (0, 1))

@@ -88,6 +88,6 @@ def cpu_ratios(
             operations.plan_recall(
                 maps, copies.of(one), best[one], table[one], (found.frames[one],
                 found.frames_listed[one]), (absent[one], listed[one]), num_pages[one], budgets[one],
-                requests[one], none[one], ages[one], sinks, recent, interval, phase, state.keep,
+                requests[one], none[one], ages[one], sinks, recent, interval, phase, state.keep[0],
             )  # fmt: skip
     return ratios

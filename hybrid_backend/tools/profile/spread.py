@@ -12,7 +12,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from statistics import fmean
+
+import torch
+
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.execution.budgets import LayerBudgets
+from hybrid_backend.methods import resolve_method
 
 Sizes = tuple[int, int, int]
 """Budgets that a layer is measured at, rising: the least that it may get, what all have in the mean, and the most."""
@@ -91,10 +96,11 @@ def factors_of(pages: Mapping[int, int], budget: int, layers: int) -> tuple[floa
     return tuple(round(pages[layer] / budget, 2) if layer in pages else 1.0 for layer in range(layers))
 
 
-def pages_of(factors: tuple[float, ...], layers: Collection[int], budget: int, least: int) -> dict[int, int]:
-    """What a server attends in these ``layers``, with rounded factors: `execution.budgets`."""
-    mean = fmean(factors[layer] for layer in layers)
-    return {layer: max(least, round(budget * factors[layer] / mean)) for layer in layers}
+def pages_of(config: HybridConfig, layers: Collection[int]) -> dict[int, int]:
+    """What a server attends in the ``layers`` that select of a long sequence, with the configuration's factors."""
+    factors, many = resolve_method(config.method).factors(config, layers), torch.tensor([torch.iinfo(torch.int32).max])
+    found = LayerBudgets(config, factors, list(layers)).of_rows(torch.tensor([config.budget_pages]), many)
+    return dict(zip(layers, found[:, 0].tolist(), strict=True))
 
 
 def _falling(kl: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -61,7 +61,8 @@ HB_API int64_t hb_struct_size(int which) {
                                       sizeof(hb_plan_recall_args),
                                       sizeof(hb_copy_pages_args),
                                       sizeof(hb_commit_pages_args),
-                                      sizeof(hb_open_pages_args)};
+                                      sizeof(hb_open_pages_args),
+                                      HB_VERSION};
   return which >= 0 && which < int(sizeof sizes / sizeof *sizes) ? sizes[which] : 0;
 }
 HB_API int hb_isa_count(void) { return hb::isa_count(); }

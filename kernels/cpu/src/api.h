@@ -11,6 +11,9 @@ extern "C" {
 
 enum { HB_OK = 0, HB_TIMEOUT = 1, HB_ERROR = -1 };
 
+// Of this interface: one more whenever what a field means changes and its structure keeps its size.
+enum { HB_VERSION = 2 };
+
 // K and V of one layer: [pages, kv_heads, 2 (K|V), page_size, head_dim] or any other strides.
 typedef struct hb_cache {
   char* base;
@@ -57,7 +60,7 @@ typedef struct hb_partial_args {
 } hb_partial_args;
 
 const char* hb_last_error(void);
-// Bytes of the structs of this file, in their order, 0 after the last: a caller that declares them anew compares.
+// Bytes of the structs of this file, in their order, then HB_VERSION, then 0: a caller that declares them anew compares.
 int64_t hb_struct_size(int which);
 
 // Instruction sets, best first; those that the compiler could not build are absent.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_the_budget_is_the_mean_of_what_layers_attend_whatever_some_of_them_cann
         assert [each for _, each in in_order] == sorted(each for _, each in in_order)
 
 
-@pytest.mark.parametrize(("frames", "expected"), [(12, [10, 14, 12, 12]), (4, [3, 6, 4, 4]), (3, [3, 4, 3, 3])])
+@pytest.mark.parametrize(("frames", "expected"), [(12, [12, 14, 12, 12]), (4, [4, 6, 4, 4]), (3, [3, 4, 3, 3])])
 def test_a_layer_has_as_many_more_frames_as_its_budget_is_larger(frames: int, expected: list[int]) -> None:
     """In proportion, where a budget of 4 pages is more than the frames; all of them are filled at admission, and the
     maps give each page a frame of its own."""
@@ -131,15 +132,30 @@ def test_a_layer_has_as_many_more_frames_as_its_budget_is_larger(frames: int, ex
         engine.close()
 
 
-@pytest.mark.parametrize("pages", [3, 4])
-def test_a_row_within_its_budget_is_exact_though_a_layer_has_fewer_frames(pages: int) -> None:
-    cfg = config(tiers="separate", frames_per_request=4, budget_factors=[0.5, 1.5, 1])
-    engine = Engine(cfg, spec(layers=3), num_pages=200)
+@pytest.mark.parametrize("kernels", ["native", "triton"])
+def test_a_row_that_fits_the_frames_is_exact_and_asks_nobody_whatever_its_layers_budgets(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a row that leaves pages out, whose partials are of predicted queries."""
+    keys = {"tiers": "separate", "frames_per_request": 9, "budget_factors": [1, 1.5, 0.5, 1], "device_kernels": kernels}
+    cfg = config(**keys, budget_tokens=8 * PAGE, lookahead={"enabled": True, "partial_query": "predicted"})
+    engine, compare, asked = Engine(cfg, spec(layers=4), num_pages=200), Engine._compare, list[float]()
+
+    def only_a(name: str, *given: Any) -> None:
+        if name == "a":
+            compare(name, *given)
+
+    monkeypatch.setattr(engine, "_compare", only_a)
     try:
-        engine.add("a", pages * PAGE - 8)
-        engine.prefill("a")
-        for _ in range(8):
-            engine.step({"a": 1}, lookahead_noise=0.3)
+        for name, pages in (("a", 8), ("b", 20)):
+            engine.add(name, pages * PAGE - 2)
+            engine.prefill(name)
+        for work in ({"a": 1}, {"a": 1, "b": 1}, {"b": 1, "a": 1}, {"a": 1}):
+            engine.step(work, lookahead_noise=0.3)
+            asked.append(sum(layer.cpu_tokens for layer in engine.runtime.stats.layers))
+        assert asked[0] == 0
+        if kernels == "native":  # counted as the step runs
+            assert asked[1] > 0 and asked[3] == asked[2]
     finally:
         engine.close()
 
