@@ -322,8 +322,9 @@ class HybridConfig(Section):
     sinks + recent. Source: ScoutAttention (evaluated at 1024 and 2048)."""
     budget_factors: Annotated[tuple[float, ...], list_of(number(0, 16))] = ()
     """What each layer attends in proportion to the others, one number per layer of the model: budget_tokens is the mean
-    over the layers that select. In whole pages, at least sinks + recent + 1; a larger budget has
-    more frames. Without them all layers are alike. Of method scout; others do not use them. Source: default (none; `hybrid profile` measures them per model)."""
+    over the layers that select. In whole pages, at least sinks + recent + 1; a larger budget has more frames. Without
+    them all layers are alike. Of method scout; others do not use them.
+    Source: default (none; `hybrid profile` measures them per model)."""
     sinks: Annotated[int, integer(0)] = 1
     """First pages of a sequence that are always attended.
     Source: default (StreamingLLM keeps the first 4 tokens)."""

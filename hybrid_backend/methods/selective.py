@@ -74,9 +74,9 @@ class Selective(Method):
 
     @classmethod
     def layer_frames(cls, config: HybridConfig, layers: Collection[int]) -> dict[int, int]:
-        """Of one request, of those of the ``layers`` that select whose budgets are larger than the mean: more by as much
-        as the budget is (where it is more than the frames, in proportion), so that the CPU attends no more of them than
-        of others. No layer has fewer than ``frames_per_request``: whoever fits those is on the device whole."""
+        """Of one request, of those of the ``layers`` that select whose budgets are larger than the mean: more by as
+        much as the budget is (where it is more than the frames, in proportion), so that the CPU attends no more of them
+        than of others. No layer has fewer than ``frames_per_request``: whoever fits those is on the device whole."""
         frames = frames_per_request(config)
         varies, factors = min(frames, config.budget_pages), cls.factors(config, layers)
         return {layer: frames - varies + round(varies * each) for layer, each in factors.items() if each > 1}

@@ -1,7 +1,7 @@
 """The residency maps (`operations.Maps`), kept up by the stream itself: pages opened, noted, recalled and committed.
 
-Frame i of request r, of ``count`` requests, is number i * count + r, so that a layer may have fewer frames than another;
-the maps of all layers are stacked.
+Frame i of request r, of ``count`` requests, is number i * count + r, so that a layer may have fewer than another; the
+maps of all layers are stacked.
 """
 
 from __future__ import annotations

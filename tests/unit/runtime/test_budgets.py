@@ -50,7 +50,8 @@ def test_each_row_attends_the_budget_that_its_request_asked_for(tiers: str) -> N
 def test_each_layer_of_scout_attends_its_factor_of_every_rows_budget(
     method: str, tiers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At least what is always attended and one page more, which others then have less; a row that leaves nothing out has no budget."""
+    """At least what is always attended and one page more, which others then have less; a row that leaves
+    nothing out has no budget."""
     keys = {"method": method, "sparse": "always", "frames_per_request": 10, "metrics": {"sample_interval": 0}}
     cfg = config(**keys, tiers=tiers, exact_layers=[2], budget_factors=[0.25, 1.5, 1, 1.25])
     engine = Engine(cfg, spec(layers=4), num_pages=200, is_witnessed=True)
