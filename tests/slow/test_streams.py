@@ -28,7 +28,7 @@ def check_steps(
     the oracle's where pages have codes, whose sums the native kernels round."""
     kernels = "torch" if digest == "codes" else "native"
     keys = {
-        "method": method, "frames_per_request": FRAMES, "exact_layers": [0], "whole_layers": [0],
+        "method": method, "frames_per_request": FRAMES - 1, "exact_layers": [0], "whole_layers": [0],
         "budget_factors": [1, 0.75, 1.25],
         "recall": {"intervals": 2}, "metrics": {"sample_interval": 1}, "selection": {"digest": digest},
     }  # fmt: skip
