@@ -57,6 +57,11 @@ class Maps(NamedTuple):
     def of(self, layer: int | slice) -> Maps:
         return Maps(*(x[layer] for x in self))
 
+    @property
+    def size(self) -> int:
+        """Frames of each request."""
+        return self.page_of.shape[-1] // self.frame_of.shape[-2]
+
 
 class Copies(NamedTuple):
     """Recalls under way, ``[layers, rows, n]`` int32, or of one layer; an entry whose frame is -1 is none."""

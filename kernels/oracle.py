@@ -245,8 +245,7 @@ def note_scores(
     maps: Maps, scores: Tensor, num_pages: Tensor, budgets: Tensor, requests: Tensor, sinks: int, recent: int
 ) -> None:
     live = budgets < num_pages
-    size = len(maps.page_of) // len(maps.frame_of)
-    frames = requests[live].long()[:, None] + torch.arange(size) * len(maps.frame_of)
+    frames = requests[live].long()[:, None] + torch.arange(maps.size) * len(maps.frame_of)
     pages = maps.page_of[frames].long()
     count = num_pages[live][:, None]
     best = _numbers(scores[live]).amax(1).gather(1, pages.clamp(min=0))

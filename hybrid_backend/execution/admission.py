@@ -42,12 +42,14 @@ class Admission:
         Returns:
             Pages copied.
         """
-        config, frames = self._config, len(maps.page_of) // len(maps.frame_of)
+        config = self._config
         digests = self._tiers.digest_layer(layer)
         query = None if digests is None else self._queries.get(request_id, {}).get(layer)
         if table.device.type == "cuda":  # whatever the sequence's length, by the kernels of a decode step
             table = torch.nn.functional.pad(table, (0, maps.frame_of.shape[1] - table.shape[1]))
-        pages, importance = best_pages(self._ops, config, query, digests, table, num_pages, frames, self._model.scale)
+        pages, importance = best_pages(
+            self._ops, config, query, digests, table, num_pages, maps.size, self._model.scale
+        )
         chosen = place(maps, index, pages, importance)
         host_pages = table[0, pages.long()].contiguous()
         self._ops.copy_pages(self._tiers.host.views[layer], self._tiers.frames.layers[layer], host_pages, chosen)

@@ -47,7 +47,7 @@ class MappedFrames:
         self._has_recalls = state.copies.frames.shape[2] > 0
         requests = tiers.frames.requests
         for row, layer in enumerate(maps):  # frames that a layer does not have are never the least important
-            state.empty[row, len(maps[layer].page_of) // requests :] = float("inf")
+            state.empty[row, maps[layer].size :] = float("inf")
         state.maps.importance.copy_(state.empty.repeat_interleave(requests, 1))
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
@@ -94,7 +94,7 @@ class FixedFrames:
         requests, columns = maps.frame_of.shape[1:]
         first = torch.arange(requests, dtype=torch.int32, device=maps.frame_of.device)
         pages = torch.arange(columns, dtype=torch.int32, device=maps.frame_of.device)
-        maps.frame_of.copy_(first[:, None] + frame_of(pages) * requests)
+        maps.frame_of.copy_(tiers.frames.ids(first[:, None], frame_of(pages)))
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """Nobody's scores decide."""

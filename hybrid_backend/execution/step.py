@@ -7,6 +7,7 @@ that a graph captured once holds for every step. What the operations do is count
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -66,21 +67,18 @@ class DecodeStep:
         # Of the stacked maps and counters.
         self._row = {layer: row for row, layer in enumerate(tiers.layout.framed_layers(model))}
         pages, requests = len(tiers.host.layers[self._layers[0]]), tiers.frames.requests
-        sparse = [layer for layer in self._row if tiers.has_digests(layer)]
+        sparse = tiers.layout.selecting_layers(config, model)
         factors, recalls = method.factors(config, sparse), method.recalls(config)
         self.shape = StepShape.of(config, model, tiers.layout, pages, requests, recalls, factors.values())
         self.state = StepState.make(
             requests, self.shape.columns, self.shape.most_frames, self.shape.recalls, len(self._row), tiers.device,
             len(self._row) if factors else 0,
         )  # fmt: skip
-        self._frames = [tiers.layout.frames(requests, layer) // requests for layer in self._row]  # of one, by row
-        self._budgets: LayerBudgets | None = None
-        if factors:
-            budgets = [round(config.budget_pages * factors.get(layer, 1)) for layer in self._row]
-            most = [max(each) for each in zip(budgets, self._frames, strict=True)] if self.shape.frames else None
-            self._budgets = LayerBudgets(config, factors, list(self._row), most)
         self.inputs, self.maps = self.state.inputs, self.state.maps
         self._at = {layer: self._buffers(layer, row) for layer, row in self._row.items()}
+        budgets = {layer: round(config.budget_pages * factors.get(layer, 1)) for layer in self._row}
+        most = [max(budgets[layer], at.maps.size) for layer, at in self._at.items()] if self.shape.frames else None
+        self._budgets = LayerBudgets(config, factors, list(self._row), most) if factors else None
         self._first: dict[int, StepInputs] = {}  # by rows
         self._partial: list[int] = []  # rows of the open step that leave pages out
         self._sampled: list[int] = []  # of them, those whose attention mass is looked at
@@ -135,9 +133,8 @@ class DecodeStep:
 
     def _buffers(self, layer: int, row: int) -> _Layer:
         tiers, maps, frames = self._tiers, self.maps.of(row), self._tiers.frames.layers.get(layer)
-        if not tiers.layout.shares_frames:
-            count = tiers.layout.frames(tiers.frames.requests, layer)
-            maps = Maps(maps.frame_of, maps.page_of[:count], maps.importance[:count])
+        count = tiers.layout.frames(tiers.frames.requests, layer)
+        maps = Maps(maps.frame_of, maps.page_of[:count], maps.importance[:count])
         return _Layer(
             tiers.host.views[layer], frames, None if frames is None else maps.frame_of, tiers.digest_layer(layer), maps,
             self.state.copies.of(row), self.state.counters[row],
@@ -624,7 +621,8 @@ class DecodeStep:
         empty while it has pages that it could hold."""
         if self.shared is not None:
             return self.shared.resident_pages * len(self._tiers.frames.layers)
-        return sum(min(pages, frames) for pages in self._pages for frames in self._frames)
+        sizes = Counter(at.maps.size for at in self._at.values())
+        return sum(layers * min(pages, size) for size, layers in sizes.items() for pages in self._pages)
 
     @property
     def device_bytes(self) -> int:

@@ -227,16 +227,13 @@ class Clo(Selective):
         if not frames:
             lists.beyond_tokens[:, 0] = now.seq_lens
             return
-        i = torch.arange(frames, dtype=torch.int32, device=self.tiers.device)
-
-        def frame(number: Tensor) -> Tensor:
-            return now.requests[:, None] + number * self.tiers.frames.requests
-
+        mine, i = now.requests[:, None], torch.arange(frames, dtype=torch.int32, device=self.tiers.device)
         recent = now.num_pages[:, None] - config.recent + i - self._cached.stop
         is_recent = (left_out[:, None] > 0) & (i >= self._cached.stop)
-        lists.ids[:, 0] = by_head(frame(torch.where(is_recent, self.frame_of(recent), i)))
-        lists.into.copy_(by_head(frame(i[self._cached])))
-        lists.whole[:, 0] = frame(i)
+        ids = self.tiers.frames.ids
+        lists.ids[:, 0] = by_head(ids(mine, torch.where(is_recent, self.frame_of(recent), i)))
+        lists.into.copy_(by_head(ids(mine, i[self._cached])))
+        lists.whole[:, 0] = ids(mine, i)
         fits = now.num_pages <= self._limit
         lists.whole_tokens[:, 0] = now.seq_lens * fits
         lists.beyond_tokens[:, 0] = now.seq_lens * ~fits

@@ -42,6 +42,10 @@ class FramePool:
         """Requests that have an index."""
         return len(self._index_of)
 
+    def ids(self, indices: Tensor, slots: Tensor) -> Tensor:
+        """The frames that the indices own, by their places among those: both are broadcast."""
+        return indices + slots * self.requests
+
     def index(self, request_id: str) -> int | None:
         return self._index_of.get(request_id)
 

@@ -167,9 +167,9 @@ class StepShape:
     @property
     def most(self) -> int:
         """Pages that a list of a layer with digests may hold."""
-        return (
-            min(self.columns, max(self.budget, self.most_frames)) if self.frames and not self.promises else self.columns
-        )
+        if not self.frames or self.promises:
+            return self.columns
+        return min(self.columns, max(self.budget, self.most_frames))
 
     @classmethod
     def of(

@@ -144,9 +144,9 @@ def _commit_kernel(frame_of, page_of, importance, to_frames, to_pages, to_import
 
 def open_pages(maps: Maps, requests: Tensor, pages: Tensor, positions: Tensor, page_size: int, sinks: int) -> None:
     layers, count, columns = maps.frame_of.shape
-    size = maps.page_of.shape[1] // count
     _open_kernel[(layers, len(requests))](
-        *maps, requests, pages, positions, sinks, columns, size, count, page_size, triton.next_power_of_2(size),
+        *maps, requests, pages, positions, sinks, columns, maps.size, count, page_size,
+        triton.next_power_of_2(maps.size),
     )  # fmt: skip
 
 
@@ -154,11 +154,9 @@ def note_scores(
     maps: Maps, scores: Tensor, num_pages: Tensor, budgets: Tensor, requests: Tensor, sinks: int, recent: int
 ) -> None:
     rows, lists, columns = scores.shape
-    count = len(maps.frame_of)
-    size = len(maps.page_of) // count
     _note_kernel[(rows,)](
-        maps.page_of, maps.importance, scores, num_pages, budgets, requests, sinks, max(recent, 1), columns, size,
-        count, lists, triton.next_power_of_2(size),
+        maps.page_of, maps.importance, scores, num_pages, budgets, requests, sinks, max(recent, 1), columns,
+        maps.size, len(maps.frame_of), lists, triton.next_power_of_2(maps.size),
     )  # fmt: skip
 
 
@@ -170,11 +168,10 @@ def plan_recall(
     rows, _, columns = scores.shape
     _, lists, k = selected[0].shape
     (count, frame_columns), n, most = maps.frame_of.shape, absent[0].shape[2], copies.frames.shape[1]
-    size = len(maps.page_of) // count
     _plan_kernel[(rows,)](
         *maps, scores, table, *selected, *absent, num_pages, budgets, requests, generations, ages, keep, *copies,
-        counters, sinks, max(recent, 1), interval, phase, k, n, most, columns, frame_columns, size, count,
-        table.stride(0), lists, triton.next_power_of_2(max(k, n, size, most, 2)),
+        counters, sinks, max(recent, 1), interval, phase, k, n, most, columns, frame_columns, maps.size, count,
+        table.stride(0), lists, triton.next_power_of_2(max(k, n, maps.size, most, 2)),
     )  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def test_a_row_that_fits_the_frames_is_exact_and_asks_nobody_whatever_its_layers
     cfg = config(**keys, budget_tokens=8 * PAGE, lookahead={"enabled": True, "partial_query": "predicted"})
     engine, compare, asked = Engine(cfg, spec(layers=4), num_pages=200), Engine._compare, list[float]()
 
-    def only_a(name: str, *given: Any) -> None:
+    def only_a(name: str, *given: Any) -> None:  # b is not exact: it is there for a to be beside it
         if name == "a":
             compare(name, *given)
 
