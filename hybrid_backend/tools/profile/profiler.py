@@ -139,7 +139,7 @@ def profile(
     texts = read_texts("--text", options.texts) or default_texts()
     held_out = read_texts("--check", options.held_out)
     if config.quality.max_kl != "none":
-        options = replace(options, limits=replace(options.limits, kl=config.quality.max_kl))
+        options = replace(options, limits=replace(options.limits, kl=config.quality.max_kl, outliers=False))
     if network is None or encode is None:
         from hybrid_backend.tools.hub import resolve_model
 
@@ -379,14 +379,14 @@ class _Run:
         layers = [layer.index for layer in self.network.full_layers]
         alone = self._diverge(store, progress, probes, [(layer,) for layer in layers])
         costs = Costs({kind: dict(zip(layers, found, strict=True)) for kind, found in alone.items()})
-        ranking, together = costs.ranking, list[dict[str, float]]()
-        while True:
-            counts = range(len(together), min(len(together) + _AT_ONCE, len(layers) + 1))
+        ranking = costs.ranking
+        while (exact := costs.exact_count(self.options.limits)) is None:
+            first = len(costs.together)
+            counts = range(first, min(first + _AT_ONCE, len(layers) + 1))
             found = self._diverge(store, progress, probes, [tuple(sorted(ranking[count:])) for count in counts])
-            for place in range(len(counts)):
-                together.append({kind: each[place] for kind, each in found.items()})
-                if len(together) > len(layers) or all(kl <= self.options.limits.kl for kl in together[-1].values()):
-                    return replace(costs, together=together)
+            more = [{kind: each[place] for kind, each in found.items()} for place in range(len(counts))]
+            costs = replace(costs, together=[*costs.together, *more])
+        return replace(costs, together=costs.together[: exact + 1])
 
     def _diverge(
         self, store: Store, progress: Progress, probes: Sequence[Probe], sparse: Sequence[Sparse]

@@ -49,10 +49,11 @@ def comments_of(
     """Where each number that the profile decided comes from."""
     exact = [layer for layer in layers if layer.why]
     sparse = [layer for layer in layers if not layer.why]
-    mass_rule = f", or mass below {limits.mass:g}" if limits.mass else ""
+    more_rules = ", and any that more than halves what is left" if limits.outliers else ""
+    more_rules += f", or mass below {limits.mass:g}" if limits.mass else ""
     reasons = [
         "measured; exact: those of the largest KL to dense with this layer alone sparse, as few as bring the KL of all",
-        f"others together to {limits.kl:g} nats in texts' continuations and in lookups{mass_rule}",
+        f"others together to {limits.kl:g} nats in texts' continuations and in lookups{more_rules}",
     ]
     reasons += [f"{name} exact: {_kinds(kl)}" for name, kl in _steps(costs)]
     for layer in exact:

@@ -15,6 +15,10 @@ INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Decode steps between recalls that are tried."""
 
 
+_LITTLE = 0.1
+"""Of `Thresholds.kl`: with less than that left, nobody asks where it comes from."""
+
+
 @dataclass(frozen=True)
 class Thresholds:
     """What a layer is exact by, and what it is predicted by.
@@ -23,11 +27,13 @@ class Thresholds:
     the layer's own query selects. ``mass``: share of the attention mass on the selected pages, mean over heads and
     positions, at least; chosen by the query that the backend would choose by; below, a layer is exact. ``kl``: nats per
     token that all sparse layers together may cost, at most, in texts' continuations and in lookups (`divergence`).
+    ``outliers``: whether a layer is exact, too, that costs more than half of what is left below ``kl``.
     """
 
     cosine: float = 0.9
     mass: float = 0.0
     kl: float = 0.05
+    outliers: bool = True
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Costs:
     """Mean KL to dense in nats per token, by kind of probe.
 
     ``alone``: ``[kind][layer]``, of this layer sparse, all others dense. ``together``: with so many layers exact as its
-    place says, the most expensive ones by ``alone``, and all others sparse. The last one is low enough.
+    place says, the most expensive ones by ``alone``, and all others sparse. The last one is what is chosen.
     """
 
     alone: Mapping[str, Mapping[int, float]]
@@ -50,6 +56,20 @@ class Costs:
     @property
     def exact(self) -> list[int]:
         return self.ranking[: max(0, len(self.together) - 1)]
+
+    def exact_count(self, limits: Thresholds) -> int | None:
+        """How many layers of the `ranking` are exact by what is in ``together`` so far; None: it does not say yet."""
+        for count, left in enumerate(self.together):
+            if any(kl > limits.kl for kl in left.values()):
+                continue
+            if not limits.outliers or all(kl <= _LITTLE * limits.kl for kl in left.values()):
+                return count
+            if count + 1 == len(self.together):
+                break
+            after = self.together[count + 1]
+            if all(2 * after[kind] >= kl for kind, kl in left.items() if kl > _LITTLE * limits.kl):
+                return count
+        return len(self.ranking) if len(self.together) > len(self.ranking) else None
 
     def attended(self, context: int, budget: int) -> int:
         """Tokens of a sequence of ``context`` tokens that a decode step attends, in all layers."""

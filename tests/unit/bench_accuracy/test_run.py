@@ -122,6 +122,9 @@ def test_any_endpoint_is_scored_and_asked_only_once(api: str, endpoint: str, tmp
             ["--endpoint", "http://localhost:9", "--", "--max-model-len", "64"],
             "--max-model-len: with --endpoint no server",
         ),
+        (["--endpoint", "http://localhost:9", "--set", "budget_tokens=64"], "--set: with --endpoint no server"),
+        (["--endpoint", "http://localhost:9", "--methods", "scout"], "--methods: with --endpoint no server"),
+        (["--endpoint", "http://localhost:9", "--in-place"], "--in-place: with --endpoint no server"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], message: str, tmp_path: Path, model_dir: Path) -> None:

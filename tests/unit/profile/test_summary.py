@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hybrid_backend.config import HybridConfig
@@ -69,6 +71,25 @@ def test_a_layer_whose_sparsity_changes_answers_is_exact_whatever_mass_it_covers
     assert (costs.ranking, costs.exact) == ([1, 2, 0], [1])
     assert [x.why for x in found] == [("mass",), ("KL",), ()]
     assert found[1].kl == {"text": 0.0001, "lookups": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("lookups", "count"),
+    [
+        ([0.3, 0.04, 0.03, 0.02], 1),  # low enough, and no layer stands out
+        ([0.3, 0.04, 0.01, 0.009], 2),  # the second one costs three quarters of what is left
+        ([0.3, 0.04, 0.01, 0.001, 0.0], 3),  # below a tenth of the limit nobody asks
+        ([0.3, 0.1], None),
+        ([0.3, 0.04], None),  # whether the next one stands out is not known
+        ([0.3, 0.2, 0.2, 0.1, 0.04, 0.0], 5),  # all of them: there is no next one
+    ],
+)
+def test_a_layer_that_costs_more_than_half_of_what_is_left_is_exact(lookups: list[float], count: int | None) -> None:
+    together = [{"text": 0.001, "lookups": kl} for kl in lookups]
+    costs = Costs({"text": dict.fromkeys(range(5), 0.0)}, together)
+    assert costs.exact_count(LIMITS) == count
+    within = next((i for i, kl in enumerate(lookups) if kl <= LIMITS.kl), None)
+    assert costs.exact_count(replace(LIMITS, outliers=False)) == within  # as `quality.max_kl` has it
 
 
 def test_a_layer_that_is_predicted_badly_is_sparse_by_its_own_query() -> None:

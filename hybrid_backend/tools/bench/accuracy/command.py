@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
     from hybrid_backend.tools.bench.accuracy.run import Driver, Plan
 
 
+_OF_SERVERS = ("methods", "budgets", "question", "overrides", "dtype", "host_pool", "in_place", "at_once")
+"""Options that say how servers are started, and how fidelity is measured."""
+
+
 def accuracy(
+    context: typer.Context,
     engine_flags: Annotated[
         list[str] | None, typer.Argument(help="after --: flags of every server's engine, as --max-model-len 32768")
     ] = None,
@@ -85,8 +91,9 @@ def accuracy(
         raise ConfigError(f"--longbench-datasets {longbench_datasets}: give their folder with --longbench too")
     if engine_flags and not engine_flags[0].startswith("-"):
         raise ConfigError(f"{engine_flags[0]}: not an option; flags of the servers' engine go after --")
-    if engine_flags and endpoint is not None:
-        raise ConfigError(f"{engine_flags[0]}: with --endpoint no server is started; leave the engine's flags out")
+    if endpoint is not None:
+        for flag in [*(engine_flags or ()), *_given(context, _OF_SERVERS)]:
+            raise ConfigError(f"{flag}: with --endpoint no server is started, and only scores are asked; leave it out")
     check_matplotlib()
     plan = Plan(
         model=model,
@@ -115,6 +122,12 @@ def accuracy(
         done = _interruptible(Driver(plan, out, console), console)
     _write(plan, out, console)
     raise typer.Exit(0 if done else 3)
+
+
+def _given(context: typer.Context, names: Collection[str]) -> list[str]:
+    """Those of the options that stand on the command line, as one writes them."""
+    sources = {p.opts[0]: context.get_parameter_source(p.name) for p in context.command.params if p.name in names}
+    return [flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def _interruptible(driver: Driver, console: Console) -> bool:
