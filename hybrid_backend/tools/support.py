@@ -34,7 +34,7 @@ ON_A_GPU = {
     *("apex", "clo", "dense", "headinfer", "hgca", "infinigen", "scout"),
     *("prefix cache, radix cache", "chunked prefill", "preemption, retraction", "torch.compile"),
     *("sliding windows beside full attention (Gemma 3)", "windows and attention sinks (gpt-oss)"),
-    "short convolutions (LFM2)",
+    *("short convolutions (LFM2)", "mixture of experts"),
     *("prompt chunks and decoding rows in one batch", "asynchronous scheduling, overlap scheduling"),
 }
 """What has run there (docs/cuda.md)."""

@@ -18,6 +18,7 @@ from hybrid_backend.config.paths import user_path
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.tools.pictures import check_matplotlib
 from hybrid_backend.tools.plan.hardware.measure import torch_device
 from hybrid_backend.tools.profile.divergence import Probe, Sparse, divergences, lookup_probes, text_probe
 from hybrid_backend.tools.profile.gates import GateOptions, GateState, Kind, passkeys, train
@@ -136,6 +137,8 @@ def profile(
     config = config if config is not None else resolve_config(model, None, os.environ)[0]
     config = config.model_copy(update={"budget_factors": ()})
     _check(config, options)
+    if options.plots:
+        check_matplotlib("profile")
     texts = read_texts("--text", options.texts) or default_texts()
     held_out = read_texts("--check", options.held_out)
     if config.quality.max_kl != "none":

@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
+from hybrid_backend.tools import pictures
 
 MODEL = "nobody/no-such-model"  # taken as it is; loading it would fail
 
@@ -45,3 +46,12 @@ def test_a_gpu_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_an_empty_model_is_told() -> None:
     refused = CliRunner().invoke(app, ["profile", ""])
     assert refused.exit_code == 1 and "name a model" in refused.stderr
+
+
+def test_pictures_that_could_not_be_drawn_are_told_before_an_hour_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    refused = CliRunner().invoke(app, ["profile", MODEL, "--out", str(tmp_path / "out.yaml")])
+    assert refused.exit_code == 1 and refused.stderr.startswith("error: the pictures need matplotlib")
+    assert "pip install 'hybrid-backend[profile]'" in refused.stderr and not list(tmp_path.iterdir())

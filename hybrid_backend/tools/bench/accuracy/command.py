@@ -80,9 +80,9 @@ def accuracy(
     from hybrid_backend.tools.bench.accuracy.run import Driver, Plan, run_endpoint
     from hybrid_backend.tools.bench.accuracy.tasks import chosen
     from hybrid_backend.tools.bench.output import check_folder
-    from hybrid_backend.tools.bench.pictures import check_matplotlib
     from hybrid_backend.tools.bench.servers import parse_overrides
     from hybrid_backend.tools.hub import resolve_model
+    from hybrid_backend.tools.pictures import check_matplotlib
 
     console = Console(soft_wrap=True)
     if not minutes >= 0:
@@ -94,7 +94,7 @@ def accuracy(
     if endpoint is not None:
         for flag in [*(engine_flags or ()), *_given(context, _OF_SERVERS)]:
             raise ConfigError(f"{flag}: with --endpoint no server is started, and only scores are asked; leave it out")
-    check_matplotlib()
+    check_matplotlib("bench")
     plan = Plan(
         model=model,
         directory=resolve_model(model),

@@ -56,12 +56,12 @@ def throughput(
 
     from hybrid_backend.tools.bench.limits import parse_limits, told
     from hybrid_backend.tools.bench.output import check_folder, writing
-    from hybrid_backend.tools.bench.pictures import check_matplotlib
     from hybrid_backend.tools.bench.servers import DEMO, configured, parse_overrides
     from hybrid_backend.tools.bench.throughput.client import CLIENTS, installed_client, run_client
     from hybrid_backend.tools.bench.throughput.point import Point, Workload
     from hybrid_backend.tools.bench.throughput.report import plot, table
     from hybrid_backend.tools.bench.throughput.sweep import sweep
+    from hybrid_backend.tools.pictures import check_matplotlib
 
     if serve == bool(endpoint):
         raise ConfigError("give either running servers as NAME=URL, or --serve")
@@ -71,7 +71,7 @@ def throughput(
     limits = parse_limits("--good", good, ("ttft", "tpot", "e2el"))
     if serve:
         configured(DEMO, changed)  # before anything is started
-    check_matplotlib()
+    check_matplotlib("bench")
     client = installed_client(client)
     check_folder(out)
     workload = Workload(
