@@ -91,9 +91,8 @@ def accuracy(
         raise ConfigError(f"--longbench-datasets {longbench_datasets}: give their folder with --longbench too")
     if engine_flags and not engine_flags[0].startswith("-"):
         raise ConfigError(f"{engine_flags[0]}: not an option; flags of the servers' engine go after --")
-    if endpoint is not None:
-        for flag in [*(engine_flags or ()), *_given(context, _OF_SERVERS)]:
-            raise ConfigError(f"{flag}: with --endpoint no server is started, and only scores are asked; leave it out")
+    if endpoint is not None and (given := [*(engine_flags or ()), *_given(context, _OF_SERVERS)]):
+        raise ConfigError(f"{given[0]}: with --endpoint no server is started, and only scores are asked; leave it out")
     check_matplotlib("bench")
     plan = Plan(
         model=model,
