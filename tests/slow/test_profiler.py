@@ -14,7 +14,7 @@ from rich.console import Console
 from hybrid_backend.config import HybridConfig, config_from_mapping, load_config, read_heads
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import find_hardware
-from hybrid_backend.tools.profile import profiler
+from hybrid_backend.tools.profile import ahead, profiler
 from hybrid_backend.tools.profile.gates import GateOptions
 from hybrid_backend.tools.profile.network import Network, wrap
 from hybrid_backend.tools.profile.profiler import Options, Profile
@@ -156,7 +156,7 @@ def test_for_a_kl_the_budget_is_chosen_that_attends_the_fewest_tokens_and_the_ma
         kl[budget] = costs["together"][0]["text"]
     between, ample = 0.5 * (kl[64] + kl[128]), 2 * kl[64]
     for most in (between, ample, 1e-12):  # the larger budget, the smaller one, all exact
-        limits = replace(options.limits, kl=most)
+        limits = replace(options.limits, kl=most, outliers=False)
         config = small.model_copy(update={"quality": small.quality.model_copy(update={"max_kl": most})})
         found = run(network, tmp_path / "a.yaml", options, config)
         for budget in budgets:
@@ -193,10 +193,33 @@ def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(
     first = max(alone, key=lambda i: alone[i])
     assert together[0] > together[1] > together[2] == pytest.approx(0, abs=1e-6)
     for most, exact in ((together[0], ()), (together[1], (first,)), (together[1] / 2, (2, 5))):
-        found = run(network, out, replace(options, limits=Thresholds(0.5, 0.0, most)))
+        found = run(network, out, replace(options, limits=Thresholds(0.5, 0.0, most, outliers=False)))
         assert found.config.exact_layers == exact
         assert costs()[1] == together[: len(exact) + 1]
+    found = run(network, out, replace(options, limits=Thresholds(0.5, 0.0, together[0])))
+    stands_out, rest_stands_out = 2 * together[1] < together[0], together[1] > 0.1 * together[0]  # nothing is left then
+    assert found.config.exact_layers == (() if not stands_out else (2, 5) if rest_stands_out else (first,))
+    found = run(network, out, replace(options, limits=Thresholds(0.5, 0.0, together[1], outliers=False)))
     assert f"layers {first} exact: KL {together[1]:.4f} (text)" in out.read_text()
+
+
+def test_layers_whose_predicted_query_costs_too_much_select_by_their_own(
+    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, limits=Thresholds(-1.0, 0.0, 10.0))
+    assert run(network, out, options).config.lookahead.skip_layers == ()
+    measured = json.loads(out.with_suffix(".json").read_text())["ahead"]
+    assert set(measured["alone"]["text"]) == {"2", "5"} and len(measured["together"]) == 1
+    assert "true -> predicted" not in out.read_text()
+    monkeypatch.setattr(profiler, "LITTLE", 0.0)
+    monkeypatch.setattr(ahead, "TIMES", 0.0)  # nothing is good enough
+    assert run(network, out, options).config.lookahead.skip_layers == (2, 5)
+    every = json.loads(out.with_suffix(".json").read_text())["ahead"]["together"]
+    assert len(every) == 3 and every[2]["text"] == pytest.approx(measured["true"]["text"])
+    assert "layer 5 alone, true -> predicted query: KL" in out.read_text()
+    still = config_from_mapping({**CONFIG.model_dump(mode="json"), "lookahead": {"enabled": False}}, "test")
+    assert run(network, out, options, still).config.lookahead.skip_layers == ()
+    assert json.loads(out.with_suffix(".json").read_text())["ahead"] is None
 
 
 def test_slots_are_raised_until_every_layer_is_below_tau_if_asked_for(network: Network, tmp_path: Path) -> None:

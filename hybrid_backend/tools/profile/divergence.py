@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.profile.measure import page_digests, select
-from hybrid_backend.tools.profile.network import Network
+from hybrid_backend.tools.profile.network import Network, Rope
 from hybrid_backend.tools.profile.texts import Encode, Window
 
 _MARK = "hybrid_selects"
@@ -92,17 +92,20 @@ def divergences(
     probe: Probe,
     sparse: Sequence[Sparse],
     advance: Callable[[], None] = lambda: None,
+    predicted: Sequence[Collection[int]] = (),
 ) -> list[float]:
     """For each of ``sparse``: KL of the dense distributions to those with these layers sparse, in nats per compared
-    token. The true query selects. ``advance`` is called for each."""
+    token. The true query selects, but in the layers ``predicted``, given for each of ``sparse`` or for none, the one
+    that follows from the input of the layer before. ``advance`` is called for each."""
     ids = torch.tensor([probe.ids], device=network.device)
     places = [place - probe.given - 1 for place in probe.compared]  # of what predicts them
-    cache = DynamicCache()
+    cache, queries = DynamicCache(), _Predicted(network)
 
     def distributions() -> Tensor:
         if beyond := cache.get_seq_length() - probe.given:
             cache.crop(-beyond)
-        found = network.model(ids[:, probe.given :], past_key_values=cache, use_cache=True).logits[0, places]
+        with network.watched(queries):
+            found = network.model(ids[:, probe.given :], past_key_values=cache, use_cache=True).logits[0, places]
         return torch.log_softmax(found.float(), -1)
 
     def only(layers: Sparse) -> None:
@@ -111,7 +114,7 @@ def divergences(
             selects = None
             if layer.index in budgets:
                 own = config.model_copy(update={"budget_tokens": budgets[layer.index]})
-                selects = partial(_selected, own, layer.scale)
+                selects = partial(queries.select, layer.index, partial(_selected, own, layer.scale))
             setattr(layer.attention, _MARK, selects)
 
     found = []
@@ -119,11 +122,32 @@ def divergences(
         network.decoder(ids[:, : probe.given], past_key_values=cache, use_cache=True)
         with network.attending(_attention, _MARK):
             dense = distributions()
-            for layers in sparse:
+            for place, layers in enumerate(sparse):
                 only(layers)
+                queries.layers = predicted[place] if predicted else ()
                 found.append(float((dense.exp() * (dense - distributions())).sum(-1).mean()))
                 advance()
     return found
+
+
+@dataclass
+class _Predicted:
+    """Queries of some ``layers``, as the input of the layer before predicts them; watches the model's layers."""
+
+    network: Network
+    layers: Collection[int] = ()
+    _before: Tensor | None = None
+    _queries: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, index: int, x: Tensor, rope: Rope) -> None:
+        """``x``: ``[tokens, hidden]``, what goes into a layer."""
+        if index in self.layers and index and self._before is not None:
+            self._queries[index] = self.network.layers[index].queries_and_keys(self._before, rope)[0].transpose(0, 1)
+        self._before = x
+
+    def select(self, index: int, selects: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:
+        """By the predicted query, if there is one. ``q``: ``[heads, queries, dim]``."""
+        return selects(self._queries.pop(index, q), k)
 
 
 def _selected(config: HybridConfig, scale: float, q: Tensor, k: Tensor) -> Tensor:

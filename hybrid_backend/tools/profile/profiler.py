@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -20,12 +21,14 @@ from hybrid_backend.methods import resolve_method
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.tools.pictures import check_matplotlib
 from hybrid_backend.tools.plan.hardware.measure import torch_device
+from hybrid_backend.tools.profile.ahead import Ahead
 from hybrid_backend.tools.profile.divergence import Probe, Sparse, divergences, lookup_probes, text_probe
 from hybrid_backend.tools.profile.gates import GateOptions, GateState, Kind, passkeys, train
 from hybrid_backend.tools.profile.heads import head_scores, write_heads
 from hybrid_backend.tools.profile.measure import LayerMeasure, measure_window
 from hybrid_backend.tools.profile.network import Network, load
 from hybrid_backend.tools.profile.report import (
+    ahead_kinds,
     check_table,
     comments_of,
     exact_table,
@@ -39,6 +42,7 @@ from hybrid_backend.tools.profile.spread import Spread, factors_of, pages_of, si
 from hybrid_backend.tools.profile.store import Store, stage_key
 from hybrid_backend.tools.profile.summary import (
     INTERVALS,
+    LITTLE,
     Check,
     Costs,
     LayerSummary,
@@ -221,6 +225,7 @@ class _Found:
     gates: dict[str, list[list[float]]]
     heads: HeadScores | None
     spread: Spread | None
+    ahead: Ahead | None
     tau: float
     aim: float
     tau_source: str
@@ -287,13 +292,16 @@ class _Run:
         frames = fewest if options.fit_frames and fewest else frames_per_request(self.config)
         layers = summarise(windows, options.limits, aim, frames, costs)
         checks = check(others, layers, tau, frames) if others else []
+        ahead = self._ahead(store, given, layers)
+        if ahead is not None and ahead.own:
+            layers = [replace(x, predicted=x.predicted and x.layer not in ahead.own) for x in layers]
         budgets = self._spread(store, given, layers)
         taken = budgets if budgets is not None and budgets.helps else None
         config = self._decided(layers, tau, frames, self._kept_mass(store, used, windows, layers, taken), taken)
         gates = {kind: state.gates for kind, state in states.items()}
         name = Path(self.model).name
         heads = head_scores(name, self.network, windows, gates, options.prefetch_bytes) if gates else None
-        found = _Found(layers, costs, checks, gates, heads, budgets, tau, aim, source, frames, fewest)
+        found = _Found(layers, costs, checks, gates, heads, budgets, ahead, tau, aim, source, frames, fewest)
         files = self._write(store, config, windows, found, self._where(used, frames))
         self.console.print(exact_table(costs, options.limits))
         self.console.print(layer_table(layers, tau, aim, taken.tokens if taken else None))
@@ -392,24 +400,55 @@ class _Run:
         return replace(costs, together=costs.together[: exact + 1])
 
     def _diverge(
-        self, store: Store, progress: Progress, probes: Sequence[Probe], sparse: Sequence[Sparse]
-    ) -> dict[str, list[float]]:
-        """For each of the sets of sparse layers the mean over the probes of a kind."""
+        self, store: Store, progress: Progress, probes: Sequence[Probe], sparse: Sequence[Sparse],
+        predicted: Sequence[Collection[int]] = (),
+    ) -> dict[str, list[float]]:  # fmt: skip
+        """For each of the sets of sparse layers the mean over the probes of a kind. Of each set those ``predicted``
+        select by predicted queries."""
         found: dict[str, list[list[float]]] = {}
         config = self.config
         for probe in probes:
             given = (config.page_size, config.budget_tokens, config.sinks, config.recent, config.selection)
-            key = stage_key("divergence", self.model, probe, given, sparse)
+            key = stage_key("divergence", self.model, probe, given, sparse, *([predicted] if predicted else []))
             held = store.get(key)
             if held is None:
                 task = progress.add_task(f"KL, {probe.kind}", total=len(sparse))
                 started = time.perf_counter()
-                kl = divergences(self.network, config, probe, sparse, partial(progress.advance, task))
+                kl = divergences(self.network, config, probe, sparse, partial(progress.advance, task), predicted)
                 seconds = round(time.perf_counter() - started, 1)
                 held = {"probe": probe.kind, "seconds": seconds, "sparse": sparse, "kl": kl}
                 store.put(key, held)
             found.setdefault(probe.kind, []).append(held["kl"])
         return {kind: [fmean(each) for each in zip(*lists, strict=True)] for kind, lists in found.items()}
+
+    def _ahead(self, store: Store, given: _Given, layers: Sequence[LayerSummary]) -> Ahead | None:
+        """What predicted queries cost: each layer's alone, then all together, with one layer more by its own query at a
+        time until it is low enough. Says what came of it. None: nothing is predicted."""
+        sparse = [layer for layer in layers if not layer.why]
+        foreseen = [layer.layer for layer in sparse if layer.predicted]
+        method = resolve_method(self.config.method)
+        if not foreseen or not method.looks_ahead(self.config, torch.device("cuda")):
+            return None
+        probes, everything = given.probes(given.used), tuple(layer.layer for layer in sparse)
+        true = {layer.layer: layer.kl for layer in sparse}
+        with self._progress() as progress:
+            singles = [(layer,) for layer in foreseen]
+            alone = {
+                kind: {layer: (true[layer][kind], kl[place]) for place, layer in enumerate(foreseen)}
+                for kind, kl in self._diverge(store, progress, probes, singles, singles).items()
+            }
+            (base,) = zip(*self._diverge(store, progress, probes, [everything]).values(), strict=True)
+            found = Ahead(alone, dict(zip(alone, base, strict=True)), LITTLE * self.options.limits.kl)
+            while (own := found.own) is None:
+                first = len(found.together)
+                counts = range(first, min(first + _AT_ONCE, len(foreseen) + 1))
+                sets = [tuple(sorted(found.ranking[count:])) for count in counts]
+                both = self._diverge(store, progress, probes, [everything] * len(sets), sets)
+                more = [{kind: each[place] for kind, each in both.items()} for place in range(len(sets))]
+                found = replace(found, together=[*found.together, *more])
+        found = replace(found, together=found.together[: len(own) + 1])
+        self.console.print(f"predicted queries: {ahead_kinds(found)}", highlight=False, soft_wrap=True)
+        return found
 
     def _spread(self, store: Store, given: _Given, layers: Sequence[LayerSummary]) -> Spread | None:
         """Budgets per layer: each sparse layer alone with less and with more, then all of them together, all alike and
@@ -499,7 +538,15 @@ class _Run:
         ]
         head += [f"measured {where}.", "Raw numbers: the .json beside this file. Keys left out keep their default."]
         comments = comments_of(
-            found.layers, found.costs, limits, found.aim, found.tau_source, found.frames, found.fewest, found.spread
+            found.layers,
+            found.costs,
+            limits,
+            found.aim,
+            found.tau_source,
+            found.frames,
+            found.fewest,
+            found.spread,
+            found.ahead,
         )
         for kind, gates in found.gates.items():
             head.append(gate_line(kind, gates, [layer.index for layer in self.network.full_layers]))
@@ -520,6 +567,7 @@ class _Run:
                 "fewest_frames": found.fewest,
                 "costs": asdict(found.costs),
                 "spread": None if found.spread is None else asdict(found.spread),
+                "ahead": None if found.ahead is None else asdict(found.ahead),
                 "layers": [asdict(layer) for layer in found.layers],
                 "checks": [asdict(item) for item in found.checks],
                 "gates": found.gates,

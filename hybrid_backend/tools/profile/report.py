@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.tools.profile.ahead import Ahead
 from hybrid_backend.tools.profile.spread import Spread
 from hybrid_backend.tools.profile.summary import Check, Costs, LayerSummary, Thresholds
 
@@ -45,6 +46,7 @@ def comments_of(
     frames: int,
     fewest: int | None,
     spread: Spread | None = None,
+    ahead: Ahead | None = None,
 ) -> dict[str, list[str]]:
     """Where each number that the profile decided comes from."""
     exact = [layer for layer in layers if layer.why]
@@ -62,10 +64,16 @@ def comments_of(
     if sparse:
         most = {kind: max(x.kl[kind] for x in sparse) for kind in sparse[0].kl}
         reasons.append(f"elsewhere mass >= {min(x.mass for x in sparse):.3f}, alone at most {_kinds(most)}")
-    skipped = [f"cosine of predicted queries below {limits.cosine:g}"]
+    skipped = [f"cosine of predicted queries below {limits.cosine:g}, or a KL by them that others do not have"]
     skipped += [f"layer {x.layer}: {x.cosine:.3f}" for x in sparse if x.skips]
     least = min((x.cosine for x in sparse if x.cosine is not None and x.predicted), default=None)
     skipped += [] if least is None else [f"elsewhere >= {least:.3f}"]
+    if ahead is not None:
+        skipped += [f"all sparse layers: {ahead_kinds(ahead)}"]
+        for index in ahead.own or ():
+            by_kind = {kind: kl[index] for kind, kl in ahead.alone.items()}
+            alone = ", ".join(f"{true:.4f} -> {predicted:.4f} ({kind})" for kind, (true, predicted) in by_kind.items())
+            skipped.append(f"layer {index} alone, true -> predicted query: KL {alone}")
     recall = [
         f"measured as exact_layers: the longest interval whose mean CPU ratio stays below {aim:g} on every window",
         "(ScoutAttention, section 3.4, with a margin); those of exact and of sliding layers are not used",
@@ -110,6 +118,15 @@ def _kinds(kl: Mapping[str, float]) -> str:
 def spread_kinds(spread: Spread) -> str:
     """What budgets per layer change."""
     return "KL " + ", ".join(f"{kl:.4f} -> {spread.spread[kind]:.4f} ({kind})" for kind, kl in spread.even.items())
+
+
+def ahead_kinds(ahead: Ahead) -> str:
+    """What predicted queries change, in all sparse layers and without those that then select by their own."""
+    first = ", ".join(f"{kl:.4f} -> {ahead.together[0][kind]:.4f} ({kind})" for kind, kl in ahead.true.items())
+    if not ahead.own:
+        return f"KL {first}"
+    after = ", ".join(f"{cost:.4f} ({kind})" for kind, cost in ahead.together[-1].items())
+    return f"KL {first}; layers {', '.join(map(str, ahead.own))} by their own: {after}"
 
 
 def exact_table(costs: Costs, limits: Thresholds) -> Table:

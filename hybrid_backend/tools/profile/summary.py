@@ -15,7 +15,7 @@ INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Decode steps between recalls that are tried."""
 
 
-_LITTLE = 0.1
+LITTLE = 0.1
 """Of `Thresholds.kl`: with less than that left, nobody asks where it comes from."""
 
 
@@ -62,12 +62,12 @@ class Costs:
         for count, left in enumerate(self.together):
             if any(kl > limits.kl for kl in left.values()):
                 continue
-            if not limits.outliers or all(kl <= _LITTLE * limits.kl for kl in left.values()):
+            if not limits.outliers or all(kl <= LITTLE * limits.kl for kl in left.values()):
                 return count
             if count + 1 == len(self.together):
                 break
             after = self.together[count + 1]
-            if all(2 * after[kind] >= kl for kind, kl in left.items() if kl > _LITTLE * limits.kl):
+            if all(2 * after[kind] >= kl for kind, kl in left.items() if kl > LITTLE * limits.kl):
                 return count
         return len(self.ranking) if len(self.together) > len(self.ranking) else None
 
@@ -104,9 +104,10 @@ Measures = Sequence[Sequence[LayerMeasure]]
 class LayerSummary:
     """One full-attention layer. ``ratio``: mean CPU share at ``interval``; ``ratio_without``: without recall.
 
-    ``cosine``: None where nothing is predicted. ``predicted``: whether it is above the threshold. ``kl``: by kind of
-    probe, of this layer alone. ``why``: what makes it exact, "KL" or "mass", empty if it is sparse. ``below``: whether
-    ``interval`` keeps the CPU ratio below tau on every window.
+    ``cosine``: None where nothing is predicted. ``predicted``: whether it is above the threshold, and nothing else says
+    that the layer's own query must select (`Ahead`). ``kl``: by kind of probe, of this layer alone. ``why``: what makes
+    it exact, "KL" or "mass", empty if it is sparse. ``below``: whether ``interval`` keeps the CPU ratio below tau on
+    every window.
     """
 
     layer: int

@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 
 from hybrid_backend.config import config_from_mapping
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.profile import divergence
 from hybrid_backend.tools.profile.divergence import Probe, divergences, lookup_probes, text_probe
 from hybrid_backend.tools.profile.measure import page_digests, select
 from hybrid_backend.tools.profile.network import wrap
@@ -113,3 +114,34 @@ def test_of_a_text_its_last_tokens_are_compared() -> None:
     probe = text_probe(Window("a", 0, TOKENS))
     assert (probe.kind, probe.given, probe.compared) == ("text", 235, tuple(range(236, 300)))
     assert text_probe(Window("a", 0, TOKENS[:100])).compared == tuple(range(75, 100))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_predicted_query_selects_in_the_layers_that_are_named_and_in_no_others(family: str) -> None:
+    network = wrap(build(family))
+    first, second, *_ = [layer.index for layer in network.full_layers]
+    true, ahead, other, none = divergences(
+        network, CONFIG, PROBE, [(second,)] * 4, predicted=[(), (second,), (first,), ()]
+    )
+    assert true == other == none and abs(ahead - true) > 1e-7
+    # Selected by what `Layer.queries_and_keys` says of the input of the layer before.
+    seen: dict[int, Tensor] = {}
+
+    def watch(index: int, x: Tensor, rope: tuple[Tensor, Tensor]) -> None:
+        if index == second:
+            seen[second] = network.layers[second].queries_and_keys(seen.pop(second - 1), rope)[0]
+        seen[index] = x if index != second else seen[second]
+
+    chosen: list[Tensor] = []
+    usual = divergence._selected
+
+    def spied(config: Any, scale: float, q: Tensor, k: Tensor) -> Tensor:
+        chosen.append(q)
+        return usual(config, scale, q, k)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(divergence, "_selected", spied)
+        divergences(network, CONFIG, PROBE, [(second,)], predicted=[(second,)])
+    with torch.inference_mode(), network.watched(watch):
+        network.decoder(torch.tensor([PROBE.ids]), use_cache=False)
+    assert torch.allclose(chosen[0].transpose(0, 1), seen[second][PROBE.given :], atol=1e-4)
