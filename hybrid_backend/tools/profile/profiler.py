@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -233,6 +233,19 @@ class _Found:
     fewest: int | None
 
 
+def _longer(
+    together: Sequence[Mapping[str, float]],
+    ranking: Sequence[int],
+    diverge: Callable[[list[tuple[int, ...]]], dict[str, list[float]]],
+) -> list[Mapping[str, float]]:
+    """``together``, whose places say how many layers of the ``ranking`` are left out, and a few places more, by what
+    ``diverge`` says of the layers that remain."""
+    first = len(together)
+    counts = range(first, min(first + _AT_ONCE, len(ranking) + 1))
+    found = diverge([tuple(sorted(ranking[count:])) for count in counts])
+    return [*together, *({kind: each[place] for kind, each in found.items()} for place in range(len(counts)))]
+
+
 @dataclass(frozen=True)
 class _Keep:
     """Stores a state of the gates and the seconds spent, those of earlier runs included."""
@@ -390,13 +403,9 @@ class _Run:
         layers = [layer.index for layer in self.network.full_layers]
         alone = self._diverge(store, progress, probes, [(layer,) for layer in layers])
         costs = Costs({kind: dict(zip(layers, found, strict=True)) for kind, found in alone.items()})
-        ranking = costs.ranking
+        diverge = partial(self._diverge, store, progress, probes)
         while (exact := costs.exact_count(self.options.limits)) is None:
-            first = len(costs.together)
-            counts = range(first, min(first + _AT_ONCE, len(layers) + 1))
-            found = self._diverge(store, progress, probes, [tuple(sorted(ranking[count:])) for count in counts])
-            more = [{kind: each[place] for kind, each in found.items()} for place in range(len(counts))]
-            costs = replace(costs, together=[*costs.together, *more])
+            costs = replace(costs, together=_longer(costs.together, costs.ranking, diverge))
         return replace(costs, together=costs.together[: exact + 1])
 
     def _diverge(
@@ -439,13 +448,12 @@ class _Run:
             }
             (base,) = zip(*self._diverge(store, progress, probes, [everything]).values(), strict=True)
             found = Ahead(alone, dict(zip(alone, base, strict=True)), LITTLE * self.options.limits.kl)
+
+            def predicted(sets: list[tuple[int, ...]]) -> dict[str, list[float]]:
+                return self._diverge(store, progress, probes, [everything] * len(sets), sets)
+
             while (own := found.own) is None:
-                first = len(found.together)
-                counts = range(first, min(first + _AT_ONCE, len(foreseen) + 1))
-                sets = [tuple(sorted(found.ranking[count:])) for count in counts]
-                both = self._diverge(store, progress, probes, [everything] * len(sets), sets)
-                more = [{kind: each[place] for kind, each in both.items()} for place in range(len(sets))]
-                found = replace(found, together=[*found.together, *more])
+                found = replace(found, together=_longer(found.together, found.ranking, predicted))
         found = replace(found, together=found.together[: len(own) + 1])
         self.console.print(f"predicted queries: {ahead_kinds(found)}", highlight=False, soft_wrap=True)
         return found
