@@ -203,7 +203,7 @@ REFUSALS: tuple[Refusal[Start], ...] = (
     Refusal(
         "the ExampleConnector with tensor parallelism, whose ranks would all write the same file",
         lambda a: a.reads_files and a.parallel.tensor_parallel_size > 1,
-        "use --tensor-parallel-size 1, or the NixlConnector",
+        "use --tensor-parallel-size 1",
         lambda a: f"--tensor-parallel-size {a.parallel.tensor_parallel_size}",
     ),
     Refusal(

@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         "llama",
         [],
         ["--kv-transfer-config", _transfer("ExampleConnector"), "--tensor-parallel-size", "2"],
-        ["--tensor-parallel-size 2", "or the NixlConnector"],
+        ["--tensor-parallel-size 2", "use --tensor-parallel-size 1"],
     ),
     "a KV connector and layers that slide": (
         "some-sliding",

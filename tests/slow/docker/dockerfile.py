@@ -11,7 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"
-IMAGES = ("Dockerfile.cpu", "Dockerfile.cuda")
+IMAGES = tuple(sorted(path.name for path in DOCKER.glob("Dockerfile.*")))
+ENGINES = ("Dockerfile.cpu", "Dockerfile.cuda")
+"""Those with an engine; each of the others begins with one of these."""
 
 
 @dataclass(frozen=True)

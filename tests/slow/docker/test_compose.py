@@ -1,9 +1,11 @@
-"""The compose file and the monitoring that it starts: valid, complete, and of metrics that are really there."""
+"""The compose files and the monitoring that is started: valid, complete, and of metrics that are really there."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from hybrid_backend.observe.metrics import Publisher
 from hybrid_backend.observe.stats import Stats
-from tests.slow.docker.dockerfile import DOCKER, IMAGES, last
+from hybrid_backend.tools.bench import servers
+from tests.slow.docker.dockerfile import DOCKER, ENGINES, IMAGES, ROOT, last
 from tests.support.recipes import served
 
 RECORDED = Path(__file__).parents[2] / "unit" / "status" / "data" / "vllm.txt"
@@ -69,31 +72,77 @@ def test_the_command_is_the_images_own(services: dict[str, dict[str, Any]]) -> N
 
 def test_the_gpu_file_changes_only_what_a_gpu_changes() -> None:
     ((name, service),) = load("compose.cuda.yaml")["services"].items()
-    assert name == "server" and service["build"]["dockerfile"].removeprefix("docker/") in IMAGES
+    assert name == "server" and service["build"]["dockerfile"].removeprefix("docker/") in ENGINES
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
 
 
 def test_prefill_decode_and_router_are_one_command() -> None:
-    servers = load("compose.disaggregated.yaml")["services"]
-    assert set(servers) == {"prefill", "decode", "router"}
-    assert [name for name, service in servers.items() if "ports" in service] == ["router"]
-    assert all(port.startswith("127.0.0.1:") for port in servers["router"]["ports"])
-    assert all(service["image"] == "hybrid-backend:disaggregated" for service in servers.values())
+    apart = load("compose.disaggregated.yaml")["services"]
+    assert set(apart) == {"prefill", "decode", "router"}
+    assert [name for name, service in apart.items() if "ports" in service] == ["router"]
+    assert all(port.startswith("127.0.0.1:") for port in apart["router"]["ports"])
+    assert all(service["image"] == "hybrid-backend:disaggregated" for service in apart.values())
+    assert all(service["build"]["dockerfile"].removeprefix("docker/") in IMAGES for service in apart.values())
     given = {
-        name: {word.partition("=")[0]: word.partition("=")[2] for word in servers[name]["command"]} for name in servers
+        name: {word.partition("=")[0]: word.partition("=")[2] for word in apart[name]["command"]} for name in apart
     }
     assert given["prefill"]["--dtype"] == given["decode"]["--dtype"]
     assert given["prefill"]["--model"] in given["decode"], "NIXL compares the model's name as it was given"
-    _, _, config, flags = served(["serve", *servers["decode"]["command"]])
+    _, _, config, flags = served(["serve", *apart["decode"]["command"]])
     assert str(config.page_size) == given["prefill"]["--block-size"]
     roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
     for name, role in roles.items():
         transfer = json.loads(given[name]["--kv-transfer-config"])
         assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", role)
-        assert f"VLLM_NIXL_SIDE_CHANNEL_HOST={name}" in servers[name]["environment"]
+        assert f"VLLM_NIXL_SIDE_CHANNEL_HOST={name}" in apart[name]["environment"]
         assert given["router"][f"--{name}"] == f"http://{name}:{given[name]['--port']}"
     assert any(flag.startswith("--kv-transfer-config") for flag in flags)
+
+
+def test_the_stock_server_is_started_as_the_tests_start_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the compose file, and wherever a page says how: what the tests prove is of this server, without our plugin."""
+    started: list[Any] = []
+
+    @contextmanager
+    def note(command: Sequence[str], *place: Any) -> Iterator[None]:
+        started.extend((command, place[-1]))
+        yield
+
+    monkeypatch.setattr(servers, "running", note)
+    with servers.stock_server(tmp_path, tmp_path):
+        pass
+    command: Sequence[str] = started[0][1:3]
+    variables: Mapping[str, str] = started[1]
+    set_here = [f"{name}={value}" for name, value in variables.items()]
+    assert set_here
+    prefill = load("compose.disaggregated.yaml")["services"]["prefill"]
+    assert prefill["entrypoint"] == ["python", *command]
+    assert {*set_here} <= {*prefill["environment"]}
+    shown = 0
+    for page in (ROOT / "docs" / "distributed.md", ROOT / "recipes" / "disaggregated-prefill.md"):
+        whole = re.sub(r"\\\n\s+", "", page.read_text())
+        for line in re.findall(rf"^    .*{' '.join(command)}.*$", whole, re.M):
+            shown += 1
+            assert all(each in line.split() for each in set_here), f"{page.name}: {line}"
+    assert shown == 2
+
+
+def test_each_server_computes_on_cores_that_the_user_gives_it() -> None:
+    """By a variable as in the tests, not by a cpuset: docs/distributed.md says why."""
+    apart = load("compose.disaggregated.yaml")["services"]
+    asked = []
+    for name in ("prefill", "decode"):
+        (bound,) = (each for each in apart[name]["environment"] if each.startswith("VLLM_CPU_OMP_THREADS_BIND="))
+        found = re.fullmatch(r"\$\{(\w+):\?.+\}", bound.partition("=")[2])
+        assert found is not None, bound
+        asked.append(found[1])
+    assert len({*asked}) == 2
+    assert not [name for name, service in apart.items() if "cpuset" in service]
+    compose = DOCKER / "compose.disaggregated.yaml"
+    for page in (compose, ROOT / "recipes/disaggregated-prefill.md"):
+        (command,) = re.findall(rf"^.*docker compose -f docker/{compose.name} up", page.read_text(), re.M)
+        assert all(f"{name}=" in command for name in asked), f"{page.name}: {command}"
 
 
 def test_prometheus_asks_the_server_for_its_metrics(services: dict[str, dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,11 +19,10 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-import tomllib
 
 from hybrid_backend import __version__
 from tests.engines.server import free_port, running
-from tests.slow.docker.dockerfile import DOCKER, IMAGES, ROOT, copies, in_context, instructions, last
+from tests.slow.docker.dockerfile import DOCKER, ENGINES, IMAGES, ROOT, copies, in_context, instructions, last
 
 SCRIPTS = DOCKER / "scripts"
 USER = 10001
@@ -82,7 +82,7 @@ def test_every_run_line_is_one_script_that_was_copied_before(image: str) -> None
             path = SCRIPTS / Path(script).name
             assert os.access(path, os.X_OK) and path.read_text().startswith("#!/bin/sh\n")
             assert "set -eu" in path.read_text() and not re.search(r"[|;&<>$]", instruction.rest)
-    assert seen >= 5
+    assert seen >= (5 if image in ENGINES else 1)
 
 
 @pytest.mark.engine  # compiles the kernels: a minute or two
@@ -234,7 +234,7 @@ def test_the_engine_that_the_image_installs_is_the_makefiles() -> None:
     assert "--no-deps --require-hashes" in script
 
 
-@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize("image", ENGINES)
 def test_the_engine_that_an_image_installs_brings_what_the_package_needs(image: str) -> None:
     """The package is installed without its dependencies. vLLM's CUDA build requires what its CPU build does."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -274,9 +274,12 @@ def test_the_whole_cpu_image_as_scripts_serves_and_is_healthy(wheels: Path, tmp_
     for name, argument in (
         ("install-cpu-engine.sh", ROOT / "requirements/cpu-engine.txt"),
         ("install-package.sh", wheels),
+        ("install-transfer.sh", ROOT / "requirements/transfer.txt"),
     ):
         done = run_script(name, argument, PYTHON=python)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for tool, *arguments in (("python", "-c", "import nixl._api"), ("vllm-router", "--help")):
+        subprocess.run([str(environment / "bin" / tool), *arguments], check=True, capture_output=True, timeout=300)
     port = free_port()
     words = [*last("Dockerfile.cpu", "ENTRYPOINT").words, *last("Dockerfile.cpu", "CMD").words]
     words[0] = str(environment / "bin" / words[0])
@@ -329,9 +332,21 @@ def test_the_health_check_follows_the_server(health: tuple[str, list[int]], prox
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_the_container_is_not_root_has_a_health_check_and_keeps_its_cache(image: str) -> None:
+def test_the_container_is_not_root(image: str) -> None:
+    assert [i.keyword for i in instructions(image) if i.keyword in ("USER", "RUN")][-1] == "USER"
     assert last(image, "USER").words == [f"{USER}:{USER}"]
     assert f"id={USER}" in (SCRIPTS / "create-user.sh").read_text()
+
+
+@pytest.mark.parametrize("image", sorted({*IMAGES} - {*ENGINES}))
+def test_an_image_without_an_engine_of_its_own_begins_with_one_that_has(image: str) -> None:
+    """And changes nothing of it but what is installed: user, health check, volume and command stay."""
+    assert last(image, "ARG").rest == "IMAGE=hybrid-backend:cpu" and last(image, "FROM").words == ["${IMAGE}"]
+    assert {i.keyword for i in instructions(image)} == {"ARG", "FROM", "USER", "COPY", "RUN"}
+
+
+@pytest.mark.parametrize("image", ENGINES)
+def test_the_container_has_a_health_check_and_keeps_its_cache(image: str) -> None:
     check = last(image, "HEALTHCHECK").rest
     assert "/opt/image/healthcheck.py" in check and "--start-period" in check
     assert last(image, "VOLUME").words == ["/cache"]
