@@ -10,7 +10,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +64,8 @@ def served(words: Sequence[str]) -> list[Any]:
 
 
 def _run(words: Sequence[str]) -> str:
-    with _published_models():
+    """In the repository's root, from where recipes name their files."""
+    with _published_models(), chdir(ROOT):
         result = CliRunner(env={"COLUMNS": "80", "HYBRID_CONFIG": None}).invoke(app, list(words))
     assert result.exit_code == 0, f"hybrid {shlex.join(words)}: {result.output}"
     return result.output
