@@ -25,7 +25,7 @@ from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure, make_step, whole_tokens, window_rows
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
-from hybrid_backend.tiers.pinned import node_of_gpu
+from hybrid_backend.tiers.pinned import bus_of_gpu, node_of_gpu
 from hybrid_backend.workers import ALONE, Rank, kernel_name, make_pool
 
 
@@ -70,6 +70,7 @@ class HybridRuntime:
         self.tiers = Tiers.build(layout, config, model, host, max_requests, device, operations, by_itself, flashinfer)
         self.workers = make_pool(config.workers, rank if device.type != "cuda" else _on_gpus(rank, device))
         self.method = method(config, model, self.tiers)
+        self._bus = bus_of_gpu(device) if device.type == "cuda" else None
         self.executor = make_executor(self.method, config, model, self.tiers, self.workers, self._stats)
         native = device.type == "cpu" and kernel_name(config.workers.kernel) == "native"
         self._local = LocalLayers.of(model, host.layers) if native else None
@@ -308,8 +309,20 @@ class HybridRuntime:
             "hybrid_context_cache_bytes": executor.host_bytes + self.method.host_bytes,
             "hybrid_persistent_heads": self.method.persistent_heads,
             "hybrid_copied_bytes": tiers.copied_bytes,
+            **self._settings(),
             **executor.gauges(),
             **self.method.gauges(),
+        }
+
+    def _settings(self) -> dict[str, float]:
+        """What is served, of the keys and flags that the status page advises about; the method's own are its gauges."""
+        return {
+            "hybrid_page_tokens": self.config.page_size,
+            "hybrid_host_pool_bytes": self.tiers.host.nbytes,
+            "hybrid_max_requests": self.tiers.frames.requests,
+            "hybrid_worker_threads": self.workers.threads,
+            "hybrid_worker_cpus": len(set(self.workers.cpus)),
+            **({} if self._bus is None else {"hybrid_bus_bytes_per_second": self._bus}),
         }
 
     def close(self) -> None:

@@ -29,6 +29,13 @@ class Scout(Selective):
     def recalls(cls, config: HybridConfig) -> bool:
         return config.recall.enabled
 
+    def gauges(self) -> dict[str, float]:
+        found, recall = super().gauges(), self.config.recall
+        copies = recall.enabled and self.tiers.layout.separate and self.config.sparse != "never"
+        if copies and isinstance(recall.intervals, int):
+            found["hybrid_recall_interval"] = recall.intervals
+        return found
+
     def lookahead(self, step: DecodeStep, layer: int, q: Tensor) -> None:
         step.select(layer, q)
         if self.config.lookahead.partial_query == "predicted":

@@ -117,6 +117,15 @@ class Selective(Method):
         limit = frames if config.sparse == "auto" else budgets.clamp(max=frames)
         return torch.where(rows.num_pages > limit, budgets.clamp(max=rows.num_pages), rows.num_pages)
 
+    def gauges(self) -> dict[str, float]:
+        """Keys that say how much is attended and held, as they are served; only those that do something."""
+        config, found = self.config, dict[str, float]()
+        if config.sparse != "never":
+            found["hybrid_budget_tokens"] = config.budget_tokens
+        if self.tiers.layout.separate:
+            found["hybrid_frames_per_request"] = frames_per_request(config)
+        return found
+
 
 def whole_layers(config: HybridConfig, model: ModelSpec, device: torch.device) -> tuple[int, ...]:
     """What ``whole_layers`` stands for, where the device tier is separate; of layers with a window nothing."""

@@ -90,6 +90,15 @@ _POOL_GAUGES: Mapping[str, str] = {
     "hybrid_quality_mass": "Attention mass of the last round of samples, all layers (quality.min_mass)",
     "hybrid_quality_budget_tokens": "Tokens attended per row and layer under pressure, inf: all (quality.min_mass)",
     "hybrid_copied_bytes": "Bytes copied from the host pool into frames and staging since start",
+    "hybrid_bus_bytes_per_second": "Bytes per second that pages are copied at over the GPU's PCIe link, by its speed",
+    "hybrid_budget_tokens": "Tokens attended per row and layer under pressure, as configured (budget_tokens)",
+    "hybrid_frames_per_request": "Frames of a request in each layer (frames_per_request)",
+    "hybrid_recall_interval": "Decode steps between recalls, where all layers have the same (recall.intervals)",
+    "hybrid_page_tokens": "Tokens of a page (page_size)",
+    "hybrid_host_pool_bytes": "Bytes of the host pool (host_pool.size)",
+    "hybrid_max_requests": "Requests that may run at once (--max-num-seqs, --max-running-requests)",
+    "hybrid_worker_threads": "Threads of the CPU workers (workers.threads)",
+    "hybrid_worker_cpus": "CPUs that they run on (workers.cpus)",
 }
 
 

@@ -32,6 +32,14 @@ class HostPool:
         """In each layer; layers that are not in the pool have none."""
         return max(layer.shape[0] for layer in self.layers)
 
+    @property
+    def nbytes(self) -> int:
+        """Layers may lie in the same memory."""
+        sizes: dict[int, int] = {}
+        for layer in self.layers:
+            sizes[layer.data_ptr()] = max(sizes.get(layer.data_ptr(), 0), layer.nbytes)
+        return sum(sizes.values())
+
     def blocks(self, layer: int) -> Tensor:
         """``[pages * kv_heads * 2, page_size, head_dim]``: row ``(page * kv_heads + head) * 2 + (0 K | 1 V)``; as the
         device tier sees it."""

@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import platform
+import re
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware.machines import PCIE_EFFICIENCY
 
 _CHUNK = 1 << 30  # bytes pinned at a time: pinning takes seconds per ten GiB, and somebody watches
 _PIECE = 32 << 20  # bytes that a thread zeroes at a time
@@ -119,19 +121,46 @@ def _unpin(addresses: list[int]) -> None:
 
 def node_of_gpu(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
     """NUMA node that a GPU hangs on; None where the machine does not say."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    return node_of_pci(
-        getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_bus_id", -1),
-        getattr(properties, "pci_device_id", 0), devices,
-    )  # fmt: skip
+    return node_of_pci(*_address(device), devices)
 
 
 def node_of_pci(domain: int, bus: int, device: int, devices: Path) -> int | None:
-    path = devices / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "numa_node"
+    path = _folder(domain, bus, device, devices) / "numa_node"
     if bus < 0 or not path.exists():
         return None
     node = int(path.read_text())
     return node if node >= 0 else None
+
+
+def bus_of_gpu(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> float | None:
+    """Bytes per second that pages are copied at over a GPU's PCIe link; None where the machine does not say."""
+    return bus_of_pci(*_address(device), devices)
+
+
+def bus_of_pci(domain: int, bus: int, device: int, devices: Path) -> float | None:
+    folder = _folder(domain, bus, device, devices)
+    try:
+        # The GPU's highest speed, as an idle link slows down; a slot that is slower is not heeded.
+        speed, lanes = (folder / "max_link_speed").read_text(), int((folder / "current_link_width").read_text())
+    except (OSError, ValueError):
+        return None
+    found = re.match(r"([\d.]+) GT/s", speed)  # as 32.0 GT/s PCIe
+    if found is None or not lanes:
+        return None
+    return float(found[1]) * 1e9 / 8 * 128 / 130 * lanes * PCIE_EFFICIENCY
+
+
+def _address(device: torch.device) -> tuple[int, int, int]:
+    """PCI domain, bus (-1: not known) and device of a GPU."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return (
+        getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_bus_id", -1),
+        getattr(properties, "pci_device_id", 0),
+    )  # fmt: skip
+
+
+def _folder(domain: int, bus: int, device: int, devices: Path) -> Path:
+    return devices / f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _place(address: int, size: int, node: int, policy: int) -> str | None:

@@ -41,18 +41,29 @@ _SUMMED = (
     "hybrid_device_bytes",
     "hybrid_context_cache_bytes",
     "hybrid_copied_bytes",
+    "hybrid_bus_bytes_per_second",
 )
 _SAME_ON_EVERY_RANK = (
     "hybrid_resident_requests",
     "hybrid_host_pool_pages",
     "hybrid_quality_min_mass",
     "hybrid_quality_max_kl",
-    "hybrid_quality_mass",
     "hybrid_quality_budget_tokens",
+    # The configuration as it is served: what can be changed.
+    "hybrid_budget_tokens",
+    "hybrid_frames_per_request",
+    "hybrid_recall_interval",
+    "hybrid_page_tokens",
+    "hybrid_host_pool_bytes",
+    "hybrid_max_requests",
+    "hybrid_worker_threads",
+    "hybrid_worker_cpus",
 )
+_LEAST_OF_RANKS = ("hybrid_quality_mass",)  # each watches its own heads, and promises the same
+_MAY_BE_INFINITE = ("hybrid_quality_budget_tokens",)  # which says that everything is attended
 _WANTED = (
     *(name for names in (RUNNING, WAITING, POOL_FILL, GENERATED, PROMPTED, PREEMPTED) for name in names),
-    *_COUNTS, *_SECONDS, *_SAMPLED, *_SUMMED, *_SAME_ON_EVERY_RANK,
+    *_COUNTS, *_SECONDS, *_SAMPLED, *_SUMMED, *_SAME_ON_EVERY_RANK, *_LEAST_OF_RANKS,
 )  # fmt: skip
 
 
@@ -78,7 +89,8 @@ class LayerCounts:
 
 @dataclass(frozen=True)
 class Reading:
-    """The server at one moment. ``time``: Unix seconds; ``pool_fill``: 0..1; ``gauges``: by metric name."""
+    """The server at one moment. ``time``: Unix seconds; ``pool_fill``: 0..1; ``gauges``: by metric name;
+    ``replicas``: data-parallel ones, whose requests are added up."""
 
     time: float
     engine: str | None = None
@@ -91,6 +103,7 @@ class Reading:
     preemptions: float | None = None
     layers: tuple[LayerCounts, ...] = ()
     gauges: Mapping[str, float] = field(default_factory=dict)
+    replicas: int = 1
 
     @property
     def is_in_place(self) -> bool:
@@ -122,8 +135,10 @@ def read(text: str, time: float) -> Reading:
         return next((present[name] for name in names if name in present), None)
 
     fill = [s.value for name in POOL_FILL for s in by_name.get(name, ())]
+    replicas = len(_by_replica(s for name in RUNNING for s in by_name.get(name, ())))
     gauges = {name: sum(s.value for s in by_name[name]) for name in _SUMMED if name in by_name}
     gauges |= {name: max(s.value for s in by_name[name]) for name in _SAME_ON_EVERY_RANK if name in by_name}
+    gauges |= {name: min(s.value for s in by_name[name]) for name in _LEAST_OF_RANKS if name in by_name}
     engine_samples = [s for s in samples if ":" in s.name]
     return Reading(
         time=time,
@@ -137,6 +152,7 @@ def read(text: str, time: float) -> Reading:
         preemptions=engines(PREEMPTED),
         layers=_layers(by_name),
         gauges=gauges,
+        replicas=max(replicas, 1),
     )
 
 
@@ -149,19 +165,27 @@ def _samples(text: str) -> Iterator[_Sample]:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 # SGLang repeats its queues by priority beside their total; a NaN says that nothing was sampled.
-                if sample.name in _WANTED and math.isfinite(sample.value) and not sample.labels.get("priority"):
+                if sample.name in _WANTED and _is_said(sample.name, sample.value) and not sample.labels.get("priority"):
                     yield _Sample(sample.name, sample.labels, float(sample.value))
     except (ValueError, KeyError, IndexError) as error:
         raise EngineError(f"the server's /metrics is not Prometheus text: {error}") from error
 
 
+def _is_said(name: str, value: float) -> bool:
+    return math.isfinite(value) or (value == math.inf and name in _MAY_BE_INFINITE)
+
+
 def _total_over_replicas(samples: Iterable[_Sample]) -> float:
+    return sum(_by_replica(samples).values())
+
+
+def _by_replica(samples: Iterable[_Sample]) -> dict[tuple[str, ...], float]:
     """Data-parallel replicas add up; tensor- and pipeline-parallel ranks report the same requests."""
     groups: dict[tuple[str, ...], float] = {}
     for sample in samples:
         key = tuple(sorted(f"{k}={v}" for k, v in sample.labels.items() if k not in ("tp_rank", "pp_rank", "pid")))
         groups[key] = max(groups.get(key, 0.0), sample.value)
-    return sum(groups.values())
+    return groups
 
 
 def _layers(by_name: Mapping[str, list[_Sample]]) -> tuple[LayerCounts, ...]:

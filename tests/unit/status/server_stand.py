@@ -36,6 +36,10 @@ class MetricsStand:
             "hybrid_host_pool_pages": 1000,
             "hybrid_frames_in_use": 240,
             "hybrid_frame_bytes": 4096,
+            "hybrid_budget_tokens": 1024,
+            "hybrid_frames_per_request": 35,
+            "hybrid_page_tokens": 32,
+            "hybrid_max_requests": 12,
         }
         self._publisher = Publisher(self.stats, lambda: self.gauges, 0, self.registry)
         labels = ["model_name", "engine"]

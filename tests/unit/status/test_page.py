@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import math
 import re
 from collections.abc import Iterator
 from importlib.resources import files
@@ -58,11 +59,11 @@ def test_the_page_shows_the_numbers_of_its_json(page: str, tmp_path: Path) -> No
     glance = text_of(dom[dom.index('id="glance"') : dom.index("</dl>")])
     for shown in (
         "Is it faithful? Not measured",
-        "Is it fast? Good. 50.0 tokens/s, 240 ms per token of each of 12 req",
+        "Is it fast? Good. 50.0 tokens/s, 4.2 of each of 12 requests (240 ms per token)",
     ):
         assert shown in glance, glance
     assert "Fair. The batch: 4 requests wait, the host pool is 62% full." in glance
-    assert "What to change Batch: a larger --max-num-seqs." in glance
+    assert "What to change Batch: --max-num-seqs 16 (now 12)." in glance
     body = re.findall(r"<tr>(.*?)</tr>", dom[dom.index("<tbody>") :], re.S)
     assert len(body) == LAYERS
     cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in body]
@@ -79,7 +80,8 @@ def test_the_page_shows_the_numbers_of_its_json(page: str, tmp_path: Path) -> No
 def test_a_server_that_serves_in_place_shows_what_happens_there(tmp_path: Path) -> None:
     """No maps and tiles of frames, copies and workers that it does not have; how long attention takes instead."""
     stand, clock = MetricsStand(), Clock()
-    stand.gauges = {"hybrid_host_pool_pages": 1000, "hybrid_frame_bytes": 0}
+    stand.gauges = {"hybrid_host_pool_pages": 1000, "hybrid_frame_bytes": 0, "hybrid_page_tokens": 32}
+    stand.gauges["hybrid_budget_tokens"] = 1024
     for layer in stand.stats.layers:
         layer.attention_seconds = 1e-6
     sampler = Sampler(stand.text, "a stand", interval=2.0, clock=clock)
@@ -96,6 +98,10 @@ def test_a_server_that_serves_in_place_shows_what_happens_there(tmp_path: Path) 
     assert "Attended 25.0 % of the contexts" in tiles and "Attention 600 ms per s" in tiles and "On CPU" not in tiles
     glance = text_of(dom[dom.index('id="glance"') : dom.index("</dl>")])
     assert "The CPU's attention: it takes 60% of the time for 25% of the contexts' tokens." in glance, glance
+    assert "Is it fast? 50.0 tokens/s; attention takes 60% of the time. In place nothing is waited for" in glance, (
+        glance
+    )
+    assert "Attention: budget_tokens=512 (now 1024), as far as it is faithful enough" in glance, glance
     assert '<body class="in-place"' in dom and dom.count("aria-label=") == 6, "one map, five courses"
 
 
@@ -144,10 +150,44 @@ def test_text_and_lines_have_the_contrast_that_wcag_asks_for(dark: bool) -> None
     assert {pair: contrast(*pair) for pair in graphics if contrast(*pair) < 3} == {}
 
 
-def test_a_phone_sees_all_of_it_without_scrolling_sideways(page: str, tmp_path: Path) -> None:
+@pytest.fixture
+def wordy_page() -> Iterator[str]:
+    """Every answer as long as it gets: a dense spell of a promise, requests that wait for memory."""
+    stand, clock = MetricsStand(), Clock()
+    stand.running.set(12)
+    stand.waiting.set(4)
+    stand.fill.set(0.97)
+    stand.gauges |= {
+        "hybrid_quality_min_mass": 0.9402, "hybrid_quality_mass": 0.9371, "hybrid_quality_budget_tokens": math.inf,
+        "hybrid_quality_max_kl": 0.01, "hybrid_host_pool_bytes": 3 * 2**30,
+    }  # fmt: skip
+    sampler = Sampler(stand.text, "a stand", interval=2.0, clock=clock)
+    for _ in range(3):
+        stand.decode(cpu=lambda layer: 0.5)
+        clock.now += 2.0
+        asyncio.run(sampler.refresh())
+    with serving(application(sampler, watching=False)) as url:
+        yield url + PAGE
+
+
+def test_a_dense_spell_is_told_on_the_page(wordy_page: str, tmp_path: Path) -> None:
+    dom, console = browse(wordy_page, tmp_path, "--dump-dom")
+    assert not console, console
+    glance = text_of(dom[dom.index('id="glance"') : dom.index("</dl>")])
+    assert "Is it faithful? Good. Everything is attended just now: the largest budget kept 93.71% of the" in glance, (
+        glance
+    )
+    assert "less than the promised 94.02%" in glance and "Bad." not in glance
+    assert "Promise: frames_per_request=70 (now 35" in glance and "Memory: host_pool.size=4GiB (now 3.0 GiB)" in glance
+
+
+@pytest.mark.parametrize("shown", ["page", "wordy_page"])
+def test_a_phone_sees_all_of_it_without_scrolling_sideways(
+    shown: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """Beside the cards is nothing but the page's own colour, down to the table, which scrolls by itself."""
-    shot = tmp_path / "shot.png"
-    browse(page, tmp_path, f"--screenshot={shot}", "--window-size=390,4200", "--blink-settings=preferredColorScheme=1")
+    shot, url = tmp_path / "shot.png", request.getfixturevalue(shown)
+    browse(url, tmp_path, f"--screenshot={shot}", "--window-size=390,4200", "--blink-settings=preferredColorScheme=1")
     pixels = np.asarray(Image.open(shot).convert("RGB")).astype(int)
     colour = theme(dark=False)["--page"]
     wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]

@@ -58,7 +58,7 @@ def test_replicas_add_their_requests_and_parallel_ranks_do_not() -> None:
     ]
     lines.append('sglang:num_running_reqs{dp_rank="0",tp_rank="0",model_name="m",priority="7"} 2')
     reading = read("\n".join(lines), 0.0)
-    assert reading.running == 7 and reading.engine == "sglang" and reading.model == "m"
+    assert reading.running == 7 and reading.engine == "sglang" and reading.model == "m" and reading.replicas == 2
 
 
 def test_a_real_vllm_is_read() -> None:
@@ -97,6 +97,16 @@ def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
 def test_a_layer_that_is_none_is_refused(layer: str) -> None:
     with pytest.raises(EngineError, match="not of this version"):
         read(f'hybrid_cpu_tokens_total{{layer="{layer}"}} 1\n', 0.0)
+
+
+def test_a_budget_without_bound_is_read_and_nothing_else_that_is_infinite() -> None:
+    text = 'hybrid_quality_budget_tokens{rank="0"} +Inf\nhybrid_quality_mass{rank="0"} +Inf\n'
+    assert read(text, 0.0).gauges == {"hybrid_quality_budget_tokens": math.inf}
+
+
+def test_of_ranks_that_watch_their_own_heads_the_one_that_keeps_least_is_told() -> None:
+    text = 'hybrid_quality_mass{rank="0"} 0.99\nhybrid_quality_mass{rank="1"} 0.97\n'
+    assert read(text, 0.0).gauges == {"hybrid_quality_mass": 0.97}
 
 
 def test_what_is_not_a_number_is_left_out() -> None:

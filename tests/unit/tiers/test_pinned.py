@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.tiers.pinned import _SYS_MBIND, HostMemory, node_of_pci
+from hybrid_backend.tiers.pinned import _SYS_MBIND, HostMemory, bus_of_pci, node_of_pci
 
 SIZE = 5 * 2**20 + 12345
 
@@ -182,6 +182,30 @@ def test_the_node_of_a_gpu_is_what_the_bus_says(tmp_path: Path, text: str | None
         (folder / "numa_node").write_text(text)
     assert node_of_pci(0, 0x3B, 0, tmp_path) == node
     assert node_of_pci(0, -1, 0, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("speed", "lanes", "gigabytes"),
+    [
+        ("16.0 GT/s PCIe\n", "16\n", 25.2),
+        ("32.0 GT/s PCIe\n", "8\n", 25.2),
+        ("32.0 GT/s PCIe\n", "16\n", 50.4),
+        ("Unknown\n", "16\n", None),
+        ("32.0 GT/s PCIe\n", "0\n", None),
+        ("32.0 GT/s PCIe\n", None, None),
+    ],
+)
+def test_what_the_bus_of_a_gpu_carries_is_by_its_speed_and_lanes(
+    tmp_path: Path, speed: str, lanes: str | None, gigabytes: float | None
+) -> None:
+    folder = tmp_path / "0000:3b:00.0"
+    folder.mkdir()
+    (folder / "max_link_speed").write_text(speed)
+    if lanes is not None:
+        (folder / "current_link_width").write_text(lanes)
+    found = bus_of_pci(0, 0x3B, 0, tmp_path)
+    assert found == (None if gigabytes is None else pytest.approx(gigabytes * 1e9, rel=1e-3))
+    assert bus_of_pci(0, -1, 0, tmp_path) is None
 
 
 @pytest.mark.gpu
