@@ -356,7 +356,7 @@ bench-peers: test-install $(SGLANG_PACKAGE_STAMP) $(PEERS_STAMP) model ## llama.
 XLLAMACPP = $(PEERS)/source
 llama-server: $(PEERS_STAMP) ## Build llama.cpp's server for this CPU (a quarter of an hour on two cores); bench-peers takes it
 	@rm -rf $(XLLAMACPP) && mkdir -p $(XLLAMACPP)
-	$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input download --quiet --no-deps --no-binary :all: \
+	$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input download --quiet --no-deps --no-binary xllamacpp \
 	  --dest $(XLLAMACPP) "$$(sed -n 's/^\(xllamacpp==[^ ]*\).*/\1/p' requirements/peers.txt)"
 	tar xzf $(XLLAMACPP)/*.tar.gz --strip-components 1 -C $(XLLAMACPP)
 	cmake -S $(XLLAMACPP)/thirdparty/llama.cpp -B $(XLLAMACPP)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
