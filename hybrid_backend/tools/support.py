@@ -113,7 +113,7 @@ class Feature:
 _TEXT = "model_config.hf_text_config"
 _SGLANG_TEXT = "model.hf_text_config"
 _EXACT, _FAMILIES = "tests/engines/test_exact.py", "tests/engines/vllm/test_families.py"
-_BEYOND_ONE = "tests/engines/vllm/test_disaggregated.py"
+_BEYOND_ONE, _RANKS = "tests/engines/vllm/test_disaggregated.py", "tests/engines/vllm/test_ranks.py"
 _SOME_SLIDE = ["sliding_attention", "full_attention"]
 _WINDOWS = {
     f"{_TEXT}.sliding_window": 128,
@@ -143,7 +143,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("streaming", {}, {}, "tests/engines/vllm/test_serving.py", "tests/engines/sglang/test_serving.py"),
     Feature("torch.compile", {}, {}, "tests/engines/vllm/test_compiled.py"),
     Feature("asynchronous scheduling, overlap scheduling", {}, {}, "tests/engines/vllm/test_scheduler.py", _EXACT),
-    Feature("tensor parallelism", {"parallel_config.tensor_parallel_size": 2}, {"arguments.tp_size": 2}, _FAMILIES),
+    Feature("tensor parallelism", {"parallel_config.tensor_parallel_size": 2}, {"arguments.tp_size": 2}, _RANKS),
     Feature("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}, {"arguments.pp_size": 2}),
     Feature("data parallelism", {"parallel_config.data_parallel_size": 2}, {"arguments.dp_size": 2}, _BEYOND_ONE),
     Feature("ranks and replicas over Ray", {"parallel_config.distributed_executor_backend": "ray"}, None),

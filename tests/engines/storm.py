@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -22,17 +22,20 @@ def abort_storm(
     aborted_tokens: int,
     survivors: int = 120,
     aborted: int = 80,
+    own: Mapping[str, float] | None = None,
 ) -> None:
+    """``own``: what each request asks for beside, as ``budget_tokens`` (vLLM)."""
+    extra = {"vllm_xargs": dict(own)} if own else {}
     rng = random.Random(1)
     prompts = [english(rng.choice(survivor_lengths), start=rng.randrange(20000)) for _ in range(8)]
-    expected = {prompt: server.complete(prompt, GREEDY) for prompt in prompts}
+    expected = {prompt: server.complete(prompt, GREEDY, extra_body=extra) for prompt in prompts}
     # Three prompts only, so that aborted requests share pages; cached, or the first ones would all compute them.
     leaving = [english(aborted_length, start=5000 * i) for i in range(3)]
     for prompt in leaving:
         server.complete(prompt, 1)
 
     def stays(prompt: str) -> tuple[str, str]:
-        return prompt, server.complete(prompt, GREEDY)
+        return prompt, server.complete(prompt, GREEDY, extra_body=extra)
 
     def leaves(delay: float, prompt: str) -> None:
         """The client goes away in mid-answer."""
@@ -42,6 +45,7 @@ def abort_storm(
             "max_tokens": aborted_tokens,
             "stream": True,
             "ignore_eos": True,
+            **extra,
         }
         with server.http() as client, client.stream("POST", f"{server.url}/v1/completions", json=body) as r:
             r.raise_for_status()
