@@ -5,6 +5,7 @@ A request's own budget is not moved by the promise, so that one server is asked 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +36,8 @@ FLAGS += FIDELITY_FLAGS
 PROMPTS = [tokens_of_prose(LENGTH, 5000 * i) for i in range(4)]
 AFTER = [tokens_of_prose(FORCED, 5000 * i + LENGTH) for i in range(4)]
 SAME, NO_WORSE = 1e-3, 1.25
-"""How near a row stays to itself alone: nats, and the ratio of its distance to dense of one that was preempted. What
-that one had generated is computed again as a prompt is, exactly, so that it is another row from there on."""
+"""How near rows stay to themselves alone: nats of one that was not preempted, and the ratio of all rows' distances to
+dense. What a preempted row had generated is computed again as a prompt is, exactly: it is another row from there on."""
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +66,21 @@ def kl(a: Sequence[Distribution], b: Sequence[Distribution]) -> float:
 
 
 def check_same(server: Server, alone: list[list[Distribution]], dense: list[list[Distribution]]) -> None:
-    """All four at once choose what each chose alone."""
+    """All four at once choose what each chose alone; whoever was not preempted is the same row."""
     names = ("vllm:prefix_cache_hits_total", "vllm:num_preemptions_total")
-    before = [server.total(name) for name in names]
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        together = list(pool.map(lambda i: followed(server, i), range(len(PROMPTS))))
-    hits, preempted = (server.total(name) - first for name, first in zip(names, before, strict=True))
-    assert hits > LENGTH and preempted > 0, "nothing was found, or nobody preempted: this shows nothing"
+    for _ in range(5):  # until they meet in the pool: another process may keep one of them back
+        before = [server.total(name) for name in names]
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            together = list(pool.map(lambda i: followed(server, i), range(len(PROMPTS))))
+        hits, preempted = (server.total(name) - first for name, first in zip(names, before, strict=True))
+        if preempted:
+            break
+    assert hits > LENGTH and 0 < preempted < len(PROMPTS), (hits, preempted, "this shows nothing")
     moved = [kl(a, b) for a, b in zip(alone, together, strict=True)]
-    worse = [kl(d, b) / kl(d, a) for d, a, b in zip(dense, alone, together, strict=True)]
-    print(f"\nKL to alone: {moved}, to dense {worse} times what it was; {preempted:.0f} preemptions")
+    near, ours = (sum(kl(d, b) for d, b in zip(dense, rows, strict=True)) for rows in (alone, together))
+    print(f"\nKL to alone: {moved}; to dense {ours / near:.3f} times what it was; {preempted:.0f} preemptions")
     assert sum(each > SAME for each in moved) <= preempted
-    assert max(worse) < NO_WORSE
+    assert ours < NO_WORSE * near
 
 
 def test_an_eighth_of_the_context_chosen_by_codes_stays_near_dense(
@@ -98,7 +102,8 @@ def test_prefix_hits_and_preemptions_choose_the_same_pages(
 def test_pages_that_aborted_requests_had_are_chosen_right_by_the_next(
     server: Server, alone: list[list[Distribution]], dense: list[list[Distribution]]
 ) -> None:
-    """Survivors fit the budget, where attention is exact: they answer as if alone."""
+    """Survivors fit the budget, where attention is exact: they answer as if alone. Those that leave begin as `PROMPTS`
+    do, which then find their pages."""
     own = {"budget_tokens": BUDGET}
     abort_storm(server, (8, 40, 150, 240), aborted_length=1600, aborted_tokens=400, survivors=40, aborted=24, own=own)
     check_same(server, alone, dense)
@@ -116,3 +121,4 @@ def test_the_budget_grows_until_the_promised_mass_is_kept(server: Server, dense:
     found = kl(dense[0], followed(server, 0, 0))
     print(f"\nKL to dense with {budget} tokens: {found:.1e}")
     assert found < 1e-6
+    assert math.isfinite(budget) and 0 < server.total("hybrid_quality_mass") < 1, "it grew by what was sampled"
