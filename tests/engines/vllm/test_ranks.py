@@ -86,7 +86,7 @@ def test_tokens_of_two_ranks_equal_one_stock_servers_alone_and_four_at_once(serv
 
 def test_clients_that_leave_two_ranks_leave_nothing_behind(servers: Servers) -> None:
     """Survivors answer as if alone; afterwards no frame is in use."""
-    lengths = (8, 40, 150, 400)
-    abort_storm(servers.ranks, lengths, aborted_length=700, aborted_tokens=200, survivors=40, aborted=24)
+    lengths = (8, 40, 150, 300)
+    abort_storm(servers.ranks, lengths, aborted_length=500, aborted_tokens=200, survivors=16, aborted=12)
     assert by_rank(servers.ranks, "hybrid_frames_in_use") == {"0": 0, "1": 0}
     assert "Traceback" not in servers.ranks.log.read_text()
