@@ -17,6 +17,7 @@ from hybrid_backend.config.load import (
 )
 from hybrid_backend.config.rules import Rule, format_size, parse_size
 from hybrid_backend.config.schema import (
+    MOST_FRAMES,
     HostPoolConfig,
     HybridConfig,
     LookaheadConfig,
@@ -31,6 +32,7 @@ from hybrid_backend.config.schema import (
 __all__ = [
     "DEFAULT_FILE",
     "ENV_CONFIG",
+    "MOST_FRAMES",
     "HeadScores",
     "HostPoolConfig",
     "HybridConfig",

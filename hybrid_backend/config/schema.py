@@ -307,6 +307,9 @@ class QualityConfig(Section):
 
 
 PAGE_SIZES = (16, 32, 64, 128)
+MOST_FRAMES = 512
+"""Of a layer, that a request takes of free memory: a program sorts all of them in registers
+(`Operations.plan_recall`)."""
 
 
 class HybridConfig(Section):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybrid_backend.config import HybridConfig
+from hybrid_backend.config import MOST_FRAMES, HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.execution.fused import kept_bytes, span_bytes
 from hybrid_backend.kernels import codes
@@ -16,10 +16,6 @@ from hybrid_backend.methods.base import Method, can_fuse, frames_per_request, is
 from hybrid_backend.step import DecodeRows, ModelSpec
 from hybrid_backend.tiers import TierLayout
 from hybrid_backend.tiers.sizes import DigestKind
-
-MOST_FRAMES = 512
-"""Of a layer, that a request takes of free memory: a program sorts all of them in registers
-(`Operations.plan_recall`)."""
 
 
 class Selective(Method):

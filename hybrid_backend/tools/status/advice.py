@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hybrid_backend.config import format_size
+from hybrid_backend.config import MOST_FRAMES, format_size
 from hybrid_backend.host_memory import size_text
 from hybrid_backend.tools.status.reading import Reading
 
@@ -22,6 +22,7 @@ _MOST = 2.0
 """Times the host pool, or the requests at once, that is proposed at most."""
 _LARGE, _SMALL = 2**30, 64 * 2**20
 """Bytes that a proposed host pool is a multiple of, above and below four of the first."""
+_MORE_CORES = "more cores: hybrid plan --machine NAME --what-if cores=N reckons how many"
 
 # What each engine calls the longest context, and the most requests at once.
 _FLAGS = {"vllm": ("--max-model-len", "--max-num-seqs"), "sglang": ("--context-length", "--max-running-requests")}
@@ -45,7 +46,7 @@ def keepable_promise(last: Reading) -> str:
     wider = _more_frames(last)
     parts = [f"{wider}, up to which the budget grows"] if wider else []
     if kl:
-        parts.append(f"{_now('quality.max_kl', 2 * kl, kl)}, of which hybrid profile makes a promise")
+        parts.append(_larger_kl(kl))
     elif promised and kept and (keepable := math.floor(100 * kept) / 100):
         parts.append(f"{_now('quality.min_mass', keepable, promised)}, which the largest budget keeps")
     return f"Promise: {'; or '.join(parts)}." if parts else ""
@@ -53,17 +54,26 @@ def keepable_promise(last: Reading) -> str:
 
 def more_memory(last: Reading) -> str:
     """Requests wait, and the host pool is full."""
-    flag, _ = _flags(last)
+    flag, at_once = _flags(last)
     size, page, pages = (_value(last, name) for name in ("host_pool_bytes", "page_tokens", "host_pool_pages"))
-    wanted = (last.running or 0) + (last.waiting or 0)
     if not (size and page and pages and last.running):
         return f"Memory: a larger host_pool.size, or a smaller {flag}: hybrid plan reckons both."
-    needed = size * min(wanted / last.running, _MOST)
+    wanted = min(last.running + (last.waiting or 0), _MOST * last.running)
+    most, more = _value(last, "max_requests"), ""
+    if most and last.running >= most * last.replicas:
+        more = f"; with {at_once} {_more_requests(last, most)} (now {most:.0f})"
+    elif most:
+        wanted = min(wanted, most * last.replicas)
+    needed = size * wanted / last.running
     unit = _LARGE if needed >= 4 * _LARGE else _SMALL
     proposed = format_size(math.ceil(needed / unit) * unit)
-    text = f"Memory: host_pool.size={proposed} (now {size_text(round(size))}), if the machine has it"
-    tokens = int(pages * last.replicas / wanted) * int(page)
-    return f"{text}; or {flag} {tokens}, with which all {wanted:.0f} fit." if tokens else f"{text}."
+    text = f"Memory: host_pool.size={proposed} (now {size_text(round(size))}; or the engine's own setting of it)"
+    text += ", if the machine has it"
+    tokens = int(pages * last.replicas / wanted) * page
+    taken = (last.pool_fill or 0) * pages * last.replicas * page / last.running
+    if tokens and tokens >= taken / 2:  # less would refuse what is served now
+        text += f"; or {flag} {tokens:.0f}, with which {wanted:.0f} fit at once"
+    return f"{text}{more}."
 
 
 def less_copying(last: Reading, budget_may_fall: bool) -> str:
@@ -71,7 +81,7 @@ def less_copying(last: Reading, budget_may_fall: bool) -> str:
     interval = _value(last, "recall_interval")
     parts = [_more_frames(last), _now("recall.intervals", 2 * interval, interval) if interval else ""]
     parts.append(_smaller_budget(last) if budget_may_fall else "")
-    return _any_of("Bus", parts, "a faster bus: hybrid plan with --what-if pcie=6 reckons one")
+    return _any_of("Bus", parts, "a faster bus: hybrid plan --machine NAME --what-if pcie=6 reckons one")
 
 
 def less_waiting(last: Reading, budget_may_fall: bool) -> str:
@@ -84,7 +94,7 @@ def less_waiting(last: Reading, budget_may_fall: bool) -> str:
         parts.append(_smaller_budget(last))
     if threads and cpus and cpus > threads:
         parts.append(_now("workers.threads", cpus, threads))
-    return _any_of("CPU", parts, "more cores: hybrid plan with --what-if cores=N reckons how many")
+    return _any_of("CPU", parts, _MORE_CORES)
 
 
 def larger_batch(last: Reading) -> str:
@@ -92,19 +102,20 @@ def larger_batch(last: Reading) -> str:
     (_, flag), most = _flags(last), _value(last, "max_requests")
     if not most:
         return f"Batch: a larger {flag}; hybrid plan reckons how many fit."
-    wanted = math.ceil(((last.running or 0) + (last.waiting or 0)) / last.replicas)
-    proposed = min(max(wanted, most + 1), _MOST * most)
-    text = f"Batch: {flag} {proposed:.0f} (now {most:.0f})"
-    frames = _value(last, "frames_per_request")
-    if frames and last.gauges.get("hybrid_device_bytes"):  # a start lowers the flag to what fits, and says so
-        fewer = _now("frames_per_request", int(frames * most / proposed), frames)
-        text += f"; if the log said that no more fit the device, with {fewer}"
+    proposed = _more_requests(last, most)
+    text = f"Batch: {flag} {proposed} (now {most:.0f})"
+    frames, budget, page = (_value(last, name) for name in ("frames_per_request", "budget_tokens", "page_tokens"))
+    if frames and budget and page and _is_on_gpu(last):  # a start lowers the flag to what fits, and says so
+        fewer = int(frames * most / proposed)
+        if fewer > budget // page:  # methods refuse to start with frames that do not hold the budget
+            fitting = _now("frames_per_request", fewer, frames)
+            text += f"; if the log said that no more fit the device, with {fitting}"
     return f"{text}."
 
 
 def less_attention(last: Reading, budget_may_fall: bool) -> str:
     """Attention in place takes most of the time."""
-    parts = ["more cores: hybrid plan with --what-if cores=N reckons how many"]
+    parts = [_MORE_CORES]
     if _value(last, "budget_tokens") is None:
         parts.insert(0, "method=scout with sparse=auto, which attends budget_tokens=2048 of longer contexts")
     elif budget_may_fall and (smaller := _smaller_budget(last)):
@@ -120,15 +131,20 @@ def most_requests(last: Reading) -> float | None:
 
 def _more_frames(last: Reading) -> str:
     frames = _value(last, "frames_per_request")
-    if not frames:
+    if not frames or frames >= MOST_FRAMES:
         return ""
+    more = min(2 * frames, MOST_FRAMES)
     held = last.gauges.get("hybrid_frame_bytes")
-    cost = f"; {size_text(round(held))} more on the device" if held else ""
-    return f"frames_per_request={2 * frames:.0f} (now {frames:.0f}{cost})"
+    cost = f"; {size_text(round(held * (more / frames - 1)))} more on the devices together" if held else ""
+    if cost and _is_on_gpu(last):  # whose memory is in use already
+        cost += f", or none with half the {_flags(last)[1]}"
+    return f"frames_per_request={more:.0f} (now {frames:.0f}{cost})"
 
 
 def _smaller_budget(last: Reading) -> str:
     """Empty: there is none that could be proposed."""
+    if kl := _value(last, "quality_max_kl"):
+        return _larger_kl(kl)
     if (promised := _value(last, "quality_min_mass")) is not None:
         return f"a quality.min_mass below {promised:g}, which the budget follows (hybrid profile says what that costs)"
     budget, page = _value(last, "budget_tokens"), _value(last, "page_tokens")
@@ -136,6 +152,20 @@ def _smaller_budget(last: Reading) -> str:
         return ""
     pages = budget // page // 2
     return _now("budget_tokens", pages * page, budget) if pages >= _LEAST_PAGES else ""
+
+
+def _larger_kl(now: float) -> str:
+    return f"{_now('quality.max_kl', 2 * now, now)}, of which hybrid profile makes a promise"
+
+
+def _more_requests(last: Reading, most: float) -> int:
+    """At once, of one replica that runs ``most``."""
+    wanted = math.ceil(((last.running or 0) + (last.waiting or 0)) / last.replicas)
+    return int(min(max(wanted, most + 1), _MOST * most))
+
+
+def _is_on_gpu(last: Reading) -> bool:
+    return "hybrid_bus_bytes_per_second" in last.gauges
 
 
 def _any_of(name: str, parts: Sequence[str], otherwise: str) -> str:

@@ -29,11 +29,13 @@ class _Load:
     waits: float
     """For CPU partials. Waits for copies are counted nowhere."""
     counts_waits: bool
-    """Whether any was counted since start: else 0 says nothing."""
+    """Whether any is, by what is served or was counted since start: else 0 says nothing."""
     copied: float
     """Bytes per second."""
     bus: float | None
     """What the copies take, at what the bus carries; None: that is not known."""
+    prompts: float
+    """Tokens per second."""
     attention: float | None
     """In place."""
     fill: float
@@ -43,13 +45,17 @@ class _Load:
 
     @classmethod
     def of(cls, last: Reading, recent: Sequence[Column]) -> _Load:
-        waits, copied = (_mean(recent, of) or 0 for of in (_wait_share, _copied_per_second))
+        waits = _mean(recent, lambda column: column.wait_share) or 0
+        copied = _mean(recent, lambda column: column.copied_bytes_per_second) or 0
         carries = last.gauges.get("hybrid_bus_bytes_per_second")
         return cls(
             waits=waits,
-            counts_waits=waits > 0 or any(layer.wait_seconds for layer in last.layers),
+            counts_waits="hybrid_recall_interval" in last.gauges  # `scout`, which may not have waited yet
+            or any(layer.wait_seconds or layer.cpu_tokens for layer in last.layers)
+            or waits > 0,
             copied=copied,
             bus=copied / carries if carries else None,
+            prompts=_mean(recent, lambda column: column.prompt_per_second) or 0,
             attention=_mean(recent, lambda column: column.attention_share),
             fill=last.pool_fill or 0,
             most_running=max([last.running or 0, *(column.running or 0 for column in recent)]),
@@ -77,57 +83,63 @@ def glance(last: Reading, columns: Sequence[Column], layers: Sequence[Layer]) ->
 
 def _faithful(last: Reading, layers: Sequence[Layer]) -> tuple[Answer, str]:
     """And what to do about it, perhaps."""
-
-    def answer(text: str, level: Level) -> Answer:
-        return Answer(question="Is it faithful?", text=text, level=level)
-
     promised, kept = last.gauges.get("hybrid_quality_min_mass"), last.gauges.get("hybrid_quality_mass")
     if promised and kept is not None:
-        budget = last.gauges.get("hybrid_quality_budget_tokens", 0)
-        if math.isinf(budget):
-            return answer(_dense_spell(promised, kept), "good"), advice.keepable_promise(last)
-        at = f" at {budget:,.0f} tokens of budget" if budget else ""
-        kl = last.gauges.get("hybrid_quality_max_kl")
-        profiled = f", which kept answers within {kl:g} nats of dense attention's where it was profiled" if kl else ""
-        text = f"{_share(kept)} of the attention mass is kept{at}; promised: {_share(promised)}{profiled}."
-        return answer(text, "good" if kept >= promised else "bad"), ""
+        text, level, change = _of_promise(last, promised, kept)
+    else:
+        text, level, change = _of_samples(last, layers)
+    return Answer(question="Is it faithful?", text=text, level=level), change
+
+
+def _of_promise(last: Reading, promised: float, kept: float) -> tuple[str, Level, str]:
+    budget = last.gauges.get("hybrid_quality_budget_tokens", 0)
+    if math.isinf(budget):
+        return _dense_spell(promised, kept), "good", advice.keepable_promise(last)
+    at = f" at {budget:,.0f} tokens of budget" if budget else ""
+    kl = last.gauges.get("hybrid_quality_max_kl")
+    profiled = f", which kept answers within {kl:g} nats of dense attention's where it was profiled" if kl else ""
+    text = f"{_kept(kept)} of the attention mass is kept{at}; promised: {100 * promised:.4g}%{profiled}."
+    return text, "good" if kept >= promised else "bad", ""
+
+
+def _of_samples(last: Reading, layers: Sequence[Layer]) -> tuple[str, Level, str]:
     attended = [layer.attended for layer in layers if layer.attended is not None]
     if attended and min(attended) == 1:
-        return answer("Exact: what decodes now attends every token of its context, in every layer.", "good"), ""
-    cosines = {layer.layer: layer.query_cosine for layer in layers if layer.query_cosine is not None}
-    predicted = ""
-    if cosines:
-        least, cosine = min(cosines, key=lambda layer: cosines[layer]), sum(cosines.values()) / len(cosines)
-        predicted = f" Cosine of predicted and true queries: {cosine:.2f}, {cosines[least]:.2f} in the worst ({least})."
+        return "Exact: what decodes now attends every token of its context, in every layer.", "good", ""
+    predicted = _predicted(layers)
     masses = {layer.layer: layer.mass_recall for layer in layers if layer.mass_recall is not None}
     if not masses:
-        left_out = (
-            f": {1 - sum(attended) / len(attended):.0%} of the contexts' tokens are left out, but" if attended else ":"
-        )
-        return answer(
-            f"Not measured yet{left_out} no layer was sampled meanwhile (metrics.sample_interval says how often)."
-            + predicted,
-            "unknown",
-        ), ""
+        left_out = ""
+        if attended:
+            left_out = f" {1 - sum(attended) / len(attended):.0%} of the contexts' tokens are left out, but"
+        why = f"no layer was sampled meanwhile (metrics.sample_interval says how often).{predicted}"
+        return f"Not measured yet:{left_out} {why}", "unknown", ""
     mean, worst = sum(masses.values()) / len(masses), min(masses, key=lambda layer: masses[layer])
     text = f"{mean:.1%} of the attention mass is kept in sampled layers, {masses[worst]:.1%} in the worst ({worst})."
-    text += predicted
     if mean >= KEPT_WELL:
-        return answer(text, "good"), ""
-    return answer(text, "fair" if mean >= KEPT else "bad"), advice.more_faithful(last)
+        return text + predicted, "good", ""
+    return text + predicted, "fair" if mean >= KEPT else "bad", advice.more_faithful(last)
+
+
+def _predicted(layers: Sequence[Layer]) -> str:
+    cosines = {layer.layer: layer.query_cosine for layer in layers if layer.query_cosine is not None}
+    if not cosines:
+        return ""
+    least, cosine = min(cosines, key=lambda layer: cosines[layer]), sum(cosines.values()) / len(cosines)
+    return f" Cosine of predicted and true queries: {cosine:.2f}, {cosines[least]:.2f} in the worst ({least})."
 
 
 def _dense_spell(promised: float, kept: float) -> str:
     """Nothing is sampled in it: ``kept`` is what led to it, not what is kept now."""
     return (
-        f"Everything is attended just now: the largest budget kept {_share(kept)} of the attention mass when that was "
-        f"last measured, less than the promised {_share(promised)}. After a while it is tried again."
+        f"Everything is attended just now: the largest budget kept {_kept(kept)} of the attention mass when that was "
+        f"last measured, less than the promised {100 * promised:.4g}%. After a while it is tried again."
     )
 
 
-def _share(value: float) -> str:
-    """As exact as promises are written: what is kept may be just below."""
-    return f"{100 * value:.4g}%"
+def _kept(mass: float) -> str:
+    """As exact as promises are written, and never more than it is: what is kept may be just below one."""
+    return f"{math.floor(round(1e4 * mass, 6)) / 100:g}%"
 
 
 def _fast(last: Reading, load: _Load, recent: Sequence[Column]) -> Answer:
@@ -138,8 +150,8 @@ def _fast(last: Reading, load: _Load, recent: Sequence[Column]) -> Answer:
     if rate is None:
         return answer("Not measured yet.", "unknown")
     if not rate:
-        prompts = _mean(recent, lambda column: column.prompt_per_second) or 0
-        return answer(f"It reads prompts, {prompts:,.0f} tokens/s." if prompts else "It is idle.", "unknown")
+        reads = f"It reads prompts, {load.prompts:,.0f} tokens/s."
+        return answer(reads if load.prompts else "It is idle.", "unknown")
     speed = f"{rate:,.1f} tokens/s{_of_each(rate, last.running)}"
     if last.is_in_place:
         took = "" if load.attention is None else f"; attention takes {load.attention:.0%} of the time"
@@ -192,7 +204,7 @@ def _what_holds(last: Reading, load: _Load, layers: Sequence[Layer], budget_may_
         if load.attention > MOSTLY:
             return f"The CPU's attention: it {takes}.", "fair", advice.less_attention(last, budget_may_fall)
         return f"Not attention, which {takes}: the CPU's matrices, prompts, or too few requests.", "good", ""
-    if load.copied and load.bus is None and not load.counts_waits:
+    if load.copied and load.bus is None and not load.waits:
         text = (
             f"Not measured: {load.copied / 1e6:,.0f} MB/s are copied to the device tier; how long it waits for them is "
             "not counted. hybrid profile --hardware measures what the bus carries."
@@ -205,25 +217,18 @@ def _waiting(last: Reading, load: _Load) -> tuple[str, Level, str]:
     """Requests wait although the host pool has room."""
     most, fill = advice.most_requests(last), f"the host pool is {load.fill:.0%} full"
     if most is not None and load.most_running < most:
-        text = (
-            f"Prompts, most likely: {last.waiting:,.0f} requests wait although only {load.most_running:,.0f} of "
-            f"{most:,.0f} run and {fill}; those before them are being read."
+        waits = (
+            f"{last.waiting:,.0f} requests wait although only {load.most_running:,.0f} of {most:,.0f} run and {fill}"
         )
-        return text, "fair", ""
+        if not load.prompts:
+            return f"Not known: {waits}.", "fair", ""
+        return f"Prompts, most likely: {waits}; those before them are being read.", "fair", ""
     return f"The batch: {last.waiting:,.0f} requests wait, {fill}.", "fair", advice.larger_batch(last)
 
 
 def _of_contexts(layers: Sequence[Layer]) -> str:
     attended = [layer.attended for layer in layers if layer.attended is not None]
     return f" for {sum(attended) / len(attended):.0%} of the contexts' tokens" if attended else ""
-
-
-def _wait_share(column: Column) -> float:
-    return column.wait_share
-
-
-def _copied_per_second(column: Column) -> float | None:
-    return column.copied_bytes_per_second
 
 
 def _mean(columns: Sequence[Column], of: Callable[[Column], float | None]) -> float | None:

@@ -48,7 +48,6 @@ _SAME_ON_EVERY_RANK = (
     "hybrid_host_pool_pages",
     "hybrid_quality_min_mass",
     "hybrid_quality_max_kl",
-    "hybrid_quality_budget_tokens",
     # The configuration as it is served: what can be changed.
     "hybrid_budget_tokens",
     "hybrid_frames_per_request",
@@ -59,7 +58,10 @@ _SAME_ON_EVERY_RANK = (
     "hybrid_worker_threads",
     "hybrid_worker_cpus",
 )
-_LEAST_OF_RANKS = ("hybrid_quality_mass",)  # each watches its own heads, and promises the same
+_LEAST_OF_RANKS = (  # each watches its own heads, and promises the same
+    "hybrid_quality_mass",
+    "hybrid_quality_budget_tokens",
+)
 _MAY_BE_INFINITE = ("hybrid_quality_budget_tokens",)  # which says that everything is attended
 _WANTED = (
     *(name for names in (RUNNING, WAITING, POOL_FILL, GENERATED, PROMPTED, PREEMPTED) for name in names),

@@ -60,6 +60,13 @@ def test_a_promise_is_what_counts_where_there_is_one(kept: float, level: str) ->
     assert said == level and "within 0.01 nats of dense" in text
 
 
+@pytest.mark.parametrize(("kept", "shown"), [(0.97999, "97.99%"), (0.57, "57%"), (0.98, "98%"), (1.0, "100%")])
+def test_what_is_kept_is_never_shown_as_more_than_it_is(kept: float, shown: str) -> None:
+    gauges = {"hybrid_quality_min_mass": 0.98, "hybrid_quality_mass": kept}
+    text, level = told(Reading(time=1, gauges=gauges), [column(1)], [])["Is it faithful?"]
+    assert text.startswith(f"{shown} of the") and level == ("good" if kept >= 0.98 else "bad")
+
+
 def test_rates_are_those_of_the_last_fifteen_seconds() -> None:
     columns = [
         column(0, generated_per_second=900, wait_share=0.9),
@@ -128,6 +135,7 @@ SERVED = {
     "hybrid_host_pool_bytes": 3.0 * 2**30, "hybrid_max_requests": 12.0, "hybrid_worker_threads": 2.0,
     "hybrid_worker_cpus": 4.0,
 }  # fmt: skip
+BUS = {"hybrid_bus_bytes_per_second": 50e9}
 IN_PLACE = {"hybrid_budget_tokens": 1024.0, "hybrid_page_tokens": 32.0, "hybrid_frame_bytes": 0.0}
 
 
@@ -146,7 +154,7 @@ def test_a_dense_spell_says_that_everything_is_attended_and_why() -> None:
         "Promise: quality.min_mass=0.96 (now 0.98), which the largest budget keeps."
     )
     text = advised(Reading(time=1, gauges=SERVED | gauges | {"hybrid_quality_max_kl": 0.01}))
-    assert "frames_per_request=134 (now 67; 8.0 MiB more on the device), up to which the budget grows" in text
+    assert "frames_per_request=134 (now 67; 8.0 MiB more on the devices together), up to which the budget grows" in text
     assert "quality.max_kl=0.02 (now 0.01), of which hybrid profile makes a promise" in text
 
 
@@ -163,23 +171,23 @@ def test_advice_names_each_key_with_the_value_to_give_it() -> None:
     """And what it is now."""
     waits = column(1, generated_per_second=10, wait_share=0.5)
     assert advised(Reading(time=1, gauges=SERVED), waits).splitlines() == [
-        "CPU: frames_per_request=134 (now 67; 8.0 MiB more on the device); or recall.intervals=4 (now 8); or "
+        "CPU: frames_per_request=134 (now 67; 8.0 MiB more on the devices together); or recall.intervals=4 (now 8); or "
         "budget_tokens=512 (now 1024); or workers.threads=4 (now 2)."
     ]
     busy = Reading(time=1, running=12, waiting=4, pool_fill=0.5, gauges=SERVED)
     assert advised(busy) == "Batch: --max-num-seqs 16 (now 12)."
     assert advised(replace(busy, waiting=99)) == "Batch: --max-num-seqs 24 (now 12).", "one step at a time"
-    on_gpu = replace(busy, gauges=SERVED | {"hybrid_device_bytes": 1.0})
+    on_gpu = replace(busy, gauges=SERVED | BUS)
     assert advised(on_gpu).endswith("if the log said that no more fit the device, with frames_per_request=50 (now 67).")
-    full = replace(busy, pool_fill=0.97)
+    full = replace(busy, running=8, pool_fill=0.97)
     assert advised(full) == (
-        "Memory: host_pool.size=4GiB (now 3.0 GiB), if the machine has it; or --max-model-len 8000, with which all 16 "
-        "fit."
+        "Memory: host_pool.size=5GiB (now 3.0 GiB; or the engine's own setting of it), if the machine has it; or "
+        "--max-model-len 10656, with which 12 fit at once."
     )
     in_place = Reading(time=1, running=1, layers=(LayerCounts(selected_tokens=1),), gauges=IN_PLACE)
     assert advised(in_place, column(1, generated_per_second=10, attention_share=0.7)) == (
         "Attention: budget_tokens=512 (now 1024), as far as it is faithful enough; or more cores: "
-        "hybrid plan with --what-if cores=N reckons how many."
+        "hybrid plan --machine NAME --what-if cores=N reckons how many."
     )
 
 
@@ -202,12 +210,61 @@ def test_where_a_promise_sets_the_budget_the_promise_is_what_can_be_changed() ->
     assert "budget_tokens" not in text and "quality.min_mass below 0.98" in text and "hybrid profile" in text
 
 
+def test_a_promise_in_nats_is_changed_in_nats() -> None:
+    gauges = SERVED | {"hybrid_quality_min_mass": 0.98, "hybrid_quality_mass": 0.99, "hybrid_quality_max_kl": 0.01}
+    text = advised(Reading(time=1, gauges=gauges), column(1, generated_per_second=10, wait_share=0.5))
+    assert "quality.max_kl=0.02 (now 0.01)" in text and "min_mass" not in text
+
+
+@pytest.mark.parametrize(
+    ("running", "proposed"),
+    [
+        (4, "host_pool.size=6GiB (now 3.0 GiB; or the engine's own setting of it), if the machine has it; or "
+            "--max-model-len 16000, with which 8 fit at once."),
+        (8, "host_pool.size=5GiB (now 3.0 GiB; or the engine's own setting of it), if the machine has it; or "
+            "--max-model-len 10656, with which 12 fit at once."),
+        (12, "host_pool.size=6GiB (now 3.0 GiB; or the engine's own setting of it), if the machine has it; or "
+             "--max-model-len 5312, with which 24 fit at once; with --max-num-seqs 24 (now 12)."),
+    ],
+)  # fmt: skip
+def test_memory_is_proposed_for_those_that_may_run_and_at_most_twice_of_those_that_do(
+    running: int, proposed: str
+) -> None:
+    """However many wait: a context of a few tokens would be none."""
+    assert advised(Reading(time=1, running=running, waiting=1000, pool_fill=0.97, gauges=SERVED)) == (
+        f"Memory: {proposed}"
+    )
+
+
+def test_contexts_of_less_than_half_of_what_runs_now_are_not_proposed() -> None:
+    tiny = Reading(time=1, running=8, waiting=9, pool_fill=1.0, gauges=SERVED | {"hybrid_host_pool_pages": 23.0})
+    assert "--max-model-len" not in advised(tiny), "32 tokens, where one takes 92"
+    assert "--max-model-len 64" in advised(replace(tiny, running=6, waiting=3))
+
+
+def test_fewer_frames_are_proposed_on_a_gpu_only_and_never_too_few_for_the_budget() -> None:
+    busy = Reading(time=1, running=12, waiting=99, pool_fill=0.5, gauges=SERVED | BUS)
+    assert advised(busy).endswith("with frames_per_request=33 (now 67).")
+    for gauges in (SERVED | BUS | {"hybrid_frames_per_request": 65.0}, SERVED | {"hybrid_device_bytes": 1.0}):
+        assert advised(replace(busy, gauges=gauges)) == "Batch: --max-num-seqs 24 (now 12)."
+
+
+def test_more_frames_are_proposed_up_to_what_a_request_takes_at_most() -> None:
+    waits = column(1, generated_per_second=10, wait_share=0.5)
+    text = advised(Reading(time=1, gauges=SERVED | {"hybrid_frames_per_request": 400.0}), waits)
+    assert "frames_per_request=512 (now 400; 2.2 MiB more on the devices together)" in text
+    text = advised(Reading(time=1, gauges=SERVED | {"hybrid_frames_per_request": 512.0}), waits)
+    assert "frames_per_request" not in text
+    text = advised(Reading(time=1, gauges=SERVED | BUS, engine="sglang"), waits)
+    assert "more on the devices together, or none with half the --max-running-requests)" in text
+
+
 def test_what_cannot_be_reckoned_names_the_command_that_does() -> None:
     full = Reading(time=1, running=1, waiting=3, pool_fill=0.97)
     for last in (full, replace(full, pool_fill=0.5)):
         assert "hybrid plan reckons" in advised(last)
     waits = column(1, generated_per_second=10, wait_share=0.5)
-    assert "hybrid plan with --what-if cores=N" in advised(Reading(time=1), waits)
+    assert "hybrid plan --machine NAME --what-if cores=N" in advised(Reading(time=1), waits)
 
 
 def test_replicas_are_counted_where_a_flag_is_for_one() -> None:
@@ -217,9 +274,12 @@ def test_replicas_are_counted_where_a_flag_is_for_one() -> None:
 
 def test_a_batch_that_is_not_full_is_not_what_requests_wait_for() -> None:
     last = Reading(time=1, running=5, waiting=3, pool_fill=0.5, gauges=SERVED)
-    text, level = told(last, [column(1, running=7)], [])["What holds it back?"]
+    text, level = told(last, [column(1, running=7, prompt_per_second=9)], [])["What holds it back?"]
     assert text.startswith("Prompts, most likely: 3 requests wait although only 7 of 12 run") and level == "fair"
     assert not advised(last)
+    for rate in (None, 0):
+        text, _ = told(last, [column(1, running=7, prompt_per_second=rate)], [])["What holds it back?"]
+        assert text == "Not known: 3 requests wait although only 7 of 12 run and the host pool is 50% full."
     text, _ = told(last, [column(1, running=12)], [])["What holds it back?"]
     assert text.startswith("The batch"), "it was full a moment ago"
 
@@ -249,7 +309,16 @@ def test_speed_is_not_judged_by_waits_that_were_never_counted() -> None:
     assert told(Reading(time=1, layers=layers), [column(1, generated_per_second=1)], [])["Is it fast?"][1] == "good"
 
 
-BUS = {"hybrid_bus_bytes_per_second": 50e9}
+def test_a_scout_that_never_waited_is_judged_by_its_not_waiting() -> None:
+    """As where everything is resident."""
+    columns = [column(1, generated_per_second=1)]
+    for last in (
+        Reading(time=1, gauges={"hybrid_recall_interval": 8.0}),
+        Reading(time=1, layers=(LayerCounts(selected_tokens=3, cpu_tokens=1),)),
+    ):
+        assert told(last, columns, [])["Is it fast?"] == (
+            "1.0 tokens/s; the device tier waits 0.0% of the time for the CPU.", "good"
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -270,7 +339,7 @@ def test_bus_and_cpu_are_told_apart_by_the_time_that_each_takes(
     columns = [column(1, generated_per_second=10, wait_share=waits, copied_bytes_per_second=gigabytes * 1e9)]
     found = told(Reading(time=1, gauges=SERVED | BUS), columns, [layer(0, 0.99, cpu=cpu)])
     assert found["What holds it back?"][0].startswith(begins)
-    assert found["Is it fast?"][1] == ("unknown" if begins.startswith("Nothing") else "fair")
+    assert found["Is it fast?"][1] == ("good" if begins.startswith("Nothing") else "fair")
     if begins.startswith("The bus"):
         change = found["What to change"][0]
         assert change.startswith("Bus: frames_per_request=134 (now 67") and "recall.intervals=16 (now 8)" in change

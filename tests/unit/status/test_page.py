@@ -178,7 +178,7 @@ def test_a_dense_spell_is_told_on_the_page(wordy_page: str, tmp_path: Path) -> N
         glance
     )
     assert "less than the promised 94.02%" in glance and "Bad." not in glance
-    assert "Promise: frames_per_request=70 (now 35" in glance and "Memory: host_pool.size=4GiB (now 3.0 GiB)" in glance
+    assert "Promise: frames_per_request=70 (now 35" in glance and "Memory: host_pool.size=4GiB (now 3.0 GiB;" in glance
 
 
 @pytest.mark.parametrize("shown", ["page", "wordy_page"])

@@ -109,6 +109,12 @@ def test_of_ranks_that_watch_their_own_heads_the_one_that_keeps_least_is_told() 
     assert read(text, 0.0).gauges == {"hybrid_quality_mass": 0.97}
 
 
+@pytest.mark.parametrize(("other", "told"), [("1024", 1024), ("+Inf", math.inf)])
+def test_everything_is_attended_only_where_every_rank_attends_everything(other: str, told: float) -> None:
+    text = f'hybrid_quality_budget_tokens{{rank="0"}} +Inf\nhybrid_quality_budget_tokens{{rank="1"}} {other}\n'
+    assert read(text, 0.0).gauges == {"hybrid_quality_budget_tokens": told}
+
+
 def test_what_is_not_a_number_is_left_out() -> None:
     reading = read('hybrid_predicted_query_cosine{layer="0"} NaN\nvllm:num_requests_running +Inf\n', 0.0)
     assert reading.layers == () and reading.running is None
