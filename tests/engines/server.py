@@ -16,7 +16,7 @@ from openai import OpenAI
 from hybrid_backend.tools.bench import servers
 from hybrid_backend.tools.bench.servers import executable, free_port, stop
 
-__all__ = ["MODEL", "Server", "executable", "free_port", "hybrid_server", "running", "stock_server", "stop"]
+__all__ = ["MODEL", "Server", "all_of", "executable", "free_port", "hybrid_server", "running", "stock_server", "stop"]
 
 MODEL = servers.DEMO
 API_KEY = "secret"  # what clients send, whether the server asks for it or not
@@ -44,22 +44,35 @@ class Server(servers.Server):
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(lambda prompt: self.complete(prompt, tokens, **options), prompts))
 
-    def metrics(self, prefix: str = "hybrid_") -> dict[str, dict[str, float]]:
-        """``{metric: {layer or "": value}}``, summed over all other labels."""
+    def metrics(self, prefix: str = "hybrid_", by: str = "layer") -> dict[str, dict[str, float]]:
+        """``{metric: {layer (or another label ``by``) or "": value}}``, summed over all other labels."""
         found: dict[str, dict[str, float]] = {}
         for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
             match = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (\S+)", line)
             if match and match[1].startswith(prefix):
                 labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
                 values = found.setdefault(match[1], {})
-                layer = labels.get("layer", "")
-                values[layer] = values.get(layer, 0.0) + float(match[3])
+                place = labels.get(by, "")
+                values[place] = values.get(place, 0.0) + float(match[3])
         return found
 
     def total(self, name: str, layers: set[int] | None = None) -> float:
         """One metric, summed over its layers (or some of them)."""
         values = self.metrics(name).get(name, {})
         return sum(v for layer, v in values.items() if layers is None or (layer and int(layer) in layers))
+
+
+@contextmanager
+def all_of(starts: Sequence[AbstractContextManager[Server]]) -> Iterator[list[Server]]:
+    """Servers that start at the same time."""
+    with ThreadPoolExecutor(len(starts)) as pool:
+        entered = [pool.submit(start.__enter__) for start in starts]
+        try:
+            yield [each.result() for each in entered]
+        finally:
+            for start, done in zip(starts, entered, strict=True):
+                if done.exception() is None:
+                    start.__exit__(None, None, None)
 
 
 @contextmanager

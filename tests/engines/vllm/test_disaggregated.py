@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ import httpx
 import pytest
 
 from tests.engines.promises import nothing_is_left
-from tests.engines.server import MODEL, Server, executable, free_port, hybrid_server, running, stock_server
+from tests.engines.server import MODEL, Server, all_of, executable, free_port, hybrid_server, running, stock_server
 from tests.engines.texts import english
 from tests.support.models import write_llama
 
@@ -109,15 +108,8 @@ def servers(
         stock_server(logs, model, giving, environment(cores[0])),
         hybrid_server(logs, KEYS, taking, str(model), environment=environment(cores[-1] if kind == "nixl" else None)),
     ]
-    with ThreadPoolExecutor(len(starts)) as pool:
-        entered = [pool.submit(start.__enter__) for start in starts]
-        try:
-            prefill, decoding = (each.result() for each in entered)
-            yield Servers(kind, prefill, replace(decoding, model=MODEL), folder)
-        finally:
-            for start, done in zip(starts, entered, strict=True):
-                if done.exception() is None:
-                    start.__exit__(None, None, None)
+    with all_of(starts) as (prefill, decoding):
+        yield Servers(kind, prefill, replace(decoding, model=MODEL), folder)
 
 
 def test_tokens_of_prompts_that_a_stock_server_computed_equal_its_own(servers: Servers) -> None:
@@ -215,11 +207,7 @@ def test_kv_that_cannot_be_read_fails_its_request_only_and_a_decoding_server_wri
 def test_both_replicas_have_their_part(servers: Servers) -> None:
     """Of what the tests above asked for."""
     decoding = servers.decoding
-    lines = httpx.get(f"{decoding.url}/metrics", timeout=60).text.splitlines()
-    found = [re.fullmatch(r'hybrid_selected_tokens_total\{.*rank="(\d+)".*\} (\S+)', line) for line in lines]
-    attended: dict[str, float] = {}
-    for each in filter(None, found):
-        attended[each[1]] = attended.get(each[1], 0.0) + float(each[2])
+    attended = decoding.metrics("hybrid_selected_tokens_total", by="rank")["hybrid_selected_tokens_total"]
     assert attended.keys() == {"0", "1"} and all(attended.values()), attended
     assert "each rank computes on cores of its own" in decoding.log.read_text()
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import pytest
 
-from tests.engines.server import MODEL, Server, hybrid_server, stock_server
+from tests.engines.server import MODEL, Server, all_of, hybrid_server, stock_server
 from tests.engines.storm import abort_storm
 from tests.engines.texts import english
 from tests.support.models import write_llama
@@ -49,24 +45,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
     chosen = {"VLLM_CPU_NUM_OF_RESERVED_CPU": ""}  # which cores a rank computes on is left to `hybrid serve`
     ours = hybrid_server(logs, KEYS, flags, str(model), environment=chosen)
     starts = [stock_server(logs, model, (*FLAGS, "--kv-cache-memory-bytes", str(64 * 2**20))), ours]
-    with ThreadPoolExecutor(len(starts)) as pool:
-        entered = [pool.submit(start.__enter__) for start in starts]
-        try:
-            stock, ranks = (each.result() for each in entered)
-            yield Servers(stock, replace(ranks, model=MODEL))
-        finally:
-            for start, done in zip(starts, entered, strict=True):
-                if done.exception() is None:
-                    start.__exit__(None, None, None)
+    with all_of(starts) as (stock, ranks):
+        yield Servers(stock, replace(ranks, model=MODEL))
 
 
-def by_rank(server: Server, name: str) -> dict[str, float]:
-    """One metric, summed over its layers."""
-    found: dict[str, float] = defaultdict(float)
-    for line in httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines():
-        if match := re.fullmatch(name + r'\{.*rank="(\d+)".*\} (\S+)', line):
-            found[match[1]] += float(match[2])
-    return dict(found)
+def by_rank(servers: Servers, name: str) -> dict[str, float]:
+    return servers.ranks.metrics(name, by="rank")[name]
 
 
 def test_tokens_of_two_ranks_equal_one_stock_servers_alone_and_four_at_once(servers: Servers) -> None:
@@ -77,7 +61,7 @@ def test_tokens_of_two_ranks_equal_one_stock_servers_alone_and_four_at_once(serv
     deadline = time.monotonic() + 60
     while True:  # each rank publishes by itself, at most every half second, after a step
         servers.ranks.complete("One more.", 1)
-        by_cpu = by_rank(servers.ranks, "hybrid_cpu_tokens_total")
+        by_cpu = by_rank(servers, "hybrid_cpu_tokens_total")
         if by_cpu.keys() == {"0", "1"} and by_cpu["0"] == by_cpu["1"] > 0:
             return
         assert time.monotonic() < deadline, f"not both ranks' workers have their part: {by_cpu}"
@@ -88,5 +72,5 @@ def test_clients_that_leave_two_ranks_leave_nothing_behind(servers: Servers) -> 
     """Survivors answer as if alone; afterwards no frame is in use."""
     lengths = (8, 40, 150, 300)
     abort_storm(servers.ranks, lengths, aborted_length=500, aborted_tokens=200, survivors=16, aborted=12)
-    assert by_rank(servers.ranks, "hybrid_frames_in_use") == {"0": 0, "1": 0}
+    assert by_rank(servers, "hybrid_frames_in_use") == {"0": 0, "1": 0}
     assert "Traceback" not in servers.ranks.log.read_text()
