@@ -177,6 +177,33 @@ def test_for_a_kl_the_budget_is_chosen_that_attends_the_fewest_tokens_and_the_ma
         run(network, tmp_path / "a.yaml", options, config_from_mapping(data, "test"))
 
 
+def test_for_an_attention_mass_the_smallest_budget_that_keeps_it_is_written(network: Network, tmp_path: Path) -> None:
+    options = replace(OPTIONS, gates=None)
+
+    def kept(config: HybridConfig) -> float:
+        layers = run(network, tmp_path / "fixed.yaml", options, config).layers
+        return sum(layer.mass for layer in layers) / len(layers)
+
+    small, large = (CONFIG.model_copy(update={"budget_tokens": budget}) for budget in (64, 128))
+    less, more = kept(small), kept(large)
+    assert 0 < less < more < 1
+    for promise, budget in ((0.5 * less, 64), (0.5 * (less + more), 128), (0.5 * (more + 1), 128)):
+        config = small.model_copy(update={"quality": small.quality.model_copy(update={"min_mass": promise})})
+        said = StringIO()
+        out = tmp_path / f"{promise:.4f}.yaml"
+        console = Console(file=said, width=200)
+        found = profiler.profile("tiny-gemma3", out, config, options, network=network, encode=encode, console=console)
+        assert found.config.budget_tokens == budget and found.config.quality.min_mass == promise
+        assert load_config(out) == found.config
+        text = said.getvalue()
+        assert ("is not kept by any budget" in text) == (promise > more)
+        assert ("128: " in text) == (budget == 128), "no more is tried than needed"
+        assert f"(quality.min_mass: {promise:g})" in text
+    data = {"page_size": 16, "quality": {"min_mass": 0.9}, "method": "hgca"}
+    with pytest.raises(ConfigError, match=r"quality.min_mass: hgca"):
+        run(network, tmp_path / "a.yaml", options, config_from_mapping(data, "test"))
+
+
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(
     at_once: int, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

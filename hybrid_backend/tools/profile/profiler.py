@@ -57,7 +57,7 @@ from hybrid_backend.tools.profile.summary import (
 from hybrid_backend.tools.profile.texts import Encode, Texts, Window, default_texts, read_texts, windows_of
 
 _BUDGETS = (1, 2, 4)
-"""Times budget_tokens that are tried for `quality.max_kl`."""
+"""Times budget_tokens that are tried for `quality`."""
 _AT_ONCE = 4
 """Sets of exact layers that a probe is measured with before another probe is."""
 
@@ -173,10 +173,11 @@ def _check(config: HybridConfig, options: Options) -> None:
         raise ConfigError(f"--lookups: got {options.lookups}, expected an integer >= 0")
     if options.gates is not None and options.gates.steps < 1:
         raise ConfigError(f"--gate-steps: got {options.gates.steps}, expected an integer >= 1, or --no-gates")
-    if config.quality.max_kl != "none" and not method.budgets_vary:
-        raise ConfigError(
-            f"quality.max_kl: {config.method} has no budget that could keep it; write method: scout, or none"
-        )
+    for key, is_given in (("max_kl", config.quality.max_kl != "none"), ("min_mass", config.quality.promise > 0)):
+        if is_given and not method.budgets_vary:
+            raise ConfigError(
+                f"quality.{key}: {config.method} has no budget that could keep it; write method: scout, or none"
+            )
     if options.windows < 1 or not options.contexts:
         raise ConfigError("--windows, --context: expected at least one window of one context")
     for context in options.contexts:
@@ -284,7 +285,7 @@ class _Run:
             passkeys(texts[0][1], self.encode, options.gates)  # refuses a short context now, not after the rest
         given = _Given(used, unseen, lookup_probes(self.encode, longest, options.lookups), texts[0][1])
         with self._progress() as progress:
-            config = self._within_kl(store, progress, given, longest)
+            config = self._with_promise(store, progress, given, longest)
         return replace(self, config=config)._profile(store, given)
 
     def _profile(self, store: Store, given: _Given) -> Profile:
@@ -310,7 +311,8 @@ class _Run:
             layers = [replace(x, predicted=x.predicted and x.layer not in ahead.own) for x in layers]
         budgets = self._spread(store, given, layers)
         taken = budgets if budgets is not None and budgets.helps else None
-        config = self._decided(layers, tau, frames, self._kept_mass(store, used, windows, layers, taken), taken)
+        sparse = {layer.layer for layer in layers if not layer.why}
+        config = self._decided(layers, tau, frames, self._kept_mass(store, used, windows, sparse, taken), taken)
         gates = {kind: state.gates for kind, state in states.items()}
         name = Path(self.model).name
         heads = head_scores(name, self.network, windows, gates, options.prefetch_bytes) if gates else None
@@ -370,29 +372,50 @@ class _Run:
         return layers
 
     def _kept_mass(
-        self, store: Store, used: Sequence[Window], windows: Measures, layers: Sequence[LayerSummary],
-        taken: Spread | None,
-    ) -> float:  # fmt: skip
-        """What a promise is kept by, with the budgets that go with it."""
-        if taken is not None and self.config.quality.max_kl != "none":
+        self, store: Store, used: Sequence[Window], windows: Measures, sparse: Collection[int], taken: Spread | None
+    ) -> float:
+        """What a promise is kept by, with the budgets that go with it; says so where it was given as attention mass."""
+        quality = self.config.quality
+        promised = quality.max_kl == "none" and quality.promise
+        if taken is not None and (promised or quality.max_kl != "none"):
             with self._progress() as progress:
                 windows = [self._measure(store, progress, window, taken.tokens) for window in used]
-        return kept_mass(windows, layers)
+        kept = kept_mass(windows, sparse)
+        if promised:
+            self.console.print(f"attention mass kept: {kept:g} (quality.min_mass: {promised:g})", highlight=False)
+        return kept
 
-    def _within_kl(self, store: Store, progress: Progress, given: _Given, context: int) -> HybridConfig:
-        """With `quality.max_kl` the budget with which, and with the layers that are then exact, the fewest tokens of
-        ``context`` are attended; else the configuration as it is."""
-        if self.config.quality.max_kl == "none":
+    def _with_promise(self, store: Store, progress: Progress, given: _Given, context: int) -> HybridConfig:
+        """With `quality` the budget that keeps it, and with the layers that are then exact attends the fewest tokens of
+        ``context``; else the configuration as it is."""
+        quality = self.config.quality
+        if quality.max_kl == "none" and not quality.promise:
             return self.config
-        found: list[tuple[int, HybridConfig]] = []
+        found: list[tuple[int, float, HybridConfig]] = []
         for times in _BUDGETS:
             config = self.config.model_copy(update={"budget_tokens": times * self.config.budget_tokens})
             if found and _needed(config, self.options) >= min(self.options.contexts):
                 break
-            costs = replace(self, config=config)._costs(store, progress, given.probes(given.used))
-            found.append((costs.attended(context, config.budget_tokens), config))
-        config = min(found, key=lambda each: each[0])[1]  # of equal ones the smallest budget, which comes first
-        tried = ", ".join(f"{each.budget_tokens}: {attended:,}" for attended, each in found)
+            run, mass = replace(self, config=config), 1.0
+            costs = run._costs(store, progress, given.probes(given.used))
+            if quality.max_kl == "none":
+                windows = [run._measure(store, progress, window) for window in given.used]
+                mass = kept_mass(windows, set(costs.ranking) - set(costs.exact))
+            found.append((costs.attended(context, config.budget_tokens), mass, config))
+            if quality.max_kl == "none" and mass >= quality.promise:
+                break  # more tokens only keep more
+        kept = [each for each in found if quality.max_kl != "none" or each[1] >= quality.promise]
+        if not kept:
+            self.console.print(
+                f"! quality.min_mass: {quality.promise:g} is not kept by any budget that was tried, the largest is taken; "
+                "a server will raise it, or attend everything for a while",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+        config = min(kept or found[-1:], key=lambda each: each[0])[2]  # of equal ones the smallest, which comes first
+        tried = ", ".join(
+            f"{each.budget_tokens}: {attended:,}" + (f" (mass {mass:g})" if quality.max_kl == "none" else "")
+            for attended, mass, each in found
+        )
         self.console.print(
             f"tokens attended of {context:,}, all layers together, by budget_tokens: {tried}", highlight=False
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -197,9 +197,9 @@ def check(windows: Measures, chosen: Sequence[LayerSummary], tau: float, frames:
     return results
 
 
-def kept_mass(windows: Measures, chosen: Sequence[LayerSummary]) -> float:
-    """Attention mass that the sparse layers cover, their mean, in the window where it is least; four digits of it."""
-    sparse = {layer.layer for layer in chosen if not layer.why}
+def kept_mass(windows: Measures, sparse: Collection[int]) -> float:
+    """Attention mass that the ``sparse`` layers cover, their mean, in the window where it is least; four digits of
+    it."""
     if not sparse:
         return 1.0
     least = min(fmean(m.mass for m in layers if m.layer in sparse) for layers in windows)

@@ -63,3 +63,13 @@ def method_server(folder: Path, method: str) -> AbstractContextManager[Server]:
     keys = {"method": method, "tiers": "separate", "host_pool.size": "256MiB", **METHODS[method].keys}
     flags = ["--dtype", "float32", "--chunked-prefill-size", "512", "--max-running-requests", "4"]
     return hybrid_server(folder, keys, flags)
+
+
+def next_tokens(server: Server, prompt: str, tokens: int) -> list[dict[str, float]]:
+    """Log-probabilities of the five likeliest tokens at each of ``tokens`` greedy steps."""
+    answer = server.client().completions.create(
+        model=server.model, prompt=prompt, max_tokens=tokens, temperature=0, logprobs=5
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None
+    return [dict(top) for top in logprobs.top_logprobs if top is not None]

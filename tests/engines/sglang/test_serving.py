@@ -14,7 +14,7 @@ from tests.engines import promises
 from tests.engines.answers import StockAnswers
 from tests.engines.server import MODEL, Server
 from tests.engines.sglang.server import PAGE, hybrid_server
-from tests.engines.sglang.suite import BYTES_PER_TOKEN
+from tests.engines.sglang.suite import BYTES_PER_TOKEN, next_tokens
 from tests.engines.storm import abort_storm
 from tests.engines.texts import english
 
@@ -62,16 +62,6 @@ def test_a_chat_completion_streams(server: Server) -> None:
 
 def long_prompts() -> list[str]:
     return [english(SPARSE_CONTEXT, start=start) for start in SPARSE_STARTS]
-
-
-def next_tokens(server: Server, prompt: str, tokens: int) -> list[dict[str, float]]:
-    """Log-probabilities of the five likeliest tokens at each of ``tokens`` greedy steps."""
-    answer = server.client().completions.create(
-        model=server.model, prompt=prompt, max_tokens=tokens, temperature=0, logprobs=5
-    )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.top_logprobs is not None
-    return [dict(top) for top in logprobs.top_logprobs if top is not None]
 
 
 def test_sparse_answers_stay_near_torch_native_s(server: Server, stock: StockAnswers) -> None:
