@@ -5,7 +5,9 @@
 Each text hides ten passwords in 6,900 tokens of prose; a question and its answer are forced token by token, and every
 layer but the exact ones attends the pages that the oracle's operations choose with the true query. A way is
 granularity/aggregate/bound by maxima and minima, or granularity/aggregate/codes; ``oracle`` chooses by the true
-attention weights. Ending in /factors: with the shipped budgets per layer (`budget_factors`), the same tokens in all.
+attention weights; ``decoder/bytes`` and ``decoder/codes`` is the native decoder in place, as a CPU serves, with looks at
+all pages in some steps only. Ending in /factors: with the shipped budgets per layer (`budget_factors`), the same tokens
+in all.
 Lookups are counted where dense attention is right. ``--prose``: 64 tokens of prose are forced after 5,008 instead, and
 nothing is asked. One line per way.
 """
@@ -25,8 +27,10 @@ from transformers.cache_utils import DynamicCache
 from bench.fidelity import Lookup
 from bench.fidelity import lookups as facts_in_prose
 from hybrid_backend.attention.quality import covered_tokens
-from hybrid_backend.config import SelectionConfig, find_config, load_config
-from hybrid_backend.kernels import oracle
+from hybrid_backend.config import HybridConfig, SelectionConfig, find_config, load_config
+from hybrid_backend.execution.budgets import LayerBudgets
+from hybrid_backend.kernels import cpu, oracle
+from hybrid_backend.kernels.cpu import digests as native
 from hybrid_backend.methods.scout import Scout
 from hybrid_backend.tools.hub import fetch
 from hybrid_backend.tools.profile.measure import page_digests
@@ -36,8 +40,62 @@ from tests.engines.texts import tokens_of_prose
 WAYS = (
     "layer/sum/1,layer/max/1,kv_head/sum/1,kv_head/max/1,layer/softmax/1,layer/softmax/0.5,layer/softmax/0.3,"
     "kv_head/softmax/1,kv_head/softmax/0.5,layer/softmax/codes,oracle,layer/softmax/0.5/factors,"
-    "layer/softmax/codes/factors,oracle/factors"
+    "layer/softmax/codes/factors,oracle/factors,decoder/bytes/factors,decoder/codes/factors"
 )
+
+
+class InPlace:
+    """One text's pages under the native decoder.
+
+    Args:
+        config: how it selects, and its budget.
+        prompt: whose keys and values the pages hold from the start.
+        tokens: that will be decoded.
+        factors: of layers that select, in the mean 1; none: all have the same budget.
+    """
+
+    def __init__(
+        self, config: HybridConfig, prompt: DynamicCache, tokens: int, heads: int, factors: dict[int, float]
+    ) -> None:
+        self._config, size, past = config, config.page_size, prompt.get_seq_length()
+        self._table = torch.arange(-(-(past + tokens) // size))[None]
+        layers, stores, rows = [], dict[int, Tensor](), dict[int, Tensor]()
+        kind = "codes" if config.selection.digest == "codes" else "minmax"
+        for index, layer in enumerate(prompt.layers):
+            kv = torch.stack([layer.keys[0], layer.values[0]], 1)  # [kv_heads, 2, tokens, dim]
+            kv = F.pad(kv, (0, 0, 0, self._table.shape[1] * size - past))
+            layers.append(kv.unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4).contiguous())
+            if index in config.exact_layers:
+                continue
+            found = page_digests(layer.keys[0].transpose(0, 1).contiguous(), size, kind)
+            stores[index] = F.pad(found, (0,) * (2 * (found.ndim - 1) + 1) + (self._table.shape[1] - len(found),))
+            if kind == "minmax":
+                rows[index] = native.quantized_like(stores[index])
+                native.quantize(rows[index], stores[index], self._table[0])
+        dim, bound = layers[0].shape[4], config.selection.bound
+        self._decoder = cpu.Decoder(layers, stores, heads, dim**-0.5, quantized=rows, bound=bound)
+        self._budgets = LayerBudgets(config, factors, range(len(layers))) if factors else None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        """Output ``[1, heads, dim]`` and the pages that are attended; ``q``, ``k``, ``v``: of one token, after ``past``
+        others."""
+        if layer == 0:
+            self._begin(torch.tensor([past + 1]))
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out = torch.empty_like(q)
+        self._decoder.layer(layer, q, k, v, out)
+        return out, self._decoder.selected(0)
+
+    def _begin(self, tokens: Tensor) -> None:
+        config = self._config
+        pages = (tokens + config.page_size - 1) // config.page_size
+        budgets = pages.clamp(max=config.budget_pages)
+        self._decoder.begin(
+            self._table, tokens, budgets if self._budgets is None else self._budgets.of_rows(budgets, pages),
+            sinks=config.sinks, recent=config.recent, aggregate=config.selection.aggregate,
+            sequences=torch.zeros(1, dtype=torch.int64), candidates=config.selection.candidates,
+            interval=config.selection.steps_between_looks,
+        )  # fmt: skip
 
 
 @dataclass
@@ -49,6 +107,7 @@ class Attention:
     exact_layers: tuple[int, ...]
     factors: dict[int, float]  # of the other layers
     way: str | None = None
+    in_place: InPlace | None = None  # of the way, if it is a decoder's
     mass: dict[str, list[float]] = field(default_factory=dict)
 
     def __call__(
@@ -56,11 +115,27 @@ class Attention:
     ) -> tuple[Tensor, None]:
         """``q``: ``[1, heads, queries, dim]``; ``k``, ``v``: ``[1, kv_heads, tokens, dim]``."""
         queries, tokens = q.shape[2], k.shape[2]
+        if queries == 1 and self.in_place is not None:
+            return self._decoded(self.in_place, q, k, v, scaling, module.layer_idx), None
         allowed = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)[None, None]
         if queries == 1 and self.way is not None and module.layer_idx not in self.exact_layers:
             allowed = self._selected(self.way, q[0, :, 0], k[0], scaling, module.layer_idx)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
+
+    def _decoded(self, decoder: InPlace, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        """``[1, 1, heads, dim]``."""
+        kv_heads, tokens, dim = k.shape[1:]
+        out, pages = decoder.attend(layer, q[:, :, 0], k[:, :, -1], v[:, :, -1], tokens - 1)
+        if layer not in self.exact_layers:
+            weights = (torch.matmul(q.view(kv_heads, -1, dim), k[0].transpose(1, 2)) * scale).softmax(-1)
+            covered = covered_tokens(pages.long()[None], tokens, self.page_size)
+            self._saw(weights, covered)
+        return out[None]
+
+    def _saw(self, weights: Tensor, covered: Tensor) -> None:
+        assert self.way is not None
+        self.mass.setdefault(self.way, []).append(float((weights * covered[:, None]).sum(-1).mean()))
 
     def _selected(self, way: str, q: Tensor, k: Tensor, scale: float, layer: int) -> Tensor:
         """``[1, heads, 1, tokens]`` bool."""
@@ -89,7 +164,7 @@ class Attention:
         )  # fmt: skip
         lists = picked.pages[0].long()
         covered = covered_tokens(lists, tokens, self.page_size)
-        self.mass.setdefault(way, []).append(float((weights * covered[:, None]).sum(-1).mean()))
+        self._saw(weights, covered)
         return covered.expand(kv_heads, -1).repeat_interleave(len(q) // kv_heads, 0)[None, :, None]
 
 
@@ -133,9 +208,18 @@ def main() -> None:
             text = question.question + question.answer
             dense: list[Tensor] = []
             for way in ways:
-                attention.way = way
                 if cache.get_seq_length() > len(prompt):
                     cache.crop(len(prompt) - cache.get_seq_length())
+                attention.way, attention.in_place = way, None
+                if way is not None and way.startswith("decoder/"):
+                    own = factors if way.endswith("/factors") else {}
+                    keys = {"digest": "codes" if way.split("/")[1] == "codes" else "minmax_int8"}
+                    how = SelectionConfig.model_validate(config.selection.model_dump(exclude_defaults=True) | keys)
+                    update = {"budget_tokens": options.budget, "page_size": options.page_size, "selection": how}
+                    in_place = InPlace(
+                        config.model_copy(update=update), cache, len(text), model.config.num_attention_heads, own
+                    )
+                    attention.in_place = in_place
                 steps = [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in text[:-1]]
                 found = [step.log_softmax(-1) for step in steps]
                 dense = dense or found

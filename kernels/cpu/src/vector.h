@@ -499,8 +499,9 @@ INLINE void code_sums_of(const CodeQuery* q, int head, const CodePage& page, con
     const vf variance = splat(q->variance[head + g]);
     vf sum = {};
     for (int t = 0; t < q->blocks * 16; t += LANES) {
-      const vf scale = *(const vf*)&s[t];
-      sum += exp2_of(scale * (factor * *(const vf*)&own[t] + offset + variance * scale));
+      const vf scale = *(const vf*)&s[t], most = splat(126.f);
+      const vf x = scale * (factor * *(const vf*)&own[t] + offset + variance * scale);
+      sum += exp2_of(x < most ? x : most);  // larger ones, and NaN: beyond kMostSum
     }
     sums[(head + g) * kScoreTile] = sum_of(sum);
   }
