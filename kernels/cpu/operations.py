@@ -79,7 +79,7 @@ def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) ->
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float, page_size: int = 0,
+    per_head: bool, bound: float, scale: float, page_size: int = 0, isa: str | None = None,
 ) -> Tensor:  # fmt: skip
     rows, heads, dim = q.shape
     pages, kv_heads = digests.shape[:2]
@@ -91,7 +91,7 @@ def page_scores(
         "hb_page_scores", _at(q, kind), digests_at, _rows_at(table, rows),
         _at(num_pages, int32, rows), _at(budgets, int32, rows), out.data_ptr(),
         rows, columns, table.stride(0), pages, _type(kind), kv_heads, _group(heads, kv_heads), dim,
-        page_size, digested, AGGREGATES.index(aggregate), per_head, lib.isa_index(None), *_team(), bound, scale,
+        page_size, digested, AGGREGATES.index(aggregate), per_head, lib.isa_index(isa), *_team(), bound, scale,
     )  # fmt: skip
     return out
 
