@@ -41,7 +41,7 @@ class Card:
 
     def requests(self, config: HybridConfig, asked: int) -> int:
         """That fit."""
-        return largest(lambda batch: self.needed(config, batch) <= self.room.limit("device"), asked)
+        return largest(lambda batch: self.room.limit("device") - self.needed(config, batch), asked)
 
     def with_whole_layers(self, config: HybridConfig, asked: int) -> tuple[HybridConfig, str | None]:
         """As many of the exact layers whole as leave room for the longest sequences that the host pool holds, and what

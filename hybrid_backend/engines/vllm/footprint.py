@@ -7,6 +7,7 @@ is an estimate, and marked so.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -225,15 +226,26 @@ def engine_items(shape: ModelShape, room: Room, batch: int) -> tuple[Item, ...]:
     )
 
 
-def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number from 1 to ``limit`` that fits, 0 if none does. What is more never fits better."""
-    if not fits(1):
+def largest(spare: Callable[[int], int], limit: int) -> int:
+    """The largest number from 1 to ``limit`` that fits, 0 if none does.
+
+    Args:
+        spare: bytes that so many leave over, negative: that are missing. More never leave more over. Where it is nearly
+            a line, as memory is, few numbers are tried.
+    """
+    low, high = 1, limit
+    left, short = spare(low), spare(high)
+    if left < 0:
         return 0
-    low, high = 1, 2
-    while high <= limit and fits(high):
-        low, high = high, high * 2
-    high = min(high, limit + 1)
+    if short >= 0:
+        return limit
+    tried, found, least = low, left, 1
+    while high - low > 1 and (low == 1 or high == limit):  # by lines: then it lies near `tried`
+        step = math.floor(found * (high - low) / (left - short))
+        tried = min(max(tried + (max(step, least) if found >= 0 else min(step, -least)), low + 1), high - 1)
+        found, least = spare(tried), 4 * least
+        low, left, high, short = (tried, found, high, short) if found >= 0 else (low, left, tried, found)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if spare(middle) >= 0 else (low, middle)
     return low

@@ -191,7 +191,7 @@ def _row(candidate: Candidate, request: Request, room: Room, devices: int) -> Ro
     why_not = memory.missing(room)
     places: tuple[Place, ...] = ("host",) if room.on_host else ("device", "host")
     by_place = {
-        place: largest(partial(_fits, candidate, room, request.context, places=(place,)), MOST_BATCH)
+        place: largest(partial(_spare, candidate, room, request.context, places=(place,)), MOST_BATCH)
         for place in places
     }
     max_batch = devices * min(by_place.values())
@@ -205,22 +205,22 @@ def _row(candidate: Candidate, request: Request, room: Room, devices: int) -> Ro
         pages=memory.pages,
         items=memory.items,
         max_batch=max_batch,
-        max_context=largest(lambda context: _fits(candidate, room, context, mine, places), MOST_CONTEXT),
+        max_context=largest(lambda context: _spare(candidate, room, context, mine, places), MOST_CONTEXT),
         step_ms=times.step_ms,
         tokens_per_s=times.tokens_per_s,
         best_tokens_per_s=times.best_tokens_per_s,
         device_batch=devices * by_place["device"] if "device" in by_place else None,
         host_batch=devices * by_place["host"],
-        host_context=largest(lambda context: _fits(candidate, room, context, mine, ("host",)), MOST_CONTEXT),
+        host_context=largest(lambda context: _spare(candidate, room, context, mine, ("host",)), MOST_CONTEXT),
         parts_ms=times.parts_ms,
         otherwise=_otherwise(candidate, memory, request.context, mine) if by_place.get("device", mine) < mine else None,
     )
 
 
-def _fits(candidate: Candidate, room: Room, context: int, batch: int, places: tuple[Place, ...]) -> bool:
-    """In all of these places."""
+def _spare(candidate: Candidate, room: Room, context: int, batch: int, places: tuple[Place, ...]) -> int:
+    """Bytes that are left over in the place that has the fewest."""
     memory = candidate.memory(context, batch)
-    return all(memory.at(place) <= room.limit(place) for place in places)
+    return min(room.limit(place) - memory.at(place) for place in places)
 
 
 def _otherwise(candidate: Candidate, memory: Memory, context: int, batch: int) -> str | None:

@@ -407,8 +407,8 @@ class _Run:
         kept = [each for each in found if quality.max_kl != "none" or each[1] >= quality.promise]
         if not kept:
             self.console.print(
-                f"! quality.min_mass: {quality.promise:g} is not kept by any budget that was tried, the largest is taken; "
-                "a server will raise it, or attend everything for a while",
+                f"! quality.min_mass: {quality.promise:g} is not kept by any budget that was tried, the largest is "
+                "taken; a server will raise it, or attend everything for a while",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
         config = min(kept or found[-1:], key=lambda each: each[0])[2]  # of equal ones the smallest, which comes first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -207,6 +208,23 @@ def test_stock_holds_all_kv_where_it_attends() -> None:
     assert (kv.place, kv.bytes) == ("device", 22 * 4 * SHAPE.page_bytes(PAGE))
 
 
-@given(limit=st.integers(1, 300), answer=st.integers(0, 300))
-def test_largest_finds_the_last_that_fits(limit: int, answer: int) -> None:
-    assert largest(lambda n: n <= answer, limit) == min(answer, limit)
+@given(
+    limit=st.integers(1, 300), each=st.lists(st.integers(0, 50), min_size=300, max_size=300), room=st.integers(0, 9000)
+)
+def test_largest_finds_the_last_that_fits(limit: int, each: list[int], room: int) -> None:
+    taken = list(accumulate(each))
+    last = max((n for n in range(1, limit + 1) if taken[n - 1] <= room), default=0)
+    assert largest(lambda n: room - taken[n - 1], limit) == last
+
+
+@given(page=st.sampled_from([1, 16, 128]), token_bytes=st.integers(100, 200_000), room=st.integers(2**24, 2**40))
+def test_where_memory_is_pages_few_numbers_are_tried(page: int, token_bytes: int, room: int) -> None:
+    tried = []
+
+    def spare(tokens: int) -> int:
+        tried.append(tokens)
+        return room - -(-tokens // page) * page * token_bytes - 4 * tokens
+
+    found = largest(spare, 2**27)
+    assert spare(found) >= 0 and (found == 2**27 or spare(found + 1) < 0)
+    assert len(tried) <= 22

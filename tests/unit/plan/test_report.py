@@ -19,7 +19,7 @@ from hybrid_backend.hardware import find_hardware
 from hybrid_backend.methods import method_names
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.command import memory, plan, tokens
-from hybrid_backend.tools.plan.report import Plan, Request, changed, make_plan, serve_flags
+from hybrid_backend.tools.plan.report import Plan, Request, Row, changed, make_plan, serve_flags
 from hybrid_backend.tools.plan.simulate import parse_what_if
 
 GIB = 2**30
@@ -45,20 +45,21 @@ def test_every_method_has_a_row_beside_stock(planned: Plan) -> None:
     assert all(row.refused is None for row in planned.rows)
 
 
+def fits(row: Row, **changes: Any) -> bool:
+    only = () if row.name == "stock" else (row.name,)
+    return make_plan(request(methods=only, **changes)).row(row.name).fits
+
+
 def test_the_largest_batch_fits_and_one_more_does_not(planned: Plan) -> None:
     for row in planned.rows:
-        assert (
-            make_plan(request(batch=row.max_batch, methods=(row.name,) if row.name != "stock" else ()))
-            .row(row.name)
-            .fits
-        )
-        assert not make_plan(request(batch=row.max_batch + 1)).row(row.name).fits
+        assert fits(row, batch=row.max_batch)
+        assert not fits(row, batch=row.max_batch + 1)
 
 
 def test_the_largest_context_fits_and_one_token_more_does_not(planned: Plan) -> None:
     for row in planned.rows:
-        assert make_plan(request(context=row.max_context)).row(row.name).fits
-        assert not make_plan(request(context=row.max_context + 1)).row(row.name).fits
+        assert fits(row, context=row.max_context)
+        assert not fits(row, context=row.max_context + 1)
 
 
 def test_stock_by_hand(planned: Plan) -> None:
