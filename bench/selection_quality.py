@@ -5,9 +5,9 @@
 Each text hides ten passwords in 6,900 tokens of prose; a question and its answer are forced token by token, and every
 layer but the exact ones attends the pages that the oracle's operations choose with the true query. A way is
 granularity/aggregate/bound by maxima and minima, or granularity/aggregate/codes; ``oracle`` chooses by the true
-attention weights; ``decoder/bytes`` and ``decoder/codes`` is the native decoder in place, as a CPU serves, with looks at
-all pages in some steps only. Ending in /factors: with the shipped budgets per layer (`budget_factors`), the same tokens
-in all.
+attention weights; ``decoder/bytes`` and ``decoder/codes`` is the native decoder in place, as a CPU serves, with looks
+at all pages in some steps only. Ending in /factors: with the shipped budgets per layer (`budget_factors`), the same
+tokens in all.
 Lookups are counted where dense attention is right. ``--prose``: 64 tokens of prose are forced after 5,008 instead, and
 nothing is asked. One line per way.
 """
