@@ -26,6 +26,7 @@ pytestmark = [
 SPARSE = ["scout.sparse", "scout.per_head", "scout.codes", "infinigen.sparse", "clo.sparse"]
 SCOUT = [f"_{kernel}_kernel" for kernel in (
     "stream", "queries", "score", "combine", "select", "ask", "append", "partial", "await", "merge", "plan", "copy",
+    "sample",
 )]  # fmt: skip
 V2 = ["scout", "clo", "hgca", "hgca.caches", "headinfer", "dense", "apex"]
 V1 = ["scout.full", "apex.overlap"]
