@@ -271,6 +271,7 @@ class BoxSamples:
         return self._nbytes
 
     def close(self) -> None:
+        self.drop()
         self._thread.shutdown(cancel_futures=True)
 
 
