@@ -112,11 +112,13 @@ def _plan_kernel(frame_of, page_of, importance, scores, table, selected, selecte
         no_key: tl.constexpr = (1 << 63) - 1  # above all keys; below them with its sign changed
         key = tl.where(is_kept | (noted == float("inf")), no_key, ordered(noted) * 4294967296 + i)
         victims = tl.sort(key)
-        wanted = tl.sort(_wanted(absent + row * absent_k, scores + row * columns, i, listed), descending=True)
         if LONGER:  # the best so far, the best of them first, beside those of the next tile, the worst first
-            for first in range(BLOCK, listed, BLOCK):
+            wanted = tl.full([BLOCK], -no_key, tl.int64)
+            for first in range(0, listed, BLOCK):
                 others = tl.sort(_wanted(absent + row * absent_k, scores + row * columns, first + i, listed))
                 wanted = tl.sort(tl.maximum(wanted, others), descending=True)
+        else:
+            wanted = tl.sort(_wanted(absent + row * absent_k, scores + row * columns, i, listed), descending=True)
         paired = (victims < no_key) & (wanted > -no_key) & (i < most)
         frame = (victims & 0xFFFFFFFF) * count + request
         page = tl.load(absent + row * absent_k + (wanted & 0xFFFFFFFF), mask=paired, other=0)

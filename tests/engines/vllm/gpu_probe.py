@@ -59,6 +59,7 @@ SPARSE = {
     "lookahead": {"partial_query": "real"},
     "recall": {"intervals": 2},
     "frames_per_request": 4,
+    "metrics": {"sample_interval": 2},
 }
 # Room for the short requests, until they grow.
 APEX: dict[str, Any] = {"method": "apex", "apex": {"device_tokens": 5 * BLOCK, "hardware": "h200"}}
@@ -236,6 +237,7 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
             if steps == ABORTED_AT:
                 engine.abort_request(["aborted"])
         engine.step()  # the worker hears of the last ones
+    runtime.executor.samples.finish()
     return {
         "tokens": [tokens[str(i)] for i in range(len(PROMPTS))],
         "runner": type(held.model_runner).__module__,

@@ -82,6 +82,8 @@ def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) ->
             assert counted["recalled_pages"] > 0
             assert (counted["cpu_tokens"] > 0) == name.startswith("scout")
             assert (counted["lead_seconds"] > 0) == (counted["wait_seconds"] > 0) == name.startswith("scout")
+            assert 0 < counted["mass_sum"] < counted["mass_samples"] <= counted["cosine_samples"]
+            assert 0 < counted["cosine_sum"] <= counted["cosine_samples"]
     assert found["copied_bytes"] > 0
 
 
@@ -120,6 +122,7 @@ READ = {
     "headinfer": {"_copy_kernel", "_partial_kernel"}, "apex": {"_partial_kernel", "_take_rows_kernel"},
 }  # fmt: skip
 WRITTEN = {"scout": {"_select_kernel", "_ask_kernel"}, "hgca": {"_ask_kernel"}, "apex": {"_ask_rows_kernel"}}
+SAMPLED = [name for name in SPARSE if name != "clo.sparse"]  # every other step of a layer
 COPYING = 12  # programs
 
 
@@ -132,7 +135,9 @@ def test_little_crosses_the_bus_in_a_step(seen: Probe, name: str) -> None:
     print(name, bus, replayed.get("_await_kernel"))
     encoded = {"_encode_kernel"} if name == "scout.codes" else set()  # reads the keys of a page that has become whole
     assert {kind for kind, (read, _) in bus.items() if read} <= READ[method] | encoded
-    assert {kind for kind, (_, written) in bus.items() if written} <= WRITTEN.get(method, set()) | {"_append_kernel"}
+    samples = {"_sample_kernel"} if name in SAMPLED else set()
+    writing = WRITTEN.get(method, set()) | {"_append_kernel"} | samples
+    assert {kind for kind, (_, written) in bus.items() if written} <= writing
     token, vector, page = 2 * 2 * 32 * 4, 4 * 32 * 4, found["page_bytes"]  # of gpu_probe's model, in fp32
     assert 0 < bus["_append_kernel"][1] <= replayed["_append_kernel"] * ROWS * token
     assert bus["_append_kernel"][1] % token == 0
@@ -140,6 +145,9 @@ def test_little_crosses_the_bus_in_a_step(seen: Probe, name: str) -> None:
     if encoded:
         assert bus["_encode_kernel"][0] % (page // 2) == 0
         assert 0 < bus["_encode_kernel"][0] // (page // 2) < bus["_append_kernel"][1] // token
+    if samples:  # a row's query, its pages and those that it selects, the cosines of all
+        most = vector + 4 * (4 * ROWS + 12 + 2 * 13 + 1)
+        assert 0 < bus["_sample_kernel"][1] <= (replayed["_sample_kernel"] // 2 + 1) * most
     if "_copy_kernel" in bus and method != "headinfer":  # a page, or a head's part of it
         assert bus["_copy_kernel"][0] % (page // 2 if method == "clo" else page) == 0
         assert 0 < bus["_copy_kernel"][0] <= found["copied_bytes"]
