@@ -59,7 +59,7 @@ SPARSE = {
     "lookahead": {"partial_query": "real"},
     "recall": {"intervals": 2},
     "frames_per_request": 4,
-    "metrics": {"sample_interval": 2},
+    "metrics": {"sample_interval": 1},
 }
 # Room for the short requests, until they grow.
 APEX: dict[str, Any] = {"method": "apex", "apex": {"device_tokens": 5 * BLOCK, "hardware": "h200"}}

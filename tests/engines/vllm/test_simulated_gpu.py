@@ -83,7 +83,7 @@ def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) ->
             assert (counted["cpu_tokens"] > 0) == name.startswith("scout")
             assert (counted["lead_seconds"] > 0) == (counted["wait_seconds"] > 0) == name.startswith("scout")
             assert 0 < counted["mass_sum"] < counted["mass_samples"] <= counted["cosine_samples"]
-            assert 0 < counted["cosine_sum"] <= counted["cosine_samples"]
+            assert 0 < abs(counted["cosine_sum"]) <= counted["cosine_samples"]
     assert found["copied_bytes"] > 0
 
 
@@ -122,7 +122,7 @@ READ = {
     "headinfer": {"_copy_kernel", "_partial_kernel"}, "apex": {"_partial_kernel", "_take_rows_kernel"},
 }  # fmt: skip
 WRITTEN = {"scout": {"_select_kernel", "_ask_kernel"}, "hgca": {"_ask_kernel"}, "apex": {"_ask_rows_kernel"}}
-SAMPLED = [name for name in SPARSE if name != "clo.sparse"]  # every other step of a layer
+SAMPLED = [name for name in SPARSE if name != "clo.sparse"]  # a layer again when its last sample has come
 COPYING = 12  # programs
 
 
@@ -147,7 +147,7 @@ def test_little_crosses_the_bus_in_a_step(seen: Probe, name: str) -> None:
         assert 0 < bus["_encode_kernel"][0] // (page // 2) < bus["_append_kernel"][1] // token
     if samples:  # a row's query, its pages and those that it selects, the cosines of all
         most = vector + 4 * (4 * ROWS + 12 + 2 * 13 + 1)
-        assert 0 < bus["_sample_kernel"][1] <= (replayed["_sample_kernel"] // 2 + 1) * most
+        assert 0 < bus["_sample_kernel"][1] <= replayed["_sample_kernel"] * most
     if "_copy_kernel" in bus and method != "headinfer":  # a page, or a head's part of it
         assert bus["_copy_kernel"][0] % (page // 2 if method == "clo" else page) == 0
         assert 0 < bus["_copy_kernel"][0] <= found["copied_bytes"]

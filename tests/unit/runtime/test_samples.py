@@ -167,7 +167,8 @@ def test_a_sample_of_a_request_that_is_released_while_it_is_measured_does_not_co
 def test_a_sample_of_a_step_that_failed_does_not_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     held = decode_step(engine).samples
     assert isinstance(held, BoxSamples)
-    monkeypatch.setattr(held, "_failure", lambda number: WorkerError("late") if number == engine.ran.number + 1 else None)
+    failed = engine.ran.number + 1
+    monkeypatch.setattr(held, "_failure", lambda number: WorkerError("late") if number == failed else None)
     assert counted(engine) == (0, 0)
     engine.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
     monkeypatch.undo()
@@ -197,8 +198,8 @@ def test_an_idle_device_hands_nothing_over(engine: Engine) -> None:
 
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
 def test_a_promise_is_kept_by_a_budget_that_grows_and_then_by_everything(captured: bool) -> None:
-    """Random keys, whose mass is flat: neither 4 nor 7 of 14 pages hold 0.9 of it. Where all is attended every output is
-    dense attention's."""
+    """Random keys, whose mass is flat: neither 4 nor 7 of 14 pages hold 0.9 of it. Where all is attended every output
+    is dense attention's."""
     promise = {"quality": {"min_mass": 0.9}, "sparse": "always", "exact_layers": [], "frames_per_request": 7}
     found = made("triton", captured, **promise)
     try:
