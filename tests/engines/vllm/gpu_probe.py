@@ -76,6 +76,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout.sparse": (SPARSE, MIXED),
     "scout.per_head": ({**SPARSE, "selection": {"granularity": "kv_head"}}, FULL),
     "scout.codes": ({**SPARSE, "selection": {"digest": "codes"}}, MIXED),
+    "scout.promise": ({**SPARSE, "frames_per_request": 6, "quality": {"min_mass": 0.99}}, MIXED),
     "infinigen.sparse": ({**SPARSE, "method": "infinigen", "frames_per_request": 5}, FULL),
     "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, MIXED),
     "hgca.caches": ({"method": "hgca", "exact_layers": [0], "hgca": {"window_tokens": 32, "beta": 1e-9}}, FULL),

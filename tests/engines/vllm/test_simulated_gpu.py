@@ -44,7 +44,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     folder = tmp_path_factory.mktemp("simulated")
     root = str(Path(__file__).parents[3])
-    runs = {"v2": [*V2, *SPARSE, *FAMILIES_V2, "again", *LATE_V2, "at_once"], "v1": [*V1, *LATE_V1, *FAMILIES_V1]}
+    runs = {"v2": [*V2, *SPARSE, "scout.promise", *FAMILIES_V2, "again", *LATE_V2, "at_once"], "v1": [*V1, *LATE_V1, *FAMILIES_V1]}
     for runner, names in runs.items():
         command = [sys.executable, "-m", "tests.engines.vllm.gpu_probe", folder, runner, *names]
         with (folder / "log").open("ab") as log, suppress(subprocess.TimeoutExpired):  # its log says more
@@ -85,6 +85,15 @@ def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) ->
             assert 0 < counted["mass_sum"] < counted["mass_samples"] <= counted["cosine_samples"]
             assert 0 < abs(counted["cosine_sum"]) <= counted["cosine_samples"]
     assert found["copied_bytes"] > 0
+
+
+def test_a_promised_mass_is_followed_in_replayed_graphs(seen: Probe) -> None:
+    """Four of up to ten pages hold less than 0.99: the budget grows as far as the frames go, then all is attended."""
+    found, gauges = seen("scout.promise"), seen("scout.promise")["gauges"]
+    assert found["attention"]["worst"] < 1e-4 and found["replays"] > 0 and found["compiled_late"] == []
+    assert 0 < gauges["hybrid_quality_mass"] < gauges["hybrid_quality_min_mass"] == 0.99
+    assert gauges["hybrid_quality_budget_tokens"] >= 6 * 16
+    assert all(gauges[each] == size for each, size in found["planned"].items())
 
 
 @pytest.mark.parametrize("name", [*V2, *V1])
