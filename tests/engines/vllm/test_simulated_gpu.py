@@ -82,7 +82,8 @@ def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) ->
             assert counted["recalled_pages"] > 0
             assert (counted["cpu_tokens"] > 0) == name.startswith("scout")
             assert (counted["lead_seconds"] > 0) == (counted["wait_seconds"] > 0) == name.startswith("scout")
-            assert 0 < counted["mass_sum"] < counted["mass_samples"] <= counted["cosine_samples"]
+            # Steps with prompts are graphs in pieces, in which no query is predicted.
+            assert 0 < counted["mass_sum"] < counted["mass_samples"]
             assert 0 < abs(counted["cosine_sum"]) <= counted["cosine_samples"]
     assert found["copied_bytes"] > 0
 
