@@ -44,7 +44,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     folder = tmp_path_factory.mktemp("simulated")
     root = str(Path(__file__).parents[3])
-    runs = {"v2": [*V2, *SPARSE, "scout.promise", *FAMILIES_V2, "again", *LATE_V2, "at_once"], "v1": [*V1, *LATE_V1, *FAMILIES_V1]}
+    runs = {
+        "v2": [*V2, *SPARSE, "scout.promise", *FAMILIES_V2, "again", *LATE_V2, "at_once"],
+        "v1": [*V1, *LATE_V1, *FAMILIES_V1],
+    }
     for runner, names in runs.items():
         command = [sys.executable, "-m", "tests.engines.vllm.gpu_probe", folder, runner, *names]
         with (folder / "log").open("ab") as log, suppress(subprocess.TimeoutExpired):  # its log says more
