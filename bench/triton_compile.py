@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.cpu import RequestBoxes
-from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps
+from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps, Sample
 from hybrid_backend.kernels.triton import operations as kernels
 from hybrid_backend.kernels.triton import predict, questions, residency, signal
 from hybrid_backend.methods.selective import MOST_FRAMES
@@ -132,6 +132,9 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     counters = torch.zeros(len(Counters._fields), dtype=torch.int64)
     for lists in (1, kv_heads):
         ids, tokens = torch.zeros(rows, lists, k, dtype=torch.int32), torch.zeros(rows, lists, dtype=torch.int32)
+        box = Sample(q[0], table[0], ids[0], tokens[0], cpu[1], line[:1])
+        for predicted in (q, None):
+            kernels.take_sample(q, predicted, ids, tokens, table, line, line[:1], line[:1], line[:1], box)
         for parts in (1, 32):
             partials = kernels.paged_partial(q, host, ids, tokens, dim**-0.5, parts)
             for other in (None, cpu):
@@ -191,8 +194,8 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     for size in (k, 4 * k, MOST_FRAMES):  # frames of a request
         small = Maps(table[None], torch.zeros(1, rows * size, dtype=torch.int32), torch.zeros(1, rows * size))
         keep = torch.zeros(rows, size, dtype=torch.int32)
-        absent = (table[:, None, :k], line[:, None])
-        for lists in (1, kv_heads):
+        for lists, listed in ((1, k), (kv_heads, k), (1, 8 * MOST_FRAMES)):
+            absent = (table[:, None, :listed], line[:, None])
             chosen = table[:, None, :k].expand(-1, lists, -1).contiguous(), line[:, None].expand(-1, lists).contiguous()
             kernels.plan_recall(
                 small.of(0),

@@ -108,6 +108,25 @@ class Selection(NamedTuple):
     missing_listed: Tensor
 
 
+class Sample(NamedTuple):
+    """What a layer computed with in a step that samples it, for the host: in pinned memory where there is a GPU. Of all
+    layers, or of one (without the first dimension)."""
+
+    q: Tensor  # [layers, heads, head_dim] true query of the sampled row
+    table: Tensor  # [layers, columns] int32 its host pages
+    pages: Tensor  # [layers, lists, k] int32 logical pages that it selected
+    listed: Tensor  # [layers, lists] int32 how many
+    cosines: Tensor  # [layers, rows, heads] fp32 of the predicted and true queries of all rows; NaN: none was predicted
+    number: Tensor  # [layers, 1] int32 of the step, written when all else is there
+
+    def of(self, layer: int) -> Sample:
+        return Sample(*(x[layer] for x in self))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self)
+
+
 class Operations(Protocol):
     """What a module of operations offers. Tensors are contiguous unless said otherwise; outputs that are made are
     new."""
@@ -374,4 +393,22 @@ class Operations(Protocol):
             maps: of all layers.
             requests: ``[rows]`` int32; pages: ``[rows]`` int32 host page of the row's new token, -1: a row of padding;
                 positions: ``[rows]`` int32 of the new token in its sequence.
+        """
+
+    def take_sample(
+        self, q: Tensor, predicted: Tensor | None, pages: Tensor, listed: Tensor, table: Tensor, num_pages: Tensor,
+        wanted: Tensor, number: Tensor, arrived: Tensor, into: Sample,
+    ) -> None:  # fmt: skip
+        """Hand over to the host what one layer computed with, if the step samples it; else nothing is written.
+
+        Args:
+            q: ``[rows, heads, head_dim]`` true queries.
+            predicted: the same of the predicted ones; None: there were none.
+            pages, listed: `Selection.pages` and `Selection.pages_listed`.
+            table: ``[rows, columns]`` int32 host pages, any row stride; num_pages: ``[rows]`` int32.
+            wanted: ``[1]`` int32, the sampled row plus 1; 0: the layer is not sampled.
+            number: ``[1]`` int32 of the step.
+            arrived: ``[1]`` int32 scratch, 0; 0 again afterwards.
+            into: of the layer, with as many lists of as many pages as ``pages``. What lies beyond the row's pages and
+                beyond a list's length is undefined. The cosines of ``rows`` rows are written, 0 where a query is zero.
         """

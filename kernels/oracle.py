@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_backend.kernels import byte_digests, codes
-from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection, digest_kind
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample, Selection, digest_kind
 
 _INF = float("inf")
 
@@ -319,6 +319,22 @@ def open_pages(maps: Maps, requests: Tensor, pages: Tensor, positions: Tensor, p
         maps.page_of[layers, frames] = page
         maps.importance[layers, frames] = _INF if page < sinks else float(page)
         maps.frame_of[layers, request, page] = frames.int()
+
+
+def take_sample(
+    q: Tensor, predicted: Tensor | None, pages: Tensor, listed: Tensor, table: Tensor, num_pages: Tensor,
+    wanted: Tensor, number: Tensor, arrived: Tensor, into: Sample,
+) -> None:  # fmt: skip
+    row = int(wanted) - 1
+    if row < 0:
+        return
+    into.q.copy_(q[row])
+    held = int(num_pages[row])
+    into.table[:held] = table[row, :held]
+    into.pages.copy_(pages[row])
+    into.listed.copy_(listed[row])
+    into.cosines[: len(q)] = float("nan") if predicted is None else _cosine(predicted, q).float()
+    into.number.copy_(number)
 
 
 def _numbers(scores: Tensor) -> Tensor:

@@ -294,7 +294,7 @@ class QualityConfig(Section):
     the budget where they fall below, attends everything where the largest budget does not suffice, and lowers the
     budget where less than half of the loss is used. budget_tokens is where it begins: `hybrid profile` finds the
     smallest (once, twice or four times budget_tokens) that keeps it. Needs metrics.sample_interval, which says how fast
-    it follows; method scout, not yet on a GPU. Source: default (none)."""
+    it follows; method scout. Source: default (none)."""
     max_kl: Annotated[float | Literal["none"], auto_or(number(0), "none")] = "none"
     """Nats per token by which answers may differ from dense attention's (KL), in the mean of texts' continuations and
     of lookups: `hybrid profile` finds the budget (once, twice or four times budget_tokens) and the exact layers that

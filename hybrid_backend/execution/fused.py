@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_backend.attention.quality import kept_mass
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.execution.budgets import LayerBudgets
 from hybrid_backend.execution.policy import Policy
@@ -181,19 +182,12 @@ class FusedStep:
         return [self._decoder.selected(r, head).long() for head in range(self._model.num_kv_heads)]
 
     def _sample(self, layer: int, rows: DecodeRows, q: Tensor, selecting: Tensor, turn: int) -> None:
-        """Attention mass that one of the selecting rows covers, by what the kernels say of the sums: a head's share is
-        ``exp(lse of the selected pages - lse of all)``. Shares are of the keys; a sink, which is always attended, has
-        none."""
+        """Attention mass that one of the selecting rows covers. Shares are of the keys; a sink, which is always
+        attended, has none."""
         if not len(selecting):
             return
         r = int(selecting[turn % len(selecting)])
         chosen = torch.stack(self.selected(rows, r))  # [lists, k]
         pages = rows.page_table[r, : int(rows.num_pages[r])]
-        valid = torch.full_like(pages, self._config.page_size)
-        valid[-1] = int(rows.seq_lens[r]) - (len(pages) - 1) * self._config.page_size
-        kv = self._tiers.host.layers[layer]
-        selected, every = (
-            cpu.partial(q[r : r + 1], kv, pages[which][None], valid[which][None], self._model.scale)[1]
-            for which in (chosen, torch.arange(len(pages))[None])
-        )
-        self._stats.layers[layer].saw_mass(float((selected - every).exp().mean()))
+        kv, tokens = self._tiers.host.layers[layer], int(rows.seq_lens[r])
+        self._stats.layers[layer].saw_mass(kept_mass(q[r], kv, pages, tokens, chosen, self._model.scale))

@@ -22,6 +22,9 @@ class Policy(Protocol[Open]):
     def uses_workers(self) -> bool: ...
 
     @property
+    def attends_selection(self) -> bool: ...
+
+    @property
     def has_fixed_frames(self) -> bool: ...
 
     @property

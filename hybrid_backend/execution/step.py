@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.quality import covered_tokens, mass_recall, query_cosine
+from hybrid_backend.attention.quality import covered_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.execution.budgets import LayerBudgets
 from hybrid_backend.execution.parking import Parking
@@ -24,6 +24,7 @@ from hybrid_backend.execution.policy import Policy
 from hybrid_backend.execution.quality import watch
 from hybrid_backend.execution.questions import BoxQuestions, PoolQuestions, Questions
 from hybrid_backend.execution.residency import FixedFrames, MappedFrames, Residency, SharedFrames
+from hybrid_backend.execution.samples import make_samples, watched
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection
 from hybrid_backend.observe.stats import Stats
@@ -81,13 +82,11 @@ class DecodeStep:
         self._budgets = LayerBudgets(config, factors, list(self._row), most) if factors else None
         self._first: dict[int, StepInputs] = {}  # by rows
         self._partial: list[int] = []  # rows of the open step that leave pages out
-        self._sampled: list[int] = []  # of them, those whose attention mass is looked at
         self._is_resident = False  # no row does, and frames have all of them
         self.seq_lens = torch.empty(0, dtype=torch.int64)  # of the rows of the open step, on the host
         self._into: Tensor | None = None  # where the layer that runs leaves its result
         self._selected: dict[int, tuple[Selection, Tensor]] = {}
         self._asked: set[int] = set()
-        self._predicted: dict[int, Tensor] = {}  # queries of sampled layers
         self.is_captured = False  # the layer that runs, in a graph: for any rows and sequences that there may be
         self._watch = watch(config, stats, sparse, self.shape.most_budget)
         self._residency: Residency | None = None  # None: no frames
@@ -130,6 +129,9 @@ class DecodeStep:
             if tiers.asks_by_itself and method.uses_workers and self._row
             else PoolPartials(config, model, tiers, workers)
         )
+        self.samples = make_samples(
+            self, method, config, model, tiers, stats, self.shape, self.state, self._row, self.partials.failure
+        )
 
     def _buffers(self, layer: int, row: int) -> _Layer:
         tiers, maps, frames = self._tiers, self.maps.of(row), self._tiers.frames.layers.get(layer)
@@ -148,7 +150,8 @@ class DecodeStep:
         assert rows is not None
         self.abandon()
         indices = [self._index(rows, r) for r in range(rows.count)]
-        number = self._write(step.number + 1, rows, indices)
+        number = step.number + 1
+        self._write(number, rows, indices)
         now = self.inputs
         if self._method.uses_workers:
             self.partials.begin(now, rows.count)
@@ -168,7 +171,7 @@ class DecodeStep:
         self.partials.abandon()
         self._selected.clear()
         self._asked.clear()
-        self._predicted.clear()
+        self.samples.abandon()
 
     def idle(self) -> None:
         """What a captured graph computes from here on, until a step begins, is of rows of padding. The number stays:
@@ -229,16 +232,17 @@ class DecodeStep:
         self._pages[index] = pages
         return index
 
-    def _write(self, number: int, rows: DecodeRows, indices: list[int]) -> int:
+    def _write(self, number: int, rows: DecodeRows, indices: list[int]) -> None:
         """The step's inputs, in one copy to the device beside the page table."""
         now, count = self.inputs, rows.count
         requests, budgets = torch.tensor(indices), self._method.budgets(rows)
         if self._watch is not None:
-            budgets = self._watch.budgets(budgets, rows)
-        partial = sampled = budgets < rows.num_pages
+            budgets = watched(self._watch, self.samples, budgets, rows)
+        leaves_out = judged = budgets < rows.num_pages
         if self._watch is not None:  # which judges by all samples
-            sampled = partial & ~rows.has_own_budget
-        self._partial, self._sampled = (which.nonzero().flatten().tolist() for which in (partial, sampled))
+            judged = leaves_out & ~rows.has_own_budget
+        self._partial = leaves_out.nonzero().flatten().tolist()
+        sampled = self.samples.begin(number, rows, judged.nonzero().flatten().tolist(), indices)
         self._is_resident = not self._partial and int(rows.num_pages.max()) <= self.shape.frames
         self.seq_lens = rows.seq_lens
         columns = {
@@ -248,19 +252,20 @@ class DecodeStep:
             "generations": self._tiers.frames.generation[requests],
         }  # fmt: skip
         there = torch.zeros(now.small.shape, dtype=torch.int32)
+        by_row, in_layers, numbered = now.parts(there, self.shape.rows, len(now.sampled))
         for at, name in enumerate(now.PER_ROW):
-            there[at * self.shape.rows :][:count] = columns[name]
+            by_row[at, :count] = columns[name]
         if self._budgets is not None:
-            by_layer = there[len(now.PER_ROW) * self.shape.rows : -1].view(-1, self.shape.rows)
-            by_layer[:, :count] = self._budgets.of_rows(budgets, rows.num_pages)
-        there[-1] = number
+            by_row[len(now.PER_ROW) :, :count] = self._budgets.of_rows(budgets, rows.num_pages)
+        if sampled is not None:
+            in_layers.copy_(sampled)
+        numbered.fill_(number)
         now.small.copy_(sent(there, now.small.device))
         now.table[:count, : rows.page_table.shape[1]].copy_(rows.page_table)
         now.pages.fill_(-1)
         now.pages[:count].copy_(rows.page_table.gather(1, now.num_pages[:count, None].long() - 1)[:, 0])
         for index in indices:
             self._ages[index] += 1
-        return number
 
     # --- the step, layer by layer ---
 
@@ -283,8 +288,7 @@ class DecodeStep:
     def lookahead(self, layer: int, step: Step, q: Tensor) -> None:
         """``q``: predicted query of ``layer``, ``[rows, heads, head_dim]``, before the layer before it runs."""
         q = q.contiguous()
-        if self._is_sampled(layer, step):
-            self._predicted[layer] = q
+        self.samples.keep(layer, step, q)
         with beside(self._looking):
             self._method.lookahead(self, layer, q)
             if self._looking is not None:
@@ -298,8 +302,8 @@ class DecodeStep:
         q, k, v = rows.gather(q).contiguous(), *(whole_tokens(rows.gather(x)) for x in (k, v))
         self._into = out[: rows.count] if rows.whole_batch and out.dtype == q.dtype else None
         result = self._decode_whole(layer, q, k, v) if layer not in self._row else self._decode(layer, q, k, v)
-        if self._is_sampled(layer, step):
-            self._sample(layer, step, q)
+        selected = self._selected.get(layer)
+        self.samples.take(layer, step, q, None if selected is None else selected[0])
         self._selected.pop(layer, None)
         self._asked.discard(layer)
         if layer == self._layers[-1]:
@@ -546,6 +550,7 @@ class DecodeStep:
 
     def count(self) -> None:
         """Add what the operations have counted since the last time, as far as the device has come."""
+        self.samples.count()
         published = self._published.clone()
         new = published - self._counted
         if bool((new[:, _LOOKUPS] < new[:, _HITS]).any()):
@@ -574,26 +579,6 @@ class DecodeStep:
         entry.loaded_head_pages += loaded
         self._tiers.copied_head_pages += loaded
         self._stats.looked_up(layer, found.lookups * pages / every, found.hits * pages / every)
-
-    def _is_sampled(self, layer: int, step: Step) -> bool:
-        """Samples read a selection, and all keys of a sequence, on the host."""
-        return self._tiers.device.type == "cpu" and not step.is_captured and self._config.is_sampled(step.number, layer)
-
-    def _sample(self, layer: int, step: Step, q: Tensor) -> None:
-        """Cosines of all rows; attention mass, which reads all keys of a sequence, of one that leaves pages out."""
-        stats, rows = self._stats.layers[layer], step.decode
-        assert rows is not None
-        predicted = self._predicted.pop(layer, None)
-        if predicted is not None:
-            stats.saw_cosine(query_cosine(predicted, q))
-        if not self._sampled:
-            return
-        r = self._sampled[step.number % len(self._sampled)]
-        covered = self._method.covered(self, layer, rows, r)
-        if covered is None:
-            return
-        blocks, table = self._tiers.host.blocks(layer), rows.page_table[r, : int(rows.num_pages[r])]
-        stats.saw_mass(mass_recall(q[r], blocks, table, covered, self._model.num_kv_heads, self._model.scale))
 
     def covered(self, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
         """`Method.covered`, by what was selected."""
@@ -630,9 +615,11 @@ class DecodeStep:
 
     @property
     def host_bytes(self) -> int:
-        return self.partials.host_bytes + (0 if self.parking is None else self.parking.questions.host_bytes)
+        asking = self.partials.host_bytes + (0 if self.parking is None else self.parking.questions.host_bytes)
+        return asking + self.samples.host_bytes
 
     def close(self) -> None:
+        self.samples.close()
         self.partials.close()
         if self.parking is not None:
             self.parking.close()

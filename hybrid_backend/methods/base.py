@@ -17,6 +17,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.execution.fused import supports_fused
 from hybrid_backend.execution.operations import are_launches, check_operations, flashinfer_bytes, operations_name
+from hybrid_backend.execution.samples import sampled_layers
 from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import StepShape
@@ -45,6 +46,7 @@ class Method(ABC):
 
     uses_workers: ClassVar[bool] = False  # the CPU workers attend what is not resident
     budgets_vary: ClassVar[bool] = False  # from layer to layer and step to step, up to all pages of a row
+    attends_selection: ClassVar[bool] = True  # layers that leave pages out attend what the step selects in them
     has_fixed_frames: ClassVar[bool] = False  # each page belongs in one frame, which `frame_of` says; else in any
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
@@ -69,10 +71,6 @@ class Method(ABC):
             raise ConfigError(
                 f"quality.max_kl: {most} says nothing to a server without the attention mass that keeps it; run "
                 f"hybrid profile MODEL --set quality.max_kl={most} and serve with its YAML, or write none"
-            )
-        if config.quality.promise and device.type != "cpu":
-            raise ConfigError(
-                "quality.min_mass: the attention mass is not sampled on a GPU yet; write none, and a budget_tokens"
             )
 
     @classmethod
@@ -136,11 +134,13 @@ class Method(ABC):
         layout = cls.layout(config, model, device)
         factors = cls.factors(config, layout.selecting_layers(config, model))
         shape = StepShape.of(config, model, layout, pages, max_requests, cls.recalls(config), factors.values())
-        has_mailboxes = cls.uses_workers and are_launches(config, device)
-        return OwnMemory(
-            device=shape.state_bytes(len(layout.framed_layers(model))) + flashinfer_bytes(config, model, device),
-            host=shape.mailbox_bytes(config, model, layout) if has_mailboxes else 0,
-        )
+        host = 0
+        if are_launches(config, device):
+            sampled = sampled_layers(config, model, layout) if cls.attends_selection else []
+            host = shape.sample_bytes(model, len(sampled))
+            host += shape.mailbox_bytes(config, model, layout) if cls.uses_workers else 0
+        state = shape.state_bytes(len(layout.framed_layers(model)))
+        return OwnMemory(device=state + flashinfer_bytes(config, model, device), host=host)
 
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
@@ -207,7 +207,8 @@ class Method(ABC):
 
     def covered(self, step: DecodeStep, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
         """``[1 | kv_heads, tokens]`` bool: what row ``r`` attended in ``layer``, which has just run; None: the layer
-        leaves nothing out. For samples, where the device tier is the host."""
+        leaves nothing out. For samples where the device tier is the host; a GPU hands over what the step selected
+        (`attends_selection`)."""
         return step.covered(layer, rows, r)
 
     def abandon(self, step: Step) -> None:

@@ -77,6 +77,7 @@ class _State(NamedTuple):
 class Clo(Selective):
     """Cached selections per KV head, loaded one layer ahead when the query has moved on."""
 
+    attends_selection = False  # but what its heads have cached
     has_fixed_frames = True
     may_fuse = False
 

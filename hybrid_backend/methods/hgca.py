@@ -63,6 +63,7 @@ class Hgca(Method):
     """First pages and a ring of recent ones on the device; a context cache per KV head on the CPU."""
 
     uses_workers = True
+    attends_selection = False  # but sinks, ring and context caches
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)

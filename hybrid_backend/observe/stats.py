@@ -21,8 +21,9 @@ select for themselves, a layer's number is the mean over its KV heads, so it may
 | cosine_* | | of predicted and true query, mean over rows and heads | sampled steps, by layer with a prediction |
 | mass_* | share | of the dense attention weights that the selected tokens hold, one row that attends less than its context | sampled steps |
 
-The tokens of HGCA's context caches lie in no page, so `hgca` looks no page up. What a path cannot know it leaves out, and
-nothing is published: the sampled figures on a GPU, which read a whole sequence on the host.
+The tokens of HGCA's context caches lie in no page, so `hgca` looks no page up. On a GPU samples are counted when they have
+been measured, some steps later, those of the mass if the request still runs then. What a path cannot know it leaves out, and
+nothing is published: the sampled figures of methods on a GPU that do not attend what the step selects (`hgca`, `clo`).
 """  # noqa: E501
 
 from __future__ import annotations

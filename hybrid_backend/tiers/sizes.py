@@ -18,7 +18,7 @@ from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.cpu.library import byte_row
 from hybrid_backend.kernels.cpu.mailbox import mailbox_bytes
 from hybrid_backend.step import ModelSpec
-from hybrid_backend.tiers.state import StepState
+from hybrid_backend.tiers.state import StepState, sample_boxes
 
 DigestKind = Literal["none", "minmax", "minmax_int8", "minmax_and_int8", "codes"]
 """``minmax_and_int8``: in the cache's type, and in bytes beside it as the native decoder reads them."""
@@ -221,3 +221,7 @@ class StepShape:
         # What a context cache holds is listed there.
         lists = [(0, 0)] * len(cached) + [self.listed(layer in with_digests) for layer in asked]
         return mailbox_bytes(self.rows, lists, *vector)
+
+    def sample_bytes(self, model: ModelSpec, layers: int) -> int:
+        """Pinned host memory through which a GPU hands the samples of so many layers over."""
+        return sample_boxes(model, layers, self.rows, self.columns, *self.listed(True), device="meta").nbytes

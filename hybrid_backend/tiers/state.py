@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hybrid_backend.kernels.operations import Copies, Counters, Maps
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample
+from hybrid_backend.step import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -26,23 +27,30 @@ class StepInputs:
     ages: Tensor  # [rows] int32 decode steps that the request has run before
     number: Tensor  # [1] int32, grows by one per step
     layer_budgets: Tensor  # [layers, rows] int32 pages, where layers have budgets of their own; else [0, rows]
+    sampled: Tensor  # [layers] int32 row of which the layer is sampled in this step, plus 1; 0: it is not
     small: Tensor  # all of the above but table and pages, one after the other, so that one copy writes them
 
     PER_ROW = ("num_pages", "seq_lens", "positions", "requests", "generations", "budgets", "ages")
 
     @classmethod
-    def zeros(cls, rows: int, columns: int, budgets: int, device: torch.device) -> StepInputs:
-        """``budgets``: layers that have budgets of their own."""
+    def zeros(cls, rows: int, columns: int, layers: int, budgets: int, device: torch.device) -> StepInputs:
+        """``layers``: that may be sampled; ``budgets``: layers that have budgets of their own."""
         count = len(cls.PER_ROW)
         table, pages, small = (
             torch.zeros(shape, dtype=torch.int32, device=device)
-            for shape in ((rows, columns), (rows,), ((count + budgets) * rows + 1,))
+            for shape in ((rows, columns), (rows,), ((count + budgets) * rows + layers + 1,))
         )
-        parts = small[:-1].view(-1, rows)
-        named = {name: parts[at] for at, name in enumerate(cls.PER_ROW)}
+        by_row, sampled, number = cls.parts(small, rows, layers)
+        named = {name: by_row[at] for at, name in enumerate(cls.PER_ROW)}
         return cls(
-            table=table, pages=pages, number=small[-1:], layer_budgets=parts[count:], small=small, **named
+            table=table, pages=pages, number=number, layer_budgets=by_row[count:], sampled=sampled, small=small, **named
         )  # fmt: skip
+
+    @classmethod
+    def parts(cls, small: Tensor, rows: int, layers: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of `small`, here or on the host: ``([PER_ROW and layer_budgets, rows], sampled [layers], number [1])``."""
+        by_row, sampled, number = small.split([len(small) - layers - 1, layers, 1])
+        return by_row.view(-1, rows), sampled, number
 
     def first(self, rows: int) -> StepInputs:
         """Of a step that has fewer rows."""
@@ -66,6 +74,7 @@ class StepState:
     keep: Tensor  # [2, rows, frames] int32, scratch of `plan_recall`, of layers in turn: two may run side by side
     empty: Tensor  # [layers, frames] fp32 importance of a request's frames while nobody has them
     counters: Tensor  # [layers, COUNTERS] int64
+    arrived: Tensor  # [layers] int32 zeros, scratch of `take_sample`
 
     @classmethod
     def make(
@@ -79,7 +88,7 @@ class StepState:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         return cls(
-            inputs=StepInputs.zeros(rows, columns, budgets, device),
+            inputs=StepInputs.zeros(rows, columns, layers, budgets, device),
             maps=Maps(
                 ints((layers, rows, mapped), -1),
                 ints((layers, rows * frames), -1),
@@ -93,10 +102,32 @@ class StepState:
             keep=ints((2, rows, frames)),
             empty=torch.full((layers, frames), float("-inf"), device=device),
             counters=ints((layers, len(Counters._fields)), dtype=torch.int64),
+            arrived=ints((layers,)),
         )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
         return self.inputs.nbytes + sum(
-            x.nbytes for x in (*self.maps, *self.copies, self.equal_scores, self.keep, self.empty, self.counters)
+            x.nbytes
+            for x in (*self.maps, *self.copies, self.equal_scores, self.keep, self.empty, self.counters, self.arrived)
         )
+
+
+def sample_boxes(
+    model: ModelSpec, layers: int, rows: int, columns: int, lists: int, most: int, device: str = "cpu",
+    pin: bool = False,
+) -> Sample:  # fmt: skip
+    """Where ``layers`` layers hand their samples over: of steps of ``rows`` rows and sequences of ``columns`` pages, of
+    which a layer selects ``lists`` lists of at most ``most``. On ``meta``, to learn their size."""
+
+    def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(layers, *shape, dtype=dtype, device=device, pin_memory=pin)
+
+    return Sample(
+        q=made(model.num_heads, model.head_dim, dtype=model.dtype),
+        table=made(columns),
+        pages=made(lists, most),
+        listed=made(lists),
+        cosines=made(rows, model.num_heads, dtype=torch.float32),
+        number=made(1),
+    )

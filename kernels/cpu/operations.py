@@ -25,6 +25,7 @@ from hybrid_backend.kernels.operations import (
     Copies,
     Counters,
     Maps,
+    Sample,
     Selection,
     digest_kind,
 )  # fmt: skip
@@ -305,6 +306,14 @@ def open_pages(maps: Maps, requests: Tensor, pages: Tensor, positions: Tensor, p
 
 
 # --- arguments, in the order of src/api.h ---
+
+
+def take_sample(
+    q: Tensor, predicted: Tensor | None, pages: Tensor, listed: Tensor, table: Tensor, num_pages: Tensor,
+    wanted: Tensor, number: Tensor, arrived: Tensor, into: Sample,
+) -> None:  # fmt: skip
+    # A few copies of torch's.
+    oracle.take_sample(q, predicted, pages, listed, table, num_pages, wanted, number, arrived, into)
 
 
 def _call(name: str, *values: Any) -> None:

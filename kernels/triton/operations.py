@@ -6,6 +6,7 @@ from hybrid_backend.kernels.triton.append import append_tokens, build_digests, e
 from hybrid_backend.kernels.triton.attend import merge_partials, page_weights, paged_partial, parts_for
 from hybrid_backend.kernels.triton.labels import match_labels
 from hybrid_backend.kernels.triton.residency import commit_pages, copy_pages, note_scores, open_pages, plan_recall
+from hybrid_backend.kernels.triton.samples import take_sample
 from hybrid_backend.kernels.triton.scores import page_scores
 from hybrid_backend.kernels.triton.select import select_pages, union_pages
 
@@ -26,5 +27,6 @@ __all__ = [
     "plan_recall",
     "select_pages",
     "store_tokens",
+    "take_sample",
     "union_pages",
 ]

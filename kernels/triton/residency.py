@@ -15,6 +15,7 @@ from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, kernel, ordered
 from hybrid_backend.kernels.triton.counters import RECALLED_PAGES
 
 COPY_BLOCK = 4096  # elements that a program copies at a time
+_SORTED = 512  # absent pages that a program sorts at a time, where it has no more frames
 _ENTRIES = 64  # of a list, that a program looks at together
 
 
@@ -72,11 +73,20 @@ def _note_kernel(page_of, importance, scores, num_pages, budgets, requests, sink
                sinks, recent, columns, size, count, LISTS, BLOCK)  # fmt: skip
 
 
+@triton.jit
+def _wanted(absent, scores, i, listed):
+    """Keys of entries ``i`` of a list of absent pages, in the order of their scores; of those beyond it the lowest."""
+    page = tl.load(absent + i, mask=i < listed, other=0)
+    score = tl.load(scores + page, mask=i < listed, other=0.0)
+    return tl.where(i < listed, ordered(score) * 4294967296 + i, -((1 << 63) - 1))
+
+
 @kernel()
 def _plan_kernel(frame_of, page_of, importance, scores, table, selected, selected_count, absent, absent_count,
                  num_pages, budgets, requests, generations, ages, keep, to_frames, to_host, to_pages, to_importance,
                  to_requests, to_started, counters, sinks, recent, interval, phase, selected_k, absent_k, most, columns,
-                 frame_columns, size, count, table_stride, LISTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                 frame_columns, size, count, table_stride, LISTS: tl.constexpr, LONGER: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     tl.store(to_frames + row * most + i, -1, mask=i < most)
@@ -102,9 +112,13 @@ def _plan_kernel(frame_of, page_of, importance, scores, table, selected, selecte
         no_key: tl.constexpr = (1 << 63) - 1  # above all keys; below them with its sign changed
         key = tl.where(is_kept | (noted == float("inf")), no_key, ordered(noted) * 4294967296 + i)
         victims = tl.sort(key)
-        page = tl.load(absent + row * absent_k + i, mask=i < listed, other=0)
-        score = tl.load(scores + row * columns + page, mask=i < listed, other=0.0)
-        wanted = tl.sort(tl.where(i < listed, ordered(score) * 4294967296 + i, -no_key), descending=True)
+        if LONGER:  # the best so far, the best of them first, beside those of the next tile, the worst first
+            wanted = tl.full([BLOCK], -no_key, tl.int64)
+            for first in range(0, listed, BLOCK):
+                others = tl.sort(_wanted(absent + row * absent_k, scores + row * columns, first + i, listed))
+                wanted = tl.sort(tl.maximum(wanted, others), descending=True)
+        else:
+            wanted = tl.sort(_wanted(absent + row * absent_k, scores + row * columns, i, listed), descending=True)
         paired = (victims < no_key) & (wanted > -no_key) & (i < most)
         frame = (victims & 0xFFFFFFFF) * count + request
         page = tl.load(absent + row * absent_k + (wanted & 0xFFFFFFFF), mask=paired, other=0)
@@ -168,10 +182,11 @@ def plan_recall(
     rows, _, columns = scores.shape
     _, lists, k = selected[0].shape
     (count, frame_columns), n, most = maps.frame_of.shape, absent[0].shape[2], copies.frames.shape[1]
+    block = int(triton.next_power_of_2(max(min(n, _SORTED), maps.size, most, 2)))
     _plan_kernel[(rows,)](
         *maps, scores, table, *selected, *absent, num_pages, budgets, requests, generations, ages, keep, *copies,
         counters, sinks, max(recent, 1), interval, phase, k, n, most, columns, frame_columns, maps.size, count,
-        table.stride(0), lists, triton.next_power_of_2(max(k, n, maps.size, most, 2)),
+        table.stride(0), lists, n > block, block,
     )  # fmt: skip
 
 

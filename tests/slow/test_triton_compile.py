@@ -28,7 +28,7 @@ def test_every_kernel_compiles_for_hopper_and_spills_nothing(tmp_path: Path) -> 
     assert not [entry for entry in found if entry["local"]]
     assert not [entry for entry in found if "slices" in entry["shape"]], "compiled again for where its lists lie"
     # What crosses the bus, or is read in whole rows, moves 4 to 16 bytes at a time.
-    wide = ("copy", "ask", "ask_rows", "take_rows", "store", "partial", "score")
+    wide = ("copy", "ask", "ask_rows", "take_rows", "store", "partial", "score", "sample")
     assert not [entry for entry in found if entry["kernel"] in [f"{name}_kernel" for name in wide] and entry["narrow"]]
     # Little's law: an H200 reads 4.8 TB/s, and its memory answers after some 700 ns: 25 KiB for each of 132 SMs.
     for kernel in ("partial_kernel", "score_kernel"):

@@ -93,3 +93,32 @@ def test_a_graph_of_what_is_sparse_answers_as_the_same_kernels_launched_one_by_o
         finally:
             made.close()
     assert answers[0] == answers[1]
+
+
+def test_a_graph_on_a_late_device_hands_over_the_samples_of_the_same_kernels_launched_one_by_one(
+    device: torch.device,
+) -> None:
+    """Of requests that come, are preempted and go. No step waits for the device (`busy`)."""
+    keys, found = {**FRAMES, "metrics": {"sample_interval": 1}}, []
+    for captures in (True, False):
+        made = engine(device, keys, captures)
+        step = made.step
+
+        def counted(names: list[str] | None = None, made: CapturedEngine = made, step: Any = step) -> Any:
+            got = step(names)
+            made.executor.samples.finish()
+            return got
+
+        made.step = counted  # type: ignore[method-assign]
+        try:
+            with late():
+                serve(made)
+            found.append(made.runtime.stats.layers[1])
+        finally:
+            made.close()
+    replayed, launched = found
+    assert replayed.mass_samples == launched.mass_samples > TOKENS
+    assert replayed.cosine_samples == launched.cosine_samples > TOKENS
+    assert 0 < replayed.mass_sum < replayed.mass_samples
+    assert replayed.mass_sum == pytest.approx(launched.mass_sum, abs=1e-3)
+    assert replayed.cosine_sum == pytest.approx(launched.cosine_sum, abs=1e-3)

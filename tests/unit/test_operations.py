@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_backend.kernels import byte_digests, codes, reference
-from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps, Operations
+from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps, Operations, Sample
 from tests.support.cases import page_lists, relative_error, spoil_beyond
 from tests.support.gpu import ON_GPU
 from tests.unit.implementations import NAMES, implementation, module_of, over_implementations
@@ -552,6 +552,68 @@ def test_the_union_holds_each_absent_page_once(
     for row in range(rows):
         union = {p for h in range(lists) for p in absent[row, h, : counts[row][h]].tolist()}
         assert entries(pages, listed, row, 0) == sorted(union)
+
+
+# --- samples ---
+
+
+@over_implementations(
+    share=0.7,
+    seed=SEEDS,
+    dtype=DTYPES,
+    rows=st.integers(0, 4),
+    heads=st.sampled_from([1, 4, 9, 33]),
+    dim=st.sampled_from([16, 80]),
+    lists=st.integers(1, 3),
+    columns=st.sampled_from([1, 20, 1500]),
+    is_sampled=st.booleans(),
+    is_predicted=st.booleans(),
+)
+def test_a_sampled_layer_hands_over_what_it_computed_with_and_any_other_writes_nothing(
+    operations: Operations, seed: int, dtype: torch.dtype, rows: int, heads: int, dim: int, lists: int, columns: int,
+    is_sampled: bool, is_predicted: bool,
+) -> None:  # fmt: skip
+    """One row's query and pages, the cosines of all; of queries that are zero, too. More boxes than rows."""
+    chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
+    k = chance.choice([1, min(7, columns), columns])
+    q, predicted = torch.randn(2, rows, heads, dim, generator=rng).to(dtype)
+    predicted = (predicted * 0.3 + q).to(dtype)
+    if rows and chance.random() < 0.3:
+        q[0, 0] = 0
+    num_pages = [chance.randint(1, columns) for _ in range(rows)]
+    counts = [[chance.randint(0, min(k, pages)) for _ in range(lists)] for pages in num_pages]
+    pages = torch.full((rows, lists, k), 10**6, dtype=torch.int32)
+    for row, listing in ((r, h) for r in range(rows) for h in range(lists)):
+        count = counts[row][listing]
+        pages[row, listing, :count] = ints(sorted(shuffled(num_pages[row], chance)[:count]))
+    listed = torch.tensor(counts, dtype=torch.int32).view(rows, lists)
+    wide = torch.randint(10**6, (rows, columns + 3), generator=rng, dtype=torch.int32)
+    table, number = wide[:, :columns], chance.randrange(1, 10**6)
+    row = chance.randrange(rows) if rows and is_sampled else None
+    box = Sample(
+        torch.full((heads, dim), 7, dtype=dtype), *torch.full((1, columns), 7).int(), torch.full((lists, k), 7).int(),
+        torch.full((lists,), 7).int(), torch.full((rows + 1, heads), 7.0), torch.zeros(1).int(),
+    )  # fmt: skip
+    before, arrived = Sample(*(x.clone() for x in box)), torch.zeros(1).int()
+    for _ in range(2):  # the second time as the first
+        operations.take_sample(
+            q, predicted if is_predicted else None, pages, listed, table, ints(num_pages),
+            ints([0 if row is None else row + 1]), ints([number]), arrived, box,
+        )  # fmt: skip
+        assert arrived.tolist() == [0]
+        if row is None:
+            assert all(same_bits(x, y) for x, y in zip(box, before, strict=True))
+            continue
+        assert box.number.tolist() == [number] and same_bits(box.q, q[row]) and box.listed.tolist() == counts[row]
+        assert box.table[: num_pages[row]].tolist() == table[row, : num_pages[row]].tolist()
+        for listing, count in enumerate(counts[row]):
+            assert box.pages[listing, :count].tolist() == pages[row, listing, :count].tolist()
+        if is_predicted:
+            expected = torch.cosine_similarity(predicted.double(), q.double(), dim=-1)
+            assert torch.allclose(box.cosines[:rows].double(), expected, atol=1e-5, rtol=0)
+        else:
+            assert bool(box.cosines[:rows].isnan().all())
+        assert box.cosines[rows:].tolist() == before.cosines[rows:].tolist()
 
 
 # --- cached selections ---

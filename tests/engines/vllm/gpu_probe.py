@@ -59,6 +59,7 @@ SPARSE = {
     "lookahead": {"partial_query": "real"},
     "recall": {"intervals": 2},
     "frames_per_request": 4,
+    "metrics": {"sample_interval": 1},
 }
 # Room for the short requests, until they grow.
 APEX: dict[str, Any] = {"method": "apex", "apex": {"device_tokens": 5 * BLOCK, "hardware": "h200"}}
@@ -75,6 +76,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout.sparse": (SPARSE, MIXED),
     "scout.per_head": ({**SPARSE, "selection": {"granularity": "kv_head"}}, FULL),
     "scout.codes": ({**SPARSE, "selection": {"digest": "codes"}}, MIXED),
+    "scout.promise": ({**SPARSE, "frames_per_request": 6, "quality": {"min_mass": 0.99}}, MIXED),
     "infinigen.sparse": ({**SPARSE, "method": "infinigen", "frames_per_request": 5}, FULL),
     "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, MIXED),
     "hgca.caches": ({"method": "hgca", "exact_layers": [0], "hgca": {"window_tokens": 32, "beta": 1e-9}}, FULL),
@@ -236,6 +238,7 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
             if steps == ABORTED_AT:
                 engine.abort_request(["aborted"])
         engine.step()  # the worker hears of the last ones
+    runtime.executor.samples.finish()
     return {
         "tokens": [tokens[str(i)] for i in range(len(PROMPTS))],
         "runner": type(held.model_runner).__module__,

@@ -26,6 +26,7 @@ pytestmark = [
 SPARSE = ["scout.sparse", "scout.per_head", "scout.codes", "infinigen.sparse", "clo.sparse"]
 SCOUT = [f"_{kernel}_kernel" for kernel in (
     "stream", "queries", "score", "combine", "select", "ask", "append", "partial", "await", "merge", "plan", "copy",
+    "sample",
 )]  # fmt: skip
 V2 = ["scout", "clo", "hgca", "hgca.caches", "headinfer", "dense", "apex"]
 V1 = ["scout.full", "apex.overlap"]
@@ -43,7 +44,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     folder = tmp_path_factory.mktemp("simulated")
     root = str(Path(__file__).parents[3])
-    runs = {"v2": [*V2, *SPARSE, *FAMILIES_V2, "again", *LATE_V2, "at_once"], "v1": [*V1, *LATE_V1, *FAMILIES_V1]}
+    runs = {
+        "v2": [*V2, *SPARSE, "scout.promise", *FAMILIES_V2, "again", *LATE_V2, "at_once"],
+        "v1": [*V1, *LATE_V1, *FAMILIES_V1],
+    }
     for runner, names in runs.items():
         command = [sys.executable, "-m", "tests.engines.vllm.gpu_probe", folder, runner, *names]
         with (folder / "log").open("ab") as log, suppress(subprocess.TimeoutExpired):  # its log says more
@@ -81,7 +85,19 @@ def test_sparse_steps_attend_exactly_what_they_select(seen: Probe, name: str) ->
             assert counted["recalled_pages"] > 0
             assert (counted["cpu_tokens"] > 0) == name.startswith("scout")
             assert (counted["lead_seconds"] > 0) == (counted["wait_seconds"] > 0) == name.startswith("scout")
+            # Steps with prompts are graphs in pieces, in which no query is predicted.
+            assert 0 < counted["mass_sum"] < counted["mass_samples"]
+            assert 0 < abs(counted["cosine_sum"]) <= counted["cosine_samples"]
     assert found["copied_bytes"] > 0
+
+
+def test_a_promised_mass_is_followed_in_replayed_graphs(seen: Probe) -> None:
+    """Four of up to ten pages hold less than 0.99: the budget grows as far as the frames go, then all is attended."""
+    found, gauges = seen("scout.promise"), seen("scout.promise")["gauges"]
+    assert found["attention"]["worst"] < 1e-4 and found["replays"] > 0 and found["compiled_late"] == []
+    assert 0 < gauges["hybrid_quality_mass"] < gauges["hybrid_quality_min_mass"] == 0.99
+    assert gauges["hybrid_quality_budget_tokens"] >= 6 * 16
+    assert all(gauges[each] == size for each, size in found["planned"].items())
 
 
 @pytest.mark.parametrize("name", [*V2, *V1])
@@ -119,6 +135,7 @@ READ = {
     "headinfer": {"_copy_kernel", "_partial_kernel"}, "apex": {"_partial_kernel", "_take_rows_kernel"},
 }  # fmt: skip
 WRITTEN = {"scout": {"_select_kernel", "_ask_kernel"}, "hgca": {"_ask_kernel"}, "apex": {"_ask_rows_kernel"}}
+SAMPLED = [name for name in SPARSE if name != "clo.sparse"]  # a layer again when its last sample has come
 COPYING = 12  # programs
 
 
@@ -131,7 +148,9 @@ def test_little_crosses_the_bus_in_a_step(seen: Probe, name: str) -> None:
     print(name, bus, replayed.get("_await_kernel"))
     encoded = {"_encode_kernel"} if name == "scout.codes" else set()  # reads the keys of a page that has become whole
     assert {kind for kind, (read, _) in bus.items() if read} <= READ[method] | encoded
-    assert {kind for kind, (_, written) in bus.items() if written} <= WRITTEN.get(method, set()) | {"_append_kernel"}
+    samples = {"_sample_kernel"} if name in SAMPLED else set()
+    writing = WRITTEN.get(method, set()) | {"_append_kernel"} | samples
+    assert {kind for kind, (_, written) in bus.items() if written} <= writing
     token, vector, page = 2 * 2 * 32 * 4, 4 * 32 * 4, found["page_bytes"]  # of gpu_probe's model, in fp32
     assert 0 < bus["_append_kernel"][1] <= replayed["_append_kernel"] * ROWS * token
     assert bus["_append_kernel"][1] % token == 0
@@ -139,6 +158,9 @@ def test_little_crosses_the_bus_in_a_step(seen: Probe, name: str) -> None:
     if encoded:
         assert bus["_encode_kernel"][0] % (page // 2) == 0
         assert 0 < bus["_encode_kernel"][0] // (page // 2) < bus["_append_kernel"][1] // token
+    if samples:  # a row's query, its pages and those that it selects, the cosines of all
+        most = vector + 4 * (4 * ROWS + 12 + 2 * 13 + 1)
+        assert 0 < bus["_sample_kernel"][1] <= replayed["_sample_kernel"] * most
     if "_copy_kernel" in bus and method != "headinfer":  # a page, or a head's part of it
         assert bus["_copy_kernel"][0] % (page // 2 if method == "clo" else page) == 0
         assert 0 < bus["_copy_kernel"][0] <= found["copied_bytes"]

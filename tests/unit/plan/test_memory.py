@@ -83,7 +83,10 @@ def test_these_cases_are_no_zeros() -> None:
     ("method", "keys"),
     [
         ("scout", {}),
+        ("scout", {"quality": {"min_mass": 0.9}}),
+        ("scout", {"metrics": {"sample_interval": 0}}),
         ("infinigen", {}),
+        ("clo", {}),
         ("hgca", {}),
         ("apex", {}),
         ("apex", {"apex": {"strategy": "lockstep", "device_tokens": 7 * PAGE}}),

@@ -235,9 +235,20 @@ def test_a_configuration_that_every_method_refuses_is_an_error_of_one_line(
 
 
 def test_of_several_reasons_the_configured_methods_own_is_told() -> None:
-    promise = config_from_mapping({"quality": {"min_mass": 0.9}}, "test")
-    with pytest.raises(ConfigError, match="not sampled on a GPU yet"):
-        make_plan(request(config=promise))
+    keys = {"quality": {"min_mass": 0.9}, "selection": {"digest": "minmax_int8", "aggregate": "max"}}
+    with pytest.raises(ConfigError, match=r"selection.digest: minmax_int8 needs"):
+        make_plan(request(config=config_from_mapping(keys, "test"), gpu_mem=0, ram=64 * GIB))
+
+
+def test_a_promise_on_a_gpu_is_planned_with_room_for_lists_of_all_pages() -> None:
+    """A row may come to attend all of them."""
+    promised = make_plan(request(config=config_from_mapping({"quality": {"min_mass": 0.9}}, "test"))).row("scout")
+    plain = make_plan(request()).row("scout")
+    assert promised.refused is None and promised.fits
+    found, before = (next(item.bytes for item in row.items if item.name == "method, host") for row in (promised, plain))
+    pages, rows, layers = 32768 // 32, 16, LLAMA.layers - len(CONFIG.exact_layers)
+    lists = rows + 1  # of a layer: in its mailbox those of all rows, in its sample one
+    assert found - before == layers * lists * 4 * (pages - CONFIG.automatic_frames)
 
 
 def test_the_serve_command_has_a_configuration_that_is_yaml_itself(model_dir: Path) -> None:

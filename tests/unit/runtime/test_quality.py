@@ -157,5 +157,7 @@ def test_a_promise_that_cannot_be_watched_is_refused_with_the_fix() -> None:
         resolve_method("scout").check(config(quality={"max_kl": 0.01}), torch.device("cpu"), 3, 2)
     with pytest.raises(ConfigError, match=r"quality.max_kl: got 0"):
         config(quality={"max_kl": 0})
-    with pytest.raises(ConfigError, match=r"quality.min_mass: the attention mass is not sampled on a GPU"):
-        resolve_method("scout").check(config(quality={"min_mass": 0.9}), torch.device("cuda"), 3, 2)
+    with pytest.raises(ConfigError, match=r"quality.min_mass: infinigen has no budget"):
+        resolve_method("infinigen").check(
+            config(method="infinigen", quality={"min_mass": 0.9}), torch.device("cuda"), 3, 2
+        )
