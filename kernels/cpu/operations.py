@@ -80,8 +80,16 @@ def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) ->
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float, page_size: int = 0, isa: str | None = None,
+    per_head: bool, bound: float, scale: float, page_size: int = 0,
 ) -> Tensor:  # fmt: skip
+    return page_scores_with(None, q, digests, table, num_pages, budgets, aggregate, per_head, bound, scale, page_size)
+
+
+def page_scores_with(
+    isa: str | None, q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
+    per_head: bool, bound: float, scale: float, page_size: int = 0,
+) -> Tensor:  # fmt: skip
+    """`page_scores` with an instruction set; None: the best that there is."""
     rows, heads, dim = q.shape
     pages, kv_heads = digests.shape[:2]
     columns = table.shape[1]
