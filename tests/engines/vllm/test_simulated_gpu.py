@@ -52,7 +52,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
         command = [sys.executable, "-m", "tests.engines.vllm.gpu_probe", folder, runner, *names]
         with (folder / "log").open("ab") as log, suppress(subprocess.TimeoutExpired):  # its log says more
             subprocess.run(
-                command, stdout=log, stderr=log, cwd=root, env={**os.environ, "PYTHONPATH": root}, timeout=1500,
+                command, stdout=log, stderr=log, cwd=root, env={**os.environ, "PYTHONPATH": root}, timeout=3000,
                 check=False,
             )  # fmt: skip
     return reader(folder, folder / "log")
