@@ -313,15 +313,15 @@ def open_pages(maps: Maps, requests: Tensor, pages: Tensor, positions: Tensor, p
     )  # fmt: skip
 
 
-# --- arguments, in the order of src/api.h ---
-
-
 def take_sample(
     q: Tensor, predicted: Tensor | None, pages: Tensor, listed: Tensor, table: Tensor, num_pages: Tensor,
     wanted: Tensor, number: Tensor, arrived: Tensor, into: Sample,
 ) -> None:  # fmt: skip
     # A few copies of torch's.
     oracle.take_sample(q, predicted, pages, listed, table, num_pages, wanted, number, arrived, into)
+
+
+# --- arguments, in the order of src/api.h ---
 
 
 def _call(name: str, *values: Any) -> None:

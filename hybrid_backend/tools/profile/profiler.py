@@ -389,7 +389,8 @@ class _Run:
         """With `quality` the budget that keeps it, and with the layers that are then exact attends the fewest tokens of
         ``context``; else the configuration as it is."""
         quality = self.config.quality
-        if quality.max_kl == "none" and not quality.promise:
+        by_mass = quality.max_kl == "none"
+        if by_mass and not quality.promise:
             return self.config
         found: list[tuple[int, float, HybridConfig]] = []
         for times in _BUDGETS:
@@ -398,13 +399,13 @@ class _Run:
                 break
             run, mass = replace(self, config=config), 1.0
             costs = run._costs(store, progress, given.probes(given.used))
-            if quality.max_kl == "none":
+            if by_mass:
                 windows = [run._measure(store, progress, window) for window in given.used]
                 mass = kept_mass(windows, set(costs.ranking) - set(costs.exact))
             found.append((costs.attended(context, config.budget_tokens), mass, config))
-            if quality.max_kl == "none" and mass >= quality.promise:
+            if by_mass and mass >= quality.promise:
                 break  # more tokens only keep more
-        kept = [each for each in found if quality.max_kl != "none" or each[1] >= quality.promise]
+        kept = [each for each in found if not by_mass or each[1] >= quality.promise]
         if not kept:
             self.console.print(
                 f"! quality.min_mass: {quality.promise:g} is not kept by any budget that was tried, the largest is "
@@ -413,7 +414,7 @@ class _Run:
             )  # fmt: skip
         config = min(kept or found[-1:], key=lambda each: each[0])[2]  # of equal ones the smallest, which comes first
         tried = ", ".join(
-            f"{each.budget_tokens}: {attended:,}" + (f" (mass {mass:g})" if quality.max_kl == "none" else "")
+            f"{each.budget_tokens}: {attended:,}" + (f" (mass {mass:g})" if by_mass else "")
             for attended, mass, each in found
         )
         self.console.print(
