@@ -14,7 +14,7 @@ from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.step import ModelSpec
 from hybrid_backend.tiers.context_cache import ContextCache
 from hybrid_backend.tiers.digests import Digests
-from hybrid_backend.tiers.frames import FramePool
+from hybrid_backend.tiers.frames import FramePool, device_zeros
 from hybrid_backend.tiers.heads import ResidentHeads
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.sizes import TierLayout, frame_shape, pages_of_a_sequence
@@ -64,7 +64,7 @@ class Tiers:
         every = tuple(range(model.num_kv_heads))
         counts = {layer: layout.frames(max_requests, layer) for layer in layout.framed_layers(model)}
         frames = {
-            layer: torch.zeros(frame_shape(model, config.page_size, count), dtype=model.dtype, device=device)
+            layer: device_zeros(frame_shape(model, config.page_size, count), model.dtype, device)
             for layer, count in counts.items()
             if count
         }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.step import ModelSpec
+from hybrid_backend.tiers.frames import device_zeros
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.stream import head_pages
 
@@ -30,7 +31,7 @@ class ResidentHeads:
         self._kept: dict[int, Tensor] = {}
         for layer, some in self.heads.items():
             pages, _, *page = host.layers[layer].shape
-            self.stores[layer] = torch.zeros(pages, len(some), *page, dtype=model.dtype, device=device)
+            self.stores[layer] = device_zeros((pages, len(some), *page), model.dtype, device)
             self._kept[layer] = torch.tensor(some, dtype=torch.int64, device=device)
 
     def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
