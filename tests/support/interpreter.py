@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,10 +27,20 @@ def interpret_triton() -> None:
     else:
         triton.knobs.runtime.interpret = True
         _patch_once_per_launch()
+        _build_types_once()
+        _leave_out_overflow_checks()
         _leave_out_overlap()
         _take_any_mask()
     finally:
         del os.environ["TRITON_INTERPRET"]
+
+
+def _leave_out_overflow_checks() -> None:
+    """The interpreter computes each sum, difference and product of integers again in 64 bits to see whether it
+    overflowed, which took a third of its time. A GPU does not either, and a test's memory is too small to overflow."""
+    from triton.runtime import interpreter
+
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 
 
 def _leave_out_overlap() -> None:
@@ -122,21 +133,63 @@ def _patch_once_per_launch() -> None:
 
     patch = interpreter._patch_lang
     launches: list[tuple[Any, set[str]]] = []  # the one that runs: what restores the language, and what was changed
+    wanted: dict[Any, frozenset[str]] = {}  # modules that a function knows
 
     class Launch(interpreter._LangPatchScope):  # type: ignore[misc]
         def restore(self) -> None:
             launches.clear()
             super().restore()
 
+    def modules(function: Any) -> frozenset[str]:
+        if function not in wanted:
+            seen = {id(x) for x in function.__globals__.values()}
+            names = (module.__name__ for module in (language, language.core) if id(module) in seen)
+            wanted[function] = frozenset(names)
+        return wanted[function]
+
     def patched(function: Any) -> Any:
-        seen = {id(x) for x in function.__globals__.values()}
-        wanted = {module.__name__ for module in (language, language.core) if id(module) in seen}
         if not launches:
             launches.append((Launch(), set()))
         launch, done = launches[0]
-        if not wanted <= done:
+        if not modules(function) <= done:
             launch._changes += patch(function)._changes
-            done |= wanted
+            done |= modules(function)
         return launch
 
     interpreter._patch_lang = patched
+
+
+def _build_types_once() -> None:
+    """Of each value that a kernel computes the interpreter builds type and shape anew, which took a quarter of its
+    time: the same ones for all values of a shape are enough."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    build, of_numpy = core.block_type.__init__, interpreter._get_np_dtype
+    types: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+    of_elements: dict[Any, Any] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(int(core._unwrap_if_constexpr(size)) for size in shape))
+        if key not in types:
+            build(self, element_ty, shape)
+            types[key] = vars(self).copy()
+        vars(self).update(types[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in shapes:
+            shape = core.tuple([core.constexpr(size) for size in sizes])
+            shapes[sizes] = shape, core.constexpr(prod(sizes))
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[sizes]
+
+    def numpy_type(of: Any) -> Any:
+        element = of.element_ty if isinstance(of, core.block_type) else of
+        if element.name not in of_elements:
+            of_elements[element.name] = of_numpy(of)
+        return of_elements[element.name]
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    interpreter._get_np_dtype = numpy_type
