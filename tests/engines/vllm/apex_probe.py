@@ -38,7 +38,10 @@ from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER
 from hybrid_backend.engines.vllm.session import attention_layers
 from hybrid_backend.tools.hub import fetch
 from tests.engines.texts import tokens_of_prose
+from tests.support.garbage import leave_out_what_was_imported
 from tests.support.held_answers import Held, settled
+
+leave_out_what_was_imported()
 
 LAYERS, PAGE = 30, 16
 DEVICE_TOKENS = 6 * PAGE  # prompts of more are on the CPU
