@@ -74,7 +74,7 @@ ENGINE_VENV  := $(VENV)
 ENGINE_READY := $(PACKAGE_STAMP)
 endif
 
-.PHONY: help venv install ipex model serve test test-versions families test-fast test-nixl test-sglang test-install lint mypy format lock clean docs pages wheel
+.PHONY: help venv install sglang-engine ipex model serve test test-versions families test-fast test-nixl test-sglang test-install lint mypy format lock clean docs pages wheel
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -143,6 +143,8 @@ $(SGLANG_ENGINE_STAMP): requirements/sglang-engine.txt | $(SGLANG)/.python
 	@touch $@
 
 $(PACKAGE_STAMP): $(TORCH_STAMP)
+sglang-engine: $(SGLANG_ENGINE_STAMP)
+
 $(SGLANG_PACKAGE_STAMP): $(SGLANG_ENGINE_STAMP)
 $(PACKAGE_STAMP) $(SGLANG_PACKAGE_STAMP):
 	@echo "==> installing this package (editable) into $(@D)"
@@ -199,7 +201,7 @@ test-install: $(TEST_STAMP) ## Install what the tests need
 # pytest ends with 5 when nothing was selected; for the engine tests that is fine (TESTS=tests/unit/hub).
 ifeq ($(ENGINE_VERSION),)
 test: ## Run all tests: first those without an engine, then those with vLLM, then with SGLang, in two processes
-	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory $(SGLANG_ENGINE_STAMP) & )$(MAKE) --no-print-directory test-install; wait
+	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory sglang-engine & )$(MAKE) --no-print-directory test-install; wait
 	$(PY) -m pytest $(TESTS) -q -n 2 --dist worksteal -m "not engine and not gpu" --ignore tests/engines/sglang --durations 20 || [ $$? -eq 5 ]
 	$(PY) -m pytest $(TESTS) -q -n 2 --dist loadfile -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" --ignore tests/engines/sglang --durations 20 || [ $$? -eq 5 ]
 	$(if $(filter tests,$(TESTS)),@$(MAKE) --no-print-directory test-sglang)

@@ -39,6 +39,11 @@ class ByServer(LoadFileScheduling):
         return f"{file}[{test.partition('[')[2]}" if file.endswith(self.FILES) else file
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test of all first, so that no process is left alone with it."""
+    items.sort(key=lambda item: item.path.name != "test_triton_compile.py")
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer | None:
     # Not --dist loadgroup, whose groups pytest-xdist 3.8 loses with pytest 9.2 (pytest-xdist issue 1386).
     return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -89,7 +89,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "apex.overlap": ({**APEX, "apex": {**APEX["apex"], "strategy": "overlap"}}, MIXED),
     "again": ({**EXACT, "frames_per_request": 4}, MIXED),
     **{name: (FAMILY, FULL if name.endswith(".full") else MIXED) for name in FAMILIES},
-    **dict.fromkeys(("late", "late.always"), (LATE, MIXED)),
+    "late": (LATE, MIXED),
+    "late.always": ({**LATE, "workers": {"deadline_seconds": 0.5}}, MIXED),  # which every step waits for
     "late.full": (LATE, FULL),
 }
 if ON_GPU:

@@ -228,7 +228,7 @@ def test_a_model_whose_full_attention_layers_vllm_splits_is_refused_and_the_way_
 
 def test_a_tensor_parallel_rank_without_its_part_ends_the_engine(seen: Probe, folder: Path) -> None:
     """vLLM asks the first rank only, which would go on with what the second one could not compute. What it says then
-    depends on where it learns of the end: in a wait ("cancelled"), before the next, or by the first rank's own error."""
+    depends on where it learns of the end: in a wait ("cancelled"), before the next, or by the first rank's error."""
     assert seen("llama.parallel")["ended"]
     why = "within workers.deadline_seconds=0.0; vLLM does not ask this rank, so it ends, and the engine with it"
     assert why in (folder / "log").read_text()
