@@ -219,7 +219,7 @@ test-versions: ## Run the engines' tests with other versions than the locked one
 	done
 
 test-fast: test-install ## Run the quick tests, which need no engine: two minutes on two quiet cores
-	$(PY) -m pytest tests/unit -q -n 2 --dist worksteal -m "not gpu"
+	$(PY) -m pytest tests/unit -q -n 2 --dist worksteal -m "not gpu and not slow"
 
 test-nixl: test-install ## Prompts on one vLLM server, answers on another, through NIXL, which wants two cores for itself
 	HYBRID_TEST_NIXL=1 $(PY) -m pytest tests/engines/vllm/test_disaggregated.py -v --durations 20

@@ -80,6 +80,7 @@ def test_lengths_are_those_that_were_asked_for() -> None:
     assert 0.35 < sum(turn.wait for turn in session.turns) / 200 < 0.65
 
 
+@pytest.mark.slow
 def test_servers_are_asked_the_same_and_their_own_answers_become_the_next_turns_prompt(tmp_path: Path) -> None:
     with served(Speaks()) as first, served(Speaks()) as second:
         result = run(f"a={first.url}", f"b={second.url}/v1", "--repeats=2", f"--out={tmp_path / 'out' / 'found.json'}")

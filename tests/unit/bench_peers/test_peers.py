@@ -152,6 +152,7 @@ def speaking(asked: list[tuple[str, dict[str, Any]]], name: str, gap: float) -> 
         yield url
 
 
+@pytest.mark.slow
 def test_servers_take_turns_over_http_with_the_same_prompts_and_are_ranked_by_their_speed() -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
 

@@ -106,6 +106,7 @@ def test_the_table_gives_medians_ranges_and_ratios_of_the_same_repeat() -> None:
     assert all(line.count("|") == lines[0].count("|") for line in lines)
 
 
+@pytest.mark.slow
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     points = [point_from(answer(), n, r, 0, WORK) for n in ("stock", "hybrid") for r in (1.0, math.inf)]
     plot(points, "title", tmp_path / "plot.png")

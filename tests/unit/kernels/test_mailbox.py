@@ -18,6 +18,8 @@ from hybrid_backend.kernels import cpu, reference
 from hybrid_backend.kernels.operations import Counters
 from tests.support.cases import relative_error
 
+pytestmark = pytest.mark.slow
+
 PAGES, KV_HEADS, GROUP, DIM, PAGE, LAYERS, ROWS, CAPACITY = 64, 2, 3, 64, 16, 3, 4, 8
 SCALE = DIM**-0.5
 

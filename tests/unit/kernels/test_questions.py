@@ -252,6 +252,7 @@ def test_a_question_that_cannot_be_computed_is_answered_empty_and_told(
     assert_right(stream.take({1: True}, 20.0), 0, good, layers)
 
 
+@pytest.mark.slow
 def test_a_long_question_of_one_request_does_not_change_anothers_answer(layers: dict[int, Tensor]) -> None:
     """A short one that is asked while the long one is computed, and a long one that is asked again meanwhile."""
     again, overlapped = 300, 0

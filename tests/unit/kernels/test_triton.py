@@ -12,6 +12,8 @@ from hybrid_backend.kernels.operations import Copies, Maps
 from hybrid_backend.kernels.triton import operations
 from tests.unit.implementations import implementation
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_small_batch_is_cut_into_parts_to_fill_the_device() -> None:
     assert operations.parts_for(rows=1, kv_heads=8, most_tokens=65536, processors=132) == 32

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import astuple
 from pathlib import Path
 
+import pytest
+
 from bench import capacity
+
+pytestmark = pytest.mark.slow
 
 TEXT = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
 

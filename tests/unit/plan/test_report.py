@@ -50,12 +50,14 @@ def fits(row: Row, **changes: Any) -> bool:
     return make_plan(request(methods=only, **changes)).row(row.name).fits
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not(planned: Plan) -> None:
     for row in planned.rows:
         assert fits(row, batch=row.max_batch)
         assert not fits(row, batch=row.max_batch + 1)
 
 
+@pytest.mark.slow
 def test_the_largest_context_fits_and_one_token_more_does_not(planned: Plan) -> None:
     for row in planned.rows:
         assert fits(row, context=row.max_context)

@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.unit.plan.test_model import write_config
+
+pytestmark = pytest.mark.slow
 
 # In front of a program: whoever imports Triton finds none.
 WITHOUT_TRITON = "import sys; sys.modules['triton'] = None; "

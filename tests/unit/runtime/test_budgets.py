@@ -133,6 +133,7 @@ def test_a_layer_has_as_many_more_frames_as_its_budget_is_larger(frames: int, ex
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["native", "triton"])
 def test_a_row_that_fits_the_frames_is_exact_and_asks_nobody_whatever_its_layers_budgets(
     kernels: str, monkeypatch: pytest.MonkeyPatch

@@ -196,6 +196,7 @@ def test_an_idle_device_hands_nothing_over(engine: Engine) -> None:
     assert step.inputs.sampled.tolist() == [0, 0] and int(step.inputs.number) == engine.ran.number + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
 def test_a_promise_is_kept_by_a_budget_that_grows_and_then_by_everything(captured: bool) -> None:
     """Random keys, whose mass is flat: neither 4 nor 7 of 14 pages hold 0.9 of it. Where all is attended every output

@@ -9,6 +9,8 @@ import pytest
 from hybrid_backend.methods.registry import method_names
 from tests.support.harness import PAGE, Engine, config, spec
 
+pytestmark = pytest.mark.slow
+
 # The least device memory that each method takes: what does not fit is the CPU's, streamed, or read where it lies.
 _FRAMES = {"frames_per_request": 6}
 KEYS: dict[str, dict[str, Any]] = {

@@ -186,6 +186,7 @@ def test_the_documentation_has_todays_table(source: ModuleType) -> None:
     assert f"**{agree} of {len(source.claims())} numbers are within 15 %.**" in text
 
 
+@pytest.mark.slow
 def test_one_command_writes_the_table_and_the_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["simulate_figures", "--out", str(tmp_path)])
     simulate_figures.main()

@@ -198,6 +198,7 @@ serve(sys.argv[1], "127.0.0.1", 0, 0.2)
 """
 
 
+@pytest.mark.slow
 def test_the_sidecar_watches_while_nobody_looks_and_ends_quietly() -> None:
     stand = MetricsStand()
     with serving(metrics_app(stand.text)) as upstream:

@@ -20,6 +20,8 @@ from hybrid_backend.tools.status.sampler import Sampler
 from tests.unit.status.chromium import browse
 from tests.unit.status.server_stand import LAYERS, Clock, MetricsStand, serving
 
+pytestmark = pytest.mark.slow
+
 CSS = (files("hybrid_backend.tools.status") / "page" / "status.css").read_text()
 
 

@@ -28,6 +28,8 @@ from hybrid_backend.workers import Owners, kernel_names, make_pool, resolve_kern
 from hybrid_backend.workers.ipex import IpexPool
 from tests.support import cases
 
+pytestmark = pytest.mark.slow
+
 STAND_IN = [sys.executable, str(Path(__file__).with_name("ipex_stand_in.py"))]
 NO_IPEX = "HYBRID_IPEX_PYTHON is not set: run `make ipex` and set it to .venv-ipex/bin/python"
 CPUS = sorted(os.sched_getaffinity(0))
