@@ -35,6 +35,7 @@ class Traffic(BaseModel):
     answer: int = Field(48, gt=1)  # tokens of every answer
     think: float = Field(1.0, ge=0)  # between an answer and the next turn, on average; exponential
     arrival: float = Field(1.0, ge=0)  # between the first turns of two agents, on average; exponential
+    calls: bool = False  # each output of a tool answers a call of it, as chat templates that know tools have it
     seed: int = 0
 
 
@@ -42,6 +43,7 @@ class Traffic(BaseModel):
 class Turn:
     wait: float  # seconds after the answer before, or of the first turn after the run began
     said: str  # the task, then outputs of tools
+    answers_call: bool = False  # of a tool, which the answer before is then said to have made
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def _turns(traffic: Traffic, agent: int, begin: float) -> Iterator[Turn]:
     yield Turn(begin, f"Task {agent}: " + " ".join(_words(rng, traffic.task)))
     for _ in range(traffic.turns - 1):
         length = rng.randint(traffic.tool // 2, traffic.tool * 3 // 2)
-        yield Turn(_exponential(rng, traffic.think), "Output of the tool: " + " ".join(_words(rng, max(1, length))))
+        output = "Output of the tool: " + " ".join(_words(rng, max(1, length)))
+        yield Turn(_exponential(rng, traffic.think), output, traffic.calls)
 
 
 def _words(rng: random.Random, count: int) -> list[str]:

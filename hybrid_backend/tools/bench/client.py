@@ -17,6 +17,8 @@ from hybrid_backend.errors import HybridError
 from hybrid_backend.tools.bench.agents import Session
 
 E = TypeVar("E")
+Message = dict[str, Any]  # of the chat API
+_CALLED = {"name": "tool", "arguments": "{}"}
 
 
 class BenchError(HybridError):
@@ -155,10 +157,15 @@ async def _replay(endpoint: Endpoint, sessions: Sequence[Session], answer: int, 
 
 async def _session(client: httpx.AsyncClient, model: str, number: int, session: Session, answer: int) -> list[Answer]:
     """Ends with the first turn that fails: the next ones need its answer."""
-    messages, found = [{"role": "system", "content": session.system}], list[Answer]()
+    messages, found = list[Message]([{"role": "system", "content": session.system}]), list[Answer]()
     for index, turn in enumerate(session.turns):
         await asyncio.sleep(turn.wait)
-        messages.append({"role": "user", "content": turn.said})
+        if turn.answers_call:
+            call = f"call_{number}_{index}"
+            messages[-1]["tool_calls"] = [{"id": call, "type": "function", "function": _CALLED}]
+            messages.append({"role": "tool", "tool_call_id": call, "content": turn.said})
+        else:
+            messages.append({"role": "user", "content": turn.said})
         try:
             text, numbers = await _ask(client, model, messages, answer)
         except (httpx.HTTPError, ValueError) as error:
@@ -170,7 +177,7 @@ async def _session(client: httpx.AsyncClient, model: str, number: int, session: 
 
 
 async def _ask(
-    client: httpx.AsyncClient, model: str, messages: Sequence[Mapping[str, str]], answer: int
+    client: httpx.AsyncClient, model: str, messages: Sequence[Message], answer: int
 ) -> tuple[str, dict[str, Any]]:
     """The answer's text, and what an `Answer` says of it."""
     body = {"model": model, "messages": messages, "max_tokens": answer}

@@ -20,6 +20,9 @@ def agents(
     answer: Annotated[int, typer.Option(min=2, help="tokens of every answer")] = 48,
     think: Annotated[float, typer.Option(min=0, help="seconds between an answer and the next turn, on average")] = 1.0,
     arrival: Annotated[float, typer.Option(min=0, help="seconds between two agents' first turns, on average")] = 1.0,
+    calls: Annotated[
+        bool, typer.Option("--calls", help="tools' outputs have the role tool and answer calls; default: the user's")
+    ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="runs against each server, taking turns")] = 3,
     seed: Annotated[int, typer.Option(help="of all texts and times")] = 0,
     good: Annotated[str, typer.Option(help="limits of a good turn, in milliseconds")] = "ttft:5000,tpot:200",
@@ -37,7 +40,7 @@ def agents(
     limits = parse_limits("--good", good, ("ttft", "tpot"))
     traffic = Traffic(
         agents=agents, turns=turns, system=system, task=task, tool=tool, answer=answer, think=think, arrival=arrival,
-        seed=seed,
+        calls=calls, seed=seed,
     )  # fmt: skip
     if out is not None:
         check_file(out)

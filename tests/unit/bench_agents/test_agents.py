@@ -99,6 +99,18 @@ def test_servers_are_asked_the_same_and_their_own_answers_become_the_next_turns_
         assert row["cached"] == pytest.approx(30 * 12 / sum(prompts))
 
 
+def test_outputs_of_tools_answer_the_calls_of_the_turns_before(tmp_path: Path) -> None:
+    with served(Speaks()) as server:
+        result = run(f"a={server.url}", "--repeats=1", "--calls", f"--out={tmp_path / 'found.json'}")
+    assert result.exit_code == 0, result.output
+    last = max(server.asked, key=lambda body: len(body["messages"]))["messages"]
+    assert [message["role"] for message in last] == ["system", "user", "assistant", "tool", "assistant", "tool"]
+    calls = [call["id"] for message in last if message["role"] == "assistant" for call in message["tool_calls"]]
+    assert calls == [message["tool_call_id"] for message in last if message["role"] == "tool"]
+    assert len(set(calls)) == 2 and last[2]["content"] == "word0 word1 word2 word3 "
+    assert json.loads((tmp_path / "found.json").read_text())["traffic"]["calls"] is True
+
+
 def test_a_session_ends_with_the_turn_that_fails_and_the_reason_is_said(tmp_path: Path) -> None:
     with served(Speaks(fails_at=4)) as server:
         result = run(f"a={server.url}", "--repeats=1", f"--out={tmp_path / 'found.json'}")
