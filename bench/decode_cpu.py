@@ -30,6 +30,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from bench.peers.measure import REST
 from hybrid_backend.config import HybridConfig, apply_overrides, config_from_mapping, find_config, load_mapping
 from hybrid_backend.engines.cpu_defaults import intel_openmp
 from hybrid_backend.tools.hub import fetch
@@ -93,6 +94,7 @@ def measure(
     order = list(servers.items())
     for _ in range(arguments.rounds):
         for name, server in order:
+            time.sleep(REST)
             rates[name].append(decode_rate(server, prompts, arguments.tokens))
         order.reverse()  # whatever else the machine does in turns must not meet the same server each time
     return rates

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import bench.peers
-from bench.peers.measure import LEAST_PROMPTS, WARM_UP, Point, Prompt, sweep
+from bench.peers.measure import LEAST_PROMPTS, REST, WARM_UP, Point, Prompt, sweep
 from bench.peers.peer import DTYPES, Peer, Setup
 from bench.peers.registry import PEERS, choose, describe
 from bench.peers.table import table, verdict
@@ -52,6 +52,7 @@ def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
         "--prompts", type=int, default=LEAST_PROMPTS, help="of a depth, at least: fewer where they are long"
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores, of every server")
+    parser.add_argument("--rest", type=float, default=REST, help="seconds between a server's turn and the next one's")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--deadline", type=float, default=900, help="seconds that a server may be silent")
     parser.add_argument("--native", type=Path, default=native if native.exists() else None, help="a llama-server")
@@ -70,6 +71,8 @@ def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--peers, --depths or --batches: {error}")
     if min(*given.depths, *given.batches, given.rounds, given.prompts) < 1 or given.tokens < 2:
         parser.error("--depths, --batches, --rounds and --prompts start at 1, --tokens at 2")
+    if given.rest < 0:
+        parser.error(f"--rest {given.rest:g}: seconds, 0 or more")
     if not 1 <= given.threads <= len(os.sched_getaffinity(0)):
         parser.error(f"--threads {given.threads}: this process may run on {len(os.sched_getaffinity(0))} cores")
     return given
@@ -138,7 +141,7 @@ def main(line: Sequence[str] | None = None) -> None:
             return
         points = list[Point]()
         prompts = partial(prompts_of, given.model, given.seed)
-        sizes = (given.depths, given.batches, given.rounds, given.tokens, given.deadline, given.prompts)
+        sizes = (given.depths, given.batches, given.rounds, given.tokens, given.deadline, given.prompts, given.rest)
         written = ""
         for point in sweep(endpoints, prompts, *sizes):
             points.append(point)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import httpx
@@ -15,6 +16,9 @@ Prompt = list[int]
 WARM_UP = 24  # tokens decoded before anything is timed
 SPAN = 8  # tokens
 LEAST_PROMPTS = 3  # of a depth: the first one of a length may meet kernels that are still to be made
+REST = 1.5
+"""vLLM's processes look for messages in a loop for a second after the last one (`SpinCondition`, busy_loop_s), on the
+cores of whoever is asked next."""
 
 
 class Point(BaseModel):
@@ -38,6 +42,7 @@ def sweep(
     tokens: int,
     deadline: float,
     least_prompts: int = LEAST_PROMPTS,
+    rest: float = REST,
 ) -> Iterator[Point]:
     """All points of one depth after the other.
 
@@ -46,6 +51,7 @@ def sweep(
         tokens: of an answer.
         deadline: seconds that a server may be silent.
         least_prompts: whose prefill is measured.
+        rest: seconds before every turn (`REST`).
 
     Raises:
         BenchError: a server cannot be compared.
@@ -57,12 +63,14 @@ def sweep(
         prefill: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
         for turn, prompt in enumerate(asked):
             for endpoint in in_turn(endpoints, turn):
+                time.sleep(rest)
                 (answer,) = ask(endpoint, [prompt], 1, deadline)
                 prefill[endpoint.name].append(prefill_rate(endpoint.name, answer))
         for batch in batches:
             decode: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
             for turn in range(rounds):
                 for endpoint in in_turn(endpoints, turn):
+                    time.sleep(rest)
                     answers = ask(endpoint, asked[:batch], tokens, deadline)
                     decode[endpoint.name].append(decode_rate(endpoint.name, answers, tokens))
             for endpoint in endpoints:

@@ -161,7 +161,7 @@ def test_servers_take_turns_over_http_with_the_same_prompts_and_are_ranked_by_th
 
     with speaking(asked, "fast", 0.01) as fast, speaking(asked, "slow", 0.03) as slow:
         endpoints = [find_endpoint(f"{name}={url}", None, 30) for name, url in (("fast", fast), ("slow", slow))]
-        points = list(sweep(endpoints, prompts, [200, 300], [1, 2], rounds=2, tokens=6, deadline=30))
+        points = list(sweep(endpoints, prompts, [200, 300], [1, 2], rounds=2, tokens=6, deadline=30, rest=0))
     assert [(p.peer, p.depth, p.batch) for p in points] == [
         (name, depth, batch) for depth in (200, 300) for batch in (1, 2) for name in ("fast", "slow")
     ]
