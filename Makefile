@@ -142,9 +142,9 @@ $(SGLANG_ENGINE_STAMP): requirements/sglang-engine.txt | $(SGLANG)/.python
 	  cp requirements/sglang_torchvision.py "$$site/"; echo "import sglang_torchvision" > "$$site/sglang_torchvision.pth"
 	@touch $@
 
-$(PACKAGE_STAMP): $(TORCH_STAMP)
 sglang-engine: $(SGLANG_ENGINE_STAMP)
 
+$(PACKAGE_STAMP): $(TORCH_STAMP)
 $(SGLANG_PACKAGE_STAMP): $(SGLANG_ENGINE_STAMP)
 $(PACKAGE_STAMP) $(SGLANG_PACKAGE_STAMP):
 	@echo "==> installing this package (editable) into $(@D)"

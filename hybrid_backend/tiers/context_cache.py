@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import PageList
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tiers.mapped import mapped_zeros
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it; this is Linux's number
 _PIECE = 64  # pages copied at a time: bounds what is copied twice on the way
@@ -112,13 +113,12 @@ class ContextCache:
 
 def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, mmap.mmap]:
     """Zeros that take no memory before they are written."""
-    size = prod(shape) * dtype.itemsize
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        return mapped_zeros(shape, dtype, _MAP_NORESERVE)
     except OSError as error:
+        size = prod(shape) * dtype.itemsize
         raise ConfigError(
             f"method: hgca reserves {size / 2**30:.1f} GiB of address space for each layer's context caches, which is "
             f"refused ({error}); allow it (vm.overcommit_memory=0, ulimit -v unlimited), or serve fewer or shorter "
             "requests at once"
         ) from error
-    return torch.frombuffer(memory, dtype=dtype).view(shape), memory

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import mmap
-from math import prod
 
 import torch
 from torch import Tensor
 
 from hybrid_backend.errors import EngineError
+from hybrid_backend.tiers.mapped import mapped_zeros
 
 
 def device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros on the device tier. Where that is the CPU, the system maps them as they are first written, in huge pages: a
     server that starts does not wait for frames that it may never fill.
     """
-    size = prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not size:
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    zeros, memory = mapped_zeros(shape, dtype)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return zeros
 
 
 class FramePool:

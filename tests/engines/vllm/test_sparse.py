@@ -164,8 +164,8 @@ def test_sessions_of_agents_find_their_prefixes_and_leave_pages_out(sparse: Serv
         return tuple(sparse.total(name) for name in names)
 
     before = totals()
-    asked = ["--agents=3", "--turns=3", "--system=900", "--tool=250", "--answer=16", "--think=0.2", "--repeats=1"]
-    asked.append("--calls")
+    asked = ["--agents=3", "--turns=3", "--system=900", "--tool=250", "--answer=16", "--think=0.2"]
+    asked += ["--calls", "--repeats=1"]
     written = tmp_path / "agents.json"
     result = CliRunner().invoke(app, ["bench", "agents", f"sparse={sparse.url}", *asked, f"--out={written}"])
     assert result.exit_code == 0, result.output
