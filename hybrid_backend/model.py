@@ -235,6 +235,12 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
     return any(isinstance(level, Mapping) and level.get("quantization_config") for level in (config, text))
 
 
+def has_delta_nets(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that some layers are gated delta nets (Qwen3-Next, Qwen3.5)."""
+    text = config.get("text_config")
+    return any(isinstance(level, Mapping) and bool(level.get("linear_num_value_heads")) for level in (config, text))
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that hold the weights; empty unless all of them are there."""
     index = folder / WEIGHTS_INDEX

@@ -17,8 +17,8 @@ from typing import Any
 
 import bench.peers
 from bench.peers.measure import LEAST_PROMPTS, REST, WARM_UP, Point, Prompt, sweep
-from bench.peers.peer import DTYPES, Peer, Setup
-from bench.peers.registry import PEERS, choose, describe
+from bench.peers.peer import DTYPES, GROUPS, Peer, Setup
+from bench.peers.registry import PEERS, choose
 from bench.peers.table import table, verdict
 from hybrid_backend.errors import HybridError
 from hybrid_backend.tools.bench.client import Endpoint, find_endpoint
@@ -39,7 +39,9 @@ def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
     )
     native = ROOT / ".venv-peers" / "bin" / "llama-server"
     parser.add_argument("--quick", action="store_true", help=f"a small run: {QUICK}")
-    parser.add_argument("--peers", default="equal", help=f"equal, all, or of: {','.join(p.name for p in PEERS)}")
+    parser.add_argument(
+        "--peers", default="equal", help=f"{', '.join(GROUPS)}, all, or of: {','.join(p.name for p in PEERS)}"
+    )
     parser.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="running servers instead")
     parser.add_argument("--hold", action="store_true", help="start the peers, print their addresses and wait")
     parser.add_argument("--model", default=MODEL, help="of the catalogue")
@@ -155,8 +157,7 @@ def save(points: Sequence[Point], failed: Mapping[str, str], given: argparse.Nam
     here = machine()
     llama = "built for this CPU" if given.native else "the wheel's AVX2 build"
     title = f"{given.model} on {given.threads} threads of {here['cpu']} ({', '.join(here['isa'])}); llama.cpp: {llama}"
-    equal = {peer.name for peer in PEERS if peer.equal}
-    written = f"{title}\n\n{table(points, partial(describe, dtype=given.dtype))}\n{verdict(points, equal)}"
+    written = f"{title}\n\n{table(points, given.dtype)}\n{verdict(points)}"
     written += "".join(f"- {name} does not run here: {reason}\n" for name, reason in failed.items())
     given.out.mkdir(parents=True, exist_ok=True)
     said = {**vars(given), "peers": [peer.name for peer in given.peers]}

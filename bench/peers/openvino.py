@@ -23,6 +23,10 @@ def equal(setup: Setup) -> AbstractContextManager[Server]:
     return _server(setup, "F16", f"INFERENCE_PRECISION_HINT={hint}", f"KV_CACHE_PRECISION={hint}")
 
 
+def q8(setup: Setup) -> AbstractContextManager[Server]:
+    return _server(setup, "Q8_0")
+
+
 def shipped(setup: Setup) -> AbstractContextManager[Server]:
     return _server(setup, SHIPPED)
 

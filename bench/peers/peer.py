@@ -1,4 +1,4 @@
-"""A peer: what it is, how it is started, whether it computes with as many bits as we do."""
+"""A peer: what it is, how it is started, and with whom it is compared."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from pathlib import Path
 from tests.engines.server import Server
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # the engines' word: GGUF's
+
+GROUPS = {
+    "equal": "weights and what is computed in the run's dtype",
+    "int8": "weights of 8 bits",
+    "int4": "weights of 4 bits",
+    "untouched": "started without flags",
+}
 
 
 @dataclass(frozen=True)
@@ -31,10 +38,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Peer:
-    """``equal``: weights in the run's dtype; else it is as people run it, and ``what`` says how."""
+    """``group``: its rows are compared with each other (`GROUPS`)."""
 
     name: str
     what: str  # may say {dtype}
-    equal: bool
+    group: str
     start: Callable[[Setup], AbstractContextManager[Server]]
     ours: bool = False

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NoReturn
 
 from bench.peers import llamacpp, openvino, sglang, vllm
-from bench.peers.peer import Peer
+from bench.peers.peer import GROUPS, Peer, Setup
 
 PEERS = (
-    Peer("hybrid-sparse", "{dtype}, our default configuration", True, vllm.sparse, ours=True),
-    Peer("hybrid-dense", "{dtype}, `sparse: never`", True, vllm.dense, ours=True),
-    Peer("llamacpp", "{dtype} weights, KV f16 (its default)", True, llamacpp.own_kv),
-    Peer("llamacpp-same-kv", "{dtype} weights and KV", True, llamacpp.same_kv),
-    Peer("vllm", "{dtype}, compiled, all cores, Intel's OpenMP preloaded", True, vllm.stock),
-    Peer("sglang", "{dtype}, torch_native", True, sglang.stock),
-    Peer("openvino", "F16 file, computed in {dtype}, KV {dtype}", True, openvino.equal),
-    Peer("llamacpp-q8", "Q8_0 weights, KV f16", False, llamacpp.q8),
-    Peer("llamacpp-shipped", "the catalogue's GGUF (4 bits), KV f16", False, llamacpp.shipped),
-    Peer("openvino-shipped", "the catalogue's GGUF (4 bits), its own defaults", False, openvino.shipped),
-    Peer("vllm-untouched", "no flag: one core kept free", False, vllm.untouched),
-    Peer("hybrid-serve", "`hybrid serve MODEL`, no flag", False, vllm.served, ours=True),
+    Peer("hybrid-sparse", "{dtype}, our default configuration", "equal", vllm.sparse, ours=True),
+    Peer("hybrid-dense", "{dtype}, `sparse: never`", "equal", vllm.dense, ours=True),
+    Peer("llamacpp", "{dtype} weights, KV f16 (its default)", "equal", llamacpp.own_kv),
+    Peer("llamacpp-same-kv", "{dtype} weights and KV", "equal", llamacpp.same_kv),
+    Peer("vllm", "{dtype}, compiled, all cores, Intel's OpenMP preloaded", "equal", vllm.stock),
+    Peer("sglang", "{dtype}, torch_native", "equal", sglang.stock),
+    Peer("openvino", "F16 file, computed in {dtype}, KV {dtype}", "equal", openvino.equal),
+    Peer("hybrid-int8", "W8A8, KV {dtype}", "int8", vllm.sparse_int8, ours=True),
+    Peer("llamacpp-q8", "Q8_0, KV f16", "int8", llamacpp.q8),
+    Peer("vllm-int8", "W8A8, KV {dtype}", "int8", vllm.stock_int8),
+    Peer("openvino-q8", "Q8_0 file, its own defaults (KV in 8 bits)", "int8", openvino.q8),
+    Peer("hybrid-int4", "W4A16, output layer and KV {dtype}", "int4", vllm.sparse_int4, ours=True),
+    Peer("llamacpp-shipped", "the catalogue's GGUF, KV f16", "int4", llamacpp.shipped),
+    Peer("vllm-int4", "W4A16, output layer and KV {dtype}", "int4", vllm.stock_int4),
+    Peer("openvino-shipped", "the catalogue's GGUF, its own defaults (KV in 8 bits)", "int4", openvino.shipped),
+    Peer("hybrid-serve", "`hybrid serve MODEL`, no flag", "untouched", vllm.served, ours=True),
+    Peer("vllm-untouched", "no flag: one core kept free", "untouched", vllm.untouched),
 )
 
 
 def choose(named: str) -> list[Peer]:
-    """From a comma-separated list, in the table's order; ``equal`` and ``all`` stand for groups.
+    """From a comma-separated list, in the table's order; a group's name and ``all`` stand for their peers.
 
     Raises:
         ValueError: a name that there is not.
     """
     names = [name.strip() for name in named.split(",")]
-    groups = {"equal": [p.name for p in PEERS if p.equal], "all": [p.name for p in PEERS]}
+    groups = {group: [peer.name for peer in PEERS if peer.group == group] for group in GROUPS}
+    groups["all"] = [peer.name for peer in PEERS]
     wanted = {one for name in names for one in groups.get(name, [name])}
     known = {peer.name for peer in PEERS}
     if unknown := sorted(wanted - known):
@@ -38,6 +44,10 @@ def choose(named: str) -> list[Peer]:
     return [peer for peer in PEERS if peer.name in wanted]
 
 
-def describe(name: str, dtype: str, others: Sequence[Peer] = PEERS) -> str:
-    """What a row says beside the name; empty for a server that somebody else started under a name of their own."""
-    return next((peer.what.format(dtype=dtype) for peer in others if peer.name == name), "")
+def find(name: str) -> Peer:
+    """One of `PEERS`, or a server that somebody started under a name of their own: compared with the equal ones."""
+    return next((peer for peer in PEERS if peer.name == name), Peer(name, "", "equal", _not_ours_to_start))
+
+
+def _not_ours_to_start(setup: Setup) -> NoReturn:
+    raise RuntimeError("given as --endpoint")

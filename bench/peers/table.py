@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 from bench.peers.measure import Point
+from bench.peers.registry import find
 from hybrid_backend.tools.bench.spread import spread
 
 LONG, LONGER = 4000, 7000  # tokens of context from which we mean to be faster, and by GOAL
 GOAL = 1.5
-_OURS = ("hybrid-sparse", "hybrid-dense")
+_RATES: tuple[Literal["decode", "prefill"], ...] = ("decode", "prefill")
 
 
-def table(points: Sequence[Point], describe: Callable[[str], str]) -> str:
-    """One row per depth, batch and peer. Ratios are medians over the rounds, ours over the peer's in the same round."""
-    ours = [name for name in _OURS if any(point.peer == name for point in points)]
-    head = ["context", "batch", "peer", "", "decode tok/s", *(f"{name} over it" for name in ours), "prefill tok/s"]
-    head += [f"{ours[0]} over it"] if ours else []
+def table(points: Sequence[Point], dtype: str) -> str:
+    """One row per depth, batch and peer, by groups. Ratios are medians over the rounds, of the group's first peer of
+    ours over the row's in the same round."""
+    compared = any(find(point.peer).ours for point in points)
+    head = ["context", "batch", "peer", "", "decode tok/s", *(["ours over it"] if compared else []), "prefill tok/s"]
+    head += ["ours over it"] if compared else []
     lines = [head, ["---"] * len(head)]
-    for depth, batch in _places(points):
-        here = {point.peer: point for point in points if (point.depth, point.batch) == (depth, batch)}
-        for name, point in here.items():
-            cells = [f"{depth:,}", str(batch), name, describe(name), spread(point.decode, 1)]
-            cells += [_cell(here, mine, name, lambda p: p.decode) for mine in ours]
-            cells.append(spread(point.prefill, 1))
-            cells += [_cell(here, ours[0], name, lambda p: p.prefill)] if ours else []
+    for depth, batch, group in _places(points):
+        here = _at(points, depth, batch, group)
+        mine = next((point for point in here if find(point.peer).ours), None)
+        for point in here:
+            cells = [f"{depth:,}", str(batch), point.peer, find(point.peer).what.format(dtype=dtype)]
+            for rates in _RATES:
+                cells.append(spread(getattr(point, rates), 1))
+                cells += [_cell(mine, point, rates)] if compared else []
             lines.append(cells)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def verdict(points: Sequence[Point], equal: Collection[str]) -> str:
-    """The goal, and by whom it is missed: decoding at equal precision, from 4k on faster, near 8k and beyond by 1.5."""
+def verdict(points: Sequence[Point]) -> str:
+    """The goal, and by whom it is missed: decoding in each group, from 4k on faster, near 8k and beyond by 1.5."""
     lines = list[str]()
-    for depth, batch in _places(points):
-        here = {point.peer: point for point in points if (point.depth, point.batch) == (depth, batch)}
-        ours = [here[name] for name in _OURS if name in here]
-        others = [here[name] for name in here if name in equal and name not in _OURS]
+    for depth, batch, group in _places(points):
+        here = _at(points, depth, batch, group)
+        ours = [point for point in here if find(point.peer).ours]
+        others = [point for point in here if not find(point.peer).ours]
         if not ours or not others:
             continue
         wanted = GOAL if depth >= LONGER else 1.0 if depth >= LONG else 0.0
@@ -54,12 +58,16 @@ def ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
 
 
-def _places(points: Sequence[Point]) -> list[tuple[int, int]]:
-    return list(dict.fromkeys((point.depth, point.batch) for point in points))
+def _places(points: Sequence[Point]) -> list[tuple[int, int, str]]:
+    return list(dict.fromkeys((point.depth, point.batch, find(point.peer).group) for point in points))
 
 
-def _cell(here: Mapping[str, Point], mine: str, name: str, rates: Callable[[Point], Sequence[float]]) -> str:
-    if name in _OURS or mine not in here or not rates(here[name]) or not rates(here[mine]):
+def _at(points: Sequence[Point], depth: int, batch: int, group: str) -> list[Point]:
+    return [p for p in points if (p.depth, p.batch) == (depth, batch) and find(p.peer).group == group]
+
+
+def _cell(mine: Point | None, other: Point, rates: Literal["decode", "prefill"]) -> str:
+    if mine is None or mine is other or not getattr(mine, rates) or not getattr(other, rates):
         return ""
-    value = ratio(rates(here[mine]), rates(here[name]))
+    value = ratio(getattr(mine, rates), getattr(other, rates))
     return f"{value:.2f}" if value >= 1 else f"**{value:.2f}, slower**"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from bench.peers.peer import Setup
+from bench.peers.quantised import quantised_folder
 from hybrid_backend.engines.cpu_defaults import intel_openmp
 from tests.engines.server import Server, hybrid_server, stock_server
 
 
 def stock(setup: Setup) -> AbstractContextManager[Server]:
-    return stock_server(setup.place, setup.folder, [*_equal(setup), *_memory(setup)], intel_openmp())
+    return _stock(setup, setup.folder)
 
 
 def untouched(setup: Setup) -> AbstractContextManager[Server]:
@@ -28,13 +30,37 @@ def sparse(setup: Setup) -> AbstractContextManager[Server]:
     return _hybrid(setup, _equal(setup), {})
 
 
+def stock_int8(setup: Setup) -> AbstractContextManager[Server]:
+    return _stock(setup, quantised_folder(setup.model, "W8A8"))
+
+
+def stock_int4(setup: Setup) -> AbstractContextManager[Server]:
+    return _stock(setup, quantised_folder(setup.model, "W4A16"))
+
+
+def sparse_int8(setup: Setup) -> AbstractContextManager[Server]:
+    return _hybrid(setup, _equal(setup), {}, quantised_folder(setup.model, "W8A8"))
+
+
+def sparse_int4(setup: Setup) -> AbstractContextManager[Server]:
+    return _hybrid(setup, _equal(setup), {}, quantised_folder(setup.model, "W4A16"))
+
+
 def served(setup: Setup) -> AbstractContextManager[Server]:
     """`hybrid serve MODEL` and nothing else: docs/cpu-start.md says what it chooses."""
     return _hybrid(setup, _sizes(setup), {})
 
 
-def _hybrid(setup: Setup, flags: list[str], config: dict[str, Any]) -> AbstractContextManager[Server]:
-    return hybrid_server(setup.place, {"host_pool.size": setup.kv_bytes, **config}, flags, setup.model)
+def _stock(setup: Setup, weights: Path) -> AbstractContextManager[Server]:
+    return stock_server(setup.place, weights, [*_equal(setup), *_memory(setup)], intel_openmp())
+
+
+def _hybrid(
+    setup: Setup, flags: list[str], config: dict[str, Any], weights: Path | None = None
+) -> AbstractContextManager[Server]:
+    """The catalogue's model, or ``weights``, a folder whose name the same configuration matches."""
+    model = setup.model if weights is None else str(weights)
+    return hybrid_server(setup.place, {"host_pool.size": setup.kv_bytes, **config}, flags, model)
 
 
 def _sizes(setup: Setup) -> list[str]:

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
-from hybrid_backend.model import weights_to_load
+from hybrid_backend.model import has_delta_nets, weights_to_load
 
 # What /proc/cpuinfo calls instructions that multiply bf16: AVX-512, AMX, AArch64. (AVX-NE-CONVERT only converts.)
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -57,9 +57,10 @@ def float32_line(model: Any, path: str, available: int) -> str | None:
     Returns:
         what to log if it is to be served in fp32, None if in its own dtype.
     """
-    dtype = str(model.dtype).removeprefix("torch.")
-    weights, _ = weights_to_load(path, model.hf_config.to_dict(), dtype, model.revision)
-    if model.quantization is not None or not float32_is_better(dtype, weights, available):
+    dtype, config = str(model.dtype).removeprefix("torch."), model.hf_config.to_dict()
+    weights, _ = weights_to_load(path, config, dtype, model.revision)
+    # Kernels for 4-bit weights and for gated delta nets take no fp32.
+    if model.quantization is not None or has_delta_nets(config) or not float32_is_better(dtype, weights, available):
         return None
     return (
         f"dtype float32 instead of {dtype}: this CPU has no bf16 instructions, and emulates them several times slower; "

@@ -83,6 +83,18 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
         "conv_L_cache": 3,
         "layer_types": ["conv", "full_attention"],
     },
+    "delta-nets": {
+        **_LLAMA,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 0,
+    },
     "mla": {
         **_LLAMA,
         "architectures": ["DeepseekV2ForCausalLM"],

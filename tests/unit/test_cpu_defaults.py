@@ -74,6 +74,11 @@ def test_weights_that_would_fill_the_memory_in_fp32_stay_as_they_are(tmp_path: P
     assert not float32_is_better("bfloat16", 0, 16 * GIB, old), "nobody knows how large they are"
 
 
+def says(**more: Any) -> SimpleNamespace:
+    """An engine's copy of a config.json."""
+    return SimpleNamespace(to_dict=lambda: {"torch_dtype": "bfloat16", **more})
+
+
 @pytest.mark.parametrize(
     ("has_instructions", "changes", "available", "expected"),
     [
@@ -82,6 +87,7 @@ def test_weights_that_would_fill_the_memory_in_fp32_stay_as_they_are(tmp_path: P
         (False, {}, 2**12, False),  # no room
         (False, {"quantization": "awq"}, 2**20, False),
         (False, {"dtype": torch.float32}, 2**20, False),
+        (False, {"hf_config": says(text_config={"linear_num_value_heads": 4})}, 2**20, False),  # its kernel wants bf16
     ],
 )
 def test_both_engines_ask_one_rule_by_their_own_configuration(
@@ -94,8 +100,7 @@ def test_both_engines_ask_one_rule_by_their_own_configuration(
 ) -> None:
     monkeypatch.setattr(cpu_defaults, "has_bf16", lambda cpuinfo: has_instructions)
     save_file({"a": torch.zeros(1000, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
-    hf_config = SimpleNamespace(to_dict=lambda: {"torch_dtype": "bfloat16"})
-    model = SimpleNamespace(dtype=torch.bfloat16, hf_config=hf_config, revision=None, quantization=None)
+    model = SimpleNamespace(dtype=torch.bfloat16, hf_config=says(), revision=None, quantization=None)
     vars(model).update(changes)
     line = float32_line(model, str(tmp_path), available)
     assert (line is not None) is expected

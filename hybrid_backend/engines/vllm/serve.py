@@ -31,6 +31,7 @@ from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORK
 from hybrid_backend.engines.vllm.settings import chosen
 from hybrid_backend.errors import EngineError, HybridError
 from hybrid_backend.host_memory import System
+from hybrid_backend.model import has_delta_nets
 from hybrid_backend.workers.cpus import Topology
 
 NAME = "vLLM"
@@ -148,8 +149,11 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
         _, _, validate = compat.command_line()
         validate(parsed)
         choices = list(_choose_for_cpu(parsed, _flags(arguments))) if device == "cpu" else []
-        if not chosen(AsyncEngineArgs.from_cli_args(parsed).create_engine_config()):
+        config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+        if not chosen(config):
             raise other_backend("vllm serve")
+        if device == "cpu":
+            _refuse_dtype(config.model_config)
         for line in choices:  # now vLLM's logging is set up
             logger.info(line)
         address, listener = setup_server(parsed, reuse_port=False)
@@ -172,6 +176,15 @@ def _refuse_other_servers(parsed: Any) -> None:
         raise EngineError(
             f"--{asked[0].replace('_', '-')}: `hybrid serve` starts one HTTP server; leave it out, or use vLLM's own "
             "command line (docs/vllm.md)"
+        )
+
+
+def _refuse_dtype(model: Any) -> None:
+    """vLLM 0.32 would start, and end at the first request (`cpu_gdn_attention_core` asserts bf16)."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    if has_delta_nets(model.hf_config.to_dict()) and dtype != "bfloat16":
+        raise EngineError(
+            f"--dtype {dtype}: vLLM's CPU kernel for gated delta nets takes bfloat16 alone; use --dtype bfloat16"
         )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.models import peaked
+from tests.support.quantised import save_quantised
 
 WINDOW = 64
 VOCABULARY = 512
@@ -195,7 +196,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"hidden_size": 128} | _NO_PADDING),
     # vLLM has no code of its own for it, and runs that of Transformers.
     "glm": ("GlmConfig", _HEADS_UNLIKE_HIDDEN | _NO_PADDING),
+    "llama_w8a8": ("LlamaConfig", _HEADS_UNLIKE_HIDDEN),
+    "qwen3_w4a16": ("Qwen3Config", _HEADS_UNLIKE_HIDDEN),
 }
+# Of those, the ones with quantised weights, as `save_quantised` takes them. Inputs have zero points: those without are
+# for vLLM's AMX kernel where there is one, which takes no fp32.
+QUANTISED: dict[str, dict[str, Any]] = {
+    "llama_w8a8": {"scheme": "W8A8", "symmetric": False},
+    "qwen3_w4a16": {"scheme": "W4A16", "group": 32},
+}
+DTYPES = {"qwen3_w4a16": "bfloat16"}  # the others' is float32, which vLLM's kernel for 4-bit weights does not take
 # Of those, the ones that are shown images.
 VISION = ("qwen3_vl",)
 # The ones with layers whose state is the engine's, and of these the ones of which a CPU keeps the state of prefixes.
@@ -211,6 +221,8 @@ def build(name: str, folder: Path) -> Path:
     for path, weight in model.named_parameters():
         if path.endswith(".sinks"):  # as drawn, they have little part in the sums
             weight.data.add_(4.0)
+    if name in QUANTISED:
+        return save_quantised(model, folder, **QUANTISED[name])
     model.save_pretrained(folder)
     if name in VISION:
         _processor().save_pretrained(folder)

@@ -18,6 +18,7 @@ from typing import Any
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the worker lives here, so that its modules can be watched
+    VLLM_CPU_INT4_W4A8="0",  # with AMX: inputs of 4-bit weights are not quantised
     VLLM_USE_LAYERNAME="0",  # as `hybrid serve` sets it
     OMP_NUM_THREADS="1",  # the models are tiny: a second thread only waits for the first
     VLLM_NO_USAGE_STATS="1",
@@ -45,6 +46,7 @@ from hybrid_backend.engines.vllm.session import attention_layers, layer_inputs
 from hybrid_backend.errors import EngineError
 from tests.engines.vllm import gated_delta
 from tests.engines.vllm.families import (
+    DTYPES,
     FINDS_PREFIXES,
     IMAGE,
     IMAGE_BEGINS,
@@ -104,7 +106,7 @@ def engine(model: Path, hybrid: dict[str, Any] | None = None, **changes: Any) ->
     vars(worker)["REGISTRY"] = CollectorRegistry()  # an engine per process is the rule; here there are several
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
-        "dtype": "float32",
+        "dtype": DTYPES.get(model.name, "float32"),
         "block_size": PAGE,
         "max_model_len": 640,
         "max_num_seqs": 4,
@@ -205,7 +207,7 @@ def never_in_time_on_second(w: Any) -> None:
 def watch_own_input(w: Any) -> dict[int, list[float]]:
     """From now on every layer predicts from its OWN input. Returns a log: the largest error of each decode step."""
     runtime = w.session.runtime
-    stream = torch.empty(0, w.model_config.get_hidden_size())
+    stream = torch.empty(0, w.model_config.get_hidden_size(), dtype=w.model_config.dtype)
     errors: dict[int, list[float]] = {}
     predicted: dict[int, Tensor] = {}
     forward = runtime.forward

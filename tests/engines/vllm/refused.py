@@ -109,6 +109,12 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         ["--dtype", "float32", "--kv-cache-dtype", "bfloat16"],
         ["another type than the model's", "--kv-cache-dtype bfloat16", "use --kv-cache-dtype auto"],
     ),
+    "a dtype that the kernels of gated delta nets lack": (
+        "delta-nets",
+        [],
+        ["--dtype", "float32"],
+        ["--dtype float32", "gated delta nets", "use --dtype bfloat16"],
+    ),
     "gRPC": (MODEL, [], ["--grpc"], ["--grpc", "leave it out"]),
     "several API servers": (MODEL, [], ["--api-server-count", "2"], ["--api-server-count", "leave it out"]),
     "prefixes that end within a block of a model that keeps a state": (

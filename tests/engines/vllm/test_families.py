@@ -14,20 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.conftest import ROOT
 from tests.engines.probes import Probe, reader
-from tests.engines.vllm.families import FINDS_PREFIXES, MODELS, PARKED, WITH_STATE
+from tests.engines.vllm.families import DTYPES, FINDS_PREFIXES, MODELS, PARKED, QUANTISED, WITH_STATE
 
 pytestmark = pytest.mark.engine
 
-FAMILIES = list(MODELS)
+# vLLM's kernel for 4-bit weights is not in its AVX2 build.
+FAMILIES = [name for name in MODELS if name != "qwen3_w4a16" or torch.backends.cpu.get_cpu_capability() == "AVX512"]
+ROUNDED = [name for name in FAMILIES if name in QUANTISED]
+EXACT = [name for name in FAMILIES if name not in QUANTISED]
 # Others' layers are not called as vLLM calls its own.
 PREDICTED = [name for name in FAMILIES if name != "glm"]
 OWN_STATE = [name for name in WITH_STATE if name != "qwen3_5"]  # whose layers are Qwen3-Next's
 GEMMA3_FULL, GEMMA3_LOCAL = [2, 5], [0, 1, 3, 4]
 # fp32 sums in another order; a wrong window, scale or position changes them by more than 0.1
 NOISE = 1e-3
+# Where inputs are rounded to 8 bits, or all is computed in bf16, such sums round the other way now and then: measured
+# 0.11 on a log-probability, and 88 of 96 tokens before answers part.
+ROUNDING = 0.3
 # torchvision, which vLLM imports for Qwen3.5 and for models that see; the Makefile keeps it out of the environment.
 BESIDE = Path(sys.prefix) / ".vision"
 
@@ -98,10 +105,11 @@ def test_prediction_from_a_layers_own_input_is_its_real_query(seen: Probe, famil
     full = [layer for layer, window in enumerate(found["mine"]["windows"]) if window is None]
     assert set(map(int, found["errors"])) >= set(full)
     assert min(found["compared"].values()) >= 5
-    assert max(found["errors"].values()) < 1e-5
+    # In bf16 the sum of hidden states and residual is rounded in another place: a query of 4 to 8 by 1/32.
+    assert max(found["errors"].values()) < (0.1 if family in DTYPES else 1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EXACT)
 @pytest.mark.parametrize("which", ["mine", "mine_alone"])
 def test_answers_equal_the_stock_backends_when_every_page_is_attended(seen: Probe, family: str, which: str) -> None:
     """Most of them by the CPU workers."""
@@ -110,7 +118,23 @@ def test_answers_equal_the_stock_backends_when_every_page_is_attended(seen: Prob
     assert sum(found["mine"]["on_cpu"]) > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ROUNDED)
+@pytest.mark.parametrize("which", ["mine", "in_place"])
+def test_answers_with_quantised_weights_are_the_stock_backends_but_for_rounding(
+    seen: Probe, family: str, which: str
+) -> None:
+    mine, stock = seen(family)[which], seen(family)["stock"]
+    equal = 0
+    for own, other, tokens, others in zip(
+        mine["logprobs"], stock["logprobs"], mine["tokens"], stock["tokens"], strict=True
+    ):
+        until = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
+        assert own[:until] == pytest.approx(other[:until], abs=ROUNDING)
+        equal += until
+    assert equal > sum(map(len, stock["tokens"])) / 2
+
+
+@pytest.mark.parametrize("family", EXACT)
 def test_answers_equal_the_stock_backends_as_a_cpu_serves_by_default(seen: Probe, family: str) -> None:
     found = seen(family)["in_place"]
     assert_same_answers(found, seen(family)["stock"])

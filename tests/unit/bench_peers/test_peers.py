@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from bench.peers.__main__ import arguments_of
 from bench.peers.gguf_files import export
 from bench.peers.measure import Point, decode_rate, prefill_rate, sweep
-from bench.peers.registry import PEERS, choose, describe
+from bench.peers.peer import GROUPS
+from bench.peers.registry import PEERS, choose
 from bench.peers.table import table, verdict
 from hybrid_backend.tools.bench.client import BenchError, Streamed, find_endpoint
 from hybrid_backend.tools.hub.gguf_convert import convert
@@ -42,15 +43,16 @@ def cells(written: str, peer: str) -> list[str]:
 
 def test_peers_are_chosen_by_name_or_group_in_the_tables_order() -> None:
     assert [peer.name for peer in choose("vllm, hybrid-sparse,vllm")] == ["hybrid-sparse", "vllm"]
-    assert choose("all") == list(PEERS) and all(peer.equal for peer in choose("equal"))
+    assert choose("all") == list(PEERS) == choose(",".join(GROUPS))
     assert set(choose("equal,llamacpp-q8")) - set(choose("equal")) == set(choose("llamacpp-q8"))
-    with pytest.raises(ValueError, match=r"'ollama' is no peer; there are: equal, all, hybrid-dense"):
+    with pytest.raises(ValueError, match=r"'ollama' is no peer; there are: equal, int8, int4, untouched, all, hybrid-"):
         choose("vllm,ollama")
     assert len({peer.name for peer in PEERS}) == len(PEERS)
 
 
-def test_a_row_says_what_the_peer_computes_with() -> None:
-    assert describe("llamacpp-same-kv", "bfloat16") == "bfloat16 weights and KV" and describe("mine", "float32") == ""
+def test_every_group_has_us_and_others() -> None:
+    for group in GROUPS:
+        assert {peer.ours for peer in choose(group)} == {True, False}, group
 
 
 @pytest.mark.parametrize(
@@ -103,13 +105,27 @@ def test_losing_rows_are_marked_and_ratios_are_of_the_same_rounds() -> None:
         point("llamacpp", 200, 20, 40, 60, prefill=(25,)),
         point("vllm", 200, 5, 10, 60, prefill=(100,)),
     ]
-    written = table(points, lambda name: f"about {name}")
+    written = table(points, "bfloat16")
+    what = "bfloat16 weights, KV f16 (its default)"
     assert cells(written, "llamacpp") == [
-        "200", "1", "llamacpp", "about llamacpp", "40.0 (20.0..60.0)", "**0.50, slower**", "25.0", "2.00",
+        "200", "1", "llamacpp", what, "40.0 (20.0..60.0)", "**0.50, slower**", "25.0", "2.00",
     ]  # fmt: skip
     # Medians' ratio would be the same here for vllm's; the rounds' is the median of 2, 2, 0.5.
     assert cells(written, "vllm")[5:] == ["2.00", "100.0", "**0.50, slower**"]
     assert cells(written, "hybrid-sparse")[5] == "", "it is not compared with itself"
+
+
+def test_rows_are_compared_with_ours_of_as_many_bits() -> None:
+    points = [
+        point("hybrid-sparse", 200, 10.0),
+        point("hybrid-int8", 200, 30.0),
+        point("llamacpp-q8", 200, 20.0),
+        point("llamacpp-shipped", 200, 40.0),
+        point("mine", 200, 5.0),
+    ]
+    written = table(points, "float32")
+    assert cells(written, "llamacpp-q8")[5] == "1.50" and cells(written, "llamacpp-shipped")[5] == ""
+    assert cells(written, "mine")[3:6] == ["", "5.0", "2.00"], "a server of somebody's own, beside the equal ones"
 
 
 def test_the_verdict_names_the_hardest_peer_and_the_goal_that_is_missed() -> None:
@@ -118,16 +134,16 @@ def test_the_verdict_names_the_hardest_peer_and_the_goal_that_is_missed() -> Non
         *(point("llamacpp", depth, rate) for depth, rate in ((200, 20.0), (4000, 9.0), (7500, 8.0))),
         *(point("llamacpp-q8", depth, 100.0) for depth in (200, 4000, 7500)),
     ]
-    short, long, longer = verdict(points, {peer.name for peer in PEERS if peer.equal}).splitlines()
+    short, long, longer = verdict(points).splitlines()
     assert "0.50 of llamacpp (no goal); slower than llamacpp (0.50)" in short
     assert "1.11 of llamacpp (goal 1, met)" in long and "1.25 of llamacpp (goal 1.5, MISSED)" in longer
     assert "q8" not in short + long + longer, "it has fewer bits"
 
 
 def test_a_peer_without_us_gives_a_table_without_ratios() -> None:
-    written = table([point("vllm", 200, 5.0, prefill=(7.0,))], lambda name: "")
-    assert "over it" not in written and cells(written, "vllm") == ["200", "1", "vllm", "", "5.0", "7.0"]
-    assert verdict([point("vllm", 200, 5.0)], {"vllm"}) == "\n"
+    written = table([point("openvino-q8", 200, 5.0, prefill=(7.0,))], "float32")
+    assert "over it" not in written and cells(written, "openvino-q8")[4:] == ["5.0", "7.0"]
+    assert verdict([point("vllm", 200, 5.0)]) == "\n"
 
 
 @contextmanager

@@ -1,0 +1,37 @@
+"""The model as vLLM reads quantised weights: compressed-tensors, made from the catalogue's safetensors.
+
+vLLM's CPU kernels: ``W8A8`` (oneDNN, with AMX its own), ``W4A16`` (AVX-512; with AMX it quantises inputs, too, unless
+``VLLM_CPU_INT4_W4A8=0``). The output layer stays in the model's dtype: vLLM has no quantised one that is tied to the
+embedding, as SmolLM2's and Qwen's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
+
+from hybrid_backend.tools.hub import fetch
+from tests.support.quantised import save_quantised
+
+GROUP = 32
+"""Inputs that share a scale of 4-bit weights: as in GGUF's Q4_0, and as widths that 128 does not divide need it."""
+_BESIDE = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+def quantised_folder(model: str, scheme: str) -> Path:
+    """The catalogue's ``model`` with weights of ``scheme`` (W8A8, W4A16), made beside its safetensors if it is not
+    there yet."""
+    folder = fetch(model)
+    target = folder.parent / f"{folder.name}.{scheme}"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{target.name}.") as work:
+            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+            made = save_quantised(loaded, Path(work, "model"), scheme, GROUP if scheme == "W4A16" else None)
+            for name in _BESIDE:
+                if (folder / name).exists():
+                    shutil.copy(folder / name, made / name)
+            made.rename(target)
+    return target
