@@ -236,9 +236,12 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
 
 
 def has_delta_nets(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that some layers are gated delta nets (Qwen3-Next, Qwen3.5)."""
-    text = config.get("text_config")
-    return any(isinstance(level, Mapping) and bool(level.get("linear_num_value_heads")) for level in (config, text))
+    """Whether a config.json says that some layers are gated delta nets (Qwen3-Next, Qwen3.5 and their kin)."""
+    levels = (level for level in (config, config.get("text_config")) if isinstance(level, Mapping))
+    return any(
+        level.get("linear_num_value_heads") and "linear_attention" in level.get("layer_types", ["linear_attention"])
+        for level in levels
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:

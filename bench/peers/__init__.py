@@ -1,6 +1,7 @@
 """What people serve models with on CPUs, beside us: decode and prefill rates by depth and batch.
 
     python -m bench.peers [--quick] [--peers NAME,...] [--depths 200,2000,7500] [--batches 1,4] [--dtype float32]
+    python -m bench.peers --peers int8,int4              # quantised weights, compared with rows of as many bits
     python -m bench.peers --model qwen2.5-coder-0.5b-instruct --depths 16000,32000 --batches 1 --native llama-server
     python -m bench.peers --hold --peers vllm            # start it, print its address, serve until Ctrl-C
     python -m bench.peers --endpoint vllm=http://127.0.0.1:8000 --endpoint hybrid-sparse=http://127.0.0.1:8001

@@ -42,10 +42,16 @@ def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", default="equal", help=f"{', '.join(GROUPS)}, all, or of: {','.join(p.name for p in PEERS)}"
     )
-    parser.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="running servers instead")
+    parser.add_argument(
+        "--endpoint",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="running servers instead; a peer's name puts one into its group",
+    )
     parser.add_argument("--hold", action="store_true", help="start the peers, print their addresses and wait")
     parser.add_argument("--model", default=MODEL, help="of the catalogue")
-    parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES), help="of the equal-precision rows")
+    parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES), help="of the rows at equal precision")
     parser.add_argument("--depths", help="tokens of a prompt")
     parser.add_argument("--batches", help="requests at once")
     parser.add_argument("--rounds", type=int, help="of decoding")
@@ -102,8 +108,8 @@ def started(peers: Sequence[Peer], setup: Setup) -> Iterator[tuple[list[Endpoint
         for peer in peers:
             try:
                 server = stack.enter_context(peer.start(setup))
-            except (RuntimeError, OSError) as error:
-                lines = str(error).strip().splitlines()
+            except (HybridError, RuntimeError, OSError, ValueError) as error:
+                lines = str(error).strip().splitlines() or [type(error).__name__]
                 failed[peer.name] = next((each for each in reversed(lines) if "Error" in each), lines[-1])
             else:
                 found.append(find_endpoint(f"{peer.name}={server.url}", None, 30))

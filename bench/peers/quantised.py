@@ -11,10 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM
-
 from hybrid_backend.tools.hub import fetch
-from tests.support.quantised import save_quantised
 
 GROUP = 32
 """Inputs that share a scale of 4-bit weights: as in GGUF's Q4_0, and as widths that 128 does not divide need it."""
@@ -24,6 +21,10 @@ _BESIDE = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 def quantised_folder(model: str, scheme: str) -> Path:
     """The catalogue's ``model`` with weights of ``scheme`` (W8A8, W4A16), made beside its safetensors if it is not
     there yet."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.support.quantised import save_quantised
+
     folder = fetch(model)
     target = folder.parent / f"{folder.name}.{scheme}"
     if not target.exists():

@@ -167,7 +167,12 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("HiCache", None, {"arguments.enable_hierarchical_cache": True}),
     Feature("LoRA", {"lora_config": SimpleNamespace()}, {"arguments.enable_lora": True}),
-    Feature("quantised weights", {"model_config.quantization": "awq"}, {"arguments.quantization": "awq"}, _FAMILIES),
+    Feature(
+        "quantised weights (W8A8, W4A16)",
+        {"model_config.quantization": "compressed-tensors"},
+        {"arguments.quantization": "compressed-tensors"},
+        _FAMILIES,
+    ),
     Feature("fp8 KV cache", {"cache_config.cache_dtype": "fp8"}, {"arguments.kv_cache_dtype": "fp8_e5m2"}),
     Feature("mixture of experts", {}, {}, _FAMILIES, "tests/engines/sglang/test_families.py"),
     Feature("prompts with images", {}, {}, _FAMILIES),

@@ -88,6 +88,7 @@ def says(**more: Any) -> SimpleNamespace:
         (False, {"quantization": "awq"}, 2**20, False),
         (False, {"dtype": torch.float32}, 2**20, False),
         (False, {"hf_config": says(text_config={"linear_num_value_heads": 4})}, 2**20, False),  # its kernel wants bf16
+        (False, {"hf_config": says(linear_num_value_heads=4, layer_types=["full_attention"])}, 2**20, True),
     ],
 )
 def test_both_engines_ask_one_rule_by_their_own_configuration(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.models import peaked
-from tests.support.quantised import save_quantised
 
 WINDOW = 64
 VOCABULARY = 512
@@ -222,6 +221,8 @@ def build(name: str, folder: Path) -> Path:
         if path.endswith(".sinks"):  # as drawn, they have little part in the sums
             weight.data.add_(4.0)
     if name in QUANTISED:
+        from tests.support.quantised import save_quantised
+
         return save_quantised(model, folder, **QUANTISED[name])
     model.save_pretrained(folder)
     if name in VISION:

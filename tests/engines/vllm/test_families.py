@@ -18,7 +18,7 @@ import torch
 
 from tests.engines.conftest import ROOT
 from tests.engines.probes import Probe, reader
-from tests.engines.vllm.families import DTYPES, FINDS_PREFIXES, MODELS, PARKED, QUANTISED, WITH_STATE
+from tests.engines.vllm.families import FINDS_PREFIXES, MODELS, PARKED, QUANTISED, WITH_STATE
 
 pytestmark = pytest.mark.engine
 
@@ -33,8 +33,8 @@ GEMMA3_FULL, GEMMA3_LOCAL = [2, 5], [0, 1, 3, 4]
 # fp32 sums in another order; a wrong window, scale or position changes them by more than 0.1
 NOISE = 1e-3
 # Where inputs are rounded to 8 bits, or all is computed in bf16, such sums round the other way now and then: measured
-# 0.11 on a log-probability, and 88 of 96 tokens before answers part.
-ROUNDING = 0.3
+# 0.11 on a log-probability, and 78 of 96 tokens before answers part. (Sparse: 0.19 to 1.05, and 50 to 52 tokens.)
+ROUNDING = 0.2
 # torchvision, which vLLM imports for Qwen3.5 and for models that see; the Makefile keeps it out of the environment.
 BESIDE = Path(sys.prefix) / ".vision"
 
@@ -106,7 +106,8 @@ def test_prediction_from_a_layers_own_input_is_its_real_query(seen: Probe, famil
     assert set(map(int, found["errors"])) >= set(full)
     assert min(found["compared"].values()) >= 5
     # In bf16 the sum of hidden states and residual is rounded in another place: a query of 4 to 8 by 1/32.
-    assert max(found["errors"].values()) < (0.1 if family in DTYPES else 1e-5)
+    # And where inputs are rounded to 8 bits, the last bit of a norm is another step of them now and then.
+    assert max(found["errors"].values()) < (0.1 if family in QUANTISED else 1e-5)
 
 
 @pytest.mark.parametrize("family", EXACT)
@@ -129,9 +130,10 @@ def test_answers_with_quantised_weights_are_the_stock_backends_but_for_rounding(
         mine["logprobs"], stock["logprobs"], mine["tokens"], stock["tokens"], strict=True
     ):
         until = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
-        assert own[:until] == pytest.approx(other[:until], abs=ROUNDING)
+        assert own[: until + 1] == pytest.approx(other[: until + 1], abs=ROUNDING)  # they part where two are near
         equal += until
-    assert equal > sum(map(len, stock["tokens"])) / 2
+    assert equal > 0.6 * sum(map(len, stock["tokens"]))
+    assert sum(mine["on_cpu"]) > 0 if which == "mine" else mine["frames"] == []
 
 
 @pytest.mark.parametrize("family", EXACT)

@@ -6,8 +6,9 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from safetensors.torch import load_file
 
-from bench.peers.__main__ import arguments_of
+from bench.peers.__main__ import arguments_of, started
 from bench.peers.gguf_files import export
 from bench.peers.measure import Point, decode_rate, prefill_rate, sweep
-from bench.peers.peer import GROUPS
+from bench.peers.peer import GROUPS, Peer, Setup
 from bench.peers.registry import PEERS, choose
 from bench.peers.table import table, verdict
 from hybrid_backend.tools.bench.client import BenchError, Streamed, find_endpoint
@@ -75,6 +76,21 @@ def test_quick_is_small_and_an_option_wins_over_it() -> None:
     assert (arguments_of([]).depths, arguments_of([]).batches) == ([200, 2000, 7500], [1, 4])
     quick = arguments_of(["--quick", "--depths", "900,300"])
     assert (quick.depths, quick.batches, quick.rounds) == ([300, 900], [1], 3)
+
+
+def test_a_peer_that_does_not_start_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    def fails(setup: Setup) -> Any:
+        raise BenchError("a server ended with 1: error: no kernel for Float")
+
+    nowhere = tmp_path / "none"
+    setup = Setup("model", nowhere, "float32", 10, 1, 1, 1, tmp_path, nowhere, nowhere, None)
+    app = FastAPI()
+    app.add_api_route("/v1/models", lambda: {"data": [{"id": "model"}]}, methods=["GET"])
+    with serving(app) as url:
+        runs = Peer("runs", "", "equal", lambda _: nullcontext(SimpleNamespace(url=url)))
+        with started([Peer("fails", "", "int4", fails), runs], setup) as (found, failed):
+            assert [endpoint.name for endpoint in found] == ["runs"]
+            assert list(failed) == ["fails"] and "no kernel for Float" in failed["fails"]
 
 
 def test_decode_rate_is_that_of_the_median_span_over_all_streams() -> None:
