@@ -92,7 +92,8 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
         "num_experts": 0,
     },
     "mla": {
