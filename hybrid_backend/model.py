@@ -231,17 +231,18 @@ def weight_bytes(folder: Path, itemsize: int, stated_itemsize: int) -> int | Non
 
 def is_quantised(config: Mapping[str, Any]) -> bool:
     """Whether a config.json says that weights are stored in fewer bits than it computes in."""
-    text = config.get("text_config")
-    return any(isinstance(level, Mapping) and level.get("quantization_config") for level in (config, text))
+    return any(level.get("quantization_config") for level in _levels(config))
 
 
 def has_delta_nets(config: Mapping[str, Any]) -> bool:
     """Whether a config.json says that some layers are gated delta nets (Qwen3-Next, Qwen3.5 and their kin)."""
-    levels = (level for level in (config, config.get("text_config")) if isinstance(level, Mapping))
-    return any(
-        level.get("linear_num_value_heads") and "linear_attention" in level.get("layer_types", ["linear_attention"])
-        for level in levels
-    )
+    named = (level.get("layer_types") for level in _levels(config) if level.get("linear_num_value_heads"))
+    return any(kinds is None or "linear_attention" in kinds for kinds in named)
+
+
+def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A config.json, and what it says of the language model of one that sees."""
+    return [level for level in (config, config.get("text_config")) if isinstance(level, Mapping)]
 
 
 def weight_files(folder: Path) -> list[Path]:

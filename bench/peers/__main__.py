@@ -39,9 +39,9 @@ def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
     )
     native = ROOT / ".venv-peers" / "bin" / "llama-server"
     parser.add_argument("--quick", action="store_true", help=f"a small run: {QUICK}")
-    parser.add_argument(
-        "--peers", default="equal", help=f"{', '.join(GROUPS)}, all, or of: {','.join(p.name for p in PEERS)}"
-    )
+    groups = "; ".join(f"{name}: {what}" for name, what in GROUPS.items())
+    names = ",".join(peer.name for peer in PEERS)
+    parser.add_argument("--peers", default="equal", help=f"a group ({groups}), all, or of: {names}")
     parser.add_argument(
         "--endpoint",
         action="append",

