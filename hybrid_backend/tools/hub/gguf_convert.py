@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,18 @@ class Metadata:
         return value
 
 
-def convert(source: Path, target: Path, *, name: str, on_tensor: OnTensor | None = None) -> None:
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    name: str,
+    sampling: Mapping[str, float] | None = None,
+    on_tensor: OnTensor | None = None,
+) -> None:
     """Write the GGUF `source` as a model directory into the existing, empty directory `target`.
 
-    `name` becomes config.json's `_name_or_path`; `on_tensor(done, total)` is called after every tensor.
+    `name` becomes config.json's `_name_or_path`, `sampling` is added to generation_config.json;
+    `on_tensor(done, total)` is called after every tensor.
     """
     try:
         reader = gguf.GGUFReader(source)
@@ -107,7 +115,7 @@ def convert(source: Path, target: Path, *, name: str, on_tensor: OnTensor | None
     # The tokenizer first: it is quick, and most of what can be unsupported is there.
     write_tokenizer(metadata, shape, target)
     tensors = read_tensors(reader, shape, on_tensor)
-    write_config(metadata, shape, target, name=name, tied="lm_head.weight" not in tensors)
+    write_config(metadata, shape, target, name=name, tied="lm_head.weight" not in tensors, sampling=sampling or {})
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     # safetensors makes the file private; give it the mode of the others, so that a cache can be shared.
     shutil.copymode(target / "config.json", target / "model.safetensors")
@@ -179,8 +187,10 @@ def unpermute(weight: Array, heads: int) -> Array:
     return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_config(metadata: Metadata, shape: LlamaShape, target: Path, *, name: str, tied: bool) -> None:
-    """config.json and generation_config.json."""
+def write_config(
+    metadata: Metadata, shape: LlamaShape, target: Path, *, name: str, tied: bool, sampling: Mapping[str, float]
+) -> None:
+    """Write config.json and generation_config.json."""
     tokens = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
@@ -210,7 +220,8 @@ def write_config(metadata: Metadata, shape: LlamaShape, target: Path, *, name: s
         **tokens,
     }
     _write_json(target / "config.json", config)
-    _write_json(target / "generation_config.json", {k: v for k, v in tokens.items() if v is not None})
+    named_tokens = {name: token for name, token in tokens.items() if token is not None}
+    _write_json(target / "generation_config.json", {**named_tokens, **sampling})
 
 
 def write_tokenizer(metadata: Metadata, shape: LlamaShape, target: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -15,7 +20,7 @@ import pytest
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.bench import servers
 from hybrid_backend.tools.bench.client import BenchError
-from hybrid_backend.tools.bench.servers import configured, free_port, parse_overrides, running, stop
+from hybrid_backend.tools.bench.servers import configured, ended_in_order, free_port, parse_overrides, running, stop
 
 
 def test_a_server_that_ends_is_quoted_with_its_own_reason_and_its_log(tmp_path: Path) -> None:
@@ -62,8 +67,62 @@ with ended_in_order(), running(sleeps, free_port(), "model", Path(sys.argv[1])):
         measuring.kill()
 
 
+def test_an_interrupt_at_any_call_leaves_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM arrives at each call of the start, the wait and the stop in turn: there Python looks for signals."""
+    monkeypatch.setattr(servers, "START_DEADLINE", 0.0)
+    files = {servers.__file__, contextlib.__file__, subprocess.__file__, threading.__file__}
+    interrupts = 0
+    for call_to_hit in itertools.count(1):
+        calls = itertools.count(1)
+
+        def terminate(
+            frame: FrameType, _event: str, _: Any, calls: Any = calls, call_to_hit: int = call_to_hit
+        ) -> None:
+            if frame.f_code.co_filename in files and next(calls) == call_to_hit:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        before = set(psutil.Process().children())
+        with ended_in_order(), pytest.raises((KeyboardInterrupt, BenchError)) as ended:
+            server = running(["sleep", "600"], free_port(), "model", tmp_path / "server.log")
+            try:
+                sys.setprofile(terminate)
+                with server:
+                    pytest.fail("it does not answer")
+            finally:
+                sys.setprofile(None)
+        left = set(psutil.Process().children()) - before
+        for child in left:
+            child.kill()
+        assert not left, f"the interrupt at call {call_to_hit} left {left}"
+        interrupts += ended.type is KeyboardInterrupt
+        if next(calls) <= call_to_hit:  # so many calls are not made
+            break
+    assert interrupts > 50
+
+
+def test_a_measurement_in_the_background_stops_its_server_at_once(tmp_path: Path) -> None:
+    """Background jobs, nohup and many CI runners ignore SIGINT, which children inherit."""
+    script = """
+import signal, sys, time
+from pathlib import Path
+from hybrid_backend.tools.bench import servers
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+servers.START_DEADLINE = 0.0
+begin = time.monotonic()
+try:
+    with servers.running(["sleep", "600"], servers.free_port(), "model", Path(sys.argv[1])):
+        pass
+except servers.BenchError:
+    print(time.monotonic() - begin)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "server.log"], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert float(done.stdout) < 10
+
+
 def test_a_server_that_does_not_end_by_itself_is_killed_and_no_error() -> None:
-    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None and process.stdout.readline()
     stop(process, grace=0.1)

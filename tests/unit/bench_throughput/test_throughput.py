@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import math
 import sys
 from collections.abc import Mapping
@@ -12,14 +13,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
 from hybrid_backend.tools.bench.client import BenchError, Endpoint
 from hybrid_backend.tools.bench.throughput.client import run_client
 from hybrid_backend.tools.bench.throughput.point import Workload, point_from
-from hybrid_backend.tools.bench.throughput.report import plot, table
+from hybrid_backend.tools.bench.throughput.report import plot, progress_line, summary, table
 from hybrid_backend.tools.bench.throughput.sweep import WARM_UP, sweep, turns
+from hybrid_backend.tools.bench.throughput.tokenizer import find_tokenizer
 
 A, B = (Endpoint(name=name, url=f"http://{name}", model="m") for name in ("stock", "hybrid"))
 WORK = Workload(prompts=8, input_length=32, output_length=4, goodput={"ttft": 1000, "tpot": 100})
@@ -148,8 +151,10 @@ def test_the_table_is_shown_even_if_it_cannot_be_written(tmp_path: Path, monkeyp
     points = [point_from(answer(), "stock", 1.0, 0, WORK)]
     monkeypatch.setattr("hybrid_backend.tools.bench.throughput.sweep.sweep", lambda *_: points)
     monkeypatch.setattr("hybrid_backend.tools.bench.throughput.report.plot", full)
-    result = CliRunner().invoke(app, ["bench", "throughput", "stock=http://x", "--out", str(tmp_path)])
-    assert result.exit_code == 1 and "goodput" in result.stdout and "stock" in result.stdout
+    (tmp_path / "config.json").write_text("{}")
+    line = ["bench", "throughput", "stock=http://x", "--tokenizer", str(tmp_path), "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 1 and "TTFT" in result.stdout and "stock" in result.stdout
     assert (
         result.stderr == f"error: --out {tmp_path}: cannot be written (No space left on device); give another --out\n"
     )
@@ -166,7 +171,60 @@ def test_without_matplotlib_the_extra_is_named_before_anything_runs(
     assert result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_a_client_that_fails_is_quoted() -> None:
-    nowhere = Endpoint(name="stock", url="http://127.0.0.1:9", model="/nonexistent")
-    with pytest.raises(BenchError, match=r"sglang's client failed on stock \(http://127.0.0.1:9\): .*\w"):
-        run_client("sglang", nowhere, WORK, 1.0, 1)
+def test_a_client_that_fails_is_quoted_by_its_last_line_and_its_output_is_kept(tmp_path: Path) -> None:
+    nowhere, log = (
+        Endpoint(name="stock", url="http://127.0.0.1:9", model="/nonexistent"),
+        tmp_path / "logs" / "client.log",
+    )
+    with pytest.raises(BenchError, match=r"sglang's client failed on stock \(http://127.0.0.1:9\): .*\w") as failed:
+        run_client("sglang", log, nowhere, WORK, 1.0, 1)
+    assert str(failed.value).endswith(f"its output: {log}") and "\n" not in str(failed.value)
+    assert log.read_text().strip().splitlines()[-1].strip()[:300] in str(failed.value)
+
+
+def test_what_is_printed_fits_a_terminal_of_80_columns() -> None:
+    points = [
+        point_from(answer(1234.5), name, rate, repeat, WORK)
+        for name in ("stock", "hybrid")
+        for rate in (0.25, math.inf)
+        for repeat in range(3)
+    ]
+    screen = Console(width=80, record=True, file=io.StringIO())
+    screen.print(summary(points))
+    printed = screen.export_text()
+    rows = [line.split() for line in printed.splitlines() if "stock " in line or "hybrid " in line]
+    assert [row[:4] for row in rows if row[0] in ("0.25", "all")] == [
+        ["0.25", "stock", "4.00", "1234.5"],
+        ["0.25", "hybrid", "4.00", "1234.5"],
+        ["all", "stock", "4.00", "1234.5"],
+        ["all", "hybrid", "4.00", "1234.5"],
+    ], printed
+    assert all(row[-2:] == ["0", "1.00"] for row in rows if row[0] in ("0.25", "all")), "failed, ratio to the first"
+    lines = [progress_line(point, 3) for point in points]
+    assert lines[0] == "stock, 0.25 req/s, run 1 of 3: 1234.5 tokens/s, TTFT 1.50 s, TPOT 20.0 ms"
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_demo_models_name_is_its_tokenizer(model_dir: Path) -> None:
+    assert find_tokenizer("", "smollm2-135m-instruct") == str(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("option", "served", "told"),
+    [
+        ("", "gpt-mine", "the server's model 'gpt-mine' names no tokenizer here; give --tokenizer FOLDER"),
+        ("/nowhere", "m", "--tokenizer /nowhere: model '/nowhere' is neither in the catalog"),
+        (
+            "no-such/model",
+            "m",
+            "--tokenizer no-such/model: no-such/model/tokenizer_config.json is not cached and cannot",
+        ),
+    ],
+)
+def test_a_tokenizer_that_is_not_here_is_told_in_one_line(
+    option: str, served: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(BenchError) as refused:
+        find_tokenizer(option, served)
+    assert str(refused.value).startswith(told) and "\n" not in str(refused.value)

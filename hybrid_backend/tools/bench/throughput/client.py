@@ -66,12 +66,23 @@ def installed_client(wanted: str) -> str:
 
 
 def run_client(
-    client: str, endpoint: Endpoint, workload: Workload, rate: float, seed: int, timeout: float = 3600
+    client: str,
+    log: Path,
+    endpoint: Endpoint,
+    workload: Workload,
+    rate: float,
+    seed: int,
+    timeout: float = 3600,
 ) -> Mapping[str, Any]:
-    """One run; the client's own result.
+    """Run an engine's client once and return the result that it wrote.
+
+    Args:
+        client: a key of `CLIENTS`.
+        log: file for what the client prints; written where the client fails.
+        timeout: seconds.
 
     Raises:
-        BenchError: there is none, within ``timeout`` seconds; with the end of its log.
+        BenchError: no result within ``timeout`` seconds; quotes the last line of the client's output and names ``log``.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
@@ -92,7 +103,10 @@ def run_client(
         except subprocess.TimeoutExpired:
             raise BenchError(f"{where}: not done after {timeout:g} s") from None
         if done.returncode or not out.exists():
-            raise BenchError(f"{where}: {done.stdout[-1000:]}")
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(done.stdout)
+            lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or ["it printed nothing"]
+            raise BenchError(f"{where}: {lines[-1][:300]}; its output: {log}")
         result: Mapping[str, Any] = json.loads(out.read_text().splitlines()[-1])
         return result
 

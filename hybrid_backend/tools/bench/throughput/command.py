@@ -52,14 +52,12 @@ def throughput(
     server gets the same prompts at the same moments. No prompt is sent twice to one server, so its prefix cache has
     nothing to give.
     """
-    from rich.markdown import Markdown
-
     from hybrid_backend.tools.bench.limits import parse_limits, told
     from hybrid_backend.tools.bench.output import check_folder, writing
     from hybrid_backend.tools.bench.servers import DEMO, configured, parse_overrides
     from hybrid_backend.tools.bench.throughput.client import CLIENTS, installed_client, run_client
     from hybrid_backend.tools.bench.throughput.point import Point, Workload
-    from hybrid_backend.tools.bench.throughput.report import plot, table
+    from hybrid_backend.tools.bench.throughput.report import plot, progress_line, summary, table
     from hybrid_backend.tools.bench.throughput.sweep import sweep
     from hybrid_backend.tools.pictures import check_matplotlib
 
@@ -85,15 +83,16 @@ def throughput(
     with found as (endpoints, workload):
 
         def tell(point: Point) -> None:
-            console.print(str(point), soft_wrap=True, markup=False, highlight=False)
+            console.print(progress_line(point, repeats), soft_wrap=True, markup=False, highlight=False)
 
-        points = sweep(endpoints, asked, repeats, workload, partial(run_client, client), seed, tell)
+        run = partial(run_client, client, out / "logs" / "client.log")
+        points = sweep(endpoints, asked, repeats, workload, run, seed, tell)
     # The first endpoint given is the one that others are compared with, whoever was measured first.
     order = [each.name for each in endpoints]
     points.sort(key=lambda point: order.index(point.endpoint))
     title = f"{input_length} + {output_length} tokens, {prompts} requests per run, {repeats} runs; good: {told(limits)}"
     written = table(points)
-    Console(width=170).print(Markdown(written))
+    console.print(summary(points))
     record = {
         "title": title, "client": client, "workload": workload.model_dump(), "seed": seed, "set": changed,
         "dtype": dtype if serve else None, "machine": platform.platform(),
@@ -119,8 +118,11 @@ def _rates(given: str) -> list[float]:
 @contextmanager
 def _given(named: Sequence[str], model: str | None, workload: Workload) -> Iterator[tuple[list[Endpoint], Workload]]:
     from hybrid_backend.tools.bench.client import find_endpoint
+    from hybrid_backend.tools.bench.throughput.tokenizer import find_tokenizer
 
-    yield [find_endpoint(each, model, 30) for each in named], workload
+    endpoints = [find_endpoint(name, model, 30) for name in named]
+    tokenizer = find_tokenizer(workload.tokenizer, endpoints[0].model)
+    yield endpoints, workload.model_copy(update={"tokenizer": tokenizer})
 
 
 @contextmanager
@@ -130,7 +132,7 @@ def _started(
     """Stock vLLM and `hybrid serve`, both up the whole time, of which one is asked at a time."""
     from hybrid_backend.engines.cpu_defaults import intel_openmp
     from hybrid_backend.tools.bench.client import Endpoint
-    from hybrid_backend.tools.bench.servers import DEMO, ended_in_order, hybrid_server, stock_server
+    from hybrid_backend.tools.bench.servers import DEMO, hybrid_server, stock_server
     from hybrid_backend.tools.hub import fetch
     from hybrid_backend.tools.plan.model import find_shape
 
@@ -142,7 +144,7 @@ def _started(
     flags += ["--no-enforce-eager"]  # stock's default, on machines of few cores too
     stock = stock_server(logs, model, [*flags, "--kv-cache-memory-bytes", str(memory)], environment=intel_openmp())
     hybrid = hybrid_server(logs, {"host_pool.size": memory, **changed}, flags)
-    with ended_in_order(), stock as first, hybrid as second:
+    with stock as first, hybrid as second:
         servers = {"stock": first, "hybrid": second}
         yield (
             [Endpoint(name=name, url=each.url, model=each.model) for name, each in servers.items()],

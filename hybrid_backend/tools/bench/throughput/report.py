@@ -7,6 +7,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rich import box
+from rich.table import Table
+
 from hybrid_backend.tools.bench.spread import spread
 from hybrid_backend.tools.bench.throughput.point import Point
 
@@ -47,6 +50,40 @@ def table(points: Sequence[Point]) -> str:
             ]
             lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines) + "\n"
+
+
+def progress_line(point: Point, repeats: int) -> str:
+    """Say in one line what one run measured."""
+    rate = "all at once" if point.rate is None else f"{point.rate:g} req/s"
+    failed = f", {point.failed} failed" if point.failed else ""
+    run = f"{point.endpoint}, {rate}, run {point.repeat + 1} of {repeats}"
+    times = f"TTFT {point.ttft_median / 1e3:.2f} s, TPOT {point.tpot_median:.1f} ms"
+    return f"{run}: {point.output_tokens_per_second:.1f} tokens/s, {times}{failed}"
+
+
+def summary(points: Sequence[Point]) -> Table:
+    """Build the table for the screen: medians only, so that it fits 80 columns. `table` has the ranges."""
+    columns: list[tuple[str, Callable[[Point], float], int]] = [
+        ("req/s done", lambda p: p.requests_per_second, 2),
+        ("tokens /s", lambda p: p.output_tokens_per_second, 1),
+        ("good req/s", lambda p: p.good_requests_per_second, 2),
+        ("TTFT s", lambda p: p.ttft_median / 1e3, 2),
+        ("p99", lambda p: p.ttft_p99 / 1e3, 2),
+        ("TPOT ms", lambda p: p.tpot_median, 1),
+        ("p99", lambda p: p.tpot_p99, 1),
+    ]
+    names = endpoints_of(points)
+    screen = Table("rate", "endpoint", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="medians over the repeats")
+    for label in [label for label, _, _ in columns] + ["failed", f"/ {names[0]}"]:
+        screen.add_column(label, justify="right")
+    for rate in rates_of(points):
+        for name in names:
+            measured, first = _of(points, name, rate), _of(points, names[0], rate)
+            cells = [f"{statistics.median(map(value, measured)):.{digits}f}" for _, value, digits in columns]
+            ratio = _ratio(measured, first).partition(" ")[0]
+            rate_cell = "all" if rate is None else f"{rate:g}"
+            screen.add_row(rate_cell, name, *cells, str(sum(p.failed for p in measured)), ratio)
+    return screen
 
 
 def plot(points: Sequence[Point], title: str, path: Path) -> None:
