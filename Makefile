@@ -20,9 +20,10 @@ MINUTES ?= 10
 BENCH_ARGS ?=
 HYBRID_CACHE ?= $(CURDIR)/.cache/models
 export HYBRID_CACHE
-# cpu or cuda: which build of the engine is installed. The CUDA tier has run on one GPU only, so a machine that has one
-# gets the CPU engine too unless cuda is asked for.
+# cpu or cuda: which build of the engine is installed. The CUDA tier has run on one GPU only, so a machine with a GPU
+# gets the CPU engine too unless cuda is asked for; `make serve` says so.
 DEVICE ?= cpu
+$(if $(filter cpu cuda,$(DEVICE)),,$(error DEVICE=$(DEVICE): write cpu or cuda))
 # Another version of the engine than the locked one, in an environment of its own (docs/engines.md): `make test
 # ENGINE_VERSION=0.31.0`, `make test ENGINE=sglang ENGINE_VERSION=0.5.22`. requirements/ENGINE-VERSION.txt says what else
 # differs from the lock.
@@ -74,7 +75,7 @@ ENGINE_VENV  := $(VENV)
 ENGINE_READY := $(PACKAGE_STAMP)
 endif
 
-.PHONY: help venv install sglang-engine ipex model serve test test-versions families test-fast test-nixl test-sglang test-install lint mypy format lock clean docs pages wheel
+.PHONY: help machine venv install sglang-engine ipex model serve test test-versions families test-fast test-nixl test-sglang test-install lint mypy format lock clean docs pages wheel
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -189,8 +190,21 @@ ipex: $(IPEX)/.python ## Create .venv-ipex, where workers.kernel: ipex finds IPE
 model: install ## Fetch the demo model (into HYBRID_CACHE)
 	@$(ENGINE_VENV)/bin/hybrid model fetch $(DEMO)
 
-serve: install $(if $(filter $(DEMO),$(MODEL)),model) ## Serve MODEL on PORT with the OpenAI API (ENGINE=vllm or sglang)
-	@echo "==> serving $(MODEL) on port $(PORT)"
+# The first line of `make serve`: what this machine has, and which build of the engine is taken for it.
+machine:
+	@gpu="$$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)" || gpu=; \
+	fail() { echo "error: $$1" >&2; exit 1; }; \
+	if [ $(DEVICE) = cuda ]; then \
+	  [ $(ENGINE) = vllm ] || fail "DEVICE=cuda: ENGINE=$(ENGINE) serves on CPUs only; take ENGINE=vllm, or leave DEVICE out"; \
+	  [ -n "$$gpu" ] || fail "DEVICE=cuda: nvidia-smi lists no GPU; install NVIDIA's driver, or leave DEVICE out"; \
+	fi; \
+	echo "==> found $${gpu:-no NVIDIA GPU}: taking the $(DEVICE) build of $(ENGINE), in $(ENGINE_VENV)"; \
+	if [ $(DEVICE) = cpu ] && [ -n "$$gpu" ]; then \
+	  echo "==> that build does not use the GPU; this one does: make serve DEVICE=cuda (docs/gpu.md)"; \
+	fi
+
+serve: machine install $(if $(filter $(DEMO),$(MODEL)),model) ## Serve MODEL on PORT with the OpenAI API (ENGINE=vllm or sglang)
+	@echo "==> serving $(MODEL) on port $(PORT); in another shell: source $(ENGINE_VENV)/bin/activate, then hybrid --help"
 	@exec $(ENGINE_VENV)/bin/hybrid serve "$(MODEL)" --engine $(ENGINE) $(if $(CONFIG),--config "$(CONFIG)") -- --port $(PORT) $(ARGS)
 
 # -- develop -------------------------------------------------------------------------------------------------
