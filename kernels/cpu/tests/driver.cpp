@@ -798,7 +798,7 @@ void test_codes() {
           for (int i = 0; i < hb::isa_count(); i++)
             if (hb::isa_runs(i) && hb::isa_at(i).codes.sums) codes.check(hb::isa_at(i).codes, hb::isa_at(i).name);
 #if defined(__x86_64__) && defined(HB_HAVE_VNNI)
-          if (__builtin_cpu_supports("avx512vnni")) codes.check(*hb_vnni.codes, "vnni");
+          if (__builtin_cpu_supports("avx512vnni")) codes.check(hb_vnni_codes, "vnni");
 #endif
 #if defined(__x86_64__) && defined(HB_HAVE_VBMI)
           if (__builtin_cpu_supports("avx512vbmi")) codes.check(hb_vbmi_codes, "vbmi");
