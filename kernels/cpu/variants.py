@@ -69,6 +69,10 @@ class Choice:
     reason: Reason
 
 
+def _is_bf16_prompt(case: Case) -> bool:
+    return (case.operation, case.dtype) == ("prompt", "bfloat16")
+
+
 def _zen4(case: Case) -> tuple[str, ...]:
     """AVX-512 runs on 256-bit units here, so that it loses where its wider sums are longer to add up."""
     small_group = case.group == 1 or (case.group == 2 and case.dtype == "float16")
@@ -80,12 +84,12 @@ def _zen4(case: Case) -> tuple[str, ...]:
 
 
 def _zen5(case: Case) -> tuple[str, ...] | None:
-    return ("avx512_bf16",) if case.operation == "prompt" else None
+    return ("avx512_bf16",) if _is_bf16_prompt(case) else None
 
 
 def _sapphire_rapids(case: Case) -> tuple[str, ...] | None:
     """A ``vdpbf16ps`` takes as long as four FMAs here: without AMX, bf16 prompts are faster in fp32."""
-    return ("amx", "avx512") if case.operation == "prompt" else None
+    return ("amx", "avx512") if _is_bf16_prompt(case) else None
 
 
 Rule = Callable[[Case], tuple[str, ...] | None]
@@ -125,11 +129,21 @@ def known_order(cpu: CpuModel, case: Case, variants: Sequence[str]) -> tuple[str
         case: what is to be computed.
         variants: those that run on the machine, in the default order.
     """
-    for _, vendor, family, models, rule in KNOWN:
+    _, rule = _rule_for(cpu)
+    first = rule(case)
+    return None if first is None else _ahead(first, variants)
+
+
+def microarchitecture(cpu: CpuModel) -> str:
+    """Return the name of a CPU's microarchitecture; empty where `KNOWN` lacks the model."""
+    return _rule_for(cpu)[0]
+
+
+def _rule_for(cpu: CpuModel) -> tuple[str, Rule]:
+    for name, vendor, family, models, rule in KNOWN:
         if (cpu.vendor, cpu.family) == (vendor, family) and cpu.model in models:
-            first = rule(case)
-            return None if first is None else _ahead(first, variants)
-    return None
+            return name, rule
+    return "", lambda case: None
 
 
 def _ahead(first: Sequence[str], variants: Sequence[str]) -> tuple[str, ...]:
