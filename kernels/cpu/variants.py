@@ -6,9 +6,9 @@ halves it on Intel's Sapphire Rapids. So the order in which variants are tried d
 1. where `KNOWN` has a rule for the model, by that rule;
 2. else by a measurement, which is made once and kept in ``~/.cache/hybrid_backend/kernels``.
 
-Variants differ in rounding. Two servers on one machine must therefore choose alike, and the same again after a restart:
-a rule always says the same, and of two processes that measure at the same time the first one's result is kept. A variant
-moves ahead of those before it in the default order only if it is faster by more than `CLEARLY`.
+Variants differ in rounding. So all servers on one machine must choose alike, also after a restart. A rule guarantees
+that; of two processes that measure at the same time, the first one's result is kept. A variant moves ahead of those
+before it in the default order only if it is faster by more than `CLEARLY`.
 
 `HYBRID_KERNELS` takes a variant by force: ``HYBRID_KERNELS=prompt=avx512,codes=vnni``.
 """

@@ -268,8 +268,7 @@ void DecodeLayer::prepare_scorer(Lane& mine, int r, bool with_codes) {
   Scorer& scorer = mine.scorer;
   if (mine.run != runs_ || mine.row != r) {
     if (in_codes()) mine.codes.prepare(model_, layer_->digests, kernels_, q, head_stride);
-    else if (scores_bytes())
-      scorer.prepare_bytes(model_, layer_->bytes, kernels_, aggregate_, q, head_stride);
+    else if (scores_bytes()) scorer.prepare_bytes(model_, layer_->bytes, kernels_, aggregate_, q, head_stride);
     else scorer.prepare(model_, layer_->digests, kernels_, per_head_, aggregate_, q, head_stride);
     mine.run = runs_, mine.row = r, mine.has_codes = false;
   }

@@ -118,9 +118,8 @@ struct Bench {
       case PROMPT: return [block = prompt(), kernels] { kernels.prompt(&block); };
       case PARTIAL: return [this, kernels] { kernels.attend(&job.shape(), &segment, 1, pages.data(), kPages); };
       case WEIGHTS:
-        return [this, kernels] {
-          kernels.weigh(&job.shape(), &segment, pages.data(), page_averages.data(), 0.5f, false);
-        };
+        return
+            [this, kernels] { kernels.weigh(&job.shape(), &segment, pages.data(), page_averages.data(), 0.5f, false); };
       case DIGESTS:
         return [this, kernels, page_of] {
           scorer.prepare(model, digest_store(), kernels, false, SOFTMAX, q.data(), row);
@@ -139,7 +138,8 @@ struct Bench {
           code_scorer.prepare_codes(q.data(), row);
           code_scorer.estimate(page_of, -1, 0, kPages, scores.data(), kPages);
         };
-      default: return [this, kernels] { kernels.softmax_add(scores.data(), (int)averages.size(), 0.1f, averages.data()); };
+      default:
+        return [this, kernels] { kernels.softmax_add(scores.data(), (int)averages.size(), 0.1f, averages.data()); };
     }
   }
   Scorer scorer;
