@@ -91,10 +91,7 @@ HB_API int hb_set_variant_order(int operation, const hb_model* model, const int*
   });
 }
 HB_API int hb_measure_variants(int operation, const hb_model* model, int rounds, double* seconds) {
-  return guarded([&] {
-    const std::vector<double> measured = hb::measure_variants((hb::Operation)operation, *model, rounds);
-    std::copy(measured.begin(), measured.end(), seconds);
-  });
+  return guarded([&] { hb::measure_variants((hb::Operation)operation, *model, rounds, seconds); });
 }
 
 HB_API int hb_partial(const hb_partial_args* args, int isa) {

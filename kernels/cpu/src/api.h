@@ -85,8 +85,8 @@ int hb_variant_runs(int operation, int variant, const hb_model* model);
 // library.
 int hb_set_variant_order(int operation, const hb_model* model, const int* order);
 // seconds: [hb_variant_count] the shortest of up to `rounds` times of each variant, for a small job of the model's shape in
-// this thread; NaN where the variant does not run here or lacks the shape. Variants take turns; one that takes twice as
-// long as another soon drops out.
+// this thread; NaN where the variant does not run here or lacks the shape. NaN before the call leaves a variant out.
+// Variants take turns; one that takes twice as long as another soon drops out.
 int hb_measure_variants(int operation, const hb_model* model, int rounds, double* seconds);
 
 int hb_partial(const hb_partial_args* args, int isa);
