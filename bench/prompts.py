@@ -1,6 +1,7 @@
 """Attention of prompts on the CPU: the native kernel over pages in place against PyTorch's flash attention.
 
     python -m bench.prompts [--dtype float32] [--threads 2] [--reps 5]
+    HYBRID_KERNELS=prompt=avx512 python -m bench.prompts --dtype bfloat16  # another kernel than the chosen one
 
 One layer; "PyTorch" is what serves where the kernel does not: earlier tokens gathered, own tokens attended causally,
 the two merged. Candidates take turns; medians of wall time.
@@ -18,6 +19,7 @@ from hybrid_backend.attention.prefill import KVBlock, gather_tokens
 from hybrid_backend.attention.prompts import TorchPrompts
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu import operations
+from hybrid_backend.kernels.cpu.library import kernel_choices
 from hybrid_backend.step import ModelSpec
 
 PAGE = 16
@@ -63,7 +65,8 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{options.dtype}, {options.threads} threads, {', '.join(cpu.isas())}\n")
+    kernels = {choice.order[0] for choice in kernel_choices() if choice.case[:2] == ("prompt", options.dtype)}
+    print(f"{options.dtype}, {options.threads} threads, {', '.join(sorted(kernels))}\n")
     print(
         "| KV heads x group x head_dim | new tokens of context | PyTorch, ms | native, ms | ratio | native, GFLOP/s |"
     )

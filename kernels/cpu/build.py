@@ -45,7 +45,7 @@ ISA_FLAGS = {
 EXPORTS = "{ global: hb_*; local: *; };\n"
 CORE = [
     *("dispatch", "attend_job", "digest", "codes", "pool", "mailbox", "decode", "operations", "residency"),
-    *("selfcheck", "api"),
+    *("measure", "selfcheck", "api"),
 ]
 
 NO_COMPILER = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import os
 import sys
 from functools import cache, lru_cache
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.errors import WorkerError
+from hybrid_backend.kernels.cpu.variants import VARIABLE, Choice, Variants, choose, measurements_folder, this_cpu
 
 LIBRARY = Path(__file__).with_name("libhybrid_cpu.so")
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 OK, TIMEOUT, ERROR = 0, 1, -1
+CHOSEN = -1  # HB_CHOSEN of src/api.h
 
 _INT_P = C.POINTER(C.c_int)
 
@@ -157,7 +160,7 @@ class MailboxArgs(C.Structure):
 
 
 # In the order of src/api.h.
-VERSION = 2
+VERSION = 3
 """`HB_VERSION`: of what fields mean where no structure's size tells."""
 
 STRUCTURES = (Cache, DigestStore, ByteStore, Model, PartialArgs, StepArgs, LayerArgs, MailboxArgs)
@@ -191,6 +194,13 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "hb_isa_name": (C.c_char_p, [C.c_int]),
     "hb_isa_runs": (C.c_int, [C.c_int]),
     "hb_isa_best": (C.c_int, []),
+    "hb_operation_count": (C.c_int, []),
+    "hb_operation_name": (C.c_char_p, [C.c_int]),
+    "hb_variant_count": (C.c_int, [C.c_int]),
+    "hb_variant_name": (C.c_char_p, [C.c_int, C.c_int]),
+    "hb_variant_runs": (C.c_int, [C.c_int, C.c_int, _P(Model)]),
+    "hb_set_variant_order": (C.c_int, [C.c_int, _P(Model), _INT_P]),
+    "hb_measure_variants": (C.c_int, [C.c_int, _P(Model), C.c_int, _P(C.c_double)]),
     "hb_partial": (C.c_int, [_P(PartialArgs), C.c_int]),
     "hb_read": (C.c_uint64, [C.c_void_p, C.c_int64]),
     "hb_scores": (
@@ -262,7 +272,43 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
 
 @lru_cache(maxsize=1)
 def native() -> C.CDLL:
-    """The library, loaded once.
+    """Load the library and have it take the fastest kernels, once.
+
+    Raises:
+        WorkerError: the library cannot be loaded; the message says what to install.
+        ConfigError: `HYBRID_KERNELS` names what is unknown here.
+    """
+    kernel_choices()
+    return _loaded()
+
+
+@lru_cache(maxsize=1)
+def kernel_choices() -> list[Choice]:
+    """Choose the kernels of this process; see `variants`.
+
+    Raises:
+        WorkerError: the library cannot be loaded; the message says what to install.
+        ConfigError: `HYBRID_KERNELS` names what is unknown here.
+    """
+    variants = library_variants()
+    choices = choose(variants, this_cpu(), os.environ.get(VARIABLE, ""), LIBRARY, measurements_folder())
+    for choice in choices:
+        variants.take(choice.case, choice.order)
+    return choices
+
+
+def library_variants() -> Variants:
+    """Return the variants of the library's operations.
+
+    Raises:
+        WorkerError: the library cannot be loaded; the message says what to install.
+    """
+    return Variants(_loaded(), Model)
+
+
+@lru_cache(maxsize=1)
+def _loaded() -> C.CDLL:
+    """Load the library.
 
     Raises:
         WorkerError: it was not built, or this machine cannot load it; the message says what to install.
@@ -308,14 +354,14 @@ def check(result: int) -> int:
 
 @cache
 def isa_index(name: str | None) -> int:
-    """Index of an instruction set; None is the best one that runs here.
+    """Return the number of an instruction set, `CHOSEN` for None: the fastest kernels of all sets.
 
     Raises:
         ValueError: this machine or this build lacks it.
     """
     library = native()
     if name is None:
-        return int(library.hb_isa_best())
+        return CHOSEN
     for index in range(library.hb_isa_count()):
         if library.hb_isa_name(index).decode() == name and library.hb_isa_runs(index):
             return index
@@ -323,8 +369,8 @@ def isa_index(name: str | None) -> int:
 
 
 def isas() -> list[str]:
-    """Instruction sets that were built and run here, best first."""
-    library = native()
+    """List the instruction sets that were built and run here, best first."""
+    library = _loaded()
     count = library.hb_isa_count()
     return [library.hb_isa_name(i).decode() for i in range(count) if library.hb_isa_runs(i)]
 

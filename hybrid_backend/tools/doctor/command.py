@@ -18,6 +18,7 @@ from hybrid_backend.engines.registry import installed_version
 from hybrid_backend.engines.vllm.nodes import KVCACHE_SPACE, rank_nodes
 from hybrid_backend.host_memory import System
 from hybrid_backend.tools.doctor.finding import Finding, has_problem
+from hybrid_backend.tools.doctor.kernel_choice import check_kernel_choice
 from hybrid_backend.tools.doctor.machine import (
     TorchBuild,
     allowed_cpus,
@@ -55,7 +56,8 @@ def doctor(
 
 def examine(config: str | None = None) -> list[Finding]:
     """All checks of this machine, as it is now."""
-    from hybrid_backend.kernels.cpu.library import isas
+    from hybrid_backend.kernels.cpu.library import isas, kernel_choices
+    from hybrid_backend.kernels.cpu.variants import this_cpu
 
     configured, settings = check_config(config, os.environ)
     build = torch_build()
@@ -67,6 +69,7 @@ def examine(config: str | None = None) -> list[Finding]:
         check_gpu(build),
         check_flashinfer(build, installed_version, settings.device_kernels),
         *check_kernels(isas, settings.workers.kernel),
+        *check_kernel_choice(kernel_choices, this_cpu()),
         *([] if gpu else [check_compiling(compiler_lacks())]),
         check_cores(allowed_cpus()),
         *check_numa(settings.workers.numa),

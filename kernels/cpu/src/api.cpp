@@ -11,6 +11,7 @@
 #include "digest.h"
 #include "dispatch.h"
 #include "guard.h"
+#include "measure.h"
 #include "pool.h"
 #include "selfcheck.h"
 
@@ -70,6 +71,29 @@ HB_API const char* hb_isa_name(int isa) { return isa >= 0 && isa < hb::isa_count
 HB_API int hb_isa_runs(int isa) { return hb::isa_runs(isa); }
 HB_API int hb_isa_best(void) { return hb::best_checked_isa(); }
 
+// --- variants --------------------------------------------------------------------------------------------------
+
+HB_API int hb_operation_count(void) { return hb::kOperations; }
+HB_API const char* hb_operation_name(int operation) { return hb::operation_name(operation); }
+HB_API int hb_variant_count(int operation) { return hb::variant_count(operation); }
+HB_API const char* hb_variant_name(int operation, int variant) { return hb::variant_name(operation, variant); }
+HB_API int hb_variant_runs(int operation, int variant, const hb_model* model) {
+  hb::Kernels kernels;
+  return hb::variant_isa(operation, variant) >= hb::best_checked_isa() &&
+         hb::take_variant(operation, variant, hb::shape_of(*model), kernels);
+}
+HB_API int hb_set_variant_order(int operation, const hb_model* model, const int* order) {
+  return guarded([&] {
+    hb::check_model(*model);
+    const int count = hb::variant_count(operation);
+    for (int i = 0; i < count; i++) check_id(order[i], count, "variant");
+    hb::set_variant_order(operation, hb::shape_of(*model), {order, order + count});
+  });
+}
+HB_API int hb_measure_variants(int operation, const hb_model* model, int rounds, double* seconds) {
+  return guarded([&] { hb::measure_variants((hb::Operation)operation, *model, rounds, seconds); });
+}
+
 HB_API int hb_partial(const hb_partial_args* args, int isa) {
   return guarded([&] {
     static thread_local hb::AttendJob job;
@@ -121,8 +145,7 @@ HB_API int hb_byte_scores(const hb_model* model, const hb_bytes* bytes, int64_t 
     for (int r = 0; r < rows; r++) {
       const int64_t* ids = table + r * table_stride;
       for (int c = 0; c < columns; c++) check_id(ids[c], pages_total, "page");
-      scorer.prepare_bytes(*model, *bytes, kernels, hb::byte_kernels_for(isa), hb::SUM, q + r * q_row_stride,
-                           q_head_stride);
+      scorer.prepare_bytes(*model, *bytes, kernels, hb::SUM, q + r * q_row_stride, q_head_stride);
       scorer.score([ids](int column) { return ids[column]; }, 0, columns, out + (int64_t)r * columns, columns);
     }
   });

@@ -12,7 +12,7 @@ extern "C" {
 enum { HB_OK = 0, HB_TIMEOUT = 1, HB_ERROR = -1 };
 
 // Of this interface: one more whenever what a field means changes and its structure keeps its size.
-enum { HB_VERSION = 2 };
+enum { HB_VERSION = 3 };
 
 // K and V of one layer: [pages, kv_heads, 2 (K|V), page_size, head_dim] or any other strides.
 typedef struct hb_cache {
@@ -68,6 +68,26 @@ int hb_isa_count(void);
 const char* hb_isa_name(int isa);
 int hb_isa_runs(int isa);  // 1 if this CPU has it
 int hb_isa_best(void);
+// In place of an instruction set's number: the variants below in the order that was set.
+enum { HB_CHOSEN = -1 };
+
+// --- variants: kernels that compute the same operation ---------------------------------------------------------
+
+// Operations and their variants are counted from 0. Variants stand in the default order, newest instructions first.
+int hb_operation_count(void);
+const char* hb_operation_name(int operation);
+int hb_variant_count(int operation);
+const char* hb_variant_name(int operation, int variant);
+// 1 if this CPU runs the variant, and the variant has the model's shape.
+int hb_variant_runs(int operation, int variant, const hb_model* model);
+// Sets the order in which HB_CHOSEN tries variants for shapes like the model's: of its type, with head_dim up to 64, 128 or
+// 256, and group 1, 2, up to 4 or more. order: [hb_variant_count] their numbers. For use before any other thread uses the
+// library.
+int hb_set_variant_order(int operation, const hb_model* model, const int* order);
+// seconds: [hb_variant_count] the shortest of up to `rounds` times of each variant, for a small job of the model's shape in
+// this thread; NaN where the variant does not run here or lacks the shape. NaN before the call leaves a variant out.
+// Variants take turns; one that takes twice as long as another soon drops out.
+int hb_measure_variants(int operation, const hb_model* model, int rounds, double* seconds);
 
 int hb_partial(const hb_partial_args* args, int isa);
 

@@ -29,13 +29,19 @@ void check_model(const hb_model& m) {
   require(m.scale > 0 && std::isfinite(m.scale), "the softmax scale must be positive");
 }
 
-Kernels kernels_of(const hb_model& model, int isa) {
-  require(isa_runs(isa), "this instruction set is not available on this CPU");
+Shape shape_of(const hb_model& model) {
   Shape shape{};
   shape.type = model.type;
   shape.head_dim = model.head_dim;
   shape.group = model.group;
-  return kernels_for(isa, shape);
+  return shape;
+}
+
+Kernels kernels_of(const hb_model& model, int isa) {
+  require(isa_runs(isa), "this instruction set is not available on this CPU");
+  require(model.type >= BF16 && model.type <= FP32, "element type must be bf16, fp16 or fp32");
+  require(model.group >= 1, "a KV head must serve a query head");
+  return kernels_for(isa, shape_of(model));
 }
 
 void PageLists::reset(int rows, int kv_heads, int capacity) {
@@ -51,7 +57,7 @@ void AttendJob::configure(const hb_model& model, const hb_cache& cache, int isa)
                           cache.token_stride == cache_.token_stride && cache.value_offset == cache_.value_offset;
   cache_ = cache;
   if (same_shape) return;
-  isa_ = -1;
+  isa_ = kUnconfigured;
   check_model(model);
   require(isa_runs(isa), "this instruction set is not available on this CPU");
   model_ = model;

@@ -13,6 +13,8 @@ namespace hb {
 
 // Throws std::invalid_argument for a shape that no kernel has.
 void check_model(const hb_model& model);
+// What kernels are chosen by, without strides.
+Shape shape_of(const hb_model& model);
 // Throws std::invalid_argument for an instruction set that this CPU lacks.
 Kernels kernels_of(const hb_model& model, int isa);
 
@@ -69,6 +71,7 @@ class AttendJob {
   void run(int lane, const std::atomic<bool>* cancelled = nullptr);
   bool finished() const { return done_.load(std::memory_order_acquire) == chunk_count_; }
   int chunks() const { return chunk_count_; }
+  const Shape& shape() const { return shape_; }
 
  private:
   struct Chunk {
@@ -101,7 +104,8 @@ class AttendJob {
 
   hb_model model_{};
   hb_cache cache_{};
-  int isa_ = -1;
+  static constexpr int kUnconfigured = kChosen - 1;
+  int isa_ = kUnconfigured;
   Shape shape_{};
   Kernels kernels_{};
   std::vector<int32_t> prefetch_order_;

@@ -117,13 +117,13 @@ void encode_page(const hb_model& model, const hb_digests& digests, const hb_cach
                 cache.token_stride, (uint8_t*)digests.base + page * digests.page_stride + h * digests.head_stride);
 }
 
-void CodeScorer::prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels,
-                         const ByteKernels& byte_kernels, const char* q, int64_t q_head_stride) {
+void CodeScorer::prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, const char* q,
+                         int64_t q_head_stride) {
   model_ = model;
   digests_ = digests;
   isa_ = kernels.base;
-  bytes_ = byte_kernels;
-  codes_ = byte_kernels.codes ? byte_kernels.codes : &isa_->codes;
+  bytes_ = kernels.bytes;
+  codes_ = kernels.codes;
   layout_ = CodeLayout(model.head_dim, model.page_size);
   const int dim = model.head_dim, heads = model.kv_heads * model.group;
   tables_ = codes_->table_bytes(layout_.planes);

@@ -39,8 +39,8 @@ struct Coarse {
 // Scores of one query, one list per query head; prepared once, then for ranges of pages, from any thread.
 class CodeScorer {
  public:
-  void prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels,
-               const ByteKernels& byte_kernels, const char* q, int64_t q_head_stride);
+  void prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, const char* q,
+               int64_t q_head_stride);
 
   // After prepare(), before estimate().
   void prepare_codes(const char* q, int64_t q_head_stride);

@@ -20,7 +20,6 @@ DecodeLayer::DecodeLayer(const hb_model& model, int layers, int isa) : model_(mo
   const int64_t row = (int64_t)model.head_dim * element_size(model.type);
   job_.configure(model, {nullptr, 0, 0, 0, row * model.page_size, row}, isa);  // throws for an impossible shape
   kernels_ = kernels_of(model, isa);
-  byte_kernels_ = byte_kernels_for(isa);
 }
 
 void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes,
@@ -268,9 +267,8 @@ void DecodeLayer::prepare_scorer(Lane& mine, int r, bool with_codes) {
   const int64_t head_stride = (int64_t)model_.head_dim * element_size(model_.type);
   Scorer& scorer = mine.scorer;
   if (mine.run != runs_ || mine.row != r) {
-    if (in_codes()) mine.codes.prepare(model_, layer_->digests, kernels_, byte_kernels_, q, head_stride);
-    else if (scores_bytes())
-      scorer.prepare_bytes(model_, layer_->bytes, kernels_, byte_kernels_, aggregate_, q, head_stride);
+    if (in_codes()) mine.codes.prepare(model_, layer_->digests, kernels_, q, head_stride);
+    else if (scores_bytes()) scorer.prepare_bytes(model_, layer_->bytes, kernels_, aggregate_, q, head_stride);
     else scorer.prepare(model_, layer_->digests, kernels_, per_head_, aggregate_, q, head_stride);
     mine.run = runs_, mine.row = r, mine.has_codes = false;
   }
@@ -299,7 +297,7 @@ const float* DecodeLayer::combined(float* scores, int64_t stride, int list, int 
     combine_lists(aggregate_, scores + list * heads * stride, stride, heads, model_.group, n, shares);
     return shares;
   }
-  add_shares(*kernels_.base, scores + list * heads * stride, stride, heads, n, model_.scale, shares);
+  add_shares(kernels_.softmax_add, scores + list * heads * stride, stride, heads, n, model_.scale, shares);
   return shares;
 }
 

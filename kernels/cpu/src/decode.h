@@ -127,7 +127,6 @@ class DecodeLayer : public Task {
   hb_model model_;
   int isa_;
   Kernels kernels_;
-  ByteKernels byte_kernels_;
   std::vector<Layer> layers_;
   bool has_codes_ = false;  // in any layer
 

@@ -111,7 +111,7 @@ void SpanDigests::add(const hb_model& model, const hb_digests& digests, const Is
 // product, so summed scores need one weight vector for all of them.
 void Scorer::sum_weights(const hb_model& model, const Kernels& kernels, const char* q, int64_t q_head_stride) {
   model_ = model;
-  isa_ = kernels.base;
+  isa_ = kernels.digests;
   const int dim = model.head_dim, heads = model.kv_heads * model.group;
   const int width = 2 * dim, sets = aggregate_ == SUM ? model.kv_heads : heads;
   weights_.assign((size_t)sets * width, 0.f);
@@ -145,11 +145,11 @@ void Scorer::prepare(const hb_model& model, const hb_digests& digests, const Ker
   ahead_ = columns_ahead((int64_t)model.kv_heads * 2 * model.head_dim * element_size(model.type));
 }
 
-void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels,
-                           const ByteKernels& byte_kernels, Aggregate aggregate, const char* q, int64_t q_head_stride) {
+void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, Aggregate aggregate,
+                           const char* q, int64_t q_head_stride) {
   base_ = (const char*)bytes.base;
   page_stride_ = bytes.page_stride;
-  bytes_ = byte_kernels;
+  bytes_ = kernels.bytes;
   per_head_ = false;
   kv_head_ = -1;
   aggregate_ = aggregate;
@@ -254,9 +254,9 @@ void combine_lists(Aggregate how, const float* scores, int64_t stride, int heads
     }
 }
 
-void add_shares(const Isa& isa, float* scores, int64_t stride, int heads, int n, float scale, float* total) {
+void add_shares(SoftmaxAddFn softmax_add, float* scores, int64_t stride, int heads, int n, float scale, float* total) {
   std::fill(total, total + n, 0.f);
-  for (int head = 0; head < heads; head++) isa.softmax_add(scores + head * stride, n, scale, total);
+  for (int head = 0; head < heads; head++) softmax_add(scores + head * stride, n, scale, total);
 }
 
 namespace {

@@ -68,8 +68,8 @@ class Scorer {
                Aggregate aggregate, const char* q, int64_t q_head_stride);
 
   // The same from bytes, with SUM for all heads together, or with SOFTMAX.
-  void prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels,
-                     const ByteKernels& byte_kernels, Aggregate aggregate, const char* q, int64_t q_head_stride);
+  void prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, Aggregate aggregate,
+                     const char* q, int64_t q_head_stride);
 
   // The same query over other rows, and with SOFTMAX for one KV head's lists only (-1: all); only after prepare_bytes.
   void move_to(const hb_bytes& bytes, int kv_head = -1) {
@@ -121,7 +121,7 @@ class Scorer {
 void combine_lists(Aggregate how, const float* scores, int64_t stride, int heads, int group, int n, float* total);
 
 // total[i] = sum over `heads` lists of scores (`stride` apart, overwritten) of softmax(scale * scores)[i].
-void add_shares(const Isa& isa, float* scores, int64_t stride, int heads, int n, float scale, float* total);
+void add_shares(SoftmaxAddFn softmax_add, float* scores, int64_t stride, int heads, int n, float scale, float* total);
 
 // Scores in the order of unsigned integers: NaN counts as -inf, and the two zeros are equal.
 inline uint32_t ordered_key(float x) {

@@ -1,5 +1,10 @@
 #include "dispatch.h"
 
+#include <algorithm>
+#include <cstring>
+
+#include "selfcheck.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -79,7 +84,9 @@ const Table& table() {
 
 int isa_count() { return table().count; }
 const Isa& isa_at(int index) { return *table().entries[index].isa; }
-bool isa_runs(int index) { return index >= 0 && index < table().count && table().entries[index].runs; }
+bool isa_runs(int index) {
+  return index == kChosen || (index >= 0 && index < table().count && table().entries[index].runs);
+}
 
 int best_isa() {
   for (int i = 0; i < table().count; i++)
@@ -87,55 +94,145 @@ int best_isa() {
   return table().count - 1;
 }
 
-#if defined(__x86_64__)
 namespace {
 
-// Whether an instruction set may be helped out by code for another one.
-[[maybe_unused]] bool takes_avx2(int isa) { return isa_at(isa).name != hb_isa_generic.name; }
-#ifdef HB_HAVE_AVX512
-[[maybe_unused]] bool takes_avx512(int isa) { return takes_avx2(isa) && isa_at(isa).name != hb_isa_avx2.name; }
+// Classes of shapes, in which the same variant is the fastest.
+constexpr int kClasses = 3 * 3 * 4;
+int class_of(const Shape& shape) {
+  const int width = shape.head_dim <= 64 ? 0 : shape.head_dim <= 128 ? 1 : 2;
+  const int heads = shape.group <= 2 ? shape.group - 1 : shape.group <= 4 ? 2 : 3;
+  return (shape.type * 3 + width) * 4 + heads;
+}
+
+bool fits_all(const Shape&) { return true; }
+[[maybe_unused]] bool fits_bf16(const Shape& shape) { return shape.type == BF16; }
+[[maybe_unused]] bool fits_tiles(const Shape& shape) { return shape.type == BF16 && shape.head_dim % 32 == 0; }
+
+int index_of(const Isa& isa) {
+  int index = 0;
+  while (&isa_at(index) != &isa) index++;
+  return index;
+}
+
+struct Variant {
+  const char* name;
+  const Isa* isa;
+  int isa_index;
+  bool runs;
+  bool (*fits)(const Shape&);
+  PromptFn prompt;
+  ByteKernels bytes;
+  const CodeKernels* codes;
+};
+
+struct Variants {
+  std::vector<Variant> of[kOperations];
+  std::vector<int> order[kOperations][kClasses];
+
+  Variants() {
+#if defined(__x86_64__) && defined(HB_HAVE_AVX512)
+#if defined(HB_HAVE_AMX) && defined(HB_HAVE_AMX_PROMPT)
+    add_prompt("amx", hb_isa_amx, cpu().amx && cpu().bf16, fits_tiles, hb_amx_prompt);
 #endif
+#ifdef HB_HAVE_AVX512_BF16
+    add_prompt("avx512_bf16", hb_isa_avx512, cpu().bf16, fits_bf16, hb_avx512_bf16_prompt);
+#endif
+#ifdef HB_HAVE_VNNI
+    add_bytes("vnni", hb_isa_avx512, cpu().vnni, hb_vnni_bytes);
+#endif
+#ifdef HB_HAVE_VBMI
+    add_codes("vbmi", hb_isa_avx512, cpu().vbmi, &hb_vbmi_codes);
+#endif
+#ifdef HB_HAVE_VNNI
+    add_codes("vnni", hb_isa_avx512, cpu().vnni, &hb_vnni_codes);
+#endif
+#endif
+#if defined(__x86_64__) && defined(HB_HAVE_AVX2) && defined(HB_HAVE_AVX2_BYTES)
+    add_bytes("avx2", hb_isa_avx2, cpu().avx2, hb_avx2_bytes);
+#endif
+    for (int i = 0; i < isa_count(); i++) add_isa(isa_at(i), isa_runs(i));
+    for (int operation = 0; operation < kOperations; operation++)
+      for (auto& variants : order[operation])
+        for (int i = 0; i < (int)of[operation].size(); i++) variants.push_back(i);
+  }
+
+  void add_prompt(const char* name, const Isa& isa, bool runs, bool (*fits)(const Shape&), PromptFn prompt) {
+    of[PROMPT].push_back({name, &isa, index_of(isa), runs, fits, prompt, {}, nullptr});
+  }
+  void add_bytes(const char* name, const Isa& isa, bool runs, const ByteKernels& bytes) {
+    of[BYTES].push_back({name, &isa, index_of(isa), runs, fits_all, nullptr, bytes, nullptr});
+  }
+  void add_codes(const char* name, const Isa& isa, bool runs, const CodeKernels* codes) {
+    of[CODES].push_back({name, &isa, index_of(isa), runs, fits_all, nullptr, {}, codes});
+  }
+  // An instruction set has one variant of each operation that it implements, unless a better one has its name.
+  void add_isa(const Isa& isa, bool runs) {
+    const bool has_all = isa.dots;
+    for (int operation = 0; operation < kOperations; operation++) {
+      if (!has_all && operation != PARTIAL) continue;
+      const auto has_name = [&](const Variant& variant) { return !std::strcmp(variant.name, isa.name); };
+      if (std::any_of(of[operation].begin(), of[operation].end(), has_name)) continue;
+      of[operation].push_back(
+          {isa.name, &isa, index_of(isa), runs, fits_all, isa.prompt, {isa.byte_dots, nullptr}, &isa.codes});
+    }
+  }
+};
+
+Variants& variants() {
+  static Variants v;
+  return v;
+}
 
 }  // namespace
-#endif
 
-ByteKernels byte_kernels_for(int isa) {
-#if defined(__x86_64__)
-#if defined(HB_HAVE_AVX512) && defined(HB_HAVE_VNNI)
-  if (cpu().vnni && takes_avx512(isa)) {
-    ByteKernels found = hb_vnni;
-#ifdef HB_HAVE_VBMI
-    if (cpu().vbmi) found.codes = &hb_vbmi_codes;
-#endif
-    return found;
+const char* operation_name(int operation) {
+  static const char* const names[] = {"prompt", "partial", "weights", "digests", "bytes", "codes", "shares"};
+  static_assert(sizeof names / sizeof *names == kOperations, "");
+  return operation >= 0 && operation < kOperations ? names[operation] : "";
+}
+
+int variant_count(int operation) { return (int)variants().of[operation].size(); }
+const char* variant_name(int operation, int variant) { return variants().of[operation][variant].name; }
+int variant_isa(int operation, int variant) { return variants().of[operation][variant].isa_index; }
+
+void set_variant_order(int operation, const Shape& shape, const std::vector<int>& order) {
+  variants().order[operation][class_of(shape)] = order;
+}
+
+bool take_variant(int operation, int index, const Shape& shape, Kernels& kernels) {
+  const Variant& variant = variants().of[operation][index];
+  if (!variant.runs || !variant.fits(shape)) return false;
+  switch (operation) {
+    case PROMPT: kernels.prompt = variant.prompt; return true;
+    case PARTIAL: kernels.attend = variant.isa->attend(&shape); return kernels.attend;
+    case WEIGHTS: kernels.weigh = variant.isa->weigh(&shape); return true;
+    case DIGESTS: kernels.digests = variant.isa; return true;
+    case BYTES: kernels.bytes = variant.bytes; return true;
+    case CODES: kernels.codes = variant.codes; return true;
+    case SHARES: kernels.softmax_add = variant.isa->softmax_add; return true;
   }
-#endif
-#ifdef HB_HAVE_AVX2_BYTES
-  if (cpu().avx2 && takes_avx2(isa)) return hb_avx2_bytes;
-#endif
-#endif
-  while (!isa_runs(isa) || !isa_at(isa).byte_dots) isa++;
-  return {isa_at(isa).byte_dots, nullptr, nullptr};
+  return false;
+}
+
+const Isa& base_isa(int isa) {
+  int index = isa == kChosen ? best_checked_isa() : isa;
+  while (!isa_runs(index) || !isa_at(index).dots) index++;
+  return isa_at(index);
 }
 
 Kernels kernels_for(int isa, const Shape& shape) {
-  Kernels found{nullptr, nullptr, nullptr};
-  for (int i = isa; i < table().count; i++) {
-    const Entry& entry = table().entries[i];
-    if (!entry.runs) continue;
-    if (!found.attend) found.attend = entry.isa->attend(&shape);
-    if (!found.base && entry.isa->dots) found.base = entry.isa;
-    if (found.attend && found.base) break;
+  Kernels kernels{};
+  kernels.base = &base_isa(isa);
+  const int best = isa == kChosen ? best_checked_isa() : isa, shape_class = class_of(shape);
+  for (int operation = 0; operation < kOperations; operation++) {
+    const auto& all = variants().of[operation];
+    const auto& order = variants().order[operation][shape_class];
+    for (int i = 0; i < (int)all.size(); i++) {
+      const int variant = isa == kChosen ? order[i] : i;
+      if (all[variant].isa_index >= best && take_variant(operation, variant, shape, kernels)) break;
+    }
   }
-  found.prompt = found.base->prompt;
-#if defined(__x86_64__) && defined(HB_HAVE_AVX512) && defined(HB_HAVE_AVX512_BF16)
-  if (shape.type == BF16 && cpu().bf16 && takes_avx512(isa)) found.prompt = hb_avx512_bf16_prompt;
-#ifdef HB_HAVE_AMX_PROMPT
-  const bool takes_tiles = isa_at(isa).name == hb_isa_amx.name && shape.head_dim % 32 == 0;
-  if (shape.type == BF16 && cpu().bf16 && cpu().amx && takes_tiles) found.prompt = hb_amx_prompt;
-#endif
-#endif
-  return found;
+  return kernels;
 }
 
 }  // namespace hb

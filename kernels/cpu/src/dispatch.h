@@ -1,21 +1,59 @@
-// Which instruction sets this library was built with, and which of them the CPU runs.
+// Which instruction sets and kernels this library was built with, which of them the CPU runs, and which are taken.
 #pragma once
+#include <vector>
+
+#include "api.h"
 #include "isa.h"
 
 namespace hb {
 
 int isa_count();
 const Isa& isa_at(int index);
-bool isa_runs(int index);
+bool isa_runs(int index);  // kChosen runs
 int best_isa();
 
-// What to call for one shape: the asked ISA, or the next lower one where it leaves a function out.
-struct Kernels {
-  AttendFn attend;
-  const Isa* base;  // has every function but perhaps the best `attend` and `prompt`
-  PromptFn prompt;
+// In place of an instruction set: of each operation, the variant that was found to be the fastest (set_variant_order).
+constexpr int kChosen = HB_CHOSEN;
+
+// Operations that several kernels can compute; those kernels are the operation's variants.
+enum Operation {
+  PROMPT,   // attention of a prompt's queries
+  PARTIAL,  // attention of decoding rows
+  WEIGHTS,  // moving averages of attention weights
+  DIGESTS,  // scores by digests in the model's type
+  BYTES,    // scores by digests in bytes
+  CODES,    // scores by digests in codes
+  SHARES,   // softmax of scores
+  kOperations
 };
-ByteKernels byte_kernels_for(int isa);
+const char* operation_name(int operation);
+
+// A variant is numbered by its place in the default order, which assumes that a newer instruction set is faster.
+int variant_count(int operation);
+const char* variant_name(int operation, int variant);
+int variant_isa(int operation, int variant);  // callers of this instruction set, or of a better one, may take it
+
+// Sets the order in which an operation's variants are tried for the shapes of one class: element type, head_dim up to 64,
+// 128 or 256, and group 1, 2, up to 4 or more. The first variant is taken that runs on this CPU and has the shape. Orders
+// are read without a lock: set them before other threads use the library.
+void set_variant_order(int operation, const Shape& shape, const std::vector<int>& variants);
+
+// The kernels for one shape.
+struct Kernels {
+  const Isa* base;  // conversions and rotations, which have no variants
+  PromptFn prompt;
+  AttendFn attend;
+  WeighFn weigh;
+  const Isa* digests;  // `dots`, and the `prepare_weights` that belongs to it
+  ByteKernels bytes;
+  const CodeKernels* codes;
+  SoftmaxAddFn softmax_add;
+};
+// Those of an instruction set in the default order, with what lower ones have that it lacks, or those that were chosen.
 Kernels kernels_for(int isa, const Shape& shape);
+// The instruction set with all functions whose `base` those kernels have.
+const Isa& base_isa(int isa);
+// Puts a variant into `kernels`. False where it does not run on this CPU or does not have the shape.
+bool take_variant(int operation, int variant, const Shape& shape, Kernels& kernels);
 
 }  // namespace hb

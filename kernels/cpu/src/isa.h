@@ -94,7 +94,6 @@ struct CodeKernels {
 struct ByteKernels {
   ByteDotsFn dots;
   ByteHeadsFn heads;  // null: head by head with dots
-  const CodeKernels* codes;  // null: the ISA's
 };
 
 // Blends the shares that a segment's tokens have in its attention, whose log-sum-exp is `lse`, into moving averages:
@@ -129,6 +128,9 @@ inline int64_t prompt_floats(int64_t queries, int64_t head_dim) {
 }
 typedef void (*PromptFn)(const PromptBlock*);
 
+// total[i] += softmax(scale * scores)[i]; overwrites scores.
+typedef void (*SoftmaxAddFn)(float* scores, int n, float scale, float* total);
+
 struct Isa {
   const char* name;
   AttendFn (*attend)(const Shape*);  // null for a shape that this ISA leaves to the next one
@@ -138,8 +140,7 @@ struct Isa {
   void (*convert)(int type, const float* from, void* to, int n);  // fp32 -> type, round to nearest even
   void (*widen)(int type, const void* from, float* to, int n);  // type -> fp32
   ByteDotsFn byte_dots;
-  // total[i] += softmax(scale * scores)[i]; overwrites scores.
-  void (*softmax_add)(float* scores, int n, float scale, float* total);
+  SoftmaxAddFn softmax_add;
   uint64_t (*read)(const void* from, int64_t n);  // reads n bytes, for benchmarks
   WeighFn (*weigh)(const Shape*);
   CodeKernels codes;
@@ -154,7 +155,7 @@ struct Isa {
 #define HB_HIDDEN __attribute__((visibility("hidden")))
 extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx;
 extern "C" HB_HIDDEN const ByteKernels hb_avx2_bytes;
-extern "C" HB_HIDDEN const ByteKernels hb_vnni;  // for AVX-512 CPUs that have VNNI
-extern "C" HB_HIDDEN const CodeKernels hb_vbmi_codes;  // for those that have VBMI too
+extern "C" HB_HIDDEN const ByteKernels hb_vnni_bytes;  // for AVX-512 CPUs that have VNNI
+extern "C" HB_HIDDEN const CodeKernels hb_vnni_codes, hb_vbmi_codes;  // for those that have VNNI, or VBMI
 // bf16 only; for AVX-512 CPUs that have AVX512_BF16, the latter AMX, too, and for head_dim a multiple of 32.
 extern "C" HB_HIDDEN const PromptFn hb_avx512_bf16_prompt, hb_amx_prompt;

@@ -90,4 +90,4 @@ void avx2_byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows
 
 }  // namespace
 
-extern "C" const ByteKernels hb_avx2_bytes = {avx2_byte_dots, avx2_byte_heads, nullptr};
+extern "C" const ByteKernels hb_avx2_bytes = {avx2_byte_dots, avx2_byte_heads};

@@ -186,5 +186,5 @@ void vnni_code_sums(const CodeQuery* q, const CodePage* pages, float* sums) {
 
 }  // namespace
 
-static const CodeKernels vnni_codes = {nibble_table_bytes, nibble_tables, nibble_steps, vnni_code_sums};
-extern "C" const ByteKernels hb_vnni = {vnni_byte_dots, vnni_byte_heads, &vnni_codes};
+extern "C" const ByteKernels hb_vnni_bytes = {vnni_byte_dots, vnni_byte_heads};
+extern "C" const CodeKernels hb_vnni_codes = {nibble_table_bytes, nibble_tables, nibble_steps, vnni_code_sums};

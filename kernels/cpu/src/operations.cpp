@@ -199,7 +199,6 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
     const bool has_shares = aggregate == hb::SOFTMAX;
     // Codes and bytes are scored by query head, whatever becomes of them.
     const bool are_apart = has_shares || a.digest_kind != MINMAX;
-    const ByteKernels byte_kernels = hb::byte_kernels_for((int)a.isa);
     hb_model one_head = model;
     one_head.kv_heads = 1;
 
@@ -245,13 +244,13 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
       const char* q = a.q + task.row * heads * head;
       const auto page_of = [ids](int64_t column) { return ids[column]; };
       if (a.digest_kind == CODES) {
-        code_scorer.prepare(model, digests, kernels, byte_kernels, q, head);
+        code_scorer.prepare(model, digests, kernels, q, head);
         code_scorer.prepare_codes(q, head);
         code_scorer.estimate(page_of, -1, (int)task.begin, (int)task.end, shares, a.columns);
       } else if (a.digest_kind == BYTES) {
         for (int64_t h = 0; h < a.kv_heads; h++) {  // what each has of a page is a row of a store of one head
           const hb_bytes mine{(uint8_t*)digests.base + h * digests.head_stride, digests.page_stride};
-          scorer.prepare_bytes(one_head, mine, kernels, byte_kernels, hb::SOFTMAX, q + h * a.group * head, head);
+          scorer.prepare_bytes(one_head, mine, kernels, hb::SOFTMAX, q + h * a.group * head, head);
           scorer.score(page_of, (int)task.begin, (int)task.end, shares + h * a.group * a.columns, a.columns);
         }
       } else {
@@ -266,7 +265,7 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
           hb::combine_lists(aggregate, shares, a.columns, each, (int)a.group, last + 1, out);
           continue;
         }
-        hb::add_shares(*kernels.base, shares, a.columns, each, last, model.scale, out);
+        hb::add_shares(kernels.softmax_add, shares, a.columns, each, last, model.scale, out);
         out[last] = 0;
       }
     };
@@ -356,9 +355,7 @@ HB_API int hb_merge_partials(const hb_merge_partials_args* args) {
     const hb_merge_partials_args& a = *args;
     require(a.type >= BF16 && a.type <= FP32, "element type must be bf16, fp16 or fp32");
     require(hb::isa_runs((int)a.isa), "this instruction set is not available on this CPU");
-    int base_isa = (int)a.isa;
-    while (!hb::isa_at(base_isa).convert) base_isa++;
-    const Isa& isa = hb::isa_at(base_isa);
+    const Isa& isa = hb::base_isa((int)a.isa);
     const int64_t dim = a.head_dim, size = element_size((int)a.type);
     auto merge = [&](int64_t row) {
       static thread_local std::vector<float> room;
@@ -448,7 +445,7 @@ HB_API int hb_page_weights(const hb_page_weights_args* args) {
     const Shape shape{model.type,         model.head_dim, model.group,
                       model.page_size,    model.scale,    cache.token_stride,
                       cache.value_offset, nullptr,        1};
-    const WeighFn weigh = hb::kernels_of(model, (int)a.isa).base->weigh(&shape);
+    const WeighFn weigh = hb::kernels_of(model, (int)a.isa).weigh;
     const int64_t head_size = row_bytes(a.kv), group_size = a.group * head_size;
     int64_t bytes = 0;
     for (int64_t r = 0; r < a.rows; r++) {

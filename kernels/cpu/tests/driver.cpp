@@ -798,12 +798,45 @@ void test_codes() {
           for (int i = 0; i < hb::isa_count(); i++)
             if (hb::isa_runs(i) && hb::isa_at(i).codes.sums) codes.check(hb::isa_at(i).codes, hb::isa_at(i).name);
 #if defined(__x86_64__) && defined(HB_HAVE_VNNI)
-          if (__builtin_cpu_supports("avx512vnni")) codes.check(*hb_vnni.codes, "vnni");
+          if (__builtin_cpu_supports("avx512vnni")) codes.check(hb_vnni_codes, "vnni");
 #endif
 #if defined(__x86_64__) && defined(HB_HAVE_VBMI)
           if (__builtin_cpu_supports("avx512vbmi")) codes.check(hb_vbmi_codes, "vbmi");
 #endif
         }
+}
+
+// Every variant is timed where it runs, and the chosen kernels follow the order that is set.
+void test_variants() {
+  Rng rng(13);
+  struct {
+    int dim, group, page_size;
+  } const shapes[] = {{64, 1, 32}, {128, 4, 16}, {256, 8, 32}, {80, 3, 128}, {16, 16, 32}};
+  for (const auto& shape : shapes)
+    for (int type = 0; type < 3; type++)
+      for (int operation = 0; operation < hb_operation_count(); operation++) {
+        const hb_model model{type, 1, shape.group, shape.dim, shape.page_size, 0.1f, 1.f};
+        const int count = hb_variant_count(operation);
+        std::vector<double> seconds(count);
+        EXPECT(hb_measure_variants(operation, &model, 1, seconds.data()) == HB_OK, "%s", hb_last_error());
+        std::vector<int> order(count);
+        for (int i = 0; i < count; i++) {
+          EXPECT(std::isnan(seconds[i]) != (bool)hb_variant_runs(operation, i, &model), "%s %s, %g s",
+                 hb_operation_name(operation), hb_variant_name(operation, i), seconds[i]);
+          order[i] = count - 1 - i;
+        }
+        EXPECT(hb_set_variant_order(operation, &model, order.data()) == HB_OK, "%s", hb_last_error());
+      }
+  Job job(rng, 64, 1, 32, 2, 2, 1, 4), expected = job;
+  job.args.out = (char*)job.out.data(), job.args.lse = job.lse.data();
+  expected.args.out = (char*)expected.out.data(), expected.args.lse = expected.lse.data();
+  const int slowest = hb_isa_count() - 1;  // the last variant of the default order, which is first now
+  EXPECT(hb_partial(&job.args, HB_CHOSEN) == HB_OK && hb_partial(&expected.args, slowest) == HB_OK, "%s",
+         hb_last_error());
+  EXPECT(job.right() && job.out == expected.out, "the order that was set is not followed");
+  const int wrong[] = {99};
+  const hb_model model{0, 1, 1, 64, 32, 0.1f, 1.f};
+  EXPECT(hb_set_variant_order(0, &model, wrong) == HB_ERROR, "no such variant");
 }
 
 }  // namespace
@@ -819,6 +852,7 @@ int main(int argc, char** argv) {
   }
   test_operations(std::min(rounds, 12));
   test_codes();
+  test_variants();
   std::printf("%s, %d failures\n", hb_isa_name(hb_isa_best()), failures.load());
   return failures ? 1 : 0;
 }

@@ -1,0 +1,377 @@
+"""The choice among kernels that compute the same operation (``src/dispatch.h``): the fastest on this CPU.
+
+An instruction is not faster because it is newer: ``vdpbf16ps`` doubles the speed of bf16 prompts on AMD's Zen 4 and
+halves it on Intel's Sapphire Rapids. So the order in which variants are tried depends on the CPU model:
+
+1. where `KNOWN` has a rule for the model, by that rule;
+2. else by a measurement, which is made once and kept in ``~/.cache/hybrid_backend/kernels``.
+
+Variants differ in rounding. So all servers on one machine must choose alike, also after a restart. A rule guarantees
+that; of two processes that measure at the same time, the first one's result is kept. A variant moves ahead of those
+before it in the default order only if it is faster by more than `CLEARLY`.
+
+`HYBRID_KERNELS` takes a variant by force: ``HYBRID_KERNELS=prompt=avx512,codes=vnni``.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import hashlib
+import itertools
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from hybrid_backend.errors import ConfigError, WorkerError
+
+VARIABLE = "HYBRID_KERNELS"
+CLEARLY = 1.1
+ROUNDS = 5
+
+Reason = Literal["only", "known", "measured", "forced"]
+DTYPES = ("bfloat16", "float16", "float32")  # numbered as ElementType of src/isa.h
+HEAD_DIMS = (64, 128, 256)  # largest of each class of shapes (`hb_set_variant_order`)
+GROUPS = (1, 2, 4, 8)
+PAGE_SIZE = 32
+
+
+class Case(NamedTuple):
+    """An operation on one class of shapes, for which one variant is chosen."""
+
+    operation: str
+    dtype: str
+    head_dim: int
+    group: int
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.dtype} {self.head_dim}x{self.group}"
+
+
+class CpuModel(NamedTuple):
+    """Vendor, family and model of an x86 CPU, as CPUID names them."""
+
+    vendor: str
+    family: int
+    model: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The variants of a case in the order in which they are tried, those that do not run on this CPU left out."""
+
+    case: Case
+    order: tuple[str, ...]
+    reason: Reason
+
+
+def _is_bf16_prompt(case: Case) -> bool:
+    return (case.operation, case.dtype) == ("prompt", "bfloat16")
+
+
+def _zen4(case: Case) -> tuple[str, ...]:
+    """AVX-512 runs on 256-bit units here: where few heads share a page, its wider sums only take longer to add up."""
+    is_small = case.group == 1 or (case.group == 2 and case.dtype == "float16")
+    return ("avx2",) if case.operation == "partial" and is_small else ()
+
+
+def _zen5(case: Case) -> tuple[str, ...] | None:
+    return ("avx512_bf16",) if _is_bf16_prompt(case) else None
+
+
+def _sapphire_rapids(case: Case) -> tuple[str, ...] | None:
+    """A ``vdpbf16ps`` takes as long as four FMAs here: without AMX, bf16 prompts are faster in fp32."""
+    return ("amx", "avx512") if _is_bf16_prompt(case) else None
+
+
+Rule = Callable[[Case], tuple[str, ...] | None]
+
+KNOWN: tuple[tuple[str, str, int, range, Rule], ...] = (
+    ("Zen 4", "AuthenticAMD", 0x19, range(0x10, 0x20), _zen4),
+    ("Zen 4", "AuthenticAMD", 0x19, range(0x60, 0x80), _zen4),
+    ("Zen 4", "AuthenticAMD", 0x19, range(0xA0, 0xB0), _zen4),
+    ("Zen 5", "AuthenticAMD", 0x1A, range(0x100), _zen5),
+    ("Sapphire Rapids", "GenuineIntel", 6, range(0x8F, 0x90), _sapphire_rapids),
+    ("Emerald Rapids", "GenuineIntel", 6, range(0xCF, 0xD0), _sapphire_rapids),
+)
+"""Name, vendor, family, models, rule: the variants to try first, or None where the model was not measured. Measured:
+docs/cpu-kernels.md, "Which kernel"."""
+
+
+def this_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuModel:
+    """Read the CPU's model from Linux; empty and zeros where it does not say (aarch64)."""
+    try:
+        lines = cpuinfo.read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+    def number(name: str) -> int:
+        value = fields.get(name, "")
+        return int(value) if value.isdecimal() else 0
+
+    return CpuModel(fields.get("vendor_id", ""), number("cpu family"), number("model"))
+
+
+def known_order(cpu: CpuModel, case: Case, variants: Sequence[str]) -> tuple[str, ...] | None:
+    """Order the variants by the rule for a CPU model; None if there is no rule for this case.
+
+    Args:
+        cpu: the model.
+        case: what is to be computed.
+        variants: those that run on the machine, in the default order.
+    """
+    _, rule = _rule_for(cpu)
+    first = rule(case)
+    return None if first is None else _ahead(first, variants)
+
+
+def microarchitecture(cpu: CpuModel) -> str:
+    """Return the name of a CPU's microarchitecture; empty where `KNOWN` lacks the model."""
+    return _rule_for(cpu)[0]
+
+
+def _rule_for(cpu: CpuModel) -> tuple[str, Rule]:
+    for name, vendor, family, models, rule in KNOWN:
+        if (cpu.vendor, cpu.family) == (vendor, family) and cpu.model in models:
+            return name, rule
+    return "", lambda case: None
+
+
+def _ahead(first: Sequence[str], variants: Sequence[str]) -> tuple[str, ...]:
+    """Move the variants named ``first`` ahead of the others; names that are not among the variants are skipped."""
+    return (*(name for name in first if name in variants), *(name for name in variants if name not in first))
+
+
+def fastest_order(seconds: Mapping[str, float]) -> tuple[str, ...]:
+    """Order variants by their measured times.
+
+    Args:
+        seconds: time of each variant, in the default order.
+    """
+    left = dict(seconds)
+    order: list[str] = []
+    while left:
+        limit = CLEARLY * min(left.values())
+        order.append(next(name for name, time in left.items() if time <= limit))
+        del left[order[-1]]
+    return tuple(order)
+
+
+def forced_variants(value: str, variants: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Parse `HYBRID_KERNELS`: the variant to take by operation.
+
+    Args:
+        value: ``operation=variant``, separated by commas; may be empty.
+        variants: of each operation, those that run on this machine.
+
+    Raises:
+        ConfigError: a name that is unknown here.
+    """
+    forced = {}
+    for part in filter(None, (part.strip() for part in value.split(","))):
+        operation, _, variant = (piece.strip() for piece in part.partition("="))
+        if operation not in variants:
+            raise ConfigError(f"{VARIABLE}: {part!r} is not operation=variant; operations: {', '.join(variants)}")
+        if variant not in variants[operation]:
+            raise ConfigError(
+                f"{VARIABLE}: {part!r}: this machine's variants of {operation} are {', '.join(variants[operation])}"
+            )
+        forced[operation] = variant
+    return forced
+
+
+class Variants:
+    """The variants in a loaded library."""
+
+    def __init__(self, library: C.CDLL, model_type: type[C.Structure]) -> None:
+        self._library, self._model_type = library, model_type
+        self._names = {
+            library.hb_operation_name(operation).decode(): [
+                library.hb_variant_name(operation, variant).decode()
+                for variant in range(library.hb_variant_count(operation))
+            ]
+            for operation in range(library.hb_operation_count())
+        }
+        self._operations = list(self._names)
+        self._running: dict[Case, list[str]] = {}
+
+    def cases(self) -> list[Case]:
+        """List all operations on all classes of shapes."""
+        return [Case(*case) for case in itertools.product(self._operations, DTYPES, HEAD_DIMS, GROUPS)]
+
+    def running(self, case: Case) -> list[str]:
+        """List the variants for a case that run on this CPU, in the default order."""
+        if case not in self._running:
+            operation, model = self._operations.index(case.operation), C.byref(self._model(case))
+            names = enumerate(self._names[case.operation])
+            self._running[case] = [
+                name for index, name in names if self._library.hb_variant_runs(operation, index, model)
+            ]
+        return self._running[case]
+
+    def running_anywhere(self) -> dict[str, list[str]]:
+        """List the variants of each operation that run on this CPU for some case."""
+        cases = self.cases()
+        return {
+            operation: [
+                name
+                for name in names
+                if any(name in self.running(case) for case in cases if case.operation == operation)
+            ]
+            for operation, names in self._names.items()
+        }
+
+    def measure(self, case: Case, rounds: int = ROUNDS, left_out: Sequence[str] = ()) -> dict[str, float]:
+        """Time the variants for a case that run on this CPU, in seconds.
+
+        Args:
+            case: what to compute.
+            rounds: how often each variant is timed at most; its shortest time counts.
+            left_out: variants that are not timed.
+
+        Raises:
+            WorkerError: the library refused.
+        """
+        names = self._names[case.operation]
+        seconds = (C.c_double * len(names))(*(math.nan if name in left_out else 0.0 for name in names))
+        operation, model = self._operations.index(case.operation), self._model(case)
+        if self._library.hb_measure_variants(operation, C.byref(model), rounds, seconds):
+            raise WorkerError(f"native CPU kernel: {self._library.hb_last_error().decode()}")
+        return {name: time for name, time in zip(names, seconds, strict=True) if not math.isnan(time)}
+
+    def take(self, case: Case, order: Sequence[str]) -> None:
+        """Have the library try the variants of a case in this order. Variants that are not named follow."""
+        names = self._names[case.operation]
+        numbers = [names.index(name) for name in _ahead(order, names)]
+        model = self._model(case)
+        self._library.hb_set_variant_order(
+            self._operations.index(case.operation), C.byref(model), (C.c_int * len(names))(*numbers)
+        )
+
+    def _model(self, case: Case) -> C.Structure:
+        dtype, scale = DTYPES.index(case.dtype), case.head_dim**-0.5
+        return self._model_type(dtype, 1, case.group, case.head_dim, PAGE_SIZE, scale, 1.0)
+
+
+def choose(variants: Variants, cpu: CpuModel, value: str, library: Path, folder: Path | None) -> list[Choice]:
+    """Choose the order of the variants for every case.
+
+    Args:
+        variants: the library's.
+        cpu: this machine's.
+        value: `HYBRID_KERNELS`.
+        library: the library's file; a measurement is not kept for another one.
+        folder: where measurements are kept; None: nowhere.
+
+    Raises:
+        ConfigError: ``value`` names what is unknown here.
+    """
+    forced = forced_variants(value, variants.running_anywhere()) if value else {}
+    choices, unknown = [], []
+    for case in variants.cases():
+        running = variants.running(case)
+        order = known_order(cpu, case, running)
+        if len(running) == 1:
+            choices.append(Choice(case, tuple(running), "only"))
+        elif forced.get(case.operation) in running:
+            choices.append(Choice(case, _ahead([forced[case.operation]], running), "forced"))
+        elif order is not None:
+            choices.append(Choice(case, order, "known"))
+        else:
+            unknown.append(case)
+    if unknown:
+        orders = _measured_orders(variants, cpu, library, folder, {_representative(case) for case in unknown})
+        choices += [Choice(case, orders[_representative(case)], "measured") for case in unknown]
+    return choices
+
+
+def _representative(case: Case) -> Case:
+    """Return the case whose measurement stands for this one, so that nothing is measured that makes no difference."""
+    if case.operation == "prompt":
+        return case._replace(group=4)  # A block has as many rows for every group.
+    if case.operation == "shares":
+        return case._replace(dtype="bfloat16", head_dim=64, group=4)
+    if case.operation == "weights":
+        return case._replace(head_dim=128)
+    if case.operation in ("bytes", "codes"):
+        return case._replace(dtype="bfloat16")
+    return case
+
+
+def _measured_orders(
+    variants: Variants, cpu: CpuModel, library: Path, folder: Path | None, cases: set[Case]
+) -> dict[Case, tuple[str, ...]]:
+    """Measure the cases, or read what an earlier start measured with the same library on the same CPU model."""
+    running = [(str(case), variants.running(case)) for case in sorted(cases)]
+    if folder is None:
+        return {case: _measured_order(variants, case) for case in sorted(cases)}
+    digest = hashlib.sha256(library.read_bytes() + repr(running).encode()).hexdigest()[:16]
+    path = folder / f"{cpu.vendor or 'cpu'}-{cpu.family}-{cpu.model}-{digest}.json"
+    orders = read_orders(path, variants.running)
+    if cases <= orders.keys():
+        return orders
+    measured = {case: _measured_order(variants, case) for case in sorted(cases)}
+    return keep_orders(path, measured, variants.running)
+
+
+def _measured_order(variants: Variants, case: Case) -> tuple[str, ...]:
+    """Measure a case, all but the portable variant: it is several times slower than each that has a name of its own."""
+    return _ahead(fastest_order(variants.measure(case, left_out=["generic"])), variants.running(case))
+
+
+def read_orders(path: Path, running: Callable[[Case], Sequence[str]]) -> dict[Case, tuple[str, ...]]:
+    """Read kept measurements; empty where the file is missing or damaged, so that its cases are measured again."""
+    orders = {}
+    try:
+        for name, order in json.loads(path.read_text()).items():
+            operation, dtype, shape = name.split()
+            head_dim, group = map(int, shape.split("x"))
+            case = Case(operation, dtype, head_dim, group)
+            if sorted(order) != sorted(running(case)):
+                return {}  # The order was damaged, or another library wrote it.
+            orders[case] = tuple(order)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+    return orders
+
+
+def keep_orders(
+    path: Path, orders: dict[Case, tuple[str, ...]], running: Callable[[Case], Sequence[str]]
+) -> dict[Case, tuple[str, ...]]:
+    """Write measurements, unless another process was first: then its measurements are returned.
+
+    A folder that cannot be written is no error: the measurement is made again at the next start.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, fresh = tempfile.mkstemp(dir=path.parent)
+    except OSError:
+        return orders
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump({str(case): order for case, order in orders.items()}, file, indent=1)
+        os.link(fresh, path)
+    except FileExistsError:
+        first = read_orders(path, running)
+        if orders.keys() <= first.keys():
+            return first
+        os.replace(fresh, path)
+    except OSError:
+        return orders
+    finally:
+        with suppress(OSError):
+            os.unlink(fresh)
+    return orders
+
+
+def measurements_folder() -> Path | None:
+    """Return the folder of kept measurements; None for a user without a home."""
+    with suppress(RuntimeError):
+        return Path("~/.cache/hybrid_backend/kernels").expanduser()
+    return None
