@@ -142,8 +142,8 @@ class RecallConfig(Section):
     """Recall pages at all; without it the resident pages of a request stay as prefill left them.
     Source: ScoutAttention (asynchronous periodic recall)."""
     threshold: Annotated[float, number(0, 1)] = 0.12
-    """Share of a layer's attended tokens computed on the CPU that the profiled intervals stay below.
-    Source: ScoutAttention (12 %; it reports 8.2 % on average)."""
+    """Share of a layer's attended tokens computed on the CPU below which `hybrid profile` chooses recall.intervals. A
+    server does not read this key. Source: ScoutAttention (12 %; it reports 8.2 % on average)."""
     intervals: Annotated[
         int | tuple[int, ...],
         either(integer(1), list_of(integer(1), empty=False)),
@@ -165,9 +165,6 @@ class WorkersConfig(Section):
     numa: Annotated[int | Literal["auto"], auto_or(integer(0))] = "auto"
     """NUMA node whose CPUs the workers take when workers.cpus is auto; auto is that of the GPU, or of the
     engine's own threads. Source: default."""
-    per_sequence_groups: Annotated[bool, BOOL] = True
-    """Each sequence is a job of its own; otherwise the whole batch is one.
-    Source: ScoutAttention (a group of threads per sequence)."""
     deadline_seconds: Annotated[float, number(0)] = 30.0
     """Longest wait for a CPU partial before the step fails with an error instead of hanging.
     Source: default."""

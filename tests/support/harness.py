@@ -76,6 +76,7 @@ class Engine:
     seed: int = 0
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     is_witnessed: bool = False  # every decoding row is checked against what the method says that it attended
+    query_scale: float = 1.0  # of the random queries: larger ones make attention more peaked
     sequences: dict[str, Sequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -142,7 +143,8 @@ class Engine:
             self.witness.begin()
         step, query_start = self._begin(work)
         total = query_start[-1]
-        queries = torch.randn(m.num_layers, total, m.num_heads, m.head_dim, generator=self.rng).to(m.dtype)
+        queries = torch.randn(m.num_layers, total, m.num_heads, m.head_dim, generator=self.rng) * self.query_scale
+        queries = queries.to(m.dtype)
         outs = {}
         for layer in range(m.num_layers):
             if layer + 1 < m.num_layers:
