@@ -139,6 +139,18 @@ class CheckedEngine(Engine):
         request.tokens = tokens
         return request
 
+    def add_filled_twin(self, name: str, donor_name: str) -> Request:
+        """A request that was preempted and comes back: all its tokens but one lie in pages of another request, which
+        fills the last of these pages in the next step."""
+        donor, size = self.sequences[donor_name], self.cfg.page_size
+        assert donor.tokens % size == size - 1 and donor.tokens >= donor.prompt
+        request = self.add(name, donor.tokens + 1)
+        request.donor, request.pages, request.tokens = donor, list(donor.pages), donor.tokens + 1
+        request.kv = [list(layer) for layer in donor.kv]
+        for page in request.pages:
+            self.refs[page] += 1
+        return request
+
     def prefill(self, name: str, chunk: int = 10**6) -> None:
         """Compute the rest of a prompt in chunks, without a look at its outputs."""
         request = self.sequences[name]

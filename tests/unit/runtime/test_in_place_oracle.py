@@ -105,3 +105,24 @@ def test_long_sequences_are_searched_by_spans_and_sliding_windows_are_no_matter(
     assert engine.fused.host_bytes > 2 * 2 * pages // SPAN_PAGES * 2 * 64, "no spans were made"
     engine.close()
     assert engine.sparse_rows == 2 * 2 * (9 * size // 8)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("name", FILES)
+def test_a_row_that_begins_with_a_page_that_another_one_fills_in_the_same_step_selects_by_the_whole_page(
+    name: str, is_first: bool
+) -> None:
+    """A preempted request comes back with all of its tokens cached but one."""
+    config = shipped(name, layers=2, exact_layers=[], recent=1)
+    engine = CheckedEngine(config, model(config, 2, torch.float32, 1, 2, 64), num_pages=1300, query_scale=2.0)
+    size, pages = (
+        config.page_size,
+        75 * SPAN_PAGES if name == "default" else 3 * config.budget_tokens // config.page_size,
+    )
+    engine.add_imported("donor", (pages - 1) * size, pages * size - 1)
+    engine.prefill("donor")
+    engine.add_filled_twin("twin", "donor")
+    for _ in range(10):
+        engine.step(dict.fromkeys(["twin", "donor"] if is_first else ["donor", "twin"], 1), tolerance=None)
+    engine.close()
+    assert engine.sparse_rows >= 2 * 19
