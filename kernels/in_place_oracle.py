@@ -60,15 +60,24 @@ class InPlaceSettings:
     score_tolerance: float = 1e-4
 
 
-Estimates = Callable[[Tensor, Tensor, InPlaceSettings], Tensor]
-"""Query ``[heads, head_dim]`` and digests in codes ``[n, kv_heads, row]`` to logits ``[heads, n]``, not scaled."""
-
-
-def code_estimates(query: Tensor, rows: Tensor, settings: InPlaceSettings) -> Tensor:
-    """Log-sum-exps of the logits that codes estimate for each page's tokens (`Estimates`)."""
+def _code_estimates(query: Tensor, rows: Tensor, page_size: int, scale: float) -> Tensor:
     grouped = query.double().unflatten(0, (rows.shape[1], -1))[:, :, None]
-    estimates = codes.estimates(grouped, rows.transpose(0, 1)[:, None], settings.page_size, settings.scale)
-    return (estimates / settings.scale).flatten(0, 1).double()
+    estimates = codes.estimates(grouped, rows.transpose(0, 1)[:, None], page_size, scale)
+    return (estimates / scale).flatten(0, 1).double()
+
+
+@dataclass(frozen=True)
+class CodeFunctions:
+    """How digests in codes are made and read. Kernels round sums and queries by rules of their own. So tests that hold
+    a decoder to its choice of pages replace these functions by those of its kernels, which have tests of their own.
+
+    ``encode``: keys of pages ``[n, kv_heads, page_size, head_dim]`` to digests ``[n, kv_heads, row]``.
+    ``estimates``: a query ``[heads, head_dim]``, digests ``[n, kv_heads, row]``, page size and scale to the
+    log-sum-exps of the logits of each page's tokens, ``[heads, n]``, not scaled.
+    """
+
+    encode: Callable[[Tensor], Tensor] = codes.encode
+    estimates: Callable[[Tensor, Tensor, int, float], Tensor] = _code_estimates
 
 
 class Ranking(NamedTuple):
@@ -116,15 +125,18 @@ class InPlaceOracle:
         settings: of the server.
         layer: index of the layer; layers look at all their pages in turn.
         sinks: ``[heads]`` logits of one more key of each head, whose value is 0; None: none.
-        estimates: what replaces `code_estimates`. A kernel that looks codes up rounds each query by its own rules.
-            Tests that hold a decoder to its choice of pages pass the estimates of its own kernel here.
+        code_functions: for digests in codes.
     """
 
     def __init__(
-        self, settings: InPlaceSettings, layer: int, sinks: Tensor | None = None, estimates: Estimates | None = None
+        self,
+        settings: InPlaceSettings,
+        layer: int,
+        sinks: Tensor | None = None,
+        code_functions: CodeFunctions = CodeFunctions(),
     ) -> None:
         self.settings, self._layer, self._sinks = settings, layer, sinks
-        self._estimates = estimates or code_estimates
+        self._code_functions = code_functions
         self._keys = self._values = torch.empty(0)
         self.tokens = 0
         self._bounds = torch.empty(0)  # [whole pages, kv_heads, 2 (max, min), head_dim]
@@ -275,7 +287,7 @@ class InPlaceOracle:
             return
         pages = self._keys[first * size : end * size].unflatten(0, (end - first, size)).transpose(1, 2)
         if settings.digest == "codes":
-            rows = codes.encode(pages)
+            rows = self._code_functions.encode(pages)
             self._codes = torch.cat([self._codes, rows]) if first else rows
             return
         bounds = torch.stack([pages.amax(2), pages.amin(2)], 2).float()
@@ -286,7 +298,9 @@ class InPlaceOracle:
         pages = candidates.possible[:-1]
         if self.settings.digest == "codes":
             rows = self._codes[pages]
-            logits = self._middles(query, rows) if coarse else self._estimates(query, rows, self.settings)
+            size, scale = self.settings.page_size, self.settings.scale
+            estimates = self._code_functions.estimates
+            logits = self._middles(query, rows) if coarse else estimates(query, rows, size, scale)
         elif self.settings.digest == "bytes":
             logits = self._logits_in_bytes(query, self._bounds[pages])
         else:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hybrid_backend.config import HybridConfig, apply_overrides, config_from_mapping, load_mapping, shipped_configs
 from hybrid_backend.execution.fused import FusedStep
-from hybrid_backend.kernels import cpu
+from hybrid_backend.kernels import codes, cpu
 from hybrid_backend.kernels.cpu import operations
-from hybrid_backend.kernels.in_place_oracle import Estimates, InPlaceOracle, InPlaceSettings, Ranking, layer_budgets
+from hybrid_backend.kernels.in_place_oracle import CodeFunctions, InPlaceOracle, InPlaceSettings, Ranking, layer_budgets
 from hybrid_backend.step import ModelSpec, Step
 from tests.support.harness import Engine
 from tests.support.harness import Sequence as Request
@@ -27,20 +27,26 @@ SCORE_TOLERANCE = {"bytes": 1e-6, "codes": 1e-4, "minmax": 5e-3}
 fp32 codes are not, and a query in bf16 rounds its weights for exact maxima and minima."""
 
 
-def native_estimates(isa: str | None) -> Estimates:
-    """Estimates by codes as the decoder's kernels of one instruction set compute them."""
+def native_codes(isa: str | None) -> CodeFunctions:
+    """Digests in codes as the decoder's kernels make and read them, with one instruction set."""
 
-    def estimates(query: Tensor, rows: Tensor, settings: InPlaceSettings) -> Tensor:
-        per_head = rows.repeat_interleave(len(query) // rows.shape[1], 1).contiguous()  # each head as a KV head
-        pages = len(rows)
+    def encode(pages: Tensor) -> Tensor:
+        count, kv_heads, size, dim = pages.shape
+        rows = torch.zeros(count, kv_heads, codes.Layout(size, dim).row, dtype=torch.uint8)
+        ids = torch.arange(count, dtype=torch.int32)
+        operations.extend_digests(pages.transpose(1, 2).flatten(0, 1).contiguous(), rows, ids, 0, size)
+        return rows
+
+    def estimates(query: Tensor, rows: Tensor, page_size: int, scale: float) -> Tensor:
+        per_head = rows.repeat_interleave(len(query) // rows.shape[1], 1)  # each query head as a KV head
+        pages = torch.tensor([len(rows)], dtype=torch.int32)
         scores = operations.page_scores_with(
-            isa, query[None], per_head, torch.arange(pages, dtype=torch.int32)[None],
-            torch.tensor([pages], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), "sum", True,
-            settings.bound, settings.scale, settings.page_size,
+            isa, query[None], per_head, torch.arange(len(rows), dtype=torch.int32)[None], pages,
+            torch.zeros_like(pages), "sum", True, 1.0, scale, page_size,
         )  # fmt: skip
         return scores[0].double()
 
-    return estimates
+    return CodeFunctions(encode, estimates)
 
 
 def shipped(name: str, layers: int | None = None, **keys: object) -> HybridConfig:
@@ -177,7 +183,7 @@ class CheckedEngine(Engine):
     def _oracle(self, name: str, layer: int) -> InPlaceOracle:
         if (name, layer) not in self.oracles:
             request, sinks = self.sequences[name], self.model.sink(layer)
-            oracle = InPlaceOracle(self.settings, layer, sinks, native_estimates(self.isa))
+            oracle = InPlaceOracle(self.settings, layer, sinks, native_codes(self.isa))
             if request.donor is not None:
                 keys, values = self.oracles[request.donor.name, layer].written
                 oracle.append(keys[: request.tokens], values[: request.tokens])
