@@ -105,7 +105,8 @@ class SelectionConfig(Section):
     share of half of its width. Source: measured (SmolLM2-135M: docs/measurements.md; Quest: 1, the upper end)."""
     candidates: Annotated[int, integer(0)] = 8
     """Pages whose digests are scored per page of budget in a sequence so long that two levels read less than one:
-    spans of 8 pages first, then the pages of the best spans; 0 scores all pages. With digests in bytes.
+    spans of 8 pages first, then the pages of the best spans; 0 scores all pages. Where pages are attended in place by
+    the native kernels, with digests in bytes.
     Source: measured (SmolLM2-135M: 8 costs at most 0.2 points of mass, docs/cpu-kernels.md)."""
     interval: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
     """Tokens of a request between two looks of a layer at all pages, layers in turn: between them it selects among the
