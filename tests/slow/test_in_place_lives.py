@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybrid_backend.kernels import cpu
+from hybrid_backend.kernels.in_place_oracle import SHORTLIST_BUDGETS
 from tests.support.in_place import CheckedEngine, model, shipped
 
 pytestmark = [
@@ -46,7 +47,7 @@ def act(engine: CheckedEngine, data: st.DataObject, number: int) -> None:
     name = data.draw(st.sampled_from(names)) if names else ""
     free = len(engine.free) - 8 * len(names)
     if kind == "add" or not names:
-        length = data.draw(st.integers(pages - 2, 3 * pages)) if data.draw(st.booleans()) else pages + 3
+        length = data.draw(st.sampled_from([pages - 2, pages + 3, 2 * pages, (SHORTLIST_BUDGETS + 2) * pages]))
         if len(names) < 6 and free > length + 2:
             tail = data.draw(st.integers(1, 2 * size))
             added = engine.add_imported(f"r{number}", length * size, length * size + tail)
@@ -84,10 +85,10 @@ def test_whatever_requests_do_every_step_is_the_oracle_s(data: st.DataObject) ->
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
     shape = data.draw(st.sampled_from([(1, 4, 64), (2, 1, 128), (1, 8, 64), (3, 3, 64)]))
     windows = data.draw(st.sampled_from([(), (None, None, 100)]))
-    engine = CheckedEngine(
-        config, model(config, 3, dtype, *shape, windows), num_pages=1000, isa=data.draw(st.sampled_from(cpu.isas())),
-        query_scale=data.draw(st.sampled_from([1.0, 3.0])), seed=data.draw(st.integers(0, 1000)),
-    )  # fmt: skip
+    pages = 8 * config.budget_tokens // config.page_size + 600
+    isa, seed = data.draw(st.sampled_from(cpu.isas())), data.draw(st.integers(0, 1000))
+    engine = CheckedEngine(config, model(config, 3, dtype, *shape, windows), pages, seed=seed, isa=isa)
+    engine.query_scale = data.draw(st.sampled_from([1.0, 3.0]))
     try:
         for number in range(data.draw(st.integers(4, 14))):
             act(engine, data, number)

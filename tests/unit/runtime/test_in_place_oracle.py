@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid_backend.kernels import cpu
-from hybrid_backend.kernels.in_place_oracle import SPAN_PAGES
+from hybrid_backend.kernels.in_place_oracle import SHORTLIST_BUDGETS, SPAN_PAGES
 from tests.support.in_place import CheckedEngine, model, shipped
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
@@ -34,13 +34,16 @@ def one_thread() -> Iterator[None]:
 
 
 def live(engine: CheckedEngine, steps: int) -> None:
-    """Requests of several lengths and budgets share steps, prefixes and pages; some are preempted, some aborted."""
+    """Requests of several lengths and budgets share steps, prefixes and pages; some are preempted, some aborted.
+
+    The longest one has more pages than any shortlist keeps. Another one fits at first and soon does not.
+    """
     size, budget = engine.cfg.page_size, engine.cfg.budget_tokens
-    long = 2 * budget
+    long, near = (SHORTLIST_BUDGETS + 2) * budget, budget + 2 * size
     engine.add_imported("long", long, long + 3 * size + 5)
     engine.prefill("long", chunk=size + 7)
     engine.add("short", 2 * size).budget = 5 * size
-    engine.add_imported("near", budget, budget + size - 1)  # fits, and soon does not
+    engine.add_imported("near", near, near + size - 5)
     engine.prefill("near")
     engine.prefill("short")
     for number in range(steps):
@@ -55,8 +58,8 @@ def live(engine: CheckedEngine, steps: int) -> None:
             engine.add_imported("asking", budget, budget + size // 2).budget = budget // 2
             engine.prefill("asking")
         elif number == steps // 2:
-            engine.preempt("twin")
-            engine.prefill("twin", chunk=budget)
+            engine.preempt("near")
+            engine.prefill("near", chunk=budget // 2)
         elif number == steps * 2 // 3:
             engine.drop("long")
 
@@ -68,8 +71,10 @@ def test_every_instruction_set_selects_and_attends_as_the_oracle_does(
     """The first layers of a shipped configuration, one of which is exact."""
     config = shipped(name, layers=3, exact_layers=[2])
     spec = model(config, 3, dtype, *shape)
-    engine = CheckedEngine(config, spec, num_pages=900, isa=isa, query_scale=2.0)
-    live(engine, steps=36)
+    engine = CheckedEngine(
+        config, spec, num_pages=8 * config.budget_tokens // config.page_size + 300, isa=isa, query_scale=2.0
+    )
+    live(engine, steps=30)
     engine.close()
     assert engine.sparse_rows > 100 and engine.differing_rows < engine.rows / 20
 
@@ -78,7 +83,7 @@ def test_every_instruction_set_selects_and_attends_as_the_oracle_does(
 def test_every_layer_attends_its_share_of_the_budget(name: str) -> None:
     """All layers, exact ones and budget factors as they are shipped."""
     config = shipped(name)
-    engine = CheckedEngine(config, model(config, 0, torch.bfloat16, 1, 4, 64), num_pages=600, query_scale=2.0)
+    engine = CheckedEngine(config, model(config, 0, torch.bfloat16, 1, 4, 64), num_pages=500, query_scale=2.0)
     budget, size = config.budget_tokens, config.page_size
     engine.add_imported("long", 2 * budget, 2 * budget + 5)
     engine.add_imported("near", budget + 2 * size, budget + 3 * size - 4)
