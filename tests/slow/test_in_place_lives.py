@@ -76,7 +76,7 @@ def act(engine: CheckedEngine, data: st.DataObject, number: int) -> None:
                 engine.step(work, tolerance=None)
 
 
-@settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=12, suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data())
 def test_whatever_requests_do_every_step_is_the_oracle_s(data: st.DataObject) -> None:
     name, changes = data.draw(st.sampled_from(FILES)), data.draw(st.sampled_from(CHANGES))

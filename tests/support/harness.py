@@ -112,6 +112,23 @@ class Engine:
         self.sequences[name] = sequence
         return sequence
 
+    def add_imported(self, name: str, tokens: int, prompt: int) -> Sequence:
+        """A new request whose first ``tokens`` (whole pages) another engine computed; ``prompt`` are in its prompt."""
+        request = self.add(name, prompt)
+        size, model = self.cfg.page_size, self.model
+        assert tokens % size == 0 and tokens < prompt
+        request.pages = [self.free.pop() for _ in range(tokens // size)]
+        for page in request.pages:
+            self.refs[page] = 1
+        pages = torch.tensor(request.pages)
+        for layer in range(model.num_layers):
+            kv = torch.randn(tokens, model.num_kv_heads, 2, model.head_dim, generator=self.rng).to(model.dtype)
+            self.kv[layer][pages] = kv.unflatten(0, (-1, size)).permute(0, 2, 3, 1, 4)
+            request.kv[layer] = list(kv)
+        self.runtime.imported(pages)
+        request.tokens = tokens
+        return request
+
     def drop(self, name: str) -> None:
         """Finish, abort or preempt: the runtime is told, the pages go back."""
         self.runtime.release([name])
