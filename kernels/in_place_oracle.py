@@ -206,11 +206,11 @@ class InPlaceOracle:
             listed = torch.tensor(pages[kv_head if len(pages) > 1 else 0])
             tokens = (listed[:, None] * size + torch.arange(size)).flatten()
             tokens = tokens[tokens < self.tokens]
-            mine = slice(kv_head * group, (kv_head + 1) * group)
-            logits = query[mine].double() @ keys[tokens, kv_head].double().T * self.settings.scale
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            logits = query[heads].double() @ keys[tokens, kv_head].double().T * self.settings.scale
             if self._sinks is not None:
-                logits = torch.cat([logits, self._sinks[mine, None].double()], 1)
-            out[mine] = logits.softmax(-1)[:, : len(tokens)] @ values[tokens, kv_head].double()
+                logits = torch.cat([logits, self._sinks[heads, None].double()], 1)
+            out[heads] = logits.softmax(-1)[:, : len(tokens)] @ values[tokens, kv_head].double()
         return out
 
     # --- steps 2 and 4 ---
