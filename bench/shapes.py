@@ -53,11 +53,12 @@ def write_shape(name: str, folder: Path) -> Path:
 
 
 def peak(model: nn.Module) -> None:
-    """Random weights with which attention is peaked, and moves from step to step as a trained model's does: vLLM's own
-    are so small that every page is as good as any other. Queries are as long as a head's dimensions call for twice over
-    (logits over filled pages have a standard deviation of 2), and tokens' embeddings have a common part, so that
-    hidden states of consecutive steps have a cosine of about 0.9 (CLO, arXiv 2511.14510, section 2.3, finds as much
-    between queries)."""
+    """Fill a model with random weights that make attention peaked; with vLLM's own every page is as good as any other.
+
+    Both numbers are chosen, not taken from a trained model. Logits over filled pages have a standard deviation of 2.
+    Tokens' embeddings have a common part, so that hidden states of consecutive steps have a cosine of about 0.9, which
+    CLO (arXiv 2511.14510, section 2.3) reports between queries.
+    """
     with torch.no_grad():
         for path, weight in model.named_parameters():
             if not weight.is_floating_point():
@@ -95,10 +96,12 @@ class FilledKV(DecodeBenchConnector):  # type: ignore[misc]
 
 
 def spread_pages(layers: Sequence[Tensor], pages: Tensor, spread: float) -> None:
-    """Make some pages matter more than others, whatever the query: keys of a page of random numbers are as good as any
-    other page's, so that which are selected changes from step to step as it does in no trained model. Their scale is
-    exp(N(0, ``spread``)), drawn for each layer and page. With 0.03, 64 of 1,024 pages and 142 frames, 90 % of what
-    independent queries select is resident (0: 63 %); ScoutAttention (section 4.2) finds 92 %."""
+    """Scale the keys of each page by exp(N(0, ``spread``)), so that some pages matter more than others to any query.
+
+    Pages of random numbers are all alike, and a selection among them changes with every query. The spread is a choice
+    of the share that stays resident, not a measurement of a trained model: with 0.03, 64 of 1,024 pages and 142 frames,
+    90 % of what independent queries select is resident (with 0: 63 %). ScoutAttention (section 4.2) reports 92 %.
+    """
     for layer, memory in enumerate(layers):
         if len(memory):
             rng = torch.Generator().manual_seed(layer)

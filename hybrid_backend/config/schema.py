@@ -105,7 +105,8 @@ class SelectionConfig(Section):
     share of half of its width. Source: measured (SmolLM2-135M: docs/measurements.md; Quest: 1, the upper end)."""
     candidates: Annotated[int, integer(0)] = 8
     """Pages whose digests are scored per page of budget in a sequence so long that two levels read less than one:
-    spans of 8 pages first, then the pages of the best spans; 0 scores all pages. With digests in bytes.
+    spans of 8 pages first, then the pages of the best spans; 0 scores all pages. Where pages are attended in place by
+    the native kernels, with digests in bytes.
     Source: measured (SmolLM2-135M: 8 costs at most 0.2 points of mass, docs/cpu-kernels.md)."""
     interval: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
     """Tokens of a request between two looks of a layer at all pages, layers in turn: between them it selects among the
@@ -142,8 +143,8 @@ class RecallConfig(Section):
     """Recall pages at all; without it the resident pages of a request stay as prefill left them.
     Source: ScoutAttention (asynchronous periodic recall)."""
     threshold: Annotated[float, number(0, 1)] = 0.12
-    """Share of a layer's attended tokens computed on the CPU that the profiled intervals stay below.
-    Source: ScoutAttention (12 %; it reports 8.2 % on average)."""
+    """Share of a layer's attended tokens computed on the CPU below which `hybrid profile` chooses recall.intervals. A
+    server does not read this key. Source: ScoutAttention (12 %; it reports 8.2 % on average)."""
     intervals: Annotated[
         int | tuple[int, ...],
         either(integer(1), list_of(integer(1), empty=False)),
@@ -165,9 +166,6 @@ class WorkersConfig(Section):
     numa: Annotated[int | Literal["auto"], auto_or(integer(0))] = "auto"
     """NUMA node whose CPUs the workers take when workers.cpus is auto; auto is that of the GPU, or of the
     engine's own threads. Source: default."""
-    per_sequence_groups: Annotated[bool, BOOL] = True
-    """Each sequence is a job of its own; otherwise the whole batch is one.
-    Source: ScoutAttention (a group of threads per sequence)."""
     deadline_seconds: Annotated[float, number(0)] = 30.0
     """Longest wait for a CPU partial before the step fails with an error instead of hanging.
     Source: default."""

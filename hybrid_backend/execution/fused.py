@@ -147,7 +147,9 @@ class FusedStep:
         """Nothing is admitted: every page is where it is attended."""
 
     def holds(self, request_id: str) -> bool:
-        return True  # nothing is copied
+        # A request that begins to decode reads digests of all its pages. One of a page that another row fills in this
+        # very step is not written yet.
+        return request_id in self._sequences
 
     def release(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id, None)

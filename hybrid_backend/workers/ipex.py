@@ -12,7 +12,7 @@ What that costs, and its limits:
 * IPEX's paged operator returns no LSE, so its flash attention over the staged tokens is used, which does.
 * IPEX writes its output in the model's dtype: in bf16 a partial is rounded to 8 bits before the merge.
 * Jobs run one after the other, each on all threads, lists of different lengths one after the other too; an operator
-  call is parallel over (sequence, KV head) only. ``per_sequence_groups`` has no effect.
+  call is parallel over (sequence, KV head) only.
 * Only the workers use IPEX. The device tier of a machine without a device stays with the kernel that ``auto`` means.
 """
 

@@ -57,7 +57,7 @@ def make_pool(config: WorkersConfig, rank: Rank = ALONE) -> WorkerPool:
     threads = len(cpus) if config.threads == "auto" else config.threads
     if config.kernel == IPEX:
         return IpexPool(threads, cpus)
-    return TorchPool(threads, cpus, resolve_kernel(config.kernel), config.per_sequence_groups)
+    return TorchPool(threads, cpus, resolve_kernel(config.kernel))
 
 
 class NativePool(WorkerPool):
@@ -101,25 +101,21 @@ class _NativeTicket:
 
 
 class TorchPool(WorkerPool):
-    """Python threads around a kernel written with torch, whose operations release the interpreter lock.
+    """Python threads around a kernel written with torch, whose operations release the interpreter lock. Each sequence
+    of a batch is a job of its own."""
 
-    With ``per_sequence_groups`` each sequence is a job of its own (ScoutAttention section 3.3 gives each sequence its
-    own group of threads); otherwise the whole batch is one job.
-    """
-
-    def __init__(self, threads: int, cpus: list[int], kernel: PartialKernel, per_sequence_groups: bool = True) -> None:
+    def __init__(self, threads: int, cpus: list[int], kernel: PartialKernel) -> None:
         self.cpus = cpus
         self.threads = threads
         self._kernel = kernel
-        self._per_sequence = per_sequence_groups
         self._openmp_threads = torch.get_num_threads()  # the engine's
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="hybrid-worker", initializer=self._pin)
 
     def submit(
         self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
     ) -> Ticket:
-        shares = [slice(r, r + 1) for r in range(len(q))] if self._per_sequence else [slice(0, len(q))]
-        return _TorchTicket([self._executor.submit(self._run, s, q, layer, pages, scale) for s in shares], what)
+        rows = [slice(r, r + 1) for r in range(len(q))]
+        return _TorchTicket([self._executor.submit(self._run, row, q, layer, pages, scale) for row in rows], what)
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -76,6 +76,7 @@ class Engine:
     seed: int = 0
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     is_witnessed: bool = False  # every decoding row is checked against what the method says that it attended
+    query_scale: float = 1.0  # of the random queries: larger ones make attention more peaked
     sequences: dict[str, Sequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,6 +112,23 @@ class Engine:
         self.sequences[name] = sequence
         return sequence
 
+    def add_imported(self, name: str, tokens: int, prompt: int) -> Sequence:
+        """A new request whose first ``tokens`` (whole pages) another engine computed; ``prompt`` are in its prompt."""
+        request = self.add(name, prompt)
+        size, model = self.cfg.page_size, self.model
+        assert tokens % size == 0 and tokens < prompt
+        request.pages = [self.free.pop() for _ in range(tokens // size)]
+        for page in request.pages:
+            self.refs[page] = 1
+        pages = torch.tensor(request.pages)
+        for layer in range(model.num_layers):
+            kv = torch.randn(tokens, model.num_kv_heads, 2, model.head_dim, generator=self.rng).to(model.dtype)
+            self.kv[layer][pages] = kv.unflatten(0, (-1, size)).permute(0, 2, 3, 1, 4)
+            request.kv[layer] = list(kv)
+        self.runtime.imported(pages)
+        request.tokens = tokens
+        return request
+
     def drop(self, name: str) -> None:
         """Finish, abort or preempt: the runtime is told, the pages go back."""
         self.runtime.release([name])
@@ -142,7 +160,8 @@ class Engine:
             self.witness.begin()
         step, query_start = self._begin(work)
         total = query_start[-1]
-        queries = torch.randn(m.num_layers, total, m.num_heads, m.head_dim, generator=self.rng).to(m.dtype)
+        queries = torch.randn(m.num_layers, total, m.num_heads, m.head_dim, generator=self.rng) * self.query_scale
+        queries = queries.to(m.dtype)
         outs = {}
         for layer in range(m.num_layers):
             if layer + 1 < m.num_layers:

@@ -173,6 +173,7 @@ BAD = [
     ("page_sise: 32", ["'page_sise'", "unknown key", "did you mean page_size?"]),
     ("recall: {treshold: 0.1}", ["recall.treshold", "'treshold'", "did you mean threshold?"]),
     ("threshold: 0.1", ["'threshold'", "did you mean recall.threshold?"]),
+    ("workers: {per_sequence_groups: true}", ["workers.per_sequence_groups", "removed", "delete it"]),
     ("enabled: true", ["'enabled'", "did you mean lookahead.enabled or recall.enabled?"]),
     ("metrics: {zzz: 1}", ["metrics.zzz", "'zzz'", "metrics has the keys sample_interval"]),
     ("32: page_size", ["32", "unknown key", "write a name"]),
@@ -416,7 +417,6 @@ CHANGES = [
     "workers.kernel=torch",
     "workers.threads=2",
     "workers.cpus=[0, 1]",
-    "workers.per_sequence_groups=false",
     "workers.deadline_seconds=1",
     "host_pool.size=1GiB",
     "metrics.sample_interval=0",
@@ -520,6 +520,7 @@ def test_every_shipped_file_is_listed_here_loads_and_fits_its_model():
         config = load_config(path)
         config.validate_for(SHIPPED_FOR[path.name][0], source=path.name)
         assert config.sparse == "auto" and config.method == "scout"
+        assert "threshold" not in load_mapping(path).get("recall", {}), f"{path.name}: a server does not read it"
 
 
 def test_every_number_in_a_shipped_file_names_its_source():

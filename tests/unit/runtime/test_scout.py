@@ -381,11 +381,10 @@ def test_results_of_many_sequences_come_back_in_order() -> None:
         time.sleep(0.002 * float(5 - q[0, 0, 0]))
         return Partial(q.clone(), q[..., 0].clone())
 
-    for groups in (True, False):
-        pool = TorchPool(3, CPUS, own_number, groups)
-        q = torch.arange(5.0)[:, None, None].expand(5, 2, 4).contiguous()
-        assert torch.equal(pool.submit(q, torch.zeros(1), _lists(5), 1.0, "test").wait(5).out, q)
-        pool.close()
+    pool = TorchPool(3, CPUS, own_number)
+    q = torch.arange(5.0)[:, None, None].expand(5, 2, 4).contiguous()
+    assert torch.equal(pool.submit(q, torch.zeros(1), _lists(5), 1.0, "test").wait(5).out, q)
+    pool.close()
 
 
 def test_a_prefill_row_beside_decoding_rows_is_dense() -> None:

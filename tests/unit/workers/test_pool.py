@@ -53,7 +53,7 @@ def native() -> Held:
     return Held(pool, hold)
 
 
-def torch_threads(per_sequence: bool) -> Held:
+def torch_threads() -> Held:
     gate, kernel = threading.Event(), resolve_kernel("torch")
     gate.set()
 
@@ -69,7 +69,7 @@ def torch_threads(per_sequence: bool) -> Held:
         finally:
             gate.set()
 
-    return Held(TorchPool(2, CPUS, run, per_sequence), hold)
+    return Held(TorchPool(2, CPUS, run), hold)
 
 
 def ipex() -> Held:
@@ -88,8 +88,7 @@ def ipex() -> Held:
 
 POOLS: dict[str, Callable[[], Held]] = {
     "native": native,
-    "torch": lambda: torch_threads(True),
-    "torch-whole-batch": lambda: torch_threads(False),
+    "torch": torch_threads,
     "ipex-stand-in": ipex,
 }
 
