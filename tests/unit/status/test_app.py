@@ -23,7 +23,8 @@ from hybrid_backend.errors import EngineError
 from hybrid_backend.tools.status import MIDDLEWARE
 from hybrid_backend.tools.status.app import PAGE, PATHS, StatusMiddleware, application
 from hybrid_backend.tools.status.model import Status
-from hybrid_backend.tools.status.sampler import Sampler, from_server, metrics_url
+from hybrid_backend.tools.status.sampler import Sampler
+from hybrid_backend.tools.status.source import Source, from_server, metrics_url
 from tests.unit.status.server_stand import LAYERS, Clock, MetricsStand, metrics_app, serving
 
 
@@ -31,6 +32,13 @@ def status_of(url: str, after: float = 0.0) -> Status:
     answer = httpx.get(f"{url}{PAGE}.json", params={"after": after}, timeout=20)
     assert answer.status_code == 200, answer.text
     return Status.model_validate_json(answer.text)
+
+
+def answers(text: str) -> Source:
+    async def source() -> str:
+        return text
+
+    return source
 
 
 def test_the_json_follows_the_server_and_sends_only_what_is_new() -> None:
@@ -46,10 +54,10 @@ def test_the_json_follows_the_server_and_sends_only_what_is_new() -> None:
             clock.now += 2.0
             status = status_of(url)
             (column,) = status.columns
-            assert column.running == 3 and column.pool_fill == 0.5 and column.generated_per_second == 50
+            assert column.running == 3 and column.pool_fill == 0.5 and column.rates.generated_per_second == 50
             assert column.cpu_ratio == tuple(round(layer / LAYERS, 3) for layer in range(LAYERS))
             assert status.layers[6].residency == 0.8 and status.layers[6].attended_tokens_per_second == 500
-            assert column.wait_share == pytest.approx(LAYERS * 0.001 / 2, abs=1e-4)
+            assert column.rates.wait_share == pytest.approx(LAYERS * 0.001 / 2, abs=1e-4)
             assert status_of(url, after=column.time).columns == ()
             for _ in range(9):
                 stand.decode()
@@ -63,7 +71,7 @@ def test_the_json_follows_the_server_and_sends_only_what_is_new() -> None:
 def test_many_viewers_cost_one_reading_per_interval() -> None:
     stand, clock, asked = MetricsStand(), Clock(), []
 
-    def source() -> str:
+    async def source() -> str:
         asked.append(clock.now)
         return stand.text()
 
@@ -81,7 +89,7 @@ def test_a_server_that_goes_away_is_told_and_comes_back() -> None:
     stand, clock = MetricsStand(), Clock()
     alive = [True]
 
-    def source() -> str:
+    async def source() -> str:
         if not alive[0]:
             raise EngineError("http://x/metrics cannot be read: refused")
         return stand.text()
@@ -106,7 +114,7 @@ def test_a_server_without_the_plugin_is_told_apart_from_no_server() -> None:
         ("python_info 1\n", "nothing of vLLM, SGLang or this plugin"),
         ('hybrid_cpu_tokens_total{layer="x"} 1\n', "not of this version"),
     ):
-        sampler = Sampler(lambda text=text: text, "x")  # type: ignore[misc]
+        sampler = Sampler(answers(text), "x")
         asyncio.run(sampler.refresh())
         assert told in str(sampler.status().problem)
 
@@ -116,23 +124,28 @@ def test_an_address_where_nobody_listens_is_one_line() -> None:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}/metrics"
         with pytest.raises(EngineError, match=r"cannot be read: .*refused"):
-            from_server(url)()
+            asyncio.run(from_server(url)())
 
 
 def test_a_page_that_is_missing_is_one_line() -> None:
     with serving(FastAPI()) as url, pytest.raises(EngineError, match=r"cannot be read: .*Not Found|404"):
-        from_server(f"{url}/metrics")()
+        asyncio.run(from_server(f"{url}/metrics")())
 
 
 @pytest.mark.parametrize("bad", ["-1", "nan", "inf", "x"])
 def test_a_bad_question_is_refused(bad: str) -> None:
-    with serving(application(Sampler(MetricsStand().text, "x"), watching=False)) as url:
+    with serving(application(Sampler(MetricsStand().source, "x"), watching=False)) as url:
         assert httpx.get(f"{url}{PAGE}.json", params={"after": bad}).status_code == 422
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
-    with serving(application(Sampler(MetricsStand().text, "x"), watching=False)) as url:
-        for path, kind in ((PAGE, "text/html"), (f"{PAGE}.css", "text/css"), (f"{PAGE}.js", "text/javascript")):
+    with serving(application(Sampler(MetricsStand().source, "x"), watching=False)) as url:
+        for path, kind in (
+            (PAGE, "text/html"),
+            (f"{PAGE}.css", "text/css"),
+            (f"{PAGE}.js", "text/javascript"),
+            (f"{PAGE}-plots.js", "text/javascript"),
+        ):
             answer = httpx.get(url + path)
             assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
             assert "default-src 'none'" in answer.headers["content-security-policy"]
@@ -145,7 +158,7 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
 
 def test_the_page_is_package_data() -> None:
     names = {entry.name for entry in (files("hybrid_backend.tools.status") / "page").iterdir()}
-    assert {"status.html", "status.css", "status.js"} <= names
+    assert {"status.html", "status.css", "status.js", "status-plots.js"} <= names
 
 
 def test_inside_a_server_only_the_pages_own_paths_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,11 @@ def test_the_history_is_bounded_and_says_what_happened(
         assert column.cpu_ratio == (pytest.approx(expected, abs=1e-4) if expected is not None else None,) * 2
         expected = hits / lookups if lookups else None
         assert column.residency == (pytest.approx(expected, abs=1e-4) if expected is not None else None,) * 2
-        assert column.wait_share == pytest.approx(2 * wait / seconds, abs=1e-3)
+        first = history.recent[0] if len(history.recent) > 1 else START
+        waited = sum(b.wait_seconds - a.wait_seconds for a, b in zip(first.layers, reading.layers, strict=True))
+        window = reading.time - first.time
+        assert column.rates.seconds == pytest.approx(window, abs=1e-3)
+        assert column.rates.wait_share == pytest.approx(waited / window, abs=1e-3)
     assert len(history.columns) == min(len(steps), kept)
     assert sum(r.time < reading.time - 15.0 for r in history.recent) <= 1, "readings are bounded too"
     times = [column.time for column in history.columns]

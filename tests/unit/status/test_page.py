@@ -39,7 +39,7 @@ def page() -> Iterator[str]:
     stand.running.set(12)
     stand.waiting.set(4)
     stand.fill.set(0.625)
-    sampler = Sampler(stand.text, "a stand", interval=2.0, clock=clock)
+    sampler = Sampler(stand.source, "a stand", interval=2.0, clock=clock)
     for _ in range(60):
         stand.decode(cpu=lambda layer: layer % 2, resident=lambda layer: 1 - layer % 2)
         clock.now += 2.0
@@ -86,7 +86,7 @@ def test_a_server_that_serves_in_place_shows_what_happens_there(tmp_path: Path) 
     stand.gauges["hybrid_budget_tokens"] = 1024
     for layer in stand.stats.layers:
         layer.attention_seconds = 1e-6
-    sampler = Sampler(stand.text, "a stand", interval=2.0, clock=clock)
+    sampler = Sampler(stand.source, "a stand", interval=2.0, clock=clock)
     for _ in range(20):
         stand.decode(moved=False)
         for layer in stand.stats.layers:
@@ -121,7 +121,7 @@ def test_the_heat_maps_are_drawn_in_the_colours_of_the_theme(page: str, tmp_path
 
 
 def test_a_server_that_cannot_be_read_is_told_on_the_page(tmp_path: Path) -> None:
-    def gone() -> str:
+    async def gone() -> str:
         raise EngineError("http://host/metrics cannot be read: <refused>")
 
     with serving(application(Sampler(gone, "x"), watching=False)) as url:
@@ -163,7 +163,7 @@ def wordy_page() -> Iterator[str]:
         "hybrid_quality_min_mass": 0.9402, "hybrid_quality_mass": 0.9371, "hybrid_quality_budget_tokens": math.inf,
         "hybrid_quality_max_kl": 0.01, "hybrid_host_pool_bytes": 3 * 2**30,
     }  # fmt: skip
-    sampler = Sampler(stand.text, "a stand", interval=2.0, clock=clock)
+    sampler = Sampler(stand.source, "a stand", interval=2.0, clock=clock)
     for _ in range(3):
         stand.decode(cpu=lambda layer: 0.5)
         clock.now += 2.0
