@@ -58,11 +58,12 @@ def judge(
 
 
 def _silence(stale_seconds: float, problem: str | None, was_read: bool) -> Headline:
-    reason = problem or "the server takes long to answer"
-    age_text = "everything below is as old as the last reading, and another one is tried all the time"
-    title = f"No answer for {age(stale_seconds)}" if was_read else "No server answers"
-    detail = f"{reason}; {age_text if was_read else 'a reading is tried all the time'}."
-    return Headline(state="silent", level="bad", title=title, detail=detail[:1].upper() + detail[1:])
+    reason = problem or "The server takes long to answer"
+    if not was_read:
+        detail = f"{reason}. It is asked again all the time."
+        return Headline(state="silent", level="bad", title="No server answers", detail=detail)
+    detail = f"{reason}. Everything below is as old as the last reading; the server is asked again all the time."
+    return Headline(state="silent", level="bad", title=f"No answer for {age(stale_seconds)}", detail=detail)
 
 
 def _headline(load: Load, answers: tuple[Answer, ...]) -> Headline:
@@ -73,12 +74,13 @@ def _headline(load: Load, answers: tuple[Answer, ...]) -> Headline:
         verdict = lowered(limits.verdict)
         poor.append(f"held back, by what is {verdict}" if verdict == "not known" else f"held back by {verdict}")
     level = max((answer.level for answer in answers), key=lambda level: _SEVERITY[level])
-    doing = {"decoding": "Decoding", "prompts": "Reading prompts"}.get(load.state, "Idle")
-    if load.state == "idle" and level == "good":
-        level = "unknown"  # an idle server is neither fast nor slow
-    title = (
-        f"{doing}: {', '.join(poor)}" if poor else "Decoding well" if (doing, level) == ("Decoding", "good") else doing
-    )
+    if load.state == "decoding":
+        doing = "Decoding well" if level == "good" else "Decoding"
+    else:
+        level = "unknown" if level == "good" else level  # a server that generates nothing is neither fast nor slow
+        reads = "Reading prompts" if load.rates.prompt_per_second else "Working, no token yet"
+        doing = "Idle" if load.state == "idle" else reads
+    title = f"{doing}: {', '.join(poor)}" if poor else doing
     return Headline(state=load.state, level=level, title=title, detail=_detail(load))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_backend.tools.status.history import History
-from hybrid_backend.tools.status.reading import LayerCounts, Reading
+from hybrid_backend.tools.status.reading import Durations, LayerCounts, Reading
 
 GROWTH = st.integers(0, 10**6)
 
@@ -102,3 +102,25 @@ def test_ratios_of_an_idle_layer_stay_and_its_rates_fall_to_zero() -> None:
     assert layer.cpu_ratio == 0.25 and layer.residency == 0.5
     assert layer.attended_tokens_per_second == 0 and layer.wait_share == 0
     assert history.columns[-1].cpu_ratio == (None, None), "in the heat map nothing was decoded"
+
+
+def test_latencies_are_those_of_the_window_and_prefix_hits_too() -> None:
+    first = replace(START, first_token=Durations(50.0, 5), prefix_hits=10, prefix_queries=100)
+    second = replace(first, time=102.0, first_token=Durations(54.0, 7), prefix_hits=40, prefix_queries=160)
+    history = History(9, 60).add(first).add(second)
+    rates = history.columns[-1].rates
+    assert rates.first_token_seconds == 2.0 and rates.prefix_hit_ratio == 0.5 and rates.token_seconds is None
+    rates = history.add(replace(second, time=120.0)).columns[-1].rates
+    assert rates.first_token_seconds is None and rates.prefix_hit_ratio is None, "nothing began since"
+
+
+def test_bytes_of_attention_in_place_are_those_of_its_time() -> None:
+    gauges = {"hybrid_host_pool_bytes": 8e6, "hybrid_host_pool_pages": 100.0, "hybrid_page_tokens": 16.0}
+    first = replace(START, gauges=gauges)
+    layers = tuple(LayerCounts(selected_tokens=1000, attention_seconds=0.5) for _ in range(2))
+    rates = History(9, 60).add(first).add(replace(first, time=102.0, layers=layers)).columns[-1].rates
+    assert (
+        first.token_bytes == 2500
+        and rates.attention_bytes_per_second == 2 * 1000 * 2500
+        and rates.attention_share == 0.5
+    )
