@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
 from hybrid_backend.errors import EngineError
 
-Source = Callable[[], Awaitable[str]]
+Source = Callable[[], Coroutine[Any, Any, str]]
 """Returns a Prometheus text, or raises EngineError."""
 DEADLINE = 10.0
 """Seconds for the whole of an answer, from the name's look-up to the last byte: a busy server answers late."""
