@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hybrid_backend.hardware import Hardware
 from hybrid_backend.tools.status.faithful import faithful
-from hybrid_backend.tools.status.model import Answer, Change, Column, Headline, Layer, Level
+from hybrid_backend.tools.status.model import Answer, Change, Headline, Layer, Level, Rates
 from hybrid_backend.tools.status.reading import Reading
 from hybrid_backend.tools.status.speed import Load, fast, limit
 from hybrid_backend.tools.status.words import age, lowered, number, rate, requests
@@ -25,7 +25,7 @@ class Glance(NamedTuple):
 
 def judge(
     last: Reading | None,
-    columns: Sequence[Column],
+    rates: Rates | None,
     layers: Sequence[Layer],
     machine: Hardware | None = None,
     stale_seconds: float | None = None,
@@ -35,7 +35,7 @@ def judge(
 
     Args:
         last: the last reading; None if there is none.
-        columns: the history, oldest first.
+        rates: what happened up to that reading; None if it is the first one.
         layers: each layer over the last seconds.
         machine: a hardware profile of the server's machine, which attention's speed is compared with.
         stale_seconds: age of the last reading if the server gives no newer one. Then nothing is judged: old numbers
@@ -44,12 +44,10 @@ def judge(
     """
     if stale_seconds is not None:
         return Glance(_silence(stale_seconds, problem, was_read=last is not None))
-    if last is None or not columns:
-        detail = "Rates need two readings." if last is not None else "No reading was taken yet."
+    if last is None or rates is None:
+        detail = "No reading was taken yet." if last is None else "Rates need two readings."
         return Glance(Headline(state="starting", level="unknown", title="Measuring the first interval", detail=detail))
-    rates = columns[-1].rates
-    recent = [column for column in columns if columns[-1].time - column.time < rates.seconds]
-    load = Load(last, rates, layers, max([last.running or 0.0, *(column.running or 0.0 for column in recent)]), machine)
+    load = Load(last, rates, layers, machine)
     is_faithful, larger_budget = faithful(last, layers)
     limits, change = limit(load, budget_may_fall=larger_budget is None)
     answers = (is_faithful, fast(load), limits)

@@ -30,6 +30,11 @@ class History:
     def last(self) -> Reading | None:
         return self.recent[-1] if self.recent else None
 
+    @property
+    def rates(self) -> Rates | None:
+        """The rates up to the last reading; None if no column ends there: after a start, a restart or a long gap."""
+        return self.columns[-1].rates if len(self.recent) > 1 else None
+
     def add(self, reading: Reading) -> History:
         """With the column from the last reading to this one, and the layers over the last ``WINDOW`` seconds.
 
@@ -87,6 +92,7 @@ def _rates(recent: tuple[Reading, ...], reading: Reading) -> Rates:
     return Rates(
         seconds=round(seconds, 3),
         running=_rounded(sum(running) / len(running)) if running else None,
+        most_running=max(running, default=None),
         generated_per_second=_rate(first.generated_tokens, reading.generated_tokens, seconds),
         prompt_per_second=_rate(first.prompt_tokens, reading.prompt_tokens, seconds),
         prefix_hit_ratio=None if hits is None or queries is None else _ratio(hits, queries),

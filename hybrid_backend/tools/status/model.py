@@ -21,6 +21,8 @@ class Rates(_Part):
     """At most 15, or one interval where that is longer; less after a start."""
     running: float | None
     """Requests in the engine's batch, mean of the readings."""
+    most_running: float | None
+    """The most of them at any reading."""
     generated_per_second: float | None
     prompt_per_second: float | None
     """Prompt tokens; SGLang's without those found in its prefix cache."""

@@ -72,10 +72,10 @@ class Sampler:
     def status(self, after: float = 0.0) -> Status:
         """Return what is known, with the columns later than ``after`` (Unix seconds)."""
         current = self._clock()
-        last, columns, layers = self._history.last, self._history.columns, self._history.layers
+        last, rates, layers = self._history.last, self._history.rates, self._history.layers
         shown = last or Reading(time=0.0)
         stale = self._stale_seconds(current)
-        glance = judge(last, columns, layers, self._machine, stale, self._problem)
+        glance = judge(last, rates, layers, self._machine, stale, self._problem)
         gauge = shown.gauges.get
         return Status(
             version=__version__,
@@ -99,9 +99,9 @@ class Sampler:
             headline=glance.headline,
             glance=glance.answers,
             changes=glance.changes,
-            tiles=() if last is None else tile_groups(last, columns, layers),
+            tiles=() if last is None else tile_groups(last, rates, layers),
             layers=layers,
-            columns=tuple(column for column in columns if column.time > after),
+            columns=tuple(column for column in self._history.columns if column.time > after),
         )
 
     async def _read(self) -> None:

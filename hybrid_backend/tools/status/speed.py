@@ -30,8 +30,6 @@ class Load:
     last: Reading
     rates: Rates
     layers: Sequence[Layer]
-    most_running: float
-    """Requests at once, at most, in that time."""
     machine: Hardware | None = None
 
     @property
@@ -168,9 +166,9 @@ def _limit(load: Load, budget_may_fall: bool) -> _Limit:
 def _queue(load: Load) -> _Limit:
     """Judge requests that wait although the host pool has room."""
     most, full = advice.most_requests(load.last), f"the host pool is {load.fill:.0%} full"
-    if most is None or load.most_running >= most:
+    if most is None or (load.rates.most_running or 0.0) >= most:
         return "The batch", f"{_waiting(load)}, and {full}.", "fair", advice.larger_batch(load.last)
-    text = f"{_waiting(load)} although only {load.most_running:,.0f} of {most:,.0f} run and {full}"
+    text = f"{_waiting(load)} although only {load.rates.most_running or 0.0:,.0f} of {most:,.0f} run and {full}"
     if load.rates.prompt_per_second:
         return "Prompts", f"{text}; most likely those before them are being read.", "fair", None
     return "Not known", f"{text}.", "fair", None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybrid_backend.tools.status.model import Column, Layer, Tile, TileGroup
+from hybrid_backend.tools.status.model import Layer, Rates, Tile, TileGroup
 from hybrid_backend.tools.status.reading import Reading
 from hybrid_backend.tools.status.words import (
     bandwidth,
@@ -17,12 +17,12 @@ from hybrid_backend.tools.status.words import (
 )
 
 
-def tile_groups(last: Reading, columns: Sequence[Column], layers: Sequence[Layer]) -> tuple[TileGroup, ...]:
+def tile_groups(last: Reading, rates: Rates | None, layers: Sequence[Layer]) -> tuple[TileGroup, ...]:
     """Return the tiles of the last reading, of the last seconds, and since the server's start."""
     groups = [TileGroup(window="at the last reading", tiles=tuple(_gauges(last)))]
-    if columns:
-        window = f"mean of the last {columns[-1].rates.seconds:.0f} s"
-        groups.append(TileGroup(window=window, tiles=tuple(_rates(last, columns[-1], layers))))
+    if rates is not None:
+        window = f"mean of the last {rates.seconds:.0f} s"
+        groups.append(TileGroup(window=window, tiles=tuple(_rates(last, rates, layers))))
     groups.append(TileGroup(window="since the server's start", tiles=tuple(_totals(last))))
     return tuple(groups)
 
@@ -51,8 +51,7 @@ def _gauges(last: Reading) -> list[Tile]:
     ]
 
 
-def _rates(last: Reading, column: Column, layers: Sequence[Layer]) -> list[Tile]:
-    rates = column.rates
+def _rates(last: Reading, rates: Rates, layers: Sequence[Layer]) -> list[Tile]:
     speed = (
         rates.generated_per_second / max(rates.running, 1.0) if rates.generated_per_second and rates.running else None
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybrid_backend.tools.status.glance import Glance, judge
-from hybrid_backend.tools.status.model import Column, Layer, Rates
+from hybrid_backend.tools.status.model import Layer, Rates
 from hybrid_backend.tools.status.reading import LayerCounts, Reading
 
 NO_RATES: dict[str, Any] = dict.fromkeys(Rates.model_fields) | {
@@ -23,12 +23,9 @@ BUS = {"hybrid_bus_bytes_per_second": 50e9}
 IN_PLACE = {"hybrid_budget_tokens": 1024.0, "hybrid_page_tokens": 32.0, "hybrid_frame_bytes": 0.0}
 
 
-def column(time: float = 1, running: float | None = None, **rates: Any) -> Column:
-    """A column of two seconds; ``rates`` are those of the last 15."""
-    return Column(
-        time=time, seconds=2, running=running, waiting=None, pool_fill=None, frames_in_use=None, resident_requests=None,
-        rates=Rates(**NO_RATES | {"running": running} | rates), attended=(), residency=(), cpu_ratio=(),
-    )  # fmt: skip
+def rates_of(running: float | None = None, **more: Any) -> Rates:
+    """Rates of the last 15 seconds."""
+    return Rates(**NO_RATES | {"running": running, "most_running": running} | more)
 
 
 def layer(index: int, mass: float | None, cpu: float | None = None, **more: float) -> Layer:
@@ -46,14 +43,14 @@ def in_place(**more: Any) -> Reading:
 
 
 def told(
-    last: Reading, *columns: Column, layers: tuple[Layer, ...] = (), **more: Any
+    last: Reading, rates: Rates | None = None, layers: tuple[Layer, ...] = (), **more: Any
 ) -> dict[str, tuple[str, str, str]]:
     """Verdict, level and text by the last word of the question: faithful, fast, back."""
-    judged = judge(last, columns or (column(),), layers, **more)
+    judged = judge(last, rates or rates_of(last.running), layers, **more)
     return {a.question.rstrip("?").split()[-1]: (a.verdict, a.level, a.text) for a in judged.answers}
 
 
-def advised(last: Reading, *columns: Column, mass: float = 0.99, cpu: float = 0.25) -> list[str]:
+def advised(last: Reading, rates: Rates | None = None, mass: float = 0.99, cpu: float = 0.25) -> list[str]:
     """The recommended change with its problem, then the other ways, then what comes after."""
-    judged: Glance = judge(last, columns or (column(),), (layer(0, mass, cpu=cpu),))
+    judged: Glance = judge(last, rates or rates_of(last.running), (layer(0, mass, cpu=cpu),))
     return [text for change in judged.changes for text in (f"{change.problem}: {change.change}", *change.others)]

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hybrid_backend.tools.status.reading import LayerCounts, Reading
-from tests.unit.status.made import BUS, IN_PLACE, SERVED, advised, column, in_place
+from tests.unit.status.made import BUS, IN_PLACE, SERVED, advised, in_place, rates_of
 
-WAITS = column(running=1, generated_per_second=10, wait_share=0.5)
+WAITS = rates_of(running=1, generated_per_second=10, wait_share=0.5)
 
 
 def waiting(**more: float) -> Reading:
@@ -44,7 +44,7 @@ def test_one_change_is_recommended_and_other_ways_come_after_it() -> None:
     assert advised(on_gpu)[0].endswith(
         "if the log said that no more fit the device, with frames_per_request=50 (now 67)"
     )
-    attention = column(running=2, generated_per_second=10, attention_share=0.7)
+    attention = rates_of(running=2, generated_per_second=10, attention_share=0.7)
     assert advised(in_place(), attention) == [
         "Attention: budget_tokens=512 (now 1024), as far as it is faithful enough",
         "more cores: hybrid plan --machine NAME --what-if cores=N reckons how many",
@@ -137,7 +137,7 @@ def test_replicas_are_counted_where_a_flag_is_for_one() -> None:
 
 
 def test_each_engine_is_told_its_own_flag_for_the_tokens_of_a_step() -> None:
-    slow = column(running=4, generated_per_second=4, prompt_per_second=300)
+    slow = rates_of(running=4, generated_per_second=4, prompt_per_second=300)
     for engine, flag in (("vllm", "--max-num-batched-tokens"), ("sglang", "--chunked-prefill-size")):
         last = Reading(time=1, running=4, engine=engine, layers=(LayerCounts(),))
         assert f"half of {flag}" in advised(last, slow)[0]

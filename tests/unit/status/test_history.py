@@ -124,3 +124,14 @@ def test_bytes_of_attention_in_place_are_those_of_its_time() -> None:
         and rates.attention_bytes_per_second == 2 * 1000 * 2500
         and rates.attention_share == 0.5
     )
+
+
+def test_rates_of_a_server_that_was_started_again_are_not_those_of_the_one_before() -> None:
+    """Nor those from before a gap: both begin with their second reading."""
+    busy = after(START, (2.0, 100, 50, 10, 5, 0.1))
+    history = History(9, 20).add(START).add(busy)
+    assert history.rates is not None
+    for later in (replace(START, time=busy.time + 2), replace(busy, time=busy.time + 90)):
+        again = history.add(later)
+        assert again.rates is None and again.columns
+        assert again.add(after(later, (2.0, 1, 1, 1, 1, 0.0))).rates is not None
