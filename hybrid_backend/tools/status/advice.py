@@ -1,4 +1,4 @@
-"""What to change: keys as ``--set`` takes them and flags, each with a value that is reckoned from what the server
+"""Recommended changes: keys as ``--set`` takes them and flags, each with a value that is reckoned from what the server
 publishes of its configuration, or with the command that reckons it.
 
 A value is twice or half of what is served, unless what is needed can be counted: one step, after which the page judges

@@ -1,4 +1,4 @@
-"""What the page says first: the server's state, three questions answered, and what to change."""
+"""The page's first words: the server's state, three questions answered, and what to change."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ class History:
         return self.columns[-1].rates if len(self.recent) > 1 else None
 
     def add(self, reading: Reading) -> History:
-        """With the column from the last reading to this one, and the layers over the last ``WINDOW`` seconds.
+        """Return the history with the column up to this reading, and with the layers over the last ``WINDOW`` seconds.
 
-        There is none if the counters went back (the server was started again), if more than ``longest`` seconds lie
+        No column is added if the counters went back (the server was started again), if more than ``longest`` seconds lie
         between (an average over them would hide what happened), or if time stood still.
         """
         last = self.last
@@ -58,7 +58,7 @@ class History:
 
 
 def _pairs(before: Reading, after: Reading) -> list[tuple[LayerCounts, LayerCounts]]:
-    """The same layer in both; one that is new began at zero."""
+    """Pair the counts of each layer in both readings; a new layer began at zero."""
     missing = [LayerCounts()] * (len(after.layers) - len(before.layers))
     return list(zip([*before.layers, *missing], after.layers, strict=True))
 
@@ -81,7 +81,7 @@ def _column(last: Reading, reading: Reading, seconds: float, rates: Rates) -> Co
 
 
 def _rates(recent: tuple[Reading, ...], reading: Reading) -> Rates:
-    """The means from the oldest of the ``recent`` readings to this one."""
+    """Compute the means from the oldest of the ``recent`` readings to this one."""
     first, seconds = recent[0], reading.time - recent[0].time
     pairs = _pairs(first, reading)
     running = [r.running for r in (*recent[1:], reading) if r.running is not None]
@@ -109,7 +109,7 @@ def _rates(recent: tuple[Reading, ...], reading: Reading) -> Rates:
 
 
 def _layer(index: int, a: LayerCounts, b: LayerCounts, seconds: float, before: Layer | None) -> Layer:
-    """Ratios of an idle window stay those of the last busy one; rates are of this window."""
+    """Compute a layer's rates over a window. Its ratios stay those of the last window in which it attended."""
     idle = b.selected_tokens == a.selected_tokens
     kept = before if idle else None
     return Layer(
@@ -139,7 +139,7 @@ def _attention_share(pairs: list[tuple[LayerCounts, LayerCounts]], seconds: floa
 
 
 def _attention_bytes(pairs: list[tuple[LayerCounts, LayerCounts]], token_bytes: float | None) -> float | None:
-    """K and V read per second of attention; None where its time is not counted or nothing was attended."""
+    """Return the bytes of K and V read per second of attention; None where its time is not counted or nothing was attended."""
     seconds = sum(b.attention_seconds - a.attention_seconds for a, b in pairs)
     tokens = sum(b.selected_tokens - a.selected_tokens for a, b in pairs)
     return round(tokens * token_bytes / seconds) if token_bytes and tokens > 0 and seconds > 0 else None
@@ -159,7 +159,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _mean_duration(before: Durations | None, after: Durations | None) -> float | None:
-    """Seconds; None if nothing was observed between the two readings."""
+    """Return seconds; None if nothing was observed between the two readings."""
     return None if after is None else _rounded(after.since(before).mean)
 
 
@@ -176,7 +176,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _went_back(last: Reading, reading: Reading) -> bool:
-    """Whether any counter is smaller than it was: another server, or the same one started again."""
+    """Return whether any counter fell: another server answers, or the same one was started again."""
     if len(reading.layers) < len(last.layers):
         return True
     totals = [(last.generated_tokens, reading.generated_tokens), (last.prompt_tokens, reading.prompt_tokens)]

@@ -15,7 +15,7 @@ class _Part(BaseModel):
 
 
 class Rates(_Part):
-    """What happened in the last ``seconds`` before a reading: means over that time, of all layers together."""
+    """Means over the last ``seconds`` before a reading, of all layers together."""
 
     seconds: float
     """At most 15, or one interval where that is longer; less after a start."""
@@ -45,7 +45,7 @@ class Rates(_Part):
 
 
 class Column(_Part):
-    """One interval between two readings; one column of the heat maps."""
+    """An interval between two readings, which is a column of the heat maps."""
 
     time: float
     """End of the interval."""
@@ -69,7 +69,7 @@ class Column(_Part):
 
 
 class Layer(_Part):
-    """One layer over the last 15 seconds, its ratios over the last in which it attended; quality since start."""
+    """A layer over the last 15 seconds. Ratios are of the last 15 seconds in which it attended, quality is since start."""
 
     layer: int
     attended: float | None
@@ -102,11 +102,11 @@ class Headline(_Part):
 
 
 class Answer(_Part):
-    """One question of the glance, judged."""
+    """A judged question of the glance."""
 
     question: str
     verdict: str
-    """One to four words."""
+    """A few words."""
     text: str
     """The numbers behind the verdict."""
     level: Level
@@ -116,7 +116,7 @@ class Change(_Part):
     """Something to change, the most pressing first."""
 
     problem: str
-    """One or two words."""
+    """A word or two."""
     change: str
     """A key as ``--set`` takes it, or a flag, each with its value; or the command that reckons one."""
     others: tuple[str, ...]
@@ -124,7 +124,7 @@ class Change(_Part):
 
 
 class Tile(_Part):
-    """One number in words."""
+    """A number in words."""
 
     name: str
     value: str
@@ -137,7 +137,7 @@ class TileGroup(_Part):
     """Tiles of one span of time."""
 
     window: str
-    """As "mean of the last 15 s"."""
+    """The time that the numbers are of, such as "mean of the last 15 s"."""
     tiles: tuple[Tile, ...]
 
 
@@ -145,28 +145,28 @@ class Status(_Part):
     """Everything that the page shows. ``columns`` are those after the ``after`` of the request, oldest first."""
 
     version: str
-    """Of hybrid_backend."""
+    """Version of hybrid_backend."""
     source: str
-    """Where the numbers come from."""
+    """Address or name of the numbers' source."""
     started: float
-    """When this history began; another value means that the client's columns are void."""
+    """Begin of this history; another value means that the client's columns are void."""
     now: float
     interval: float
     """Seconds between readings, at least."""
     kept: int
     """Columns that are kept."""
     read: float | None
-    """When the last reading was taken."""
+    """Time of the last reading."""
     stale_seconds: float | None
     """Age of the last reading where the server gives no newer one; None: the numbers are fresh."""
     problem: str | None
-    """Why there is no fresh reading, or what it lacks, in one line."""
+    """Reason for which there is no fresh reading, or what the reading lacks, in one line."""
     engine: str | None
     model: str | None
     preemptions: float | None
     """Since the server's start."""
     in_place: bool
-    """Whether everything attended since start lay where it was attended: no frames, no copies, no CPU workers."""
+    """True if everything attended since start lay where it was attended: no frames, no copies, no CPU workers."""
     host_pool_pages: float | None
     device_bytes: float | None
     digest_bytes: float | None
@@ -174,7 +174,7 @@ class Status(_Part):
     context_cache_bytes: float | None
     headline: Headline
     glance: tuple[Answer, ...]
-    """What the numbers mean together; empty before the first interval, and while the server is silent."""
+    """The answers, in the order in which a user asks; empty before the first interval, and while the server is silent."""
     changes: tuple[Change, ...]
     """Empty: nothing should be changed, as far as is measured."""
     tiles: tuple[TileGroup, ...]

@@ -1,4 +1,4 @@
-"""One reading of a server's /metrics: the few numbers that the page shows, out of the engine's many."""
+"""A reading of a server's /metrics: the few numbers that the page shows, out of the engine's many."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Durations:
         return self.seconds / self.count if self.count > 0 else None
 
     def since(self, before: Durations | None) -> Durations:
-        """What was observed after ``before``."""
+        """Return the totals of what was observed after ``before``."""
         return self if before is None else Durations(self.seconds - before.seconds, self.count - before.count)
 
 
@@ -142,7 +142,7 @@ class Reading:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether all that was attended so far lay where it was attended: no frames, no copies, no CPU workers."""
+        """True if all that was attended so far lay where it was attended: no frames, no copies, no CPU workers."""
         moves = sum(layer.cpu_tokens + layer.wait_seconds + layer.recalled_pages for layer in self.layers)
         frames, copied = self.gauges.get("hybrid_frame_bytes"), self.gauges.get("hybrid_copied_bytes", 0.0)
         return bool(self.layers) and frames == 0 and not copied and not moves
@@ -172,7 +172,7 @@ def read(text: str, time: float) -> Reading:
     by_name: dict[str, list[_Sample]] = {}
     for sample in samples:
         by_name.setdefault(sample.name, []).append(sample)
-    present = {name: _total_over_replicas(found) for name, found in by_name.items() if ":" in name}
+    present = {name: _total_over_replicas(same_name) for name, same_name in by_name.items() if ":" in name}
 
     def engines(names: tuple[str, str]) -> float | None:
         return next((present[name] for name in names if name in present), None)

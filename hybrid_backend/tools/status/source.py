@@ -1,4 +1,4 @@
-"""Where a Prometheus text comes from: a server's address, or the process of the server itself."""
+"""Sources of a Prometheus text: a server's address, or the process of the server itself."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ tokens from which prompts do; share of the memory's bandwidth from which attenti
 
 @dataclass(frozen=True)
 class Load:
-    """What the server did in the time of ``rates``, and what it runs on."""
+    """The server's work in the time of ``rates``, and the machine that it runs on."""
 
     last: Reading
     rates: Rates
@@ -34,7 +34,7 @@ class Load:
 
     @property
     def state(self) -> State:
-        """What the server is doing. A request that runs without any token counted is read, or its step is long."""
+        """The server's activity. A request that runs without any token counted is read, or its step is long."""
         if self.rates.generated_per_second:
             return "decoding"
         is_busy = self.last.running or self.last.waiting or self.rates.prompt_per_second
@@ -59,7 +59,7 @@ class Load:
 
     @property
     def counts_waits(self) -> bool:
-        """Whether waits for CPU partials can occur: `scout` has an interval of recalls, others have waited before."""
+        """True if waits for CPU partials can occur: `scout` has an interval of recalls, others have waited before."""
         return (
             "hybrid_recall_interval" in self.last.gauges
             or any(layer.wait_seconds or layer.cpu_tokens for layer in self.last.layers)
@@ -79,7 +79,7 @@ class Load:
 
     @property
     def is_held_by_bus(self) -> bool:
-        """Whether copies take most of the time and longer than the CPU is waited for. They go on beside the step, and
+        """True if copies take most of the time and longer than the CPU is waited for. Copies go on beside the step, and
         nobody counts what is waited for them, so the two times are compared."""
         return self.bus is not None and self.bus > max(MOSTLY, self.rates.wait_share)
 
@@ -206,7 +206,7 @@ def _reading_prompts(load: Load) -> str:
 
 
 def _latencies(rates: Rates) -> str:
-    """TTFT and TPOT, where the engine measured any."""
+    """Write TTFT and TPOT, where the engine measured any."""
     text = ""
     if rates.token_seconds is not None:
         text += f" Between two tokens {duration(rates.token_seconds)} passed (TPOT)."
@@ -216,7 +216,7 @@ def _latencies(rates: Rates) -> str:
 
 
 def _machine_speed(load: Load) -> str:
-    """How near the server is to what its machine can do, or why that is not known."""
+    """Say how near the server is to what its machine can do, or why that is not known."""
     if not load.last.is_in_place:
         if load.is_held_by_bus:
             return f" Copies take about {load.bus:.0%} of the time."

@@ -57,7 +57,7 @@ def _rates(last: Reading, rates: Rates, layers: Sequence[Layer]) -> list[Tile]:
     )
 
     def ratio(name: str, key: str, unit: str) -> Tile:
-        """A mean over the layers that attended in this time: an idle layer keeps the ratio of its last busy time."""
+        """Average the layers that attended in this time: an idle layer keeps the ratio of its last busy time."""
         share = mean(getattr(layer, key) for layer in layers if layer.attended_tokens_per_second)
         return Tile(name=name, value=percent(share), unit=unit, share=share)
 
@@ -113,5 +113,5 @@ def _or(name: str, seconds: float | None) -> str:
 
 
 def _bar(share: float | None) -> float | None:
-    """A share of time that a bar can hold: that of several ranks may exceed one."""
+    """Limit a share of time to what a bar can hold: several ranks together may exceed one."""
     return None if share is None else min(max(share, 0.0), 1.0)

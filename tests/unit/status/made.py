@@ -24,7 +24,7 @@ IN_PLACE = {"hybrid_budget_tokens": 1024.0, "hybrid_page_tokens": 32.0, "hybrid_
 
 
 def rates_of(running: float | None = None, **more: Any) -> Rates:
-    """Rates of the last 15 seconds."""
+    """Make the rates of the last 15 seconds."""
     return Rates(**NO_RATES | {"running": running, "most_running": running} | more)
 
 
@@ -37,7 +37,7 @@ def layer(index: int, mass: float | None, cpu: float | None = None, **more: floa
 
 
 def in_place(**more: Any) -> Reading:
-    """A reading of a server that attends in place."""
+    """Make a reading of a server that attends in place."""
     counts = LayerCounts(selected_tokens=3, context_tokens=10, attention_seconds=1)
     return Reading(**{"time": 1, "running": 2, "waiting": 0, "layers": (counts,), "gauges": IN_PLACE} | more)
 
@@ -45,12 +45,12 @@ def in_place(**more: Any) -> Reading:
 def told(
     last: Reading, rates: Rates | None = None, layers: tuple[Layer, ...] = (), **more: Any
 ) -> dict[str, tuple[str, str, str]]:
-    """Verdict, level and text by the last word of the question: faithful, fast, back."""
+    """Return verdict, level and text by the last word of the question: faithful, fast, back."""
     judged = judge(last, rates or rates_of(last.running), layers, **more)
     return {a.question.rstrip("?").split()[-1]: (a.verdict, a.level, a.text) for a in judged.answers}
 
 
 def advised(last: Reading, rates: Rates | None = None, mass: float = 0.99, cpu: float = 0.25) -> list[str]:
-    """The recommended change with its problem, then the other ways, then what comes after."""
+    """Return the recommended change with its problem, then the other ways, then what comes after."""
     judged: Glance = judge(last, rates or rates_of(last.running), (layer(0, mass, cpu=cpu),))
     return [text for change in judged.changes for text in (f"{change.problem}: {change.change}", *change.others)]

@@ -72,7 +72,7 @@ class MetricsStand:
         return generate_latest(self.registry).decode()
 
     async def source(self) -> str:
-        """The same as a source of the sampler."""
+        """Return the same text, as a source of the sampler."""
         return self.text()
 
 

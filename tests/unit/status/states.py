@@ -19,14 +19,14 @@ Interval = Callable[[MetricsStand, int], None]
 
 
 def in_place() -> MetricsStand:
-    """A server as a CPU serves by default."""
+    """Return a server as a CPU serves by default."""
     stand = MetricsStand()
     stand.gauges = dict(IN_PLACE)
     return stand
 
 
 def decode_in_place(stand: MetricsStand, tokens: int, attention: float, seconds_per_token: float) -> None:
-    """One interval: every layer attends a share of its context by its number, and all take ``attention`` seconds."""
+    """Pass an interval in which every layer attends a share of its context by its number, and all take ``attention`` seconds."""
     for index, layer in enumerate(stand.stats.layers):
         stand.stats.attended(index, (1500 + 80 * (index * 7 % 30)) * tokens, 0)
         stand.stats.saw_contexts([index], 4000 * tokens)
@@ -39,7 +39,7 @@ def decode_in_place(stand: MetricsStand, tokens: int, attention: float, seconds_
 
 
 def read_prompts(stand: MetricsStand, tokens: int) -> None:
-    """One interval in which prompts are read, a tenth of them out of the prefix cache."""
+    """Pass an interval in which prompts are read, a tenth of them out of the prefix cache."""
     stand.prompts.inc(tokens)
     stand.looked_up.inc(tokens)
     stand.hits.inc(tokens // 10)
@@ -47,7 +47,7 @@ def read_prompts(stand: MetricsStand, tokens: int) -> None:
 
 
 def history_of(stand: MetricsStand, interval: Interval, intervals: int = INTERVALS) -> tuple[Sampler, Clock]:
-    """The sampler of a server that lived through ``intervals`` of two seconds, and its clock."""
+    """Return the sampler of a server that lived through ``intervals`` of two seconds, and its clock."""
     clock = Clock()
     sampler = Sampler(stand.source, "http://localhost:8000/metrics", interval=2.0, clock=clock)
     for number in range(intervals):
@@ -58,7 +58,7 @@ def history_of(stand: MetricsStand, interval: Interval, intervals: int = INTERVA
 
 
 def idle() -> Sampler:
-    """A server that decoded before and has nothing to do."""
+    """Return a server that decoded before and has nothing to do."""
     stand = in_place()
 
     def interval(stand: MetricsStand, number: int) -> None:
@@ -70,7 +70,7 @@ def idle() -> Sampler:
 
 
 def prompts_only() -> Sampler:
-    """A server that reads the prompts of three requests."""
+    """Return a server that reads the prompts of three requests."""
     stand = in_place()
     stand.running.set(3)
     stand.fill.set(0.08)
@@ -78,7 +78,7 @@ def prompts_only() -> Sampler:
 
 
 def decoding_well() -> Sampler:
-    """A server in place whose requests decode faster than one reads."""
+    """Return a server in place whose requests decode faster than one reads."""
     stand = in_place()
     stand.running.set(4)
     stand.fill.set(0.21)
@@ -92,7 +92,7 @@ def decoding_well() -> Sampler:
 
 
 def slowed_by_prompts() -> Sampler:
-    """A server in place whose four requests get one token a second while prompts are read."""
+    """Return a server in place whose four requests get one token a second while prompts are read."""
     stand = in_place()
     stand.running.set(4)
     stand.fill.set(0.34)
@@ -105,7 +105,7 @@ def slowed_by_prompts() -> Sampler:
 
 
 def out_of_memory() -> Sampler:
-    """A server with separate tiers that keeps too little attention mass and whose host pool is full."""
+    """Return a server with separate tiers that keeps too little attention mass and whose host pool is full."""
     stand = MetricsStand()
     stand.gauges |= {"hybrid_host_pool_bytes": 3.0 * 2**30, "hybrid_recall_interval": 8.0, "hybrid_device_bytes": 3e8}
     stand.running.set(12)
@@ -125,7 +125,7 @@ def out_of_memory() -> Sampler:
 
 
 def gone() -> Sampler:
-    """A server in place that decoded well and does not answer any more."""
+    """Return a server in place that decoded well and does not answer any more."""
     stand = in_place()
     stand.running.set(4)
     stand.fill.set(0.21)
@@ -148,7 +148,7 @@ def gone() -> Sampler:
 
 
 def separate_tiers() -> Sampler:
-    """A server with frames and CPU workers that wait for nothing."""
+    """Return a server with frames and CPU workers that wait for nothing."""
     stand = MetricsStand()
     stand.gauges |= {"hybrid_recall_interval": 8.0, "hybrid_device_bytes": 3e8, "hybrid_digest_bytes": 4e7}
     stand.running.set(3)

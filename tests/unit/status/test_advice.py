@@ -1,4 +1,4 @@
-"""What the status page recommends to change: one value each, reckoned from what the server publishes."""
+"""The changes that the status page recommends: one value each, reckoned from what the server publishes."""
 
 from __future__ import annotations
 

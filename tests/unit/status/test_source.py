@@ -1,4 +1,4 @@
-"""Where readings come from: servers' addresses, and answers that are late, endless or no answers."""
+"""The sources of readings: servers' addresses, and answers that are late, endless or no answers."""
 
 from __future__ import annotations
 

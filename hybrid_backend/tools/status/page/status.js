@@ -64,10 +64,10 @@ function drawGlance(status) {
 
 // Keys with values, flags and commands stand out.
 function withCode(text) {
-  const found = /[a-z_]+(?:\.[a-z_]+)*=[^\s,;)]+|--[a-z-]+ \d+|--[a-z-]+|hybrid (?:plan|profile|top|bench)(?: (?:--[a-z-]+|[A-Z]+|[\w.]+=\w+|throughput))*/g;
+  const commands = /[a-z_]+(?:\.[a-z_]+)*=[^\s,;)]+|--[a-z-]+ \d+|--[a-z-]+|hybrid (?:plan|profile|top|bench)(?: (?:--[a-z-]+|[A-Z]+|[\w.]+=\w+|throughput))*/g;
   const pieces = [];
   let end = 0;
-  for (const match of text.matchAll(found)) {
+  for (const match of text.matchAll(commands)) {
     pieces.push(text.slice(end, match.index), element("code", {}, match[0]));
     end = match.index + match[0].length;
   }
