@@ -38,8 +38,8 @@ class History:
     def add(self, reading: Reading) -> History:
         """Return the history with the column up to this reading, and with the layers over the last ``WINDOW`` seconds.
 
-        No column is added if the counters went back (the server was started again), if more than ``longest`` seconds lie
-        between (an average over them would hide what happened), or if time stood still.
+        No column is added if the counters went back (the server was started again), if time stood still, or if more than
+        ``longest`` seconds passed: an average over them would hide what happened.
         """
         last = self.last
         seconds = reading.time - last.time if last is not None else 0.0
@@ -139,7 +139,7 @@ def _attention_share(pairs: list[tuple[LayerCounts, LayerCounts]], seconds: floa
 
 
 def _attention_bytes(pairs: list[tuple[LayerCounts, LayerCounts]], token_bytes: float | None) -> float | None:
-    """Return the bytes of K and V read per second of attention; None where its time is not counted or nothing was attended."""
+    """Return the bytes of K and V read per second of attention; None if no time or no token of it was counted."""
     seconds = sum(b.attention_seconds - a.attention_seconds for a, b in pairs)
     tokens = sum(b.selected_tokens - a.selected_tokens for a, b in pairs)
     return round(tokens * token_bytes / seconds) if token_bytes and tokens > 0 and seconds > 0 else None

@@ -69,7 +69,7 @@ class Column(_Part):
 
 
 class Layer(_Part):
-    """A layer over the last 15 seconds. Ratios are of the last 15 seconds in which it attended, quality is since start."""
+    """A layer over the last 15 seconds; ratios are of the last 15 in which it attended, quality is since start."""
 
     layer: int
     attended: float | None
@@ -174,7 +174,7 @@ class Status(_Part):
     context_cache_bytes: float | None
     headline: Headline
     glance: tuple[Answer, ...]
-    """The answers, in the order in which a user asks; empty before the first interval, and while the server is silent."""
+    """The answers, in a user's order; empty before the first interval, and while the server is silent."""
     changes: tuple[Change, ...]
     """Empty: nothing should be changed, as far as is measured."""
     tiles: tuple[TileGroup, ...]

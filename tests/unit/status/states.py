@@ -26,7 +26,7 @@ def in_place() -> MetricsStand:
 
 
 def decode_in_place(stand: MetricsStand, tokens: int, attention: float, seconds_per_token: float) -> None:
-    """Pass an interval in which every layer attends a share of its context by its number, and all take ``attention`` seconds."""
+    """Pass an interval in which every layer attends a share of its context, and all take ``attention`` seconds."""
     for index, layer in enumerate(stand.stats.layers):
         stand.stats.attended(index, (1500 + 80 * (index * 7 % 30)) * tokens, 0)
         stand.stats.saw_contexts([index], 4000 * tokens)
