@@ -38,8 +38,8 @@ class History:
     def add(self, reading: Reading) -> History:
         """Return the history with the column up to this reading, and with the layers over the last ``WINDOW`` seconds.
 
-        No column is added if the counters went back (the server was started again), if time stood still, or if more than
-        ``longest`` seconds passed: an average over them would hide what happened.
+        No column is added if the counters went back (the server was started again), if time stood still, or if more
+        than ``longest`` seconds passed: an average over them would hide what happened.
         """
         last = self.last
         seconds = reading.time - last.time if last is not None else 0.0
