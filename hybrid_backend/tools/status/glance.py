@@ -44,15 +44,20 @@ def judge(
     """
     if stale_seconds is not None:
         return Glance(_silence(stale_seconds, problem, was_read=last is not None))
-    if last is None or rates is None:
-        detail = "No reading was taken yet." if last is None else "Rates need two readings."
-        return Glance(Headline(state="starting", level="unknown", title="Measuring the first interval", detail=detail))
+    if last is None:
+        return _starting("Waiting for the first reading", "The server was asked and has not answered yet.")
+    if rates is None:
+        return _starting("Measuring the first interval", "Rates need two readings.")
     load = Load(last, rates, layers, machine)
     is_faithful, larger_budget = faithful(last, layers)
     limits, change = limit(load, budget_may_fall=larger_budget is None)
     answers = (is_faithful, fast(load), limits)
     changes = tuple(proposed for proposed in (larger_budget, change) if proposed is not None)
     return Glance(_headline(load, answers), answers, changes)
+
+
+def _starting(title: str, detail: str) -> Glance:
+    return Glance(Headline(state="starting", level="unknown", title=title, detail=detail))
 
 
 def _silence(stale_seconds: float, problem: str | None, was_read: bool) -> Headline:
