@@ -7,8 +7,10 @@ import html
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterator
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -72,6 +74,13 @@ def opened(sampler: Sampler, folder: Path) -> str:
     return dom
 
 
+@cache
+def dom_of(state: str) -> str:
+    """Open a server's state in the browser, once for all tests that look at its markup."""
+    with TemporaryDirectory() as folder:
+        return opened(STATES[state](), Path(folder))
+
+
 def test_the_page_shows_the_numbers_of_its_json(page: str, tmp_path: Path) -> None:
     dom, console = browse(page, tmp_path, "--dump-dom")
     assert not console, console
@@ -104,13 +113,9 @@ def test_the_page_shows_the_numbers_of_its_json(page: str, tmp_path: Path) -> No
     shown = re.findall(r'<canvas[^>]*aria-label="([^"]*)"', dom)
     assert all(shown) and len(shown) == 14, "all plots but the one of a server in place"
     assert "30 layers over" in dom and dom.count("<canvas") == 15
-
-
-def test_a_line_ends_in_the_number_of_its_tile(page: str, tmp_path: Path) -> None:
-    dom, _ = browse(page, tmp_path, "--dump-dom")
     keys = dict(re.findall(r"<b>([^<]*)</b><span class=\"key one\">([^<]*)</span>", dom))
-    assert keys["Decoded tokens/s"] == "50" and keys["Requests"] == "running 12"
-    assert keys["Waits, share of time"] == "1.5 %" and "Waits 1.5 % of the time" in part(dom, "tiles")
+    assert keys["Decoded tokens/s"] == "50" and keys["Requests"] == "running 12", "a line ends in its tile's number"
+    assert keys["Waits, share of time"] == "1.5 %" and "Waits 1.5 % of the time" in tiles
 
 
 @pytest.mark.parametrize(
@@ -124,10 +129,8 @@ def test_a_line_ends_in_the_number_of_its_tile(page: str, tmp_path: Path) -> Non
         ("separate", "good", "Decoding well", ["good", "good", "good"]),
     ],
 )
-def test_each_state_is_told_in_words_and_in_a_colour(
-    name: str, level: str, title: str, answers: list[str], tmp_path: Path
-) -> None:
-    dom = opened(STATES[name](), tmp_path)
+def test_each_state_is_told_in_words_and_in_a_colour(name: str, level: str, title: str, answers: list[str]) -> None:
+    dom = dom_of(name)
     assert f'id="headline" class="wide {level}"' in dom and part(dom, "title", "h2") == title
     assert re.findall(r'<article class="answer (\w+)"', dom) == answers
     changes = {"slowed": "Prompts:", "memory": "Faithfulness:"}
@@ -136,17 +139,17 @@ def test_each_state_is_told_in_words_and_in_a_colour(
     assert ('<body class="in-place"' in dom) == (name not in ("memory", "separate"))
 
 
-def test_a_server_in_place_shows_what_happens_there(tmp_path: Path) -> None:
+def test_a_server_in_place_shows_what_happens_there() -> None:
     """No maps and tiles of frames, copies and workers that it does not have; how long attention takes instead."""
-    dom = opened(STATES["well"](), tmp_path)
+    dom = dom_of("well")
     tiles = part(dom, "tiles")
     assert "Attention 17.5 % of the time, at" in tiles and "On CPU" not in tiles and "TPOT" in tiles
     assert "Attention reads" in part(dom, "glance") and "Attention takes 18% of the time" in part(dom, "glance")
     assert dom.count("aria-label=") == 10, "the glance, one map, eight courses"
 
 
-def test_what_a_silent_server_said_last_is_marked_with_its_age(tmp_path: Path) -> None:
-    dom = opened(STATES["gone"](), tmp_path)
+def test_what_a_silent_server_said_last_is_marked_with_its_age() -> None:
+    dom = dom_of("gone")
     assert re.search(r'<body class="[^"]*stale', dom) and 'id="headline" class="wide bad"' in dom
     assert part(dom, "title", "h2") == "No answer for 28 s"
     assert part(dom, "detail", "p").startswith(
