@@ -13,10 +13,11 @@ from fastapi.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hybrid_backend.tools.status.model import Status
-from hybrid_backend.tools.status.sampler import Sampler, from_this_process
+from hybrid_backend.tools.status.sampler import Sampler
+from hybrid_backend.tools.status.source import from_this_process
 
 PAGE = "/hybrid/status"
-_FILES = {"": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_FILES = {"": "text/html", ".css": "text/css", ".js": "text/javascript", "-plots.js": "text/javascript"}
 PATHS = frozenset({"/hybrid", "/hybrid/", f"{PAGE}/", f"{PAGE}.json", *(PAGE + ending for ending in _FILES)})
 # Nothing is loaded from elsewhere, nothing inline is run, nobody frames the page.
 _HEADERS = {

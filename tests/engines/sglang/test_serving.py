@@ -4,12 +4,16 @@ exact, and whatever requests do, nothing of them stays."""
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import psutil
 import pytest
 
 from hybrid_backend.config import find_config, load_config
+from hybrid_backend.tools.status.reading import read
 from tests.engines import promises
 from tests.engines.answers import StockAnswers
 from tests.engines.server import MODEL, Server
@@ -106,6 +110,20 @@ def test_retracted_requests_answer_as_if_alone(server: Server) -> None:
 def test_a_storm_of_aborts_leaves_nothing_behind(server: Server) -> None:
     """Survivors answer as if alone, while clients of long (so sparse) requests that share pages go away."""
     abort_storm(server, (8, 40, 150, 400), aborted_length=1600, aborted_tokens=400, survivors=40, aborted=24)
+
+
+def test_the_status_page_counts_tokens_of_requests_that_are_not_streamed_while_they_run(server: Server) -> None:
+    """SGLang's own total of generated tokens stands still until a request ends."""
+    prompts, counts, finished = [english(150, start=9000 * i) for i in range(3)], set(), set()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(server.complete, prompt, 80, extra_body={"ignore_eos": True}) for prompt in prompts]
+        while not any(answer.done() for answer in answers):
+            reading = read(httpx.get(f"{server.url}/metrics", timeout=60, verify=False).text, time.time())
+            counts.add(reading.generated_tokens)
+            finished.add(server.total("sglang:generation_tokens_total"))
+            time.sleep(0.2)
+    print(f"\ngenerated, as the page counts: {sorted(counts)}; as finished requests: {finished}")
+    assert len(counts) > 3 and max(counts) - min(counts) > 40
 
 
 def test_metrics_carry_every_promised_name(server: Server) -> None:

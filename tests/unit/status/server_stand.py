@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from hybrid_backend.observe.metrics import Publisher
 from hybrid_backend.observe.stats import Stats
@@ -47,6 +47,12 @@ class MetricsStand:
         self.waiting = Gauge("vllm:num_requests_waiting", "", labels, registry=self.registry).labels("demo", "0")
         self.fill = Gauge("vllm:kv_cache_usage_perc", "", labels, registry=self.registry).labels("demo", "0")
         self.tokens = Counter("vllm:generation_tokens", "", labels, registry=self.registry).labels("demo", "0")
+        self.prompts = Counter("vllm:prompt_tokens", "", labels, registry=self.registry).labels("demo", "0")
+        self.looked_up = Counter("vllm:prefix_cache_queries", "", labels, registry=self.registry).labels("demo", "0")
+        self.hits = Counter("vllm:prefix_cache_hits", "", labels, registry=self.registry).labels("demo", "0")
+        first, gap = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
+        self.first_token = Histogram(first, "", labels, registry=self.registry).labels("demo", "0")
+        self.token_gap = Histogram(gap, "", labels, registry=self.registry).labels("demo", "0")
 
     def decode(
         self, cpu: Callable[[int], float] = _none, resident: Callable[[int], float] = _all, moved: bool = True
@@ -64,6 +70,10 @@ class MetricsStand:
     def text(self) -> str:
         self._publisher.publish(force=True)
         return generate_latest(self.registry).decode()
+
+    async def source(self) -> str:
+        """Return the same text, as a source of the sampler."""
+        return self.text()
 
 
 class Clock:

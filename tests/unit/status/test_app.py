@@ -16,14 +16,16 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
-from hypothesis import given
-from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from hybrid_backend import cli
 from hybrid_backend.errors import EngineError
 from hybrid_backend.tools.status import MIDDLEWARE
 from hybrid_backend.tools.status.app import PAGE, PATHS, StatusMiddleware, application
 from hybrid_backend.tools.status.model import Status
-from hybrid_backend.tools.status.sampler import Sampler, from_server, metrics_url
+from hybrid_backend.tools.status.sampler import Sampler
+from hybrid_backend.tools.status.source import Source, from_server
+from tests.unit.status.raw import drip, raw_server
 from tests.unit.status.server_stand import LAYERS, Clock, MetricsStand, metrics_app, serving
 
 
@@ -31,6 +33,13 @@ def status_of(url: str, after: float = 0.0) -> Status:
     answer = httpx.get(f"{url}{PAGE}.json", params={"after": after}, timeout=20)
     assert answer.status_code == 200, answer.text
     return Status.model_validate_json(answer.text)
+
+
+def answers(text: str) -> Source:
+    async def source() -> str:
+        return text
+
+    return source
 
 
 def test_the_json_follows_the_server_and_sends_only_what_is_new() -> None:
@@ -46,10 +55,10 @@ def test_the_json_follows_the_server_and_sends_only_what_is_new() -> None:
             clock.now += 2.0
             status = status_of(url)
             (column,) = status.columns
-            assert column.running == 3 and column.pool_fill == 0.5 and column.generated_per_second == 50
+            assert column.running == 3 and column.pool_fill == 0.5 and column.rates.generated_per_second == 50
             assert column.cpu_ratio == tuple(round(layer / LAYERS, 3) for layer in range(LAYERS))
             assert status.layers[6].residency == 0.8 and status.layers[6].attended_tokens_per_second == 500
-            assert column.wait_share == pytest.approx(LAYERS * 0.001 / 2, abs=1e-4)
+            assert column.rates.wait_share == pytest.approx(LAYERS * 0.001 / 2, abs=1e-4)
             assert status_of(url, after=column.time).columns == ()
             for _ in range(9):
                 stand.decode()
@@ -63,7 +72,7 @@ def test_the_json_follows_the_server_and_sends_only_what_is_new() -> None:
 def test_many_viewers_cost_one_reading_per_interval() -> None:
     stand, clock, asked = MetricsStand(), Clock(), []
 
-    def source() -> str:
+    async def source() -> str:
         asked.append(clock.now)
         return stand.text()
 
@@ -81,7 +90,7 @@ def test_a_server_that_goes_away_is_told_and_comes_back() -> None:
     stand, clock = MetricsStand(), Clock()
     alive = [True]
 
-    def source() -> str:
+    async def source() -> str:
         if not alive[0]:
             raise EngineError("http://x/metrics cannot be read: refused")
         return stand.text()
@@ -94,6 +103,7 @@ def test_a_server_that_goes_away_is_told_and_comes_back() -> None:
         alive[0] = False
         gone = status_of(url)
         assert gone.problem == "http://x/metrics cannot be read: refused" and len(gone.columns) == 2
+        assert gone.headline.state == "silent" and gone.stale_seconds == 2 and gone.glance == ()
         alive[0] = True
         clock.now += 2.0
         stand.decode()
@@ -106,33 +116,74 @@ def test_a_server_without_the_plugin_is_told_apart_from_no_server() -> None:
         ("python_info 1\n", "nothing of vLLM, SGLang or this plugin"),
         ('hybrid_cpu_tokens_total{layer="x"} 1\n', "not of this version"),
     ):
-        sampler = Sampler(lambda text=text: text, "x")  # type: ignore[misc]
+        sampler = Sampler(answers(text), "x")
         asyncio.run(sampler.refresh())
         assert told in str(sampler.status().problem)
 
 
-def test_an_address_where_nobody_listens_is_one_line() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}/metrics"
-        with pytest.raises(EngineError, match=r"cannot be read: .*refused"):
-            from_server(url)()
+@pytest.mark.slow
+def test_a_server_that_drips_keeps_no_viewer_waiting_and_its_silence_is_told() -> None:
+    with raw_server(drip(b"HTTP/1.1 200 OK\r\n")) as upstream:
+        sampler = Sampler(from_server(upstream, deadline=2.5), upstream, interval=0.2)
+        with serving(application(sampler, watching=True)) as url, ThreadPoolExecutor(4) as pool:
+            began = time.monotonic()
+            waited = list(pool.map(lambda _: status_of(url), range(4)))
+            assert time.monotonic() - began < 2.4, "viewers wait for the deadline of the reading"
+            assert waited[-1].headline.state in ("starting", "silent")
+            time.sleep(3)
+            status = status_of(url)
+    assert status.headline.state == "silent" and "no whole answer within" in str(status.problem)
 
 
-def test_a_page_that_is_missing_is_one_line() -> None:
-    with serving(FastAPI()) as url, pytest.raises(EngineError, match=r"cannot be read: .*Not Found|404"):
-        from_server(f"{url}/metrics")()
+def test_a_fresh_reading_is_not_old_and_a_missing_one_tells_its_age() -> None:
+    stand, clock = MetricsStand(), Clock()
+    sampler = Sampler(stand.source, "x", clock=clock)
+    for _ in range(3):
+        asyncio.run(sampler.refresh())
+        clock.now += 2.0
+    assert sampler.status().stale_seconds is None
+    clock.now += 60
+    status = sampler.status()
+    assert status.stale_seconds == 62 and status.headline.title == "No answer for 62 s" and status.changes == ()
+    asyncio.run(sampler.refresh())
+    assert sampler.status().stale_seconds is None
+
+
+def test_a_tile_and_the_end_of_its_line_are_one_number() -> None:
+    """However unevenly tokens come: both are the mean of the seconds that the tile's group names."""
+    stand, clock = MetricsStand(), Clock()
+    stand.running.set(3)
+    sampler = Sampler(stand.source, "x", clock=clock)
+    for number in range(20):
+        stand.tokens.inc(400 if number % 7 == 3 else 3)
+        clock.now += 2.0
+        asyncio.run(sampler.refresh())
+    status = sampler.status()
+    group = next(group for group in status.tiles if group.window == "mean of the last 14 s")
+    shown = {tile.name: tile.value for tile in group.tiles}
+    rates = status.columns[-1].rates
+    assert rates.seconds == 14 and rates.generated_per_second == pytest.approx(418 / 14, abs=0.01)
+    assert shown["Decode"] == f"{rates.generated_per_second:.1f}" and shown["Each request"] == "10.0"
+    assert (
+        f"{shown['Decode']} tokens/s" in status.glance[1].text
+        and f"{shown['Decode']} tokens/s" in status.headline.detail
+    )
 
 
 @pytest.mark.parametrize("bad", ["-1", "nan", "inf", "x"])
 def test_a_bad_question_is_refused(bad: str) -> None:
-    with serving(application(Sampler(MetricsStand().text, "x"), watching=False)) as url:
+    with serving(application(Sampler(MetricsStand().source, "x"), watching=False)) as url:
         assert httpx.get(f"{url}{PAGE}.json", params={"after": bad}).status_code == 422
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
-    with serving(application(Sampler(MetricsStand().text, "x"), watching=False)) as url:
-        for path, kind in ((PAGE, "text/html"), (f"{PAGE}.css", "text/css"), (f"{PAGE}.js", "text/javascript")):
+    with serving(application(Sampler(MetricsStand().source, "x"), watching=False)) as url:
+        for path, kind in (
+            (PAGE, "text/html"),
+            (f"{PAGE}.css", "text/css"),
+            (f"{PAGE}.js", "text/javascript"),
+            (f"{PAGE}-plots.js", "text/javascript"),
+        ):
             answer = httpx.get(url + path)
             assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
             assert "default-src 'none'" in answer.headers["content-security-policy"]
@@ -145,7 +196,7 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
 
 def test_the_page_is_package_data() -> None:
     names = {entry.name for entry in (files("hybrid_backend.tools.status") / "page").iterdir()}
-    assert {"status.html", "status.css", "status.js"} <= names
+    assert {"status.html", "status.css", "status.js", "status-plots.js"} <= names
 
 
 def test_inside_a_server_only_the_pages_own_paths_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,35 +212,6 @@ def test_inside_a_server_only_the_pages_own_paths_are_taken(monkeypatch: pytest.
         assert "nothing of vLLM" in str(status_of(url).problem), "this process has no engine"
     module, _, name = MIDDLEWARE.rpartition(".")
     assert getattr(__import__(module, fromlist=[name]), name) is StatusMiddleware
-
-
-@pytest.mark.parametrize(
-    ("written", "url"),
-    [
-        ("localhost:8000", "http://localhost:8000/metrics"),
-        ("http://host:1/", "http://host:1/metrics"),
-        ("https://host/prefix/v1", "https://host/prefix/metrics"),
-        ("http://host:8000/metrics", "http://host:8000/metrics"),
-        ("[::1]:8000", "http://[::1]:8000/metrics"),
-        ("metrics", "http://metrics/metrics"),
-    ],
-)
-def test_addresses_are_taken_as_users_write_them(written: str, url: str) -> None:
-    assert metrics_url(written) == url
-
-
-@given(st.text(max_size=30))
-def test_any_address_is_a_url_or_refused(text: str) -> None:
-    try:
-        assert re.match(r"https?://\S+/metrics$", metrics_url(text))
-    except EngineError as error:
-        assert "is not a server's address" in str(error)
-
-
-@pytest.mark.parametrize("written", ["", "ftp://host", "http://", "host:99999999", "a b", "file:///etc/passwd"])
-def test_what_is_no_address_is_refused(written: str) -> None:
-    with pytest.raises(EngineError, match="is not a server's address"):
-        metrics_url(written)
 
 
 SIDECAR = """import sys
@@ -218,6 +240,23 @@ def test_the_sidecar_watches_while_nobody_looks_and_ends_quietly() -> None:
             assert process.wait(20) == 0 and process.stderr.read() == ""
 
 
+@pytest.mark.slow
+def test_the_command_asks_the_engines_own_address_if_none_is_given() -> None:
+    command = [sys.executable, "-um", "hybrid_backend.cli", "top", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        told = process.stderr.read()
+        assert line.startswith("status of http://localhost:8000/metrics on http://127.0.0.1:"), told
+        assert process.wait(20) in (0, 130), "it may end before the page listens"
+
+
+def test_a_profile_that_is_missing_is_told_before_the_page_listens() -> None:
+    result = CliRunner().invoke(cli.app, ["top", "--machine", "/nowhere/hardware.json", "--port", "0"])
+    assert result.exit_code != 0 and "/nowhere/hardware.json" in result.output
+
+
 def test_a_taken_port_is_one_line() -> None:
     from hybrid_backend.tools.status.sidecar import serve
 
@@ -228,29 +267,3 @@ def test_a_taken_port_is_one_line() -> None:
             serve("localhost:1", "127.0.0.1", taken.getsockname()[1])
         with pytest.raises(EngineError, match="--interval"):
             serve("localhost:1", "127.0.0.1", 0, interval=0.0)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"\x15\x03\x03\x00\x02\x02\x46",  # a server that expects TLS
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nhybrid_steps 1",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 4096\r\n\r\n# TYPE hybrid_steps counter\n",
-    ],
-    ids=["no HTTP", "a chunk cut short", "a body cut short"],
-)
-def test_an_answer_that_is_none_is_told_and_asked_for_again(answer: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(answer)
-
-        served = thread.submit(serve)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        sampler = Sampler(from_server(f"{url}/metrics"), url)
-        asyncio.run(sampler.refresh())
-        served.result(10)
-    assert "cannot be read" in str(sampler.status().problem)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_backend.tools.status.history import History
-from hybrid_backend.tools.status.reading import LayerCounts, Reading
+from hybrid_backend.tools.status.reading import Durations, LayerCounts, Reading
 
 GROWTH = st.integers(0, 10**6)
 
@@ -56,7 +56,11 @@ def test_the_history_is_bounded_and_says_what_happened(
         assert column.cpu_ratio == (pytest.approx(expected, abs=1e-4) if expected is not None else None,) * 2
         expected = hits / lookups if lookups else None
         assert column.residency == (pytest.approx(expected, abs=1e-4) if expected is not None else None,) * 2
-        assert column.wait_share == pytest.approx(2 * wait / seconds, abs=1e-3)
+        first = history.recent[0] if len(history.recent) > 1 else START
+        waited = sum(b.wait_seconds - a.wait_seconds for a, b in zip(first.layers, reading.layers, strict=True))
+        window = reading.time - first.time
+        assert column.rates.seconds == pytest.approx(window, abs=1e-3)
+        assert column.rates.wait_share == pytest.approx(waited / window, abs=1e-3)
     assert len(history.columns) == min(len(steps), kept)
     assert sum(r.time < reading.time - 15.0 for r in history.recent) <= 1, "readings are bounded too"
     times = [column.time for column in history.columns]
@@ -98,3 +102,36 @@ def test_ratios_of_an_idle_layer_stay_and_its_rates_fall_to_zero() -> None:
     assert layer.cpu_ratio == 0.25 and layer.residency == 0.5
     assert layer.attended_tokens_per_second == 0 and layer.wait_share == 0
     assert history.columns[-1].cpu_ratio == (None, None), "in the heat map nothing was decoded"
+
+
+def test_latencies_are_those_of_the_window_and_prefix_hits_too() -> None:
+    first = replace(START, first_token=Durations(50.0, 5), prefix_hits=10, prefix_queries=100)
+    second = replace(first, time=102.0, first_token=Durations(54.0, 7), prefix_hits=40, prefix_queries=160)
+    history = History(9, 60).add(first).add(second)
+    rates = history.columns[-1].rates
+    assert rates.first_token_seconds == 2.0 and rates.prefix_hit_ratio == 0.5 and rates.token_seconds is None
+    rates = history.add(replace(second, time=120.0)).columns[-1].rates
+    assert rates.first_token_seconds is None and rates.prefix_hit_ratio is None, "nothing began since"
+
+
+def test_bytes_of_attention_in_place_are_those_of_its_time() -> None:
+    gauges = {"hybrid_host_pool_bytes": 8e6, "hybrid_host_pool_pages": 100.0, "hybrid_page_tokens": 16.0}
+    first = replace(START, gauges=gauges)
+    layers = tuple(LayerCounts(selected_tokens=1000, attention_seconds=0.5) for _ in range(2))
+    rates = History(9, 60).add(first).add(replace(first, time=102.0, layers=layers)).columns[-1].rates
+    assert (
+        first.token_bytes == 2500
+        and rates.attention_bytes_per_second == 2 * 1000 * 2500
+        and rates.attention_share == 0.5
+    )
+
+
+def test_rates_of_a_server_that_was_started_again_are_not_those_of_the_one_before() -> None:
+    """Nor those from before a gap: both begin with their second reading."""
+    busy = after(START, (2.0, 100, 50, 10, 5, 0.1))
+    history = History(9, 20).add(START).add(busy)
+    assert history.rates is not None
+    for later in (replace(START, time=busy.time + 2), replace(busy, time=busy.time + 90)):
+        again = history.add(later)
+        assert again.rates is None and again.columns
+        assert again.add(after(later, (2.0, 1, 1, 1, 1, 0.0))).rates is not None

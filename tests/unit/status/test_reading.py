@@ -61,6 +61,39 @@ def test_replicas_add_their_requests_and_parallel_ranks_do_not() -> None:
     assert reading.running == 7 and reading.engine == "sglang" and reading.model == "m" and reading.replicas == 2
 
 
+SGLANG = """sglang:num_running_reqs{tp_rank="0"} 3
+sglang:generation_tokens_total{is_streaming="false"} 12
+sglang:prompt_tokens_total{is_streaming="false"} 80
+sglang:realtime_tokens_total{mode="prefill_compute",tp_rank="0"} 900
+sglang:realtime_tokens_total{mode="prefill_cache",tp_rank="0"} 300
+"""
+
+
+def test_tokens_of_sglang_are_those_of_its_steps_not_of_its_finished_requests() -> None:
+    """Its generation_tokens_total stands still while requests run that are not streamed."""
+    decoding = read(SGLANG + 'sglang:realtime_tokens_total{mode="decode",tp_rank="0"} 512\n', 0.0)
+    assert decoding.generated_tokens == 512 and decoding.prompt_tokens == 900
+    assert decoding.prefix_hits == 300 and decoding.prefix_queries == 1200
+    assert read(SGLANG, 0.0).generated_tokens == 0, "so far only prompts were computed"
+    replicas = SGLANG.replace("prefill_compute", "decode").replace('tp_rank="0"', 'dp_rank="1",tp_rank="0"')
+    assert read(SGLANG.replace("prefill_compute", "decode") + replicas, 0.0).generated_tokens == 1800
+    assert read("\n".join(SGLANG.splitlines()[:3]), 0.0).generated_tokens == 12, "a version without the counter"
+
+
+def test_latencies_and_prefix_hits_are_read_from_both_engines() -> None:
+    text = (DATA / "vllm.txt").read_text()
+    reading = read(text, 0.0)
+    assert reading.first_token is not None and reading.first_token.count == 5 and reading.first_token.mean
+    assert reading.prefix_hits == 0 and reading.prefix_queries == 4396
+    streamed = [
+        f'sglang:{name}{{is_streaming="{kind}"}} {value}'
+        for name, value in (("time_to_first_token_seconds_sum", 3), ("time_to_first_token_seconds_count", 2))
+        for kind in ("true", "false")
+    ]
+    first = read("\n".join(streamed), 0.0).first_token
+    assert first is not None and first.count == 4 and first.mean == 1.5
+
+
 def test_a_real_vllm_is_read() -> None:
     reading = read((DATA / "vllm.txt").read_text(), 0.0)
     assert reading.engine == "vllm" and reading.model == "smollm2-135m-instruct"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from hybrid_backend.tools.bench.client import post
 from hybrid_backend.tools.bench.servers import Server
 from hybrid_backend.tools.status.reading import read
-from hybrid_backend.tools.status.sampler import from_server, metrics_url
+from hybrid_backend.tools.status.source import from_server, metrics_url
 
 _PUBLISHED = 0.6  # seconds; the worker publishes at most every half second
 
@@ -27,7 +28,7 @@ class MassMeter:
         time.sleep(_PUBLISHED)
         # A step, after which the worker publishes.
         post(self._server.url, "/v1/completions", {"model": self._server.model, "prompt": "One more.", "max_tokens": 1})
-        by_layer = [layer.mass_recall for layer in read(self._metrics(), time.time()).layers]
+        by_layer = [layer.mass_recall for layer in read(asyncio.run(self._metrics()), time.time()).layers]
         sparse = [mass for layer, mass in enumerate(by_layer) if mass is not None and layer not in self._exact]
         if not sparse:
             return None
