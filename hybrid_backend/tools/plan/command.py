@@ -67,7 +67,7 @@ def plan(
     resolve_method(settings.method)
     shape = find_shape(model, dtype)
     if shape.name != model and not model.endswith(".json"):
-        typer.echo(f"{model}: its config.json is not here; planned as {shape.name}, of the same configuration", err=True)
+        typer.echo(f"{model}: its config.json is not here; planned as {shape.name}, its kin", err=True)
     request = Request(
         shape=shape,
         config=settings,
