@@ -19,7 +19,8 @@ from hybrid_backend.hardware import find_hardware
 from hybrid_backend.tools.profile import ahead, measuring, profiler
 from hybrid_backend.tools.profile.gates import GateOptions
 from hybrid_backend.tools.profile.network import Network, wrap
-from hybrid_backend.tools.profile.profiler import Options, Profile
+from hybrid_backend.tools.profile.options import Options
+from hybrid_backend.tools.profile.profiler import Profile
 from hybrid_backend.tools.profile.summary import Thresholds
 from hybrid_backend.tools.profile.tau import tau_of
 from hybrid_backend.tools.profile.texts import default_texts

@@ -165,8 +165,5 @@ def _notes(plan: Plan) -> list[str]:
             "name a directory that has them"
         )
     if not plan.has_times:
-        notes.append(
-            "no times: measure this machine (hybrid profile --hardware --out hardware.json) and plan with --machine "
-            "hardware.json, or name a machine, as --machine h100"
-        )
+        notes.append("no times: give --machine a name, as h100, or the file that hybrid profile --hardware writes")
     return notes

@@ -77,7 +77,8 @@ def profile(
     if not model:
         raise ConfigError("hybrid profile: name a model, or write --hardware to profile this machine")
     from hybrid_backend.tools.profile.gates import GateOptions
-    from hybrid_backend.tools.profile.profiler import Options, profile
+    from hybrid_backend.tools.profile.options import Options
+    from hybrid_backend.tools.profile.profiler import profile
     from hybrid_backend.tools.profile.summary import Thresholds
 
     if batch < 1:

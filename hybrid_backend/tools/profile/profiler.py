@@ -319,10 +319,10 @@ class _Run:
         by_mass = quality.max_kl == "none"
         found: list[tuple[int, float, HybridConfig]] = []
         for config in self._budgets:
-            tried, mass = replace(measuring, config=config, prefix=_prefix(config)), 1.0
-            costs = tried.costs(given.probes(given.used))
+            trial, mass = replace(measuring, config=config, prefix=_prefix(config)), 1.0
+            costs = trial.costs(given.probes(given.used))
             if by_mass:
-                windows = [tried.window(window) for window in given.used]
+                windows = [trial.window(window) for window in given.used]
                 mass = kept_mass(windows, set(costs.ranking) - set(costs.exact))
             found.append((costs.attended(context, config.budget_tokens), mass, config))
             if by_mass and mass >= quality.promise:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
 from hybrid_backend.tools.profile import profiler
-from hybrid_backend.tools.profile.profiler import Options
+from hybrid_backend.tools.profile.options import Options
 
 MODEL = "nobody/no-such-model"  # taken as it is; loading it would fail
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from hybrid_backend.config import HybridConfig, config_from_mapping, load_config
 from hybrid_backend.tools.profile import measuring, profiler
 from hybrid_backend.tools.profile.network import Network, wrap
-from hybrid_backend.tools.profile.profiler import Options
+from hybrid_backend.tools.profile.options import Options
 from hybrid_backend.tools.profile.spread import Spread, factors_of, pages_of, sizes_of, spread
 from hybrid_backend.tools.profile.summary import Thresholds
 from tests.unit.profile.models import VOCABULARY, build
