@@ -144,6 +144,9 @@ class References:
         self._network, self._limit = network, limit
         self._kept: dict[Probe, Reference] = {}
 
+    def __contains__(self, probe: Probe) -> bool:
+        return probe in self._kept
+
     def of(self, probe: Probe) -> Reference:
         """Return the dense pass over ``probe``, measured at the first call."""
         if probe not in self._kept:

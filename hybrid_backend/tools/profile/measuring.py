@@ -123,11 +123,14 @@ class Measuring:
         """Append to ``kl`` what is missing of one probe; store it, also if it is interrupted. ``seconds``: before."""
         (sparse, predicted), work, started = sets, Work(self.network), time.perf_counter()
         todo = sparse[len(kl) :]
-        shares = iter([work.share(layers) for layers in todo])
+        done = iter([work.sparse(probe, work.share(layers)) for layers in todo])
+        prefill = 0.0 if probe in self.references else work.forward(probe.given)
 
         def measured(value: float) -> None:
+            nonlocal prefill
             kl.append(value)
-            advance(work.sparse(probe, next(shares)))
+            advance(prefill + next(done))
+            prefill = 0.0
 
         try:
             reference = self.references.of(probe)

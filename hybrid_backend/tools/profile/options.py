@@ -45,6 +45,11 @@ class Options:
 
 
 def check_options(config: HybridConfig, options: Options) -> None:
+    """Refuse options that cannot be measured with, before a model is loaded.
+
+    Raises:
+        ConfigError: a number out of range, or a context that leaves nothing to select.
+    """
     method, limits = resolve_method(config.method), options.limits
     torch_device(options.device)
     if not -1 <= limits.cosine <= 1:

@@ -202,8 +202,7 @@ class _Run:
         measuring = Measuring(self.model, self.config, options, self.network, self.encode, store, stages, references)
         if self._budgets:
             config = self._with_promise(measuring, given, longest)
-            measuring = replace(measuring, config=config, prefix=_prefix(config))
-            return replace(self, config=config)._profile(measuring, given)
+            return replace(self, config=config)._profile(replace(measuring, config=config), given)
         return self._profile(measuring, given)
 
     @property
@@ -231,12 +230,14 @@ class _Run:
             alone = Stage(prefix + ALONE, prefilled + layers * half)
             return [alone, Stage(prefix + TOGETHER, _SETS_TOGETHER * whole)]
 
-        budgets = self._budgets
-        stages = [] if budgets else windows("", given.used)
-        for config in budgets:
-            stages += costs(_prefix(config)) + windows(_prefix(config), given.used)
+        stages: list[Stage] = []
+        by_mass = self.config.quality.max_kl == "none"
+        for config in self._budgets:
+            stages += costs(_prefix(config)) + (windows(_prefix(config), given.used) if by_mass else [])
+        if not self._budgets or not by_mass:
+            stages += windows("", given.used)
         stages += windows("", given.unseen)
-        if not budgets:
+        if not self._budgets:
             stages += costs("")
         if given.unseen:
             stages += costs(_HELD_OUT)
@@ -245,10 +246,9 @@ class _Run:
             stages += [
                 Stage(gates_title(kind), gates.steps * work.training(gates)) for kind in ("kv_head", "query_head")
             ]
-        prefix = _prefix(budgets[-1]) if budgets else ""
-        stages.append(Stage(prefix + PREDICTED, layers * half + 6 * whole))
+        stages.append(Stage(PREDICTED, layers * half + _SETS_TOGETHER * whole))
         if self.options.spread and given.asked:
-            stages.append(Stage(prefix + BUDGETS, 2 * layers * half + 2 * whole))
+            stages.append(Stage(BUDGETS, 2 * layers * half + 2 * whole))
         return stages
 
     def _profile(self, measuring: Measuring, given: _Given) -> Profile:
@@ -257,7 +257,7 @@ class _Run:
         windows = [measuring.window(window) for window in used]
         others = [measuring.window(window) for window in unseen]
         costs = measuring.costs(given.probes(used))
-        held_out = replace(measuring, prefix=_HELD_OUT + measuring.prefix)
+        held_out = replace(measuring, prefix=_HELD_OUT)
         costs_unseen = held_out.costs(given.probes(unseen)) if others else costs
         states = measuring.gates(given.text) if options.gates else {}
         tau, source = options.tau or (
