@@ -1,6 +1,6 @@
 """What a machine can do: the numbers that planning, simulation and schedules rest on."""
 
-from hybrid_backend.hardware.machines import find_hardware, machine_names
+from hybrid_backend.hardware.machines import find_hardware, hardware_of_gpu, machine_names
 from hybrid_backend.hardware.spec import Curve, Hardware, Number
 
-__all__ = ["Curve", "Hardware", "Number", "find_hardware", "machine_names"]
+__all__ = ["Curve", "Hardware", "Number", "find_hardware", "hardware_of_gpu", "machine_names"]

@@ -118,6 +118,15 @@ def machine_names() -> tuple[str, ...]:
     return tuple(machine.name for machine in _named())
 
 
+def hardware_of_gpu(gpu: str) -> Hardware | None:
+    """Return the named machine whose GPU a driver calls ``gpu``, as "NVIDIA A100-SXM4-80GB"; None if no name fits."""
+    gpu = gpu.lower()
+    words = gpu.replace("rtx ", "rtx").replace("-", " ").split()
+    kinds = {machine.name: machine.name.split("-") for machine in _named()}  # kind of GPU, and perhaps its memory
+    fitting = [name for name, (kind, *_) in kinds.items() if kind in words]
+    return find_hardware(max(fitting, key=lambda name: kinds[name][-1] in gpu)) if fitting else None
+
+
 def find_hardware(name_or_path: str | Path) -> Hardware:
     """The machine of that name (any case; "A100" is a100-80), or the profile in that JSON file."""
     text = str(name_or_path).strip()

@@ -24,7 +24,7 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.execution.operations import are_launches
 from hybrid_backend.execution.parking import parking_bytes
 from hybrid_backend.execution.questions import box_bytes
-from hybrid_backend.hardware import Hardware, find_hardware, machine_names
+from hybrid_backend.hardware import Hardware, find_hardware, hardware_of_gpu
 from hybrid_backend.hardware.times import LayerTimes
 from hybrid_backend.methods.base import Method, OwnMemory, can_fuse, frames_per_request, is_separate, staging_tokens
 from hybrid_backend.methods.overlap import Verdict, cpu_hides, judge
@@ -203,11 +203,8 @@ def _machine(name: str, device: torch.device) -> Hardware:
             return find_hardware(name)
         except ConfigError as error:
             raise ConfigError(f"apex.{error}") from None
-    gpu = torch.cuda.get_device_properties(device).name.lower() if device.type == "cuda" else ""
-    parts = {machine: machine.split("-") for machine in machine_names()}  # kind of GPU, and perhaps its memory
-    words = gpu.replace("rtx ", "rtx").replace("-", " ").split()
-    known = [machine for machine, (kind, *_) in parts.items() if kind in words]
-    return find_hardware(max(known, key=lambda machine: parts[machine][-1] in gpu, default=_DEFAULT_MACHINE))
+    gpu = torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
+    return hardware_of_gpu(gpu) or find_hardware(_DEFAULT_MACHINE)
 
 
 def _frame_table(

@@ -1,22 +1,15 @@
-"""matplotlib, which only pictures need."""
+"""matplotlib, which only pictures need: a command without it leaves them out."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-from hybrid_backend.errors import ConfigError
+from rich.console import Console
 
 
-def check_matplotlib(extra: str) -> None:
-    """To be asked before a long run, not after it.
-
-    Args:
-        extra: of this package, that has it.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"the pictures need matplotlib, which is not installed: pip install 'hybrid-backend[{extra}]'"
-        )
+def can_draw(console: Console) -> bool:
+    """Check for matplotlib, and say in one line if pictures are left out. A long run calls it before, not after."""
+    if find_spec("matplotlib") is not None:
+        return True
+    console.print("pictures are left out: matplotlib is not installed (pip install matplotlib)", soft_wrap=True)
+    return False

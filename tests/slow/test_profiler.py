@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -14,10 +16,11 @@ from rich.console import Console
 from hybrid_backend.config import HybridConfig, config_from_mapping, load_config, read_heads
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import find_hardware
-from hybrid_backend.tools.profile import ahead, profiler
+from hybrid_backend.tools.profile import ahead, measuring, profiler
 from hybrid_backend.tools.profile.gates import GateOptions
 from hybrid_backend.tools.profile.network import Network, wrap
-from hybrid_backend.tools.profile.profiler import Options, Profile
+from hybrid_backend.tools.profile.options import Options
+from hybrid_backend.tools.profile.profiler import Profile
 from hybrid_backend.tools.profile.summary import Thresholds
 from hybrid_backend.tools.profile.tau import tau_of
 from hybrid_backend.tools.profile.texts import default_texts
@@ -81,7 +84,7 @@ def test_without_gates_there_is_no_heads_file_and_one_line_says_how_to_get_it(ne
     assert found.heads is None and not (tmp_path / "a.heads.json").exists()
     assert isinstance(console.file, StringIO)
     (line,) = (line for line in console.file.getvalue().splitlines() if "heads file" in line)
-    assert "--no-gates" in line
+    assert "--gates" in line
 
 
 def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
@@ -89,7 +92,7 @@ def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
 ) -> None:
     whole = run(network, tmp_path / "whole.yaml")
     again = tmp_path / "again.yaml"
-    measure, train, calls = profiler.measure_window, profiler.train, []
+    measure, train, calls = measuring.measure_window, measuring.train, []
 
     def dying(*args: Any) -> Any:
         calls.append("window")
@@ -106,18 +109,74 @@ def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
 
         return train(*most, die, advance)
 
-    monkeypatch.setattr(profiler, "measure_window", dying)
+    monkeypatch.setattr(measuring, "measure_window", dying)
     with pytest.raises(KeyboardInterrupt):
         run(network, again)
     assert len(stages(again)) == 1
-    monkeypatch.setattr(profiler, "train", dying_training)
+    monkeypatch.setattr(measuring, "train", dying_training)
     with pytest.raises(KeyboardInterrupt):
         run(network, again)
     assert len(calls) == 3  # the finished window was not measured again
-    monkeypatch.setattr(profiler, "train", train)
+    monkeypatch.setattr(measuring, "train", train)
     assert run(network, again).config == whole.config
     assert len(calls) == 3
     assert stages(again) == stages(tmp_path / "whole.yaml")
+
+
+def test_an_interrupted_measurement_of_layers_goes_on_with_the_next_layer(
+    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, usual = replace(OPTIONS, gates=None), measuring.divergences
+    whole = run(network, tmp_path / "whole.yaml", options)
+    out, measured = tmp_path / "again.yaml", list[int]()
+
+    def dying(reference: Any, config: Any, sparse: Any, advance: Any, predicted: Any) -> Any:
+        def once(kl: float) -> None:
+            advance(kl)
+            measured.append(1)
+            raise KeyboardInterrupt
+
+        return usual(reference, config, sparse, once, predicted)
+
+    monkeypatch.setattr(measuring, "divergences", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run(network, out, options)
+    (kept,) = (stage["kl"] for key, stage in stages(out).items() if key.startswith("divergence"))
+    assert len(kept) == 1, "one of two layers"
+    monkeypatch.setattr(measuring, "divergences", usual)
+    assert run(network, out, options).config == whole.config
+    assert stages(out) == stages(tmp_path / "whole.yaml")
+
+
+def test_the_time_it_takes_is_told_first_and_each_stage_once_with_what_is_left(
+    network: Network, tmp_path: Path
+) -> None:
+    console = Console(file=StringIO(), width=200)
+    profiler.profile("tiny", tmp_path / "a.yaml", CONFIG, OPTIONS, network=network, encode=encode, console=console)
+    assert isinstance(console.file, StringIO)
+    estimate, *lines = console.file.getvalue().splitlines()
+    planned = re.fullmatch(r"about \d+ (s|min) on \d+ threads?, in (\d+) stages", estimate)
+    assert planned is not None, estimate
+    stage = [re.fullmatch(r"(\d+) of (\d+): (.+); about \d+ (s|min) left", line) for line in lines]
+    begun = [match for match in stage if match is not None]
+    titles = [match[3] for match in begun]
+    assert len(set(titles)) == len(titles) > 3 and "KL of each layer alone" in titles
+    numbers = [int(match[1]) for match in begun]
+    assert numbers == sorted(set(numbers)) and {match[2] for match in begun} == {planned[2]}
+
+
+def test_without_matplotlib_the_profile_is_written_and_one_line_says_that_pictures_are_left_out(
+    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    console = Console(file=StringIO(), width=200)
+    options = replace(OPTIONS, gates=None, plots=True)
+    found = profiler.profile(
+        "tiny", tmp_path / "a.yaml", CONFIG, options, network=network, encode=encode, console=console
+    )
+    assert isinstance(console.file, StringIO)
+    assert console.file.getvalue().count("pictures are left out: matplotlib is not installed") == 1
+    assert {path.suffix for path in found.files} == {".yaml", ".json"} and load_config(tmp_path / "a.yaml")
 
 
 def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_cosine_does(
@@ -125,13 +184,13 @@ def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_co
 ) -> None:
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
     run(network, out, options)
-    measure, calls = profiler.measure_window, []
+    measure, calls = measuring.measure_window, []
 
     def counted(*args: Any) -> Any:
         calls.append(args)
         return measure(*args)
 
-    monkeypatch.setattr(profiler, "measure_window", counted)
+    monkeypatch.setattr(measuring, "measure_window", counted)
     strict = run(network, out, replace(options, limits=Thresholds(0.5, 0.99999, 10.0), tau=(0.05, "test")))
     assert not calls and strict.config.exact_layers == (2, 5) and strict.config.recall.threshold == 0.05
     run(network, out, options, CONFIG.model_copy(update={"budget_tokens": 112}))
@@ -208,7 +267,7 @@ def test_for_an_attention_mass_the_smallest_budget_that_keeps_it_is_written(netw
 def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(
     at_once: int, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiler, "_AT_ONCE", at_once)  # two layers only: with 1, the search takes several batches
+    monkeypatch.setattr(measuring, "_AT_ONCE", at_once)  # two layers only: with 1, the search takes several batches
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, windows=2)
 
     def costs() -> tuple[dict[int, float], list[float]]:

@@ -5,12 +5,10 @@ python -m tests.support.recipes        # writes the plans into the pages again; 
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import chdir, contextmanager
+from collections.abc import Sequence
+from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +18,9 @@ from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
 from hybrid_backend.kernels import cpu
-from tests.support.model_cards import CARDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "recipes").glob("*.md") if path.name != "README.md")
-_CATALOG = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _PLAN = re.compile(
     r"^    (?P<command>hybrid plan [^\n]*)\n\n<!-- plan, written by make pages -->\n.*?<!-- end of plan -->$",
     re.M | re.S,
@@ -65,29 +61,14 @@ def served(words: Sequence[str]) -> list[Any]:
 
 def _run(words: Sequence[str]) -> str:
     """In the repository's root, from where recipes name their files."""
-    with _published_models(), chdir(ROOT):
+    with (
+        patch("hybrid_backend.tools.plan.model._local_folder", lambda _: None),  # published shapes, whatever is fetched
+        patch("hybrid_backend.tools.hub.resolve_model", lambda model: model),
+        chdir(ROOT),
+    ):
         result = CliRunner(env={"COLUMNS": "80", "HYBRID_CONFIG": None}).invoke(app, list(words))
     assert result.exit_code == 0, f"hybrid {shlex.join(words)}: {result.output}"
     return result.output
-
-
-@contextmanager
-def _published_models() -> Iterator[None]:
-    """The hub and the catalog are what the models' cards say."""
-    with tempfile.TemporaryDirectory() as folder:
-
-        def config_file(model: str) -> Path:
-            path = Path(folder, model, "config.json")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(CARDS[_CATALOG.get(model, model)].config))
-            return path
-
-        with (
-            patch("hybrid_backend.tools.plan.model.resolve_model", lambda model: model),
-            patch("hybrid_backend.tools.hub.resolve_model", lambda model: model),
-            patch("hybrid_backend.tools.plan.model._from_hub", config_file),
-        ):
-            yield
 
 
 def _as_markdown(plan: str) -> str:

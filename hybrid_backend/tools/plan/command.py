@@ -9,20 +9,29 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from rich.console import Console
 
-from hybrid_backend.config import parse_size, resolve_config
+from hybrid_backend.config import resolve_config
 from hybrid_backend.errors import ConfigError
+
+_MOST_GIB = 4096
+_BYTES = TypeAdapter(Annotated[ByteSize, Field(ge=0, lt=2**63)])
 
 
 def plan(
     model: Annotated[str, typer.Argument(help="catalog name, directory, config.json or hub id")],
     context: Annotated[str, typer.Option(help="tokens of a sequence, answer included: 8192, 128k, 1M")] = "8k",
     batch: Annotated[int, typer.Option(help="sequences at once, on all devices together")] = 1,
-    gpu_mem: Annotated[str | None, typer.Option(help="memory of one device, as 24GiB; 0: no device")] = None,
-    ram: Annotated[str | None, typer.Option(help="host memory that the server may take, as 128GiB")] = None,
+    gpu_mem: Annotated[
+        str | None, typer.Option(help="memory of one device, as 24GiB or 24; 0: no device; default: the machine's")
+    ] = None,
+    ram: Annotated[
+        str | None, typer.Option(help="host memory that the server may take, as 128GiB; default: the machine's")
+    ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="t4, a10, a40, l40s, rtx4090, a100, h100, h200, or a JSON profile")
+        str | None,
+        typer.Option(help="t4, a10, a40, l40s, rtx4090, a100, h100, h200, or a JSON profile; default: this machine"),
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="only this one (several times: these); default: all")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file, or {...}; default: by the model's name")] = None,
@@ -37,23 +46,37 @@ def plan(
     """What fits where: memory, largest batch and context, and expected speed of every method against stock."""
     from hybrid_backend.hardware import find_hardware
     from hybrid_backend.methods import resolve_method
-    from hybrid_backend.tools.plan.model import find_shape
+    from hybrid_backend.tools.plan.local import LocalMachine
+    from hybrid_backend.tools.plan.model import find_shape, served_name
     from hybrid_backend.tools.plan.report import Request, changed, make_plan
     from hybrid_backend.tools.plan.simulate import parse_what_if
     from hybrid_backend.tools.plan.table import show
 
-    hardware = None if machine is None else find_hardware(machine)
+    device_bytes, host_bytes = memory("--gpu-mem", gpu_mem), memory("--ram", ram)
+    hardware, machine_name = None, None
+    if machine is not None:
+        hardware = find_hardware(machine)
+    elif device_bytes is None or host_bytes is None:
+        local = LocalMachine.probe()
+        if device_bytes is None:
+            hardware, machine_name, device_bytes = local.hardware, local.name, local.gpu_bytes
+        host_bytes = local.host_bytes if host_bytes is None else host_bytes
     different = parse_what_if(what_if) if what_if else None
-    settings = resolve_config(_config_name(model), config, os.environ, overrides or ())[0]
+    named = served_name(model)
+    settings = resolve_config(_config_name(named), config, os.environ, overrides or ())[0]
     resolve_method(settings.method)
+    shape = find_shape(model, dtype)
+    if shape.name != model and not model.endswith(".json"):
+        typer.echo(f"{model}: its config.json is not here; planned as {shape.name}, its kin", err=True)
     request = Request(
-        shape=find_shape(model, dtype),
+        shape=shape,
         config=settings,
         context=tokens(context),
         batch=batch,
-        gpu_mem=memory("--gpu-mem", gpu_mem),
-        ram=memory("--ram", ram),
+        gpu_mem=device_bytes,
+        ram=host_bytes,
         hardware=hardware,
+        machine=machine_name,
         methods=tuple(method or ()),
         device_overhead=memory("--engine-overhead", engine_overhead),
         host_overhead=memory("--host-overhead", host_overhead),
@@ -65,7 +88,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps({**planned.as_dict(), "before": before.as_dict() if before else None}, indent=1))
     else:
-        show(planned, before, _serve(model, config, overrides or []), Console(), details)
+        show(planned, before, _serve(named, config, overrides or []), Console(), details)
 
 
 def _serve(model: str, config: str | None, overrides: list[str]) -> list[str]:
@@ -85,16 +108,23 @@ def tokens(text: str) -> int:
 
 
 def memory(flag: str, text: str | None) -> int | None:
-    """Bytes; None stays None."""
+    """Return the bytes that the user wrote for ``flag``; None stays None.
+
+    Units are binary (GiB) or decimal (GB), as pydantic reads them. A number without a unit is GiB up to 4096, and
+    bytes from a mebibyte on.
+
+    Raises:
+        ConfigError: no size, a negative one, or a number without a unit between both.
+    """
     if text is None:
         return None
-    if text.strip() == "0":
-        return 0
+    bare = re.fullmatch(r"[0-9]+(\.[0-9]+)?", text.strip())
+    if bare and _MOST_GIB < float(bare[0]) < 2**20:
+        raise ConfigError(f"{flag}: got {text!r}, which is neither GiB nor bytes; write a unit, as {text.strip()}GiB")
     try:
-        return parse_size(int(text) if text.strip().isdigit() else text)
-    except ValueError as error:
-        hint = str(error) or "write a size such as 24GiB"
-        raise ConfigError(f"{flag}: got {text!r}, expected a size such as 24GiB; {hint}") from None
+        return _BYTES.validate_python(f"{text}GiB" if bare and float(bare[0]) <= _MOST_GIB else text)
+    except ValidationError:
+        raise ConfigError(f"{flag}: got {text!r}, expected a size such as 24GiB, 24GB or 24 (GiB)") from None
 
 
 def _config_name(model: str) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
 
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.errors import ModelError
@@ -20,24 +24,49 @@ from hybrid_backend.model import (
     weight_bytes,
 )
 from hybrid_backend.tools.hub import resolve_model
+from hybrid_backend.tools.hub.catalog import entries
+from hybrid_backend.tools.hub.fetch import models_dir
+from hybrid_backend.tools.plan.published import published, relative
 
 
 def find_shape(model: str, dtype: str = "auto") -> ModelShape:
-    """The shape of a catalog name, a directory, a ``config.json`` or a hub id (of which only two small files are read).
+    """Read the shape of a model: from its files where they are here, else from the published shapes, else from the hub.
 
     Args:
+        model: catalog name, directory, ``config.json``, hub id (of which only two small files are read), or the name of
+            a model that a configuration is shipped for.
         dtype: what the engine computes in; auto is the model's own, and bfloat16 for a float32 model (vLLM 0.32,
             config/model.py, ``_resolve_auto_dtype``).
+
+    Returns:
+        The shape. Its name is another hub id where ``model`` is only known to share a shipped configuration.
 
     Raises:
         ModelError: no such model, or one that cannot be planned.
     """
     file = user_path(model)
-    if not (file.is_file() and file.suffix == ".json"):
-        found = Path(resolve_model(model))
-        file = found / "config.json" if found.is_dir() else _from_hub(model)
-    config = read_json(file)
-    name = model if file.suffix != ".json" or file.name != "config.json" else _name(model, file)
+    if file.is_file() and file.suffix == ".json":
+        return _served(read_json(file), _name(model, file), dtype, file.parent)
+    folder = _local_folder(model)
+    if folder is not None:
+        return _served(read_json(folder / "config.json"), model, dtype, folder)
+    if (entry := published(model)) is not None:
+        return _served(entry.config, model, dtype)
+    entry = relative(model)
+    if entry is not None and "/" not in model:
+        return _served(entry.config, entry.hub_id, dtype)
+    resolved = Path(resolve_model(model))
+    try:
+        folder = resolved if resolved.is_dir() else _from_hub(model)
+    except ModelError:
+        if entry is None:
+            raise
+        return _served(entry.config, entry.hub_id, dtype)
+    return _served(read_json(folder / "config.json"), model, dtype, folder)
+
+
+def _served(config: Mapping[str, Any], name: str, dtype: str, folder: Path | None = None) -> ModelShape:
+    """Return the shape in ``config`` as an engine serves it; ``folder`` is where weights or their index may be."""
     stated = shape_from_config(config, name)
     served = stated.dtype if dtype == "auto" else dtype
     if dtype == "auto" and stated.dtype == "float32":
@@ -47,7 +76,7 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
     size = DTYPES[served].itemsize
     if not stated.full_layers:
         raise ModelError(f"{name}: no layer has full attention, so there is nothing to offload")
-    stored = weight_bytes(file.parent, size, stated.dtype_bytes)
+    stored = None if folder is None else weight_bytes(folder, size, stated.dtype_bytes)
     counted = stated.weight_bytes // stated.dtype_bytes * size
     return replace(
         stated,
@@ -57,12 +86,36 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
     )
 
 
+def served_name(model: str) -> str:
+    """Return what `hybrid serve` takes for ``model``: a hub id where the name is neither here nor in the catalog."""
+    if "/" in model or model.lower() in _catalog() or _local_folder(model) is not None:
+        return model
+    entry = published(model) or relative(model)
+    return entry.hub_id if entry else model
+
+
+def _catalog() -> list[str]:
+    return [entry.name for entry in entries()]
+
+
+def _local_folder(model: str) -> Path | None:
+    """Return the folder with the model's ``config.json`` on this machine, without a network: a directory, a fetched
+    model of the catalog, or the hub's own cache. None if none has it."""
+    folders = [user_path(model)] if model.strip() else []
+    if model.lower() in _catalog():
+        folders.append(models_dir() / model.lower())
+    with suppress(ValueError):  # not a hub id
+        cached = try_to_load_from_cache(model, "config.json")
+        folders += [Path(cached).parent] if isinstance(cached, str) else []
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
 def _name(model: str, file: Path) -> str:
     return file.parent.resolve().name if model.endswith(".json") else model
 
 
 def _from_hub(model: str) -> Path:
-    """``config.json`` of a hub model (and its weights' index, if there is one) in the hub's own cache."""
+    """Fetch a model's ``config.json`` and its weights' index, if any; return their folder in the hub's own cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
@@ -71,7 +124,7 @@ def _from_hub(model: str) -> Path:
         config = Path(hf_hub_download(model, "config.json"))
         with suppress(EntryNotFoundError, HfHubHTTPError, OSError):  # a model in one file has none
             hf_hub_download(model, WEIGHTS_INDEX)
-        return config
+        return config.parent
     except (LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         reason = shorten(str(error), 160, placeholder=" ...")
         raise ModelError(

@@ -42,6 +42,7 @@ class Request:
     gpu_mem: int | None  # 0: no device of its own; None: the machine's
     ram: int | None
     hardware: Hardware | None = None
+    machine: str | None = None  # name of a machine whose rates are not known
     methods: tuple[str, ...] = ()  # empty: all
     chunk_tokens: int | None = None
     device_overhead: int | None = None
@@ -87,6 +88,7 @@ class Plan:
     device_limit: int  # bytes that the engine may take of one device
     host_limit: int
     rows: tuple[Row, ...]
+    has_times: bool = True  # the machine's rates are known
 
     def as_dict(self) -> dict[str, object]:
         """For JSON; docs/plan.md names the keys."""
@@ -121,7 +123,7 @@ def make_plan(request: Request) -> Plan:
         raise ConfigError(refusals.get(request.config.method) or next(iter(refusals.values())))
     return Plan(
         model=request.shape,
-        machine=request.hardware.name if request.hardware else None,
+        machine=request.hardware.name if request.hardware else request.machine,
         configured=request.config.method,
         devices=devices,
         context=request.context,
@@ -131,6 +133,7 @@ def make_plan(request: Request) -> Plan:
         device_limit=room.limit("device"),
         host_limit=room.limit("host"),
         rows=rows,
+        has_times=request.hardware is not None,
     )
 
 

@@ -15,8 +15,8 @@ from hybrid_backend.tools.plan.report import Plan, Row, serve_flags
 
 _MARK = {"exact": "", "at most": "<= ", "estimate": "~ "}
 _COLUMNS = (
-    "fits", "device\nGiB", "host\nGiB", "most at\nonce", "longest\ncontext", "ms per\ntoken", "tokens\nper s",
-    "at most\nat once", "times\nstock",
+    "fits", "device\nGiB", "host\nGiB", "largest\nbatch", "longest\ncontext", "ms per\ntoken", "tokens\nper s",
+    "best\nper s", "times\nstock",
 )  # fmt: skip
 
 
@@ -164,6 +164,6 @@ def _notes(plan: Plan) -> list[str]:
             f"{plan.model.name}: the weights are quantised and not here, so they are counted as {plan.model.dtype}; "
             "name a directory that has them"
         )
-    if plan.machine is None:
-        notes.append("no times: name a machine with --machine")
+    if not plan.has_times:
+        notes.append("no times: give --machine a name, as h100, or the file that hybrid profile --hardware writes")
     return notes

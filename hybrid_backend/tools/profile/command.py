@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -12,9 +12,14 @@ from rich.console import Console
 from hybrid_backend.config import resolve_config
 from hybrid_backend.errors import ConfigError
 
+T = TypeVar("T")
+
 
 def profile(
     model: Annotated[str | None, typer.Argument(help="catalog name, directory or hub id of the model")] = None,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="twice the windows and lookups, and gates; several times as long")
+    ] = False,
     hardware: Annotated[bool, typer.Option("--hardware", help="profile this machine instead of a model")] = False,
     out: Annotated[Path | None, typer.Option(help="MODEL.yaml, or hardware.json")] = None,
     text: Annotated[
@@ -23,7 +28,9 @@ def profile(
     check: Annotated[list[Path] | None, typer.Option(help="text file to try the result on")] = None,
     context: Annotated[list[int] | None, typer.Option(help="tokens of a window; default 4096")] = None,
     positions: Annotated[int, typer.Option(help="decode steps of a window")] = 128,
-    windows: Annotated[int, typer.Option(help="windows per text and context")] = 2,
+    windows: Annotated[
+        int | None, typer.Option(help="windows per text and context; default 1, with --thorough 2", show_default=False)
+    ] = None,
     machine: Annotated[
         str | None, typer.Option(help="tau, prefetch_bytes from this machine: name or hardware JSON")
     ] = None,
@@ -35,9 +42,18 @@ def profile(
         float,
         typer.Option(help="nats per token that all sparse layers may cost together; quality.max_kl goes before it"),
     ] = 0.05,
-    lookups: Annotated[int, typer.Option(help="prompts in which entries are looked up, for --max-kl")] = 2,
+    lookups: Annotated[
+        int | None,
+        typer.Option(
+            help="prompts in which entries are looked up, for --max-kl; default 1, with --thorough 2",
+            show_default=False,
+        ),
+    ] = None,
     spread: Annotated[bool, typer.Option(help="budgets per layer, by KL; with lookups, method scout")] = True,
-    gates: Annotated[bool, typer.Option(help="importance of heads, by training")] = True,
+    gates: Annotated[
+        bool | None,
+        typer.Option("--gates/--no-gates", help="importance of heads, by training; default: with --thorough"),
+    ] = None,
     gate_steps: Annotated[int, typer.Option(help="training steps per kind of head")] = 20,
     gate_context: Annotated[int, typer.Option(help="tokens of a training prompt")] = 512,
     config: Annotated[
@@ -48,7 +64,11 @@ def profile(
     fresh: Annotated[bool, typer.Option("--fresh", help="measure again what OUT's JSON holds")] = False,
     device: Annotated[str, typer.Option(help="where the model runs: cpu or cuda; hardware: auto")] = "auto",
 ) -> None:
-    """Measure MODEL and write its YAML: exact layers, recall intervals, sparsity, importance of heads."""
+    """Measure MODEL and write its YAML: exact layers, budgets per layer, recall intervals, and the importance of heads.
+
+    A run of a small model takes minutes, with --thorough several times as long. Ctrl-C loses little: the same command
+    goes on from there.
+    """
     if hardware:
         from hybrid_backend.tools.plan.hardware.measure import profile_hardware
 
@@ -57,7 +77,8 @@ def profile(
     if not model:
         raise ConfigError("hybrid profile: name a model, or write --hardware to profile this machine")
     from hybrid_backend.tools.profile.gates import GateOptions
-    from hybrid_backend.tools.profile.profiler import Options, profile
+    from hybrid_backend.tools.profile.options import Options
+    from hybrid_backend.tools.profile.profiler import profile
     from hybrid_backend.tools.profile.summary import Thresholds
 
     if batch < 1:
@@ -76,13 +97,13 @@ def profile(
     options = Options(
         contexts=contexts,
         positions=positions,
-        windows=windows,
+        windows=_chosen(windows, 2 if thorough else 1),
         texts=tuple(map(str, text or ())),
         held_out=tuple(map(str, check or ())),
         limits=Thresholds(cosine=min_cosine, mass=min_mass, kl=max_kl),
-        lookups=lookups,
+        lookups=_chosen(lookups, 2 if thorough else 1),
         spread=spread,
-        gates=GateOptions(steps=gate_steps, context=gate_context) if gates else None,
+        gates=GateOptions(steps=gate_steps, context=gate_context) if _chosen(gates, thorough) else None,
         tau=tau,
         prefetch_bytes=prefetch_bytes,
         margin=margin,
@@ -91,4 +112,13 @@ def profile(
         device="cpu" if device == "auto" else device,
     )
     target = out or Path(f"{Path(model.rstrip('/')).name}.yaml")
-    profile(model, target, settings, options, console=Console())
+    try:
+        profile(model, target, settings, options, console=Console())
+    except KeyboardInterrupt:
+        again = "the same command without --fresh" if fresh else "the same command"
+        typer.echo(f"\nstopped; {again} goes on from here, with what {target.with_suffix('.json')} holds", err=True)
+        raise typer.Exit(130) from None
+
+
+def _chosen(option: T | None, default: T) -> T:
+    return default if option is None else option

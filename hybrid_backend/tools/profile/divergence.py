@@ -86,48 +86,113 @@ def lookup_probes(encode: Encode, context: int, count: int, seed: int = 0) -> li
     return probes
 
 
+@dataclass
+class Reference:
+    """The dense pass over a probe. Every sparse pass begins from it and is compared with it.
+
+    Attributes:
+        cache: keys and values of ``ids[:given]`` in every layer.
+        outputs: what each decoder layer returned for ``ids[given:]``.
+        dense: ``[compared, vocabulary]`` log probabilities.
+    """
+
+    network: Network
+    probe: Probe
+    cache: DynamicCache
+    outputs: list[Any]
+    dense: Tensor
+
+    @classmethod
+    def measure(cls, network: Network, probe: Probe) -> Reference:
+        """Run the whole probe, all layers dense."""
+        reference = cls(network, probe, DynamicCache(), [], torch.empty(0))
+        ids = torch.tensor([probe.ids[: probe.given]], device=network.device)
+        with torch.inference_mode():
+            network.decoder(ids, past_key_values=reference.cache, use_cache=True)
+            with network.attending(_attention, _MARK), network.recorded() as reference.outputs:
+                reference.dense = reference.distributions(0)
+        return reference
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensors, nearly all of it keys and values."""
+        cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+        return int(cached) + self.dense.nbytes
+
+    def distributions(self, first: int) -> Tensor:
+        """Run ``ids[given:]``, with the layers before ``first`` as they were in the dense pass.
+
+        Returns:
+            ``[compared, vocabulary]`` log probabilities.
+        """
+        for layer in self.cache.layers:
+            if (beyond := layer.get_seq_length() - self.probe.given) > 0:
+                layer.crop(-beyond)
+        ids = torch.tensor([self.probe.ids[self.probe.given :]], device=self.network.device)
+        predicting = torch.tensor(self.probe.compared, device=ids.device) - self.probe.given - 1
+        with self.network.replaying(self.outputs[:first]):
+            logits = self.network.model(
+                ids, past_key_values=self.cache, use_cache=True, logits_to_keep=predicting
+            ).logits[0]
+        return torch.log_softmax(logits.float(), -1)
+
+
+class References:
+    """The probes' dense passes, kept as long as all of them take at most ``limit`` bytes; else the oldest one goes."""
+
+    def __init__(self, network: Network, limit: int = 2 << 30) -> None:
+        self._network, self._limit = network, limit
+        self._kept: dict[Probe, Reference] = {}
+
+    def __contains__(self, probe: Probe) -> bool:
+        return probe in self._kept
+
+    def of(self, probe: Probe) -> Reference:
+        """Return the dense pass over ``probe``, measured at the first call."""
+        if probe not in self._kept:
+            reference = Reference.measure(self._network, probe)
+            while self._kept and sum(other.bytes for other in self._kept.values()) + reference.bytes > self._limit:
+                del self._kept[next(iter(self._kept))]
+            self._kept[probe] = reference
+        return self._kept[probe]
+
+
 def divergences(
-    network: Network,
+    reference: Reference,
     config: HybridConfig,
-    probe: Probe,
     sparse: Sequence[Sparse],
-    advance: Callable[[], None] = lambda: None,
+    advance: Callable[[float], None] = lambda _: None,
     predicted: Sequence[Collection[int]] = (),
 ) -> list[float]:
-    """For each of ``sparse``: KL of the dense distributions to those with these layers sparse, in nats per compared
-    token. The true query selects, but in the layers ``predicted``, given for each of ``sparse`` or for none, the one
-    that follows from the input of the layer before. ``advance`` is called for each."""
-    ids = torch.tensor([probe.ids], device=network.device)
-    places = [place - probe.given - 1 for place in probe.compared]  # of what predicts them
-    cache, queries = DynamicCache(), _Predicted(network)
+    """Measure what sets of sparse layers cost: KL of the dense distributions to the sparse ones.
 
-    def distributions() -> Tensor:
-        if beyond := cache.get_seq_length() - probe.given:
-            cache.crop(-beyond)
-        with network.watched(queries):
-            found = network.model(ids[:, probe.given :], past_key_values=cache, use_cache=True).logits[0, places]
-        return torch.log_softmax(found.float(), -1)
+    Args:
+        reference: the dense pass over the probe.
+        config: budget, page size, selection.
+        sparse: sets of layers; the true query selects in them.
+        advance: called with the KL of each set, as soon as it is known.
+        predicted: for each set, or for none, the layers of it that select by the query that follows from the input of
+            the layer before.
 
-    def only(layers: Sparse) -> None:
-        budgets = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, config.budget_tokens)
-        for layer in network.full_layers:
-            selects = None
-            if layer.index in budgets:
-                own = config.model_copy(update={"budget_tokens": budgets[layer.index]})
-                selects = partial(queries.select, layer.index, partial(_selected, own, layer.scale))
-            setattr(layer.attention, _MARK, selects)
-
-    found = []
-    with torch.inference_mode():
-        network.decoder(ids[:, : probe.given], past_key_values=cache, use_cache=True)
-        with network.attending(_attention, _MARK):
-            dense = distributions()
-            for place, layers in enumerate(sparse):
-                only(layers)
-                queries.layers = predicted[place] if predicted else ()
-                found.append(float((dense.exp() * (dense - distributions())).sum(-1).mean()))
-                advance()
-    return found
+    Returns:
+        For each set the KL in nats per compared token.
+    """
+    network, queries, costs = reference.network, _Predicted(reference.network), list[float]()
+    with torch.inference_mode(), network.attending(_attention, _MARK), network.watched(queries):
+        for place, layers in enumerate(sparse):
+            budgets = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, config.budget_tokens)
+            for layer in network.full_layers:
+                selects = None
+                if layer.index in budgets:
+                    own = config.model_copy(update={"budget_tokens": budgets[layer.index]})
+                    selects = partial(queries.select, layer.index, partial(_selected, own, layer.scale))
+                setattr(layer.attention, _MARK, selects)
+            queries.layers = set(budgets).intersection(predicted[place] if predicted else ())
+            found = reference.distributions(min(budgets, default=len(network.layers)))
+            dense = reference.dense
+            costs.append(float((dense.exp() * (dense - found)).sum(-1).mean()))
+            advance(costs[-1])
+    return costs
 
 
 @dataclass

@@ -6,9 +6,10 @@ transformers looks up by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -131,6 +132,36 @@ class Network:
             config._attn_implementation = usual
             for layer in self.full_layers:
                 vars(layer.attention).pop(mark, None)
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Any]]:
+        """Yield a list that receives what every decoder layer returns, in order."""
+        outputs: list[Any] = []
+        handles = [
+            layer.module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+            for layer in self.layers
+        ]
+        try:
+            yield outputs
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def replaying(self, outputs: Sequence[Any]) -> Iterator[None]:
+        """The first decoder layers return ``outputs``, one each, and compute nothing; their cache stays as it is."""
+        replayed = [layer.module for layer in self.layers[: len(outputs)]]
+        for module, output in zip(replayed, outputs, strict=True):
+            module.forward = partial(_replay, output)
+        try:
+            yield
+        finally:
+            for module in replayed:
+                del module.forward  # the class's own forward is back
+
+
+def _replay(output: Any, *_arguments: Any, **_more: Any) -> Any:
+    return output
 
 
 def wrap(model: Any) -> Network:

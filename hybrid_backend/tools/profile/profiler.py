@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hybrid_backend.config import HeadScores, HybridConfig, config_from_mapping, resolve_config
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.methods.base import frames_per_request
-from hybrid_backend.tools.pictures import check_matplotlib
-from hybrid_backend.tools.plan.hardware.measure import torch_device
+from hybrid_backend.tools.pictures import can_draw
 from hybrid_backend.tools.profile.ahead import Ahead
-from hybrid_backend.tools.profile.divergence import Probe, Sparse, divergences, lookup_probes, text_probe
-from hybrid_backend.tools.profile.gates import GateOptions, GateState, Kind, passkeys, train
+from hybrid_backend.tools.profile.divergence import Probe, References, lookup_probes, text_probe
+from hybrid_backend.tools.profile.gates import passkeys
 from hybrid_backend.tools.profile.heads import head_scores, write_heads
-from hybrid_backend.tools.profile.measure import LayerMeasure, measure_window
+from hybrid_backend.tools.profile.measuring import ALONE, TOGETHER, Measuring, gates_title, longer, window_title
 from hybrid_backend.tools.profile.network import Network, load
+from hybrid_backend.tools.profile.options import Options, check_options, needed_tokens
 from hybrid_backend.tools.profile.report import (
     ahead_kinds,
     check_table,
@@ -39,15 +36,14 @@ from hybrid_backend.tools.profile.report import (
     to_yaml,
 )
 from hybrid_backend.tools.profile.spread import Spread, factors_of, pages_of, sizes_of, spread
-from hybrid_backend.tools.profile.store import Store, stage_key
+from hybrid_backend.tools.profile.stages import Stage, Stages, Work
+from hybrid_backend.tools.profile.store import Store
 from hybrid_backend.tools.profile.summary import (
-    INTERVALS,
     LITTLE,
     Check,
     Costs,
     LayerSummary,
     Measures,
-    Thresholds,
     check,
     chosen_intervals,
     fewest_frames,
@@ -58,39 +54,10 @@ from hybrid_backend.tools.profile.texts import Encode, Texts, Window, default_te
 
 _BUDGETS = (1, 2, 4)
 """Times budget_tokens that are tried for `quality`."""
-_AT_ONCE = 4
-"""Sets of exact layers that a probe is measured with before another probe is."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """``contexts``: tokens per window; ``windows``: per text and context; ``positions``: decode steps of a window.
-
-    ``lookups``: prompts of the longest context in which entries are looked up. ``spread``: look for budgets per layer,
-    where there are lookups and the method can have them. ``texts``, ``held_out``: files; without texts the reference
-    and the source code that come with Python. ``gates``: None for none. ``tau``: with its source; None takes
-    ``recall.threshold``. ``prefetch_bytes``: for the heads file, 0 where the hardware is not known.
-    ``margin``: intervals are chosen this share below tau, because the next text is not the profiled one.
-    ``fit_frames``: set ``frames_per_request`` to the fewest simulated frames that keep every sparse layer below tau, if
-    there are such.
-    """
-
-    contexts: tuple[int, ...] = (4096,)
-    positions: int = 128
-    windows: int = 2
-    lookups: int = 2
-    spread: bool = True
-    texts: tuple[str, ...] = ()
-    held_out: tuple[str, ...] = ()
-    limits: Thresholds = field(default_factory=Thresholds)
-    gates: GateOptions | None = field(default_factory=GateOptions)
-    tau: tuple[float, str] | None = None
-    prefetch_bytes: int = 0
-    margin: float = 0.1
-    fit_frames: bool = False
-    plots: bool = True
-    fresh: bool = False
-    device: str = "cpu"
+_SETS_TOGETHER = 6
+"""Sets of exact layers that are usually tried until the KL of the others is low enough; for the estimate."""
+_HELD_OUT = "held-out text: "
+PREDICTED, BUDGETS = "KL by predicted queries", "KL of larger and smaller budgets"
 
 
 @dataclass(frozen=True)
@@ -140,9 +107,8 @@ def profile(
         raise ConfigError(f"--out {out}: expected a .yaml file in a directory that exists")
     config = config if config is not None else resolve_config(model, None, os.environ)[0]
     config = config.model_copy(update={"budget_factors": ()})
-    _check(config, options)
-    if options.plots:
-        check_matplotlib("profile")
+    check_options(config, options)
+    draws = options.plots and can_draw(console)
     texts = read_texts("--text", options.texts) or default_texts()
     held_out = read_texts("--check", options.held_out)
     if config.quality.max_kl != "none":
@@ -153,45 +119,7 @@ def profile(
         directory = resolve_model(model)
         network = network or load(directory, options.device)
         encode = encode or _tokenizer(directory)
-    return _Run(model, target, config, options, network, encode, console).run(texts, held_out)
-
-
-def _check(config: HybridConfig, options: Options) -> None:
-    method, limits = resolve_method(config.method), options.limits
-    torch_device(options.device)
-    if not -1 <= limits.cosine <= 1:
-        raise ConfigError(f"--min-cosine: got {limits.cosine}, expected a number from -1 to 1")
-    if not 0 <= limits.mass <= 1:
-        raise ConfigError(f"--min-mass: got {limits.mass}, expected a number from 0 to 1")
-    if not limits.kl >= 0:
-        raise ConfigError(f"--max-kl: got {limits.kl}, expected a number >= 0")
-    if options.positions < 2:
-        raise ConfigError(f"--positions: got {options.positions}, expected an integer >= 2")
-    if not 0 <= options.margin < 1:
-        raise ConfigError(f"--margin: got {options.margin}, expected a number from 0 up to 1, without 1")
-    if options.lookups < 0:
-        raise ConfigError(f"--lookups: got {options.lookups}, expected an integer >= 0")
-    if options.gates is not None and options.gates.steps < 1:
-        raise ConfigError(f"--gate-steps: got {options.gates.steps}, expected an integer >= 1, or --no-gates")
-    for key, is_given in (("max_kl", config.quality.max_kl != "none"), ("min_mass", config.quality.promise > 0)):
-        if is_given and not method.budgets_vary:
-            raise ConfigError(
-                f"quality.{key}: {config.method} has no budget that could keep it; write method: scout, or none"
-            )
-    if options.windows < 1 or not options.contexts:
-        raise ConfigError("--windows, --context: expected at least one window of one context")
-    for context in options.contexts:
-        needed = _needed(config, options)
-        if context <= needed:
-            raise ConfigError(
-                f"--context {context}: everything is resident up to {needed - options.positions} tokens; take "
-                f"more than {needed} tokens, or a smaller budget with --set budget_tokens=N"
-            )
-
-
-def _needed(config: HybridConfig, options: Options) -> int:
-    """Tokens that no window is shorter than: beyond what is resident, as many as decode steps."""
-    return max(frames_per_request(config), config.budget_pages) * config.page_size + options.positions
+    return _Run(model, target, config, options, network, encode, console, draws).run(texts, held_out)
 
 
 def _tokenizer(directory: str) -> Encode:
@@ -234,32 +162,9 @@ class _Found:
     fewest: int | None
 
 
-def _longer(
-    together: Sequence[Mapping[str, float]],
-    ranking: Sequence[int],
-    diverge: Callable[[list[tuple[int, ...]]], dict[str, list[float]]],
-) -> list[Mapping[str, float]]:
-    """``together``, whose places say how many layers of the ``ranking`` are left out, and a few places more, by what
-    ``diverge`` says of the layers that remain."""
-    first = len(together)
-    counts = range(first, min(first + _AT_ONCE, len(ranking) + 1))
-    found = diverge([tuple(sorted(ranking[count:])) for count in counts])
-    return [*together, *({kind: each[place] for kind, each in found.items()} for place in range(len(counts)))]
-
-
-@dataclass(frozen=True)
-class _Keep:
-    """Stores a state of the gates and the seconds spent, those of earlier runs included."""
-
-    store: Store
-    key: str
-    kind: str
-    before: float
-    started: float
-
-    def __call__(self, state: GateState) -> None:
-        seconds = round(self.before + time.perf_counter() - self.started, 1)
-        self.store.put(self.key, {"kind": self.kind, "seconds": seconds, "state": state.model_dump(mode="json")})
+def _prefix(config: HybridConfig) -> str:
+    """Return what the stages' titles begin with where several budgets are tried."""
+    return f"budget {config.budget_tokens:,}: "
 
 
 @dataclass(frozen=True)
@@ -271,6 +176,7 @@ class _Run:
     network: Network
     encode: Encode
     console: Console
+    draws: bool
 
     def run(self, texts: Texts, held_out: Texts) -> Profile:
         options = self.options
@@ -284,19 +190,76 @@ class _Run:
         if options.gates is not None:
             passkeys(texts[0][1], self.encode, options.gates)  # refuses a short context now, not after the rest
         given = _Given(used, unseen, lookup_probes(self.encode, longest, options.lookups), texts[0][1])
-        with self._progress() as progress:
-            config = self._with_promise(store, progress, given, longest)
-        return replace(self, config=config)._profile(store, given)
+        work = Work(self.network)
+        stages = Stages(self.console, self._planned(work, given), work.seconds_per_operation())
+        stages.announce(torch.get_num_threads())
+        if store.stages:
+            self.console.print(
+                f"{store.path} holds {store.stages} measurements; those of this run are not repeated",
+                highlight=False, markup=False, soft_wrap=True,
+            )  # fmt: skip
+        references = References(self.network)
+        measuring = Measuring(self.model, self.config, options, self.network, self.encode, store, stages, references)
+        if self._budgets:
+            config = self._with_promise(measuring, given, longest)
+            return replace(self, config=config)._profile(replace(measuring, config=config), given)
+        return self._profile(measuring, given)
 
-    def _profile(self, store: Store, given: _Given) -> Profile:
-        """With the budget that the configuration has."""
+    @property
+    def _budgets(self) -> list[HybridConfig]:
+        """The configurations that are tried for `quality`; empty where it promises nothing."""
+        if self.config.quality.max_kl == "none" and not self.config.quality.promise:
+            return []
+        configs = [
+            self.config.model_copy(update={"budget_tokens": times * self.config.budget_tokens}) for times in _BUDGETS
+        ]
+        shortest = min(self.options.contexts)
+        return configs[:1] + [config for config in configs[1:] if needed_tokens(config, self.options) < shortest]
+
+    def _planned(self, work: Work, given: _Given) -> list[Stage]:
+        """Return the stages that this run can have, each with an estimate of its work."""
+        layers, probes = len(self.network.full_layers), given.probes(given.used)
+        prefilled = sum(work.forward(probe.given) for probe in probes)
+        whole = sum(work.sparse(probe, 1) for probe in probes)
+        half = whole / 2  # a layer alone is computed from there on
+
+        def windows(prefix: str, windows: Sequence[Window]) -> list[Stage]:
+            return [Stage(window_title(prefix, window), work.window(len(window.ids))) for window in windows]
+
+        def costs(prefix: str) -> list[Stage]:
+            alone = Stage(prefix + ALONE, prefilled + layers * half)
+            return [alone, Stage(prefix + TOGETHER, _SETS_TOGETHER * whole)]
+
+        stages: list[Stage] = []
+        by_mass = self.config.quality.max_kl == "none"
+        for config in self._budgets:
+            stages += costs(_prefix(config)) + (windows(_prefix(config), given.used) if by_mass else [])
+        if not self._budgets or not by_mass:
+            stages += windows("", given.used)
+        stages += windows("", given.unseen)
+        if not self._budgets:
+            stages += costs("")
+        if given.unseen:
+            stages += costs(_HELD_OUT)
+        gates = self.options.gates
+        if gates is not None:
+            stages += [
+                Stage(gates_title(kind), gates.steps * work.training(gates)) for kind in ("kv_head", "query_head")
+            ]
+        stages.append(Stage(PREDICTED, layers * half + _SETS_TOGETHER * whole))
+        if self.options.spread and given.asked:
+            stages.append(Stage(BUDGETS, 2 * layers * half + 2 * whole))
+        return stages
+
+    def _profile(self, measuring: Measuring, given: _Given) -> Profile:
+        """Profile with the budget that the configuration has."""
         options, used, unseen = self.options, given.used, given.unseen
-        with self._progress() as progress:
-            windows = [self._measure(store, progress, window) for window in used]
-            others = [self._measure(store, progress, window) for window in unseen]
-            costs = self._costs(store, progress, given.probes(used))
-            costs_unseen = self._costs(store, progress, given.probes(unseen)) if others else costs
-            states = self._gates(store, progress, given.text) if options.gates else {}
+        windows = [measuring.window(window) for window in used]
+        others = [measuring.window(window) for window in unseen]
+        costs = measuring.costs(given.probes(used))
+        held_out = replace(measuring, prefix=_HELD_OUT)
+        costs_unseen = held_out.costs(given.probes(unseen)) if others else costs
+        states = measuring.gates(given.text) if options.gates else {}
         tau, source = options.tau or (
             self.config.recall.threshold,
             "ScoutAttention (arXiv 2603.27138): 0.12, or as set",
@@ -306,18 +269,18 @@ class _Run:
         frames = fewest if options.fit_frames and fewest else frames_per_request(self.config)
         layers = summarise(windows, options.limits, aim, frames, costs)
         checks = check(others, layers, tau, frames) if others else []
-        ahead = self._ahead(store, given, layers)
+        ahead = self._ahead(measuring, given, layers)
         if ahead is not None and ahead.own:
             layers = [replace(x, predicted=x.predicted and x.layer not in ahead.own) for x in layers]
-        budgets = self._spread(store, given, layers)
+        budgets = self._spread(measuring, given, layers)
         taken = budgets if budgets is not None and budgets.helps else None
         sparse = {layer.layer for layer in layers if not layer.why}
-        config = self._decided(layers, tau, frames, self._kept_mass(store, used, windows, sparse, taken), taken)
+        config = self._decided(layers, tau, frames, self._kept_mass(measuring, used, windows, sparse, taken), taken)
         gates = {kind: state.gates for kind, state in states.items()}
         name = Path(self.model).name
         heads = head_scores(name, self.network, windows, gates, options.prefetch_bytes) if gates else None
         found = _Found(layers, costs, checks, gates, heads, budgets, ahead, tau, aim, source, frames, fewest)
-        files = self._write(store, config, windows, found, self._where(used, frames))
+        files = self._write(measuring.store, config, windows, found, self._where(used, frames))
         self.console.print(exact_table(costs, options.limits))
         self.console.print(layer_table(layers, tau, aim, taken.tokens if taken else None))
         if not all(layer.below or layer.why for layer in layers):
@@ -327,80 +290,39 @@ class _Run:
             again = [x.layer for x in summarise(others, options.limits, aim, frames, costs_unseen) if x.why]
             self.console.print(f"exact layers by the same rule on the held-out text: {again}", highlight=False)
         if heads is None:
-            self.console.print("no heads file for method clo: it holds the gates; leave --no-gates out to write it")
+            self.console.print("no heads file for method clo: it holds the gates; --gates trains them and writes it")
         self.console.print(f"written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
         return Profile(config, layers, checks, gates, heads, budgets, files)
 
-    def _progress(self) -> Progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        return Progress(*columns, console=self.console, transient=False)
-
-    def _measure(
-        self, store: Store, progress: Progress, window: Window, budgets: Mapping[int, int] | None = None
-    ) -> list[LayerMeasure]:
-        """``budgets``: tokens of layers that have their own."""
-        config, positions = self.config, self.options.positions
-        # Eight recalls at least: with fewer, a long interval looks as good as the window happens to be.
-        tried = tuple(i for i in INTERVALS if i <= max(1, positions // 8))
-        given = (config.page_size, config.budget_tokens, config.sinks, config.recent, frames_per_request(config))
-        key = stage_key(
-            "window, admitted by the last query",
-            self.model,
-            window.digest(),
-            positions,
-            tried,
-            given,
-            config.selection,
-            config.lookahead.enabled,
-            self.options.limits.cosine,
-            tuple(LayerMeasure.model_fields),
-            *([sorted(budgets.items())] if budgets else []),
-        )
-        held = store.get(key)
-        if held is not None:
-            return [LayerMeasure.model_validate(layer) for layer in held["layers"]]
-        task = progress.add_task(window.label, total=len(self.network.layers))
-        started = time.perf_counter()
-        advance = partial(progress.advance, task)
-        layers = measure_window(
-            self.network, config, window, positions, tried, self.options.limits.cosine, advance, budgets
-        )
-        seconds = round(time.perf_counter() - started, 1)
-        store.put(
-            key, {"window": window.label, "seconds": seconds, "layers": [x.model_dump(mode="json") for x in layers]}
-        )
-        return layers
-
     def _kept_mass(
-        self, store: Store, used: Sequence[Window], windows: Measures, sparse: Collection[int], taken: Spread | None
+        self,
+        measuring: Measuring,
+        used: Sequence[Window],
+        windows: Measures,
+        sparse: Collection[int],
+        taken: Spread | None,
     ) -> float:
         """What a promise is kept by, with the budgets that go with it; says so where it was given as attention mass."""
         quality = self.config.quality
         promised = quality.max_kl == "none" and quality.promise
         if taken is not None and (promised or quality.max_kl != "none"):
-            with self._progress() as progress:
-                windows = [self._measure(store, progress, window, taken.tokens) for window in used]
+            windows = [measuring.window(window, taken.tokens) for window in used]
         kept = kept_mass(windows, sparse)
         if promised:
             self.console.print(f"attention mass kept: {kept:g} (quality.min_mass: {promised:g})", highlight=False)
         return kept
 
-    def _with_promise(self, store: Store, progress: Progress, given: _Given, context: int) -> HybridConfig:
-        """With `quality` the budget that keeps it, and with the layers that are then exact attends the fewest tokens of
-        ``context``; else the configuration as it is."""
+    def _with_promise(self, measuring: Measuring, given: _Given, context: int) -> HybridConfig:
+        """Return the configuration with the budget that keeps `quality` and that, with the layers that are then exact,
+        attends the fewest tokens of ``context``."""
         quality = self.config.quality
         by_mass = quality.max_kl == "none"
-        if by_mass and not quality.promise:
-            return self.config
         found: list[tuple[int, float, HybridConfig]] = []
-        for times in _BUDGETS:
-            config = self.config.model_copy(update={"budget_tokens": times * self.config.budget_tokens})
-            if found and _needed(config, self.options) >= min(self.options.contexts):
-                break
-            run, mass = replace(self, config=config), 1.0
-            costs = run._costs(store, progress, given.probes(given.used))
+        for config in self._budgets:
+            trial, mass = replace(measuring, config=config, prefix=_prefix(config)), 1.0
+            costs = trial.costs(given.probes(given.used))
             if by_mass:
-                windows = [run._measure(store, progress, window) for window in given.used]
+                windows = [trial.window(window) for window in given.used]
                 mass = kept_mass(windows, set(costs.ranking) - set(costs.exact))
             found.append((costs.attended(context, config.budget_tokens), mass, config))
             if by_mass and mass >= quality.promise:
@@ -422,39 +344,7 @@ class _Run:
         )
         return config
 
-    def _costs(self, store: Store, progress: Progress, probes: Sequence[Probe]) -> Costs:
-        """Each layer's alone; then with the most expensive ones exact, one more at a time, until it is low enough."""
-        layers = [layer.index for layer in self.network.full_layers]
-        alone = self._diverge(store, progress, probes, [(layer,) for layer in layers])
-        costs = Costs({kind: dict(zip(layers, found, strict=True)) for kind, found in alone.items()})
-        diverge = partial(self._diverge, store, progress, probes)
-        while (exact := costs.exact_count(self.options.limits)) is None:
-            costs = replace(costs, together=_longer(costs.together, costs.ranking, diverge))
-        return replace(costs, together=costs.together[: exact + 1])
-
-    def _diverge(
-        self, store: Store, progress: Progress, probes: Sequence[Probe], sparse: Sequence[Sparse],
-        predicted: Sequence[Collection[int]] = (),
-    ) -> dict[str, list[float]]:  # fmt: skip
-        """For each of the sets of sparse layers the mean over the probes of a kind. Of each set those ``predicted``
-        select by predicted queries."""
-        found: dict[str, list[list[float]]] = {}
-        config = self.config
-        for probe in probes:
-            given = (config.page_size, config.budget_tokens, config.sinks, config.recent, config.selection)
-            key = stage_key("divergence", self.model, probe, given, sparse, *([predicted] if predicted else []))
-            held = store.get(key)
-            if held is None:
-                task = progress.add_task(f"KL, {probe.kind}", total=len(sparse))
-                started = time.perf_counter()
-                kl = divergences(self.network, config, probe, sparse, partial(progress.advance, task), predicted)
-                seconds = round(time.perf_counter() - started, 1)
-                held = {"probe": probe.kind, "seconds": seconds, "sparse": sparse, "kl": kl}
-                store.put(key, held)
-            found.setdefault(probe.kind, []).append(held["kl"])
-        return {kind: [fmean(each) for each in zip(*lists, strict=True)] for kind, lists in found.items()}
-
-    def _ahead(self, store: Store, given: _Given, layers: Sequence[LayerSummary]) -> Ahead | None:
+    def _ahead(self, measuring: Measuring, given: _Given, layers: Sequence[LayerSummary]) -> Ahead | None:
         """What predicted queries cost: each layer's alone, then all together, with one layer more by its own query at a
         time until it is low enough. Says what came of it. None: nothing is predicted."""
         sparse = [layer for layer in layers if not layer.why]
@@ -464,25 +354,25 @@ class _Run:
             return None
         probes, everything = given.probes(given.used), tuple(layer.layer for layer in sparse)
         true = {layer.layer: layer.kl for layer in sparse}
-        with self._progress() as progress:
-            singles = [(layer,) for layer in foreseen]
-            alone = {
-                kind: {layer: (true[layer][kind], kl[place]) for place, layer in enumerate(foreseen)}
-                for kind, kl in self._diverge(store, progress, probes, singles, singles).items()
-            }
-            (base,) = zip(*self._diverge(store, progress, probes, [everything]).values(), strict=True)
-            found = Ahead(alone, dict(zip(alone, base, strict=True)), LITTLE * self.options.limits.kl)
+        diverge = partial(measuring.diverge, PREDICTED, probes)
+        singles = [(layer,) for layer in foreseen]
+        alone = {
+            kind: {layer: (true[layer][kind], kl[place]) for place, layer in enumerate(foreseen)}
+            for kind, kl in diverge(singles, singles).items()
+        }
+        (base,) = zip(*diverge([everything]).values(), strict=True)
+        found = Ahead(alone, dict(zip(alone, base, strict=True)), LITTLE * self.options.limits.kl)
 
-            def predicted(sets: list[tuple[int, ...]]) -> dict[str, list[float]]:
-                return self._diverge(store, progress, probes, [everything] * len(sets), sets)
+        def predicted(sets: list[tuple[int, ...]]) -> dict[str, list[float]]:
+            return diverge([everything] * len(sets), sets)
 
-            while (own := found.own) is None:
-                found = replace(found, together=_longer(found.together, found.ranking, predicted))
+        while (own := found.own) is None:
+            found = replace(found, together=longer(found.together, found.ranking, predicted))
         found = replace(found, together=found.together[: len(own) + 1])
         self.console.print(f"predicted queries: {ahead_kinds(found)}", highlight=False, soft_wrap=True)
         return found
 
-    def _spread(self, store: Store, given: _Given, layers: Sequence[LayerSummary]) -> Spread | None:
+    def _spread(self, measuring: Measuring, given: _Given, layers: Sequence[LayerSummary]) -> Spread | None:
         """Budgets per layer: each sparse layer alone with less and with more, then all of them together, all alike and
         spread. Says what came of it."""
         config, sparse = self.config, [layer for layer in layers if not layer.why]
@@ -502,17 +392,17 @@ class _Run:
             self.console.print(f"budgets per layer: not measured, {why_not}", highlight=False, soft_wrap=True)
             return None
         probes, (low, budget, high) = given.probes(given.used), (size * config.page_size for size in sizes)
-        with self._progress() as progress:
-            others = [{layer.layer: tokens} for layer in sparse for tokens in (low, high)]
-            alone = {
-                kind: {x.layer: (kl[2 * i], x.kl[kind], kl[2 * i + 1]) for i, x in enumerate(sparse)}
-                for kind, kl in self._diverge(store, progress, probes, others).items()
-            }
-            pages = spread(alone, sizes)
-            factors = factors_of(pages, config.budget_pages, len(self.network.layers))
-            attended = pages_of(config.model_copy(update={"budget_factors": factors}), pages)
-            tokens = {layer: count * config.page_size for layer, count in attended.items()}
-            both = self._diverge(store, progress, probes, [dict.fromkeys(tokens, budget), tokens])
+        diverge = partial(measuring.diverge, BUDGETS, probes)
+        others = [{layer.layer: tokens} for layer in sparse for tokens in (low, high)]
+        alone = {
+            kind: {x.layer: (kl[2 * i], x.kl[kind], kl[2 * i + 1]) for i, x in enumerate(sparse)}
+            for kind, kl in diverge(others).items()
+        }
+        pages = spread(alone, sizes)
+        factors = factors_of(pages, config.budget_pages, len(self.network.layers))
+        attended = pages_of(config.model_copy(update={"budget_factors": factors}), pages)
+        tokens = {layer: count * config.page_size for layer, count in attended.items()}
+        both = diverge([dict.fromkeys(tokens, budget), tokens])
         even, apart = ({kind: kl[place] for kind, kl in both.items()} for place in (0, 1))
         found = Spread((low, budget, high), alone, tokens, factors, even, apart)
         gained = "" if found.helps else "none, they gain too little: "
@@ -524,27 +414,9 @@ class _Run:
         budget = self.config.budget_pages
         for pages in range(2 * budget, budget, -1):
             tried = self.config.model_copy(update={"budget_tokens": pages * self.config.page_size})
-            if _needed(tried, self.options) < min(self.options.contexts):
+            if needed_tokens(tried, self.options) < min(self.options.contexts):
                 return pages
         return budget
-
-    def _gates(self, store: Store, progress: Progress, text: str) -> dict[str, GateState]:
-        options = self.options.gates
-        assert options is not None
-        prompts = passkeys(text, self.encode, options)
-        kinds: tuple[Kind, ...] = ("kv_head", "query_head")
-        states: dict[str, GateState] = {}
-        for kind in kinds:
-            key = stage_key("gates", self.model, kind, replace(options, save_every=1), [p.ids for p in prompts])
-            held = store.get(key) or {"seconds": 0.0}
-            state = GateState.model_validate(held["state"]) if "state" in held else None
-            task = progress.add_task(f"gates, {kind.replace('_', ' ')}", total=options.steps)
-            progress.advance(task, state.step if state else 0)
-            if state is None or state.step < options.steps:
-                keep = _Keep(store, key, kind, held["seconds"], time.perf_counter())
-                state = train(self.network, prompts, kind, options, state, keep, partial(progress.advance, task))
-            states[kind] = state
-        return states
 
     def _where(self, used: Sequence[Window], frames: int) -> str:
         """The conditions of all measurements, in words."""
@@ -609,7 +481,7 @@ class _Run:
         if found.heads is not None:
             files.append(self.target.with_suffix(".heads.json"))
             write_heads(files[-1], found.heads)
-        if not self.options.plots:
+        if not self.draws:
             return tuple(files)
         from hybrid_backend.tools.profile.plots import draw
 

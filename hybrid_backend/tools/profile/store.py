@@ -41,6 +41,11 @@ class Store:
             )
         return dict(stages)
 
+    @property
+    def stages(self) -> int:
+        """Number of results in the file."""
+        return len(self._stages)
+
     def get(self, key: str) -> Any:
         """The stage's result, None if it is still to do."""
         return self._stages.get(key)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -16,11 +20,14 @@ from hybrid_backend.config import HybridConfig, config_from_mapping
 from hybrid_backend.engines.vllm.footprint import UTILIZATION
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import find_hardware
+from hybrid_backend.host_memory import System
 from hybrid_backend.methods import method_names
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.command import memory, plan, tokens
+from hybrid_backend.tools.plan.local import LocalMachine
 from hybrid_backend.tools.plan.report import Plan, Request, Row, changed, make_plan, serve_flags
 from hybrid_backend.tools.plan.simulate import parse_what_if
+from hybrid_backend.tools.plan.table import _COLUMNS
 
 GIB = 2**30
 LLAMA = ModelShape(
@@ -269,10 +276,83 @@ def test_a_context_that_is_no_number_is_told(text: str) -> None:
         tokens(text)
 
 
-def test_sizes_are_read() -> None:
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("24", 24 * GIB),
+        ("24.5", 49 * GIB // 2),
+        ("4096", 4096 * GIB),
+        ("24GiB", 24 * GIB),
+        ("24 GiB", 24 * GIB),
+        ("24GB", 24 * 10**9),
+        ("24 GB", 24 * 10**9),
+        ("1.5TiB", 3 * 2**39),
+        ("512MiB", GIB // 2),
+        ("25769803776", 24 * GIB),
+    ],
+)
+def test_sizes_are_read_with_every_unit_and_small_numbers_without_one_are_gibibytes(text: str, size: int) -> None:
+    assert memory("--gpu-mem", text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("5000", "--ram: got '5000', which is neither GiB nor bytes; write a unit, as 5000GiB"),
+        ("-3", "--ram: got '-3', expected a size such as 24GiB, 24GB or 24"),
+        ("24XB", "--ram: got '24XB', expected a size such as 24GiB, 24GB or 24"),
+        ("", "--ram: got '', expected a size"),
+        ("nan", "--ram: got 'nan', expected a size"),
+        ("9" * 400, "--ram: got '9999"),
+    ],
+)
+def test_what_is_no_size_is_told_with_the_flag(text: str, message: str) -> None:
     assert memory("--ram", None) is None
-    assert memory("--gpu-mem", "0") == 0
-    assert memory("--gpu-mem", "1024") == 1024
-    assert memory("--gpu-mem", "24GiB") == 24 * GIB
-    with pytest.raises(ConfigError, match="--ram: got '24GB', expected a size such as 24GiB; write 24GiB"):
-        memory("--ram", "24GB")
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        memory("--ram", text)
+
+
+def test_no_two_columns_have_the_same_or_nearly_the_same_name(model_dir: Path) -> None:
+    titles = [name.replace("\n", " ") for name in _COLUMNS]
+    words = [frozenset(title.replace("at", "").split()) for title in titles]
+    assert len(set(words)) == len(titles)
+    assert not any(one < other for one in words for other in words), titles
+    printed = run("--gpu-mem", "24", "--ram", "64", columns=80).stdout
+    for title in titles:
+        assert all(word in printed for word in title.split())
+
+
+def test_without_a_machine_this_one_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is what `hybrid doctor` calls available, its device what torch sees."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    here = LocalMachine.probe()
+    assert (
+        here.gpu is None
+        and here.gpu_bytes == 0
+        and 1 <= here.cores <= len(os.sched_getaffinity(0))
+        and here.hardware is None
+    )
+    assert 0 < here.host_bytes <= System().meminfo("MemTotal")
+    result = run(model="qwen3-8b")
+    assert result.exit_code == 0, result.output
+    assert f"on this machine (no GPU, {here.cores} CPUs)" in result.stdout and "no device memory" in result.stdout
+    planned = json.loads(run("--json").stdout)
+    assert planned["device_limit"] == 0 and planned["host_limit"] == pytest.approx(here.host_bytes, rel=0.25)
+    assert json.loads(run("--json", "--ram", "7").stdout)["host_limit"] == 7 * GIB
+    on_gpu = json.loads(run("--json", "--gpu-mem", "24").stdout)
+    assert on_gpu["device_limit"] == int(24 * GIB * UTILIZATION) and on_gpu["machine"] is None
+
+
+@pytest.mark.parametrize(("name", "sheet"), [("NVIDIA A100-SXM4-80GB", "a100-80"), ("Some GPU of tomorrow", None)])
+def test_a_gpu_of_this_machine_is_planned_with_its_memory_and_with_the_rates_of_its_data_sheet(
+    name: str, sheet: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(name=name, total_memory=79 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    planned = json.loads(run("--json", "--ram", "100", "--method", "scout").stdout)
+    assert planned["device_limit"] == int(79 * GIB * UTILIZATION) and name in planned["machine"]
+    assert planned["host_limit"] == 100 * GIB
+    assert planned["has_times"] == (sheet is not None) == (planned["rows"][1]["tokens_per_s"] is not None)
+    assert (f"rates of {sheet}'s data sheet" in planned["machine"]) == (sheet is not None)

@@ -9,7 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
-from hybrid_backend.tools import pictures
+from hybrid_backend.tools.profile import profiler
+from hybrid_backend.tools.profile.options import Options
 
 MODEL = "nobody/no-such-model"  # taken as it is; loading it would fail
 
@@ -24,7 +25,7 @@ MODEL = "nobody/no-such-model"  # taken as it is; loading it would fail
         (["--max-kl", "nan"], "--max-kl: got nan, expected a number >= 0"),
         (["--batch", "0", "--machine", "h100"], "--batch: got 0, expected an integer >= 1"),
         (["--no-spread", "--lookups", "-1"], "--lookups: got -1, expected an integer >= 0"),
-        (["--gate-steps", "0"], "--gate-steps: got 0, expected an integer >= 1"),
+        (["--gates", "--gate-steps", "0"], "--gate-steps: got 0, expected an integer >= 1"),
         (["--set", "method=scot"], "method: unknown method 'scot'"),
         (["--text", "/nowhere"], "--text /nowhere: cannot be read"),
         (["--check", "/nowhere"], "--check /nowhere: cannot be read"),
@@ -48,10 +49,35 @@ def test_an_empty_model_is_told() -> None:
     assert refused.exit_code == 1 and "name a model" in refused.stderr
 
 
-def test_pictures_that_could_not_be_drawn_are_told_before_an_hour_is_measured(
+def run_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> Options:
+    """What the command hands to the profiler."""
+    taken: list[Options] = []
+    monkeypatch.setattr(profiler, "profile", lambda *given, **_: taken.append(given[3]))
+    done = CliRunner().invoke(app, ["profile", MODEL, "--out", str(tmp_path / "out.yaml"), *arguments])
+    assert done.exit_code == 0, done.output
+    return taken[0]
+
+
+def test_a_run_is_quick_unless_it_is_to_be_thorough_and_each_number_can_be_chosen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
-    refused = CliRunner().invoke(app, ["profile", MODEL, "--out", str(tmp_path / "out.yaml")])
-    assert refused.exit_code == 1 and refused.stderr.startswith("error: the pictures need matplotlib")
-    assert "pip install 'hybrid-backend[profile]'" in refused.stderr and not list(tmp_path.iterdir())
+    quick = run_with(monkeypatch, tmp_path)
+    assert (quick.windows, quick.lookups, quick.gates, quick.spread) == (1, 1, None, True)
+    thorough = run_with(monkeypatch, tmp_path, "--thorough")
+    assert (thorough.windows, thorough.lookups, thorough.gates) == (2, 2, Options().gates)
+    mixed = run_with(monkeypatch, tmp_path, "--thorough", "--windows=3", "--no-gates")
+    assert (mixed.windows, mixed.lookups, mixed.gates) == (3, 2, None)
+    assert run_with(monkeypatch, tmp_path, "--gates").gates is not None
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_ctrl_c_says_in_one_line_how_to_go_on(fresh: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profiler, "profile", stopped)
+    arguments = ["profile", MODEL, "--out", str(tmp_path / "out.yaml"), *(["--fresh"] if fresh else [])]
+    done = CliRunner().invoke(app, arguments)
+    again = "the same command without --fresh" if fresh else "the same command"
+    assert done.exit_code == 130 and done.stdout == ""
+    assert done.stderr == f"\nstopped; {again} goes on from here, with what {tmp_path / 'out.json'} holds\n"

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from hybrid_backend.config import config_from_mapping
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.profile import divergence
-from hybrid_backend.tools.profile.divergence import Probe, divergences, lookup_probes, text_probe
+from hybrid_backend.tools.profile.divergence import Probe, Reference, References, divergences, lookup_probes, text_probe
 from hybrid_backend.tools.profile.measure import page_digests, select
 from hybrid_backend.tools.profile.network import wrap
 from hybrid_backend.tools.profile.texts import Window
@@ -29,8 +29,9 @@ def test_where_everything_is_selected_nothing_is_lost_and_elsewhere_something_is
     network = wrap(build(family))
     full = [layer.index for layer in network.full_layers]
     sets = [*((layer,) for layer in full), full, ()]
-    whole = divergences(network, CONFIG.model_copy(update={"budget_tokens": 320}), PROBE, sets)
-    *sparse, nothing = divergences(network, CONFIG, PROBE, sets)
+    reference = Reference.measure(network, PROBE)
+    whole = divergences(reference, CONFIG.model_copy(update={"budget_tokens": 320}), sets)
+    *sparse, nothing = divergences(reference, CONFIG, sets)
     assert max(map(abs, whole)) < 1e-6
     assert min(sparse) > 1e-6
     assert abs(nothing) < 1e-6 and sparse[-1] > max(sparse[:-1])
@@ -44,7 +45,7 @@ def test_the_cost_is_that_of_the_model_with_the_unselected_pages_masked() -> Non
     network = wrap(model)
     sets: list[tuple[int, ...]] = [(layer.index,) for layer in network.full_layers]
     sets.append(tuple(layer.index for layer in network.full_layers))
-    found = divergences(network, CONFIG, PROBE, sets)
+    found = divergences(Reference.measure(network, PROBE), CONFIG, sets)
     position, key = torch.arange(300)[:, None], torch.arange(300)
     masked: tuple[int, ...] = ()
 
@@ -77,16 +78,47 @@ def test_layers_may_have_budgets_of_their_own(family: str) -> None:
     network = wrap(build(family))
     one, *others = (layer.index for layer in network.full_layers)
     layers = (one, *others)
+    reference = Reference.measure(network, PROBE)
     alike, other, mixed, alone, nothing = divergences(
-        network,
+        reference,
         CONFIG,
-        PROBE,
         [dict.fromkeys(layers, 64), dict.fromkeys(layers, 96), {**dict.fromkeys(layers, 64), one: 96}, {one: 96}, {}],
     )
-    as_configured = divergences(network, CONFIG, PROBE, [layers])
-    at_96 = divergences(network, CONFIG.model_copy(update={"budget_tokens": 96}), PROBE, [layers, (one,)])
+    as_configured = divergences(reference, CONFIG, [layers])
+    at_96 = divergences(reference, CONFIG.model_copy(update={"budget_tokens": 96}), [layers, (one,)])
     assert as_configured == [alike] and at_96 == [other, alone]
     assert len({alike, other, mixed, alone}) == 4 and abs(nothing) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_layers_before_the_first_sparse_one_are_not_computed_again_and_no_cost_changes(family: str) -> None:
+    network = wrap(build(family))
+    reference, last = Reference.measure(network, PROBE), network.full_layers[-1].index
+    computed: list[int] = []
+    usual = network.replaying
+
+    def counted(outputs: Any) -> Any:
+        computed.append(len(network.layers) - len(outputs))
+        return usual(outputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(network), "replaying", lambda _, outputs: counted(outputs))
+        replayed = divergences(reference, CONFIG, [(last,), ()])
+        patch.setattr(type(network), "replaying", lambda _, outputs: usual([]))
+        whole = divergences(Reference.measure(network, PROBE), CONFIG, [(last,), ()])
+    assert computed == [len(network.layers) - last, 0]
+    assert replayed == pytest.approx(whole, abs=1e-7) and replayed[0] > 1e-6
+
+
+def test_dense_passes_are_kept_as_far_as_they_fit() -> None:
+    network = wrap(build("llama"))
+    probes = [Probe("text", TOKENS[start:], 200, (201, 202)) for start in range(3)]
+    large = References(network)
+    first = large.of(probes[0])
+    assert large.of(probes[1]) is not first and large.of(probes[0]) is first
+    small = References(network, limit=2 * first.bytes)
+    kept = [small.of(probe) for probe in probes]
+    assert small.of(probes[1]) is kept[1] and small.of(probes[2]) is kept[2] and small.of(probes[0]) is not kept[0]
 
 
 def test_lookups_ask_for_entries_of_their_register_and_compare_the_answers() -> None:
@@ -120,9 +152,8 @@ def test_of_a_text_its_last_tokens_are_compared() -> None:
 def test_a_predicted_query_selects_in_the_layers_that_are_named_and_in_no_others(family: str) -> None:
     network = wrap(build(family))
     first, second, *_ = [layer.index for layer in network.full_layers]
-    true, ahead, other, none = divergences(
-        network, CONFIG, PROBE, [(second,)] * 4, predicted=[(), (second,), (first,), ()]
-    )
+    reference = Reference.measure(network, PROBE)
+    true, ahead, other, none = divergences(reference, CONFIG, [(second,)] * 4, predicted=[(), (second,), (first,), ()])
     assert true == other == none and abs(ahead - true) > 1e-7
     # Selected by what `Layer.queries_and_keys` says of the input of the layer before.
     seen: dict[int, Tensor] = {}
@@ -141,7 +172,7 @@ def test_a_predicted_query_selects_in_the_layers_that_are_named_and_in_no_others
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(divergence, "_selected", spied)
-        divergences(network, CONFIG, PROBE, [(second,)], predicted=[(second,)])
+        divergences(reference, CONFIG, [(second,)], predicted=[(second,)])
     with torch.inference_mode(), network.watched(watch):
         network.decoder(torch.tensor([PROBE.ids]), use_cache=False)
     assert torch.allclose(chosen[0].transpose(0, 1), seen[second][PROBE.given :], atol=1e-4)

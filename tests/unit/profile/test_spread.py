@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, load_config
-from hybrid_backend.tools.profile import profiler
+from hybrid_backend.tools.profile import measuring, profiler
 from hybrid_backend.tools.profile.network import Network, wrap
-from hybrid_backend.tools.profile.profiler import Options
+from hybrid_backend.tools.profile.options import Options
 from hybrid_backend.tools.profile.spread import Spread, factors_of, pages_of, sizes_of, spread
 from hybrid_backend.tools.profile.summary import Thresholds
 from tests.unit.profile.models import VOCABULARY, build
@@ -191,7 +191,7 @@ def test_what_was_measured_is_not_measured_again_and_given_budgets_do_not_count(
     network: Network, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, line = run(network, out)
-    monkeypatch.setattr(profiler, "divergences", None)
+    monkeypatch.setattr(measuring, "divergences", None)
     given_factors = CONFIG.model_copy(update={"budget_factors": (2.0, 0.5, 0.5)})
     again, same = run(network, out, config=given_factors)
     assert (again.config, again.spread, same) == (found.config, found.spread, line)

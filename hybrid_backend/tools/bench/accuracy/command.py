@@ -82,7 +82,7 @@ def accuracy(
     from hybrid_backend.tools.bench.output import check_folder
     from hybrid_backend.tools.bench.servers import parse_overrides
     from hybrid_backend.tools.hub import resolve_model
-    from hybrid_backend.tools.pictures import check_matplotlib
+    from hybrid_backend.tools.pictures import can_draw
 
     console = Console(soft_wrap=True)
     if not minutes >= 0:
@@ -93,7 +93,7 @@ def accuracy(
         raise ConfigError(f"{engine_flags[0]}: not an option; flags of the servers' engine go after --")
     if endpoint is not None and (given := [*(engine_flags or ()), *_given(context, _OF_SERVERS)]):
         raise ConfigError(f"{given[0]}: with --endpoint no server is started, and only scores are asked; leave it out")
-    check_matplotlib("bench")
+    draws = can_draw(console)
     plan = Plan(
         model=model,
         directory=resolve_model(model),
@@ -119,7 +119,7 @@ def accuracy(
         done = run_endpoint(plan, Scored.at(endpoint, kind), out, console)
     else:
         done = _interruptible(Driver(plan, out, console), console)
-    _write(plan, out, console)
+    _write(plan, out, console, draws)
     raise typer.Exit(0 if done else 3)
 
 
@@ -141,7 +141,7 @@ def _interruptible(driver: Driver, console: Console) -> bool:
         return False
 
 
-def _write(plan: Plan, out: Path, console: Console) -> None:
+def _write(plan: Plan, out: Path, console: Console, draws: bool) -> None:
     from hybrid_backend.tools.bench.accuracy import report
     from hybrid_backend.tools.bench.accuracy.store import Results
     from hybrid_backend.tools.bench.output import writing
@@ -158,7 +158,8 @@ def _write(plan: Plan, out: Path, console: Console) -> None:
     with writing(out):
         (out / "report.md").write_text(text)
         (out / "report.json").write_text(report.as_json(results, arguments))
-        report.plot(results, out / "report.png")
+        if draws:
+            report.plot(results, out / "report.png")
 
 
 def _methods(given: str | None, in_place: bool) -> list[str]:

@@ -59,7 +59,7 @@ def throughput(
     from hybrid_backend.tools.bench.throughput.point import Point, Workload
     from hybrid_backend.tools.bench.throughput.report import plot, progress_line, summary, table
     from hybrid_backend.tools.bench.throughput.sweep import sweep
-    from hybrid_backend.tools.pictures import check_matplotlib
+    from hybrid_backend.tools.pictures import can_draw
 
     if serve == bool(endpoint):
         raise ConfigError("give either running servers as NAME=URL, or --serve")
@@ -69,13 +69,13 @@ def throughput(
     limits = parse_limits("--good", good, ("ttft", "tpot", "e2el"))
     if serve:
         configured(DEMO, changed)  # before anything is started
-    check_matplotlib("bench")
+    console = Console()
+    draws = can_draw(console)
     client = installed_client(client)
     check_folder(out)
     workload = Workload(
         prompts=prompts, input_length=input_length, output_length=output_length, goodput=limits, tokenizer=tokenizer
     )
-    console = Console()
     if serve:
         found = _started(workload, dtype, batch, changed, out / "logs")
     else:
@@ -101,8 +101,9 @@ def throughput(
     with writing(out):
         (out / "throughput.json").write_text(json.dumps(record, indent=1))
         (out / "throughput.md").write_text(f"{title}\n\n{written}")
-        plot(points, title, out / "throughput.png")
-    console.print(f"written: {out}/throughput.json, .md, .png", soft_wrap=True)
+        if draws:
+            plot(points, title, out / "throughput.png")
+    console.print(f"written: {out}/throughput.json, .md{', .png' if draws else ''}", soft_wrap=True)
 
 
 def _rates(given: str) -> list[float]:

