@@ -33,7 +33,7 @@ interpret_triton()  # before vLLM imports Triton
 import torch
 from PIL import Image
 from prometheus_client import CollectorRegistry
-from torch import Tensor
+from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.linear import QKVParallelLinear
@@ -269,14 +269,33 @@ def parked(llm: LLM) -> dict[str, Any]:
     }
 
 
+def change_weights(llm: LLM, checkpoint: Path) -> None:
+    """Load another checkpoint, then move all parameters to other memory as trainers do, and ruin the memory before."""
+
+    def move(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            old = parameter.data
+            if old.is_floating_point():
+                parameter.data = old.clone()
+                old.fill_(float("nan"))
+
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+    llm.apply_model(move)
+
+
 def family(model: Path) -> dict[str, Any]:
     """Stock; in place; exact, most of it on the CPU workers; the prediction from a layer's own input; sparse; rows that
-    wait."""
+    wait. Three of these engines get other weights, with which a last one starts."""
     found: dict[str, Any] = {}
+    other = build(model.name, model.parent / "other" / model.name, seed=1)
     with engine(model) as llm:
         found["stock"], found["stock_alone"] = generate(llm), generate(llm, lengths=ALONE)
+        change_weights(llm, other)
+        found["changed_stock"] = generate(llm)
     with engine(model, _SERVED) as llm:
         found["in_place"] = served(llm)
+        change_weights(llm, other)
+        found["changed_in_place"] = generate(llm)
     with engine(model, _ON_CPU) as llm:
         found["mine"], found["mine_alone"] = served(llm), generate(llm, lengths=ALONE)
         if found["mine"]["predicted"]:
@@ -286,6 +305,10 @@ def family(model: Path) -> dict[str, Any]:
             found["compared"] = {layer: len(values) for layer, values in errors.items()}
     with engine(model, _SPARSE) as llm:
         found["sparse"] = served(llm)
+        change_weights(llm, other)
+        found["changed_sparse"] = generate(llm)
+    with engine(other, _SPARSE) as llm:
+        found["started_sparse"] = generate(llm)
     if model.name in PARKED:
         with engine(model, _PARKED if "gemma3" in model.name else _OVERLAP) as llm:
             found["parked"] = parked(llm)
