@@ -220,11 +220,10 @@ def query_rows(projection: Any) -> tuple[Tensor, Tensor | None]:
 
 def _query_rows(projection: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
     """The projection's forward with zeros for keys and values. Both engines return a bias apart, if asked to."""
+    others = len(projection.weight) - len(query_rows(projection)[0])
 
     def forward(x: Tensor) -> tuple[Tensor, None]:
-        weight, bias = query_rows(projection)
-        keys_and_values = len(projection.weight) - len(weight)
-        return nn.functional.pad(nn.functional.linear(x, weight, bias), (0, keys_and_values)), None
+        return nn.functional.pad(nn.functional.linear(x, *query_rows(projection)), (0, others)), None
 
     return forward
 

@@ -32,6 +32,15 @@ def peaked(config_class: str, *, seed: int = 0, **arguments: Any) -> PreTrainedM
     return model
 
 
+def move_weights(model: nn.Module) -> None:
+    """Give all parameters other memory with the same values, as trainers do, and ruin the memory that they leave."""
+    for parameter in model.parameters():
+        old = parameter.data
+        if old.is_floating_point():
+            parameter.data = old.clone()
+            old.fill_(float("nan"))
+
+
 def change_weights(model: nn.Module, way: str) -> None:
     """Give all parameters of ``model`` other values, and ruin the memory of the old values where that is left.
 

@@ -33,7 +33,7 @@ interpret_triton()  # before vLLM imports Triton
 import torch
 from PIL import Image
 from prometheus_client import CollectorRegistry
-from torch import Tensor, nn
+from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.linear import QKVParallelLinear
@@ -57,6 +57,7 @@ from tests.engines.vllm.families import (
     build,
 )
 from tests.support.garbage import leave_out_what_was_imported
+from tests.support.models import move_weights
 
 leave_out_what_was_imported()
 
@@ -269,25 +270,23 @@ def parked(llm: LLM) -> dict[str, Any]:
     }
 
 
+def other_checkpoint(model: Path) -> Path:
+    """Return a checkpoint of the same family with other random weights; it is written at the first call."""
+    folder = model.parent / "other" / model.name
+    return folder if folder.exists() else build(model.name, folder, seed=1)
+
+
 def change_weights(llm: LLM, checkpoint: Path) -> None:
-    """Load another checkpoint, then move all parameters to other memory as trainers do, and ruin the memory before."""
-
-    def move(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            old = parameter.data
-            if old.is_floating_point():
-                parameter.data = old.clone()
-                old.fill_(float("nan"))
-
+    """Load another checkpoint into the running engine, and move all parameters."""
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
-    llm.apply_model(move)
+    llm.apply_model(move_weights)
 
 
 def family(model: Path) -> dict[str, Any]:
     """Stock; in place; exact, most of it on the CPU workers; the prediction from a layer's own input; sparse; rows that
     wait. Three of these engines get other weights, with which a last one starts."""
     found: dict[str, Any] = {}
-    other = build(model.name, model.parent / "other" / model.name, seed=1)
+    other = other_checkpoint(model)
     with engine(model) as llm:
         found["stock"], found["stock_alone"] = generate(llm), generate(llm, lengths=ALONE)
         change_weights(llm, other)
@@ -312,6 +311,19 @@ def family(model: Path) -> dict[str, Any]:
     if model.name in PARKED:
         with engine(model, _PARKED if "gemma3" in model.name else _OVERLAP) as llm:
             found["parked"] = parked(llm)
+    return found
+
+
+def half(model: Path) -> dict[str, Any]:
+    """In bf16, in place: before weights change, after that, and of an engine that starts with the new ones."""
+    found: dict[str, Any] = {}
+    other = other_checkpoint(model)
+    with engine(model, _SERVED, dtype="bfloat16") as llm:
+        found["before"] = generate(llm)
+        change_weights(llm, other)
+        found["changed"] = generate(llm)
+    with engine(other, _SERVED, dtype="bfloat16") as llm:
+        found["started"] = generate(llm)
     return found
 
 
@@ -412,6 +424,7 @@ _PROBES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "parallel": parallel,
     "mostly_full": mostly_full,
     "compiled": compiled,
+    "half": half,
 }
 
 
