@@ -202,8 +202,10 @@ def only_projection(decoder: nn.Module, projections: tuple[type[nn.Module], ...]
 
 
 def has_query_rows(projection: Any, dtype: torch.dtype) -> bool:
-    """Return whether `query_rows` are the weights of queries alone. Some engines pack weights on a CPU, and may drop the
-    original."""
+    """Return whether `query_rows` can tell the weights of queries apart.
+
+    Some engines pack the weights of a projection on a CPU, and may drop the original.
+    """
     weight = getattr(projection, "weight", None)
     rows = int(getattr(projection, "num_heads", 0)) * int(getattr(projection, "head_size", 0))
     return isinstance(weight, Tensor) and weight.dim() == 2 and weight.dtype == dtype and len(weight) > rows > 0

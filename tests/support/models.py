@@ -45,7 +45,7 @@ def change_weights(model: nn.Module, way: str) -> None:
     """Give all parameters of ``model`` other values, and ruin the memory of the old values where that is left.
 
     Args:
-        way: ``"in place"``; ``"other memory"``, through ``Parameter.data``; ``"other parameters"``, as modules get them.
+        way: ``"in place"``; ``"other memory"``, through ``Parameter.data``; ``"other parameters"`` of the modules.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -153,7 +153,6 @@ class Engine:
             "logprobs": [list(map(float, request.logprob.output_token_logprobs_val)) for request in requests],
         }
 
-
     def change_weights(self, checkpoint: Path) -> None:
         """Load another checkpoint into the running engine, and move all parameters."""
         update = UpdateWeightFromDiskReqInput(model_path=str(checkpoint), load_format="auto")

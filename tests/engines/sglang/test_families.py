@@ -68,7 +68,7 @@ def test_sparse_runs_end_and_attend_less(seen: Probe, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_follow_the_weights_that_a_running_engine_gets(seen: Probe, family: str) -> None:
-    """After an update from disk and a move of every parameter. Dense as torch_native after the same; sparse, by predicted
+    """Dense as torch_native, where both get an update from disk and every parameter is moved; sparse, by predicted
     queries, as an engine that starts with the new weights."""
     results = seen(family)
     stock = results["stock"]["changed"]
@@ -77,5 +77,5 @@ def test_answers_follow_the_weights_that_a_running_engine_gets(seen: Probe, fami
         assert changed["changed"]["tokens"] == expected["tokens"]
         for own, other in zip(changed["changed"]["logprobs"], expected["logprobs"], strict=True):
             assert own and own == pytest.approx(other, abs=NOISE)
-    # The first request fits the budget, so that the engine that starts anew attends all of it, as torch_native does.
+    # The engine that starts anew attends all of the first request, which fits the budget, as torch_native does.
     assert results["started"]["sparse"]["tokens"][0] == stock["tokens"][0]

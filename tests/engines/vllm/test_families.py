@@ -162,7 +162,7 @@ def test_answers_follow_the_weights_that_a_running_engine_gets(seen: Probe, fami
     assert results["changed_stock"]["tokens"] != results["stock"]["tokens"]
     assert_same_answers(results["changed_in_place"], results["changed_stock"])
     assert_same_answers(results["changed_sparse"], results["started_sparse"])
-    # The first request fits the budget, so that the engine that starts anew attends all of it, as the stock backend does.
+    # The engine that starts anew attends all of the first request, which fits the budget, as the stock backend does.
     first = {name: results["started_sparse"][name][:1] for name in ("tokens", "logprobs")}
     assert_same_answers(first, {name: results["changed_stock"][name][:1] for name in first})
 
