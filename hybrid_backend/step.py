@@ -24,6 +24,7 @@ class ModelSpec:
     ``layer_weight_bytes``: all weights of one decoder layer on this rank, 0: unknown.
     ``sinks[layer]``: ``[num_heads]`` fp32, contiguous, on the device that attends: the layer's attention sinks
     (`attention.partial.with_sinks`), None: it has none. What a method calls a share is one of the keys' attention.
+    The engine may change the values between steps, so every layer reads them where they are.
     """
 
     num_layers: int

@@ -10,12 +10,12 @@ a norm of another kind) shows there, and the layer's code stays.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hybrid_backend.attention.lookahead import Inputs, Predictor, of_queries, only_projection
+from hybrid_backend.attention.lookahead import Inputs, Predictor, has_query_rows, only_projection, query_rows
 
 if TYPE_CHECKING:
     from hybrid_backend.kernels.triton.predict import RmsNorm
@@ -25,22 +25,36 @@ _ROWS = 8
 _SAME, _SAME_HALF = 1e-3, 0.02
 
 
+class _Norm(NamedTuple):
+    """An engine's RMS norm. Its weight is read at each use, since the weights of a running engine change."""
+
+    module: Any
+    epsilon: float
+    adds_one: bool
+
+    def current(self) -> RmsNorm:
+        """Return the norm as the kernels know it."""
+        from hybrid_backend.kernels.triton.predict import RmsNorm  # late: Triton is not everywhere
+
+        return RmsNorm(self.module.weight, self.epsilon, self.adds_one)
+
+
 class FusedPredictor:
     """A `Predictor`."""
 
     def __init__(
         self,
         itself: Predictor,
-        norm: RmsNorm,
-        projection: tuple[Tensor, Tensor | None],
+        norm: _Norm,
+        projection: nn.Module,
         head_dim: int,
-        query_norm: RmsNorm | None,
+        query_norm: _Norm | None,
         rotary: Any,
     ) -> None:
         """
         Args:
             itself: predicts by the layer's own code: where positions have several axes (rotary embedding of images).
-            projection: weight ``[heads * head_dim, hidden]`` and bias of queries.
+            projection: the engine's module that projects to queries, keys and values (`lookahead.query_rows`).
             rotary: the engine's module, with ``cos_sin_cache``, which engines may convert later; None: no rotation.
         """
         self.adds_residual = itself.adds_residual
@@ -56,9 +70,10 @@ class FusedPredictor:
                 return self._itself(inputs)
             rotation = predict.Rotation(positions, self._rotary.cos_sin_cache, self._rotary.is_neox_style)
         residual = inputs["residual"] if self.adds_residual else None
-        x = predict.normed_stream(inputs["hidden_states"], residual, self._norm)
-        q = nn.functional.linear(x, *self._projection).view(len(x), -1, self._head_dim)
-        return predict.finished_queries(q, self._query_norm, rotation)
+        x = predict.normed_stream(inputs["hidden_states"], residual, self._norm.current())
+        q = nn.functional.linear(x, *query_rows(self._projection)).view(len(x), -1, self._head_dim)
+        query_norm = None if self._query_norm is None else self._query_norm.current()
+        return predict.finished_queries(q, query_norm, rotation)
 
 
 def fused(
@@ -93,9 +108,8 @@ def _fused(
 ) -> FusedPredictor | None:
     """Ranks of a tensor-parallel model decide alike as far as the layer's code talks to other ranks: what it computes
     for all heads together is not fused there."""
-    module: Any = only_projection(decoder, projections)
-    projection = None if module is None else of_queries(module, stream.dtype)
-    if projection is None:
+    projection: Any = only_projection(decoder, projections)
+    if projection is None or not has_query_rows(projection, stream.dtype):
         return None
     chance = torch.Generator().manual_seed(1)
     hidden, residual = torch.randn(2, _ROWS, stream.shape[1], generator=chance).to(stream)
@@ -112,11 +126,11 @@ def _fused(
     real = predictor(far)
     rows, heads, head_dim = real.shape
     sizes = {head_dim}
-    if module.num_heads == getattr(module, "total_num_heads", module.num_heads):
+    if projection.num_heads == getattr(projection, "total_num_heads", projection.num_heads):
         sizes.add(heads * head_dim)
     first = next((each for each in called if _size(each) == stream.shape[1]), None)
     second = next((each for each in called if _size(each) in sizes and each is not first), None)
-    if first is None or len(projection[0]) != heads * head_dim:
+    if first is None or len(query_rows(projection)[0]) != heads * head_dim:
         return None
     query_norm = None if second is None else _rms_norm(second, real.reshape(rows, -1, _size(second)))
     found = FusedPredictor(predictor, _rms_norm(first, hidden), projection, head_dim, query_norm, rotary)
@@ -152,12 +166,12 @@ def _epsilon(module: Any) -> float | None:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-def _rms_norm(module: Any, x: Tensor) -> RmsNorm:
+def _rms_norm(module: Any, x: Tensor) -> _Norm:
     """``module`` as the kernels know it. Its weight, or 1 + weight: whichever comes closer to what it does."""
-    from hybrid_backend.kernels.triton.predict import RmsNorm, normed_stream  # late: Triton is not everywhere
+    from hybrid_backend.kernels.triton.predict import normed_stream  # late: Triton is not everywhere
 
     real = module(x.clone()).flatten(0, -2)
-    norms = [RmsNorm(module.weight, float(_epsilon(module) or 0), adds_one) for adds_one in (False, True)]
+    norms = [_Norm(module, float(_epsilon(module) or 0), adds_one) for adds_one in (False, True)]
     flat = x.flatten(0, -2)
-    errors = [float((normed_stream(flat, None, norm) - real).float().norm()) for norm in norms]
+    errors = [float((normed_stream(flat, None, norm.current()) - real).float().norm()) for norm in norms]
     return norms[errors.index(min(errors))]

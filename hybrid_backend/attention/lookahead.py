@@ -169,7 +169,7 @@ def proven_predictor(
         projections: the engine's kinds of modules that project to queries, keys and values at once.
     """
     only = only_projection(decoder, projections)
-    narrowed = [] if only is None or of_queries(only, stream.dtype) is None else [only]
+    narrowed = [only] if only is not None and has_query_rows(only, stream.dtype) else []
     kind, error = type(decoder).__name__, float("inf")
     try:
         itself = QueryPredictor(decoder, attention, head_dim, None)
@@ -201,25 +201,31 @@ def only_projection(decoder: nn.Module, projections: tuple[type[nn.Module], ...]
     return found[0] if len(found) == 1 else None
 
 
-def of_queries(projection: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
-    """Weight ``[rows, hidden]`` and bias of a projection's queries, which come first (with gates these are counted as
-    heads); None: they cannot be told apart. Some engines pack weights on a CPU, and may drop the original."""
-    weight, bias = getattr(projection, "weight", None), getattr(projection, "bias", None)
+def has_query_rows(projection: Any, dtype: torch.dtype) -> bool:
+    """Return whether `query_rows` can tell the weights of queries apart.
+
+    Some engines pack the weights of a projection on a CPU, and may drop the original.
+    """
+    weight = getattr(projection, "weight", None)
     rows = int(getattr(projection, "num_heads", 0)) * int(getattr(projection, "head_size", 0))
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype != dtype or not len(weight) > rows > 0:
-        return None
-    return weight[:rows], None if bias is None else bias[:rows]
+    return isinstance(weight, Tensor) and weight.dim() == 2 and weight.dtype == dtype and len(weight) > rows > 0
+
+
+def query_rows(projection: Any) -> tuple[Tensor, Tensor | None]:
+    """Return weight ``[rows, hidden]`` and bias of a projection's queries, which come first; gates count as heads.
+
+    Both are views for one call: the weights of a running engine change, and its parameters may get other memory.
+    """
+    rows, bias = projection.num_heads * projection.head_size, projection.bias
+    return projection.weight[:rows], None if bias is None else bias[:rows]
 
 
 def _query_rows(projection: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
     """The projection's forward with zeros for keys and values. Both engines return a bias apart, if asked to."""
-    found = of_queries(projection, projection.weight.dtype)
-    assert found is not None
-    weight, bias = found
-    beside = len(projection.weight) - len(weight)
+    others = len(projection.weight) - len(query_rows(projection)[0])
 
     def forward(x: Tensor) -> tuple[Tensor, None]:
-        return nn.functional.pad(nn.functional.linear(x, weight, bias), (0, beside)), None
+        return nn.functional.pad(nn.functional.linear(x, *query_rows(projection)), (0, others)), None
 
     return forward
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_backend.model import ModelShape, shape_from_config
 
 
-def peaked(config_class: str, **arguments: Any) -> PreTrainedModel:
+def peaked(config_class: str, *, seed: int = 0, **arguments: Any) -> PreTrainedModel:
     """In fp32. Attention is peaked, and norms and biases are not neutral, so that errors show."""
     config = getattr(transformers, config_class)(**arguments)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sees = hasattr(config, "vision_config")
     auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
@@ -29,6 +30,32 @@ def peaked(config_class: str, **arguments: Any) -> PreTrainedModel:
                 peak = 2.0 if "q_proj" in path or "k_proj" in path else 1.0
                 weight.copy_(torch.randn_like(weight) * peak * weight.shape[1] ** -0.5)
     return model
+
+
+def move_weights(model: nn.Module) -> None:
+    """Give all parameters other memory with the same values, as trainers do, and ruin the memory that they leave."""
+    for parameter in model.parameters():
+        old = parameter.data
+        if old.is_floating_point():
+            parameter.data = old.clone()
+            old.fill_(float("nan"))
+
+
+def change_weights(model: nn.Module, way: str) -> None:
+    """Give all parameters of ``model`` other values, and ruin the memory of the old values where that is left.
+
+    Args:
+        way: ``"in place"``; ``"other memory"``, through ``Parameter.data``; ``"other parameters"`` of the modules.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            old = parameter.data
+            new = old * (0.5 + torch.rand_like(old))
+            if way == "other memory":
+                parameter.data = new
+            elif way == "other parameters":
+                setattr(module, name, nn.Parameter(new, requires_grad=False))
+            old.copy_(new) if way == "in place" else old.fill_(float("nan"))
 
 
 def write_llama(folder: Path, tokenizer: Path, **arguments: Any) -> Path:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hybrid_backend.attention.fused_lookahead import FusedPredictor, fused
 from hybrid_backend.attention.lookahead import Predictor, QueryPredictor, proven_predictor
+from tests.support.models import change_weights
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
@@ -230,6 +231,21 @@ def test_which_norm_adds_one_is_told_though_a_norm_of_queries_hides_scales() -> 
         with torch.inference_mode():
             found = predictor(inputs(positions, hidden, residual))
         torch.testing.assert_close(found.flatten(1), layer(positions, hidden, residual), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["in place", "other memory", "other parameters"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # with biases, with norms of queries
+def test_a_fused_prediction_follows_the_layer_s_weights_whichever_way_they_change(name: str, way: str) -> None:
+    torch.manual_seed(0)
+    layer = FUSED[name]()
+    predictor = made(layer)
+    assert isinstance(predictor, FusedPredictor)
+    change_weights(layer, way)
+    positions, hidden, residual = example(torch.float32)
+    with torch.inference_mode():
+        real = layer(positions, hidden.clone(), residual.clone())
+        predicted = predictor(inputs(positions, hidden, residual if predictor.adds_residual else None))
+    torch.testing.assert_close(predicted.flatten(1), real, rtol=1e-3, atol=1e-3)
 
 
 def test_positions_of_several_axes_are_for_the_layer_s_own_code() -> None:

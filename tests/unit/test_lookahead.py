@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hybrid_backend.attention.lookahead import QueryPredictor, layer_at, proven_predictor
 from hybrid_backend.errors import EngineError
+from tests.support.models import change_weights
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 8, 24
 STREAM = torch.empty(0, HIDDEN)
@@ -140,6 +141,19 @@ def test_weights_that_change_later_are_the_predictors_too() -> None:
     before = predictor(given)
     layer.mixer.q_norm.weight.data.mul_(2)
     torch.testing.assert_close(predictor(given), 2 * before)
+
+
+@pytest.mark.parametrize("way", ["in place", "other memory", "other parameters"])
+def test_a_predictor_follows_the_layers_weights_whichever_way_they_change(way: str) -> None:
+    torch.manual_seed(0)
+    layer = Layer()
+    predictor = proven(layer)
+    assert isinstance(predictor, QueryPredictor)
+    change_weights(layer, way)
+    own = proven(layer)
+    assert isinstance(own, QueryPredictor)
+    example = inputs(torch.arange(2), torch.randn(2, HIDDEN), None)
+    torch.testing.assert_close(predictor(example), own(example))
 
 
 @pytest.mark.parametrize(

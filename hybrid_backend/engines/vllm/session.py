@@ -22,6 +22,7 @@ from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead
 from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, UnheardRank, checked
 from hybrid_backend.engines.vllm.parking import forgo_parking, parks_rows
+from hybrid_backend.engines.vllm.sinks import Sinks
 from hybrid_backend.errors import EngineError
 from hybrid_backend.execution.operations import are_launches
 from hybrid_backend.methods import resolve_method
@@ -151,6 +152,7 @@ class Session:
         shapes = {(a.num_heads, a.num_kv_heads, a.head_size, a.impl.scale) for a in ours}
         if len(shapes) != 1:
             raise EngineError(f"layers of different shape are not supported: {sorted(shapes)}")
+        self._sinks = Sinks([each.impl for each in attentions])
         model = ModelSpec(
             num_layers=len(layers),
             num_heads=full.num_heads,
@@ -163,7 +165,7 @@ class Session:
             hidden=vllm_config.model_config.get_hidden_size(),
             parks=parks_rows(vllm_config),
             layer_weight_bytes=sum(weight.nbytes for weight in layers[0].decoder.parameters()),
-            sinks=tuple(_sinks(each) for each in attentions),
+            sinks=self._sinks.layers,
         )
         views = [as_pages(a.kv_cache if a in ours else full.kv_cache[:0]) for a in attentions]
         self.runtime = HybridRuntime(
@@ -236,6 +238,7 @@ class Session:
     def scheduled(self) -> Iterator[None]:
         """A batch of the scheduler runs. Other batches are the model runner's own: warm-up, the capture of graphs."""
         self._step, self.is_scheduled = None, True
+        self._sinks.refresh()
         try:
             yield
         except BaseException as error:
@@ -311,12 +314,6 @@ class Session:
     def _page_size(self, layer_name: str) -> int:
         context = self._runner.compilation_config.static_forward_context
         return int(context[layer_name].kv_cache.shape[2])
-
-
-def _sinks(attention: Attention) -> Tensor | None:
-    """``[heads]`` logits in fp32 of a layer that is ours."""
-    sinks = attention.impl.sinks if isinstance(attention.impl, HybridImpl) else None
-    return None if sinks is None else sinks.detach().float()
 
 
 def as_pages(kv_cache: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ os.environ.update(
 sys.path.append(str(Path(__file__).parents[3]))  # last, as our `kernels` must not hide the package of that name
 
 import torch
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, UpdateWeightFromDiskReqInput
 from sglang.srt.managers.scheduler import Scheduler, SpawnRanks, configure_scheduler_process, spawn_world_rank
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import publish
@@ -37,6 +37,7 @@ from sglang.srt.utils import DynamicGradMode
 from hybrid_backend.engines.sglang import BACKEND
 from hybrid_backend.engines.sglang.settings import ENV_RESOLVED
 from tests.engines.vllm.families import VOCABULARY, build
+from tests.support.models import move_weights
 
 PAGE = 32
 TOKENS = 24
@@ -138,7 +139,7 @@ class Engine:
             scheduler.process_input_requests([request])
         requests = list(scheduler.waiting_queue)
         assert len(requests) == len(lengths)
-        while not all(request.finished() for request in requests):
+        while not scheduler.is_fully_idle():
             plan = scheduler.get_next_batch_to_run(
                 running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
             )
@@ -146,18 +147,29 @@ class Engine:
             if batch:
                 scheduler.process_batch_result(batch, scheduler.run_batch(batch))
             scheduler.last_batch = batch
+        assert all(request.finished() for request in requests)
         return {
             "tokens": [list(request.output_ids) for request in requests],
             "logprobs": [list(map(float, request.logprob.output_token_logprobs_val)) for request in requests],
         }
 
+    def change_weights(self, checkpoint: Path) -> None:
+        """Load another checkpoint into the running engine, and move all parameters."""
+        update = UpdateWeightFromDiskReqInput(model_path=str(checkpoint), load_format="auto")
+        done = self.scheduler.weight_updater.update_weights_from_disk(update)
+        assert done.success, done.message
+        move_weights(self.scheduler.tp_worker.model_runner.model)
 
-def stock(model: Path) -> dict[str, Any]:
+
+def stock(model: Path, other: Path) -> dict[str, Any]:
+    """Four at once, one alone, and the four again with the weights of ``other``."""
     engine = Engine(model, None)
-    return {"at_once": engine.generate(), "alone": engine.generate(ALONE)}
+    found = {"at_once": engine.generate(), "alone": engine.generate(ALONE)}
+    engine.change_weights(other)
+    return found | {"changed": engine.generate()}
 
 
-def hybrid(model: Path, config: dict[str, Any]) -> dict[str, Any]:
+def hybrid(model: Path, other: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The same, and what the runtime kept and did for the four at once, per layer."""
     engine = Engine(model, config)
     found: dict[str, Any] = {"at_once": engine.generate()}
@@ -169,17 +181,21 @@ def hybrid(model: Path, config: dict[str, Any]) -> dict[str, Any]:
         "on_cpu": [layer.cpu_tokens for layer in layers],
         "frames": sorted(engine.runtime.tiers.frames.layers),
     }
-    return found | {"alone": engine.generate(ALONE)}
+    found["alone"] = engine.generate(ALONE)
+    engine.change_weights(other)
+    return found | {"changed": engine.generate()}
 
 
 def main(folder: Path, names: list[str]) -> None:
     for name in names:
-        model, part = folder / name, folder / f"{name}.part"
+        model, other, part = folder / name, folder / "other" / name, folder / f"{name}.part"
         runs: dict[str, Callable[[], dict[str, Any]]] = {
             "built": lambda model=model, name=name: {"folder": str(build(name, model))},
-            "stock": lambda model=model: stock(model),
-            "mine": lambda model=model: hybrid(model, _ON_CPU),
-            "sparse": lambda model=model: hybrid(model, _SPARSE),
+            "other_built": lambda other=other, name=name: {"folder": str(build(name, other, seed=1))},
+            "stock": lambda model=model, other=other: stock(model, other),
+            "mine": lambda model=model, other=other: hybrid(model, other, _ON_CPU),
+            "sparse": lambda model=model, other=other: hybrid(model, other, _SPARSE),
+            "started": lambda other=other: {"sparse": Engine(other, _SPARSE).generate()},
         }
         found: dict[str, Any] = {}
         for run, work in runs.items():

@@ -64,3 +64,18 @@ def test_sparse_runs_end_and_attend_less(seen: Probe, family: str) -> None:
     for on_cpu, selected, all_of_it in zip(found["on_cpu"], found["selected"], dense["selected"], strict=True):
         assert 0 < on_cpu < selected < all_of_it
     assert found["at_once"]["tokens"][0] == dense["at_once"]["tokens"][0]  # this request fits the budget
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_follow_the_weights_that_a_running_engine_gets(seen: Probe, family: str) -> None:
+    """Dense as torch_native, where both get an update from disk and every parameter is moved; sparse, by predicted
+    queries, as an engine that starts with the new weights."""
+    results = seen(family)
+    stock = results["stock"]["changed"]
+    assert stock["tokens"] != results["stock"]["at_once"]["tokens"]
+    for changed, expected in ((results["mine"], stock), (results["sparse"], results["started"]["sparse"])):
+        assert changed["changed"]["tokens"] == expected["tokens"]
+        for own, other in zip(changed["changed"]["logprobs"], expected["logprobs"], strict=True):
+            assert own and own == pytest.approx(other, abs=NOISE)
+    # The engine that starts anew attends all of the first request, which fits the budget, as torch_native does.
+    assert results["started"]["sparse"]["tokens"][0] == stock["tokens"][0]

@@ -214,9 +214,9 @@ FINDS_PREFIXES = ("lfm2", "qwen3_next")
 PARKED = ("llama", "mistral", "qwen2", "qwen3", "glm4", "gemma3", "stablelm", "gpt2", "qwen3_vl")
 
 
-def build(name: str, folder: Path) -> Path:
+def build(name: str, folder: Path, seed: int = 0) -> Path:
     class_name, arguments = MODELS[name]
-    model = peaked(class_name, **(arguments if name in VISION else SHAPE | arguments))
+    model = peaked(class_name, seed=seed, **(arguments if name in VISION else SHAPE | arguments))
     for path, weight in model.named_parameters():
         if path.endswith(".sinks"):  # as drawn, they have little part in the sums
             weight.data.add_(4.0)

@@ -57,6 +57,7 @@ from tests.engines.vllm.families import (
     build,
 )
 from tests.support.garbage import leave_out_what_was_imported
+from tests.support.models import move_weights
 
 leave_out_what_was_imported()
 
@@ -269,14 +270,31 @@ def parked(llm: LLM) -> dict[str, Any]:
     }
 
 
+def other_checkpoint(model: Path) -> Path:
+    """Return a checkpoint of the same family with other random weights; it is written at the first call."""
+    folder = model.parent / "other" / model.name
+    return folder if folder.exists() else build(model.name, folder, seed=1)
+
+
+def change_weights(llm: LLM, checkpoint: Path) -> None:
+    """Load another checkpoint into the running engine, and move all parameters."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+    llm.apply_model(move_weights)
+
+
 def family(model: Path) -> dict[str, Any]:
     """Stock; in place; exact, most of it on the CPU workers; the prediction from a layer's own input; sparse; rows that
-    wait."""
+    wait. Three of these engines get other weights, with which a last one starts."""
     found: dict[str, Any] = {}
+    other = other_checkpoint(model)
     with engine(model) as llm:
         found["stock"], found["stock_alone"] = generate(llm), generate(llm, lengths=ALONE)
+        change_weights(llm, other)
+        found["changed_stock"] = generate(llm)
     with engine(model, _SERVED) as llm:
         found["in_place"] = served(llm)
+        change_weights(llm, other)
+        found["changed_in_place"] = generate(llm)
     with engine(model, _ON_CPU) as llm:
         found["mine"], found["mine_alone"] = served(llm), generate(llm, lengths=ALONE)
         if found["mine"]["predicted"]:
@@ -286,9 +304,26 @@ def family(model: Path) -> dict[str, Any]:
             found["compared"] = {layer: len(values) for layer, values in errors.items()}
     with engine(model, _SPARSE) as llm:
         found["sparse"] = served(llm)
+        change_weights(llm, other)
+        found["changed_sparse"] = generate(llm)
+    with engine(other, _SPARSE) as llm:
+        found["started_sparse"] = generate(llm)
     if model.name in PARKED:
         with engine(model, _PARKED if "gemma3" in model.name else _OVERLAP) as llm:
             found["parked"] = parked(llm)
+    return found
+
+
+def half(model: Path) -> dict[str, Any]:
+    """In bf16, in place: before weights change, after that, and of an engine that starts with the new ones."""
+    found: dict[str, Any] = {}
+    other = other_checkpoint(model)
+    with engine(model, _SERVED, dtype="bfloat16") as llm:
+        found["before"] = generate(llm)
+        change_weights(llm, other)
+        found["changed"] = generate(llm)
+    with engine(other, _SERVED, dtype="bfloat16") as llm:
+        found["started"] = generate(llm)
     return found
 
 
@@ -389,6 +424,7 @@ _PROBES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "parallel": parallel,
     "mostly_full": mostly_full,
     "compiled": compiled,
+    "half": half,
 }
 
 

@@ -54,6 +54,7 @@ def seen(folder: Path) -> Probe:
         "llama.compiled",
         "llama.parallel",
         "gemma3.mostly_full",
+        "gpt_oss.half",
     ]
     log = folder / "log"
     with log.open("wb") as sink:
@@ -151,6 +152,25 @@ def test_sparse_runs_end_and_attend_less(seen: Probe, family: str) -> None:
         if window is None:
             assert 0 < found["on_cpu"][layer] < found["selected"][layer] < dense["selected"][layer]
     assert found["tokens"][0] == dense["tokens"][0]  # this request fits the budget
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_answers_follow_the_weights_that_a_running_engine_gets(seen: Probe, family: str) -> None:
+    """After a reload of every weight, and a move of every parameter: in place as the stock backend after the same; in
+    separate tiers, sparse and by predicted queries, as an engine that starts with the new weights."""
+    results = seen(family)
+    assert results["changed_stock"]["tokens"] != results["stock"]["tokens"]
+    assert_same_answers(results["changed_in_place"], results["changed_stock"])
+    assert_same_answers(results["changed_sparse"], results["started_sparse"])
+    # The engine that starts anew attends all of the first request, which fits the budget, as the stock backend does.
+    first = {name: results["started_sparse"][name][:1] for name in ("tokens", "logprobs")}
+    assert_same_answers(first, {name: results["changed_stock"][name][:1] for name in first})
+
+
+def test_attention_sinks_in_16_bits_follow_the_weights_that_a_running_engine_gets(seen: Probe) -> None:
+    """The kernels read them in fp32."""
+    results = seen("gpt_oss.half")
+    assert results["changed"] == results["started"] != results["before"]
 
 
 @pytest.mark.parametrize("name", [*PARKED, "llama.compiled"])

@@ -17,6 +17,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, UnheardRank, checked
 from hybrid_backend.engines.vllm.session import Session, attach_inputs
+from hybrid_backend.engines.vllm.sinks import Sinks
 from hybrid_backend.errors import DeadlineError
 from hybrid_backend.step import StepFailure
 from tests.support.harness import PAGE, Engine, config, spec
@@ -28,7 +29,7 @@ def test_a_forward_that_raised_abandons_its_step() -> None:
     """Its CPU jobs are given up and the step is not ended as if all layers had run; the next one is exact."""
     engine = Engine(config(tiers="separate", sparse="never", frames_per_request=4), spec(layers=3))
     session = Session.__new__(Session)  # of an engine that is this test
-    session.runtime, session._step, session._unheard = engine.runtime, None, None
+    session.runtime, session._step, session._unheard, session._sinks = engine.runtime, None, None, Sinks([])
     abandoned, method = [], engine.runtime.method
     method.abandon = abandoned.append  # type: ignore[method-assign]
     try:
