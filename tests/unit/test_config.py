@@ -190,7 +190,7 @@ BAD = [
     ("recall: {enabled: true, enabled: false}", ["line 1", "'enabled'", "written twice"]),
     ("recall: {enabled: true", ["line 1", "expected ',' or '}'"]),
     ("a: b: c", ["line 1", "mapping values are not allowed"]),
-    ("page_size: !!python/object:os.system 1", ["line 1", "could not determine a constructor"]),
+    ("page_size: !!python/object:os.system 1", ["line 1, column 12: tag '!!python/object:os.system'", "without a tag"]),
     ("page_size: \x07", ["not valid YAML"]),
     ("x: 2024-99-99", ["not valid YAML", "month"]),
     ("[" * 3000, ["not valid YAML"]),

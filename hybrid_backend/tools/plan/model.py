@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from hybrid_backend.config.paths import user_path
+from hybrid_backend.config.reading import is_file
 from hybrid_backend.errors import ModelError
 from hybrid_backend.model import (
     DTYPES,
@@ -33,7 +34,7 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
         ModelError: no such model, or one that cannot be planned.
     """
     file = user_path(model)
-    if not (file.is_file() and file.suffix == ".json"):
+    if not (is_file(file) and file.suffix == ".json"):
         found = Path(resolve_model(model))
         file = found / "config.json" if found.is_dir() else _from_hub(model)
     config = read_json(file)

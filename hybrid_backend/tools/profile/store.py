@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from hybrid_backend.config.reading import read_object, reading
 from hybrid_backend.errors import ConfigError
 
 FORMAT = 1
+_FIX = "move it away, or start anew with --fresh"
+Stage = TypeVar("Stage")
 
 
 def stage_key(kind: str, *parts: object) -> str:
@@ -29,21 +32,22 @@ class Store:
             self._stages = self._read()
 
     def _read(self) -> dict[str, Any]:
-        try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            stages = data["stages"]
-            known = data["format"] == FORMAT and isinstance(stages, dict)
-        except (OSError, ValueError, KeyError, TypeError):
-            known, stages = False, {}
-        if not known:
-            raise ConfigError(
-                f"{self.path}: is not a profile of this version; move it away, or start anew with --fresh"
-            )
-        return dict(stages)
+        data = read_object(self.path, _FIX)
+        stages = data.get("stages")
+        if data.get("format") != FORMAT or not isinstance(stages, dict):
+            raise ConfigError(f"{self.path}: is not a profile of this version; {_FIX}")
+        return stages
 
-    def get(self, key: str) -> Any:
-        """The stage's result, None if it is still to do."""
-        return self._stages.get(key)
+    def get(self, key: str, read: Callable[[Any], Stage]) -> Stage | None:
+        """Return the result of a stage, as ``read`` makes it from JSON; None if it is still to do.
+
+        Raises:
+            ConfigError: the file holds something else under ``key``.
+        """
+        if key not in self._stages:
+            return None
+        with reading(f"{self.path}: {key}", _FIX, form="result of this version"):
+            return read(self._stages[key])
 
     def put(self, key: str, result: Any) -> None:
         self._stages[key] = result
