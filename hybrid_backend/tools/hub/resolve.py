@@ -13,6 +13,8 @@ from hybrid_backend.tools.hub.fetch import fetch
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
+_HUB_ID_LENGTH = 96  # limit of the hub (huggingface_hub, utils/_validators.py)
+
 
 def resolve_model(model: str) -> str:
     """What to hand to the engine for `model`.
@@ -31,7 +33,7 @@ def resolve_model(model: str) -> str:
         raise ModelError(f"directory {model} has no config.json; give a model in Hugging Face format")
     if is_file(model):
         raise ModelError(f"{model} is a file; give a directory in Hugging Face format, or org/name")
-    if _HUB_ID.fullmatch(model):
+    if len(model) <= _HUB_ID_LENGTH and _HUB_ID.fullmatch(model):
         return model
     raise ModelError(
         f"model {clipped(repr(model))} is neither in the catalog ({', '.join(names)}) nor a directory with a "

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from hybrid_backend.config.paths import user_path
-from hybrid_backend.config.reading import is_file
+from hybrid_backend.config.reading import is_file, is_folder
 from hybrid_backend.errors import ModelError
 from hybrid_backend.model import (
     DTYPES,
@@ -36,7 +36,7 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
     file = user_path(model)
     if not (is_file(file) and file.suffix == ".json"):
         found = Path(resolve_model(model))
-        file = found / "config.json" if found.is_dir() else _from_hub(model)
+        file = found / "config.json" if is_folder(found) else _from_hub(model)
     config = read_json(file)
     name = model if file.suffix != ".json" or file.name != "config.json" else _name(model, file)
     stated = shape_from_config(config, name)
