@@ -15,7 +15,6 @@ from rich.text import Text
 
 from hybrid_backend import __version__
 from hybrid_backend.config import resolve_config
-from hybrid_backend.config.rules import one_line
 from hybrid_backend.engines.address import reach_this_machine_directly
 from hybrid_backend.engines.registry import resolve_server
 from hybrid_backend.errors import HybridError
@@ -45,7 +44,7 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except HybridError as error:
-        message = Text.assemble(("error:", "bold red"), " ", one_line(str(error)))
+        message = Text.assemble(("error:", "bold red"), " ", str(error))
         Console(stderr=True, soft_wrap=True, highlight=False).print(message)
         raise typer.Exit(1) from None
 

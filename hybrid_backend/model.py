@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hybrid_backend.config.reading import is_folder, read_object, reading
-from hybrid_backend.config.rules import MOST, clipped, is_int, one_line, show
+from hybrid_backend.config.rules import MOST, is_int, show
 from hybrid_backend.errors import ModelError
 from hybrid_backend.host_memory import uncached_bytes
 from hybrid_backend.model_layers import (
@@ -118,12 +118,12 @@ class ModelShape:
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape in the content of a ``config.json``; ModelError names the key that is missing or not supported."""
-    source = f"{clipped(name)}: config.json"
+    source = f"{name}: config.json"
     with reading(source, _FIX, ModelError):
         try:
             return _shape(config, name)
         except ModelError as error:
-            raise ModelError(one_line(f"{source}: {error}")) from None
+            raise ModelError(f"{source}: {error}") from None
 
 
 def _shape(config: Mapping[str, Any], name: str) -> ModelShape:

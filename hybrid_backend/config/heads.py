@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.reading import read_text, reading
-from hybrid_backend.config.rules import Rule, clipped, did_you_mean, fail, integer, rule, show
+from hybrid_backend.config.rules import Rule, did_you_mean, fail, integer, rule, show
 from hybrid_backend.config.schema import Section
 
 _KEY = "clo.heads"
@@ -92,7 +92,7 @@ def _misshapen(values: Sequence[Sequence[float]], layers: int, count: int | None
 def _explain(error: Mapping[str, Any]) -> str:
     """What is wrong, by the first error that pydantic found."""
     field, *places = error["loc"] or ("",)
-    key = clipped(str(field), 60) + "".join(f"[{place}]" for place in places)
+    key = str(field) + "".join(f"[{place}]" for place in places)
     match error["type"]:
         case "json_invalid":
             return f"not JSON ({error['ctx']['error']})"

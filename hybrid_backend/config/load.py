@@ -17,7 +17,6 @@ from hybrid_backend.config.reading import read_text, reading
 from hybrid_backend.config.rules import (
     did_you_mean,
     fail,
-    one_line,
     show,
 )
 from hybrid_backend.config.schema import HybridConfig, iter_keys, section_of
@@ -26,6 +25,8 @@ ENV_CONFIG = "HYBRID_CONFIG"
 DEFAULT_FILE = "default.yaml"
 MOST_ALIASES = 16
 """Aliases (``*name``) of one YAML text. Sixteen can repeat a value 400 times at most."""
+MOST_DEPTH = 32
+"""Brackets of one YAML text that are open at once. PyYAML's time grows with their square."""
 MOST_BYTES = 1 << 17
 """Size limit of a configuration file, which PyYAML reads in seconds."""
 
@@ -42,7 +43,7 @@ def _unknown_key(path: Sequence[str]) -> str:
     hint = f"did you mean {' or '.join(moved)}?" if moved else did_you_mean(path[place], list(model.model_fields))
     if not hint:
         hint = f"{here or 'the top level'} has the keys {', '.join(model.model_fields)}"
-    return f"{one_line('.'.join(path))}: unknown key {show(word)}; {hint}"
+    return f"{'.'.join(path)}: unknown key {show(word)}; {hint}"
 
 
 def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
@@ -89,7 +90,7 @@ def _require_text_keys(mapping: Mapping[Any, object], source: str, prefix: str =
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without duplicate keys, tags (``!!bool``) and more than `MOST_ALIASES` aliases. As in YAML 1.2, 1e-1 is a
+    """YAML without duplicate keys, tags (``!!bool``), many aliases and deep nesting. As in YAML 1.2, 1e-1 is a
     number, and 3:1, a head, is text.
 
     Aliases, and merges of them, can write gigabytes in a few hundred bytes.
@@ -112,6 +113,14 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(str(key.value))
         return node
+
+    def fetch_flow_collection_start(self, token_class: Any) -> None:
+        if self.flow_level >= MOST_DEPTH:
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {MOST_DEPTH} brackets in each other",
+                problem_mark=self.get_mark(),  # type: ignore[no-untyped-call, arg-type]
+            )
+        super().fetch_flow_collection_start(token_class)  # type: ignore[no-untyped-call]
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]

@@ -16,8 +16,7 @@ from typing import Any
 import yaml
 
 from hybrid_backend.config.paths import user_path
-from hybrid_backend.config.rules import clipped, one_line
-from hybrid_backend.errors import ConfigError, HybridError
+from hybrid_backend.errors import ConfigError, HybridError, clipped
 
 MOST_BYTES = 1 << 28
 """Default size limit of a file in bytes: a device file or a wrong path must not fill the memory."""
@@ -41,8 +40,8 @@ def reading(
     except HybridError:
         raise
     except Exception as error:
-        message = f"{clipped(str(name))}: {reason_of(error, form)}"
-        raise error_class(one_line(f"{message}; {fix}" if fix else message)) from error
+        message = f"{name}: {reason_of(error, form)}"
+        raise error_class(f"{message}; {fix}" if fix else message) from error
 
 
 def reason_of(error: Exception, form: str = "") -> str:
@@ -93,7 +92,7 @@ def read_text(
     with reading(name, fix, error_class), user_path(path).open("rb") as stream:
         content = stream.read(most + 1)
         if len(content) > most:
-            raise error_class(one_line(f"{clipped(str(name))}: larger than {most} bytes; {fix}"))
+            raise error_class(f"{name}: larger than {most} bytes; {fix}")
         return content.decode("utf-8")
 
 
@@ -107,7 +106,7 @@ def read_object(path: str | os.PathLike[str], fix: str, error_class: type[Hybrid
     """Return the JSON object in a file."""
     data = parse_json(read_text(path, fix, error_class), path, fix, error_class)
     if not isinstance(data, dict):
-        raise error_class(f"{clipped(str(path))}: got {type(data).__name__}, expected a JSON object; {fix}")
+        raise error_class(f"{path}: got {type(data).__name__}, expected a JSON object; {fix}")
     return data
 
 

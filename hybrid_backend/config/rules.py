@@ -15,13 +15,11 @@ from typing import NoReturn
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from hybrid_backend.errors import ConfigError
+from hybrid_backend.errors import ConfigError, clipped
 
 MOST = 2**31 - 1
 """Of tokens, pages, layers and steps: native code counts them in 32 bits."""
 _SHOWN = 60
-_WORD = 400
-_LINE = 2000
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxother = 3, _SHOWN
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -220,17 +218,6 @@ def _repr_of(value: object) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def clipped(text: str, most: int = 200) -> str:
-    """Shorten a text to ``most`` characters."""
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def one_line(text: str) -> str:
-    """Return a message as one printable line of at most 2,000 characters, long words shortened."""
-    line = clipped(" ".join(clipped(word, _WORD) for word in text.split()), _LINE)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-
-
 def did_you_mean(word: object, choices: Sequence[str]) -> str:
     if not isinstance(word, str):
         return ""
@@ -239,4 +226,4 @@ def did_you_mean(word: object, choices: Sequence[str]) -> str:
 
 
 def fail(message: str) -> NoReturn:
-    raise ConfigError(one_line(message)) from None
+    raise ConfigError(message) from None

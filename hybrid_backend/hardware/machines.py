@@ -13,7 +13,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybrid_backend.config.reading import is_file
-from hybrid_backend.config.rules import clipped
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware.spec import Hardware, Number, copies, read_hardware, saturating
 
@@ -130,6 +129,4 @@ def find_hardware(name_or_path: str | Path) -> Hardware:
     if text.endswith(".json") or "/" in text or is_file(text):
         return read_hardware(text)
     names = ", ".join(machine_names())
-    raise ConfigError(
-        f"hardware {clipped(repr(text))}: no such machine; write one of {names}, or the path of a profile's JSON file"
-    )
+    raise ConfigError(f"hardware {text!r}: no such machine; write one of {names}, or the path of a profile's JSON file")

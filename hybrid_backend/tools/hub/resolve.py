@@ -6,7 +6,6 @@ import re
 
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.reading import is_file, is_folder
-from hybrid_backend.config.rules import clipped
 from hybrid_backend.errors import ModelError
 from hybrid_backend.tools.hub.catalog import entries
 from hybrid_backend.tools.hub.fetch import fetch
@@ -36,6 +35,6 @@ def resolve_model(model: str) -> str:
     if len(model) <= _HUB_ID_LENGTH and _HUB_ID.fullmatch(model):
         return model
     raise ModelError(
-        f"model {clipped(repr(model))} is neither in the catalog ({', '.join(names)}) nor a directory with a "
+        f"model {model!r} is neither in the catalog ({', '.join(names)}) nor a directory with a "
         "config.json nor a hub id like org/name; give one of these"
     )

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -264,16 +263,6 @@ class _Keep:
         self.store.put(self.key, {"kind": self.kind, "seconds": seconds, "state": state.model_dump(mode="json")})
 
 
-def _divergences(stage: Any) -> list[float]:
-    """Return what a stored stage of `_Run._diverge` measured."""
-    return [float(kl) for kl in stage["kl"]]
-
-
-def _gate_state(stage: Any) -> tuple[float, GateState]:
-    """Return the seconds spent and the state that `_Keep` stored."""
-    return float(stage["seconds"]), GateState.model_validate(stage["state"])
-
-
 @dataclass(frozen=True)
 class _Run:
     model: str
@@ -368,9 +357,9 @@ class _Run:
             tuple(LayerMeasure.model_fields),
             *([sorted(budgets.items())] if budgets else []),
         )
-        layers = store.get(key, lambda held: [LayerMeasure.model_validate(layer) for layer in held["layers"]])
-        if layers is not None:
-            return layers
+        held = store.get(key)
+        if held is not None:
+            return [LayerMeasure.model_validate(layer) for layer in held["layers"]]
         task = progress.add_task(window.label, total=len(self.network.layers))
         started = time.perf_counter()
         advance = partial(progress.advance, task)
@@ -455,14 +444,15 @@ class _Run:
         for probe in probes:
             given = (config.page_size, config.budget_tokens, config.sinks, config.recent, config.selection)
             key = stage_key("divergence", self.model, probe, given, sparse, *([predicted] if predicted else []))
-            kl = store.get(key, _divergences)
-            if kl is None:
+            held = store.get(key)
+            if held is None:
                 task = progress.add_task(f"KL, {probe.kind}", total=len(sparse))
                 started = time.perf_counter()
                 kl = divergences(self.network, config, probe, sparse, partial(progress.advance, task), predicted)
                 seconds = round(time.perf_counter() - started, 1)
-                store.put(key, {"probe": probe.kind, "seconds": seconds, "sparse": sparse, "kl": kl})
-            found.setdefault(probe.kind, []).append(kl)
+                held = {"probe": probe.kind, "seconds": seconds, "sparse": sparse, "kl": kl}
+                store.put(key, held)
+            found.setdefault(probe.kind, []).append(held["kl"])
         return {kind: [fmean(each) for each in zip(*lists, strict=True)] for kind, lists in found.items()}
 
     def _ahead(self, store: Store, given: _Given, layers: Sequence[LayerSummary]) -> Ahead | None:
@@ -547,11 +537,12 @@ class _Run:
         states: dict[str, GateState] = {}
         for kind in kinds:
             key = stage_key("gates", self.model, kind, replace(options, save_every=1), [p.ids for p in prompts])
-            seconds, state = store.get(key, _gate_state) or (0.0, None)
+            held = store.get(key) or {"seconds": 0.0}
+            state = GateState.model_validate(held["state"]) if "state" in held else None
             task = progress.add_task(f"gates, {kind.replace('_', ' ')}", total=options.steps)
             progress.advance(task, state.step if state else 0)
             if state is None or state.step < options.steps:
-                keep = _Keep(store, key, kind, seconds, time.perf_counter())
+                keep = _Keep(store, key, kind, held["seconds"], time.perf_counter())
                 state = train(self.network, prompts, kind, options, state, keep, partial(progress.advance, task))
             states[kind] = state
         return states

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from hybrid_backend.config.reading import read_object, reading
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.profile.gates import GateState
+from hybrid_backend.tools.profile.measure import LayerMeasure
 
 FORMAT = 1
 _FIX = "move it away, or start anew with --fresh"
-Stage = TypeVar("Stage")
 
 
 def stage_key(kind: str, *parts: object) -> str:
     """A name that changes with everything that the stage's result depends on."""
     return f"{kind}:{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+
+
+def _check(key: str, stage: Any) -> None:
+    """Raise an error of any kind unless ``stage`` is what a profile stores under a `stage_key` of this kind."""
+    kind = key.partition(":")[0]
+    if kind == "divergence":
+        TypeAdapter(list[float]).validate_python(stage["kl"], strict=True)
+    elif kind == "gates":
+        GateState.model_validate(stage["state"])
+    else:
+        TypeAdapter(list[LayerMeasure]).validate_python(stage["layers"])
+    TypeAdapter(float).validate_python(stage["seconds"], strict=True)
 
 
 class Store:
@@ -38,16 +53,17 @@ class Store:
             raise ConfigError(f"{self.path}: is not a profile of this version; {_FIX}")
         return stages
 
-    def get(self, key: str, read: Callable[[Any], Stage]) -> Stage | None:
-        """Return the result of a stage, as ``read`` makes it from JSON; None if it is still to do.
+    def get(self, key: str) -> Any:
+        """Return the stage's result, None if it is still to do.
 
         Raises:
             ConfigError: the file holds something else under ``key``.
         """
-        if key not in self._stages:
-            return None
-        with reading(f"{self.path}: {key}", _FIX, form="result of this version"):
-            return read(self._stages[key])
+        stage = self._stages.get(key)
+        if stage is not None:
+            with reading(f"{self.path}: {key}", _FIX, form="result"):
+                _check(key, stage)
+        return stage
 
     def put(self, key: str, result: Any) -> None:
         self._stages[key] = result

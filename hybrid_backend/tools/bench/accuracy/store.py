@@ -12,8 +12,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from hybrid_backend.config.reading import read_object, read_text, reading
-from hybrid_backend.config.rules import clipped, one_line
-from hybrid_backend.errors import ConfigError
+from hybrid_backend.errors import ConfigError, clipped
 from hybrid_backend.tools.bench.accuracy.client import Answer
 
 
@@ -90,7 +89,7 @@ def same_settings(folder: Path, settings: dict[str, object]) -> None:
     elif (before := read_object(file, "move the folder away")) != settings:
         names = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
         told = ", ".join(f"{clipped(key)} {clipped(str(before.get(key)))}" for key in names)
-        raise ConfigError(one_line(f"--out {folder}: holds results with {told}; give the same again, or another --out"))
+        raise ConfigError(f"--out {folder}: holds results with {told}; give the same again, or another --out")
 
 
 _ANSWER = TypeAdapter(tuple[list[int], list[dict[int, float]]])
