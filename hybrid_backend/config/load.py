@@ -7,7 +7,7 @@ import importlib.resources
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -105,38 +105,36 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {show(key.value)} is written twice; keep one", problem_mark=key.start_mark
-                )
-            seen.add(str(key.value))
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in keys:
+                    _refuse_at(key.start_mark, f"key {show(key.value)} is written twice; keep one")
+                keys.add(key.value)
         return node
 
     def fetch_flow_collection_start(self, token_class: Any) -> None:
         if self.flow_level >= MOST_DEPTH:
-            raise yaml.MarkedYAMLError(
-                problem=f"more than {MOST_DEPTH} brackets in each other",
-                problem_mark=self.get_mark(),  # type: ignore[no-untyped-call, arg-type]
-            )
-        super().fetch_flow_collection_start(token_class)  # type: ignore[no-untyped-call]
+            _refuse_at(self.get_mark(), f"more than {MOST_DEPTH} brackets in each other")
+        super().fetch_flow_collection_start(token_class)
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if tag := getattr(event, "tag", None):
             name = str(tag).replace("tag:yaml.org,2002:", "!!")
-            raise yaml.MarkedYAMLError(
-                problem=f"tag {show(name)}; write the value without a tag", problem_mark=event.start_mark
-            )
+            _refuse_at(event.start_mark, f"tag {show(name)}; write the value without a tag")
         if isinstance(event, yaml.AliasEvent):
             self._aliases += 1
             if self._aliases > MOST_ALIASES:
-                raise yaml.MarkedYAMLError(
-                    problem=f"more than {MOST_ALIASES} aliases such as *name; write the values themselves",
-                    problem_mark=event.start_mark,
+                _refuse_at(
+                    event.start_mark,
+                    f"more than {MOST_ALIASES} aliases such as *name; write the values themselves",
                 )
         return super().compose_node(parent, index)
+
+
+def _refuse_at(mark: Any, problem: str) -> NoReturn:
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 _Loader.add_implicit_resolver(

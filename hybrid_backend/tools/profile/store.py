@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from hybrid_backend.config.paths import write_whole
 from hybrid_backend.config.reading import read_object, reading
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.profile.gates import GateState
@@ -75,9 +76,8 @@ class Store:
         self._write()
 
     def _write(self) -> None:
-        part = self.path.with_name(f".{self.path.name}.part")
+        text = json.dumps({"format": FORMAT, **self._head, "stages": self._stages})
         try:
-            part.write_text(json.dumps({"format": FORMAT, **self._head, "stages": self._stages}), encoding="utf-8")
-            part.replace(self.path)
+            write_whole(self.path, text.encode())
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); give another --out") from None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from hybrid_backend.config.paths import write_whole
 from hybrid_backend.config.reading import read_object, read_text, reading
 from hybrid_backend.errors import ConfigError, clipped
 from hybrid_backend.tools.bench.accuracy.client import Answer
@@ -114,6 +115,4 @@ class DenseAnswers:
             return Answer(tokens, logprobs)
 
     def put(self, key: Key, answer: Answer) -> None:
-        whole = self._file(key).with_suffix(".unfinished")
-        whole.write_bytes(gzip.compress(json.dumps([answer.tokens, answer.logprobs]).encode(), 5))
-        whole.replace(self._file(key))
+        write_whole(self._file(key), gzip.compress(json.dumps([answer.tokens, answer.logprobs]).encode(), 5))
