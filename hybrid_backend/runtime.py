@@ -21,6 +21,7 @@ from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.execution import make_executor
 from hybrid_backend.execution.operations import are_launches, fitted, resolve_flashinfer, resolve_operations
 from hybrid_backend.methods import resolve_method
+from hybrid_backend.methods.room import check_room
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure, make_step, whole_tokens, window_rows
 from hybrid_backend.tiers import Tiers
@@ -64,6 +65,7 @@ class HybridRuntime:
         self.config = config
         self.model = model
         self._stats = Stats.of(model.num_layers)
+        check_room(config, model, len(host.layers[self._full_layers[0]]), max_requests, device)
         layout, operations = method.layout(config, model, device), resolve_operations(config, device)
         by_itself = are_launches(config, device)
         flashinfer = resolve_flashinfer(config, model, operations, device)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import ValidationError
 
 from hybrid_backend.config.paths import user_path
+from hybrid_backend.config.reading import read_text, reading
 from hybrid_backend.config.rules import Rule, did_you_mean, fail, integer, rule, show
 from hybrid_backend.config.schema import Section
 
@@ -61,19 +62,13 @@ def read_heads(path: str | Path, layers: int, heads: int | None, kv_heads: int) 
         ConfigError: one line with ``clo.heads``, the file, the value and the fix: the file cannot be read, is not JSON,
             has a field too many or too few or a value out of its range, or is of a model of another shape.
     """
-    file = user_path(path)
-    source = f"{_KEY}: {file}"
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        fail(f"{source}: no such file; check the path, or {_FIX}")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        fail(f"{source}: cannot be read ({reason}); give a readable file, or {_FIX}")
-    try:
-        scores = HeadScores.model_validate_json(content)
-    except ValidationError as error:
-        fail(f"{source}: {_explain(error.errors(include_url=False)[0])}; {_FIX}")
+    source = f"{_KEY}: {user_path(path)}"
+    content = read_text(path, f"check the path, or {_FIX}", name=source)
+    with reading(source, _FIX):
+        try:
+            scores = HeadScores.model_validate_json(content)
+        except ValidationError as error:
+            fail(f"{source}: {_explain(error.errors(include_url=False)[0])}; {_FIX}")
     for field, values, count in (
         ("importance", scores.importance, heads),
         ("kv_importance", scores.kv_importance, kv_heads),

@@ -7,16 +7,16 @@ import importlib.resources
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from hybrid_backend.config.paths import user_path
+from hybrid_backend.config.reading import read_text, reading
 from hybrid_backend.config.rules import (
     did_you_mean,
     fail,
-    one_line,
     show,
 )
 from hybrid_backend.config.schema import HybridConfig, iter_keys, section_of
@@ -25,6 +25,12 @@ ENV_CONFIG = "HYBRID_CONFIG"
 DEFAULT_FILE = "default.yaml"
 REMOVED_KEYS = {"workers.per_sequence_groups": "each sequence is a job of its own now"}
 """Keys of earlier releases that files may still have, and why they are gone."""
+MOST_ALIASES = 16
+"""Aliases (``*name``) of one YAML text. Sixteen can repeat a value 400 times at most."""
+MOST_DEPTH = 32
+"""Brackets of one YAML text that are open at once. PyYAML's time grows with their square."""
+MOST_BYTES = 1 << 17
+"""Size limit of a configuration file, which PyYAML reads in seconds."""
 
 
 def _unknown_key(path: Sequence[str]) -> str:
@@ -41,7 +47,7 @@ def _unknown_key(path: Sequence[str]) -> str:
     hint = f"did you mean {' or '.join(moved)}?" if moved else did_you_mean(path[place], list(model.model_fields))
     if not hint:
         hint = f"{here or 'the top level'} has the keys {', '.join(model.model_fields)}"
-    return f"{one_line('.'.join(path))}: unknown key {show(word)}; {hint}"
+    return f"{'.'.join(path)}: unknown key {show(word)}; {hint}"
 
 
 def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
@@ -88,7 +94,13 @@ def _require_text_keys(mapping: Mapping[Any, object], source: str, prefix: str =
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with duplicate keys refused, and as in YAML 1.2 1e-1 read as a number and 3:1, a head, as text."""
+    """YAML without duplicate keys, tags (``!!bool``), many aliases and deep nesting. As in YAML 1.2, 1e-1 is a
+    number, and 3:1, a head, is text.
+
+    Aliases, and merges of them, can write gigabytes in a few hundred bytes.
+    """
+
+    _aliases = 0
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         tag: str = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
@@ -97,14 +109,36 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {show(key.value)} is written twice; keep one", problem_mark=key.start_mark
-                )
-            seen.add(str(key.value))
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in keys:
+                    _refuse_at(key.start_mark, f"key {show(key.value)} is written twice; keep one")
+                keys.add(key.value)
         return node
+
+    def fetch_flow_collection_start(self, token_class: Any) -> None:
+        if self.flow_level >= MOST_DEPTH:
+            _refuse_at(self.get_mark(), f"more than {MOST_DEPTH} brackets in each other")
+        super().fetch_flow_collection_start(token_class)
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if tag := getattr(event, "tag", None):
+            name = str(tag).replace("tag:yaml.org,2002:", "!!")
+            _refuse_at(event.start_mark, f"tag {show(name)}; write the value without a tag")
+        if isinstance(event, yaml.AliasEvent):
+            self._aliases += 1
+            if self._aliases > MOST_ALIASES:
+                _refuse_at(
+                    event.start_mark,
+                    f"more than {MOST_ALIASES} aliases such as *name; write the values themselves",
+                )
+        return super().compose_node(parent, index)
+
+
+def _refuse_at(mark: Any, problem: str) -> NoReturn:
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 _Loader.add_implicit_resolver(
@@ -113,14 +147,8 @@ _Loader.add_implicit_resolver(
 
 
 def _parse(text: str, source: str) -> Mapping[str, object]:
-    try:
+    with reading(source, form="YAML"):
         data = yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
-        fail(f"{source}:{where} {error.problem or error.context}")
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        fail(f"{source}: not valid YAML: {error}")
     if data is None:
         fail(f"{source}: is empty; write a key such as 'method: scout', or {{}} for defaults")
     if not isinstance(data, Mapping):
@@ -146,17 +174,8 @@ def load_mapping(given: str | Path, source: str | None = None) -> Mapping[str, o
         return _parse(given.replace("\t", " "), name)  # YAML, unlike JSON, has no tabs between tokens
     if not str(given).strip():
         fail("config: the path is empty; give the path of a YAML file, or leave it out to use the model's")
-    file = user_path(given)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        fail(f"{name}: no such file; check the path, or leave it out to use the model's")
-    except UnicodeDecodeError as error:
-        fail(f"{name}: not UTF-8 text (byte {error.start}); save the file as UTF-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        fail(f"{name}: cannot be read ({reason}); give a readable YAML file")
-    return _parse(text, name)
+    fix = "give a readable YAML file, or leave it out to use the model's"
+    return _parse(read_text(given, fix, name=name, most=MOST_BYTES), name)
 
 
 def load_config(given: str | Path) -> HybridConfig:
@@ -185,11 +204,8 @@ def parse_override(override: str) -> tuple[str, object]:
         fail(f"--set {show(override)}: expected key=value, such as budget_tokens=1024")
     if key not in {name for name, _ in iter_keys()} | set(HybridConfig.model_fields):
         fail(f"--set {_unknown_key(key.split('.'))}")
-    try:
+    with reading(f"--set {key}: got {show(text)}, expected a YAML value", form="YAML"):
         return key, yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = getattr(error, "problem", None) or str(error)
-        fail(f"--set {key}: got {show(text)}, expected a YAML value ({reason})")
 
 
 def shipped_configs() -> tuple[Path, ...]:

@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,10 +15,13 @@ from typing import NoReturn
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from hybrid_backend.errors import ConfigError
+from hybrid_backend.errors import ConfigError, clipped
 
 MOST = 2**31 - 1
 """Of tokens, pages, layers and steps: native code counts them in 32 bits."""
+_SHOWN = 60
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxother = 3, _SHOWN
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -192,25 +196,34 @@ SIZE = Rule("a size > 0 such as 8GiB, 512MiB or a whole number of bytes", check_
 
 
 def show(value: object) -> str:
-    """A value as the user wrote it, on one line and not too long."""
-    text = f"a value of type {type(value).__name__}"
-    for spell in (repr,) if isinstance(value, str) else (json.dumps, repr):
-        try:
-            text = spell(value)
-            break
-        except (TypeError, ValueError):  # not JSON, circular, or too many digits
-            continue
-    return text if len(text) <= 60 else text[:57] + "..."
+    """Spell a value as the user wrote it, on one line of at most 60 characters, in bounded time and memory."""
+    if isinstance(value, str):
+        return clipped(repr(value[:_SHOWN]), _SHOWN)
+    text = ""
+    try:
+        for chunk in json.JSONEncoder().iterencode(value):  # in pieces: the whole text may have gigabytes
+            text += chunk[:_SHOWN]
+            if len(text) > _SHOWN:
+                break
+    except (TypeError, ValueError, RecursionError):  # not JSON, circular, or too many digits
+        text = _repr_of(value)
+    return clipped(text, _SHOWN)
 
 
-def one_line(text: str) -> str:
-    return " ".join(text.split())
+def _repr_of(value: object) -> str:
+    """Spell a value that JSON has no word for."""
+    try:
+        return _SHORT.repr(value)
+    except Exception:  # a value's own __repr__ may raise anything
+        return f"a value of type {type(value).__name__}"
 
 
 def did_you_mean(word: object, choices: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(word).lower(), choices, n=1, cutoff=0.6)
+    if not isinstance(word, str):
+        return ""
+    close = difflib.get_close_matches(word[:_SHOWN].lower(), choices, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else ""
 
 
 def fail(message: str) -> NoReturn:
-    raise ConfigError(one_line(message)) from None
+    raise ConfigError(message) from None

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from hybrid_backend.config.rules import (
     BOOL,
+    MOST,
     SIZE,
     Rule,
     auto_or,
@@ -36,6 +37,11 @@ from hybrid_backend.config.rules import (
     rule,
     show,
 )
+
+MOST_THREADS = 1024
+"""Limit of worker threads of one rank."""
+MOST_SECONDS = 86_400
+"""Limit of a wait: a day. Timers of the system overflow at larger numbers."""
 
 
 def _is_name(value: object) -> bool:
@@ -158,7 +164,7 @@ class WorkersConfig(Section):
 
     kernel: Annotated[str, named(r"[a-z][a-z0-9_-]*", "auto, or a lowercase kernel name")] = "auto"
     """CPU attention kernel; auto takes the fastest one that is installed. Source: default."""
-    threads: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
+    threads: Annotated[int | Literal["auto"], auto_or(integer(1, MOST_THREADS))] = "auto"
     """Worker threads of each rank; auto is one per CPU in workers.cpus. Source: default."""
     cpus: Annotated[tuple[int, ...] | Literal["auto"], auto_or(list_of(integer(0), unique=True, empty=False))] = "auto"
     """CPU numbers the workers of every rank may run on; auto takes one per physical core that no thread of the engine
@@ -166,7 +172,7 @@ class WorkersConfig(Section):
     numa: Annotated[int | Literal["auto"], auto_or(integer(0))] = "auto"
     """NUMA node whose CPUs the workers take when workers.cpus is auto; auto is that of the GPU, or of the
     engine's own threads. Source: default."""
-    deadline_seconds: Annotated[float, number(0)] = 30.0
+    deadline_seconds: Annotated[float, number(0, MOST_SECONDS)] = 30.0
     """Longest wait for a CPU partial before the step fails with an error instead of hanging.
     Source: default."""
 
@@ -382,6 +388,10 @@ class HybridConfig(Section):
     def _check_pages(self) -> HybridConfig:
         page, budget, always = self.page_size, self.budget_tokens, self.sinks + self.recent
         least = (always + 1) * page
+        if least > MOST:
+            key = max(("sinks", "recent"), key=lambda name: getattr(self, name))
+            fits = MOST // page - 1 - (always - getattr(self, key))
+            refuse(key, getattr(self, key), f"pages of fewer than {MOST} tokens in all", f"write {fits} or less")
         if budget % page:
             near = [n for n in (budget // page * page, (budget // page + 1) * page) if n >= least] or [least]
             fix = f"write {' or '.join(map(str, near))}"

@@ -132,7 +132,11 @@ def compiler_lacks(environment: Mapping[str, str] = os.environ, include: str | N
     Args:
         include: the folder of Python's headers; None: this Python's.
     """
-    compiler = shlex.split(environment.get("CXX", "")) or ["g++"]  # as Inductor chooses it
+    chosen = environment.get("CXX", "")
+    try:
+        compiler = shlex.split(chosen) or ["g++"]  # as Inductor chooses it
+    except ValueError as error:
+        return f"a C++ compiler (CXX={chosen!r} is no command line: {error})"
     if shutil.which(compiler[0], path=environment.get("PATH")) is None:
         return f"a C++ compiler ({compiler[0]}; Debian, Ubuntu: apt-get install g++)"
     if not Path(include or sysconfig.get_path("include"), "Python.h").is_file():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybrid_backend.config.paths import user_path
+from hybrid_backend.config.reading import is_file
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware.spec import Hardware, Number, copies, read_hardware, saturating
 
@@ -135,7 +135,7 @@ def find_hardware(name_or_path: str | Path) -> Hardware:
     for machine in _named():
         if machine.name == wanted:
             return machine
-    if text.endswith(".json") or "/" in text or (text and user_path(text).is_file()):
+    if text.endswith(".json") or "/" in text or is_file(text):
         return read_hardware(text)
     names = ", ".join(machine_names())
     raise ConfigError(f"hardware {text!r}: no such machine; write one of {names}, or the path of a profile's JSON file")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hybrid_backend.config.paths import user_path
+from hybrid_backend.config.reading import parse_json, read_text, reading
+from hybrid_backend.config.rules import show
 from hybrid_backend.errors import ConfigError
 
+_FIX = "write one with 'hybrid profile --hardware'"
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -158,16 +160,14 @@ class Hardware(_Frozen):
 
 def hardware_from_json(text: str, source: str) -> Hardware:
     """The profile in a JSON text; ConfigError names ``source``, the key, the value and what is expected."""
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{source}: not valid JSON ({error}); write one with 'hybrid profile --hardware'") from None
+    data = parse_json(text, source, _FIX)
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: got {type(data).__name__}, expected an object with a hardware profile's keys")
-    try:
-        return Hardware.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(error)}") from None
+    with reading(source, _FIX):
+        try:
+            return Hardware.model_validate(data)
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {_explain(error)}") from None
 
 
 def _explain(error: ValidationError) -> str:
@@ -179,21 +179,14 @@ def _explain(error: ValidationError) -> str:
     elif first["type"] == "extra_forbidden":
         problem = f"{key}: unknown key; remove it"
     else:
-        problem = f"{key}: got {json.dumps(first['input'], default=str)[:80]}, {first['msg']}"
+        problem = f"{key}: got {show(first['input'])}, {first['msg']}"
     more = len(items) - 1
     return problem + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
 
 
 def read_hardware(path: str | Path) -> Hardware:
     """The profile in a JSON file."""
-    file = user_path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; write one with 'hybrid profile --hardware'") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error}); give a readable JSON file") from None
-    return hardware_from_json(text, str(file))
+    return hardware_from_json(read_text(path, _FIX), str(user_path(path)))
 
 
 def saturating(counts: Sequence[int], one: float, all_of_them: float, source: str) -> Curve:

@@ -53,7 +53,9 @@ def make_pool(config: WorkersConfig, rank: Rank = ALONE) -> WorkerPool:
         try:
             return NativePool(threads, places.workers, places.server, places.spin_seconds)
         except WorkerError as error:
-            raise ConfigError(f"workers.threads: {threads} threads cannot be started ({error}); write fewer") from error
+            raise ConfigError(
+                f"workers.threads: {threads} threads cannot be started ({error}); write auto, or {len(cpus)} or fewer"
+            ) from error
     threads = len(cpus) if config.threads == "auto" else config.threads
     if config.kernel == IPEX:
         return IpexPool(threads, cpus)

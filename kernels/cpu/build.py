@@ -57,6 +57,9 @@ NO_COMPILER = (
 class BuildError(Exception):
     """The library cannot be built; the message is one line for the user."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split())[:2000])
+
 
 def compiler() -> list[str]:
     """The C++ compiler's command line.
@@ -64,11 +67,30 @@ def compiler() -> list[str]:
     Raises:
         BuildError: there is none.
     """
-    wanted = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["c++"], ["g++"], ["clang++"]]
-    for command in wanted:
-        if command and shutil.which(command[0]):
-            return command
+    chosen = os.environ.get("CXX", "").strip()
+    if chosen:
+        return _named_compiler(chosen)
+    for command in ("c++", "g++", "clang++"):
+        if shutil.which(command):
+            return [command]
     raise BuildError(NO_COMPILER)
+
+
+def _named_compiler(text: str) -> list[str]:
+    """Return the command line in CXX.
+
+    Raises:
+        BuildError: it is not a program that answers to --version.
+    """
+    try:
+        command = shlex.split(text)
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+        reason = "" if done.returncode == 0 else f"exit status {done.returncode} of --version"
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        reason = str(getattr(error, "strerror", None) or error)
+    if reason:
+        raise BuildError(f"CXX={text[:200]!r} is no C++ compiler ({reason}); name one, such as g++, or unset CXX")
+    return command
 
 
 def sources() -> list[Path]:
@@ -123,17 +145,23 @@ def compile_all(objects: Path, extra: list[str]) -> tuple[list[str], list[Path]]
                 made.append(isa)
                 files.append(out)
             elif isa == "generic":
-                raise BuildError(f"the portable CPU kernel does not compile with {shlex.join(cxx)}:\n{error}")
+                raise BuildError(f"the portable CPU kernel does not compile with {shlex.join(cxx)}: {_first(error)}")
             else:
-                why = next((line for line in error.splitlines() if "error" in line), error.strip())
+                why = _first(error)
                 print(f"kernels/cpu: no {isa} kernels, this compiler cannot build them: {why}", file=sys.stderr)
         core.append(threads.submit(compile_unit, "dispatch", ["-O2", *have(made)]))
         for job in core:
             out, error = job.result()
             if error is not None:
-                raise BuildError(f"the CPU kernels do not compile with {shlex.join(cxx)}:\n{error}")
+                raise BuildError(f"the CPU kernels do not compile with {shlex.join(cxx)}: {_first(error)}")
             files.append(out)
     return made, files
+
+
+def _first(messages: str) -> str:
+    """Return the first error among a compiler's messages."""
+    lines = messages.splitlines()
+    return next((line for line in lines if "error" in line), "".join(lines[-1:])) or "it gives no reason"
 
 
 def have(made: list[str]) -> list[str]:
@@ -161,7 +189,7 @@ def build_driver(target: Path, objects: Path, sanitizers: str, tiles: bool) -> N
 def _run(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise BuildError(f"{shlex.join(command[:1])} failed: {result.stderr.strip()}")
+        raise BuildError(f"{shlex.join(command[:1])} failed: {_first(result.stderr)}")
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from hybrid_backend.engines.probe import Engine
 from hybrid_backend.engines.vllm import compat
 from hybrid_backend.engines.vllm import serve as vllm_server
 from hybrid_backend.errors import EngineError
+from hybrid_backend.tools.hub import entries
 
 HUB_ID = "nobody/no-such-model"  # taken as it is; only the engine would look for it
 
@@ -197,9 +198,50 @@ def test_the_engine_gets_what_was_written_after_the_dashes_last() -> None:
     assert vllm_server.engine_arguments("org/x", "org/x", "{}", 32, [])[-2] == "--worker-cls"
 
 
-def test_version_is_printed() -> None:
-    result = CliRunner().invoke(app, ["version"])
+@pytest.mark.parametrize("words", [["version"], ["--version"]])
+def test_version_is_printed(words: list[str]) -> None:
+    result = CliRunner().invoke(app, words)
     assert (result.exit_code, result.stdout) == (0, f"{__version__}\n")
+
+
+def test_the_list_of_models_says_what_its_packages_are_and_how_files_are_checked() -> None:
+    listed = CliRunner().invoke(app, ["model", "list"]).stdout
+    assert "PyPI packages" in listed and "never installed" in listed and "SHA-256" in listed
+    for entry in entries():
+        assert all(text in listed for text in (entry.name, entry.title, entry.sha256))
+        assert all(package.replace("==", " ") in listed for package in entry.packages)
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", LONG],
+        ["serve", f"{LONG}/config.json"],
+        ["serve", "no-such-model\udcff\x1b[31m"],  # bytes of a command line that are no text
+        ["serve", HUB_ID, "--engine", LONG],
+        ["serve", HUB_ID, "--config", LONG],
+        ["serve", HUB_ID, "--set", LONG],
+        ["serve", HUB_ID, "--set", f"sinks={LONG}"],
+        ["serve", HUB_ID, "--set", f"{LONG}=1"],
+        ["plan", LONG],
+        ["plan", f"{LONG}/config.json"],
+        ["plan", f"{LONG}.json"],
+        ["plan", "smollm2-135m-instruct", "--machine", LONG],
+        ["plan", "smollm2-135m-instruct", "--machine", f"{LONG}.json"],
+        ["profile", HUB_ID, "--text", LONG],
+        ["profile", HUB_ID, "--out", f"{LONG}/x.yaml"],
+        ["model", "fetch", LONG],
+        ["model", "fetch", "smollm2-135m-instruct", "--cache", LONG],
+    ],
+    ids=lambda words: " ".join(word[:20] for word in words),
+)
+def test_arguments_of_any_length_and_bytes_are_refused_in_one_line(words: list[str]) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1 and result.stderr.startswith("error: "), result.output[-500:]
+    assert result.stderr.count("\n") == 1 and len(result.stderr) < 1000, result.stderr
 
 
 def test_an_unknown_catalog_model_cannot_be_fetched(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -191,11 +192,22 @@ BAD = [
     ("recall: {enabled: true, enabled: false}", ["line 1", "'enabled'", "written twice"]),
     ("recall: {enabled: true", ["line 1", "expected ',' or '}'"]),
     ("a: b: c", ["line 1", "mapping values are not allowed"]),
-    ("page_size: !!python/object:os.system 1", ["line 1", "could not determine a constructor"]),
+    ("page_size: !!python/object:os.system 1", ["line 1, column 12: tag '!!python/object:os.system'", "without a tag"]),
     ("page_size: \x07", ["not valid YAML"]),
     ("x: 2024-99-99", ["not valid YAML", "month"]),
-    ("[" * 3000, ["not valid YAML"]),
+    ("[" * 3000, ["line 1, column 33", "more than 32 brackets in each other"]),
+    ("- " * 3000, ["not valid YAML (nested too deeply)"]),
     ("x: &a {y: *a}", ["'x'", "unknown key"]),
+    ("sinks: !!bool 1", ["line 1, column 8: tag '!!bool'", "write the value without a tag"]),
+    ("sinks: !!timestamp x", ["line 1, column 8: tag '!!timestamp'"]),
+    ("sinks: !!omap [a: 1]", ["line 1, column 8: tag '!!omap'"]),
+    ("sinks: !!int ''", ["line 1, column 8: tag '!!int'"]),
+    ("sinks: !!float ''", ["line 1, column 8: tag '!!float'"]),
+    ("sinks: 0x_", ["not valid YAML"]),
+    ("sinks: 2147483647", ["sinks", "2147483647", "write 67108860 or less"]),
+    ("workers: {threads: 2147483647}", ["workers.threads", "2147483647", "at most 1024"]),
+    ("workers: {deadline_seconds: 1.0e+308}", ["workers.deadline_seconds", "1e+308", "<= 86400"]),
+    ("#" * 200_000, ["larger than 131072 bytes"]),
     ("sinks: 0x" + "f" * 9000, ["sinks", "a value of type int", "an integer >= 0"]),  # too long to print
     ("host_pool: {size: 99999999999TiB}", ["host_pool.size", "'99999999999TiB'", "a size > 0"]),
 ]
@@ -210,6 +222,43 @@ def test_a_bad_file_is_refused_in_one_line_that_names_file_key_value_and_fix(tmp
     assert "\n" not in message and "pydantic" not in message.lower() and len(message) < 500
     for part in parts:
         assert part in message, message
+
+
+REPEATED = {
+    "aliases": "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)),
+    "merges": "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 30)),
+}
+"""Texts of a few hundred bytes that stand for gigabytes."""
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+def test_a_text_that_repeats_itself_without_end_is_refused_at_once(kind):
+    started = time.process_time()
+    message = refusal(load_config, "{" + REPEATED[kind].replace("\n", ", ") + "}")
+    assert "more than 16 aliases" in message and "write the values" in message and len(message) < 300
+    assert time.process_time() - started < 2
+
+
+def test_a_few_aliases_and_merges_are_read():
+    text = "{recall: &r {enabled: false}, lookahead: {<<: *r}}"
+    config = load_config(text)
+    assert config.recall.enabled is config.lookahead.enabled is False
+
+
+def test_a_value_is_printed_in_a_bounded_length_and_time():
+    wide = ["x" * 1000]
+    for _ in range(40):  # 2^40 words, if all of them are spelled
+        wide = [wide, wide]
+    started = time.process_time()
+    for value in (wide, {"a": wide}, ("a", {1: wide, None: wide}), {"x" * 10**7}, [b"x" * 10**6]):
+        message = refusal(config_from_mapping, {"sinks": value}, "t")
+        assert "sinks: got" in message and len(message) < 200
+    assert time.process_time() - started < 2
+
+
+def test_what_cannot_be_printed_is_escaped():
+    message = refusal(config_from_mapping, {"\x1b[31m\ud800": 1}, "t")
+    assert message.isprintable() and "x1b" in message
 
 
 def test_several_problems_show_the_first_and_count_the_others():
@@ -458,6 +507,10 @@ def test_overrides_set_dotted_keys_and_leave_the_original_alone():
         ("recall.enable=false", ["recall.enable", "unknown key", "did you mean enabled?"]),
         ("page_size.x=1", ["page_size.x: unknown key 'x'; did you mean page_size?"]),
         ("exact_layers=[0", ["exact_layers", "'[0'", "a YAML value"]),
+        ("sinks=!!bool 1", ["sinks", "'!!bool 1'", "a YAML value", "write the value without a tag"]),
+        ("sinks=!!timestamp x", ["sinks", "'!!timestamp x'", "without a tag"]),
+        ("sinks=!!omap [a: 1]", ["sinks", "'!!omap [a: 1]'", "without a tag"]),
+        ("sinks=[&a [1], *a" + ", *a" * 16 + "]", ["sinks", "more than 16 aliases"]),
     ],
 )
 def test_a_bad_override_is_refused_in_one_line(override, parts):

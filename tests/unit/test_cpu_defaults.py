@@ -163,6 +163,7 @@ def test_whoever_says_how_to_compile_is_heard(flag: str) -> None:
 
 def test_what_compiling_needs_and_is_not_here_is_named(tmp_path: Path) -> None:
     assert "C++ compiler (no-such-compiler" in str(compiler_lacks({"CXX": "no-such-compiler -O2"}))
+    assert "C++ compiler (CXX='g++ \"' is no command line" in str(compiler_lacks({"CXX": 'g++ "'}))
     assert "C++ compiler (g++" in str(compiler_lacks({"PATH": str(tmp_path)}))
     here = {"CXX": sys.executable, "PATH": "/usr/bin"}
     assert "Python's headers" in str(compiler_lacks(here, str(tmp_path)))

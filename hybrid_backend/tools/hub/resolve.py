@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 
 from hybrid_backend.config.paths import user_path
+from hybrid_backend.config.reading import is_file, is_folder
 from hybrid_backend.errors import ModelError
 from hybrid_backend.tools.hub.catalog import entries
 from hybrid_backend.tools.hub.fetch import fetch
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+_HUB_ID_LENGTH = 96  # limit of the hub (huggingface_hub, utils/_validators.py)
 
 
 def resolve_model(model: str) -> str:
@@ -23,16 +26,15 @@ def resolve_model(model: str) -> str:
         return str(fetch(model))
     if not model.strip():
         raise ModelError("MODEL is empty; give a catalog name, a directory with a config.json, or org/name")
-    path = user_path(model)
-    if (path / "config.json").is_file():
-        return str(path)
-    if path.is_dir():
+    if is_file(path := user_path(model) / "config.json"):
+        return str(path.parent)
+    if is_folder(model):
         raise ModelError(f"directory {model} has no config.json; give a model in Hugging Face format")
-    if path.is_file():
+    if is_file(model):
         raise ModelError(f"{model} is a file; give a directory in Hugging Face format, or org/name")
-    if _HUB_ID.fullmatch(model):
+    if len(model) <= _HUB_ID_LENGTH and _HUB_ID.fullmatch(model):
         return model
     raise ModelError(
-        f"model {model!r} is neither in the catalog ({', '.join(names)}) nor a directory with a config.json "
-        "nor a hub id like org/name; give one of these"
+        f"model {model!r} is neither in the catalog ({', '.join(names)}) nor a directory with a "
+        "config.json nor a hub id like org/name; give one of these"
     )

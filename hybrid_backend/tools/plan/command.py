@@ -13,6 +13,7 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from rich.console import Console
 
 from hybrid_backend.config import resolve_config
+from hybrid_backend.config.reading import is_file
 from hybrid_backend.errors import ConfigError
 
 _MOST_GIB = 4096
@@ -130,4 +131,4 @@ def memory(flag: str, text: str | None) -> int | None:
 def _config_name(model: str) -> str:
     """What the shipped YAML files are matched with: a config.json stands for its folder."""
     file = Path(model)
-    return str(file.parent.resolve()) if file.name == "config.json" and file.is_file() else model
+    return str(file.parent.resolve()) if file.name == "config.json" and is_file(file) else model

@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from hybrid_backend.config.paths import user_path
+from hybrid_backend.config.reading import is_file, is_folder
 from hybrid_backend.errors import ModelError
 from hybrid_backend.model import (
     DTYPES,
@@ -45,7 +46,7 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
         ModelError: no such model, or one that cannot be planned.
     """
     file = user_path(model)
-    if file.is_file() and file.suffix == ".json":
+    if is_file(file) and file.suffix == ".json":
         return _served(read_json(file), _name(model, file), dtype, file.parent)
     folder = _local_folder(model)
     if folder is not None:
@@ -57,7 +58,7 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
         return _served(entry.config, entry.hub_id, dtype)
     resolved = Path(resolve_model(model))
     try:
-        folder = resolved if resolved.is_dir() else _from_hub(model)
+        folder = resolved if is_folder(resolved) else _from_hub(model)
     except ModelError:
         if entry is None:
             raise
@@ -107,7 +108,7 @@ def _local_folder(model: str) -> Path | None:
     with suppress(ValueError):  # not a hub id
         cached = try_to_load_from_cache(model, "config.json")
         folders += [Path(cached).parent] if isinstance(cached, str) else []
-    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return next((folder for folder in folders if is_file(folder / "config.json")), None)
 
 
 def _name(model: str, file: Path) -> str:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hybrid_backend.config import HeadScores, HybridConfig, config_from_mapping, resolve_config
 from hybrid_backend.config.paths import user_path
+from hybrid_backend.config.reading import is_folder
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.methods.base import frames_per_request
@@ -103,7 +104,7 @@ def profile(
     """
     options, console = options or Options(), console or Console(stderr=True)
     target = user_path(out)
-    if target.suffix not in (".yaml", ".yml") or not target.parent.is_dir():
+    if target.suffix not in (".yaml", ".yml") or not is_folder(target.parent):
         raise ConfigError(f"--out {out}: expected a .yaml file in a directory that exists")
     config = config if config is not None else resolve_config(model, None, os.environ)[0]
     config = config.model_copy(update={"budget_factors": ()})

@@ -8,14 +8,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from hybrid_backend.config.paths import write_whole
+from hybrid_backend.config.reading import read_object, reading
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.profile.gates import GateState
+from hybrid_backend.tools.profile.measure import LayerMeasure
 
 FORMAT = 1
+_FIX = "move it away, or start anew with --fresh"
 
 
 def stage_key(kind: str, *parts: object) -> str:
     """A name that changes with everything that the stage's result depends on."""
     return f"{kind}:{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+
+
+def _check(key: str, stage: Any) -> None:
+    """Raise an error of any kind unless ``stage`` is what a profile stores under a `stage_key` of this kind."""
+    kind = key.partition(":")[0]
+    if kind == "divergence":
+        TypeAdapter(list[float]).validate_python(stage["kl"], strict=True)
+    elif kind == "gates":
+        GateState.model_validate(stage["state"])
+    else:
+        TypeAdapter(list[LayerMeasure]).validate_python(stage["layers"])
+    TypeAdapter(float).validate_python(stage["seconds"], strict=True)
 
 
 class Store:
@@ -29,17 +48,11 @@ class Store:
             self._stages = self._read()
 
     def _read(self) -> dict[str, Any]:
-        try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            stages = data["stages"]
-            known = data["format"] == FORMAT and isinstance(stages, dict)
-        except (OSError, ValueError, KeyError, TypeError):
-            known, stages = False, {}
-        if not known:
-            raise ConfigError(
-                f"{self.path}: is not a profile of this version; move it away, or start anew with --fresh"
-            )
-        return dict(stages)
+        data = read_object(self.path, _FIX)
+        stages = data.get("stages")
+        if data.get("format") != FORMAT or not isinstance(stages, dict):
+            raise ConfigError(f"{self.path}: is not a profile of this version; {_FIX}")
+        return stages
 
     @property
     def stages(self) -> int:
@@ -47,8 +60,16 @@ class Store:
         return len(self._stages)
 
     def get(self, key: str) -> Any:
-        """The stage's result, None if it is still to do."""
-        return self._stages.get(key)
+        """Return the stage's result, None if it is still to do.
+
+        Raises:
+            ConfigError: the file holds something else under ``key``.
+        """
+        stage = self._stages.get(key)
+        if stage is not None:
+            with reading(f"{self.path}: {key}", _FIX, form="result"):
+                _check(key, stage)
+        return stage
 
     def put(self, key: str, result: Any) -> None:
         self._stages[key] = result
@@ -60,9 +81,8 @@ class Store:
         self._write()
 
     def _write(self) -> None:
-        part = self.path.with_name(f".{self.path.name}.part")
+        text = json.dumps({"format": FORMAT, **self._head, "stages": self._stages})
         try:
-            part.write_text(json.dumps({"format": FORMAT, **self._head, "stages": self._stages}), encoding="utf-8")
-            part.replace(self.path)
+            write_whole(self.path, text.encode())
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); give another --out") from None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_backend.config.paths import user_path
+from hybrid_backend.config.reading import read_text
 from hybrid_backend.errors import ConfigError
 
 Encode = Callable[[str], list[int]]
@@ -58,11 +58,8 @@ def read_texts(flag: str, files: Sequence[str | Path]) -> Texts:
     """
     texts = []
     for file in files:
-        try:
-            texts.append((Path(file).name, user_path(file).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(f"{flag} {file}: cannot be read ({reason}); give a UTF-8 text file") from None
+        text = read_text(file, "give a UTF-8 text file", name=f"{flag} {file}")
+        texts.append((Path(file).name, text))
     return texts
 
 

@@ -133,7 +133,7 @@ def changed(**changes: Any) -> str:
         (changed(hbm_bytes_per_s={"value": 1}), "hbm_bytes_per_s.source: missing"),
         (changed(host_read_bytes_per_s={"points": [[2, 1], [1, 1]], "source": "x"}), "must rise"),
         (changed(host_read_bytes_per_s={"points": [], "source": "x"}), "host_read_bytes_per_s.points"),
-        (changed(device="tpu"), "device: got \"tpu\""),
+        (changed(device="tpu"), "device: got 'tpu'"),
         (changed(hbm_bytes_per_s={"value": "fast", "source": ""}, cores=0), "more problem"),
     ],
 )  # fmt: skip

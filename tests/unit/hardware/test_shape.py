@@ -88,7 +88,7 @@ def test_heads_may_have_a_dimension_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"num_hidden_layers": None}, "num_hidden_layers: got None"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: got null"),
         ({"hidden_size": 0}, "hidden_size: got 0"),
         ({"vocab_size": "many"}, "vocab_size: got 'many'"),
         ({"kv_lora_rank": 512}, "MLA"),

@@ -220,5 +220,5 @@ def test_an_unknown_tensor_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "m.gguf"
     source.write_bytes(b"not a GGUF file at all")
-    with pytest.raises(ModelError, match=r"m\.gguf is not a readable GGUF"):
+    with pytest.raises(ModelError, match=r"m\.gguf: not valid GGUF"):
         convert(source, tmp_path, name="org/small")

@@ -83,7 +83,7 @@ def test_a_float32_model_is_served_in_bfloat16_as_the_engine_does(tmp_path: Path
 def test_damaged_weights_are_told(tmp_path: Path, content: bytes) -> None:
     folder = write_config(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match=r"model\.safetensors: not a safetensors file .*fetch the model again"):
+    with pytest.raises(ModelError, match=r"model\.safetensors: not valid safetensors .*fetch the model again"):
         find_shape(str(folder))
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_planned_is_told_in_one_line(model: str, dtype: str, mess
 
 def test_a_broken_config_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be read as JSON"):
+    with pytest.raises(ModelError, match="not valid JSON"):
         find_shape(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="got list, expected a JSON object"):

@@ -27,8 +27,8 @@ MODEL = "nobody/no-such-model"  # taken as it is; loading it would fail
         (["--no-spread", "--lookups", "-1"], "--lookups: got -1, expected an integer >= 0"),
         (["--gates", "--gate-steps", "0"], "--gate-steps: got 0, expected an integer >= 1"),
         (["--set", "method=scot"], "method: unknown method 'scot'"),
-        (["--text", "/nowhere"], "--text /nowhere: cannot be read"),
-        (["--check", "/nowhere"], "--check /nowhere: cannot be read"),
+        (["--text", "/nowhere"], "--text /nowhere: no such file"),
+        (["--check", "/nowhere"], "--check /nowhere: no such file"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(arguments: list[str], message: str, tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ apply. A context that is too long loses its middle, as in LongBench's own script
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hybrid_backend.config.reading import parse_json, read_object, reading
+from hybrid_backend.config.rules import show
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.bench.accuracy.task import Draft, Task, Tokenizer, finished
 
@@ -104,7 +106,7 @@ def load(folder: Path, names: Sequence[str], budget: int, tokenizer: Tokenizer, 
             f"--longbench {folder}: lacks {files}; get LongBench's data.zip (huggingface.co/datasets/THUDM/LongBench) "
             "and unpack it there, or choose fewer with --longbench-datasets"
         )
-    prompts, lengths = _mapping(folder / "dataset2prompt.json"), _mapping(folder / "dataset2maxlen.json")
+    prompts, lengths = _mapping(folder / "dataset2prompt.json", str), _mapping(folder / "dataset2maxlen.json", int)
     tasks = []
     for name in names:
         dataset = _official(DATASETS[name], prompts.get(name), lengths.get(name))
@@ -123,31 +125,33 @@ def _official(dataset: Dataset, prompt: str | None, length: int | None) -> Datas
 
 def _records(file: Path, samples: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if len(found) == samples:
-                break
-            try:
-                record = json.loads(line)
-                absent = {"input", "context", "answers"} - record.keys()
-            except (ValueError, AttributeError):
-                raise ConfigError(f"{file}: line {number} is not a JSON object; get the file anew") from None
+    with reading(file, "get the file anew"), file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(islice(lines, samples), 1):
+            source = f"{file}: line {number}"
+            record = parse_json(line, source, "get the file anew")
+            if not isinstance(record, dict):
+                raise ConfigError(f"{source} is not a JSON object; get the file anew")
+            absent = {"input", "context", "answers"} - record.keys()
             if absent or not record["answers"]:
                 lacks = ", ".join(sorted(absent)) or "answers"
-                raise ConfigError(f"{file}: line {number} lacks {lacks}; give files in LongBench's format")
+                raise ConfigError(f"{source} lacks {lacks}; give files in LongBench's format")
+            for key in ("answers", "all_classes"):
+                if not isinstance(record.get(key) or [], list):
+                    raise ConfigError(f"{source}: {key} is not a list; give files in LongBench's format")
             found.append(record)
     return found
 
 
-def _mapping(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+def _mapping(file: Path, kind: type[Any]) -> dict[str, Any]:
+    """Return the JSON object in a file, with only values of ``kind``; empty where there is no file."""
+    fix = "take the file from LongBench's repository or remove it"
+    if not file.exists():
         return {}
-    except (ValueError, TypeError):
-        raise ConfigError(
-            f"{file}: not a JSON object; take the file from LongBench's repository or remove it"
-        ) from None
+    mapping = read_object(file, fix)
+    for name, value in mapping.items():
+        if not isinstance(value, kind):
+            raise ConfigError(f"{file}: {show(name)}: got {show(value)}, expected {kind.__name__}; {fix}")
+    return mapping
 
 
 def _task(name: str, dataset: Dataset, record: dict[str, Any], budget: int, tokenizer: Tokenizer) -> Task:

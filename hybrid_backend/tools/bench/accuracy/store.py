@@ -9,7 +9,11 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from hybrid_backend.errors import ConfigError
+from pydantic import TypeAdapter, ValidationError
+
+from hybrid_backend.config.paths import write_whole
+from hybrid_backend.config.reading import read_object, read_text, reading
+from hybrid_backend.errors import ConfigError, clipped
 from hybrid_backend.tools.bench.accuracy.client import Answer
 
 
@@ -41,6 +45,9 @@ class Result:
     seconds: float = 0.0
 
 
+_RESULT = TypeAdapter(Result)
+
+
 class Results:
     """An append-only file of results."""
 
@@ -52,15 +59,14 @@ class Results:
     def _read(self) -> Iterator[Result]:
         if not self._file.exists():
             return
-        *lines, last = self._file.read_text(encoding="utf-8").split("\n")
+        *lines, last = read_text(self._file, "move the file away").split("\n")
         if last:  # a run was killed while it wrote
             with self._file.open("r+b") as file:
                 file.truncate(len("".join(line + "\n" for line in lines).encode()))
         for number, line in enumerate(lines, 1):
             try:
-                fields = json.loads(line)
-                yield Result(**{**fields, "key": Key(**fields["key"])})
-            except (ValueError, TypeError, KeyError):
+                yield _RESULT.validate_json(line)
+            except ValidationError:
                 raise ConfigError(f"{self._file}: line {number} is not a result; remove the line or the file") from None
 
     def __contains__(self, key: Key) -> bool:
@@ -81,11 +87,13 @@ def same_settings(folder: Path, settings: dict[str, object]) -> None:
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(settings))
-    elif (before := json.loads(file.read_text())) != settings:
-        told = ", ".join(
-            f"{key} {before.get(key)}" for key in {**before, **settings} if before.get(key) != settings.get(key)
-        )
+    elif (before := read_object(file, "move the folder away")) != settings:
+        names = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
+        told = ", ".join(f"{clipped(key)} {clipped(str(before.get(key)))}" for key in names)
         raise ConfigError(f"--out {folder}: holds results with {told}; give the same again, or another --out")
+
+
+_ANSWER = TypeAdapter(tuple[list[int], list[dict[int, float]]])
 
 
 class DenseAnswers:
@@ -102,10 +110,9 @@ class DenseAnswers:
         return self._file(key).exists()
 
     def get(self, key: Key) -> Answer:
-        tokens, logprobs = json.loads(gzip.decompress(self._file(key).read_bytes()))
-        return Answer(tokens, [{int(token): value for token, value in place.items()} for place in logprobs])
+        with reading(self._file(key), "remove the file, so that the answer is asked for again", form="answer"):
+            tokens, logprobs = _ANSWER.validate_json(gzip.decompress(self._file(key).read_bytes()))
+            return Answer(tokens, logprobs)
 
     def put(self, key: Key, answer: Answer) -> None:
-        whole = self._file(key).with_suffix(".unfinished")
-        whole.write_bytes(gzip.compress(json.dumps([answer.tokens, answer.logprobs]).encode(), 5))
-        whole.replace(self._file(key))
+        write_whole(self._file(key), gzip.compress(json.dumps([answer.tokens, answer.logprobs]).encode(), 5))

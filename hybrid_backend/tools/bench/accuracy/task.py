@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybrid_backend.config.reading import is_file, read_object
+from hybrid_backend.config.rules import is_int, show
 from hybrid_backend.errors import ConfigError
 
 TOLERANCE = 8  # tokens by which a fitted prompt may stay below its length: about one word of filler
@@ -119,6 +120,18 @@ def _largest(fits: Callable[[int], bool], least: int) -> int:
     return low
 
 
+def end_tokens(file: Path) -> list[int]:
+    """Return the tokens that end an answer, as a generation_config.json names them; none where there is no file."""
+    if not is_file(file):
+        return []
+    fix = "fetch the model again"
+    tokens = read_object(file, fix).get("eos_token_id")
+    listed = tokens if isinstance(tokens, list) else [tokens] if tokens is not None else []
+    if not all(map(is_int, listed)):
+        raise ConfigError(f"{file}: eos_token_id: got {show(tokens)}, expected a token or a list of them; {fix}")
+    return listed
+
+
 class ModelTokenizer:
     """A Hugging Face tokenizer, with its chat template if it has one."""
 
@@ -136,10 +149,8 @@ class ModelTokenizer:
 
     def _ends(self, model: Path) -> frozenset[int]:
         """Tokens that end an answer: the tokenizer's, and those of generation_config.json."""
-        file = model / "generation_config.json"
-        given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        listed = given if isinstance(given, list) else [given]
-        return frozenset(int(token) for token in (self._tokenizer.eos_token_id, *listed) if token is not None)
+        tokens = (self._tokenizer.eos_token_id, *end_tokens(model / "generation_config.json"))
+        return frozenset(int(token) for token in tokens if token is not None)
 
     def ids(self, text: str) -> list[int]:
         # A template writes its own special tokens.

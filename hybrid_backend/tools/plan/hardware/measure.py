@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hybrid_backend.config.paths import user_path
+from hybrid_backend.config.paths import user_path, write_whole
+from hybrid_backend.config.reading import is_folder
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware.spec import Curve, Hardware, Number
 from hybrid_backend.host_memory import System
@@ -97,13 +98,11 @@ def profile_hardware(
     """
     console = console or Console()
     target = user_path(out)
-    if target.is_dir() or not target.parent.is_dir():
+    if is_folder(target) or not is_folder(target.parent):
         raise ConfigError(f"{target}: cannot be written; give a file in a directory that exists, as hardware.json")
     hardware = measure(device=device, rounds=rounds, cores=cores, console=console)
-    part = target.with_name(f".{target.name}.part")
     try:
-        part.write_text(hardware.to_json(), encoding="utf-8")
-        part.replace(target)
+        write_whole(target, hardware.to_json().encode())
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written ({error.strerror}); give another file") from None
     console.print(table(hardware))
