@@ -1,4 +1,4 @@
-"""How a server ends, with processes as engines start them: killed, signalled while starting, signalled twice, crashed."""
+"""How a server ends, with processes as engines start them: killed, signalled at start, signalled twice, crashed."""
 
 from __future__ import annotations
 

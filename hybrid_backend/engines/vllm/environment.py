@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import partial
 
 from hybrid_backend.engines.probe import folder_of
 from hybrid_backend.errors import EngineError
@@ -36,7 +37,7 @@ def check_environment() -> None:
             _check(name, read)
     for name, parse in _CPU_LISTS.items():
         if os.environ.get(name):
-            _check(name, lambda parse=parse, name=name: parse(os.environ[name]))
+            _check(name, partial(parse, os.environ[name]))
 
 
 def _check(name: str, read: Callable[[], object]) -> None:

@@ -111,7 +111,9 @@ def _serve(arguments: Sequence[str], life: Life) -> None:
     class Loop(uvloop.Loop):
         """An event loop that ends at once at a second signal, or at a deadline: vLLM's own handlers know neither."""
 
-        def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:
+        def add_signal_handler(  # type: ignore[override]
+            self, sig: int, callback: Callable[..., Any], *args: Any
+        ) -> None:
             stop = partial(callback, *args)
             super().add_signal_handler(sig, life.on_signal, sig, stop, parsed.shutdown_timeout)
 
