@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.slow.docker.dockerfile import DOCKER, ROOT, Instruction, instructions
 
-TOOLS = ("buildah", "podman", "runc", "debootstrap")
+TOOLS = ("buildah", "podman", "runc", "debootstrap", "apt-get")
 _PACKAGES = "ca-certificates,python3,python3-pip,python3-venv,python3-dev,python-is-python3"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _PROCESSES = 32768  # podman sets its own limit to it, and nothing below it gets more

@@ -236,7 +236,7 @@ def test_the_base_image_is_made_from_the_sources_that_apt_has_here(
     )
     monkeypatch.setenv("APT_CONFIG", str(tmp_path / "apt.conf"))
     assert debian_address("bookworm") == "http://mirror.example/debian/"
-    assert "://" not in (Path(__file__).parent / "builder.py").read_text()
+    assert "http://" not in (Path(__file__).parent / "builder.py").read_text()
 
 
 def test_the_engine_that_the_image_installs_is_the_makefiles() -> None:
