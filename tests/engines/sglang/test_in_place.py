@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.engines import ends
 from tests.engines.answers import StockAnswers
 from tests.engines.server import Server
 from tests.engines.sglang.server import hybrid_server
@@ -101,3 +102,7 @@ def test_the_budget_grows_until_the_promised_mass_is_kept(server: Server, stock:
     assert [server.complete(prompt, TOKENS) for prompt in PROMPTS] == stock.to(PROMPTS, TOKENS)
     assert math.isfinite(budget) and 0 < server.total("hybrid_quality_mass") < 1, "it grew by what was sampled"
     assert "Traceback" not in server.log.read_text()
+
+
+def test_a_crashed_scheduler_is_no_success(server: Server) -> None:
+    ends.a_crash_is_no_success(server, "scheduler")

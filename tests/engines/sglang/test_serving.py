@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from hybrid_backend.config import find_config, load_config
-from tests.engines import promises
+from tests.engines import ends, promises
 from tests.engines.answers import StockAnswers
 from tests.engines.server import MODEL, Server
 from tests.engines.sglang.server import PAGE, hybrid_server
@@ -114,3 +114,7 @@ def test_metrics_carry_every_promised_name(server: Server) -> None:
 
 def test_the_log_has_no_error(server: Server) -> None:
     assert not re.findall(r"Traceback|EngineError|Failed to apply hooks", server.log.read_text())
+
+
+def test_sigterm_lets_requests_finish_and_leaves_nothing(server: Server) -> None:
+    ends.sigterm_lets_requests_finish_and_leaves_nothing(server, "sglang:num_running_reqs")

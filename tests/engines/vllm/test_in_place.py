@@ -14,6 +14,7 @@ import pytest
 
 from hybrid_backend.tools.bench.accuracy.client import ask
 from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, Distribution, compare
+from tests.engines import ends
 from tests.engines.answers import StockAnswers
 from tests.engines.server import Server, hybrid_server
 from tests.engines.storm import abort_storm
@@ -122,3 +123,7 @@ def test_the_budget_grows_until_the_promised_mass_is_kept(server: Server, dense:
     print(f"\nKL to dense with {budget} tokens: {found:.1e}")
     assert found < 1e-6
     assert math.isfinite(budget) and 0 < server.total("hybrid_quality_mass") < 1, "it grew by what was sampled"
+
+
+def test_a_crashed_worker_is_no_success(server: Server) -> None:
+    ends.a_crash_is_no_success(server, "Worker")
