@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -56,7 +55,9 @@ class Life:
 
     def end_at_once(self, number: int, frame: FrameType | None = None) -> NoReturn:
         """Kill the engine's processes, remove the server's files and end with the exit status of the signal."""
-        print(f"{signal.Signals(number).name}: ending at once", file=sys.stderr, flush=True)
+        os.write(
+            2, f"{signal.Signals(number).name}: ending at once\n".encode()
+        )  # print() cannot be interrupted by itself
         self.clean_up()
         os._exit(128 + number)
 
@@ -94,11 +95,14 @@ def served() -> Iterator[Life]:
 
 
 def join_server() -> None:
-    """End this process as soon as the process that started it is gone, if both belong to `hybrid serve`."""
+    """Tie a process of an engine to the `hybrid serve` that started it, if one did: it ends as soon as its parent is
+    gone, and leaves Ctrl-C, which a terminal sends to all processes, to the server."""
     parent = multiprocessing.parent_process()
     if parent is None or _SERVED not in os.environ:
         return
     _end_quietly()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="hybrid-parent").start()
 
 

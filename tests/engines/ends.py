@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,9 +37,10 @@ class Belongings:
         assert not [file for file in left for process in self.processes if f"_{process.pid}_" in file]
 
 
-def sigterm_lets_requests_finish_and_leaves_nothing(server: Server, running_requests: str) -> None:
+def a_signal_lets_requests_finish_and_leaves_nothing(server: Server, running_requests: str, number: int) -> None:
     """Args:
     running_requests: the engine's gauge.
+    number: SIGINT goes to all processes, as a terminal sends it.
     """
     belongings = Belongings.of(server)
     prompts = [english(600, start=3000 * i) for i in range(4)]
@@ -46,7 +49,7 @@ def sigterm_lets_requests_finish_and_leaves_nothing(server: Server, running_requ
         deadline = time.monotonic() + SECONDS
         while server.total(running_requests) < 2:
             assert time.monotonic() < deadline
-        server.process.terminate()
+        os.killpg(server.process.pid, number) if number == signal.SIGINT else server.process.send_signal(number)
         assert all(answer.result() for answer in answers)
     assert server.process.wait(SECONDS) == 0
     belongings.check_processes_gone()

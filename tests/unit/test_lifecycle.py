@@ -102,6 +102,13 @@ def test_a_killed_server_takes_its_processes_along_and_the_next_start_removes_it
     assert not killed.folder.exists() and living.folder.exists()
 
 
+def test_ctrl_c_in_a_terminal_reaches_the_server_alone(start: Callable[[str], Served]) -> None:
+    server = start("wait()")
+    server.child.send_signal(signal.SIGINT)
+    with pytest.raises(psutil.TimeoutExpired):
+        server.child.wait(1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_engine_starts_ends_the_server_at_once(start: Callable[[str], Served], number: int) -> None:
     server = start("wait()")

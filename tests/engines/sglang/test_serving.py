@@ -4,6 +4,7 @@ exact, and whatever requests do, nothing of them stays."""
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator
 
 import psutil
@@ -116,5 +117,5 @@ def test_the_log_has_no_error(server: Server) -> None:
     assert not re.findall(r"Traceback|EngineError|Failed to apply hooks", server.log.read_text())
 
 
-def test_sigterm_lets_requests_finish_and_leaves_nothing(server: Server) -> None:
-    ends.sigterm_lets_requests_finish_and_leaves_nothing(server, "sglang:num_running_reqs")
+def test_ctrl_c_lets_requests_finish_and_leaves_nothing(server: Server) -> None:
+    ends.a_signal_lets_requests_finish_and_leaves_nothing(server, "sglang:num_running_reqs", signal.SIGINT)

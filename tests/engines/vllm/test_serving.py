@@ -6,6 +6,7 @@ Inductor, which would then take minutes to compile it, is left out, as vLLM's ow
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import tempfile
 import time
@@ -142,4 +143,4 @@ def test_metrics_carry_every_promised_name(server: Server) -> None:
 
 
 def test_sigterm_lets_requests_finish_and_leaves_nothing(server: Server) -> None:
-    ends.sigterm_lets_requests_finish_and_leaves_nothing(server, "vllm:num_requests_running")
+    ends.a_signal_lets_requests_finish_and_leaves_nothing(server, "vllm:num_requests_running", signal.SIGTERM)
