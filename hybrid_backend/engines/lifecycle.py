@@ -55,9 +55,8 @@ class Life:
 
     def end_at_once(self, number: int, frame: FrameType | None = None) -> NoReturn:
         """Kill the engine's processes, remove the server's files and end with the exit status of the signal."""
-        os.write(
-            2, f"{signal.Signals(number).name}: ending at once\n".encode()
-        )  # print() cannot be interrupted by itself
+        # A print() here would fail if the signal interrupted another one.
+        os.write(2, f"{signal.Signals(number).name}: ending at once\n".encode())
         self.clean_up()
         os._exit(128 + number)
 

@@ -43,9 +43,9 @@ def a_signal_lets_requests_finish_and_leaves_nothing(server: Server, running_req
     number: SIGINT goes to all processes, as a terminal sends it.
     """
     belongings = Belongings.of(server)
-    prompts = [english(600, start=3000 * i) for i in range(4)]
+    prompts = [english(100, start=3000 * i) for i in range(4)]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(server.complete, prompt, 48, extra_body={"ignore_eos": True}) for prompt in prompts]
+        answers = [pool.submit(server.complete, prompt, 64, extra_body={"ignore_eos": True}) for prompt in prompts]
         deadline = time.monotonic() + SECONDS
         while server.total(running_requests) < 2:
             assert time.monotonic() < deadline

@@ -37,7 +37,7 @@ def check_installation() -> None:
 
 
 def check_port(extra: Sequence[str]) -> None:
-    """Raise EngineError if the server's address cannot be used."""
+    """Take the server's address before the engine is even imported. Raise EngineError if it cannot be used."""
     take_address(extra, 30000, elsewhere=("--config",))
 
 
@@ -62,9 +62,7 @@ def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence
         load_plugins()
         arguments = engine_arguments(str(model), served_as, _with_flags_of_file(extra))
         server_args = _prepare(arguments)
-        listener = hand_over()
-        if listener is not None:
-            _serve_on(listener, server_args)
+        _serve_on(_listener(server_args), server_args)
         logging.getLogger(__name__).info(who_can_reach(server_args.host, server_args.port))
 
         from sglang.launch_server import run_server
@@ -86,6 +84,16 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         tempfile.tempdir = before
+
+
+def _listener(server_args: Any) -> socket.socket:
+    """The socket that `check_port` took; where a file of flags names the address, it is taken here."""
+    listener = hand_over()
+    if listener is None:
+        take_address([f"--host={server_args.host}", f"--port={server_args.port}"], server_args.port, ())
+        listener = hand_over()
+    assert listener is not None
+    return listener
 
 
 def _serve_on(listener: socket.socket, server_args: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -73,7 +75,7 @@ def check_installation() -> None:
 
 
 def check_port(extra: Sequence[str]) -> None:
-    """Raise EngineError if the server's address cannot be used, before the engine is even imported."""
+    """Take the server's address before the engine is even imported. Raise EngineError if it cannot be used."""
     take_address(extra, 8000, elsewhere=("--uds", "--config"))
 
 
@@ -115,7 +117,8 @@ def _serve(arguments: Sequence[str], life: Life) -> None:
             self, sig: int, callback: Callable[..., Any], *args: Any
         ) -> None:
             stop = partial(callback, *args)
-            super().add_signal_handler(sig, life.on_signal, sig, stop, parsed.shutdown_timeout)
+            ends = partial(life.on_signal, sig, stop, parsed.shutdown_timeout)
+            super().add_signal_handler(sig, ends if sig in (signal.SIGINT, signal.SIGTERM) else stop)
 
     uvloop.run(run_server_worker(address, listener, parsed), loop_factory=Loop)
     life.check_was_stopped()
@@ -210,8 +213,12 @@ def _listen(parsed: Any) -> tuple[str, socket.socket]:
         address, listener = setup_server(parsed, reuse_port=False)
         listener.listen()
     except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            raise
         if parsed.uds:
-            raise EngineError(f"--uds: cannot listen on {parsed.uds!r} ({error})") from error
+            raise EngineError(
+                f"--uds: {parsed.uds} is already in use; remove the file or choose another one"
+            ) from error
         raise EngineError(why_not(parsed.host, parsed.port, error)) from error
     return address, listener
 
