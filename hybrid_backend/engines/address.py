@@ -1,4 +1,4 @@
-"""The address that a server will listen on, checked before its engine is even imported."""
+"""The address that a server will listen on, taken before its engine is even imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import MutableMapping, Sequence
 
 from hybrid_backend.errors import EngineError
 
-_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = "127.0.0.1"
+"""Where a server listens unless it is told otherwise."""
+_THIS_MACHINE = (LOOPBACK, "localhost", "::1")
+_taken: list[socket.socket] = []
 
 
 def reach_this_machine_directly(environment: MutableMapping[str, str]) -> None:
@@ -17,15 +20,20 @@ def reach_this_machine_directly(environment: MutableMapping[str, str]) -> None:
     environment["no_proxy"] = environment["NO_PROXY"] = ",".join(dict.fromkeys([*given, *_THIS_MACHINE]))
 
 
-def check_address(extra: Sequence[str], host: str, port: int, elsewhere: Sequence[str]) -> None:
-    """Raise EngineError if the address in the engine flags ``extra`` cannot be used.
+def take_address(extra: Sequence[str], port: int, elsewhere: Sequence[str]) -> None:
+    """Listen on the address that the engine flags name, so that no second server starts on it; `hand_over` gives it on.
 
     Args:
         extra: engine flags.
-        host, port: the engine's defaults; an empty host is any address.
-        elsewhere: flags with which only the engine can tell where it listens.
+        port: the engine's default.
+        elsewhere: flags with which only the engine can tell where it listens; nothing is taken then.
+
+    Raises:
+        EngineError: the address cannot be used.
     """
-    flags = list(extra)
+    if (earlier := hand_over()) is not None:
+        earlier.close()
+    host, flags = LOOPBACK, list(extra)
     for i, flag in enumerate(flags):
         name, _, value = flag.partition("=")
         value = value or (flags[i + 1] if i + 1 < len(flags) else "")
@@ -37,15 +45,31 @@ def check_address(extra: Sequence[str], host: str, port: int, elsewhere: Sequenc
             if not (value.isascii() and value.isdigit() and len(value) <= 5 and 0 < int(value) < 65536):
                 raise EngineError(f"--port: got {value!r}, expected a number from 1 to 65535")
             port = int(value)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()  # two servers may bind the same port, but only one of them may listen on it
     except (OSError, UnicodeError) as error:
-        raise EngineError(_why_not(host, port, error)) from error
+        listener.close()
+        raise EngineError(why_not(host, port, error)) from error
+    _taken.append(listener)
 
 
-def _why_not(host: str, port: int, error: Exception) -> str:
+def hand_over() -> socket.socket | None:
+    """The listening socket of `take_address`, which from here on is the caller's; None if it took none."""
+    return _taken.pop() if _taken else None
+
+
+def who_can_reach(host: str, port: int) -> str:
+    """A line for the log: where the server listens, for whom, and how to change that."""
+    if host in _THIS_MACHINE:
+        return f"listening on {host}, port {port}, for this machine only; --host 0.0.0.0 opens it to the network"
+    return f"listening on {host}, port {port}, for everybody who can reach it; --api-key asks clients for a key"
+
+
+def why_not(host: str, port: int, error: Exception) -> str:
+    """The message of an `EngineError`: which flag names an address that cannot be used, and why."""
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.EADDRINUSE:
         return f"--port: {port} is already in use; choose another one with --port"

@@ -24,7 +24,7 @@ LAYER_NAME, AOT = "VLLM_USE_LAYERNAME", "VLLM_USE_AOT_COMPILE"
 """vLLM's switches: whether compiled code names a layer by an object that only Python can pass on; whether it is saved
 with what Dynamo traced."""
 _PRELOAD = "LD_PRELOAD"
-# How a user says whether, and how, vLLM compiles; a file of flags may.
+# How a user says whether, and how, vLLM compiles.
 _COMPILATION = (
     "--enforce-eager",
     "--no-enforce-eager",
@@ -32,7 +32,6 @@ _COMPILATION = (
     "-O",
     "--compilation-config",
     "-cc",
-    "--config",
 )
 
 

@@ -26,7 +26,7 @@ class Server(Protocol):
         """Raise EngineError unless a supported engine is installed, before it is imported."""
 
     def check_port(self, extra: Sequence[str]) -> None:
-        """Raise EngineError if the server's address cannot be used."""
+        """Take the server's address. Raise EngineError if it cannot be used."""
 
     def run(self, model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str]) -> None:
         """Serve ``model`` until stopped; the engine flags ``extra`` come last and win."""

@@ -190,12 +190,38 @@ def test_a_missing_or_old_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     vllm_server.check_installation()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_CPU_KVCACHE_SPACE", "0.5"),
+        ("VLLM_CPU_KVCACHE_SPACE", "abc"),
+        ("VLLM_CPU_KVCACHE_SPACE", ""),
+        ("VLLM_CPU_OMP_THREADS_BIND", "0-many"),
+        ("VLLM_LOG_STATS_INTERVAL", "often"),
+        ("VLLM_ENGINE_READY_TIMEOUT_S", "1.5"),
+    ],
+)
+def test_an_environment_variable_that_vllm_cannot_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """At once and by name; vLLM's own error comes from a worker, as int()'s or float()'s."""
+    monkeypatch.undo()
+    if not compat.installed():
+        pytest.skip("vLLM is not installed")
+    monkeypatch.setattr(Engine, "check", lambda *_: None)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(EngineError, match=f"^{name}: got {value!r}, which vLLM cannot read"):
+        vllm_server.check_installation()
+
+
 def test_the_engine_gets_what_was_written_after_the_dashes_last() -> None:
     extra = ["--served_model_name", "mine", "--worker-cls=theirs", "--port", "1"]
     arguments = vllm_server.engine_arguments("/models/x", "x", "{}", 32, extra)
     assert arguments[-len(extra) :] == extra
     assert "--served-model-name" not in arguments and "--worker-cls" not in arguments
-    assert vllm_server.engine_arguments("org/x", "org/x", "{}", 32, [])[-2] == "--worker-cls"
+    plain = vllm_server.engine_arguments("org/x", "org/x", "{}", 32, [])
+    assert plain[-2] == "--worker-cls"
+    assert plain[plain.index("--host") + 1] == "127.0.0.1" and plain[plain.index("--shutdown-timeout") + 1] == "30"
 
 
 @pytest.mark.parametrize("words", [["version"], ["--version"]])

@@ -154,9 +154,7 @@ def test_a_small_machine_answers_before_it_would_have_compiled() -> None:
     assert not starts_eager(8, ())
 
 
-@pytest.mark.parametrize(
-    "flag", ["--no-enforce-eager", "--enforce-eager", "-O3", "-cc.mode", "--optimization-level", "--config"]
-)
+@pytest.mark.parametrize("flag", ["--no-enforce-eager", "--enforce-eager", "-O3", "-cc.mode", "--optimization-level"])
 def test_whoever_says_how_to_compile_is_heard(flag: str) -> None:
     assert not starts_eager(2, {"--port", flag})
 

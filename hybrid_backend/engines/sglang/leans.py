@@ -9,6 +9,7 @@ from hybrid_backend.engines.probe import Lean
 
 _POOL = "sglang.srt.mem_cache.memory_pool"
 _PLATFORM = "sglang.srt.platforms.interface:SRTPlatform"
+_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 
 PLUGIN = (
     Lean("sglang.srt.arg_groups.choices:ATTENTION_BACKEND_CHOICES", "the name hybrid"),
@@ -25,10 +26,10 @@ LEANS = (
     *PLUGIN,
     Lean(
         "sglang.srt.plugins.hook_registry:HookRegistry.register",
-        "our two hooks",
+        "our hooks",
         passes=("target", "hook", "hook_type"),
     ),
-    Lean("sglang.srt.plugins.hook_registry:HookType", "our two hooks", has=("AFTER", "AROUND")),
+    Lean("sglang.srt.plugins.hook_registry:HookType", "our hooks", has=("AFTER", "AROUND")),
     Lean("sglang.srt.plugins:load_plugins", "`hybrid serve`", passes=()),
     Lean("sglang.srt.platforms.cpu:CpuDeviceMixin", "our platform"),
     Lean("sglang.srt.platforms.device_mixin:PlatformEnum", "our platform", has=("OOT",)),
@@ -131,8 +132,17 @@ LEANS = (
         ),
     ),
     Lean("sglang.launch_server:run_server", "`hybrid serve`", passes=("server_args",)),
+    Lean(f"{_MANAGER}.auto_create_handle_loop", "signals", passes=()),
+    Lean(f"{_MANAGER}.sigterm_watchdog", "signals", passes=()),
     Lean(
-        "sglang.srt.utils:kill_process_tree", "`hybrid serve`", passes=("parent_pid", "include_parent")
+        _MANAGER,
+        "signals",
+        reads=("self.event_loop = loop", "while not self.gracefully_exit:", "remain_num_req = len(self.rid_to_state)"),
+    ),
+    Lean(
+        "sglang.srt.utils.server_args_config_parser:ConfigArgumentMerger.merge_config_with_args",
+        "`hybrid serve`",
+        passes=("cli_args",),
     ),
     Lean("sglang.srt.server_args:prepare_server_args", "`hybrid serve`", passes=("argv",)),
     Lean(

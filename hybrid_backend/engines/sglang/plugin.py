@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hybrid_backend.engines.lifecycle import join_server
 from hybrid_backend.engines.sglang import BACKEND, compat, patches
 
 
@@ -14,6 +15,7 @@ def register() -> None:
     SGLang only logs what this raises, so nothing here may fail quietly: without the name, SGLang refuses the flag;
     without a hook, `patches.verify` refuses to serve.
     """
+    join_server()
     if not compat.can_register():
         return
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices

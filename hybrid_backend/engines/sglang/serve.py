@@ -6,21 +6,24 @@ import argparse
 import copy
 import logging
 import os
-import signal
-from collections.abc import Sequence
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.address import check_address
+from hybrid_backend.engines.address import hand_over, take_address, who_can_reach
+from hybrid_backend.engines.lifecycle import served
 from hybrid_backend.engines.refusal import other_backend
-from hybrid_backend.engines.sglang import BACKEND, compat
+from hybrid_backend.engines.sglang import BACKEND, compat, signals
 from hybrid_backend.engines.sglang.settings import ENV_RESOLVED, chosen
 from hybrid_backend.errors import EngineError, HybridError
 
 NAME = "SGLang"
-_HOST, _PORT = "127.0.0.1", 30000
+_LONGEST_SOCKET_PATH, _SOCKET_NAME = 107, 12
 
 
 def check_installation() -> None:
@@ -34,8 +37,8 @@ def check_installation() -> None:
 
 
 def check_port(extra: Sequence[str]) -> None:
-    """Raise EngineError if the server's address cannot be used."""
-    check_address(extra, _HOST, _PORT, elsewhere=("--config",))
+    """Take the server's address before the engine is even imported. Raise EngineError if it cannot be used."""
+    take_address(extra, 30000, elsewhere=("--config",))
 
 
 def engine_arguments(model: str, served_as: str, extra: Sequence[str]) -> list[str]:
@@ -49,39 +52,93 @@ def engine_arguments(model: str, served_as: str, extra: Sequence[str]) -> list[s
 def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str]) -> None:
     """Run the server until it is stopped. All of SGLang's processes find the configuration in the environment."""
     os.environ[ENV_RESOLVED] = config.model_dump_json()
-    arguments = engine_arguments(str(model), served_as, extra)
-    server_args = _prepare(arguments)
+    if "-h" in extra or "--help" in extra:
+        print("SGLang's own flags (importing it takes some seconds):", file=sys.stderr, flush=True)
+    with served() as life, _temporary_files_in(life.folder):
+        signals.register(life)
 
-    from sglang.launch_server import run_server
-    from sglang.srt.utils import kill_process_tree
+        from sglang.srt.plugins import load_plugins
 
-    # Until SGLang's server sets handlers of its own, a signal must end its processes too.
-    signal.signal(signal.SIGTERM, _stop)
-    try:
+        load_plugins()
+        arguments = engine_arguments(str(model), served_as, _with_flags_of_file(extra))
+        server_args = _prepare(arguments)
+        _serve_on(_listener(server_args), server_args)
+        logging.getLogger(__name__).info(who_can_reach(server_args.host, server_args.port))
+
+        from sglang.launch_server import run_server
+
         run_server(server_args)
+        life.check_was_stopped()
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Have this process make its temporary files in ``folder``: sockets and metrics, which SGLang does not remove."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    cache_dir()  # sets the variable that keeps torch's cache where it is
+    before = tempfile.tempdir
+    if len(str(folder)) + _SOCKET_NAME <= _LONGEST_SOCKET_PATH:
+        tempfile.tempdir = str(folder)
+    try:
+        yield
     finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+        tempfile.tempdir = before
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+def _listener(server_args: Any) -> socket.socket:
+    """The socket that `check_port` took; where a file of flags names the address, it is taken here."""
+    listener = hand_over()
+    if listener is None:
+        take_address([f"--host={server_args.host}", f"--port={server_args.port}"], server_args.port, ())
+        listener = hand_over()
+    assert listener is not None
+    return listener
+
+
+def _serve_on(listener: socket.socket, server_args: Any) -> None:
+    """Have SGLang's HTTP server accept connections on ``listener``, where it would bind a socket of its own after the
+    engine has started. Its servers with several processes and over HTTP/2 cannot, and bind the address themselves."""
+    import uvicorn
+
+    if server_args.tokenizer_worker_num > 1 or server_args.enable_http2:
+        listener.close()
+        return
+    serve = uvicorn.Server.serve
+
+    async def serve_on_listener(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+        await serve(server, sockets or [listener])
+
+    uvicorn.Server.serve = serve_on_listener  # type: ignore[method-assign, assignment]
+
+
+def _with_flags_of_file(extra: Sequence[str]) -> list[str]:
+    """Replace ``--config FILE`` by the flags in that file, which come first. SGLang would put them before our own
+    flags, which would then overrule them."""
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    words = [word for flag in extra for word in (flag.split("=", 1) if flag.startswith("--config=") else [flag])]
+    try:
+        merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(words)
+    except Exception as error:  # whatever YAML and SGLang raise
+        raise EngineError(f"--config: SGLang cannot read it: {error}") from error
+    return merged
 
 
 def _prepare(arguments: Sequence[str]) -> Any:
     """SGLang's arguments, resolved: what can be refused is refused here, before a process is started."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
             raise EngineError(f"{message}; engine flags are listed by `hybrid serve MODEL --engine sglang -- --help`")
 
-    if "--config" not in arguments:  # what a file says, only SGLang can read
-        parser = Parser(prog="hybrid serve MODEL --engine sglang --")
-        ServerArgs.add_cli_args(parser)
-        parser.parse_args(list(arguments))
+    parser = Parser(prog="hybrid serve MODEL --engine sglang --")
+    ServerArgs.add_cli_args(parser)
+    parser.parse_args(list(arguments))
     try:
         server_args = prepare_server_args(list(arguments))
         server_args.resolve_once()

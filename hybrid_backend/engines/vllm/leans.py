@@ -436,7 +436,7 @@ _SERVER = (
         "`hybrid serve`",
         passes=("args",),
     ),
-    Lean("vllm.utils.argparse_utils:FlexibleArgumentParser", "`hybrid serve`"),
+    Lean("vllm.utils.argparse_utils:FlexibleArgumentParser", "`hybrid serve`", has=("load_config_file",)),
     Lean("vllm.utils.system_utils:decorate_logs", "`hybrid serve`", passes=("process_name",)),
     Lean(
         "vllm.engine.arg_utils:AsyncEngineArgs",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from hybrid_backend.engines.lifecycle import join_server
 from hybrid_backend.engines.vllm.compat import can_register
 
 
 def register() -> None:
     """``vllm.general_plugins``: register ``--attention-backend CUSTOM``, vLLM's one name for plugins. A dynamic name
     would not survive unpickling in the engine core."""
+    join_server()
     if not can_register():
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import socket
-import tempfile
-from collections.abc import Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.address import check_address
+from hybrid_backend.engines.address import LOOPBACK, hand_over, take_address, who_can_reach, why_not
 from hybrid_backend.engines.cpu_defaults import (
     AOT,
     BIND,
@@ -26,8 +28,10 @@ from hybrid_backend.engines.cpu_defaults import (
     says_how_to_compile,
     starts_eager,
 )
+from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, Life, served
 from hybrid_backend.engines.refusal import other_backend
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, compat
+from hybrid_backend.engines.vllm.environment import check_environment
 from hybrid_backend.engines.vllm.settings import chosen
 from hybrid_backend.errors import EngineError, HybridError
 from hybrid_backend.host_memory import System
@@ -45,6 +49,7 @@ def engine_arguments(
     """vLLM's command line for ``model``. What the user wrote after ``--`` comes last and wins."""
     arguments = ["--model", model, "--attention-backend", BACKEND, "--block-size", str(page_size)]
     arguments += ["--additional-config", config_json]
+    arguments += ["--host", LOOPBACK, "--shutdown-timeout", str(DRAIN_SECONDS)]
     if model != served_as and "--served-model-name" not in _flags(extra):
         arguments += ["--served-model-name", served_as]
     if "--worker-cls" not in _flags(extra):
@@ -60,60 +65,42 @@ def _worker() -> str:
 
 
 def check_installation() -> None:
-    """Raise EngineError unless a vLLM is installed that has what we lean on, before it is imported."""
+    """Raise EngineError unless a vLLM is installed that has what we lean on and can read the environment, before it is
+    imported."""
     installed = compat.installed()
     if installed is None:
         raise EngineError(f"vLLM is not installed; {compat.VLLM.fix}, or run `make serve`")
     compat.VLLM.check(installed, compat.VLLM.missing())  # a version that was not tested is warned of when it starts
+    check_environment()
 
 
 def check_port(extra: Sequence[str]) -> None:
-    """Raise EngineError if the server's address cannot be used, before the engine is even imported."""
-    check_address(extra, "", 8000, elsewhere=("--uds", "--config"))
+    """Take the server's address before the engine is even imported. Raise EngineError if it cannot be used."""
+    take_address(extra, 8000, elsewhere=("--uds", "--config"))
 
 
 def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str]) -> None:
     """Serve ``model`` until stopped; the engine flags ``extra`` come last and win."""
+    if _help_flags(extra):
+        print("vLLM's own flags (importing it takes some seconds):", file=sys.stderr, flush=True)
     additional = json.dumps({ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")})
-    try:
-        serve(engine_arguments(str(model), served_as, additional, config.page_size, extra, _worker()))
-    except RuntimeError as error:
-        if "Engine core initialization failed" not in str(error):
-            raise
-        raise EngineError("the engine did not start; the reason is in the log above") from None
+    with served() as life, _shared_folder(life.folder):
+        flags = _with_flags_of_file(extra)
+        arguments = engine_arguments(str(model), served_as, additional, config.page_size, flags, _worker())
+        try:
+            _serve(arguments, life)
+        except RuntimeError as error:
+            if "Engine core initialization failed" not in str(error):
+                raise
+            raise EngineError("the engine did not start; the reason is in the log above") from None
 
 
-def serve(arguments: Sequence[str]) -> None:
-    """Run the server until it is stopped. Nothing of it stays behind."""
-    with _workplace():
-        _run(arguments)
+def _serve(arguments: Sequence[str], life: Life) -> None:
+    """Run the server until it is stopped.
 
-
-@contextmanager
-def _workplace() -> Iterator[None]:
-    """A folder for what the server's processes share (metrics, sockets), removed however the server ends."""
-    before = {name: os.environ.get(name) for name in (_METRICS, _SOCKETS)}
-    handler = signal.signal(signal.SIGTERM, _stop)
-    try:
-        with tempfile.TemporaryDirectory(prefix="hybrid-", ignore_cleanup_errors=True) as folder:
-            # Joins the worker's metrics with the API server's; read when prometheus_client is first imported.
-            os.environ.setdefault(_METRICS, folder)
-            if len(folder) + 37 <= _LONGEST_SOCKET_PATH:
-                os.environ.setdefault(_SOCKETS, folder)
-            yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-def _stop(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _run(arguments: Sequence[str]) -> None:
+    Raises:
+        EngineError: the flags are refused, or the engine ended by itself.
+    """
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker
     from vllm.utils.system_utils import decorate_logs
@@ -122,13 +109,61 @@ def _run(arguments: Sequence[str]) -> None:
     set_up()
     decorate_logs("APIServer")
     parsed, address, listener = _prepare(arguments)
-    uvloop.run(run_server_worker(address, listener, parsed))
+
+    class Loop(uvloop.Loop):
+        """An event loop that ends at once at a second signal, or at a deadline: vLLM's own handlers know neither."""
+
+        def add_signal_handler(  # type: ignore[override]
+            self, sig: int, callback: Callable[..., Any], *args: Any
+        ) -> None:
+            stop = partial(callback, *args)
+            ends = partial(life.on_signal, sig, stop, parsed.shutdown_timeout)
+            super().add_signal_handler(sig, ends if sig in (signal.SIGINT, signal.SIGTERM) else stop)
+
+    uvloop.run(run_server_worker(address, listener, parsed), loop_factory=Loop)
+    life.check_was_stopped()
+
+
+@contextmanager
+def _shared_folder(folder: Path) -> Iterator[None]:
+    """Have the server's processes put what they share (metrics, sockets) into ``folder``."""
+    before = {name: os.environ.get(name) for name in (_METRICS, _SOCKETS)}
+    # Joins the worker's metrics with the API server's; read when prometheus_client is first imported.
+    os.environ.setdefault(_METRICS, str(folder))
+    if len(str(folder)) + 37 <= _LONGEST_SOCKET_PATH:
+        os.environ.setdefault(_SOCKETS, str(folder))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _with_flags_of_file(extra: Sequence[str]) -> list[str]:
+    """Replace ``--config FILE`` by the flags in that file, which come first. vLLM would put them before our own flags,
+    which would then overrule them."""
+    named = [i for i, flag in enumerate(extra) if flag.partition("=")[0] == "--config"]
+    if not named or _help_flags(extra):
+        return list(extra)
+    first = named[0]
+    _, is_one_word, path = extra[first].partition("=")
+    rest = list(extra[first + 1 :])
+    if not is_one_word:
+        path = rest.pop(0) if rest else ""
+    if len(named) > 1 or not path:
+        raise EngineError("--config: expected one file of engine flags, as --config engine.yaml")
+    try:
+        flags: list[str] = _parser().load_config_file(path)
+    except Exception as error:  # whatever YAML and vLLM raise
+        raise EngineError(f"--config: vLLM cannot read {path}: {_reason(error)}") from error
+    return [*flags, *extra[:first], *rest]
 
 
 def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
     """All that can be refused before a process is started: flags, engine configuration, address to listen on."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.launcher import setup_server
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
@@ -156,7 +191,9 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
             _refuse_dtype(config.model_config)
         for line in choices:  # now vLLM's logging is set up
             logger.info(line)
-        address, listener = setup_server(parsed, reuse_port=False)
+        address, listener = _listen(parsed)
+        if not parsed.uds:
+            logger.info(who_can_reach(parsed.host, parsed.port))
     except HybridError:
         raise
     except Exception as error:  # vLLM raises everything from ValueError to KeyError for flags that it cannot use
@@ -164,6 +201,26 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
         model = arguments[arguments.index("--model") + 1]
         raise EngineError(f"vLLM cannot serve {model}: {_reason(error)}") from error
     return parsed, address, listener
+
+
+def _listen(parsed: Any) -> tuple[str, socket.socket]:
+    """vLLM's address and a socket that listens on it, so that a second server ends before its engine starts."""
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    if (taken := hand_over()) is not None:
+        taken.close()  # vLLM binds a socket of its own
+    try:
+        address, listener = setup_server(parsed, reuse_port=False)
+        listener.listen()
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            raise
+        if parsed.uds:
+            raise EngineError(
+                f"--uds: {parsed.uds} is already in use; remove the file or choose another one"
+            ) from error
+        raise EngineError(why_not(parsed.host, parsed.port, error)) from error
+    return address, listener
 
 
 def _refuse_other_servers(parsed: Any) -> None:
@@ -242,17 +299,24 @@ def _choose_how_to_compile(inductor: dict[str, Any]) -> Iterator[str]:
         yield f"{AOT}=0: on a CPU vLLM cannot load what it saves with it, and would compile at every start"
 
 
-def _parse(arguments: Sequence[str]) -> Any:
+def _parser() -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
             raise EngineError(f"{message}; engine flags are listed by `hybrid serve MODEL -- --help`")
 
-    # Where help is asked for, vLLM's parser lacks --model, so it must see nothing else.
-    asked = [flag for flag in arguments if flag == "-h" or flag.startswith("--help")]
     _, make_parser, _ = compat.command_line()
-    parsed = make_parser(Parser(prog="hybrid serve MODEL --")).parse_args(asked or list(arguments))
+    return make_parser(Parser(prog="hybrid serve MODEL --"))
+
+
+def _help_flags(flags: Sequence[str]) -> list[str]:
+    return [flag for flag in flags if flag == "-h" or flag.startswith("--help")]
+
+
+def _parse(arguments: Sequence[str]) -> Any:
+    # Where help is asked for, vLLM's parser lacks --model, so it must see nothing else.
+    parsed = _parser().parse_args(_help_flags(arguments) or list(arguments))
     # A second --additional-config replaces the first; ours must survive one that is meant for other plugins.
     name = "--additional-config"
     if not isinstance(parsed.additional_config, dict):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.engines import promises
+from tests.engines import ends, promises
 from tests.engines.answers import StockAnswers
 from tests.engines.server import Server
 from tests.engines.sglang.server import hybrid_server
@@ -106,3 +106,7 @@ def test_the_budget_grows_until_the_promised_mass_is_kept(server: Server, stock:
 
 def test_the_readmes_first_answer_is_right_each_time(server: Server) -> None:
     promises.the_readmes_first_answer_is_right_each_time(server)
+
+
+def test_a_crashed_scheduler_is_no_success(server: Server) -> None:
+    ends.a_crash_is_no_success(server, "scheduler")

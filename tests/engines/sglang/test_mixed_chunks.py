@@ -13,6 +13,7 @@ import torch
 from hybrid_backend.attention.lookahead import Layer
 from hybrid_backend.config import config_from_mapping
 from hybrid_backend.engines.sglang.patches import _all_freed
+from tests.engines import ends
 from tests.engines.answers import StockAnswers
 from tests.engines.conftest import TOKENS
 from tests.engines.server import Server
@@ -159,3 +160,7 @@ def test_mixed_batches_answer_as_torch_native_and_decode_every_token(server: Ser
     assert [text for text, _ in found] == stock.to(asked, TOKENS)
     assert server.total(COUNTED, {0}) - before >= sum(tokens for _, tokens in found)
     assert server.total("hybrid_resident_requests") == 0
+
+
+def test_a_killed_server_takes_its_processes_along(server: Server) -> None:
+    ends.a_killed_server_takes_its_processes_along(server)

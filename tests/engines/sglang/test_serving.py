@@ -4,6 +4,7 @@ exact, and whatever requests do, nothing of them stays."""
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 
 from hybrid_backend.config import find_config, load_config
 from hybrid_backend.tools.status.reading import read
-from tests.engines import promises
+from tests.engines import ends, promises
 from tests.engines.answers import StockAnswers
 from tests.engines.server import MODEL, Server
 from tests.engines.sglang.server import PAGE, hybrid_server
@@ -132,3 +133,7 @@ def test_metrics_carry_every_promised_name(server: Server) -> None:
 
 def test_the_log_has_no_error(server: Server) -> None:
     assert not re.findall(r"Traceback|EngineError|Failed to apply hooks", server.log.read_text())
+
+
+def test_ctrl_c_lets_requests_finish_and_leaves_nothing(server: Server) -> None:
+    ends.a_signal_lets_requests_finish_and_leaves_nothing(server, "sglang:num_running_reqs", signal.SIGINT)

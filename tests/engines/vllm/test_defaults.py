@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hybrid_backend.errors import EngineError
 from tests.engines.commands import TINY_MODELS
 
 pytestmark = pytest.mark.engine
@@ -100,3 +101,34 @@ def test_a_users_own_flags_always_win(tmp_path: Path, monkeypatch: pytest.Monkey
     assert parsed.dtype == "bfloat16" and not parsed.enforce_eager and not lines
     assert "cpp_wrapper" not in parsed.compilation_config.inductor_compile_config
     assert {name: os.environ[name] for name in own} == own
+
+
+def test_flags_in_a_file_win_over_ours_and_those_beside_it_over_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybrid_backend.engines.vllm import serve
+
+    file = tmp_path / "engine.yaml"
+    file.write_text(
+        "served-model-name: mine\nport: 1\nhost: 0.0.0.0\nenforce-eager: false\nadditional-config: {a: 1}\n"
+    )
+    for words in (["--config", str(file)], [f"--config={file}"]):
+        flags = serve._with_flags_of_file([*words, "--port", "2"])
+        parsed, _ = chosen(tmp_path, monkeypatch, *flags, bf16=True)
+        assert parsed.served_model_name == ["mine"] and parsed.host == "0.0.0.0"
+        assert parsed.port == 2 and parsed.additional_config == {"a": 1}
+        assert not parsed.enforce_eager
+    parsed, _ = chosen(tmp_path, monkeypatch, bf16=True)
+    assert parsed.served_model_name == ["tiny"] and parsed.host == "127.0.0.1" and parsed.shutdown_timeout == 30
+
+
+@pytest.mark.parametrize("text", ["port: [", "- port", "7"])
+def test_a_file_of_flags_that_cannot_be_read_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    from hybrid_backend.engines.vllm import serve
+
+    file = tmp_path / "engine.yaml"
+    file.write_text(text)
+    with pytest.raises(EngineError, match=f"--config: vLLM cannot read {file}: "):
+        serve._with_flags_of_file(["--config", str(file)])
+    with pytest.raises(EngineError, match="--config: expected one file"):
+        serve._with_flags_of_file(["--config"])

@@ -14,7 +14,7 @@ import pytest
 
 from hybrid_backend.tools.bench.accuracy.client import ask
 from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, Distribution, compare
-from tests.engines import promises
+from tests.engines import ends, promises
 from tests.engines.answers import StockAnswers
 from tests.engines.server import Server, hybrid_server
 from tests.engines.storm import abort_storm
@@ -127,3 +127,7 @@ def test_the_budget_grows_until_the_promised_mass_is_kept(server: Server, dense:
 
 def test_the_readmes_first_answer_is_right_each_time(server: Server) -> None:
     promises.the_readmes_first_answer_is_right_each_time(server)
+
+
+def test_a_crashed_worker_is_no_success(server: Server) -> None:
+    ends.a_crash_is_no_success(server, "Worker")

@@ -6,6 +6,7 @@ Inductor, which would then take minutes to compile it, is left out, as vLLM's ow
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import tempfile
 import time
@@ -22,7 +23,7 @@ from hybrid_backend.tools.bench.throughput.point import Point
 from hybrid_backend.tools.bench.throughput.sweep import WARM_UP
 from hybrid_backend.tools.status import MIDDLEWARE
 from hybrid_backend.tools.status.app import PAGE
-from tests.engines import promises
+from tests.engines import ends, promises
 from tests.engines.server import API_KEY, MODEL, Server, executable, hybrid_server
 from tests.engines.storm import abort_storm
 from tests.engines.texts import english
@@ -139,3 +140,7 @@ def test_the_log_has_no_error(server: Server) -> None:
 
 def test_metrics_carry_every_promised_name(server: Server) -> None:
     assert server.metrics().keys() >= promises.METRICS
+
+
+def test_sigterm_lets_requests_finish_and_leaves_nothing(server: Server) -> None:
+    ends.a_signal_lets_requests_finish_and_leaves_nothing(server, "vllm:num_requests_running", signal.SIGTERM)

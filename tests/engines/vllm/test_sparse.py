@@ -20,6 +20,7 @@ from bench.fidelity import PAIR, answers_in_a_row, follow, lookups
 from hybrid_backend.cli import app
 from hybrid_backend.config import find_config, load_config
 from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
+from tests.engines import ends
 from tests.engines.answers import Distributions, StockAnswers
 from tests.engines.server import MODEL, Server, hybrid_server
 from tests.engines.texts import english, tokens_of_prose
@@ -236,3 +237,7 @@ def test_a_request_may_ask_for_a_budget_of_its_own(sparse: Server) -> None:
     for given in (0, "many"):
         with pytest.raises(BadRequestError, match=r"budget_tokens: got .*, expected a whole number of tokens"):
             sparse.complete("Hello", 1, extra_body={"vllm_xargs": {"budget_tokens": given}})
+
+
+def test_a_killed_server_takes_its_processes_along(sparse: Server) -> None:
+    ends.a_killed_server_takes_its_processes_along(sparse)

@@ -7,6 +7,7 @@ Dockerfile is built as it is. Everything lies in one folder; nothing of the mach
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import shutil
 import subprocess
@@ -14,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.slow.docker.dockerfile import DOCKER, ROOT, instructions
+from tests.slow.docker.dockerfile import DOCKER, ROOT, Instruction, instructions
 
-TOOLS = ("buildah", "podman", "runc", "debootstrap")
-MIRROR = "http://deb.debian.org/debian"
+TOOLS = ("buildah", "podman", "runc", "debootstrap", "apt-get")
 _PACKAGES = "ca-certificates,python3,python3-pip,python3-venv,python3-dev,python-is-python3"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _PROCESSES = 32768  # podman sets its own limit to it, and nothing below it gets more
@@ -30,7 +30,35 @@ def missing() -> str | None:
         return f"no {', '.join(lacking)} here; on Debian: apt-get install buildah podman runc debootstrap"
     if os.getuid():
         return "debootstrap needs root"
+    if debian_address(_release(instructions("Dockerfile.cpu"))) is None:
+        return "apt has no source of Debian here"
     return None
+
+
+def debian_address(release: str) -> str | None:
+    """The address from which this machine's apt gets Debian ``release``, or its own release: mirrors have all of them.
+    None if it gets neither."""
+    own = platform.freedesktop_os_release().get("VERSION_CODENAME")
+    words = [
+        "apt-get",
+        "indextargets",
+        "--no-release-info",
+        "--format",
+        "$(COMPONENT) $(RELEASE) $(REPO_URI)",
+        "Created-By: Packages",
+    ]
+    listed = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    addresses = {name: address for component, name, address in map(str.split, listed) if component == "main"}
+    return addresses.get(release) or addresses.get(own or "")
+
+
+def _base_image(dockerfile: list[Instruction]) -> str:
+    (name,) = {i.words[0].removeprefix("PYTHON_IMAGE=") for i in dockerfile if i.keyword == "ARG"}
+    return name
+
+
+def _release(dockerfile: list[Instruction]) -> str:
+    return _base_image(dockerfile).rpartition("-")[2]
 
 
 @dataclass(frozen=True)
@@ -58,10 +86,10 @@ class Builder:
     def make_base(self, dockerfile: str) -> None:
         """A Debian with its own Python, as the image that ``dockerfile`` begins with. Python's own image lets pip
         install into the system, Debian's Python does not until its mark is gone."""
-        (name,) = {i.words[0].removeprefix("PYTHON_IMAGE=") for i in instructions(dockerfile) if i.keyword == "ARG"}
-        root = self.folder / "base"
-        release = name.rpartition("-")[2]
-        self.run("debootstrap", "--variant=minbase", f"--include={_PACKAGES}", release, root, MIRROR, seconds=600)
+        name, release = _base_image(instructions(dockerfile)), _release(instructions(dockerfile))
+        root, address = self.folder / "base", debian_address(release)
+        assert address is not None
+        self.run("debootstrap", "--variant=minbase", f"--include={_PACKAGES}", release, root, address, seconds=600)
         for mark in root.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):
             mark.unlink()
         container = self.run("buildah", "from", "scratch")

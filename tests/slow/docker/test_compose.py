@@ -13,6 +13,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, GRACE_SECONDS
 from hybrid_backend.observe.metrics import Publisher
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.tools.bench import servers
@@ -48,6 +49,14 @@ def test_the_server_has_the_memory_rights_that_it_needs(services: dict[str, dict
     assert server["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
     assert server["cap_drop"] == ["ALL"] and server["cap_add"] == ["SYS_NICE"]
     assert server["volumes"] == [f"cache:{last('Dockerfile.cpu', 'VOLUME').words[0]}"]
+
+
+@pytest.mark.parametrize("file", ["compose.yaml", "compose.disaggregated.yaml"])
+def test_a_server_that_is_stopped_has_time_to_answer_its_requests(file: str) -> None:
+    servers = [service for service in load(file)["services"].values() if "shm_size" in service]
+    assert servers
+    for service in servers:
+        assert int(service["stop_grace_period"].removesuffix("s")) > DRAIN_SECONDS + GRACE_SECONDS
 
 
 def test_nothing_listens_beyond_this_machine_and_nobody_logs_in(services: dict[str, dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ import pytest
 
 from hybrid_backend import __version__
 from tests.engines.server import free_port, running
+from tests.slow.docker.builder import debian_address
 from tests.slow.docker.dockerfile import DOCKER, ENGINES, IMAGES, ROOT, copies, in_context, instructions, last
 
 SCRIPTS = DOCKER / "scripts"
@@ -224,6 +225,19 @@ def test_the_system_packages_can_be_installed_on_an_empty_debian(tmp_path: Path)
         ["sh", str(private), "no-such-package-x"], env=environment, capture_output=True, timeout=300
     )
     assert missing.returncode != 0
+
+
+@pytest.mark.skipif(shutil.which("apt-get") is None, reason="here is no apt-get")
+def test_the_base_image_is_made_from_the_sources_that_apt_has_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sources.list").write_text("deb http://mirror.example/debian bookworm main\n")
+    (tmp_path / "apt.conf").write_text(
+        f'Dir::Etc::sourcelist "{tmp_path}/sources.list";\nDir::Etc::sourceparts "{tmp_path}/none";\n'
+    )
+    monkeypatch.setenv("APT_CONFIG", str(tmp_path / "apt.conf"))
+    assert debian_address("bookworm") == "http://mirror.example/debian/"
+    assert "http://" not in (Path(__file__).parent / "builder.py").read_text()
 
 
 def test_the_engine_that_the_image_installs_is_the_makefiles() -> None:

@@ -1,0 +1,44 @@
+"""How an SGLang server ends at a signal: SGLang waits for its requests without limit and looks every five seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from hybrid_backend.engines.lifecycle import Life
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_POLL_SECONDS = 0.1
+
+
+def register(life: Life) -> None:
+    """Have SGLang's process for HTTP end as ``life`` says, by SGLang's own `HookRegistry`. Must come before SGLang's
+    plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_MANAGER}.auto_create_handle_loop", partial(_handle_signals, life), HookType.AROUND)
+    HookRegistry.register(f"{_MANAGER}.sigterm_watchdog", _end_when_idle, HookType.AROUND)
+
+
+def _handle_signals(life: Life, original: Callable[[Any], None], manager: Any) -> None:
+    """Replace SGLang's handler of SIGTERM and uvicorn's of SIGINT, once SGLang has set its own."""
+    is_first = manager.event_loop is None
+    original(manager)
+    if is_first and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            manager.event_loop.add_signal_handler(number, life.on_signal, number, partial(_stop, manager))
+
+
+def _stop(manager: Any) -> None:
+    manager.gracefully_exit = True
+
+
+async def _end_when_idle(original: Callable[[Any], Awaitable[None]], manager: Any) -> None:
+    """Wait for the signal and for the requests in short steps; SGLang's own coroutine then ends the server at once."""
+    while not manager.gracefully_exit or manager.rid_to_state:
+        await asyncio.sleep(_POLL_SECONDS)
+    await original(manager)

@@ -1,0 +1,76 @@
+"""How a server ends. Each of these is the last test of a file, on the server that the file has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.engines.server import Server
+from tests.engines.texts import english
+
+SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """The processes that a server has started, and the folder of its temporary files."""
+
+    processes: list[psutil.Process]
+    folder: Path
+
+    @classmethod
+    def of(cls, server: Server) -> Belongings:
+        process = psutil.Process(server.process.pid)
+        (owner,) = [Path(file.path) for file in process.open_files() if Path(file.path).name == "owner"]
+        return cls(process.children(recursive=True), owner.parent)
+
+    def check_processes_gone(self) -> None:
+        _, alive = psutil.wait_procs(self.processes, SECONDS)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        left = [str(file) for file in Path("/dev/shm").glob("__KMP_REGISTERED_LIB_*")]
+        assert not [file for file in left for process in self.processes if f"_{process.pid}_" in file]
+
+
+def a_signal_lets_requests_finish_and_leaves_nothing(server: Server, running_requests: str, number: int) -> None:
+    """Args:
+    running_requests: the engine's gauge.
+    number: SIGINT goes to all processes, as a terminal sends it.
+    """
+    belongings = Belongings.of(server)
+    prompts = [english(100, start=3000 * i) for i in range(4)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(server.complete, prompt, 64, extra_body={"ignore_eos": True}) for prompt in prompts]
+        deadline = time.monotonic() + SECONDS
+        while server.total(running_requests) < 2:
+            assert time.monotonic() < deadline
+        os.killpg(server.process.pid, number) if number == signal.SIGINT else server.process.send_signal(number)
+        assert all(answer.result() for answer in answers)
+    assert server.process.wait(SECONDS) == 0
+    belongings.check_processes_gone()
+    assert not belongings.folder.exists()
+    log = server.log.read_text()
+    assert "Traceback" not in log and "leaked" not in log, log[-4000:]
+
+
+def a_crash_is_no_success(server: Server, name: str) -> None:
+    """Args:
+    name: part of the title of the process that crashes.
+    """
+    belongings = Belongings.of(server)
+    (crashing,) = [process for process in belongings.processes if name in " ".join(process.cmdline())]
+    crashing.kill()
+    assert server.process.wait(SECONDS) != 0
+    belongings.check_processes_gone()
+
+
+def a_killed_server_takes_its_processes_along(server: Server) -> None:
+    belongings = Belongings.of(server)
+    server.process.kill()
+    server.process.wait(SECONDS)
+    belongings.check_processes_gone()

@@ -1,0 +1,160 @@
+"""How a server ends, with processes as engines start them: killed, signalled at start, signalled twice, crashed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+PROGRAM = """
+import multiprocessing, os, signal, sys, time
+from pathlib import Path
+from hybrid_backend.engines.lifecycle import join_server, served
+
+def child(ready):
+    join_server()
+    Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").touch()
+    ready.set()
+    time.sleep(600)
+
+def wait():
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:  # as vLLM's zmq_socket_ctx swallows KeyboardInterrupt
+            pass
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    with served() as life:
+        spawn = multiprocessing.get_context("spawn")
+        ready = spawn.Event()
+        process = spawn.Process(target=child, args=(ready,))
+        process.start()
+        ready.wait()
+        print(process.pid, life.folder, flush=True)
+        exec(sys.argv[1])
+"""
+DEADLINE = 60
+
+
+class Served:
+    """A process inside `served`, the child that it started, and the folder of both."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        program = folder / "program.py"
+        program.write_text(PROGRAM)
+        self.process = subprocess.Popen(
+            [sys.executable, str(program), what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+        assert self.process.stdout is not None
+        pid, path = self.process.stdout.readline().split()
+        self.child, self.folder = psutil.Process(int(pid)), Path(path)
+        self.openmp = Path(f"/dev/shm/__KMP_REGISTERED_LIB_{pid}_{os.getuid()}")
+
+    def end(self) -> int:
+        return self.process.wait(DEADLINE)
+
+    def stderr(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def check_child_ended(self) -> None:
+        _, alive = psutil.wait_procs([self.child], DEADLINE)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        assert not self.openmp.exists()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Served]]:
+    started: list[Served] = []
+
+    def start(what: str) -> Served:
+        started.append(Served(tmp_path, what))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.end()
+        each.check_child_ended()
+
+
+def test_a_killed_server_takes_its_processes_along_and_the_next_start_removes_its_files(
+    start: Callable[[str], Served],
+) -> None:
+    killed = start("wait()")
+    living = start("wait()")
+    killed.process.kill()
+    killed.end()
+    killed.check_child_ended()
+    assert killed.folder.exists()
+    assert start("pass").end() == 0
+    assert not killed.folder.exists() and living.folder.exists()
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_server_alone(start: Callable[[str], Served]) -> None:
+    server = start("wait()")
+    (ignored,) = re.findall(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{server.child.pid}/status").read_text(), re.MULTILINE)
+    assert int(ignored, 16) & 1 << signal.SIGINT - 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_engine_starts_ends_the_server_at_once(start: Callable[[str], Served], number: int) -> None:
+    server = start("wait()")
+    server.process.send_signal(number)
+    assert server.end() == 128 + number
+    server.check_child_ended()
+    assert not server.folder.exists()
+
+
+HANDLED = "signal.signal(signal.SIGTERM, lambda number, frame: life.on_signal(number, {stop}, {seconds})); {rest}"
+
+
+def test_the_first_signal_ends_in_order_and_the_second_at_once(start: Callable[[str], Served]) -> None:
+    stop = "lambda: print('stopping', flush=True)"
+    server = start(HANDLED.format(stop=stop, seconds=600, rest="print('handled', flush=True); wait()"))
+    assert server.process.stdout is not None and server.process.stdout.readline() == "handled\n"
+    server.process.terminate()
+    assert server.process.stdout.readline() == "stopping\n"
+    server.process.terminate()
+    assert server.end() == 128 + signal.SIGTERM
+    server.check_child_ended()
+    assert not server.folder.exists()
+
+
+def test_a_server_whose_requests_do_not_end_is_ended_at_a_deadline(start: Callable[[str], Served]) -> None:
+    rest = "os.kill(os.getpid(), signal.SIGTERM); wait()"
+    server = start(HANDLED.format(stop="lambda: None", seconds="0.5 - 15", rest=rest))
+    assert server.end() == 128 + signal.SIGTERM
+    server.check_child_ended()
+
+
+def test_an_engine_that_ends_by_itself_is_an_error_and_one_that_was_stopped_is_none(
+    start: Callable[[str], Served],
+) -> None:
+    crashed = start("life.check_was_stopped()")
+    assert crashed.end() == 1 and "EngineError: the engine ended by itself" in crashed.stderr()
+    crashed.check_child_ended()
+    rest = "os.kill(os.getpid(), signal.SIGTERM); life.check_was_stopped()"
+    stopped = start(HANDLED.format(stop="lambda: None", seconds=600, rest=rest))
+    assert stopped.end() == 0
+    stopped.check_child_ended()
+    assert not crashed.folder.exists() and not stopped.folder.exists()
+
+
+def test_what_libraries_print_while_the_interpreter_ends_is_dropped(start: Callable[[str], Served]) -> None:
+    late = "type('Late', (), {'__del__': lambda self, write=os.write: write(2, b'late')})()"
+    server = start(f"import builtins; builtins.late = {late}; print('an error', file=sys.stderr)")
+    assert server.end() == 0 and server.stderr() == "an error\n"
