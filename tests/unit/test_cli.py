@@ -190,11 +190,10 @@ def test_a_missing_or_old_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_engine_gets_what_was_written_after_the_dashes_last() -> None:
-    extra = ["--served_model_name", "mine", "--worker-cls=theirs", "--port", "1"]
+    extra = ["--served_model_name", "mine", "--port", "1"]
     arguments = vllm_server.engine_arguments("/models/x", "x", "{}", 32, extra)
     assert arguments[-len(extra) :] == extra
-    assert "--served-model-name" not in arguments and "--worker-cls" not in arguments
-    assert vllm_server.engine_arguments("org/x", "org/x", "{}", 32, [])[-2] == "--worker-cls"
+    assert "--served-model-name" not in arguments
 
 
 def test_version_is_printed() -> None:

@@ -28,7 +28,8 @@ from hybrid_backend.engines.cpu_defaults import (
 )
 from hybrid_backend.engines.refusal import other_backend
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, compat
-from hybrid_backend.engines.vllm.settings import chosen
+from hybrid_backend.engines.vllm.checks import check_engine_config
+from hybrid_backend.engines.vllm.settings import attached_config, chosen
 from hybrid_backend.errors import EngineError, HybridError
 from hybrid_backend.host_memory import System
 from hybrid_backend.model import has_delta_nets
@@ -39,24 +40,13 @@ _METRICS, _SOCKETS = "PROMETHEUS_MULTIPROC_DIR", "VLLM_RPC_BASE_PATH"
 _LONGEST_SOCKET_PATH = 107  # of which vLLM's own names take 37
 
 
-def engine_arguments(
-    model: str, served_as: str, config_json: str, page_size: int, extra: Sequence[str], worker: str = CPU_WORKER
-) -> list[str]:
+def engine_arguments(model: str, served_as: str, config_json: str, page_size: int, extra: Sequence[str]) -> list[str]:
     """vLLM's command line for ``model``. What the user wrote after ``--`` comes last and wins."""
     arguments = ["--model", model, "--attention-backend", BACKEND, "--block-size", str(page_size)]
     arguments += ["--additional-config", config_json]
     if model != served_as and "--served-model-name" not in _flags(extra):
         arguments += ["--served-model-name", served_as]
-    if "--worker-cls" not in _flags(extra):
-        arguments += ["--worker-cls", worker]
     return [*arguments, *extra]
-
-
-def _worker() -> str:
-    """The worker of the platform that vLLM finds here."""
-    from vllm.platforms import current_platform
-
-    return GPU_WORKER if current_platform.device_type == "cuda" else CPU_WORKER
 
 
 def check_installation() -> None:
@@ -76,7 +66,7 @@ def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence
     """Serve ``model`` until stopped; the engine flags ``extra`` come last and win."""
     additional = json.dumps({ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")})
     try:
-        serve(engine_arguments(str(model), served_as, additional, config.page_size, extra, _worker()))
+        serve(engine_arguments(str(model), served_as, additional, config.page_size, extra))
     except RuntimeError as error:
         if "Engine core initialization failed" not in str(error):
             raise
@@ -152,6 +142,7 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
         config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
         if not chosen(config):
             raise other_backend("vllm serve")
+        check_engine_config(config, attached_config(config), GPU_WORKER if device == "cuda" else CPU_WORKER)
         if device == "cpu":
             _refuse_dtype(config.model_config)
         for line in choices:  # now vLLM's logging is set up
