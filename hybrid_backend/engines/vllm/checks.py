@@ -187,7 +187,7 @@ REFUSALS: tuple[Refusal[Start], ...] = (
     Refusal(
         "KV connectors that write pages behind its back",
         lambda a: a.has_silent_connector,
-        f"choose {' or '.join(CONNECTORS[:2])}, or leave out --kv-transfer-config",
+        f"choose {' or '.join(CONNECTORS[:2])} in --kv-transfer-config, or serve without a connector",
         lambda a: f"kv_connector: {a.transfer.kv_connector}",
     ),
     Refusal(

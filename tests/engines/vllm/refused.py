@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         MODEL,
         [],
         ["--kv-transfer-config", _transfer("DecodeBenchConnector")],
-        ["DecodeBenchConnector", "choose ExampleConnector or NixlConnector"],
+        ["DecodeBenchConnector", "choose ExampleConnector or NixlConnector in --kv-transfer-config"],
     ),
     "KV offloading by vLLM": (MODEL, [], ["--kv-offloading-size", "1"], ["leave out --kv-offloading-size"]),
     "handing its own KV over": (
