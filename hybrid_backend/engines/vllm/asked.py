@@ -102,7 +102,7 @@ def _check_body(body: bytearray) -> None:
     """Raise HTTPException, which FastAPI passes on from a middleware, if the JSON in ``body`` names a wrong budget."""
     if BUDGET.encode() not in body:
         return
-    from starlette.exceptions import HTTPException
+    from fastapi import HTTPException
 
     try:
         request = json.loads(body)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from tests.engines.commands import TINY_MODELS
 
@@ -100,3 +101,28 @@ def test_a_users_own_flags_always_win(tmp_path: Path, monkeypatch: pytest.Monkey
     assert parsed.dtype == "bfloat16" and not parsed.enforce_eager and not lines
     assert "cpp_wrapper" not in parsed.compilation_config.inductor_compile_config
     assert {name: os.environ[name] for name in own} == own
+
+
+@pytest.fixture(scope="module")
+def app() -> TestClient:
+    """vLLM's own server behind our defaults, without an engine: only what is refused before it is asked has answers."""
+    from vllm.entrypoints.launchers.app import build_app
+
+    from hybrid_backend.engines.vllm import serve
+
+    parsed = serve._parse(["--model", "any", "--api-key", "secret"])
+    server = build_app(parsed, ("generate",))
+    server.state.args = parsed
+    return TestClient(server, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize("asked", [{"prompt": "Hello"}, {"messages": [{"role": "user", "content": "Hello"}]}])
+@pytest.mark.parametrize("budget", [True, "many", [512]])
+def test_a_wrong_budget_of_a_streamed_request_is_a_bad_request(app: TestClient, asked: Any, budget: object) -> None:
+    path = "/v1/completions" if "prompt" in asked else "/v1/chat/completions"
+    body = {"model": "any", "stream": True, "vllm_xargs": {"budget_tokens": budget}, **asked}
+    answer = app.post(path, json=body, headers={"Authorization": "Bearer secret"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == 400 and error["message"].startswith("budget_tokens: got "), error
+    assert app.post(path, json=body).status_code == 401, "strangers are told nothing"
