@@ -148,7 +148,7 @@ REFUSALS: tuple[Refusal[Start], ...] = (
     Refusal(
         "a KV cache of another type than the model's",
         lambda a: a.cache_dtype != "auto" and a.cache_dtype != a.dtype,
-        "use --kv-cache-dtype auto, or that type's name where the model's own files ask for another",
+        "use --kv-cache-dtype auto, or the model's type where its own files ask for another",
         lambda a: f"{a.cache_dtype} instead of {a.dtype}",
     ),
     Refusal(
@@ -179,7 +179,7 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         "use --distributed-executor-backend mp and --data-parallel-backend mp",
     ),
     Refusal(
-        # vLLM makes a connector of it after the platform has checked the configuration.
+        # vLLM makes a connector of this setting after its platform has checked the configuration.
         "KV offloading by vLLM, as its own host pool already holds all of the KV",
         lambda a: getattr(a.vllm_config.cache_config, "kv_offloading_size", None) is not None,
         "leave out --kv-offloading-size",
