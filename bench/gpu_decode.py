@@ -74,7 +74,7 @@ def engine(
     from vllm import LLM
 
     from bench.shapes import CONNECTOR, EXTRA
-    from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER
+    from hybrid_backend.engines.vllm import BACKEND
 
     total = torch.cuda.get_device_properties(0).total_memory
     connector = CONNECTOR | {"kv_connector_extra_config": {**EXTRA, "page_spread": page_spread}}
@@ -95,7 +95,7 @@ def engine(
         "host_pool": {"size": f"{pool}GiB"}, **VARIANTS[kind],
     }  # fmt: skip
     return LLM(
-        model, attention_backend=BACKEND, worker_cls=GPU_WORKER, block_size=PAGE,
+        model, attention_backend=BACKEND, block_size=PAGE,
         additional_config={"hybrid": config}, kv_cache_memory_bytes=pool << 30, **options,
     )  # fmt: skip
 

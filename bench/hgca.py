@@ -55,13 +55,13 @@ def _print_kept(tokens: int, window: int, beta: float) -> None:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_NUM_OF_RESERVED_CPU="0")
     from vllm import LLM, SamplingParams
 
-    from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER
+    from hybrid_backend.engines.vllm import BACKEND
 
     overrides = ["method=hgca", f"hgca.window_tokens={window}", f"hgca.beta={beta}"]
     config = config_from_mapping(apply_overrides(load_mapping(find_config(MODEL)), overrides), "bench")
     llm = LLM(
         str(fetch(MODEL)), dtype="bfloat16", enforce_eager=True, max_num_seqs=2, kv_cache_memory_bytes=2**29,
-        block_size=config.page_size, attention_backend=BACKEND, worker_cls=CPU_WORKER, disable_log_stats=True,
+        block_size=config.page_size, attention_backend=BACKEND, disable_log_stats=True,
         additional_config={"hybrid": config.model_dump(mode="json")},
     )  # fmt: skip
     text: list[list[float]] = []

@@ -46,6 +46,17 @@ def a_chat_completion_streams(server: Server) -> None:
     assert "Paris" in "".join(pieces)
 
 
+def what_serves_is_said_once(server: Server, method: str, budget: int) -> None:
+    """The start log has one line with method, pool, budget, digests, kernels and threads."""
+    lines = [line for line in server.log.read_text().splitlines() if "hybrid backend: method" in line]
+    assert len(lines) == 1, lines
+    assert re.search(
+        rf"method {method}, host pool [\d.]+ [MG]iB \([\d,]+ tokens\), budget {budget:,} tokens, digests \w+, "
+        r"kernels native \(\w+\), \d+ worker threads$",
+        lines[0],
+    ), lines[0]
+
+
 def cached_prompts_answer_the_same(
     server: Server, prompts: Sequence[str], expected: Sequence[str], tokens: int, longest: int, counter: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +30,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory, engine: ModuleType) -> dic
 
 @pytest.mark.parametrize("promise", ENGINE.REFUSED)
 def test_is_refused_in_one_line(answers: dict[str, Answer], promise: str) -> None:
-    answers[promise].check_refusal(*ENGINE.REFUSED[promise][3])
+    _, options, flags, words = ENGINE.REFUSED[promise]
+    answers[promise].check_refusal(*words)
+    # A user can leave out only what the user has typed.
+    (line,) = answers[promise].errors
+    assert set(re.findall(r"leave out (--[\w-]+)", line)) <= {flag.partition("=")[0] for flag in (*options, *flags)}, (
+        line
+    )
 
 
 def test_the_engine_s_own_help_is_shown(answers: dict[str, Answer], engine: ModuleType) -> None:

@@ -215,12 +215,11 @@ def test_an_environment_variable_that_vllm_cannot_read_is_refused(
 
 
 def test_the_engine_gets_what_was_written_after_the_dashes_last() -> None:
-    extra = ["--served_model_name", "mine", "--worker-cls=theirs", "--port", "1"]
+    extra = ["--served_model_name", "mine", "--port", "1"]
     arguments = vllm_server.engine_arguments("/models/x", "x", "{}", 32, extra)
     assert arguments[-len(extra) :] == extra
-    assert "--served-model-name" not in arguments and "--worker-cls" not in arguments
+    assert "--served-model-name" not in arguments
     plain = vllm_server.engine_arguments("org/x", "org/x", "{}", 32, [])
-    assert plain[-2] == "--worker-cls"
     assert plain[plain.index("--host") + 1] == "127.0.0.1" and plain[plain.index("--shutdown-timeout") + 1] == "30"
 
 

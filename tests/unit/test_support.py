@@ -10,10 +10,11 @@ import pytest
 
 from hybrid_backend.engines.probe import Engine, Range
 from hybrid_backend.engines.refusal import Refusal, refuse
+from hybrid_backend.engines.sglang import checks as sglang_checks
 from hybrid_backend.engines.sglang import compat as sglang
 from hybrid_backend.engines.sglang.compat import SGLANG
 from hybrid_backend.engines.vllm import compat as vllm
-from hybrid_backend.engines.vllm.checks import LAYER_REFUSALS, Layer
+from hybrid_backend.engines.vllm.checks import LAYER_REFUSALS, REFUSALS, Layer
 from hybrid_backend.engines.vllm.compat import VLLM
 from hybrid_backend.errors import EngineError
 from hybrid_backend.tools.support import FEATURES, page
@@ -50,6 +51,13 @@ def test_a_refusal_is_one_line_with_what_was_asked_for_and_the_way_out() -> None
         refuse(table, 3, " here")
 
 
+def test_no_way_out_names_the_flag_that_hybrid_serve_sets_by_itself() -> None:
+    tables = (REFUSALS, LAYER_REFUSALS, sglang_checks.ARGUMENT_REFUSALS, sglang_checks.MODEL_REFUSALS)
+    refusals = [refusal for table in (*tables, sglang_checks.LAYER_REFUSALS) for refusal in table]
+    assert len(refusals) > 50
+    assert not [refusal.what for refusal in refusals if "--attention-backend" in refusal.fix]
+
+
 def test_layers_that_are_more_than_plain_attention_are_refused() -> None:
     refuse(LAYER_REFUSALS, Layer(None, None, "decoder", None))
     for layer in (
@@ -58,7 +66,7 @@ def test_layers_that_are_more_than_plain_attention_are_refused() -> None:
         Layer(None, None, "encoder", None),
         Layer(None, None, "decoder", "layers.0"),
     ):
-        with pytest.raises(EngineError, match="leave out --attention-backend CUSTOM"):
+        with pytest.raises(EngineError, match="use vLLM's own attention backend for this model"):
             refuse(LAYER_REFUSALS, layer)
 
 

@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
-from hybrid_backend.engines.sglang import patches
+from hybrid_backend.engines.sglang import OWN_BACKEND, patches
 from hybrid_backend.engines.sglang.compat import check_engine
 from hybrid_backend.engines.sglang.hooks import attach_lookahead
 from hybrid_backend.engines.sglang.session import Session, attention_layers
@@ -69,7 +69,7 @@ class HybridBackend(AttentionBackend):
         unknown = sorted(name for name, value in kwargs.items() if value is not None)
         if k is None or v is None or not save_kv_cache or unknown:
             what = f"attention with {', '.join(unknown)}" if unknown else "a model that writes its KV by itself"
-            raise EngineError(f"the hybrid backend does not support {what}; leave out --attention-backend hybrid")
+            raise EngineError(f"the hybrid backend does not support {what}; {OWN_BACKEND}")
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = torch.empty_like(heads, memory_format=torch.contiguous_format)
         self.session.forward(layer.layer_id, heads, k, v, out)

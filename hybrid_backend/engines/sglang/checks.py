@@ -11,7 +11,7 @@ from torch import nn
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.refusal import Refusal, refuse
-from hybrid_backend.engines.sglang import BACKEND
+from hybrid_backend.engines.sglang import OWN_BACKEND
 from hybrid_backend.engines.sglang.compat import check_engine
 from hybrid_backend.engines.sglang.settings import host_pool_bytes
 from hybrid_backend.errors import EngineError
@@ -43,8 +43,6 @@ class Start:
     def looks_ahead(self) -> bool:
         return resolve_method(self.config.method).looks_ahead(self.config, torch.device(self.arguments.device))
 
-
-_STOCK = f"leave out --attention-backend {BACKEND} for this model"
 
 ARGUMENT_REFUSALS: tuple[Refusal[Start], ...] = (
     Refusal(
@@ -117,7 +115,7 @@ MODEL_REFUSALS: tuple[Refusal[Start], ...] = (
     Refusal(
         "MLA and state-space models",
         lambda a: a.model.attention_arch.name != "MHA" or a.model.head_dim != a.model.v_head_dim,
-        _STOCK,
+        OWN_BACKEND,
     ),
     Refusal(
         "a KV cache of another type than the model's",
@@ -131,27 +129,27 @@ MODEL_REFUSALS: tuple[Refusal[Start], ...] = (
     Refusal(
         "models that do not generate text",
         lambda a: not a.model.is_generation or a.model.is_encoder_decoder,
-        _STOCK,
+        OWN_BACKEND,
     ),
     Refusal(
         "sliding-window attention on SGLang in this version",
         lambda a: a.model.is_hybrid_swa or a.model.sliding_window_size or "sliding_attention" in a.layer_kinds,
-        _STOCK,
+        OWN_BACKEND,
     ),
     Refusal(
         "models with layers of other kinds than attention",
         lambda a: a.layer_kinds - {"full_attention", "sliding_attention"},
-        _STOCK,
+        OWN_BACKEND,
     ),
     Refusal(
         "attention with logit soft-capping",
         lambda a: getattr(a.model.hf_text_config, "attn_logit_softcapping", None),
-        _STOCK,
+        OWN_BACKEND,
     ),
     Refusal(
         "dual chunk attention",
         lambda a: getattr(a.model.hf_text_config, "dual_chunk_attention_config", None),
-        _STOCK,
+        OWN_BACKEND,
     ),
     Refusal(
         "LoRA together with the lookahead",
@@ -162,18 +160,18 @@ MODEL_REFUSALS: tuple[Refusal[Start], ...] = (
 
 # Of a layer, SGLang's RadixAttention, that does more than plain causal attention.
 LAYER_REFUSALS: tuple[Refusal[Any], ...] = (
-    Refusal("sliding windows", lambda a: a.sliding_window_size > 0, _STOCK),
-    Refusal("attention with logit soft-capping", lambda a: a.logit_cap, _STOCK),
-    Refusal("cross-attention", lambda a: a.is_cross_attention, _STOCK),
+    Refusal("sliding windows", lambda a: a.sliding_window_size > 0, OWN_BACKEND),
+    Refusal("attention with logit soft-capping", lambda a: a.logit_cap, OWN_BACKEND),
+    Refusal("cross-attention", lambda a: a.is_cross_attention, OWN_BACKEND),
     Refusal(
         "attention of other types than a decoder's",
         lambda a: a.attn_type.value != "decoder",
-        _STOCK,
+        OWN_BACKEND,
         lambda a: a.attn_type.value,
     ),
-    Refusal("chunked local attention", lambda a: a.use_irope, _STOCK),
-    Refusal("length-dependent attention temperature", lambda a: a.xai_temperature_len > 0, _STOCK),
-    Refusal("quantised KV", lambda a: a.k_scale is not None or a.quant_method is not None, _STOCK),
+    Refusal("chunked local attention", lambda a: a.use_irope, OWN_BACKEND),
+    Refusal("length-dependent attention temperature", lambda a: a.xai_temperature_len > 0, OWN_BACKEND),
+    Refusal("quantised KV", lambda a: a.k_scale is not None or a.quant_method is not None, OWN_BACKEND),
 )
 
 

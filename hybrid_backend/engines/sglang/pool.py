@@ -8,6 +8,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
 
+from hybrid_backend.engines.sglang import OWN_BACKEND
 from hybrid_backend.errors import EngineError
 
 
@@ -50,5 +51,5 @@ class HostTokenPool(MHATokenToKVPool):
     def _refuse(self) -> NoReturn:
         raise EngineError(
             "this model or feature reads or writes SGLang's KV pool by itself, which the hybrid backend does not "
-            "support; leave out --attention-backend hybrid"
+            f"support; {OWN_BACKEND}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 from hybrid_backend.attention.lookahead import Layer, layer_at
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.sglang import patches
+from hybrid_backend.engines.sglang import OWN_BACKEND, patches
 from hybrid_backend.engines.sglang.checks import check_layer
 from hybrid_backend.engines.sglang.pool import HostTokenPool
+from hybrid_backend.engines.start import start_lines
 from hybrid_backend.errors import EngineError
 from hybrid_backend.observe.metrics import Publisher
 from hybrid_backend.runtime import HybridRuntime
@@ -46,7 +48,7 @@ class Session:
         if not layers:
             raise EngineError(
                 "SGLang's model has no attention layer of SGLang's own (it runs models that it does not know in "
-                "Transformers' implementation); leave out --attention-backend hybrid for this model"
+                f"Transformers' implementation); {OWN_BACKEND}"
             )
         shapes = {
             (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling)
@@ -64,6 +66,8 @@ class Session:
             layer_weight_bytes=sum(weight.nbytes for weight in layers[0].decoder.parameters()),
         )  # fmt: skip
         self.runtime = HybridRuntime(config, model, pool.pages, self._rows.size, torch.device("cpu"))
+        for level, line in start_lines(self.runtime):
+            logging.getLogger(__name__).log(level, line)
         self.step: Step | None = None
         self._answering: set[str] = set()
         self._publisher: Publisher | None = None

@@ -14,9 +14,9 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.refusal import Refusal, refuse
 from hybrid_backend.engines.vllm import (
     ASYNC_SCHEDULER,
-    BACKEND,
     CONNECTOR_MODULE,
     CONNECTORS,
+    OWN_BACKEND,
     PARKING_SCHEDULER,
     SCHEDULER,
 )
@@ -55,6 +55,10 @@ class Start:
     @property
     def cache_dtype(self) -> str:
         return self.vllm_config.cache_config.cache_dtype
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def window(self) -> int | None:
@@ -113,15 +117,15 @@ class Start:
 
 STOCK_BLOCK = 32
 """Blocks of vLLM's own CPU backend are a multiple of it (v1/attention/backends/cpu_attn.py)."""
-_STOCK = f"leave out --attention-backend {BACKEND} for this model"
 
 REFUSALS: tuple[Refusal[Start], ...] = (
-    Refusal("MLA models", lambda a: a.model.use_mla, _STOCK),
-    Refusal("models without attention layers", lambda a: a.model.is_attention_free, _STOCK),
+    Refusal("MLA models", lambda a: a.model.use_mla, OWN_BACKEND),
+    Refusal("diffusion language models", lambda a: getattr(a.model, "is_diffusion", False), OWN_BACKEND),
+    Refusal("models without attention layers", lambda a: a.model.is_attention_free, OWN_BACKEND),
     Refusal(
         "models that do not generate text",
         lambda a: a.model.is_encoder_decoder or a.model.runner_type != "generate",
-        _STOCK,
+        OWN_BACKEND,
     ),
     Refusal(
         "one KV group for all layers of a model with sliding windows on a GPU",
@@ -132,18 +136,20 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         ),
         "leave out --disable-hybrid-kv-cache-manager",
     ),
-    Refusal("chunked local attention", lambda a: getattr(a.model.hf_text_config, "attention_chunk_size", None), _STOCK),
-    Refusal("models whose layers all slide", lambda a: a.slides_only, _STOCK, lambda a: f"over {a.window} tokens"),
+    Refusal(
+        "chunked local attention", lambda a: getattr(a.model.hf_text_config, "attention_chunk_size", None), OWN_BACKEND
+    ),
+    Refusal("models whose layers all slide", lambda a: a.slides_only, OWN_BACKEND, lambda a: f"over {a.window} tokens"),
     Refusal(
         "attention with logit soft-capping",
         lambda a: getattr(a.model.hf_text_config, "attn_logit_softcapping", None),
-        _STOCK,
+        OWN_BACKEND,
     ),
     Refusal(
         "a KV cache of another type than the model's",
-        lambda a: a.cache_dtype != "auto" and a.cache_dtype != str(a.model.dtype).removeprefix("torch."),
-        "use --kv-cache-dtype auto",
-        lambda a: f"--kv-cache-dtype {a.cache_dtype}",
+        lambda a: a.cache_dtype != "auto" and a.cache_dtype != a.dtype,
+        "use --kv-cache-dtype auto, or the model's type where its own files ask for another",
+        lambda a: f"{a.cache_dtype} instead of {a.dtype}",
     ),
     Refusal(
         "prefixes that end within a block, of models with layers of other kinds than attention",
@@ -153,7 +159,7 @@ REFUSALS: tuple[Refusal[Start], ...] = (
     Refusal(
         "speculative decoding",
         lambda a: a.vllm_config.speculative_config is not None,
-        "leave out --speculative-config",
+        "leave out --speculative-config, or serve the target model where MODEL is one that speculates for it",
     ),
     Refusal(
         "another scheduler, which would use tokens that were computed without the CPU's partials",
@@ -173,9 +179,15 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         "use --distributed-executor-backend mp and --data-parallel-backend mp",
     ),
     Refusal(
+        # vLLM makes a connector of this setting after its platform has checked the configuration.
+        "KV offloading by vLLM, as its own host pool already holds all of the KV",
+        lambda a: getattr(a.vllm_config.cache_config, "kv_offloading_size", None) is not None,
+        "leave out --kv-offloading-size",
+    ),
+    Refusal(
         "KV connectors that write pages behind its back",
         lambda a: a.has_silent_connector,
-        f"choose {' or '.join(CONNECTORS[:2])}, or leave out --kv-transfer-config",
+        f"choose {' or '.join(CONNECTORS[:2])} in --kv-transfer-config, or serve without a connector",
         lambda a: f"kv_connector: {a.transfer.kv_connector}",
     ),
     Refusal(
@@ -225,24 +237,43 @@ class Layer:
 
 
 LAYER_REFUSALS: tuple[Refusal[Layer], ...] = (
-    Refusal("ALiBi", lambda a: a.alibi_slopes is not None, _STOCK),
-    Refusal("attention with logit soft-capping", lambda a: a.logits_soft_cap, _STOCK),
+    Refusal("ALiBi", lambda a: a.alibi_slopes is not None, OWN_BACKEND),
+    Refusal("attention with logit soft-capping", lambda a: a.logits_soft_cap, OWN_BACKEND),
     Refusal(
-        "attention of other types than a decoder's", lambda a: a.attn_type != "decoder", _STOCK, lambda a: a.attn_type
+        "attention of other types than a decoder's",
+        lambda a: a.attn_type != "decoder",
+        OWN_BACKEND,
+        lambda a: a.attn_type,
     ),
-    Refusal("layers that share another layer's KV cache", lambda a: a.kv_sharing_target_layer_name is not None, _STOCK),
+    Refusal(
+        "layers that share another layer's KV cache", lambda a: a.kv_sharing_target_layer_name is not None, OWN_BACKEND
+    ),
 )
 
 
 def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cls: str) -> None:
-    """Raise EngineError or ConfigError for the first thing that cannot work."""
+    """Refuse what cannot work.
+
+    vLLM derives more settings after its platform has had this called: `hybrid serve` and every worker call it again, on
+    the final configuration.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        config: ours.
+        worker_cls: class path of our worker for this device.
+
+    Raises:
+        EngineError: vLLM's settings or the model; the first that is not supported.
+        ConfigError: our settings.
+    """
     method = resolve_method(config.method)
     resolve_kernel(config.workers.kernel)
     start = Start(vllm_config, config)
     parallel = vllm_config.parallel_config
     if parallel.worker_cls != worker_cls:
         raise EngineError(
-            f"the hybrid backend needs its own worker: add --worker-cls {worker_cls} (or use `hybrid serve MODEL`)"
+            f"--worker-cls: the hybrid backend needs its own worker, {worker_cls}, instead of {parallel.worker_cls}; "
+            "leave it out"
         )
     refuse(REFUSALS, start)
     config.check_page_size(vllm_config.cache_config.block_size, "block size", "--block-size")

@@ -11,17 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from hybrid_backend.engines.vllm import CPU_WORKER
+from hybrid_backend.engines.vllm.generators import draws_nothing_for_chunks
 from hybrid_backend.engines.vllm.worker import HybridWorker
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 
 class HybridCPUWorker(HybridWorker, CPUWorker):
-    """Its KV memory already is host memory."""
+    """vLLM's CPU worker, whose KV memory already is host memory."""
+
+    worker_cls = CPU_WORKER
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         return super().execute_model(self._with_pages_to_zero(scheduler_output))
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        with draws_nothing_for_chunks(self.model_runner):
+            return super().sample_tokens(grammar_output)
 
     def _with_pages_to_zero(self, output: SchedulerOutput) -> SchedulerOutput:
         """vLLM's ``CPUModelRunner._zero_block_ids`` (v1/worker/cpu_model_runner.py) takes the scheduler's blocks for

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
-from hybrid_backend.engines.vllm.asked import check_asked
+from hybrid_backend.engines.vllm.asked import check_asked, check_bodies
 from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.card import Card
 from hybrid_backend.engines.vllm.footprint import Room
@@ -26,6 +26,7 @@ from hybrid_backend.model import ModelShape, shape_from_config, stored_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
@@ -40,6 +41,11 @@ class HybridCudaPlatform(CudaPlatform):
         if config is not None:
             for told in bound_requests(vllm_config, config, cls.get_device_total_memory()):
                 init_logger("vllm.hybrid_backend").warning_once(told)
+
+    @classmethod
+    def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        super().pre_register_and_update(parser)
+        check_bodies(parser)
 
     @classmethod
     def validate_request(cls, *request: Any, **named: Any) -> None:

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from hybrid_backend.engines.vllm import OWN_BACKEND
 from hybrid_backend.engines.vllm.blocks import NULL_BLOCKS, window_blocks
 from hybrid_backend.errors import EngineError
 
@@ -86,7 +87,7 @@ def on_device(specs: dict[str, KVCacheSpec], vllm_config: VllmConfig) -> dict[st
         else:
             raise EngineError(
                 f"the hybrid backend does not support layers of kind {type(spec).__name__} on a GPU ({name}); "
-                "leave out --attention-backend CUSTOM for this model"
+                f"{OWN_BACKEND}"
             )
     return found
 

@@ -24,6 +24,7 @@ from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from hybrid_backend.engines.vllm import GPU_WORKER
 from hybrid_backend.engines.vllm.device_groups import allocate, keep_to_pools, on_device
 from hybrid_backend.engines.vllm.worker import HybridWorker
 from hybrid_backend.errors import EngineError
@@ -44,8 +45,9 @@ NULL_PAGE = 0
 
 
 class HybridGPUWorker(HybridWorker, Worker):
-    """The host pool is pinned memory that the device reads and writes by the same addresses."""
+    """vLLM's CUDA worker. The host pool is pinned memory that the device reads and writes by the same addresses."""
 
+    worker_cls = GPU_WORKER
     memory: HostMemory | None = None
     device_view: Tensor  # the same memory as a tensor of the device
 

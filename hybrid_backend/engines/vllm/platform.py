@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, PARKING_SCHEDULER, SCHEDULER
-from hybrid_backend.engines.vllm.asked import check_asked
+from hybrid_backend.engines.vllm.asked import check_asked, check_bodies
 from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.compat import check_engine
 from hybrid_backend.engines.vllm.memory import size_host_pool
@@ -19,6 +19,7 @@ from hybrid_backend.engines.vllm.settings import attach_config, chosen
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
@@ -41,21 +42,35 @@ class HybridCpuPlatform(CpuPlatform):
         prepare(vllm_config, super().check_and_update_config, CPU_WORKER)
 
     @classmethod
+    def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        super().pre_register_and_update(parser)
+        check_bodies(parser)
+
+    @classmethod
     def validate_request(cls, *request: Any, **named: Any) -> None:
         super().validate_request(*request, **named)
         check_asked(*request, **named)
 
 
 def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker_cls: str) -> HybridConfig | None:
-    """A platform's ``check_and_update_config``: attach our configuration, size the pool, refuse what cannot work.
+    """Carry out ``check_and_update_config``: attach our configuration, size the pool, refuse what cannot work.
 
-    ``stock``: what the platform itself does. Returns our configuration, None where another backend was asked for.
+    Args:
+        vllm_config: vLLM's configuration, which is changed.
+        stock: the ``check_and_update_config`` of vLLM's own platform.
+        worker_cls: class path of our worker for this device.
+
+    Returns:
+        Our configuration; None where the user chose another attention backend.
     """
     if not chosen(vllm_config):
         stock(vllm_config)
         return None
     config = attach_config(vllm_config)
     check_engine(vllm_config)
+    if vllm_config.parallel_config.worker_cls == "auto":
+        # The stock platform would put vLLM's own worker here.
+        vllm_config.parallel_config.worker_cls = worker_cls
     cache = vllm_config.cache_config
     if not cache.user_specified_block_size:
         cache.block_size = config.page_size

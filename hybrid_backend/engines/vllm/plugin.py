@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from hybrid_backend.engines.lifecycle import join_server
+from hybrid_backend.engines.vllm import ALIAS
 from hybrid_backend.engines.vllm.compat import can_register
 
 
 def register() -> None:
-    """``vllm.general_plugins``: register ``--attention-backend CUSTOM``, vLLM's one name for plugins. A dynamic name
-    would not survive unpickling in the engine core."""
+    """Register ``--attention-backend CUSTOM``, vLLM's one name for plugins, and ``hybrid`` as another name for it.
+
+    The entry point of ``vllm.general_plugins``. A backend that is registered under a name of its own would not survive
+    unpickling in the engine core; an alias does, since CUSTOM is what is pickled.
+    """
     join_server()
     if not can_register():
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, "hybrid_backend.engines.vllm.backend.HybridBackend")
+    AttentionBackendEnum._member_map_[ALIAS] = AttentionBackendEnum.CUSTOM
 
 
 def detect() -> str | None:

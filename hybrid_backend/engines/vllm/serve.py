@@ -31,8 +31,9 @@ from hybrid_backend.engines.cpu_defaults import (
 from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, Life, served
 from hybrid_backend.engines.refusal import other_backend
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, compat
+from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.environment import check_environment
-from hybrid_backend.engines.vllm.settings import chosen
+from hybrid_backend.engines.vllm.settings import attached_config, chosen
 from hybrid_backend.errors import EngineError, HybridError
 from hybrid_backend.host_memory import System
 from hybrid_backend.model import has_delta_nets
@@ -43,25 +44,14 @@ _METRICS, _SOCKETS = "PROMETHEUS_MULTIPROC_DIR", "VLLM_RPC_BASE_PATH"
 _LONGEST_SOCKET_PATH = 107  # of which vLLM's own names take 37
 
 
-def engine_arguments(
-    model: str, served_as: str, config_json: str, page_size: int, extra: Sequence[str], worker: str = CPU_WORKER
-) -> list[str]:
+def engine_arguments(model: str, served_as: str, config_json: str, page_size: int, extra: Sequence[str]) -> list[str]:
     """vLLM's command line for ``model``. What the user wrote after ``--`` comes last and wins."""
     arguments = ["--model", model, "--attention-backend", BACKEND, "--block-size", str(page_size)]
     arguments += ["--additional-config", config_json]
     arguments += ["--host", LOOPBACK, "--shutdown-timeout", str(DRAIN_SECONDS)]
     if model != served_as and "--served-model-name" not in _flags(extra):
         arguments += ["--served-model-name", served_as]
-    if "--worker-cls" not in _flags(extra):
-        arguments += ["--worker-cls", worker]
     return [*arguments, *extra]
-
-
-def _worker() -> str:
-    """The worker of the platform that vLLM finds here."""
-    from vllm.platforms import current_platform
-
-    return GPU_WORKER if current_platform.device_type == "cuda" else CPU_WORKER
 
 
 def check_installation() -> None:
@@ -86,7 +76,7 @@ def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence
     additional = json.dumps({ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")})
     with served() as life, _shared_folder(life.folder):
         flags = _with_flags_of_file(extra)
-        arguments = engine_arguments(str(model), served_as, additional, config.page_size, flags, _worker())
+        arguments = engine_arguments(str(model), served_as, additional, config.page_size, flags)
         try:
             _serve(arguments, life)
         except RuntimeError as error:
@@ -187,6 +177,7 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
         config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
         if not chosen(config):
             raise other_backend("vllm serve")
+        check_engine_config(config, attached_config(config), GPU_WORKER if device == "cuda" else CPU_WORKER)
         if device == "cpu":
             _refuse_dtype(config.model_config)
         for line in choices:  # now vLLM's logging is set up

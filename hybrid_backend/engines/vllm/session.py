@@ -17,6 +17,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from hybrid_backend.attention.fused_lookahead import fused
 from hybrid_backend.attention.lookahead import Layer, call_names, layer_at, predictors
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.vllm import OWN_BACKEND
 from hybrid_backend.engines.vllm.asked import asked_budget
 from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead_hook
 from hybrid_backend.engines.vllm.layer import HybridImpl
@@ -120,8 +121,8 @@ def check_groups(model: nn.Module, kv_cache_config: KVCacheConfig) -> None:
     if groups > 1:
         raise EngineError(
             f"vLLM splits the {len(full)} full-attention layers into {groups} KV cache groups, since layers of other "
-            "kinds are fewer; not supported: leave out --attention-backend CUSTOM for this model, or, where the others "
-            "have sliding windows, add --disable-hybrid-kv-cache-manager"
+            f"kinds are fewer; not supported: {OWN_BACKEND}, or, where the others have sliding "
+            "windows, add --disable-hybrid-kv-cache-manager"
         )
 
 
@@ -204,12 +205,18 @@ class Session:
         return list(batch.req_ids[: metadata.num_reqs])
 
     def hear(self, scheduled: SchedulerOutput) -> None:
-        """Who came with what, and who is gone: those that are preempted come back as they were."""
+        """Take note of the budgets that requests ask for, and forget those of requests that are gone.
+
+        A preempted request comes back as it was. A streaming session comes as a new request with each piece of its
+        input: the last piece says which budget holds.
+        """
         for request_id in scheduled.finished_req_ids:
             self._budgets.pop(request_id, None)
         for request in scheduled.scheduled_new_reqs:
             if tokens := asked_budget(request.sampling_params):
                 self._budgets[request.req_id] = tokens
+            else:
+                self._budgets.pop(request.req_id, None)
 
     def budgets(self, request_ids: Sequence[str]) -> list[int]:
         """`Batch.budgets`."""

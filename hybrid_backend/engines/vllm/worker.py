@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client import REGISTRY
 from torch import Tensor
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.logger import init_logger
 
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.start import start_lines
+from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.parking import parks_rows
 from hybrid_backend.engines.vllm.session import Session, attach_inputs, attach_lookahead, check_groups, global_rank
 from hybrid_backend.engines.vllm.settings import attached_config
@@ -25,10 +28,16 @@ else:
 class HybridWorker(_Worker):
     """Mixed into the worker of each device."""
 
+    worker_cls: ClassVar[str]  # class path of the worker
     hybrid_config: HybridConfig
     session: Session | None = None
     publisher: Publisher | None = None
     is_warming_up = False  # what is served then is no request's
+
+    def init_device(self) -> None:
+        # vLLM goes on deriving settings after it has asked the platform, such as a connector for KV offloading.
+        check_engine_config(self.vllm_config, attached_config(self.vllm_config), self.worker_cls)
+        super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
@@ -48,6 +57,11 @@ class HybridWorker(_Worker):
             connector = get_kv_transfer_group()
             is_stock = getattr(connector, "brings_stock_pages", False)
             connector.imported = self.session.imported if is_stock else runtime.imported
+        if global_rank(self.vllm_config.parallel_config) == 0:
+            # On a GPU each KV cache group has a pool of its own (`device_groups`); on a CPU all share one.
+            groups = 1 if self.device.type == "cuda" else len(kv_cache_config.kv_cache_groups)
+            for level, line in start_lines(runtime, groups):
+                init_logger("vllm.hybrid_backend").log(level, line)
         self.publisher = Publisher(
             runtime.stats, runtime.gauges, global_rank(self.vllm_config.parallel_config), REGISTRY
         )

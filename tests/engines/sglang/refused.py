@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.engines.server import MODEL
 
-STOCK = "leave out --attention-backend hybrid"
+STOCK = "use SGLang's own attention backend for this model"
 HELP = ("--help", "--chunked-prefill-size")  # engine flag, what must be shown
 ENVIRONMENT: dict[str, dict[str, str]] = {}
 # What the promise is -> model, options of `hybrid serve`, engine flags, words of the one line.

@@ -61,6 +61,10 @@ def test_the_pool_is_the_host_budget(server: Server) -> None:
     assert server.total("hybrid_host_pool_pages") == POOL_PAGES + 1
 
 
+def test_the_log_says_once_what_serves(server: Server) -> None:
+    promises.what_serves_is_said_once(server, "scout", 1024)
+
+
 def test_a_chat_completion_streams(server: Server) -> None:
     promises.a_chat_completion_streams(server)
 

@@ -34,7 +34,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.sampling_params import StructuredOutputsParams
 
-from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER
+from hybrid_backend.engines.vllm import BACKEND
 from hybrid_backend.engines.vllm.session import attention_layers
 from hybrid_backend.tools.hub import fetch
 from tests.engines.texts import tokens_of_prose
@@ -213,7 +213,7 @@ def _answer(output: Any) -> Answer:
 def serving(hybrid: dict[str, Any] | None = None) -> Iterator[Serving]:
     ours: dict[str, Any] = {}
     if hybrid is not None:
-        ours = {"attention_backend": BACKEND, "worker_cls": CPU_WORKER, "additional_config": {"hybrid": hybrid}}
+        ours = {"attention_backend": BACKEND, "additional_config": {"hybrid": hybrid}}
     llm = LLM(
         str(fetch("smollm2-135m-instruct")), dtype="float32", max_model_len=512, max_num_seqs=16,
         max_num_batched_tokens=4096 if hybrid is None else 512, block_size=32 if hybrid is None else PAGE,

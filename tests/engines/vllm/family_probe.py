@@ -40,7 +40,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from hybrid_backend.attention.lookahead import proven_predictor
-from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER, worker
+from hybrid_backend.engines.vllm import BACKEND, worker
 from hybrid_backend.engines.vllm.hooks import lookahead_hook
 from hybrid_backend.engines.vllm.session import attention_layers, layer_inputs
 from hybrid_backend.errors import EngineError
@@ -122,7 +122,6 @@ def engine(model: Path, hybrid: dict[str, Any] | None = None, **changes: Any) ->
     if hybrid is not None:
         options |= {
             "attention_backend": BACKEND,
-            "worker_cls": CPU_WORKER,
             "additional_config": {"hybrid": hybrid},
         }
     llm = None

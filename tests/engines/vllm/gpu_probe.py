@@ -145,10 +145,10 @@ def expected(model: Any) -> list[list[int]]:
 
 def options(model: Path, hybrid: dict[str, Any], graphs: dict[str, Any] | None, blocks: int = BLOCKS) -> dict[str, Any]:
     layers = FAMILIES.get(model.name, LAYERS)
-    from hybrid_backend.engines.vllm import BACKEND, GPU_WORKER
+    from hybrid_backend.engines.vllm import BACKEND
 
     return dict(
-        model=str(model), attention_backend=BACKEND, worker_cls=GPU_WORKER, dtype="float32", skip_tokenizer_init=True,
+        model=str(model), attention_backend=BACKEND, dtype="float32", skip_tokenizer_init=True,
         max_model_len=LONGEST, max_num_seqs=ROWS, max_num_batched_tokens=CHUNK, enforce_eager=graphs is None,
         compilation_config={"custom_ops": ["none"]} if graphs is None else graphs, block_size=BLOCK,
         kv_cache_memory_bytes=(blocks + 1) * layers * KV_HEADS * 2 * BLOCK * DIM * 4,  # vLLM keeps one for itself

@@ -21,7 +21,7 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm import BACKEND, CPU_WORKER
+from hybrid_backend.engines.vllm import BACKEND
 from hybrid_backend.engines.vllm.memory import room_of, size_host_pool
 from hybrid_backend.engines.vllm.nodes import rank_nodes
 from hybrid_backend.errors import ConfigError
@@ -58,9 +58,7 @@ CASES: dict[str, tuple[Made, float | None, str]] = {
 
 def main() -> None:
     model = sys.argv[1]
-    flags = AsyncEngineArgs(
-        model=model, enforce_eager=True, attention_backend=BACKEND, worker_cls=CPU_WORKER, block_size=16
-    )
+    flags = AsyncEngineArgs(model=model, enforce_eager=True, attention_backend=BACKEND, block_size=16)
     vllm_config = flags.create_engine_config()
     print(json.dumps({"cases": {name: _case(vllm_config, *case) for name, case in CASES.items()}, "nodes": _nodes()}))
 

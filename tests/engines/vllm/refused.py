@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hybrid_backend.engines.vllm import CPU_WORKER
+from hybrid_backend.engines.vllm import CPU_WORKER, OWN_BACKEND
 from tests.engines.server import MODEL
 
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         MODEL,
         [],
         ["--dtype", "float32", "--kv-cache-dtype", "bfloat16"],
-        ["another type than the model's", "--kv-cache-dtype bfloat16", "use --kv-cache-dtype auto"],
+        ["another type than the model's", "bfloat16 instead of float32", "use --kv-cache-dtype auto"],
     ),
     "a dtype that the kernels of gated delta nets lack": (
         "delta-nets",
@@ -127,8 +127,9 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         MODEL,
         [],
         ["--kv-transfer-config", _transfer("DecodeBenchConnector")],
-        ["DecodeBenchConnector", "choose ExampleConnector or NixlConnector"],
+        ["DecodeBenchConnector", "choose ExampleConnector or NixlConnector in --kv-transfer-config"],
     ),
+    "KV offloading by vLLM": (MODEL, [], ["--kv-offloading-size", "1"], ["leave out --kv-offloading-size"]),
     "handing its own KV over": (
         MODEL,
         ["--set=page_size=32"],
@@ -201,15 +202,20 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
         [],
         ["workers.kernel: native has no kernels for 32 query heads on 1 KV heads", "write auto or torch"],
     ),
-    "an MLA model": ("mla", [], [], ["MLA", "leave out --attention-backend CUSTOM"]),
-    "a model whose layers all slide": ("all-sliding", [], [], ["64 tokens", "leave out --attention-backend CUSTOM"]),
+    "an MLA model": ("mla", [], [], ["MLA", OWN_BACKEND]),
+    "a model whose layers all slide": ("all-sliding", [], [], ["64 tokens", OWN_BACKEND]),
     "a model whose attention is in chunks": (
         "llama4",
         [],
         [],
-        ["chunked local attention", "leave out --attention-backend CUSTOM"],
+        ["chunked local attention", OWN_BACKEND],
     ),
-    "another worker": (MODEL, [], ["--worker-cls", "vllm.v1.worker.cpu_worker.CPUWorker"], [CPU_WORKER]),
+    "another worker": (
+        MODEL,
+        [],
+        ["--worker-cls", "vllm.v1.worker.cpu_worker.CPUWorker"],
+        [CPU_WORKER, "instead of vllm.v1.worker.cpu_worker.CPUWorker", "leave it out"],
+    ),
     "an additional config that is not JSON": (
         MODEL,
         [],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,23 +27,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def answers(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     """Command lines of vLLM itself, in one process."""
     bare = ["--model", models[MODEL], "--attention-backend", BACKEND]
+    by_our_name = ["--model", models[MODEL], "--attention-backend", "hybrid"]
     file = tmp_path_factory.mktemp("config") / "hybrid.yaml"
     file.write_text("budget_tokens: 512\nmethod: dense\n")
     settings = json.dumps({"hybrid": str(file), "another": "plugin"})
     waits = json.dumps({"hybrid": {"method": "apex", "apex": {"device_tokens": 96}}})
     jobs = {
-        "LoRA": {"engine": [*bare, "--worker-cls", CPU_WORKER, "--enable-lora", "--additional-config", waits]},
-        "bare, no worker": {"engine": bare},
-        "bare, worker": {"engine": [*bare, "--worker-cls", CPU_WORKER]},
-        "bare, file": {"engine": [*bare, "--worker-cls", CPU_WORKER, "--additional-config", settings]},
+        "LoRA": {"engine": [*bare, "--enable-lora", "--additional-config", waits]},
+        "bare": {"engine": bare},
+        "our name": {"engine": by_our_name},
+        "our worker": {"engine": [*bare, "--worker-cls", CPU_WORKER]},
+        "file": {"engine": [*bare, "--additional-config", settings]},
     }
     return run_jobs(jobs, tmp_path_factory.mktemp("tmp"))
 
 
-def test_vllm_alone_accepts_the_backend_with_its_worker_and_finds_the_model_s_configuration(
-    answers: dict[str, Answer],
-) -> None:
-    answer = answers["bare, worker"]
+@pytest.mark.parametrize("flags", ["bare", "our name", "our worker"])
+def test_vllm_alone_needs_one_flag_and_finds_the_model_s_configuration(answers: dict[str, Answer], flags: str) -> None:
+    answer = answers[flags]
     assert answer.code == 0 and not answer.remains, answer.output
     assert answer.config is not None
     config = HybridConfig.model_validate({**answer.config, "exact_layers": tuple(answer.config["exact_layers"])})
@@ -52,7 +52,7 @@ def test_vllm_alone_accepts_the_backend_with_its_worker_and_finds_the_model_s_co
 
 
 def test_vllm_alone_reads_the_configuration_that_additional_config_names(answers: dict[str, Answer]) -> None:
-    answer = answers["bare, file"]
+    answer = answers["file"]
     assert answer.code == 0, answer.output
     assert answer.config is not None
     assert (answer.config["budget_tokens"], answer.config["method"]) == (512, "dense")
@@ -93,15 +93,3 @@ def test_hybrid_serve_refuses_an_unknown_key_with_a_suggestion(tmp_path: Path) -
     answer = run_command(["hybrid", "serve", MODEL, "--config", str(file)], tmp_path)
     answer.check_refusal("hybrid.yaml", "'budget_token'", "did you mean budget_tokens?")
     assert answer.output.count("\n") == 1
-
-
-def test_vllm_alone_refuses_to_start_without_the_worker_and_names_the_flag(
-    models: dict[str, str], answers: dict[str, Answer], tmp_path: Path
-) -> None:
-    flag = f"--worker-cls {CPU_WORKER}"
-    assert flag in answers["bare, no worker"].output
-    module = ["-m", "vllm.entrypoints.openai.api_server"]
-    flags = ["--model", models[MODEL], "--attention-backend", BACKEND, "--port", str(free_port())]
-    answer = run_command([sys.executable, *module, *flags], tmp_path)
-    assert answer.code != 0 and not answer.remains
-    assert [line for line in answer.output.splitlines() if "EngineError" in line and flag in line], answer.output

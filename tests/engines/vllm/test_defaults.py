@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from hybrid_backend.errors import EngineError
 from tests.engines.commands import TINY_MODELS
@@ -132,3 +133,28 @@ def test_a_file_of_flags_that_cannot_be_read_is_refused_by_name(tmp_path: Path, 
         serve._with_flags_of_file(["--config", str(file)])
     with pytest.raises(EngineError, match="--config: expected one file"):
         serve._with_flags_of_file(["--config"])
+
+
+@pytest.fixture(scope="module")
+def app() -> TestClient:
+    """vLLM's own server behind our defaults, without an engine: only what is refused before it is asked has answers."""
+    from vllm.entrypoints.launchers.app import build_app
+
+    from hybrid_backend.engines.vllm import serve
+
+    parsed = serve._parse(["--model", "any", "--api-key", "secret"])
+    server = build_app(parsed, ("generate",))
+    server.state.args = parsed
+    return TestClient(server, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize("asked", [{"prompt": "Hello"}, {"messages": [{"role": "user", "content": "Hello"}]}])
+@pytest.mark.parametrize("budget", [True, "many", [512]])
+def test_a_wrong_budget_of_a_streamed_request_is_a_bad_request(app: TestClient, asked: Any, budget: object) -> None:
+    path = "/v1/completions" if "prompt" in asked else "/v1/chat/completions"
+    body = {"model": "any", "stream": True, "vllm_xargs": {"budget_tokens": budget}, **asked}
+    answer = app.post(path, json=body, headers={"Authorization": "Bearer secret"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == 400 and error["message"].startswith("budget_tokens: got "), error
+    assert app.post(path, json=body).status_code == 401, "strangers are told nothing"

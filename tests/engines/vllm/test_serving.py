@@ -59,6 +59,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert not list(Path(folder).glob("hybrid-*"))
 
 
+def test_the_log_says_once_what_serves(server: Server) -> None:
+    promises.what_serves_is_said_once(server, "scout", load_config(find_config(MODEL)).budget_tokens)
+
+
 def test_a_chat_completion_streams(server: Server) -> None:
     promises.a_chat_completion_streams(server)
 

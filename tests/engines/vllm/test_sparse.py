@@ -234,9 +234,10 @@ def test_a_request_may_ask_for_a_budget_of_its_own(sparse: Server) -> None:
     few, many = attended(256), attended(768)
     print(f"\ntokens attended: {few:.0f} with 256, {many:.0f} with 768")
     assert 2.5 < many / few < 3.2
-    for given in (0, "many"):
+    for budget, stream in ((0, False), ("many", True), (True, True)):
         with pytest.raises(BadRequestError, match=r"budget_tokens: got .*, expected a whole number of tokens"):
-            sparse.complete("Hello", 1, extra_body={"vllm_xargs": {"budget_tokens": given}})
+            sparse.complete("Hello", 1, stream=stream, extra_body={"vllm_xargs": {"budget_tokens": budget}})
+    assert "Traceback" not in sparse.log.read_text()
 
 
 def test_a_killed_server_takes_its_processes_along(sparse: Server) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
+from fastapi import Body, FastAPI
+from fastapi.responses import StreamingResponse
+from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_backend.engines.vllm.asked import asked_budget
+from hybrid_backend.engines.vllm.asked import BodyCheck, asked_budget
 from hybrid_backend.execution.budgets import LayerBudgets
 from hybrid_backend.step import Step
 from tests.support.attended import Attended
 from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
 
 PAGES = 30
+JSON = {"Content-Type": "application/json"}
 
 
 class Params:
@@ -186,6 +191,53 @@ def test_a_preempted_request_keeps_its_budget_and_a_new_one_under_its_name_does_
 def test_what_is_no_number_of_tokens_is_refused_with_the_value(given: object) -> None:
     with pytest.raises(ValueError, match=r"budget_tokens: got .*, expected a whole number of tokens, 1 or more"):
         asked_budget(Params(budget_tokens=given))
+
+
+@pytest.fixture(scope="module")
+def asked_over_http() -> Iterator[TestClient]:
+    """A server behind the check of bodies, which coerces ``true`` as vLLM's does."""
+    app = FastAPI()
+    app.add_middleware(BodyCheck)
+
+    @app.post("/")
+    async def answer(request: Annotated[dict[str, Any], Body()]) -> StreamingResponse:
+        return StreamingResponse(iter([str(request.get("vllm_xargs"))]))
+
+    with TestClient(app, raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.mark.parametrize("value", ["0", "true", "1.5", '"2048"', "[2048]", "NaN", "{}"])
+def test_over_http_a_wrong_budget_has_status_400_before_the_answer_begins(
+    asked_over_http: TestClient, value: str
+) -> None:
+    body = f'{{"stream": true, "vllm_xargs": {{"budget_tokens": {value}}}}}'
+    answer = asked_over_http.post("/", content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("budget_tokens: got ")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ('{"vllm_xargs": {"budget_tokens": 2048}}', 200),
+        ('{"vllm_xargs": {"budget_tokens": 2048.0}}', 200),
+        ('{"vllm_xargs": {"budget_tokens": null}}', 200),
+        ('{"vllm_xargs": null, "prompt": "budget_tokens"}', 200),
+        ('{"prompt": "budget_tokens", "vllm_xargs": {"other": true}}', 200),
+        ('{"vllm_xargs": {"budget_tokens": ', 422),
+        ("[" * 100_000 + '"budget_tokens"', 400),
+        ('["budget_tokens"]', 422),
+    ],
+)
+def test_other_bodies_reach_the_server_as_they_are(asked_over_http: TestClient, body: str, status: int) -> None:
+    answer = asked_over_http.post("/", content=body, headers=JSON)
+    assert answer.status_code == status and "budget_tokens: got" not in answer.text
+
+
+def test_bodies_in_pieces_are_checked_as_a_whole(asked_over_http: TestClient) -> None:
+    pieces = [b'{"vllm_xargs": {"budget_', b'tokens": tr', b"ue}}"]
+    assert asked_over_http.post("/", content=iter(pieces), headers=JSON).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Lines of the log that say, once per server, what serves: printed when the runtime is up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from hybrid_backend.execution.operations import operations_name
+from hybrid_backend.host_memory import size_text
+from hybrid_backend.kernels import cpu
+from hybrid_backend.runtime import HybridRuntime
+from hybrid_backend.workers import kernel_name
+
+
+def start_lines(runtime: HybridRuntime, groups: int = 1) -> Iterator[tuple[int, str]]:
+    """Yield levels of `logging` and lines: what the server runs with, and a warning where native kernels are missing.
+
+    Args:
+        runtime: the runtime of one rank.
+        groups: KV cache groups that share the pages of the host pool.
+    """
+    config, host = runtime.config, runtime.tiers.host
+    budget = runtime.method.gauges().get("hybrid_budget_tokens")
+    tokens = host.pages // groups * config.page_size
+    yield (
+        logging.INFO,
+        f"hybrid backend: method {config.method}, host pool {size_text(host.nbytes)} ({tokens:,} tokens), "
+        f"budget {'none' if budget is None else f'{budget:,.0f} tokens'}, digests {runtime.tiers.layout.digests}, "
+        f"kernels {_kernels(runtime)}, {runtime.workers.threads} worker threads",
+    )
+    reason = cpu.why_unavailable()
+    if config.workers.kernel == "auto" and reason is not None:
+        yield logging.WARNING, f"PyTorch attends instead of native CPU kernels, several times slower: {reason}"
+
+
+def _kernels(runtime: HybridRuntime) -> str:
+    """Name the kernels of the CPU workers and, where it runs others, those of the device tier."""
+    workers = kernel_name(runtime.config.workers.kernel)
+    device = operations_name(runtime.config, runtime.tiers.device)
+    text = f"{workers} ({cpu.isas()[0]})" if workers == "native" else workers
+    return text if device == workers else f"{text}, {device} on the device tier"

@@ -1,0 +1,115 @@
+"""What a request may bring, and what a worker refuses, with a tiny model in this process.
+
+``python -m tests.engines.vllm.requests_probe FOLDER`` writes FOLDER/NAME.json for each of `CASES`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"  # a session's pieces share an id
+
+from tests.engines.vllm.families import build
+from tests.engines.vllm.family_probe import PAGE, engine, prompts_of
+
+# isort: split
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+
+from hybrid_backend.engines.vllm import BACKEND
+from hybrid_backend.engines.vllm.cpu_worker import HybridCPUWorker
+from hybrid_backend.errors import EngineError
+
+EXACT = {"model": {"match": "*"}, "page_size": PAGE}
+SPARSE = EXACT | {"budget_tokens": 4 * PAGE, "sparse": "always", "lookahead": {"enabled": False}}
+LENGTHS = [20, 300, 500, 90]
+
+
+def chunks(model: Path) -> dict[str, Any]:
+    """Seeded requests, whose prompts come whole to the stock backend and in chunks to ours."""
+    sampling = [
+        SamplingParams(temperature=1, seed=n, max_tokens=24, ignore_eos=True, detokenize=False) for n in range(4)
+    ]
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts_of(LENGTHS)]
+
+    def answers(llm: Any) -> list[list[int]]:
+        return [list(each.outputs[0].token_ids) for each in llm.generate(asked, sampling, use_tqdm=False)]
+
+    with engine(model, max_num_batched_tokens=2048) as llm:
+        found = {"whole": answers(llm)}
+    with engine(model, EXACT, max_num_batched_tokens=96) as llm:
+        found["in chunks"] = answers(llm)
+    return found
+
+
+def sessions(model: Path) -> dict[str, Any]:
+    """A streaming session whose pieces name a budget, then none; tokens attended of each decode step of a piece."""
+    found = []
+    with engine(model, SPARSE) as llm:
+        core, session = llm.llm_engine, llm.llm_engine.model_executor.driver_worker.worker.session
+        tasks = core.get_supported_tasks()
+        for extra in ({"budget_tokens": 8 * PAGE}, None, {"budget_tokens": 6 * PAGE}, None):
+            params = SamplingParams(
+                temperature=0, max_tokens=3, ignore_eos=True, detokenize=False, extra_args=extra,
+                output_kind=RequestOutputKind.DELTA,
+            )  # fmt: skip
+            prompt = {"type": "token", "prompt_token_ids": prompts_of([400 if not found else 20])[0]}
+            piece = core.input_processor.process_inputs(
+                "session", prompt, params, supported_tasks=tasks, resumable=True
+            )
+            core.add_request("session", piece, params)
+            attended = []
+            for _ in range(40):
+                before = selected(session)
+                out = core.step()
+                if out and selected(session) > before:
+                    attended.append(selected(session) - before)
+                if not core.engine_core.engine_core.scheduler.running:
+                    break
+            found.append(attended)
+        return {"attended": found, "layers": session.runtime.model.num_layers}
+
+
+def selected(session: Any) -> int:
+    return sum(layer.selected_tokens for layer in session.runtime.stats.layers)
+
+
+def derived(model: Path) -> dict[str, Any]:
+    """A connector that came into the configuration after the platform had checked it."""
+    flags = AsyncEngineArgs(
+        str(model), attention_backend=BACKEND, skip_tokenizer_init=True, kv_cache_memory_bytes=2**25
+    )
+    config = flags.create_engine_config()
+    config.kv_transfer_config = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
+    worker = HybridCPUWorker.__new__(HybridCPUWorker)
+    worker.vllm_config = config
+    try:
+        worker.init_device()
+    except EngineError as error:
+        return {"refused": str(error), "has_device": hasattr(worker, "device")}
+    return {"refused": "", "has_device": True}
+
+
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {"chunks": chunks, "sessions": sessions, "derived": derived}
+
+
+def main(folder: Path) -> None:
+    model = build("llama", folder / "llama")
+    for name, case in CASES.items():
+        try:
+            found = case(model)
+        except Exception:
+            found = {"error": traceback.format_exc()}
+        (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,44 @@
+"""Seeded requests in chunks, budgets of streaming sessions, and a worker that refuses: a tiny model in a process of its
+own (requests_probe.py)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.engines.probes import Probe, reader
+from tests.engines.vllm.families import SHAPE
+
+pytestmark = pytest.mark.engine
+PAGE = 32
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    folder = tmp_path_factory.mktemp("requests")
+    command = [sys.executable, "-m", "tests.engines.vllm.requests_probe", str(folder)]
+    with (folder / "log").open("wb") as log:
+        subprocess.run(command, stdout=log, stderr=log, timeout=600, check=False)
+    return reader(folder, folder / "log")
+
+
+def test_seeded_answers_are_the_same_whether_prompts_are_computed_whole_or_in_chunks(seen: Probe) -> None:
+    found = seen("chunks")
+    assert found["in chunks"] == found["whole"]
+    assert len({tuple(answer[:4]) for answer in found["whole"]}) == len(found["whole"]), "nothing was sampled"
+
+
+def test_a_piece_of_a_streaming_session_that_names_no_budget_has_the_configurations(seen: Probe) -> None:
+    """Tokens that a decode step attends per layer, all in whole pages, of which the last is growing."""
+    pieces = seen("sessions")["attended"]
+    pages = [{-(-tokens // (PAGE * SHAPE["num_hidden_layers"])) for tokens in steps} for steps in pieces]
+    assert pages == [{8}, {4}, {6}, {4}]
+
+
+def test_a_worker_refuses_a_connector_that_vllm_derived_after_the_platforms_check(seen: Probe) -> None:
+    found = seen("derived")
+    assert found["refused"].startswith("the hybrid backend does not support KV connectors that write pages behind")
+    assert "OffloadingConnector" in found["refused"] and "\n" not in found["refused"]
+    assert not found["has_device"], "something was made before the refusal"
