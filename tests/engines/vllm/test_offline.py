@@ -24,5 +24,5 @@ def test_the_offline_example_answers_with_our_backend(tmp_path: Path) -> None:
         [sys.executable, file], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     log = done.stdout + done.stderr
-    assert done.returncode == 0 and "Paris" in done.stdout, log
+    assert done.returncode == 0 and "Tokyo" in done.stdout, log
     assert log.count("hybrid backend: method scout") == 1, log
