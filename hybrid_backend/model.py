@@ -243,7 +243,7 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
 def has_delta_nets(config: Mapping[str, Any]) -> bool:
     """Whether a config.json says that some layers are gated delta nets (Qwen3-Next, Qwen3.5 and their kin)."""
     named = (level.get("layer_types") for level in _levels(config) if level.get("linear_num_value_heads"))
-    return any(kinds is None or "linear_attention" in kinds for kinds in named)
+    return any(kinds is None or (isinstance(kinds, list) and "linear_attention" in kinds) for kinds in named)
 
 
 def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

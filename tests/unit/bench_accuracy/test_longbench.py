@@ -90,7 +90,7 @@ def test_missing_files_are_named_with_where_to_get_them(tmp_path: Path, pieces: 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{broken", "line 2 is not a JSON object"),
+        ("{broken", "line 2: not valid JSON"),
         ("[]", "line 2 is not a JSON object"),
         (json.dumps({"input": "", "answers": ["a"]}), "line 2 lacks context"),
         (json.dumps(record(answers=[])), "line 2 lacks answers"),

@@ -227,3 +227,21 @@ def test_quantised_weights_that_are_not_here_are_at_most_what_is_counted(tmp_pat
     save_file({"packed": torch.zeros(700, dtype=torch.uint8)}, folder / "model.safetensors")
     shape = find_shape(str(folder))
     assert (shape.weights_are_counted, shape.weight_bytes) == (False, 700)
+
+
+@pytest.mark.parametrize("value", [1e308, 10**400, 2**31, 10_001])
+def test_more_layers_than_any_model_has_are_refused_by_their_key(tmp_path: Path, value: float) -> None:
+    folder = write_config(tmp_path / "m", num_hidden_layers=value)
+    message = r"config.json: num_hidden_layers: got .*, expected an integer >= 1 and <= 10000"
+    with pytest.raises(ModelError, match=message):
+        find_shape(str(folder))
+
+
+def test_json_nested_without_end_is_told_with_its_file(tmp_path: Path) -> None:
+    folder, nested = write_config(tmp_path / "m"), b"[" * 100_000
+    (folder / "model.safetensors").write_bytes(len(nested).to_bytes(8, "little") + nested)
+    with pytest.raises(ModelError, match=r"model\.safetensors: not valid safetensors \(nested too deeply\); fetch"):
+        find_shape(str(folder))
+    (folder / "config.json").write_bytes(nested)
+    with pytest.raises(ModelError, match=r"config\.json: not valid JSON \(nested too deeply\); fetch"):
+        find_shape(str(folder))
