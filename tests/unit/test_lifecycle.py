@@ -144,10 +144,10 @@ def test_a_server_whose_requests_do_not_end_is_ended_at_a_deadline(start: Callab
 def test_an_engine_that_ends_by_itself_is_an_error_and_one_that_was_stopped_is_none(
     start: Callable[[str], Served],
 ) -> None:
-    crashed = start("life.check_was_stopped()")
+    crashed = start("life.finish()")
     assert crashed.end() == 1 and "EngineError: the engine ended by itself" in crashed.stderr()
     crashed.check_child_ended()
-    rest = "os.kill(os.getpid(), signal.SIGTERM); life.check_was_stopped()"
+    rest = "os.kill(os.getpid(), signal.SIGTERM); life.finish()"
     stopped = start(HANDLED.format(stop="lambda: None", seconds=600, rest=rest))
     assert stopped.end() == 0
     stopped.check_child_ended()
