@@ -38,9 +38,12 @@ class Belongings:
 
 
 def a_signal_lets_requests_finish_and_leaves_nothing(server: Server, running_requests: str, number: int) -> None:
-    """Args:
-    running_requests: the engine's gauge.
-    number: SIGINT goes to all processes, as a terminal sends it.
+    """Stop the server while it answers: every request gets its answer, and no process and no file stays.
+
+    Args:
+        server: is gone afterwards.
+        running_requests: the engine's gauge.
+        number: the signal; SIGINT goes to all processes, as a terminal sends it.
     """
     belongings = Belongings.of(server)
     prompts = [english(100, start=3000 * i) for i in range(4)]
@@ -59,9 +62,7 @@ def a_signal_lets_requests_finish_and_leaves_nothing(server: Server, running_req
 
 
 def a_crash_is_no_success(server: Server, name: str) -> None:
-    """Args:
-    name: part of the title of the process that crashes.
-    """
+    """Kill the process whose title contains ``name``: the server's exit status says so, and no process stays."""
     belongings = Belongings.of(server)
     (crashing,) = [process for process in belongings.processes if name in " ".join(process.cmdline())]
     crashing.kill()
@@ -70,6 +71,7 @@ def a_crash_is_no_success(server: Server, name: str) -> None:
 
 
 def a_killed_server_takes_its_processes_along(server: Server) -> None:
+    """Kill the server itself: its processes end, which nobody asks to."""
     belongings = Belongings.of(server)
     server.process.kill()
     server.process.wait(SECONDS)

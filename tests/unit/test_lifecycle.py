@@ -46,13 +46,13 @@ DEADLINE = 60
 
 
 class Served:
-    """A process inside `served`, the child that it started, and the folder of both."""
+    """A process that runs ``code`` inside `served`, the child that it started, and the folder of both."""
 
-    def __init__(self, folder: Path, what: str) -> None:
+    def __init__(self, folder: Path, code: str) -> None:
         program = folder / "program.py"
         program.write_text(PROGRAM)
         self.process = subprocess.Popen(
-            [sys.executable, str(program), what],
+            [sys.executable, str(program), code],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -80,8 +80,8 @@ class Served:
 def start(tmp_path: Path) -> Iterator[Callable[[str], Served]]:
     started: list[Served] = []
 
-    def start(what: str) -> Served:
-        started.append(Served(tmp_path, what))
+    def start(code: str) -> Served:
+        started.append(Served(tmp_path, code))
         return started[-1]
 
     yield start
