@@ -8,10 +8,11 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -25,6 +26,8 @@ GRACE_SECONDS = 15.0
 """How much longer the engine itself may take to end."""
 _PREFIX, _OWNER = "hybrid-", "owner"
 _SERVED = "HYBRID_SERVED"  # is set in all processes of a server
+_WARNINGS, _TRACKER = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
+"""Python's resource tracker removes shared memory of processes that have ended, and warns each time."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHARED_MEMORY = Path("/dev/shm")
 _OPENMP = "__KMP_REGISTERED_LIB_"
@@ -65,10 +68,16 @@ class Life:
         _remove_openmp_files(_kill_children())
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def check_was_stopped(self) -> None:
-        """Raise EngineError if the engine ended although nobody stopped it."""
+    def finish(self) -> NoReturn:
+        """End this process with status 0, once the engine has ended in order.
+
+        Raises:
+            EngineError: nobody stopped the engine, so it has crashed.
+        """
         if self.first_signal is None:
             raise EngineError("the engine ended by itself; the reason is in the log above")
+        self.clean_up()
+        _exit_quickly()
 
 
 @contextmanager
@@ -82,6 +91,8 @@ def served() -> Iterator[Life]:
     # A shell's background jobs ignore SIGINT, and go on ignoring it while they start.
     numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     handlers = {number: signal.signal(number, life.end_at_once) for number in numbers}
+    warnings = os.environ.get(_WARNINGS)
+    os.environ[_WARNINGS] = f"{warnings},{_TRACKER}" if warnings else _TRACKER
     os.environ[_SERVED] = "1"
     try:
         yield life
@@ -89,6 +100,7 @@ def served() -> Iterator[Life]:
         life.clean_up()
         lock.close()
         del os.environ[_SERVED]
+        os.environ[_WARNINGS] = warnings or ""
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -99,7 +111,7 @@ def join_server() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or _SERVED not in os.environ:
         return
-    _end_quietly()
+    atexit.register(_exit_quickly)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="hybrid-parent").start()
@@ -162,6 +174,15 @@ def _remove_openmp_files(dead: Iterable[int]) -> None:
         pid = file.name.removeprefix(_OPENMP).partition("_")[0]
         if pid in ending or not Path("/proc", pid).exists():
             file.unlink(missing_ok=True)
+
+
+def _exit_quickly() -> NoReturn:
+    """End this process without tearing the interpreter down, which takes seconds of CPU time with torch loaded. Engines
+    take every end of a process that they did not ask for as a crash, whatever its status."""
+    with suppress(OSError, ValueError):  # closed, or nobody reads it
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
 
 
 def _end_quietly() -> None:

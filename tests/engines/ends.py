@@ -14,7 +14,7 @@ import psutil
 from tests.engines.server import Server
 from tests.engines.texts import english
 
-SECONDS = 60
+SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,17 @@ class Belongings:
 
 
 def a_signal_lets_requests_finish_and_leaves_nothing(server: Server, running_requests: str, number: int) -> None:
-    """Args:
-    running_requests: the engine's gauge.
-    number: SIGINT goes to all processes, as a terminal sends it.
+    """Stop the server while it answers: every request gets its answer, and no process and no file stays.
+
+    Args:
+        server: is gone afterwards.
+        running_requests: the engine's gauge.
+        number: the signal; SIGINT goes to all processes, as a terminal sends it.
     """
     belongings = Belongings.of(server)
     prompts = [english(100, start=3000 * i) for i in range(4)]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(server.complete, prompt, 64, extra_body={"ignore_eos": True}) for prompt in prompts]
+        answers = [pool.submit(server.complete, prompt, 24, extra_body={"ignore_eos": True}) for prompt in prompts]
         deadline = time.monotonic() + SECONDS
         while server.total(running_requests) < 2:
             assert time.monotonic() < deadline
@@ -59,9 +62,7 @@ def a_signal_lets_requests_finish_and_leaves_nothing(server: Server, running_req
 
 
 def a_crash_is_no_success(server: Server, name: str) -> None:
-    """Args:
-    name: part of the title of the process that crashes.
-    """
+    """Kill the process whose title contains ``name``: the server's exit status says so, and no process stays."""
     belongings = Belongings.of(server)
     (crashing,) = [process for process in belongings.processes if name in " ".join(process.cmdline())]
     crashing.kill()
@@ -70,6 +71,7 @@ def a_crash_is_no_success(server: Server, name: str) -> None:
 
 
 def a_killed_server_takes_its_processes_along(server: Server) -> None:
+    """Kill the server itself: its processes end, which nobody asks to."""
     belongings = Belongings.of(server)
     server.process.kill()
     server.process.wait(SECONDS)

@@ -46,13 +46,13 @@ DEADLINE = 60
 
 
 class Served:
-    """A process inside `served`, the child that it started, and the folder of both."""
+    """A process that runs ``code`` inside `served`, the child that it started, and the folder of both."""
 
-    def __init__(self, folder: Path, what: str) -> None:
+    def __init__(self, folder: Path, code: str) -> None:
         program = folder / "program.py"
         program.write_text(PROGRAM)
         self.process = subprocess.Popen(
-            [sys.executable, str(program), what],
+            [sys.executable, str(program), code],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -80,8 +80,8 @@ class Served:
 def start(tmp_path: Path) -> Iterator[Callable[[str], Served]]:
     started: list[Served] = []
 
-    def start(what: str) -> Served:
-        started.append(Served(tmp_path, what))
+    def start(code: str) -> Served:
+        started.append(Served(tmp_path, code))
         return started[-1]
 
     yield start
@@ -144,10 +144,10 @@ def test_a_server_whose_requests_do_not_end_is_ended_at_a_deadline(start: Callab
 def test_an_engine_that_ends_by_itself_is_an_error_and_one_that_was_stopped_is_none(
     start: Callable[[str], Served],
 ) -> None:
-    crashed = start("life.check_was_stopped()")
+    crashed = start("life.finish()")
     assert crashed.end() == 1 and "EngineError: the engine ended by itself" in crashed.stderr()
     crashed.check_child_ended()
-    rest = "os.kill(os.getpid(), signal.SIGTERM); life.check_was_stopped()"
+    rest = "os.kill(os.getpid(), signal.SIGTERM); life.finish()"
     stopped = start(HANDLED.format(stop="lambda: None", seconds=600, rest=rest))
     assert stopped.end() == 0
     stopped.check_child_ended()

@@ -68,7 +68,7 @@ def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence
         from sglang.launch_server import run_server
 
         run_server(server_args)
-        life.check_was_stopped()
+        life.finish()
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def _serve(arguments: Sequence[str], life: Life) -> None:
             super().add_signal_handler(sig, ends if sig in (signal.SIGINT, signal.SIGTERM) else stop)
 
     uvloop.run(run_server_worker(address, listener, parsed), loop_factory=Loop)
-    life.check_was_stopped()
+    life.finish()
 
 
 @contextmanager

@@ -37,6 +37,7 @@ GREEDY = 16
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["--dtype", "float32", "--no-enforce-eager", "--max-num-seqs", "32", "--max-model-len", "4096"]
     flags += ["--middleware", MIDDLEWARE, "--api-key", API_KEY]
+    flags += ["--shutdown-timeout", "240"]  # a busy machine answers slowly
     config = {
         "host_pool.size": "512MiB",
         "tiers": "separate",
