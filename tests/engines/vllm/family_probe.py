@@ -275,10 +275,15 @@ def other_checkpoint(model: Path) -> Path:
     return folder if folder.exists() else build(model.name, folder, seed=1)
 
 
-def change_weights(llm: LLM, checkpoint: Path) -> None:
-    """Load another checkpoint into the running engine, and move all parameters."""
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
-    llm.apply_model(move_weights)
+def changed(llm: LLM, checkpoint: Path) -> dict[str, Any]:
+    """`generate` after another checkpoint is loaded into the running engine and all parameters are moved; else the
+    error, which hides nothing that was seen before."""
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+        llm.apply_model(move_weights)
+        return generate(llm)
+    except Exception:
+        return {"error": traceback.format_exc()}
 
 
 def family(model: Path) -> dict[str, Any]:
@@ -288,12 +293,10 @@ def family(model: Path) -> dict[str, Any]:
     other = other_checkpoint(model)
     with engine(model) as llm:
         found["stock"], found["stock_alone"] = generate(llm), generate(llm, lengths=ALONE)
-        change_weights(llm, other)
-        found["changed_stock"] = generate(llm)
+        found["changed_stock"] = changed(llm, other)
     with engine(model, _SERVED) as llm:
         found["in_place"] = served(llm)
-        change_weights(llm, other)
-        found["changed_in_place"] = generate(llm)
+        found["changed_in_place"] = changed(llm, other)
     with engine(model, _ON_CPU) as llm:
         found["mine"], found["mine_alone"] = served(llm), generate(llm, lengths=ALONE)
         if found["mine"]["predicted"]:
@@ -303,8 +306,7 @@ def family(model: Path) -> dict[str, Any]:
             found["compared"] = {layer: len(values) for layer, values in errors.items()}
     with engine(model, _SPARSE) as llm:
         found["sparse"] = served(llm)
-        change_weights(llm, other)
-        found["changed_sparse"] = generate(llm)
+        found["changed_sparse"] = changed(llm, other)
     with engine(other, _SPARSE) as llm:
         found["started_sparse"] = generate(llm)
     if model.name in PARKED:
@@ -319,8 +321,7 @@ def half(model: Path) -> dict[str, Any]:
     other = other_checkpoint(model)
     with engine(model, _SERVED, dtype="bfloat16") as llm:
         found["before"] = generate(llm)
-        change_weights(llm, other)
-        found["changed"] = generate(llm)
+        found["changed"] = changed(llm, other)
     with engine(other, _SERVED, dtype="bfloat16") as llm:
         found["started"] = generate(llm)
     return found

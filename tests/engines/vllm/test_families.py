@@ -159,6 +159,8 @@ def test_answers_follow_the_weights_that_a_running_engine_gets(seen: Probe, fami
     """After a reload of every weight, and a move of every parameter: in place as the stock backend after the same; in
     separate tiers, sparse and by predicted queries, as an engine that starts with the new weights."""
     results = seen(family)
+    for name in ("changed_stock", "changed_in_place", "changed_sparse"):
+        assert "error" not in results[name], results[name]["error"]
     assert results["changed_stock"]["tokens"] != results["stock"]["tokens"]
     assert_same_answers(results["changed_in_place"], results["changed_stock"])
     assert_same_answers(results["changed_sparse"], results["started_sparse"])

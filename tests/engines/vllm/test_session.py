@@ -15,6 +15,7 @@ from vllm.config import CompilationConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, UnheardRank, checked
 from hybrid_backend.engines.vllm.session import Session, attach_inputs
 from hybrid_backend.engines.vllm.sinks import Sinks
@@ -44,6 +45,24 @@ def test_a_forward_that_raised_abandons_its_step() -> None:
         assert len(abandoned) == 1
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_step_attends_with_the_attention_sinks_that_the_engine_has_by_then(kind: torch.dtype) -> None:
+    """However they came: written through ``Parameter.data``, as loaders do, or in other memory, as trainers do."""
+    parameter = nn.Parameter(torch.zeros(4, dtype=kind), requires_grad=False)
+    impl = HybridImpl(4, 32, 1.0, 2, None, None, "auto", sinks=parameter)
+    session = Session.__new__(Session)
+    session._unheard, session._sinks = None, Sinks([object(), impl])
+    before, sinks = session._sinks.layers
+    assert before is None and sinks is not None and sinks.dtype == torch.float32
+    address = sinks.data_ptr()  # native decoders and captured graphs keep it
+    for value in (1.5, 2.5):
+        if value > 2:
+            parameter.data = torch.empty_like(parameter)
+        parameter.data.copy_(torch.full((4,), value))
+        with session.scheduled():
+            assert sinks.tolist() == [value] * 4 and sinks.data_ptr() == address
 
 
 class _OnItsWay(AsyncModelRunnerOutput):
