@@ -22,8 +22,8 @@ from hybrid_backend.tools.profile.network import Network
 _TIMED_TOKENS, _TIMED_PASSES = 256, 4
 _PRIOR = 0.1
 """Share of all work that the first estimate weighs as much as, once stages are measured."""
-# Measured on two cores (SmolLM2-135M, fp32): seconds beside those of a forward pass with as many operations.
-_WINDOW, _SPARSE, _TRAINING = 2.5, 2.0, 4.0
+# Seconds beside those of a forward pass with as many operations (docs/profile.md#quick-and-thorough).
+_WINDOW, _SPARSE, _TRAINING = 1.8, 2.0, 4.0
 
 
 @dataclass(frozen=True)
