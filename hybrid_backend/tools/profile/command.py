@@ -117,8 +117,8 @@ def profile(
     except KeyboardInterrupt:
         again = "the same command without --fresh" if fresh else "the same command"
         stored = target.with_suffix(".json")
-        where = f"; {stored} holds what was measured" if stored.exists() else ""
-        typer.echo(f"\nstopped; {again} goes on from here{where}", err=True)
+        more = f"; {stored} holds what was measured" if stored.exists() else ""
+        typer.echo(f"\nstopped; {again} goes on from here{more}", err=True)
         raise typer.Exit(130) from None
 
 

@@ -122,10 +122,10 @@ class Stages:
             def advance(work: float) -> None:
                 nonlocal last
                 progress.advance(task)
-                now = time.perf_counter()
-                self._measured_seconds += now - last
+                seconds = time.perf_counter() - last
+                last += seconds
+                self._measured_seconds += seconds
                 self._measured_work += work
-                last = now
 
             yield advance
 
