@@ -116,7 +116,9 @@ def profile(
         profile(model, target, settings, options, console=Console())
     except KeyboardInterrupt:
         again = "the same command without --fresh" if fresh else "the same command"
-        typer.echo(f"\nstopped; {again} goes on from here, with what {target.with_suffix('.json')} holds", err=True)
+        stored = target.with_suffix(".json")
+        more = f"; {stored} holds what was measured" if stored.exists() else ""
+        typer.echo(f"\nstopped; {again} goes on from here{more}", err=True)
         raise typer.Exit(130) from None
 
 

@@ -142,19 +142,19 @@ class References:
 
     def __init__(self, network: Network, limit: int = 2 << 30) -> None:
         self._network, self._limit = network, limit
-        self._kept: dict[Probe, Reference] = {}
+        self._measured: dict[Probe, Reference] = {}
 
     def __contains__(self, probe: Probe) -> bool:
-        return probe in self._kept
+        return probe in self._measured
 
     def of(self, probe: Probe) -> Reference:
         """Return the dense pass over ``probe``, measured at the first call."""
-        if probe not in self._kept:
+        if probe not in self._measured:
             reference = Reference.measure(self._network, probe)
-            while self._kept and sum(other.bytes for other in self._kept.values()) + reference.bytes > self._limit:
-                del self._kept[next(iter(self._kept))]
-            self._kept[probe] = reference
-        return self._kept[probe]
+            while self._measured and sum(old.bytes for old in self._measured.values()) + reference.bytes > self._limit:
+                del self._measured[next(iter(self._measured))]
+            self._measured[probe] = reference
+        return self._measured[probe]
 
 
 def divergences(
@@ -188,9 +188,8 @@ def divergences(
                     selects = partial(queries.select, layer.index, partial(_selected, own, layer.scale))
                 setattr(layer.attention, _MARK, selects)
             queries.layers = set(budgets).intersection(predicted[place] if predicted else ())
-            found = reference.distributions(min(budgets, default=len(network.layers)))
-            dense = reference.dense
-            costs.append(float((dense.exp() * (dense - found)).sum(-1).mean()))
+            dense, other = reference.dense, reference.distributions(min(budgets, default=len(network.layers)))
+            costs.append(float((dense.exp() * (dense - other)).sum(-1).mean()))
             advance(costs[-1])
     return costs
 

@@ -49,14 +49,14 @@ class Measuring:
         config, positions = self.config, self.options.positions
         # Eight recalls at least: with fewer, a long interval looks as good as the window happens to be.
         tried = tuple(i for i in INTERVALS if i <= max(1, positions // 8))
-        given = (config.page_size, config.budget_tokens, config.sinks, config.recent, frames_per_request(config))
+        settings = (config.page_size, config.budget_tokens, config.sinks, config.recent, frames_per_request(config))
         key = stage_key(
             "window, admitted by the last query",
             self.model,
             window.digest(),
             positions,
             tried,
-            given,
+            settings,
             config.selection,
             config.lookahead.enabled,
             self.options.limits.cosine,
@@ -95,13 +95,13 @@ class Measuring:
             For each kind of probe the mean KL of each set over the probes.
         """
         config = self.config
-        given = (config.page_size, config.budget_tokens, config.sinks, config.recent, config.selection)
+        settings = (config.page_size, config.budget_tokens, config.sinks, config.recent, config.selection)
         costs: dict[str, list[list[float]]] = {}
         stored: dict[str, tuple[Probe, list[float], float]] = {}
         for probe in probes:
-            key = stage_key("divergence", self.model, probe, given, sparse, *([predicted] if predicted else []))
+            key = stage_key("divergence", self.model, probe, settings, sparse, *([predicted] if predicted else []))
             entry = self.store.get(key) or {"kl": [], "seconds": 0.0}
-            stored[key] = probe, list(entry["kl"]), entry["seconds"]
+            stored.setdefault(key, (probe, list(entry["kl"]), entry["seconds"]))  # two texts can be the same
             costs.setdefault(probe.kind, []).append(stored[key][1])
         missing = {key: entry for key, entry in stored.items() if len(entry[1]) < len(sparse)}
         if missing:
@@ -109,7 +109,7 @@ class Measuring:
             with self.stages.stage(self.prefix + title, steps) as advance:
                 for key, (probe, kl, seconds) in missing.items():
                     self._diverge(key, probe, (sparse, predicted), kl, seconds, advance)
-        return {kind: [fmean(each) for each in zip(*lists, strict=True)] for kind, lists in costs.items()}
+        return {kind: [fmean(values) for values in zip(*lists, strict=True)] for kind, lists in costs.items()}
 
     def _diverge(
         self,
@@ -120,7 +120,16 @@ class Measuring:
         seconds: float,
         advance: Callable[[float], None],
     ) -> None:
-        """Append to ``kl`` what is missing of one probe; store it, also if it is interrupted. ``seconds``: before."""
+        """Measure the sets of one probe that are missing, and store them, also where an interrupt ends the loop.
+
+        Args:
+            key: of the store.
+            probe: the prompt.
+            sets: sparse and predicted layers of all sets.
+            kl: of the sets that are measured already; the others' are appended.
+            seconds: that those took.
+            advance: called with the work of each set.
+        """
         (sparse, predicted), work, started = sets, Work(self.network), time.perf_counter()
         todo = sparse[len(kl) :]
         done = iter([work.sparse(probe, work.share(layers)) for layers in todo])

@@ -201,7 +201,9 @@ def wrap(model: Any) -> Network:
 def load(directory: str | Path, device: str = "cpu") -> Network:
     """The model in ``directory`` (or a hub id) in fp32, frozen."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:

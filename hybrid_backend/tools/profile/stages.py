@@ -22,8 +22,8 @@ from hybrid_backend.tools.profile.network import Network
 _TIMED_TOKENS, _TIMED_PASSES = 256, 4
 _PRIOR = 0.1
 """Share of all work that the first estimate weighs as much as, once stages are measured."""
-# Measured on two cores (SmolLM2-135M, fp32): seconds beside those of a forward pass with as many operations.
-_WINDOW, _SPARSE, _TRAINING = 2.5, 2.0, 4.0
+# Seconds beside those of a forward pass with as many operations (docs/profile.md#quick-and-thorough).
+_WINDOW, _SPARSE, _TRAINING = 1.8, 2.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ class Stages:
             def advance(work: float) -> None:
                 nonlocal last
                 progress.advance(task)
-                now = time.perf_counter()
-                self._measured_seconds += now - last
+                seconds = time.perf_counter() - last
+                last += seconds
+                self._measured_seconds += seconds
                 self._measured_work += work
-                last = now
 
             yield advance
 

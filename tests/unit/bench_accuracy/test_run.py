@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -79,6 +80,17 @@ def test_any_endpoint_is_scored_and_asked_only_once(api: str, endpoint: str, tmp
     assert len(kept.splitlines()) == 4
     again = called(tmp_path, *arguments)
     assert again.exit_code == 0 and (tmp_path / "results.jsonl").read_text() == kept
+
+
+def test_without_matplotlib_the_report_is_written_and_one_line_says_that_pictures_are_left_out(
+    endpoint: str, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = ["--endpoint", endpoint, "--tasks", "niah_single_3", "--lengths", "500", "--samples", "1"]
+    done = called(tmp_path, *arguments)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("pictures are left out: matplotlib is not installed (pip install matplotlib)") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "report.md", "report.json"}
 
 
 @pytest.mark.parametrize(

@@ -326,19 +326,19 @@ def test_no_two_columns_have_the_same_or_nearly_the_same_name(model_dir: Path) -
 def test_without_a_machine_this_one_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is what `hybrid doctor` calls available, its device what torch sees."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    here = LocalMachine.probe()
+    local = LocalMachine.probe()
     assert (
-        here.gpu is None
-        and here.gpu_bytes == 0
-        and 1 <= here.cores <= len(os.sched_getaffinity(0))
-        and here.hardware is None
+        local.gpu is None
+        and local.gpu_bytes == 0
+        and 1 <= local.cores <= len(os.sched_getaffinity(0))
+        and local.hardware is None
     )
-    assert 0 < here.host_bytes <= System().meminfo("MemTotal")
+    assert 0 < local.host_bytes <= System().meminfo("MemTotal")
     result = run(model="qwen3-8b")
     assert result.exit_code == 0, result.output
-    assert f"on this machine (no GPU, {here.cores} CPUs)" in result.stdout and "no device memory" in result.stdout
+    assert f"on this machine (no GPU, {local.cores} CPUs)" in result.stdout and "no device memory" in result.stdout
     planned = json.loads(run("--json").stdout)
-    assert planned["device_limit"] == 0 and planned["host_limit"] == pytest.approx(here.host_bytes, rel=0.25)
+    assert planned["device_limit"] == 0 and planned["host_limit"] == pytest.approx(local.host_bytes, rel=0.25)
     assert json.loads(run("--json", "--ram", "7").stdout)["host_limit"] == 7 * GIB
     on_gpu = json.loads(run("--json", "--gpu-mem", "24").stdout)
     assert on_gpu["device_limit"] == int(24 * GIB * UTILIZATION) and on_gpu["machine"] is None

@@ -76,8 +76,9 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(fresh: bool, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     monkeypatch.setattr(profiler, "profile", stopped)
+    (tmp_path / "out.json").touch()
     arguments = ["profile", MODEL, "--out", str(tmp_path / "out.yaml"), *(["--fresh"] if fresh else [])]
     done = CliRunner().invoke(app, arguments)
     again = "the same command without --fresh" if fresh else "the same command"
     assert done.exit_code == 130 and done.stdout == ""
-    assert done.stderr == f"\nstopped; {again} goes on from here, with what {tmp_path / 'out.json'} holds\n"
+    assert done.stderr == f"\nstopped; {again} goes on from here; {tmp_path / 'out.json'} holds what was measured\n"

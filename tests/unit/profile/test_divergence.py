@@ -117,8 +117,9 @@ def test_dense_passes_are_kept_as_far_as_they_fit() -> None:
     first = large.of(probes[0])
     assert large.of(probes[1]) is not first and large.of(probes[0]) is first
     small = References(network, limit=2 * first.bytes)
-    kept = [small.of(probe) for probe in probes]
-    assert small.of(probes[1]) is kept[1] and small.of(probes[2]) is kept[2] and small.of(probes[0]) is not kept[0]
+    passes = [small.of(probe) for probe in probes]
+    assert small.of(probes[1]) is passes[1] and small.of(probes[2]) is passes[2]
+    assert small.of(probes[0]) is not passes[0]
 
 
 def test_lookups_ask_for_entries_of_their_register_and_compare_the_answers() -> None:
