@@ -1,9 +1,9 @@
 """The decode step that selects and attends pages in place (`kernels.cpu.Decoder`), in plain torch and for one layer.
 
 Tests hold the native decoder to this module step by step. It is written for reading: it keeps a request's keys and
-values in the order of its tokens, so it knows no page table, no page ids, no threads and no instruction set. Scores and
-attention are fp64. Digests are rounded exactly as their format says (`byte_digests`, `codes`), because that rounding is
-part of what selects.
+values in the order of its tokens, so it knows no page table, no page ids and no instruction set. Attention and scores
+are fp64, but for the estimates of `codes`. Digests are rounded exactly as their format says (`byte_digests`, `codes`),
+because that rounding is part of what selects.
 
 A decode step of a layer that selects is:
 
@@ -102,14 +102,14 @@ class Ranking(NamedTuple):
         return Ranking(*(torch.cat([pages, newer]) for pages in self))
 
     def admits(self, pages: Sequence[int]) -> bool:
-        """Whether ``pages`` are a valid choice: right in number, all certain pages, none that is impossible."""
+        """Tell if ``pages`` are a valid choice: right in number, all certain pages, none that is impossible."""
         selected = set(pages)
         is_complete = len(pages) == len(selected) == len(self.chosen) and selected >= set(self.certain.tolist())
         return is_complete and selected <= set(self.possible.tolist())
 
 
 class _Shortlist(NamedTuple):
-    """What an earlier step left to select from: one ranking per list, among the ``num_pages`` pages of that step."""
+    """Pages that an earlier step left to select from: one ranking per list, among the ``num_pages`` pages then."""
 
     rankings: list[Ranking]
     num_pages: int
@@ -147,8 +147,8 @@ class InPlaceOracle:
         """Write the next tokens of the request, ``[tokens, kv_heads, head_dim]`` in the cache's type."""
         end = self.tokens + len(keys)
         if end > len(self._keys):
-            room = keys.new_empty(2 * end, *keys.shape[1:])
-            self._keys, self._values = (torch.cat([old.to(room), room]) for old in self.written)
+            empty = keys.new_empty(2 * end, *keys.shape[1:])
+            self._keys, self._values = (torch.cat([tokens.to(empty), empty]) for tokens in self.written)
         self._keys[self.tokens : end], self._values[self.tokens : end] = keys, values
         self.tokens = end
         self._summarize()
@@ -241,7 +241,7 @@ class InPlaceOracle:
         return self._best_of_each(scores, candidates, budget)
 
     def _reads_spans(self, budget: int, num_pages: int, rows: int) -> bool:
-        """Whether two levels read less than one: spans and candidates against one thread's share of all pages."""
+        """Tell if two levels read less than one: spans and candidates against one thread's share of all pages."""
         settings = self.settings
         if not settings.candidates or settings.digest != "bytes":
             return False
@@ -250,15 +250,15 @@ class InPlaceOracle:
     def _pages_of_best_spans(self, query: Tensor, budget: int, num_pages: int, index: int) -> Ranking:
         """Pages of the best spans, and all that belong to no whole span or are always selected."""
         spans = (num_pages - 1) // SPAN_PAGES
-        wanted = min(-(-self.settings.candidates * budget // SPAN_PAGES), spans)
+        count = min(-(-self.settings.candidates * budget // SPAN_PAGES), spans)
         whole = self._bounds[: spans * SPAN_PAGES].unflatten(0, (spans, SPAN_PAGES))
         digests = torch.stack([whole[:, :, :, 0].amax(1), whole[:, :, :, 1].amin(1)], 2)
-        every = Ranking.exactly(torch.arange(spans))
+        all_spans = Ranking.exactly(torch.arange(spans))
         scores = self._combined(self._logits_in_bytes(query, digests), torch.ones(spans, dtype=torch.bool), index)
-        best = _ranked(scores, every, wanted, torch.zeros(spans, dtype=torch.bool), self._tolerance(scores))
+        best = _ranked(scores, all_spans, count, torch.zeros(spans, dtype=torch.bool), self._tolerance(scores))
         pages = torch.arange(num_pages)
-        always = self._is_forced(pages, num_pages) | (pages >= spans * SPAN_PAGES)
-        return Ranking(*(pages[always | torch.isin(pages // SPAN_PAGES, some)] for some in best))
+        is_candidate = self._is_forced(pages, num_pages) | (pages >= spans * SPAN_PAGES)
+        return Ranking(*(pages[is_candidate | torch.isin(pages // SPAN_PAGES, selected)] for selected in best))
 
     def _best_of_each(self, scores: list[Tensor], candidates: list[Ranking], count: int) -> list[Ranking]:
         num_pages = -(-self.tokens // self.settings.page_size)
@@ -329,11 +329,11 @@ class InPlaceOracle:
         """Logits by ``bounds`` of pages or spans, ``[n, kv_heads, 2, head_dim]``. Bounds and weights become bytes."""
         pages, page_steps = _in_bytes(bounds)
         weights, steps = _in_bytes(self._weights(query).unflatten(1, (2, -1)))  # [heads, 2, head_dim]
-        parts = [
+        products = [
             self._by_head(weights[:, i], pages[:, :, i]) * self._by_head(steps[:, i, None], page_steps[:, :, i, None])
             for i in (0, 1)
         ]
-        return parts[0] + parts[1]
+        return products[0] + products[1]
 
     def _middles(self, query: Tensor, rows: Tensor) -> Tensor:
         """Quick logits of codes: q, rounded to bytes, times the page's middle, plus a share of the page's spread."""
@@ -344,8 +344,8 @@ class InPlaceOracle:
         return self._by_head(rounded * step[:, None], middles.double()) + self.settings.bound * widths
 
     def _combined(self, logits: Tensor, is_own: Tensor, index: int) -> Tensor:
-        """One score per page of the heads' logits ``[heads, n]``: of all heads, or of KV head ``index``. With softmax a
-        head's logits become shares of the candidates that are the oracle's own (``is_own``)."""
+        """Combine logits ``[heads, n]`` to one score per page, of all heads or of KV head ``index`` alone. With softmax
+        a head's logits become shares of the candidates that are the oracle's own (``is_own``)."""
         settings, kv_heads = self.settings, self._keys.shape[1]
         grouped = logits.unflatten(0, (kv_heads, -1))
         if settings.aggregate == "softmax":
@@ -378,8 +378,8 @@ def _ranked(scores: Tensor, candidates: Ranking, count: int, is_forced: Tensor, 
     margin = torch.where(is_forced, torch.zeros_like(scores), 2 * tolerance)  # two scores, an error each
     ascending = scores.sort().values
     as_good = len(scores) - torch.searchsorted(ascending, scores - margin) - 1
-    certainly = scores[is_certain].sort().values
-    better = len(certainly) - torch.searchsorted(certainly, scores + margin, right=True)
+    certain_scores = scores[is_certain].sort().values
+    better = len(certain_scores) - torch.searchsorted(certain_scores, scores + margin, right=True)
     return Ranking(chosen, pages[is_certain & (as_good < count)], pages[better < count])
 
 

@@ -196,15 +196,15 @@ class CheckedEngine(Engine):
         """Pages that the native decoder is told to attend, after comparing them with what the configuration says."""
         config, least = self.cfg, self.cfg.sinks + self.cfg.recent + 1
         tokens = self.oracles[name, layer].tokens
-        pages, asked = -(-tokens // config.page_size), self.sequences[name].budget
+        pages, own_tokens = -(-tokens // config.page_size), self.sequences[name].budget
         budget = int(self.layer_budgets[layer, r])
-        whole = max(-(-asked // config.page_size), least) if asked else config.budget_tokens // config.page_size
-        most = whole if config.sparse == "always" else config.budget_tokens // config.page_size + config.recent + 1
-        if pages <= most or whole >= pages:
+        mean = max(-(-own_tokens // config.page_size), least) if own_tokens else config.budget_pages
+        exact_pages = mean if config.sparse == "always" else config.budget_pages + config.recent + 1
+        if pages <= exact_pages or mean >= pages:
             assert budget == pages, f"{name}: fits, but layer {layer} attends {budget} of {pages} pages"
             return budget
         factors = [config.budget_factors[i] if config.budget_factors else 1.0 for i in self.selecting]
-        expected = layer_budgets(whole, pages, factors, least)[self.selecting.index(layer)]
+        expected = layer_budgets(mean, pages, factors, least)[self.selecting.index(layer)]
         assert abs(budget - expected) <= 1, f"{name}: layer {layer} attends {budget} pages instead of {expected}"
         return budget
 
