@@ -130,8 +130,8 @@ def _interrupts_deferred() -> Iterator[Sequence[int]]:
         yield pending
         return
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, lambda received, _frame: pending.append(received))
+        for held_back in (signal.SIGINT, signal.SIGTERM):
+            previous[held_back] = signal.signal(held_back, lambda received, _frame: pending.append(received))
         yield pending
     finally:
         for number, handler in previous.items():
