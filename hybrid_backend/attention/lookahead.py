@@ -222,10 +222,10 @@ def query_rows(projection: Any) -> tuple[Tensor, Tensor | None]:
 
 def _query_rows(projection: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
     """The projection's forward with zeros for keys and values. Both engines return a bias apart, if asked to."""
-    others = len(projection.weight) - len(query_rows(projection)[0])
+    key_value_rows = len(projection.weight) - len(query_rows(projection)[0])
 
     def forward(x: Tensor) -> tuple[Tensor, None]:
-        return nn.functional.pad(nn.functional.linear(x, *query_rows(projection)), (0, others)), None
+        return nn.functional.pad(nn.functional.linear(x, *query_rows(projection)), (0, key_value_rows)), None
 
     return forward
 

@@ -317,14 +317,14 @@ def family(model: Path) -> dict[str, Any]:
 
 def half(model: Path) -> dict[str, Any]:
     """In bf16, in place: before weights change, after that, and of an engine that starts with the new ones."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     other = other_checkpoint(model)
     with engine(model, _SERVED, dtype="bfloat16") as llm:
-        found["before"] = generate(llm)
-        found["changed"] = changed(llm, other)
+        results["before"] = generate(llm)
+        results["changed"] = changed(llm, other)
     with engine(other, _SERVED, dtype="bfloat16") as llm:
-        found["started"] = generate(llm)
-    return found
+        results["started"] = generate(llm)
+    return results
 
 
 def kept_state(model: Path) -> dict[str, Any]:
