@@ -1,7 +1,7 @@
 """The choice among kernels that compute the same operation (``src/dispatch.h``): the fastest on this CPU.
 
-An instruction is not faster because it is newer: ``vdpbf16ps`` doubles the speed of bf16 prompts on AMD's Zen 4 and
-halves it on Intel's Sapphire Rapids. So the order in which variants are tried depends on the CPU model:
+An instruction is not faster because it is newer: ``vdpbf16ps`` makes bf16 prompts 1.8 times as fast on AMD's Zen 4, and
+slower on Intel's Emerald Rapids. So the order in which variants are tried depends on the CPU model:
 
 1. where `KNOWN` has a rule for the model, by that rule;
 2. else by a measurement, which is made once and kept in ``~/.cache/hybrid_backend/kernels``.
@@ -32,13 +32,18 @@ from hybrid_backend.errors import ConfigError, WorkerError
 
 VARIABLE = "HYBRID_KERNELS"
 CLEARLY = 1.1
+"""Ratio of times above which the faster variant moves ahead."""
 ROUNDS = 5
 
 Reason = Literal["only", "known", "measured", "forced"]
-DTYPES = ("bfloat16", "float16", "float32")  # numbered as ElementType of src/isa.h
-HEAD_DIMS = (64, 128, 256)  # largest of each class of shapes (`hb_set_variant_order`)
+DTYPES = ("bfloat16", "float16", "float32")
+"""Element types, numbered as ElementType of src/isa.h."""
+HEAD_DIMS = (64, 128, 256)
+"""Largest head_dim of each class of shapes (`hb_set_variant_order`)."""
 GROUPS = (1, 2, 4, 8)
+"""Largest group of each class of shapes; the last class has no limit."""
 PAGE_SIZE = 32
+"""Page size of a measurement's job."""
 
 
 class Case(NamedTuple):
@@ -85,7 +90,7 @@ def _zen5(case: Case) -> tuple[str, ...] | None:
 
 
 def _sapphire_rapids(case: Case) -> tuple[str, ...] | None:
-    """A ``vdpbf16ps`` takes as long as four FMAs here: without AMX, bf16 prompts are faster in fp32."""
+    """Pairs of bf16 are slower than fp32 FMA here, so that AVX-512 is the best choice where AMX cannot be used."""
     return ("amx", "avx512") if _is_bf16_prompt(case) else None
 
 

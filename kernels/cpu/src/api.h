@@ -68,7 +68,7 @@ int hb_isa_count(void);
 const char* hb_isa_name(int isa);
 int hb_isa_runs(int isa);  // 1 if this CPU has it
 int hb_isa_best(void);
-// In place of an instruction set's number: the variants below in the order that was set.
+// This number instead of an instruction set's stands for the variants below, in the order that was set.
 enum { HB_CHOSEN = -1 };
 
 // --- variants: kernels that compute the same operation ---------------------------------------------------------

@@ -13,7 +13,7 @@ namespace hb {
 
 // Throws std::invalid_argument for a shape that no kernel has.
 void check_model(const hb_model& model);
-// What kernels are chosen by, without strides.
+// Returns the part of a shape by which kernels are chosen; its strides are 0.
 Shape shape_of(const hb_model& model);
 // Throws std::invalid_argument for an instruction set that this CPU lacks.
 Kernels kernels_of(const hb_model& model, int isa);

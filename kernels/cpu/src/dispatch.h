@@ -12,7 +12,7 @@ const Isa& isa_at(int index);
 bool isa_runs(int index);  // kChosen runs
 int best_isa();
 
-// In place of an instruction set: of each operation, the variant that was found to be the fastest (set_variant_order).
+// Stands for the fastest variant of each operation (set_variant_order) instead of one instruction set.
 constexpr int kChosen = HB_CHOSEN;
 
 // Operations that several kernels can compute; those kernels are the operation's variants.
@@ -49,9 +49,9 @@ struct Kernels {
   const CodeKernels* codes;
   SoftmaxAddFn softmax_add;
 };
-// Those of an instruction set in the default order, with what lower ones have that it lacks, or those that were chosen.
+// Returns the kernels of an instruction set in the default order, completed by those of lower sets; or the chosen ones.
 Kernels kernels_for(int isa, const Shape& shape);
-// The instruction set with all functions whose `base` those kernels have.
+// Returns the best instruction set at or below `isa` that implements all operations.
 const Isa& base_isa(int isa);
 // Puts a variant into `kernels`. False where it does not run on this CPU or does not have the shape.
 bool take_variant(int operation, int variant, const Shape& shape, Kernels& kernels);

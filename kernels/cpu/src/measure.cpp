@@ -10,6 +10,7 @@
 #include "attend_job.h"
 #include "codes.h"
 #include "digest.h"
+#include "guard.h"
 #include "memory.h"
 #include "pool.h"
 
@@ -51,7 +52,7 @@ class Bench {
 
   const Shape& shape() const { return job_.shape(); }
 
-  // What a variant does; `kernels` holds it.
+  // Returns the work of the variant that `kernels` holds.
   std::function<void()> task(const Kernels& kernels) {
     switch (operation_) {
       case PROMPT: return [block = prompt(), kernels] { kernels.prompt(&block); };
@@ -68,7 +69,7 @@ class Bench {
   }
 
  private:
-  // Values in (-2, 2), the same at each start.
+  // Writes n values in (-2, 2) that are the same at each start.
   void fill(std::vector<char>& to, int64_t n, uint32_t seed) {
     std::vector<float> values((size_t)n);
     for (float& value : values) {
@@ -78,7 +79,7 @@ class Bench {
     to.resize((size_t)n * element_size(model_.type));
     base().convert(model_.type, values.data(), to.data(), (int)n);
   }
-  // The first pages again and again.
+  // Repeats the first pages: copying is faster than making new values.
   void fill_cache() {
     fill(cache_, kPages * 2 * part_ / element_size(model_.type), 7);
     const size_t first = cache_.size();
@@ -105,8 +106,8 @@ class Bench {
   hb_bytes byte_store() { return {bytes_.data(), byte_row()}; }
   hb_digests code_store() { return {(char*)codes_.data(), 4 * model_.head_dim, 4 * model_.head_dim, 1}; }
 
-  // Both ways in which digests are scored: the heads' sum in one product, and head by head. The pages' digests serve as
-  // those of a few heads.
+  // Scores digests in both ways, the heads' sum in one product and head by head. The digests of a few pages serve as one
+  // page's digests of as many heads.
   void score_digests(const Kernels& kernels) {
     hb_model model = model_;
     model.kv_heads = kDigestHeads;
@@ -175,6 +176,8 @@ class Bench {
 
 void measure_variants(Operation operation, const hb_model& model, int rounds, double* seconds) {
   check_model(model);
+  require(operation != CODES || CodeLayout(model.head_dim, model.page_size).planes > 0,
+          "digests of this shape have no room for codes");
   Bench bench(operation, model);
   struct Contender {
     double* shortest;

@@ -811,7 +811,7 @@ void test_variants() {
   Rng rng(13);
   struct {
     int dim, group, page_size;
-  } const shapes[] = {{64, 1, 32}, {128, 4, 16}, {256, 8, 32}, {80, 3, 128}, {16, 16, 32}};
+  } const shapes[] = {{64, 1, 32}, {128, 4, 16}, {256, 8, 128}, {80, 3, 16}, {16, 16, 16}};
   for (const auto& shape : shapes)
     for (int type = 0; type < 3; type++)
       for (int operation = 0; operation < hb_operation_count(); operation++) {

@@ -91,9 +91,9 @@ def running(case: Case) -> list[str]:
 
 def test_a_measurement_is_kept_and_the_first_of_two_processes_decides(tmp_path: Path) -> None:
     path, case = tmp_path / "new" / "orders.json", Case("bytes", "bfloat16", 64, 2)
-    mine, late = {case: ("avx2", "vnni")}, {case: ("vnni", "avx2")}
-    assert keep_orders(path, mine, running) == mine
-    assert keep_orders(path, late, running) == mine == read_orders(path, running)
+    earlier, later = {case: ("avx2", "vnni")}, {case: ("vnni", "avx2")}
+    assert keep_orders(path, earlier, running) == earlier
+    assert keep_orders(path, later, running) == earlier == read_orders(path, running)
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -133,11 +133,11 @@ def test_an_unknown_cpu_is_measured_once_and_chooses_the_same_again(tmp_path: Pa
 
 
 def test_variants_are_forced_by_name() -> None:
-    there = {"prompt": ["avx512", "avx2"], "codes": ["vbmi"]}
-    assert forced_variants(" prompt=avx2, codes=vbmi,", there) == {"prompt": "avx2", "codes": "vbmi"}
+    machine = {"prompt": ["avx512", "avx2"], "codes": ["vbmi"]}
+    assert forced_variants(" prompt=avx2, codes=vbmi,", machine) == {"prompt": "avx2", "codes": "vbmi"}
     for value in ("prompts=avx2", "avx2", "prompt=amx", "prompt=", "=avx2", "prompt=avx2;codes=vbmi"):
         with pytest.raises(ConfigError, match="HYBRID_KERNELS: ") as refused:
-            forced_variants(value, there)
+            forced_variants(value, machine)
         assert "\n" not in str(refused.value)
 
 
