@@ -52,6 +52,7 @@ def a_signal_lets_requests_finish_and_leaves_nothing(server: Server, running_req
         deadline = time.monotonic() + SECONDS
         while server.total(running_requests) < 2:
             assert time.monotonic() < deadline
+            time.sleep(0.05)
         os.killpg(server.process.pid, number) if number == signal.SIGINT else server.process.send_signal(number)
         assert all(answer.result() for answer in answers)
     assert server.process.wait(SECONDS) == 0
