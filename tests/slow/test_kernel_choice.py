@@ -28,8 +28,8 @@ def row(choice: Choice, seconds: Times) -> str:
 
 
 def test_no_variant_is_clearly_faster_than_the_chosen_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """Other processes disturb: a case in which another variant was faster is timed again after a pause, and the shortest
-    time of each variant counts."""
+    """A case in which another variant was faster is timed again after a pause, because other processes disturb. Each
+    variant's shortest time counts."""
     variants = library.library_variants()
     suspects = [choice for choice in library.kernel_choices() if len(choice.order) > 1]
     times: dict[Choice, Times] = {}
