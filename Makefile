@@ -18,8 +18,6 @@ ARGS   ?=
 TESTS  ?= tests
 MINUTES ?= 10
 BENCH_ARGS ?=
-HYBRID_CACHE ?= $(CURDIR)/.cache/models
-export HYBRID_CACHE
 # cpu or cuda: which build of the engine is installed. The CUDA tier has run on one GPU only, so a machine with a GPU
 # gets the CPU engine too unless cuda is asked for; `make serve` says so.
 DEVICE ?= cpu
@@ -187,7 +185,7 @@ ipex: $(IPEX)/.python ## Create .venv-ipex, where workers.kernel: ipex finds IPE
 
 # -- run -----------------------------------------------------------------------------------------------------
 
-model: install ## Fetch the demo model (into HYBRID_CACHE)
+model: install ## Fetch the demo model (into HYBRID_CACHE, else ~/.cache/hybrid_backend/models)
 	@$(ENGINE_VENV)/bin/hybrid model fetch $(DEMO)
 
 # The first line of `make serve`: what this machine has, and which build of the engine is taken for it.
@@ -218,7 +216,7 @@ ENGINE_TESTS = $(if $(filter cpu,$(DEVICE)),engine and not gpu,engine or gpu)
 ifeq ($(ENGINE_VERSION),)
 test: ## Run all tests: first those without an engine, then those with vLLM, then with SGLang, in two processes
 	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory sglang-engine & )$(MAKE) --no-print-directory test-install; wait
-	@failed=(); \
+	@trap 'exit 130' INT; trap 'exit 143' TERM; failed=(); \
 	run() { local part="$$1" status=0; shift; echo "$$*"; "$$@" || status=$$?; \
 	  case $$status in 0|5) ;; *) failed+=("$$part");; esac; }; \
 	run "without an engine" $(PY) -m pytest $(TESTS) -q -n 2 --dist worksteal -m "not engine and not gpu" --ignore tests/engines/sglang --durations 20; \

@@ -32,7 +32,7 @@ SPAN_PAGES = 8
 SHORTLIST_BUDGETS = 4
 """A look at all pages leaves a shortlist of this many budgets for the steps until the next look."""
 BEST_BUDGETS = 2
-"""With digests in codes, a step at an even position leaves a second shortlist of this many budgets for the next one."""
+"""Budgets in the second shortlist, which a step at an even position leaves for the next one (digests in codes)."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class _Shortlist(NamedTuple):
 
 
 class InPlaceOracle:
-    """One layer of one request: its keys and values, their digests, and the shortlists between two looks.
+    """Layer of one request: its keys and values, their digests, and the shortlists between two looks.
 
     Args:
         settings: of the server.

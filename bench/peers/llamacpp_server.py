@@ -4,7 +4,6 @@ Takes those options of `llama-server` that bench/peers/llamacpp.py gives.
 """
 
 import argparse
-import contextlib
 import signal
 
 import xllamacpp
@@ -30,9 +29,7 @@ def main() -> None:
     params.cache_ram_mib = 0
     server = xllamacpp.Server(params)
     print(f"{server.listening_address}: {xllamacpp.get_system_info()}", flush=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    with contextlib.suppress(KeyboardInterrupt):
-        signal.pause()
+    signal.pause()
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ token ids, its answer a stream of one event per token.
 """
 
 import argparse
-import contextlib
 import json
 import queue
-import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -102,9 +100,7 @@ def main() -> None:
     given = parser.parse_args()
     Handler.engine = Engine(given.model, given.batch, given.kv_bytes, dict(p.split("=", 1) for p in given.properties))
     Handler.alias = given.alias
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    with contextlib.suppress(KeyboardInterrupt):
-        ThreadingHTTPServer(("127.0.0.1", given.port), Handler).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", given.port), Handler).serve_forever()
 
 
 if __name__ == "__main__":

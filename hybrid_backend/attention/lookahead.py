@@ -216,7 +216,7 @@ def query_rows(projection: Any) -> tuple[Tensor, Tensor | None]:
 
     Both are views for one call: the weights of a running engine change, and its parameters may get other memory.
     """
-    rows, bias = projection.num_heads * projection.head_size, projection.bias
+    rows, bias = projection.num_heads * projection.head_size, getattr(projection, "bias", None)
     return projection.weight[:rows], None if bias is None else bias[:rows]
 
 

@@ -9,7 +9,7 @@ from collections.abc import MutableMapping, Sequence
 from hybrid_backend.errors import EngineError
 
 LOOPBACK = "127.0.0.1"
-"""Where a server listens unless it is told otherwise."""
+"""Default address that a server listens on."""
 _THIS_MACHINE = (LOOPBACK, "localhost", "::1")
 _taken: list[socket.socket] = []
 

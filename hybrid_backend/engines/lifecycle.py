@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
+import psutil  # both engines require it
+
 from hybrid_backend.errors import EngineError
 
 DRAIN_SECONDS = 30
@@ -65,7 +67,7 @@ class Life:
 
     def clean_up(self) -> None:
         """Kill what is left of the engine's processes, and remove the server's files."""
-        _remove_openmp_files(_kill_children())
+        _remove_openmp_files([os.getpid(), *_kill_children()])
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self) -> NoReturn:
@@ -77,7 +79,7 @@ class Life:
         if self.first_signal is None:
             raise EngineError("the engine ended by itself; the reason is in the log above")
         self.clean_up()
-        _exit_quickly()
+        _exit_quickly(0)
 
 
 @contextmanager
@@ -100,7 +102,10 @@ def served() -> Iterator[Life]:
         life.clean_up()
         lock.close()
         del os.environ[_SERVED]
-        os.environ[_WARNINGS] = warnings or ""
+        if warnings is None:
+            del os.environ[_WARNINGS]
+        else:
+            os.environ[_WARNINGS] = warnings
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -111,7 +116,7 @@ def join_server() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or _SERVED not in os.environ:
         return
-    atexit.register(_exit_quickly)
+    _end_without_teardown()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="hybrid-parent").start()
@@ -148,8 +153,6 @@ def _remove_dead_folders() -> None:
 def _kill_children() -> list[int]:
     """Kill all descendants of this process; returns their ids. Python's resource tracker ends by itself, after it has
     removed the shared memory of the others."""
-    import psutil  # both engines require it
-
     children = []
     for child in psutil.Process().children(recursive=True):
         try:
@@ -176,13 +179,27 @@ def _remove_openmp_files(dead: Iterable[int]) -> None:
             file.unlink(missing_ok=True)
 
 
-def _exit_quickly() -> NoReturn:
-    """End this process without tearing the interpreter down, which takes seconds of CPU time with torch loaded. Engines
-    take every end of a process that they did not ask for as a crash, whatever its status."""
+def _end_without_teardown() -> None:
+    """Have this process skip the interpreter's teardown when it ends, and keep its exit status, which engines look at.
+
+    `multiprocessing` ends a child by `sys.exit`; exit handlers are not told the status.
+    """
+    statuses, leave = [0], sys.exit
+
+    def exit_and_remember(status: object = None) -> NoReturn:
+        statuses.append(status if isinstance(status, int) else int(status is not None))
+        leave(status)
+
+    sys.exit = exit_and_remember
+    atexit.register(lambda: _exit_quickly(statuses[-1]))
+
+
+def _exit_quickly(status: int) -> NoReturn:
+    """End this process without tearing the interpreter down, which takes seconds of CPU time with torch loaded."""
     with suppress(OSError, ValueError):  # closed, or nobody reads it
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _end_quietly() -> None:

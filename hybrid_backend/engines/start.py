@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import torch
+
+from hybrid_backend.execution.fused import FusedStep
 from hybrid_backend.execution.operations import operations_name
 from hybrid_backend.host_memory import size_text
 from hybrid_backend.kernels import cpu
@@ -26,11 +29,18 @@ def start_lines(runtime: HybridRuntime, groups: int = 1) -> Iterator[tuple[int, 
         logging.INFO,
         f"hybrid backend: method {config.method}, host pool {size_text(host.nbytes)} ({tokens:,} tokens), "
         f"budget {'none' if budget is None else f'{budget:,.0f} tokens'}, digests {runtime.tiers.layout.digests}, "
-        f"kernels {_kernels(runtime)}, {runtime.workers.threads} worker threads",
+        f"kernels {_kernels(runtime)}, {_threads(runtime)}",
     )
     reason = cpu.why_unavailable()
     if config.workers.kernel == "auto" and reason is not None:
         yield logging.WARNING, f"PyTorch attends instead of native CPU kernels, several times slower: {reason}"
+
+
+def _threads(runtime: HybridRuntime) -> str:
+    """Say how many threads attend: in place those of the engine, with separate tiers the CPU workers."""
+    if isinstance(runtime.executor, FusedStep):
+        return f"in place on {torch.get_num_threads()} threads"
+    return f"{runtime.workers.threads} worker threads"
 
 
 def _kernels(runtime: HybridRuntime) -> str:

@@ -119,9 +119,14 @@ def machine_names() -> tuple[str, ...]:
 
 
 def hardware_of_gpu(gpu: str) -> Hardware | None:
-    """Return the named machine whose GPU a driver calls ``gpu``, as "NVIDIA A100-SXM4-80GB"; None if no name fits."""
+    """Return the named machine whose GPU a driver calls ``gpu``, as "NVIDIA A100-SXM4-80GB"; None if no name fits.
+
+    A mobile GPU, a part of a GPU and the slower cards of an H100 have the name of another one, but not its rates.
+    """
     gpu = gpu.lower()
     words = gpu.replace("rtx ", "rtx").replace("-", " ").split()
+    if not {"laptop", "mig", "nvl"}.isdisjoint(words) or {"h100", "pcie"} <= set(words):
+        return None
     kinds = {machine.name: machine.name.split("-") for machine in _named()}  # kind of GPU, and perhaps its memory
     fitting = [name for name, (kind, *_) in kinds.items() if kind in words]
     return find_hardware(max(fitting, key=lambda name: kinds[name][-1] in gpu)) if fitting else None

@@ -31,6 +31,9 @@ from hybrid_backend.workers.cpus import (
 from hybrid_backend.workers.ipex import IpexPool
 from hybrid_backend.workers.registry import IPEX, PartialKernel, kernel_name, resolve_kernel
 
+THREADS_PER_CPU = 4
+"""More worker threads than this for each CPU are a slip of the pen."""
+
 
 def make_pool(config: WorkersConfig, rank: Rank = ALONE) -> WorkerPool:
     """The pool that fits the kernel: C++ threads for the native one, a process for IPEX, Python threads for others.
@@ -49,17 +52,29 @@ def make_pool(config: WorkersConfig, rank: Rank = ALONE) -> WorkerPool:
     if kernel_name(config.kernel) == "native":
         resolve_kernel("native")  # refuses with a reason where it does not run
         places = Places.of(cpus, bound, topology, rank, chosen=config.cpus != "auto")
-        threads = len(places.workers) if config.threads == "auto" else config.threads
+        threads = len(places.workers) if config.threads == "auto" else _checked_threads(config.threads, len(cpus))
         try:
             return NativePool(threads, places.workers, places.server, places.spin_seconds)
         except WorkerError as error:
             raise ConfigError(
                 f"workers.threads: {threads} threads cannot be started ({error}); write auto, or {len(cpus)} or fewer"
             ) from error
-    threads = len(cpus) if config.threads == "auto" else config.threads
+    threads = len(cpus) if config.threads == "auto" else _checked_threads(config.threads, len(cpus))
     if config.kernel == IPEX:
         return IpexPool(threads, cpus)
     return TorchPool(threads, cpus, resolve_kernel(config.kernel))
+
+
+def _checked_threads(threads: int, cpus: int) -> int:
+    """Return ``threads``, which may be more than the CPUs, but not so many that their number is a mistake.
+
+    Raises:
+        ConfigError: more than `THREADS_PER_CPU` threads for each CPU of this machine.
+    """
+    most = max(64, THREADS_PER_CPU * (os.cpu_count() or 1))
+    if threads > most:
+        raise ConfigError(f"workers.threads: {threads} is more than the {most} of this machine; write auto, or {cpus}")
+    return threads
 
 
 class NativePool(WorkerPool):

@@ -52,7 +52,7 @@ def what_serves_is_said_once(server: Server, method: str, budget: int) -> None:
     assert len(lines) == 1, lines
     assert re.search(
         rf"method {method}, host pool [\d.]+ [MG]iB \([\d,]+ tokens\), budget {budget:,} tokens, digests \w+, "
-        r"kernels native \(\w+\), \d+ worker threads$",
+        r"kernels native \(\w+\), (in place on \d+ threads|\d+ worker threads)$",
         lines[0],
     ), lines[0]
 

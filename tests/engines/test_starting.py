@@ -1,4 +1,4 @@
-"""What happens to a server before it serves: another one on its port, and a signal."""
+"""Events in the life of a server before it serves: another one on its port, and a signal."""
 
 from __future__ import annotations
 
@@ -30,12 +30,19 @@ def wait_until_listening(port: int) -> None:
     raise AssertionError(f"nothing listens on port {port}")
 
 
+def title(process: psutil.Process) -> str:
+    """Return the command line of a process; empty if the process has ended meanwhile."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
 def wait_for_engine(process: psutil.Process) -> list[psutil.Process]:
-    """The processes of the server, once one of the engine's is among them."""
+    """Return the processes of the server, once one of the engine's is among them."""
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline:
         children = process.children(recursive=True)
-        if any("spawn_main" in " ".join(child.cmdline()) for child in children):
+        if any("spawn_main" in title(child) for child in children):
             return children
         time.sleep(0.1)
     raise AssertionError("the engine has no process")

@@ -9,7 +9,7 @@ import pytest
 from hybrid_backend.kernels.cpu import library
 from hybrid_backend.kernels.cpu.variants import CLEARLY, Choice, microarchitecture, this_cpu
 
-REPETITIONS = 3
+REPETITIONS = 8
 ROUNDS = 9
 PAUSE_SECONDS = 1.0
 

@@ -1,4 +1,4 @@
-"""What the card of each published model says of its size, beside the shape that `hybrid plan` ships of it.
+"""Sizes that the card of each published model states, beside the shape that `hybrid plan` ships of it.
 
 Source: the model's page on the Hugging Face hub; parameters are those that the hub counts in the safetensors files.
 """

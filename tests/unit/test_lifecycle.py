@@ -24,6 +24,10 @@ def child(ready):
     ready.set()
     time.sleep(600)
 
+def fail():
+    join_server()
+    raise RuntimeError
+
 def wait():
     while True:
         try:
@@ -85,10 +89,10 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Served]]:
         return started[-1]
 
     yield start
-    for each in started:
-        each.process.kill()
-        each.end()
-        each.check_child_ended()
+    for server in started:
+        server.process.kill()
+        server.end()
+        server.check_child_ended()
 
 
 def test_a_killed_server_takes_its_processes_along_and_the_next_start_removes_its_files(
@@ -152,6 +156,14 @@ def test_an_engine_that_ends_by_itself_is_an_error_and_one_that_was_stopped_is_n
     assert stopped.end() == 0
     stopped.check_child_ended()
     assert not crashed.folder.exists() and not stopped.folder.exists()
+
+
+def test_a_process_of_the_engine_keeps_its_exit_status(start: Callable[[str], Served]) -> None:
+    """Engines tell by it whether a process of theirs has crashed."""
+    code = "failing = spawn.Process(target=fail); failing.start(); failing.join(); print(failing.exitcode, flush=True)"
+    server = start(code)
+    assert server.process.stdout is not None and server.process.stdout.readline() == "1\n"
+    assert server.end() == 0
 
 
 def test_what_libraries_print_while_the_interpreter_ends_is_dropped(start: Callable[[str], Served]) -> None:

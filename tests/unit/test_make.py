@@ -11,32 +11,47 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def machine(*variables: str, gpu: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the first step of `make serve`; ``gpu`` is a folder with an nvidia-smi."""
-    folders = [str(gpu)] if gpu is not None else []
-    environment = {**os.environ, "PATH": os.pathsep.join([*folders, "/usr/bin", "/bin"])}
-    command = ["make", "--no-print-directory", "machine", *variables]
+# A make that runs the tests hands its own variables to the makes below it.
+VARIABLES = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "DEVICE", "ENGINE", "ENGINE_VERSION")
+
+
+def make(*words: str, driver: Path) -> subprocess.CompletedProcess[str]:
+    """Run make; ``driver`` is a folder with an nvidia-smi, which goes before the machine's own."""
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    environment["PATH"] = f"{driver}{os.pathsep}{environment['PATH']}"
+    command = ["make", "--no-print-directory", *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def driver(folder: Path, script: str) -> Path:
+    """Return ``folder`` with an nvidia-smi in it."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return folder
 
 
 @pytest.fixture
 def gpu(tmp_path: Path) -> Path:
-    """A folder with an nvidia-smi that prints what the driver's prints for two GPUs."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf 'NVIDIA H200\\nNVIDIA H200\\n'\n")
-    program.chmod(0o755)
-    return tmp_path
+    """An nvidia-smi that prints what the driver's prints for two GPUs."""
+    return driver(tmp_path, r"printf 'NVIDIA H200\nNVIDIA H200\n'")
 
 
-def test_without_a_gpu_the_cpu_build_is_named() -> None:
-    assert machine().stdout == "==> found no NVIDIA GPU: taking the cpu build of vllm, in .venv\n"
+@pytest.fixture
+def no_gpu(tmp_path: Path) -> Path:
+    """An nvidia-smi that ends as the driver's does where it finds no GPU."""
+    return driver(tmp_path, "exit 9")
+
+
+def test_without_a_gpu_the_cpu_build_is_named(no_gpu: Path) -> None:
+    assert make("machine", driver=no_gpu).stdout == "==> found no NVIDIA GPU: taking the cpu build of vllm, in .venv\n"
 
 
 def test_a_machine_with_a_gpu_is_told_how_to_use_it(gpu: Path) -> None:
-    first, second = machine(gpu=gpu).stdout.splitlines()
+    first, second = make("machine", driver=gpu).stdout.splitlines()
     assert first == "==> found NVIDIA H200: taking the cpu build of vllm, in .venv"
     assert "make serve DEVICE=cuda" in second and (ROOT / "docs" / "gpu.md").is_file()
-    assert machine("DEVICE=cuda", gpu=gpu).stdout == (
+    assert make("machine", "DEVICE=cuda", driver=gpu).stdout == (
         "==> found NVIDIA H200: taking the cuda build of vllm, in .venv-cuda\n"
     )
 
@@ -49,11 +64,13 @@ def test_a_machine_with_a_gpu_is_told_how_to_use_it(gpu: Path) -> None:
         (["DEVICE=cuda", "ENGINE=sglang"], "DEVICE=cuda: ENGINE=sglang serves on CPUs only"),
     ],
 )
-def test_a_build_that_cannot_serve_here_is_refused_before_it_is_installed(variables: list[str], told: str) -> None:
-    done = machine(*variables)
+def test_a_build_that_cannot_serve_here_is_refused_before_it_is_installed(
+    variables: list[str], told: str, no_gpu: Path
+) -> None:
+    done = make("machine", *variables, driver=no_gpu)
     assert done.returncode != 0 and told in done.stderr.splitlines()[0] and not done.stdout
 
 
-def test_serve_begins_with_the_machine() -> None:
-    done = subprocess.run(["make", "-n", "serve"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.index("nvidia-smi") < done.stdout.index("hybrid serve")
+def test_serve_begins_with_the_machine(no_gpu: Path) -> None:
+    done = make("-n", "serve", driver=no_gpu)
+    assert done.returncode == 0 and done.stdout.index("nvidia-smi") < done.stdout.index("hybrid serve")

@@ -1,4 +1,4 @@
-"""What the log says of a runtime when it is up."""
+"""Lines of the log that describe a runtime when it is up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybrid_backend.engines.start import start_lines
 from hybrid_backend.kernels.cpu import library
@@ -15,12 +16,15 @@ from tests.support.harness import METHODS, Engine, config, spec
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """As where no compiler was at hand when the package was installed."""
+    """Show a package that was installed where no compiler was at hand."""
+    loads = (library.native, library.kernel_choices, library._loaded)
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "libhybrid_cpu.so")
-    library.native.cache_clear()
+    for load in loads:
+        load.cache_clear()
     yield
     monkeypatch.undo()
-    library.native.cache_clear()
+    for load in loads:
+        load.cache_clear()
 
 
 def lines(groups: int = 1, **keys: object) -> list[tuple[int, str]]:
@@ -37,7 +41,7 @@ def test_one_line_names_what_serves() -> None:
         (
             logging.INFO,
             "hybrid backend: method scout, host pool 2.3 MiB (3,200 tokens), budget 64 tokens, "
-            f"digests minmax_and_int8, kernels native ({best}), 2 worker threads",
+            f"digests minmax_and_int8, kernels native ({best}), in place on {torch.get_num_threads()} threads",
         )
     ]
     ((_, shared),) = lines(groups=2)
@@ -59,3 +63,8 @@ def test_where_native_kernels_are_missing_a_warning_says_why_and_the_fix(without
 
 def test_who_asks_for_torch_is_not_warned(without_library: None) -> None:
     assert len(lines(workers={"threads": 2, "kernel": "torch"})) == 1
+
+
+def test_with_separate_tiers_the_workers_attend() -> None:
+    ((_, line),) = lines(tiers="separate")
+    assert line.endswith("2 worker threads")

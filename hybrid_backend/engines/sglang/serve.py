@@ -125,6 +125,8 @@ def _with_flags_of_file(extra: Sequence[str]) -> list[str]:
         merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(words)
     except Exception as error:  # whatever YAML and SGLang raise
         raise EngineError(f"--config: SGLang cannot read it: {error}") from error
+    if not {"--model", "--model-path"}.isdisjoint(flag.partition("=")[0].replace("_", "-") for flag in merged):
+        raise EngineError("--config: the file names a model; leave it out, `hybrid serve MODEL` names it")
     return merged
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable
@@ -38,7 +39,13 @@ def _stop(manager: Any) -> None:
 
 
 async def _end_when_idle(original: Callable[[Any], Awaitable[None]], manager: Any) -> None:
-    """Wait for the signal and for the requests in short steps; SGLang's own coroutine then ends the server at once."""
-    while not manager.gracefully_exit or manager.rid_to_state:
+    """Wait for the signal and for the requests in short steps; SGLang's own coroutine then ends the server at once.
+
+    SGLang does not wait for requests after a failed health check, nor where ``SGL_FORCE_SHUTDOWN`` is set.
+    """
+    while not manager.gracefully_exit:
+        await asyncio.sleep(_POLL_SECONDS)
+    is_forced = bool(os.environ.get("SGL_FORCE_SHUTDOWN"))
+    while manager.rid_to_state and not is_forced and manager.server_status.value != "UnHealthy":
         await asyncio.sleep(_POLL_SECONDS)
     await original(manager)

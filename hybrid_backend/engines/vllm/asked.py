@@ -93,6 +93,7 @@ def _checked(receive: Receive) -> Receive:
             body.extend(message.get("body", b""))
             if not message.get("more_body", False):
                 _check_body(body)
+                body.clear()
         return message
 
     return received

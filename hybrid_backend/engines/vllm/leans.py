@@ -444,7 +444,12 @@ _SERVER = (
     Lean(
         "vllm.engine.arg_utils:AsyncEngineArgs",
         "`hybrid serve`",
-        has=("create_engine_config", "create_model_config", "from_cli_args"),
+        has=("create_engine_config", "create_model_config", "from_cli_args", "shutdown_timeout"),
+    ),
+    Lean(
+        "vllm.entrypoints.launchers.launcher:serve_http",
+        "the end of `hybrid serve`",
+        reads=("loop.add_signal_handler(signal.SIGTERM",),
     ),
 )
 

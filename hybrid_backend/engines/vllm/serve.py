@@ -148,6 +148,8 @@ def _with_flags_of_file(extra: Sequence[str]) -> list[str]:
         flags: list[str] = _parser().load_config_file(path)
     except Exception as error:  # whatever YAML and vLLM raise
         raise EngineError(f"--config: vLLM cannot read {path}: {_reason(error)}") from error
+    if "--model" in flags:
+        raise EngineError(f"--config: {path} names a model; leave it out, `hybrid serve MODEL` names it")
     return [*flags, *extra[:first], *rest]
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,11 +173,10 @@ def running(
             yield Server(url, model, log, process)
         finally:
             if process is not None:
+                # The interrupt may have come before anything was stopped.
                 try:
                     stop(process)
-                except (
-                    KeyboardInterrupt
-                ):  # while the server was being stopped: whoever interrupts does not want to wait
+                except KeyboardInterrupt:
                     stop(process, grace=0)
                     raise
 
@@ -212,15 +211,15 @@ def stop(process: subprocess.Popen[bytes], grace: float = 60) -> None:
     SIGINT would not do: a shell's background jobs, nohup and many CI runners start their children with it ignored.
     """
     with _interrupts_deferred() as interrupts:
-        if process.poll() is not None:
-            return
-        process.terminate()
+        if process.poll() is None:
+            process.terminate()
         deadline = time.monotonic() + grace
         while process.poll() is None and time.monotonic() < deadline and not interrupts:
             time.sleep(0.02)
-        if process.poll() is None:
+        # A server that has crashed may leave processes of its session, too.
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def executable(name: str) -> str:

@@ -204,10 +204,10 @@ def _locked(path: Path, console: Console) -> Iterator[None]:
     """Hold an exclusive lock on `path`; the system releases it however the process ends.
 
     The cache may be shared: a symbolic link in the file's place is not followed, a file that exists keeps its content,
-    and a pipe does not block.
+    and a pipe does not block. NFS gives an exclusive lock only to a file that is open for writing.
     """
-    flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o644), "rb") as file:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o644), "r+b", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -15,7 +15,7 @@ from hybrid_backend.workers.cpus import cpu_quota
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """What this machine has. Sizes in bytes.
+    """Sizes, in bytes, and devices of this machine.
 
     ``gpu``: the first GPU's name as its driver writes it, None without one; ``gpu_bytes``: all of its memory, 0 without
     one. ``host_bytes``: memory that a server can have now, which `hybrid doctor` shows as RAM.
@@ -70,5 +70,5 @@ def _gpu() -> tuple[str | None, int]:
 
     if not torch.cuda.is_available():
         return None, 0
-    card = torch.cuda.get_device_properties(0)
-    return card.name, card.total_memory
+    gpu = torch.cuda.get_device_properties(0)
+    return gpu.name, gpu.total_memory

@@ -158,7 +158,7 @@ PUBLISHED: Mapping[str, Published] = {
         "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3, "max_position_embeddings": 128000,
     }),
 }  # fmt: skip
-"""By the name of the shipped configuration, without its ``.yaml``."""
+"""Published models, keyed by the name of the shipped configuration without its ``.yaml``."""
 
 
 def published(model: str) -> Published | None:

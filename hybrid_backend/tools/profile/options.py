@@ -1,4 +1,4 @@
-"""What a profile is asked for, and what of it cannot be."""
+"""Options of a profile, and checks that refuse those that cannot be."""
 
 from __future__ import annotations
 

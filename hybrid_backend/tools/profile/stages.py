@@ -41,7 +41,7 @@ class Work:
         return _WINDOW * self.forward(tokens)
 
     def sparse(self, probe: Probe, share: float) -> float:
-        """One set of sparse layers on a probe. ``share``: of the layers that are computed."""
+        """Return the operations of one set of sparse layers on a probe. ``share``: of the layers that are computed."""
         tokens, context = len(probe.ids) - probe.given, len(probe.ids)
         return _SPARSE * share * (self._matrices * tokens + self._pairs * tokens * context)
 
@@ -50,7 +50,7 @@ class Work:
         return 1 - min(sparse, default=len(self.network.layers)) / len(self.network.layers)
 
     def training(self, gates: GateOptions) -> float:
-        """One step of training gates."""
+        """Return the operations of one step of training gates."""
         return _TRAINING * self.forward(gates.context)
 
     def seconds_per_operation(self) -> float:

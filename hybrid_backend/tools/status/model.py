@@ -43,6 +43,12 @@ class Rates(_Part):
     attention_bytes_per_second: float | None
     """K and V that were read per second of that attention."""
 
+    @property
+    def request_speed(self) -> float | None:
+        """Tokens per second of one running request, those whose prompts are read included."""
+        generated, running = self.generated_per_second, self.running
+        return generated / max(running, 1.0) if generated and running else None
+
 
 class Column(_Part):
     """An interval between two readings, which is a column of the heat maps."""

@@ -111,6 +111,10 @@ class Sampler:
         except EngineError as error:
             self._problem, self._is_silent = str(error), True
             return
+        except Exception as error:  # Nobody awaits this task, so nobody else would tell the reason.
+            self._problem = f"{self._name} cannot be read: {type(error).__name__}: {error}"
+            self._is_silent = True
+            return
         self._history = self._history.add(reading)
         self._problem, self._is_silent = _missing(reading), False
 

@@ -41,12 +41,6 @@ class Load:
         return "prompts" if is_busy else "idle"
 
     @property
-    def request_speed(self) -> float | None:
-        """Tokens per second of one running request, those whose prompts are read included."""
-        generated, running = self.rates.generated_per_second, self.rates.running
-        return generated / max(running, 1.0) if generated and running else None
-
-    @property
     def fill(self) -> float:
         """Share of the host pool in use."""
         return self.last.pool_fill or 0.0
@@ -100,7 +94,7 @@ def fast(load: Load) -> Answer:
         return answer("Idle", "No request runs or waits: there is nothing to judge.", "unknown")
     if load.state == "prompts":
         return answer("No token yet", f"{_reading_prompts(load)}{_latencies(load.rates)}", "unknown")
-    speed = load.request_speed
+    speed = load.rates.request_speed
     text = f"{rate(load.rates.generated_per_second)} tokens/s"
     if speed is None:
         return answer("Not known", f"{text}; how many requests share them is not published.", "unknown")
@@ -142,7 +136,7 @@ def _limit(load: Load, budget_may_fall: bool) -> _Limit:
         return "Nothing", "No request runs or waits.", "unknown", None
     if load.state == "prompts":
         return "Prompts", _reading_prompts(load), "unknown", None
-    is_slow = (load.request_speed or READING_SPEED) < READING_SPEED
+    is_slow = (load.rates.request_speed or READING_SPEED) < READING_SPEED
     if is_slow and load.prompt_share > MOSTLY:
         text = (
             f"{load.prompt_share:.0%} of the computed tokens were prompts', and a step that reads a piece of a prompt "

@@ -52,10 +52,6 @@ def _gauges(last: Reading) -> list[Tile]:
 
 
 def _rates(last: Reading, rates: Rates, layers: Sequence[Layer]) -> list[Tile]:
-    speed = (
-        rates.generated_per_second / max(rates.running, 1.0) if rates.generated_per_second and rates.running else None
-    )
-
     def ratio(name: str, key: str, unit: str) -> Tile:
         """Average the layers that attended in this time: an idle layer keeps the ratio of its last busy time."""
         share = mean(getattr(layer, key) for layer in layers if layer.attended_tokens_per_second)
@@ -63,7 +59,7 @@ def _rates(last: Reading, rates: Rates, layers: Sequence[Layer]) -> list[Tile]:
 
     tiles = [
         Tile(name="Decode", value=rate(rates.generated_per_second), unit="tokens/s"),
-        Tile(name="Each request", value=rate(speed), unit="tokens/s"),
+        Tile(name="Each request", value=rate(rates.request_speed), unit="tokens/s"),
         Tile(
             name="First token", value=duration(rates.first_token_seconds), unit=_or("TTFT", rates.first_token_seconds)
         ),

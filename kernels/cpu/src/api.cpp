@@ -86,7 +86,10 @@ HB_API int hb_set_variant_order(int operation, const hb_model* model, const int*
   return guarded([&] {
     hb::check_model(*model);
     const int count = hb::variant_count(operation);
-    for (int i = 0; i < count; i++) check_id(order[i], count, "variant");
+    for (int i = 0; i < count; i++) {
+      check_id(order[i], count, "variant");
+      if (std::count(order, order + count, order[i]) > 1) throw std::invalid_argument("a variant is named twice");
+    }
     hb::set_variant_order(operation, hb::shape_of(*model), {order, order + count});
   });
 }

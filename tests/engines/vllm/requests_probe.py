@@ -1,4 +1,4 @@
-"""What a request may bring, and what a worker refuses, with a tiny model in this process.
+"""Run requests with all that they may bring, and workers that refuse, with a tiny model in this process.
 
 ``python -m tests.engines.vllm.requests_probe FOLDER`` writes FOLDER/NAME.json for each of `CASES`.
 """

@@ -131,6 +131,9 @@ def test_a_file_of_flags_that_cannot_be_read_is_refused_by_name(tmp_path: Path, 
     file.write_text(text)
     with pytest.raises(EngineError, match=f"--config: vLLM cannot read {file}: "):
         serve._with_flags_of_file(["--config", str(file)])
+    file.write_text("model: another/one")
+    with pytest.raises(EngineError, match=f"--config: {file} names a model; leave it out"):
+        serve._with_flags_of_file(["--config", str(file)])
     with pytest.raises(EngineError, match="--config: expected one file"):
         serve._with_flags_of_file(["--config"])
 

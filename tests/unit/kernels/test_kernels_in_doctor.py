@@ -1,4 +1,4 @@
-"""What ``hybrid doctor`` says of the kernels that were chosen."""
+"""Kernels that were chosen, as ``hybrid doctor`` shows them."""
 
 from __future__ import annotations
 

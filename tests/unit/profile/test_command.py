@@ -50,7 +50,7 @@ def test_an_empty_model_is_told() -> None:
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> Options:
-    """What the command hands to the profiler."""
+    """Options that the command hands to the profiler."""
     taken: list[Options] = []
     monkeypatch.setattr(profiler, "profile", lambda *given, **_: taken.append(given[3]))
     done = CliRunner().invoke(app, ["profile", MODEL, "--out", str(tmp_path / "out.yaml"), *arguments])
