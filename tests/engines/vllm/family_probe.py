@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -33,7 +34,8 @@ interpret_triton()  # before vLLM imports Triton
 import torch
 from PIL import Image
 from prometheus_client import CollectorRegistry
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.linear import QKVParallelLinear
@@ -61,7 +63,7 @@ from tests.support.models import move_weights
 
 leave_out_what_was_imported()
 
-PAGE = 32
+PAGE, NEW_SINK = 32, 2.0
 rotate = RotaryEmbedding.forward_cpu
 
 
@@ -316,15 +318,28 @@ def family(model: Path) -> dict[str, Any]:
 
 
 def half(model: Path) -> dict[str, Any]:
-    """In bf16, in place: before weights change, after that, and of an engine that starts with the new ones."""
+    """In bf16, in place: before attention sinks change, after that, and of an engine that starts with the new ones."""
     results: dict[str, Any] = {}
-    other = other_checkpoint(model)
+    other = model.parent / "sinks" / model.name
+    shutil.copytree(model, other)
+    weights = load_file(other / "model.safetensors")
+    sinks = {name: torch.full_like(weight, NEW_SINK) for name, weight in weights.items() if name.endswith("sinks")}
+    save_file(weights | sinks, other / "model.safetensors", metadata={"format": "pt"})
     with engine(model, _SERVED, dtype="bfloat16") as llm:
         results["before"] = generate(llm)
-        results["changed"] = changed(llm, other)
+        llm.apply_model(set_sinks)
+        llm.reset_prefix_cache()  # keys and values follow from the sinks of the layers before
+        results["changed"] = generate(llm)
     with engine(other, _SERVED, dtype="bfloat16") as llm:
         results["started"] = generate(llm)
     return results
+
+
+def set_sinks(model: nn.Module) -> None:
+    """Give every layer new attention sinks in other memory, as a trainer does."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data = torch.full_like(parameter, NEW_SINK)
 
 
 def kept_state(model: Path) -> dict[str, Any]:

@@ -28,6 +28,12 @@ ROUNDED = [name for name in FAMILIES if name in QUANTISED]
 EXACT = [name for name in FAMILIES if name not in QUANTISED]
 # Others' layers are not called as vLLM calls its own.
 PREDICTED = [name for name in FAMILIES if name != "glm"]
+NOT_RELOADED = [
+    *("gemma3", "gemma4", "gpt2", "qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss"),
+    *("lfm2", "nemotron_h", "granite4", "qwen3_next"),
+]
+"""Families that vLLM's `reload_weights` leaves with other answers than a start with the new weights, the stock backend
+too (docs/upstream.md)."""
 OWN_STATE = [name for name in WITH_STATE if name != "qwen3_5"]  # whose layers are Qwen3-Next's
 GEMMA3_FULL, GEMMA3_LOCAL = [2, 5], [0, 1, 3, 4]
 # fp32 sums in another order; a wrong window, scale or position changes them by more than 0.1
@@ -70,7 +76,7 @@ def assert_same_answers(mine: dict[str, Any], stock: dict[str, Any]) -> None:
     """As far as ``mine`` goes, which may stop earlier."""
     assert mine["tokens"] == [tokens[: len(own)] for own, tokens in zip(mine["tokens"], stock["tokens"], strict=True)]
     for own, other in zip(mine["logprobs"], stock["logprobs"], strict=True):
-        assert own and own == pytest.approx(other[: len(own)], abs=NOISE)
+        assert own and own == pytest.approx(other[: len(own)], abs=NOISE, nan_ok=True)
 
 
 def test_table_of_all_families(seen: Probe) -> None:
@@ -157,19 +163,35 @@ def test_sparse_runs_end_and_attend_less(seen: Probe, family: str) -> None:
 @pytest.mark.parametrize("family", EXACT)
 def test_answers_follow_the_weights_that_a_running_engine_gets(seen: Probe, family: str) -> None:
     """After a reload of every weight, and a move of every parameter: in place as the stock backend after the same; in
-    separate tiers, sparse and by predicted queries, as an engine that starts with the new weights."""
+    separate tiers, sparse and by predicted queries, as an engine that starts with the new weights, where the stock
+    backend does. The first request fits the budget, so that its answer is the stock backend's in any case."""
     results = seen(family)
-    for name in ("changed_stock", "changed_in_place", "changed_sparse"):
-        assert "error" not in results[name], results[name]["error"]
-    assert results["changed_stock"]["tokens"] != results["stock"]["tokens"]
-    assert_same_answers(results["changed_in_place"], results["changed_stock"])
-    assert_same_answers(results["changed_sparse"], results["started_sparse"])
-    # The engine that starts anew attends all of the first request, which fits the budget, as the stock backend does.
-    first = {name: results["started_sparse"][name][:1] for name in ("tokens", "logprobs")}
-    assert_same_answers(first, {name: results["changed_stock"][name][:1] for name in first})
+    stock, in_place, sparse, started = (
+        results[name] for name in ("changed_stock", "changed_in_place", "changed_sparse", "started_sparse")
+    )
+    if "error" in stock:
+        assert family in NOT_RELOADED
+        assert all(last_line(changed) == last_line(stock) for changed in (in_place, sparse))
+        return
+    assert stock["tokens"] != results["stock"]["tokens"]
+    assert_same_answers(in_place, stock)
+    assert_same_answers(first_of(sparse), first_of(stock))
+    is_reloaded = started["tokens"][0] == stock["tokens"][0]
+    assert is_reloaded == (family not in NOT_RELOADED)
+    if is_reloaded:
+        assert_same_answers(sparse, started)
+        assert_same_answers(first_of(started), first_of(stock))
 
 
-def test_attention_sinks_in_16_bits_follow_the_weights_that_a_running_engine_gets(seen: Probe) -> None:
+def first_of(answers: dict[str, Any]) -> dict[str, Any]:
+    return {name: answers[name][:1] for name in ("tokens", "logprobs")}
+
+
+def last_line(answers: dict[str, Any]) -> str:
+    return str(answers["error"]).strip().splitlines()[-1]
+
+
+def test_attention_sinks_in_16_bits_follow_those_that_a_running_engine_gets(seen: Probe) -> None:
     """The kernels read them in fp32."""
     results = seen("gpt_oss.half")
     assert results["changed"] == results["started"] != results["before"]

@@ -267,12 +267,12 @@ make_pool(WorkersConfig(threads=1)).close()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), -1))
 try:
-    make_pool(WorkersConfig(threads=384))
+    make_pool(WorkersConfig(threads=64))
 except ConfigError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "workers.threads: 384 threads cannot be started" in done.stdout, done.stdout + done.stderr
+    assert "workers.threads: 64 threads cannot be started" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
