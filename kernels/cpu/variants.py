@@ -81,7 +81,7 @@ def _is_bf16_prompt(case: Case) -> bool:
 
 def _zen4(case: Case) -> tuple[str, ...]:
     """AVX-512 runs on 256-bit units here: where few heads share a page, its wider sums only take longer to add up."""
-    is_small = case.group == 1 or (case.group == 2 and case.dtype == "float16")
+    is_small = case.head_dim < 256 and (case.group == 1 or (case.group == 2 and case.dtype == "float16"))
     return ("avx2",) if case.operation == "partial" and is_small else ()
 
 

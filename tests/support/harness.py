@@ -172,7 +172,8 @@ class Engine:
             there = [x.to(self.device) for x in (queries[layer], k, v, out)]
             self.runtime.forward(layer, step, *there)
             out = there[-1].cpu()
-            for r, name in enumerate(work):
+            # A request whose page another one fills in this step has that one's token, wherever its row is.
+            for r, name in sorted(enumerate(work), key=lambda row: self.sequences[row[1]].donor is not None):
                 mine = slice(query_start[r], query_start[r + 1])
                 sequence = self.sequences[name]
                 if sequence.donor is not None:

@@ -167,10 +167,12 @@ def test_without_matplotlib_the_table_is_written_and_one_line_says_that_pictures
     monkeypatch.setattr("hybrid_backend.tools.bench.client.find_endpoint", lambda *_: A)
     points = [point_from(answer(), "stock", 1.0, 0, WORK)]
     monkeypatch.setattr("hybrid_backend.tools.bench.throughput.sweep.sweep", lambda *_: points)
-    result = CliRunner().invoke(app, ["bench", "throughput", "stock=http://x", "--out", str(tmp_path)])
+    (tmp_path / "config.json").write_text("{}")
+    line = ["bench", "throughput", "stock=http://x", "--tokenizer", str(tmp_path), "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, line)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("pictures are left out: matplotlib is not installed (pip install matplotlib)") == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"throughput.json", "throughput.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "throughput.json", "throughput.md"}
     assert "throughput.json, .md\n" in result.stdout
 
 
