@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -37,12 +38,16 @@ def title(process: psutil.Process) -> str:
     return ""
 
 
+ENGINE_TITLES = ("spawn_main", "VLLM::", "sglang::")
+"""Parts of an engine process's title: Python's at first, then the one that the engine gives it."""
+
+
 def wait_for_engine(process: psutil.Process) -> list[psutil.Process]:
     """Return the processes of the server, once one of the engine's is among them."""
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline:
         children = process.children(recursive=True)
-        if any("spawn_main" in title(child) for child in children):
+        if any(part in title(child) for child in children for part in ENGINE_TITLES):
             return children
         time.sleep(0.1)
     raise AssertionError("the engine has no process")
@@ -60,9 +65,10 @@ def test_a_port_is_taken_at_once_and_sigterm_while_the_engine_starts_ends_the_se
     try:
         wait_until_listening(port)
         (tmp_path / "second").mkdir()
-        second = run_command(["hybrid", *command], tmp_path / "second")
-        second.check_refusal(f"--port: {port} is already in use")
-        processes = wait_for_engine(psutil.Process(first.pid))
+        with ThreadPoolExecutor(1) as pool:  # The first server must not be up before the second one has ended.
+            second = pool.submit(run_command, ["hybrid", *command], tmp_path / "second")
+            processes = wait_for_engine(psutil.Process(first.pid))
+            second.result().check_refusal(f"--port: {port} is already in use")
         first.terminate()
         assert first.wait(DEADLINE) == 128 + signal.SIGTERM
     finally:

@@ -68,7 +68,8 @@ class Far(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+        out = _run(func, args, kwargs or {})
+        return out if func._schema.returns else None
 
     def data_ptr(self) -> int:
         raise AssertionError("the address of device memory was asked for on the host")
@@ -340,7 +341,8 @@ _ON_CUDA_ONLY = {
 
 class _Rules(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+        out = _run(func, args, kwargs or {})
+        return out if func._schema.returns else None
 
 
 def _kernel_arguments(launch: Any) -> Any:
