@@ -204,6 +204,7 @@ def load(directory: str | Path, device: str = "cpu") -> Network:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # It warns of sampling defaults, which a profile does not use.
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
