@@ -186,7 +186,7 @@ def _end_without_teardown() -> None:
     """
     statuses, leave = [0], sys.exit
 
-    def exit_and_remember(status: object = None) -> NoReturn:
+    def exit_and_remember(status: str | int | None = None) -> NoReturn:
         statuses.append(status if isinstance(status, int) else int(status is not None))
         leave(status)
 
