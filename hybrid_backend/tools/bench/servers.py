@@ -211,15 +211,17 @@ def stop(process: subprocess.Popen[bytes], grace: float = 60) -> None:
     SIGINT would not do: a shell's background jobs, nohup and many CI runners start their children with it ignored.
     """
     with _interrupts_deferred() as interrupts:
-        if process.poll() is None:
+        has_crashed = process.poll() is not None
+        if not has_crashed:
             process.terminate()
         deadline = time.monotonic() + grace
         while process.poll() is None and time.monotonic() < deadline and not interrupts:
             time.sleep(0.02)
-        # A server that has crashed may leave processes of its session, too.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        # After an orderly end nothing is killed: what such a server leaves behind must be seen.
+        if has_crashed or process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def executable(name: str) -> str:
