@@ -3,7 +3,7 @@
 An instruction is not faster because it is newer: ``vdpbf16ps`` makes bf16 prompts 1.8 times as fast on AMD's Zen 4, and
 slower on Intel's Emerald Rapids. So the order in which variants are tried depends on the CPU model:
 
-1. where `KNOWN` has a rule for the model, by that rule;
+1. where `KNOWN` has a rule for the model and the operation, by that rule;
 2. else by a measurement, which is made once and kept in ``~/.cache/hybrid_backend/kernels``.
 
 Variants differ in rounding. So all servers on one machine must choose alike, also after a restart. A rule guarantees
@@ -33,7 +33,9 @@ from hybrid_backend.errors import ConfigError, WorkerError
 VARIABLE = "HYBRID_KERNELS"
 CLEARLY = 1.1
 """Ratio of times above which the faster variant moves ahead."""
-ROUNDS = 5
+PASSES, ROUNDS = 3, 2
+"""A start measures all its cases this often, and times each variant this often in each pass: another process that takes
+the core for some milliseconds then hits one pass of a variant, not all."""
 
 Reason = Literal["only", "known", "measured", "forced"]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -79,13 +81,7 @@ def _is_bf16_prompt(case: Case) -> bool:
     return (case.operation, case.dtype) == ("prompt", "bfloat16")
 
 
-def _zen4(case: Case) -> tuple[str, ...]:
-    """AVX-512 runs on 256-bit units here: where few heads share a page, its wider sums only take longer to add up."""
-    is_small = case.head_dim < 256 and (case.group == 1 or (case.group == 2 and case.dtype == "float16"))
-    return ("avx2",) if case.operation == "partial" and is_small else ()
-
-
-def _zen5(case: Case) -> tuple[str, ...] | None:
+def _amd(case: Case) -> tuple[str, ...] | None:
     return ("avx512_bf16",) if _is_bf16_prompt(case) else None
 
 
@@ -97,15 +93,15 @@ def _sapphire_rapids(case: Case) -> tuple[str, ...] | None:
 Rule = Callable[[Case], tuple[str, ...] | None]
 
 KNOWN: tuple[tuple[str, str, int, range, Rule], ...] = (
-    ("Zen 4", "AuthenticAMD", 0x19, range(0x10, 0x20), _zen4),
-    ("Zen 4", "AuthenticAMD", 0x19, range(0x60, 0x80), _zen4),
-    ("Zen 4", "AuthenticAMD", 0x19, range(0xA0, 0xB0), _zen4),
-    ("Zen 5", "AuthenticAMD", 0x1A, range(0x100), _zen5),
+    ("Zen 4", "AuthenticAMD", 0x19, range(0x10, 0x20), _amd),
+    ("Zen 4", "AuthenticAMD", 0x19, range(0x60, 0x80), _amd),
+    ("Zen 4", "AuthenticAMD", 0x19, range(0xA0, 0xB0), _amd),
+    ("Zen 5", "AuthenticAMD", 0x1A, range(0x100), _amd),
     ("Sapphire Rapids", "GenuineIntel", 6, range(0x8F, 0x90), _sapphire_rapids),
     ("Emerald Rapids", "GenuineIntel", 6, range(0xCF, 0xD0), _sapphire_rapids),
 )
-"""Name, vendor, family, models, rule: the variants to try first, or None where the model was not measured. Measured:
-docs/cpu-kernels.md, "Which kernel"."""
+"""Name, vendor, family, models, rule: the variants to try first, or None where a measurement decides. Rules rest on whole
+prompts: docs/cpu-kernels.md, "Which kernel"."""
 
 
 def this_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuModel:
@@ -315,19 +311,24 @@ def _measured_orders(
     """Measure the cases, or read what an earlier start measured with the same library on the same CPU model."""
     running = [(str(case), variants.running(case)) for case in sorted(cases)]
     if folder is None:
-        return {case: _measured_order(variants, case) for case in sorted(cases)}
+        return _measure_orders(variants, cases)
     digest = hashlib.sha256(library.read_bytes() + repr(running).encode()).hexdigest()[:16]
     path = folder / f"{cpu.vendor or 'cpu'}-{cpu.family}-{cpu.model}-{digest}.json"
     orders = read_orders(path, variants.running)
     if cases <= orders.keys():
         return orders
-    measured = {case: _measured_order(variants, case) for case in sorted(cases)}
-    return keep_orders(path, measured, variants.running)
+    return keep_orders(path, _measure_orders(variants, cases), variants.running)
 
 
-def _measured_order(variants: Variants, case: Case) -> tuple[str, ...]:
-    """Measure a case, all but the portable variant: it is several times slower than each that has a name of its own."""
-    return _ahead(fastest_order(variants.measure(case, left_out=["generic"])), variants.running(case))
+def _measure_orders(variants: Variants, cases: set[Case]) -> dict[Case, tuple[str, ...]]:
+    """Measure all variants but the portable one, which is several times slower than each that has a name of its own.
+    The shortest time of a variant in all passes counts."""
+    shortest: dict[Case, dict[str, float]] = {case: {} for case in sorted(cases)}
+    for _ in range(PASSES):
+        for case, times in shortest.items():
+            for name, seconds in variants.measure(case, left_out=["generic"]).items():
+                times[name] = min(seconds, times.get(name, seconds))
+    return {case: _ahead(fastest_order(times), variants.running(case)) for case, times in shortest.items()}
 
 
 def read_orders(path: Path, running: Callable[[Case], Sequence[str]]) -> dict[Case, tuple[str, ...]]:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -65,16 +64,17 @@ def test_a_port_is_taken_at_once_and_sigterm_while_the_engine_starts_ends_the_se
     try:
         wait_until_listening(port)
         (tmp_path / "second").mkdir()
-        with ThreadPoolExecutor(1) as pool:  # The first server must not be up before the second one has ended.
-            second = pool.submit(run_command, ["hybrid", *command], tmp_path / "second")
-            processes = wait_for_engine(psutil.Process(first.pid))
-            second.result().check_refusal(f"--port: {port} is already in use")
+        first.send_signal(signal.SIGSTOP)  # It must not be up before the second one has ended.
+        run_command(["hybrid", *command], tmp_path / "second").check_refusal(f"--port: {port} is already in use")
+        first.send_signal(signal.SIGCONT)
+        processes = wait_for_engine(psutil.Process(first.pid))
         first.terminate()
-        assert first.wait(DEADLINE) == 128 + signal.SIGTERM
+        assert first.wait(DEADLINE) == 128 + signal.SIGTERM, log.read_text()[-2000:]
     finally:
         first.kill()
         first.wait()
     _, alive = psutil.wait_procs(processes, 60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert not list(tmp_path.glob("hybrid-*"))
-    assert "Traceback" not in log.read_text() and "SIGTERM: ending at once" in log.read_text()
+    text = log.read_text()
+    assert "Traceback" not in text and "SIGTERM: ending at once" in text, text[-2000:]

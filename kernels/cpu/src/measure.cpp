@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <new>
 #include <vector>
 
 #include "attend_job.h"
@@ -21,6 +22,27 @@ constexpr int kPages = 16, kPromptQueries = 96, kPromptTokens = 256, kDigestHead
 constexpr int64_t kStreamBytes = 2 << 20;  // of K and V that decoding rows read: they never lie in a core's own cache
 constexpr int kSureRounds = 2;  // before a slow variant is left out: its first times may be another process's
 constexpr int64_t kLongEnough = 20'000;  // nanoseconds: the clock and a call cost a thousandth of that
+
+// Memory at cache lines, where pools and tensors lie: a vector load across two lines costs the wider variant more.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(64)); }
+  void deallocate(T* memory, size_t) { ::operator delete(memory, std::align_val_t(64)); }
+  template <class U>
+  bool operator==(const LineAllocator<U>&) const {
+    return true;
+  }
+  template <class U>
+  bool operator!=(const LineAllocator<U>&) const {
+    return false;
+  }
+};
+template <class T>
+using Lines = std::vector<T, LineAllocator<T>>;
 
 // A small job of one KV head's pages, with everything that one operation reads and writes.
 class Bench {
@@ -70,7 +92,7 @@ class Bench {
 
  private:
   // Writes n values in (-2, 2) that are the same at each start.
-  void fill(std::vector<char>& to, int64_t n, uint32_t seed) {
+  void fill(Lines<char>& to, int64_t n, uint32_t seed) {
     std::vector<float> values((size_t)n);
     for (float& value : values) {
       seed = seed * 1664525u + 1013904223u;
@@ -160,9 +182,10 @@ class Bench {
   hb_model model_;
   int64_t row_, part_;  // bytes of a token's K, of a page's K
   int count_;  // pages
-  std::vector<char> cache_, q_, out_, digests_;
-  std::vector<uint8_t> bytes_, codes_;
-  std::vector<float> result_, lse_, scores_, averages_, scratch_;
+  Lines<char> cache_, q_, out_, digests_;
+  Lines<uint8_t> bytes_, codes_;
+  Lines<float> result_, lse_, scores_, averages_;
+  std::vector<float> scratch_;
   std::vector<int32_t> ids_;
   std::vector<PageRef> pages_;
   std::vector<float*> page_averages_;

@@ -40,6 +40,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.models import ModelRegistry
 
 from hybrid_backend.attention.lookahead import proven_predictor
 from hybrid_backend.engines.vllm import BACKEND, worker
@@ -443,12 +444,21 @@ _PROBES: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
+def register_loaded(model: Path) -> None:
+    """Register a model's class itself, which vLLM otherwise imports in a process of its own to look at it (10 s)."""
+    for architecture in json.loads((model / "config.json").read_text())["architectures"]:
+        ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
 def main(folder: Path, names: list[str]) -> None:
     for name in names:
         which, _, probe = name.partition(".")
         try:
             model = folder / which
-            found = _PROBES[probe](model if model.exists() else build(which, model))
+            if not model.exists():
+                build(which, model)
+            register_loaded(model)
+            found = _PROBES[probe](model)
         except Exception:
             found = {"error": traceback.format_exc()}
         (folder / f"{name}.json").write_text(json.dumps(found))
