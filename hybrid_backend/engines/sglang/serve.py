@@ -54,8 +54,8 @@ def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence
     os.environ[ENV_RESOLVED] = config.model_dump_json()
     if "-h" in extra or "--help" in extra:
         print("SGLang's own flags (importing it takes some seconds):", file=sys.stderr, flush=True)
-    with served() as life, _temporary_files_in(life.folder):
-        signals.register(life)
+    with served() as server, _temporary_files_in(server.folder):
+        signals.register(server)
 
         from sglang.srt.plugins import load_plugins
 
@@ -68,7 +68,7 @@ def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence
         from sglang.launch_server import run_server
 
         run_server(server_args)
-        life.finish()
+        server.finish()
 
 
 @contextmanager

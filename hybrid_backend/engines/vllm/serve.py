@@ -28,7 +28,7 @@ from hybrid_backend.engines.cpu_defaults import (
     says_how_to_compile,
     starts_eager,
 )
-from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, Life, served
+from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, ServerProcess, served
 from hybrid_backend.engines.refusal import other_backend
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, compat
 from hybrid_backend.engines.vllm.checks import check_engine_config
@@ -74,18 +74,18 @@ def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence
     if _help_flags(extra):
         print("vLLM's own flags (importing it takes some seconds):", file=sys.stderr, flush=True)
     additional = json.dumps({ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")})
-    with served() as life, _shared_folder(life.folder):
+    with served() as server, _shared_folder(server.folder):
         flags = _with_flags_of_file(extra)
         arguments = engine_arguments(str(model), served_as, additional, config.page_size, flags)
         try:
-            _serve(arguments, life)
+            _serve(arguments, server)
         except RuntimeError as error:
             if "Engine core initialization failed" not in str(error):
                 raise
             raise EngineError("the engine did not start; the reason is in the log above") from None
 
 
-def _serve(arguments: Sequence[str], life: Life) -> None:
+def _serve(arguments: Sequence[str], server: ServerProcess) -> None:
     """Run the server until it is stopped.
 
     Raises:
@@ -106,12 +106,13 @@ def _serve(arguments: Sequence[str], life: Life) -> None:
         def add_signal_handler(  # type: ignore[override]
             self, sig: int, callback: Callable[..., Any], *args: Any
         ) -> None:
+            server.watch_engine()
             stop = partial(callback, *args)
-            ends = partial(life.on_signal, sig, stop, parsed.shutdown_timeout)
+            ends = partial(server.on_signal, sig, stop, parsed.shutdown_timeout)
             super().add_signal_handler(sig, ends if sig in (signal.SIGINT, signal.SIGTERM) else stop)
 
     uvloop.run(run_server_worker(address, listener, parsed), loop_factory=Loop)
-    life.finish()
+    server.finish()
 
 
 @contextmanager
