@@ -1,4 +1,4 @@
-"""How a server ends, the same for both engines: its signals, its processes, its files and its exit status."""
+"""The end of a server, the same for both engines: its signals, its processes, its files and its exit status."""
 
 from __future__ import annotations
 
