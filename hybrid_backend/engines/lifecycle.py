@@ -47,14 +47,15 @@ class ServerProcess:
         self.folder = folder
         self.first_signal: int | None = None
         self._drain_deadline = 0.0
-        self._watched: set[BaseProcess] = set()
+        self._watched: dict[BaseProcess, str] = {}  # with their titles
         self._lock = threading.RLock()  # A signal handler may call `clean_up` while its own thread holds the lock.
 
     def watch_engine(self) -> None:
         """Remember the processes that the engine has started so far. After the first signal a crash of any ends the
         server."""
         with self._lock:
-            self._watched.update(multiprocessing.active_children())
+            for process in multiprocessing.active_children():
+                self._watched.setdefault(process, _title(process))
 
     def on_signal(self, number: int, stop: Callable[[], None], drain_seconds: float = DRAIN_SECONDS) -> None:
         """End in order at the first signal; at once at a second one, or when the time is over.
@@ -120,10 +121,10 @@ class ServerProcess:
         for process in tuple(self._watched):
             if not wait([process.sentinel], 0):
                 continue
-            self._watched.remove(process)
+            title = self._watched.pop(process)
             exit_code = _exit_code(process)
             if _is_crash(exit_code, is_overdue):
-                _print_line(f"hybrid: the engine crashed while the server ended: {process.name} {_status(exit_code)}")
+                _print_line(f"hybrid: the engine crashed while the server ended: {title} {_status(exit_code)}")
                 process.join()  # so that `clean_up` sees that it has ended
                 self.clean_up()
                 os._exit(1)
@@ -167,6 +168,15 @@ def join_server() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="hybrid-parent").start()
+
+
+def _title(process: BaseProcess) -> str:
+    """Return the title that an engine has given a process of its own, or the process's name in Python."""
+    with suppress(psutil.Error):
+        words = psutil.Process(process.pid).cmdline()
+        if len(words) == 1:
+            return words[0]
+    return process.name
 
 
 def _exit_code(process: BaseProcess) -> int:
