@@ -25,11 +25,11 @@ import psutil  # both engines require it
 from hybrid_backend.errors import EngineError
 
 DRAIN_SECONDS = 30
-"""How long requests in flight may take after the first signal, unless the user chooses otherwise."""
+"""Time for requests in flight after the first signal, unless the user chooses another."""
 GRACE_SECONDS = 15.0
-"""How much longer the engine itself may take to end."""
+"""Time that the engine itself then has to end."""
 _WATCH_SECONDS = 1.0
-"""How often the watch for crashes looks whether there is still something to watch."""
+"""Interval after which the watch for crashes ends if no process is left to watch."""
 _PREFIX, _OWNER = "hybrid-", "owner"
 _SERVED = "HYBRID_SERVED"  # is set in all processes of a server
 _WARNINGS, _TRACKER = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"

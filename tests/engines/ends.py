@@ -1,4 +1,4 @@
-"""How a server ends. Each of these is the last test of a file, on the server that the file has started."""
+"""Tests of a server's end. Each is the last test of a file, on the server that the file has started."""
 
 from __future__ import annotations
 

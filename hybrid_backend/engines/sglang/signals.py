@@ -1,4 +1,4 @@
-"""How an SGLang server ends at a signal: SGLang waits for its requests without limit and looks every five seconds."""
+"""The end of an SGLang server at a signal. SGLang alone waits for requests without limit, and polls every 5 s."""
 
 from __future__ import annotations
 

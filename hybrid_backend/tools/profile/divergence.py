@@ -29,7 +29,7 @@ _MARK = "hybrid_selects"
 _ASKED = 4
 """Entries that a prompt asks for."""
 _TOKENS = 64
-"""Of a text, that are compared."""
+"""Tokens of a text that are compared."""
 
 
 Sparse = Collection[int] | Mapping[int, int]

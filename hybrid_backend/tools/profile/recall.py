@@ -23,7 +23,7 @@ NEVER = 0
 
 @dataclass(frozen=True)
 class Decoded:
-    """One layer's inputs over consecutive decode steps of one sequence: N steps, P pages at the end.
+    """Inputs of one layer over consecutive decode steps of one sequence: N steps, P pages at the end.
 
     ``scores``: ``[N, lists, P]`` fp32 (`Operations.page_scores`); ``seq_lens``: ``[N]`` int32, each one more than the
     last; ``admission``: logical pages and their importance when the sequence began to decode.

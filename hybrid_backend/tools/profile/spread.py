@@ -29,7 +29,7 @@ GAIN = 0.02
 _NOTHING = 1e-7
 """Nats per token that are as good as none: fp32 says no more."""
 _DIGITS = 12
-"""Of shares of the KL: what differs by less is alike."""
+"""Decimal places of shares of the KL. Shares that differ by less are alike."""
 
 
 @dataclass(frozen=True)

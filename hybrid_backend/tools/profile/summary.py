@@ -16,7 +16,7 @@ INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 LITTLE = 0.1
-"""Of `Thresholds.kl`: with less than that left, nobody asks where it comes from."""
+"""Share of `Thresholds.kl` below which a remaining KL needs no explanation."""
 
 
 @dataclass(frozen=True)
