@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -28,8 +27,8 @@ DRAIN_SECONDS = 30
 """Time for requests in flight after the first signal, unless the user chooses another."""
 GRACE_SECONDS = 15.0
 """Time that the engine itself then has to end."""
-_WATCH_SECONDS = 1.0
-"""Interval after which the watch for crashes ends if no process is left to watch."""
+_POLL_SECONDS = 0.1
+"""Interval at which the watch for crashes looks at the engine's processes."""
 _PREFIX, _OWNER = "hybrid-", "owner"
 _SERVED = "HYBRID_SERVED"  # is set in all processes of a server
 _WARNINGS, _TRACKER = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
@@ -111,18 +110,18 @@ class ServerProcess:
 
     def _end_on_crash(self) -> None:
         """End the server when a process of the engine crashes. vLLM would keep clients waiting for their answers."""
-        while sentinels := [process.sentinel for process in tuple(self._watched)]:
-            wait(sentinels, _WATCH_SECONDS)
+        while self._watched:
+            time.sleep(_POLL_SECONDS)
             with self._lock:
                 self._check_engine()
 
     def _check_engine(self) -> None:
         is_overdue = time.monotonic() >= self._drain_deadline
         for process in tuple(self._watched):
-            if not wait([process.sentinel], 0):
+            exit_code = _exit_code(process)
+            if exit_code is None:
                 continue
             title = self._watched.pop(process)
-            exit_code = _exit_code(process)
             if _is_crash(exit_code, is_overdue):
                 _print_line(f"hybrid: the engine crashed while the server ended: {title} {_status(exit_code)}")
                 process.join()  # so that `clean_up` sees that it has ended
@@ -179,19 +178,19 @@ def _title(process: BaseProcess) -> str:
     return process.name
 
 
-def _exit_code(process: BaseProcess) -> int:
-    """Return the exit code of a process that is ending: negative for a signal.
+def _exit_code(process: BaseProcess) -> int | None:
+    """Return the exit code of a process, negative for a signal; None while the process runs.
 
     The engine waits for its processes in threads of its own. So the code is read without taking it from the kernel.
     """
     assert process.pid is not None
-    with suppress(ChildProcessError):  # The engine has taken the code, and `process` knows it in a moment.
-        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        if ended is not None:
-            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-    while process.exitcode is None:
-        time.sleep(0.01)
-    return process.exitcode
+    try:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:  # The engine has taken the code.
+        return process.exitcode
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def _is_crash(exit_code: int, is_overdue: bool) -> bool:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 PROGRAM = """
-import multiprocessing.connection, os, signal, sys, time
+import multiprocessing, os, signal, sys, time
 from pathlib import Path
 from hybrid_backend.engines.lifecycle import join_server, served
 
