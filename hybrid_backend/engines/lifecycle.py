@@ -172,7 +172,8 @@ def join_server() -> None:
 def _title(process: BaseProcess) -> str:
     """Return the title that an engine has given a process of its own, or the process's name in Python."""
     with suppress(psutil.Error):
-        words = psutil.Process(process.pid).cmdline()
+        # A title leaves empty words where the command line was longer.
+        words = [word for word in psutil.Process(process.pid).cmdline() if word]
         if len(words) == 1:
             return words[0]
     return process.name
