@@ -81,8 +81,8 @@ def _address_of(extra: Sequence[str], port: int, elsewhere: Sequence[str]) -> tu
 def who_can_reach(host: str, port: int) -> str:
     """Return a line for the log: the address that the server listens on, for whom, and how to change that."""
     if host in _THIS_MACHINE:
-        return f"listening on {host}, port {port}, for this machine only; --host 0.0.0.0 opens it to the network"
-    return f"listening on {host}, port {port}, for everybody who can reach it; --api-key asks clients for a key"
+        return f"port {port} is reserved on {host}, for this machine only; --host 0.0.0.0 opens it to the network"
+    return f"port {port} is reserved on {host}, for everybody who can reach it; --api-key asks clients for a key"
 
 
 def why_not(host: str, port: int, error: Exception) -> str:

@@ -31,6 +31,7 @@ _POLL_SECONDS = 0.1
 """Interval at which the watch for crashes looks at the engine's processes."""
 _PREFIX, _OWNER = "hybrid-", "owner"
 _SERVED = "HYBRID_SERVED"  # is set in all processes of a server
+_ENDING = "HYBRID_ENDING"  # is set in the server's own process after the first signal
 _WARNINGS, _TRACKER = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
 """Python's resource tracker removes shared memory of processes that have ended, and warns each time."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -67,6 +68,7 @@ class ServerProcess:
         if self.first_signal is not None:
             self.end_at_once(number)
         self.first_signal = number
+        os.environ[_ENDING] = "1"
         self._drain_deadline = time.monotonic() + drain_seconds
         self.watch_engine()
         _print_line(f"{signal.Signals(number).name}: ending after the requests in flight; a second signal ends at once")
@@ -149,6 +151,7 @@ def served() -> Iterator[ServerProcess]:
         server.clean_up()
         lock.close()
         del os.environ[_SERVED]
+        os.environ.pop(_ENDING, None)
         if warnings is None:
             del os.environ[_WARNINGS]
         else:
@@ -157,15 +160,25 @@ def served() -> Iterator[ServerProcess]:
             signal.signal(number, handler)
 
 
+def is_served() -> bool:
+    """Tell whether this process is, or belongs to, a server that `hybrid serve` runs."""
+    return _SERVED in os.environ
+
+
+def is_ending() -> bool:
+    """Tell whether the server that this process runs was told to end."""
+    return _ENDING in os.environ
+
+
 def join_server() -> None:
     """Tie a process of an engine to the `hybrid serve` that started it, if one did: it ends as soon as its parent is
-    gone, and leaves Ctrl-C, which a terminal sends to all processes, to the server."""
+    gone, and leaves Ctrl-C, which a terminal sends to a whole process group, to the server."""
     parent = multiprocessing.parent_process()
-    if parent is None or _SERVED not in os.environ:
+    if parent is None or not is_served():
         return
     _end_without_teardown()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError):  # It leads a session of its own.
+        os.setpgid(0, 0)
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="hybrid-parent").start()
 
 

@@ -100,8 +100,8 @@ KNOWN: tuple[tuple[str, str, int, range, Rule], ...] = (
     ("Sapphire Rapids", "GenuineIntel", 6, range(0x8F, 0x90), _sapphire_rapids),
     ("Emerald Rapids", "GenuineIntel", 6, range(0xCF, 0xD0), _sapphire_rapids),
 )
-"""Name, vendor, family, models, rule: the variants to try first, or None where a measurement decides. Rules rest on whole
-prompts: docs/cpu-kernels.md, "Which kernel"."""
+"""Name, vendor, family, models, rule: the variants to try first, or None where a measurement decides. Rules rest on
+whole prompts: docs/cpu-kernels.md, "Which kernel"."""
 
 
 def this_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuModel:

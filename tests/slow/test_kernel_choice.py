@@ -17,7 +17,7 @@ Times = dict[str, float]
 
 
 def is_beaten(choice: Choice, seconds: Times) -> bool:
-    """Tell whether another variant was faster than the chosen one by more than 10 %, the threshold of the choice itself.
+    """Tell whether another variant was faster than the chosen one by more than the choice's own threshold of 10 %.
 
     Two machines of one CPU model differ by some percent, and so do two measurements on one machine: 5 % more are
     allowed, since a ratio near the threshold falls on either side of it.

@@ -6,14 +6,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing import Any
 
 BUDGET = "budget_tokens"
-BODY_CHECK = f"{__name__}.BodyCheck"
+MIDDLEWARE = "hybrid_backend.engines.vllm.middleware.Middleware"
 """Class path for vLLM's ``--middleware``."""
 _EVERYTHING = 2**31 - 1  # tokens; more would not fit the kernels' numbers
 
@@ -58,58 +54,11 @@ def check_asked(*request: Any, **named: Any) -> None:
             raise VLLMValidationError(str(error), parameter=BUDGET) from None
 
 
-def check_bodies(parser: Any) -> None:
-    """Make `BodyCheck` a default of the server's ``--middleware``, beside which users' own are added.
+def add_middleware(parser: Any) -> None:
+    """Make `Middleware` a default of the server's ``--middleware``, beside which users' own are added.
 
     Args:
         parser: the parser that vLLM hands to a platform; None, or one without ``--middleware``, outside of a server.
     """
     if parser is not None and parser.get_default("middleware") is not None:
-        parser.set_defaults(middleware=[BODY_CHECK, *parser.get_default("middleware")])
-
-
-class BodyCheck:
-    """ASGI middleware that answers a wrong budget with status 400, before vLLM's server sees the request.
-
-    ``validate_request`` comes too late for a streamed answer, whose status 200 is sent before; and vLLM's parser of
-    requests turns ``true`` into 1.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_post = scope["type"] == "http" and scope["method"] == "POST"
-        await self._app(scope, _checked(receive) if is_post else receive, send)
-
-
-def _checked(receive: Receive) -> Receive:
-    """Wrap ``receive`` so that it raises when the whole body is there and names a wrong budget."""
-    body = bytearray()
-
-    async def received() -> Message:
-        message = await receive()
-        if message["type"] == "http.request":
-            body.extend(message.get("body", b""))
-            if not message.get("more_body", False):
-                _check_body(body)
-                body.clear()
-        return message
-
-    return received
-
-
-def _check_body(body: bytearray) -> None:
-    """Raise HTTPException, which FastAPI passes on from a middleware, if the JSON in ``body`` names a wrong budget."""
-    if BUDGET.encode() not in body:
-        return
-    from fastapi import HTTPException
-
-    try:
-        request = json.loads(body)
-    except (ValueError, RecursionError):
-        return  # The server says what is wrong with its JSON.
-    try:
-        budget_of(request.get("vllm_xargs") if isinstance(request, dict) else None)
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from None
+        parser.set_defaults(middleware=[MIDDLEWARE, *parser.get_default("middleware")])

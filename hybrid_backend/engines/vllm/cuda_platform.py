@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
-from hybrid_backend.engines.vllm.asked import check_asked, check_bodies
+from hybrid_backend.engines.vllm.asked import add_middleware, check_asked
 from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.card import Card
 from hybrid_backend.engines.vllm.footprint import Room
@@ -45,7 +45,7 @@ class HybridCudaPlatform(CudaPlatform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         super().pre_register_and_update(parser)
-        check_bodies(parser)
+        add_middleware(parser)
 
     @classmethod
     def validate_request(cls, *request: Any, **named: Any) -> None:

@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, PARKING_SCHEDULER, SCHEDULER
-from hybrid_backend.engines.vllm.asked import check_asked, check_bodies
+from hybrid_backend.engines.vllm.asked import add_middleware, check_asked
 from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.compat import check_engine
 from hybrid_backend.engines.vllm.memory import size_host_pool
@@ -44,7 +44,7 @@ class HybridCpuPlatform(CpuPlatform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         super().pre_register_and_update(parser)
-        check_bodies(parser)
+        add_middleware(parser)
 
     @classmethod
     def validate_request(cls, *request: Any, **named: Any) -> None:

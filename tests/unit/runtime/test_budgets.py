@@ -14,7 +14,8 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_backend.engines.vllm.asked import BodyCheck, asked_budget
+from hybrid_backend.engines.vllm.asked import asked_budget
+from hybrid_backend.engines.vllm.middleware import Middleware
 from hybrid_backend.execution.budgets import LayerBudgets
 from hybrid_backend.step import Step
 from tests.support.attended import Attended
@@ -197,7 +198,7 @@ def test_what_is_no_number_of_tokens_is_refused_with_the_value(given: object) ->
 def asked_over_http() -> Iterator[TestClient]:
     """A server behind the check of bodies, which coerces ``true`` as vLLM's does."""
     app = FastAPI()
-    app.add_middleware(BodyCheck)
+    app.add_middleware(Middleware)
 
     @app.post("/")
     async def answer(request: Annotated[dict[str, Any], Body()]) -> StreamingResponse:
@@ -233,6 +234,22 @@ def test_over_http_a_wrong_budget_has_status_400_before_the_answer_begins(
 def test_other_bodies_reach_the_server_as_they_are(asked_over_http: TestClient, body: str, status: int) -> None:
     answer = asked_over_http.post("/", content=body, headers=JSON)
     assert answer.status_code == status and "budget_tokens: got" not in answer.text
+
+
+def test_a_budget_where_nothing_reads_it_is_refused_with_the_place_for_it(asked_over_http: TestClient) -> None:
+    answer = asked_over_http.post("/", content='{"budget_tokens": 2048}', headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["detail"].endswith('in vllm_xargs, as {"vllm_xargs": {"budget_tokens": 2048}}')
+
+
+def test_a_request_to_a_server_that_ends_is_sent_elsewhere(
+    asked_over_http: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRID_ENDING", "1")
+    answer = asked_over_http.post("/", content="{}", headers=JSON)
+    assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
+    assert answer.json()["error"]["message"] == "the server is ending"
+    assert asked_over_http.get("/docs").status_code == 200
 
 
 def test_bodies_in_pieces_are_checked_as_a_whole(asked_over_http: TestClient) -> None:

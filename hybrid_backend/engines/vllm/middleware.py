@@ -1,0 +1,90 @@
+"""What vLLM's HTTP server does beside vLLM's own: it checks budgets, and says when it serves and when it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from fastapi import HTTPException
+from starlette.responses import JSONResponse
+
+from hybrid_backend.engines.lifecycle import is_ending, is_served
+from hybrid_backend.engines.vllm.asked import BUDGET, budget_of
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger("vllm.hybrid_backend")
+
+
+class Middleware:
+    """ASGI middleware of a server.
+
+    * A wrong budget is answered with status 400 before vLLM sees the request: ``validate_request`` comes too late for
+      a streamed answer, whose status 200 is sent before, and vLLM's parser of requests turns ``true`` into 1.
+    * After `hybrid serve` got its first signal, new requests are answered with status 503, upon which clients try
+      again elsewhere.
+    * When `hybrid serve` is ready, a line of the log says so.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" and is_served():
+            send = _announced(send)
+        elif scope["type"] == "http" and scope["method"] == "POST":
+            if is_ending():
+                error = {"message": "the server is ending", "type": "ServiceUnavailableError", "code": 503}
+                await JSONResponse({"error": error}, 503, {"Retry-After": "1"})(scope, receive, send)
+                return
+            receive = _checked(receive)
+        await self._app(scope, receive, send)
+
+
+def _announced(send: Send) -> Send:
+    """Wrap ``send`` so that the log says when the application has started."""
+
+    async def sent(message: Message) -> None:
+        await send(message)
+        if message["type"] == "lifespan.startup.complete":
+            logger.info("hybrid backend: ready for requests; Ctrl-C or SIGTERM ends it after those in flight")
+
+    return sent
+
+
+def _checked(receive: Receive) -> Receive:
+    """Wrap ``receive`` so that it raises when the whole body is there and names a wrong budget."""
+    body = bytearray()
+
+    async def received() -> Message:
+        message = await receive()
+        if message["type"] == "http.request":
+            body.extend(message.get("body", b""))
+            if not message.get("more_body", False):
+                _check_body(body)
+                body.clear()
+        return message
+
+    return received
+
+
+def _check_body(body: bytearray) -> None:
+    """Raise HTTPException, which FastAPI passes on from a middleware, if the JSON in ``body`` names a wrong budget, or
+    names one where nothing reads it."""
+    if BUDGET.encode() not in body:
+        return
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return  # The server says what is wrong with its JSON.
+    if not isinstance(request, dict):
+        return
+    if BUDGET in request:
+        example = json.dumps({"vllm_xargs": {BUDGET: 2048}})
+        raise HTTPException(400, f"{BUDGET}: a request names its budget in vllm_xargs, as {example}")
+    try:
+        budget_of(request.get("vllm_xargs"))
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
