@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ def test_the_documentation_has_todays_answers() -> None:
     text = " ".join((Path(__file__).parents[3] / "docs" / "plan.md").read_text().split())
     for found in (plan(), plan(ram=100 * GIB)):
         assert headline(found) in text and meant(found) in text and told(found) in text
+
+
+def test_the_readmes_plan_is_todays() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    found = re.search(r"`hybrid plan (\S+) ([^`]+)` says:\n\n((?:    .*\n)+)", readme)
+    assert found is not None
+    printed = run(*shlex.split(found[2]), model=found[1], columns=80).stdout
+    lines = [line.strip() for line in found[3].splitlines()]
+    assert [line.strip() for line in printed.splitlines()[: len(lines)]] == lines
 
 
 def test_a_small_device_is_named_and_what_the_engine_would_make_of_it() -> None:
