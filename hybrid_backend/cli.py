@@ -102,7 +102,7 @@ def serve(
         settings, source = resolve_config(model, config, os.environ, overrides or ())
         # Imports are late and checks come cheapest first, so that a mistake is reported at once.
         server.check_installation()
-        server.check_port(context.args)
+        address = server.take_address(context.args)
         from hybrid_backend.methods import resolve_method
         from hybrid_backend.workers import resolve_kernel
 
@@ -118,7 +118,7 @@ def serve(
             markup=False,
             emoji=False,
         )
-        server.run(directory, model, settings, context.args)
+        server.run(directory, model, settings, context.args, address)
 
 
 @models.command("fetch")

@@ -1,4 +1,4 @@
-"""What `hybrid serve` chooses on a CPU where the user chose nothing. The measurements are in docs/cpu-start.md."""
+"""Choices of `hybrid serve` on a CPU where the user made none. The measurements are in docs/cpu-start.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COMPILATION = (
 
 
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies bf16 by instructions of its own. True where it does not say what it has."""
+    """Tell whether the CPU has bf16 instructions; True if it does not list its instructions."""
     try:
         lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
@@ -45,7 +45,7 @@ def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def float32_line(model: Any, path: str, available: int) -> str | None:
-    """Whether to serve in fp32 a model whose dtype the user left open, by `float32_is_better`.
+    """Tell whether to serve in fp32 a model whose dtype the user left open, by `float32_is_better`.
 
     Args:
         model: the engine's configuration of the model; both engines' have ``dtype``, ``hf_config``, ``revision`` and
@@ -126,7 +126,7 @@ def intel_openmp(environment: Mapping[str, str] = os.environ, distribution: str 
 
 
 def compiler_lacks(environment: Mapping[str, str] = os.environ, include: str | None = None) -> str | None:
-    """What torch.compile needs for a CPU and is not here, in words; None: nothing.
+    """Return what torch.compile lacks on this CPU, in words; None if nothing.
 
     Args:
         include: the folder of Python's headers; None: this Python's.
@@ -144,7 +144,7 @@ def compiler_lacks(environment: Mapping[str, str] = os.environ, include: str | N
 
 
 def starts_eager(cores: int, flags: Collection[str]) -> bool:
-    """Whether a server on so many physical cores starts without compiling the model.
+    """Tell whether a server on so many physical cores starts without compiling the model.
 
     Args:
         flags: names of the engine flags that the user wrote.

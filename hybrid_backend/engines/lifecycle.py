@@ -1,4 +1,4 @@
-"""How a server ends, the same for both engines: its signals, its processes, its files and its exit status."""
+"""The end of a server, the same for both engines: its signals, its processes, its files and its exit status."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
@@ -23,9 +24,11 @@ import psutil  # both engines require it
 from hybrid_backend.errors import EngineError
 
 DRAIN_SECONDS = 30
-"""How long requests in flight may take after the first signal, unless the user chooses otherwise."""
+"""Time for requests in flight after the first signal, unless the user chooses another."""
 GRACE_SECONDS = 15.0
-"""How much longer the engine itself may take to end."""
+"""Time that the engine itself then has to end."""
+_POLL_SECONDS = 0.1
+"""Interval at which the watch for crashes looks at the engine's processes."""
 _PREFIX, _OWNER = "hybrid-", "owner"
 _SERVED = "HYBRID_SERVED"  # is set in all processes of a server
 _WARNINGS, _TRACKER = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
@@ -35,12 +38,23 @@ _SHARED_MEMORY = Path("/dev/shm")
 _OPENMP = "__KMP_REGISTERED_LIB_"
 
 
-class Life:
-    """State of one running server: the folder that its processes share, and the first signal that it got."""
+class ServerProcess:
+    """The process that `hybrid serve` runs in: the folder that it shares with the engine's processes, the first signal
+    that it got, and the engine's processes whose crash ends it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.first_signal: int | None = None
+        self._drain_deadline = 0.0
+        self._watched: dict[BaseProcess, str] = {}  # with their titles
+        self._lock = threading.RLock()  # A signal handler may call `clean_up` while its own thread holds the lock.
+
+    def watch_engine(self) -> None:
+        """Remember the processes that the engine has started so far. After the first signal a crash of any ends the
+        server."""
+        with self._lock:
+            for process in multiprocessing.active_children():
+                self._watched.setdefault(process, _title(process))
 
     def on_signal(self, number: int, stop: Callable[[], None], drain_seconds: float = DRAIN_SECONDS) -> None:
         """End in order at the first signal; at once at a second one, or when the time is over.
@@ -53,53 +67,86 @@ class Life:
         if self.first_signal is not None:
             self.end_at_once(number)
         self.first_signal = number
+        self._drain_deadline = time.monotonic() + drain_seconds
+        self.watch_engine()
+        _print_line(f"{signal.Signals(number).name}: ending after the requests in flight; a second signal ends at once")
         deadline = threading.Timer(drain_seconds + GRACE_SECONDS, self.end_at_once, [number])
         deadline.daemon = True
         deadline.start()
+        threading.Thread(target=self._end_on_crash, daemon=True, name="hybrid-crashes").start()
         stop()
+
+    def expect_ends(self) -> None:
+        """End the server if a process of the engine has crashed; from now on the engine may end its processes anyhow,
+        also by SIGKILL."""
+        with self._lock:
+            self._check_engine()
+            self._watched.clear()
 
     def end_at_once(self, number: int, frame: FrameType | None = None) -> NoReturn:
         """Kill the engine's processes, remove the server's files and end with the exit status of the signal."""
-        # A print() here would fail if the signal interrupted another one.
-        os.write(2, f"{signal.Signals(number).name}: ending at once\n".encode())
+        _print_line(f"{signal.Signals(number).name}: ending at once")
         self.clean_up()
         os._exit(128 + number)
 
     def clean_up(self) -> None:
         """Kill what is left of the engine's processes, and remove the server's files."""
-        _remove_openmp_files([os.getpid(), *_kill_children()])
+        with self._lock:
+            self._watched.clear()
+            _remove_openmp_files([os.getpid(), *_kill_children()])
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self) -> NoReturn:
-        """End this process with status 0, once the engine has ended in order.
+        """End this process, once the engine has ended in order: with status 0, or 1 if the engine crashed meanwhile.
 
         Raises:
             EngineError: nobody stopped the engine, so it has crashed.
         """
         if self.first_signal is None:
             raise EngineError("the engine ended by itself; the reason is in the log above")
+        self.expect_ends()
         self.clean_up()
         _exit_quickly(0)
 
+    def _end_on_crash(self) -> None:
+        """End the server when a process of the engine crashes. vLLM would keep clients waiting for their answers."""
+        while self._watched:
+            time.sleep(_POLL_SECONDS)
+            with self._lock:
+                self._check_engine()
+
+    def _check_engine(self) -> None:
+        is_overdue = time.monotonic() >= self._drain_deadline
+        for process in tuple(self._watched):
+            exit_code = _exit_code(process)
+            if exit_code is None:
+                continue
+            title = self._watched.pop(process)
+            if _is_crash(exit_code, is_overdue):
+                _print_line(f"hybrid: the engine crashed while the server ended: {title} {_status(exit_code)}")
+                process.join()  # so that `clean_up` sees that it has ended
+                self.clean_up()
+                os._exit(1)
+
 
 @contextmanager
-def served() -> Iterator[Life]:
+def served() -> Iterator[ServerProcess]:
     """Run a server inside: however it ends, no process and no file of it stays. A signal that comes before the engine
     handles signals itself ends the server at once."""
     _remove_dead_folders()
     _end_quietly()
     folder, lock = _own_folder()
-    life = Life(folder)
+    server = ServerProcess(folder)
     # A shell's background jobs ignore SIGINT, and go on ignoring it while they start.
     numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    handlers = {number: signal.signal(number, life.end_at_once) for number in numbers}
+    handlers = {number: signal.signal(number, server.end_at_once) for number in numbers}
     warnings = os.environ.get(_WARNINGS)
     os.environ[_WARNINGS] = f"{warnings},{_TRACKER}" if warnings else _TRACKER
     os.environ[_SERVED] = "1"
     try:
-        yield life
+        yield server
     finally:
-        life.clean_up()
+        server.clean_up()
         lock.close()
         del os.environ[_SERVED]
         if warnings is None:
@@ -120,6 +167,45 @@ def join_server() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="hybrid-parent").start()
+
+
+def _title(process: BaseProcess) -> str:
+    """Return the title that an engine has given a process of its own, or the process's name in Python."""
+    with suppress(psutil.Error):
+        # A title leaves empty words where the command line was longer.
+        words = [word for word in psutil.Process(process.pid).cmdline() if word]
+        if len(words) == 1:
+            return words[0]
+    return process.name
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    """Return the exit code of a process, negative for a signal; None while the process runs.
+
+    The engine waits for its processes in threads of its own. So the code is read without taking it from the kernel.
+    """
+    assert process.pid is not None
+    try:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:  # The engine has taken the code.
+        return process.exitcode
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _is_crash(exit_code: int, is_overdue: bool) -> bool:
+    """Tell a crash from an orderly end: status 0, SIGTERM from the engine or SIGINT from a terminal.
+
+    Args:
+        exit_code: of a process of the engine, negative for a signal.
+        is_overdue: the time for requests in flight is over, after which vLLM kills its processes.
+    """
+    return exit_code not in (0, -signal.SIGTERM, -signal.SIGINT) and not (is_overdue and exit_code == -signal.SIGKILL)
+
+
+def _status(exit_code: int) -> str:
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with status {exit_code}"
 
 
 def _follow(parent: BaseProcess) -> None:
@@ -192,6 +278,12 @@ def _end_without_teardown() -> None:
 
     sys.exit = exit_and_remember
     atexit.register(lambda: _exit_quickly(statuses[-1]))
+
+
+def _print_line(line: str) -> None:
+    """Print to stderr from a signal handler, where print() would fail if the signal interrupted another print()."""
+    with suppress(OSError):  # nobody reads it
+        os.write(2, f"{line}\n".encode())
 
 
 def _exit_quickly(status: int) -> NoReturn:

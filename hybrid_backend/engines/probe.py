@@ -1,4 +1,4 @@
-"""Whether an installed engine still has what an adapter leans on: its sources are read, nothing of it is imported.
+"""A check whether an installed engine still has what an adapter leans on. It reads sources and imports nothing.
 
 An import would be slow, has effects (vLLM's CPU worker changes torch.cuda), and needs the engine's device. Each adapter
 has a table of `Lean`; `missing` says in words which of them do not hold.
@@ -22,12 +22,12 @@ _Node = TypeVar("_Node", ast.ClassDef, ast.FunctionDef)
 
 @dataclass(frozen=True)
 class Lean:
-    """One thing of an engine that the adapter leans on. What is left out is not looked at."""
+    """A symbol of an engine that the adapter leans on. Fields that are left out are not checked."""
 
     symbol: str
     """``module``, ``module:name`` or ``module:Class.method``; several with `` | `` between where versions moved it."""
     use: str
-    """What for, in a few words: an error says them."""
+    """Purpose in a few words, which an error quotes."""
     has: tuple[str, ...] = ()
     """Fields, attributes, methods, enum members of a class; ``name: type`` where it must be declared as just that
     (types with `` | `` between)."""
@@ -52,7 +52,7 @@ class Range:
         return self.lowest if self.lowest == self.highest else f"{self.lowest} to {self.highest}"
 
     def warning(self, engine: str, version: str) -> str | None:
-        """What to say of a version that was not tested; None: it was."""
+        """Return the warning about a version that was not tested; None if it was."""
         older = _numbers(version, self.lowest) < _numbers(self.lowest)
         newer = _numbers(version, self.highest) > _numbers(self.highest)
         if not older and not newer:
@@ -77,11 +77,11 @@ class Engine:
     leans: tuple[Lean, ...]
 
     def missing(self, leans: Iterable[Lean] | None = None) -> list[str]:
-        """What is not as we know it, in words; by default of all that we lean on. The engine is not imported."""
+        """Return in words which of ``leans``, by default all, do not hold. The engine is not imported."""
         return missing(self.package, self.leans if leans is None else leans)
 
     def check(self, version: str, lacks: Sequence[str]) -> str | None:
-        """Whether a version can be used. ``lacks``: what is `missing`.
+        """Check that a version can be used. ``lacks``: the result of `missing`.
 
         Returns:
             what to warn of: all is there, but the version is not one that was tested.
@@ -188,7 +188,7 @@ class Sources:
 
 
 def missing(package: str, leans: Iterable[Lean], folder: Path | None = None) -> list[str]:
-    """What of ``leans`` does not hold, in words, each with what it is for; empty: all is there.
+    """Return in words which of ``leans`` do not hold, each with its use.
 
     Args:
         package: the engine's, which is not imported.
@@ -210,7 +210,7 @@ def folder_of(package: str) -> Path | None:
 
 
 def _lacks(sources: Sources, lean: Lean) -> list[str]:
-    """What is wrong in the first place where it may be; nothing as soon as one place has all."""
+    """Return what is wrong at the first place of the symbol; nothing if one of its places has all."""
     found = [list(_lacks_at(sources, place, lean)) for place in lean.symbol.split(" | ")]
     return [] if [] in found else found[0]
 

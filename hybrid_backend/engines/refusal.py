@@ -1,4 +1,4 @@
-"""What an adapter refuses, as tables: they are gone through at start, and docs/support.md is written from them."""
+"""Tables of what an adapter refuses. They are checked at start, and docs/support.md is written from them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ Asked = TypeVar("Asked")
 
 @dataclass(frozen=True)
 class Refusal(Generic[Asked]):
-    """One thing that does not work. ``what`` and ``fix`` are words of the error; ``found``: what exactly was asked for,
-    where ``what`` leaves it open."""
+    """A setting that is refused.
+
+    ``what`` and ``fix`` are words of the error; ``found`` returns the exact setting, where ``what`` leaves it open.
+    """
 
     what: str
     is_asked: Callable[[Asked], object]

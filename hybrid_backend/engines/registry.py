@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Protocol, cast
 
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.address import ServerAddress
 from hybrid_backend.errors import ConfigError
 
 _MODULES: Mapping[str, str] = MappingProxyType(
@@ -18,18 +19,20 @@ _MODULES: Mapping[str, str] = MappingProxyType(
 
 
 class Server(Protocol):
-    """What an adapter's ``serve`` module offers. Every mistake of the user is an EngineError or ConfigError."""
+    """Functions of an adapter's ``serve`` module. Every mistake of the user is an EngineError or ConfigError."""
 
     NAME: str
 
     def check_installation(self) -> None:
         """Raise EngineError unless a supported engine is installed, before it is imported."""
 
-    def check_port(self, extra: Sequence[str]) -> None:
-        """Take the server's address. Raise EngineError if it cannot be used."""
+    def take_address(self, extra: Sequence[str]) -> ServerAddress:
+        """Take the address that the engine flags ``extra`` name. Raise EngineError if it cannot be used."""
 
-    def run(self, model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str]) -> None:
-        """Serve ``model`` until stopped; the engine flags ``extra`` come last and win."""
+    def run(
+        self, model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str], address: ServerAddress
+    ) -> None:
+        """Serve ``model`` on ``address`` until stopped; the engine flags ``extra`` come last and win."""
 
 
 def resolve_server(name: str) -> Server:

@@ -171,6 +171,7 @@ _PAGED, _TEAM, _MAPS, _COPIES = "P5q", "Pq", "3P4q", "6P2q"
 OPERATIONS = {
     "hb_append_tokens": Struct(f"{_PAGED}8P8q"),
     "hb_build_digests": Struct(f"{_PAGED}3P2q{_TEAM}"),
+    "hb_extend_digests": Struct(f"3P9q{_TEAM}"),
     "hb_page_scores": Struct(f"6P13q{_TEAM}2d"),
     "hb_select_pages": Struct(f"10P10q{_TEAM}"),
     "hb_match_labels": Struct(f"9P8q{_TEAM}"),

@@ -62,7 +62,13 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
 
 def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
     if digest_kind(digests, k.shape[2]) == "minmax":
-        return oracle.extend_digests(k, digests, pages, first, page_size)  # two reductions of torch's
+        tokens, kv_heads, dim = k.shape
+        kind, count = k.dtype, digests.shape[0]
+        return _call(
+            "hb_extend_digests", _tokens_at(k, kind, tokens, kv_heads * dim),
+            _at(digests, kind, count * kv_heads * 2 * dim), _at(pages, int32), _type(kind), kv_heads, dim, count,
+            page_size, tokens, first, pages.numel(), k.stride(0), *_team(),
+        )  # fmt: skip
     keys = k.unflatten(0, (-1, page_size)).transpose(1, 2)
     kv = torch.stack([keys, keys], 2)  # as pages; their values are not looked at
     rows, ids = torch.empty_like(digests[: len(pages)]), torch.arange(len(pages), dtype=int32)

@@ -1,4 +1,4 @@
-"""How a server ends. Each of these is the last test of a file, on the server that the file has started."""
+"""Tests of a server's end. Each is the last test of a file, on the server that the file has started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from openai import OpenAIError
 
+from hybrid_backend.engines.lifecycle import DRAIN_SECONDS
 from tests.engines.server import Server
 from tests.engines.texts import english
 
@@ -29,6 +31,11 @@ class Belongings:
         process = psutil.Process(server.process.pid)
         (owner,) = [Path(file.path) for file in process.open_files() if Path(file.path).name == "owner"]
         return cls(process.children(recursive=True), owner.parent)
+
+    def process(self, name: str) -> psutil.Process:
+        """Return the only process whose title contains ``name``."""
+        (process,) = [process for process in self.processes if name in " ".join(process.cmdline())]
+        return process
 
     def check_processes_gone(self) -> None:
         _, alive = psutil.wait_procs(self.processes, SECONDS)
@@ -65,9 +72,38 @@ def a_signal_lets_requests_finish_and_leaves_nothing(server: Server, running_req
 def a_crash_is_no_success(server: Server, name: str) -> None:
     """Kill the process whose title contains ``name``: the server's exit status says so, and no process stays."""
     belongings = Belongings.of(server)
-    (crashing,) = [process for process in belongings.processes if name in " ".join(process.cmdline())]
-    crashing.kill()
+    belongings.process(name).kill()
     assert server.process.wait(SECONDS) != 0
+    belongings.check_processes_gone()
+
+
+def a_crash_while_requests_drain_is_no_success(server: Server, running_requests: str, name: str) -> None:
+    """Kill the process whose title contains ``name`` after SIGTERM, while a request is still answered: the request
+    fails, the server ends with status 1 and a line that says so, and no process stays.
+
+    Args:
+        server: is gone afterwards.
+        running_requests: the engine's gauge.
+        name: part of the process's title.
+    """
+    belongings = Belongings.of(server)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.complete, english(20), 400, extra_body={"ignore_eos": True})
+        deadline = time.monotonic() + SECONDS
+        while server.total(running_requests) < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        server.process.terminate()
+        while "SIGTERM: ending after the requests in flight" not in server.log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert not answer.done()
+        belongings.process(name).kill()
+        killed = time.monotonic()
+        assert isinstance(answer.exception(SECONDS), OpenAIError)
+    assert time.monotonic() - killed < DRAIN_SECONDS, "the client waits for an answer that cannot come"
+    assert server.process.wait(SECONDS) == 1
+    assert "hybrid: the engine crashed while the server ended: " in server.log.read_text()
     belongings.check_processes_gone()
 
 

@@ -1,4 +1,4 @@
-"""What a probe, a process of its own, wrote about each of its cases."""
+"""Results that a probe, a process of its own, wrote about each of its cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every server promises, whichever engine and mode it runs."""
+"""Promises of every server, whichever engine and mode it runs."""
 
 from __future__ import annotations
 

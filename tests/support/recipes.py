@@ -52,7 +52,10 @@ def served(words: Sequence[str]) -> list[Any]:
     """What an engine would get of a ``hybrid serve`` command: model, name, configuration, flags."""
     got: list[Any] = []
     engine = SimpleNamespace(
-        NAME="an engine", check_installation=lambda: None, check_port=lambda _: None, run=lambda *args: got.extend(args)
+        NAME="an engine",
+        check_installation=lambda: None,
+        take_address=lambda _: None,
+        run=lambda *args: got.extend(args[:4]),
     )
     with patch("hybrid_backend.cli.resolve_server", lambda _: engine):
         _run(words)

@@ -9,14 +9,15 @@ from urllib.request import getproxies_environment, proxy_bypass_environment
 
 import pytest
 
-from hybrid_backend.engines.address import hand_over, reach_this_machine_directly, take_address, who_can_reach
+from hybrid_backend.engines.address import ServerAddress, reach_this_machine_directly, who_can_reach
 
 TAKES = """
 import sys
-from hybrid_backend.engines.address import take_address
+from hybrid_backend.engines.address import ServerAddress
 from hybrid_backend.errors import EngineError
+address = ServerAddress()
 try:
-    take_address(["--port", sys.argv[1]], 1, ())
+    address.take(["--port", sys.argv[1]], 1, ())
 except EngineError as error:
     print(error, flush=True)
 else:
@@ -44,10 +45,11 @@ def test_of_servers_that_start_together_on_one_port_only_one_goes_on(free_port: 
 
 
 def test_the_address_that_was_taken_is_handed_over_once_and_is_on_this_machine_only(free_port: str) -> None:
-    take_address([], int(free_port), ())
-    listener = hand_over()
+    address = ServerAddress()
+    address.take([], int(free_port), ())
+    listener = address.hand_over()
     assert listener is not None and listener.getsockname() == ("127.0.0.1", int(free_port))
-    assert hand_over() is None
+    assert address.hand_over() is None
     listener.close()
 
 

@@ -28,6 +28,10 @@ def fail():
     join_server()
     raise RuntimeError
 
+def fail_after(event):
+    event.wait()
+    fail()
+
 def wait():
     while True:
         try:
@@ -37,13 +41,14 @@ def wait():
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    with served() as life:
+    with served() as server:
         spawn = multiprocessing.get_context("spawn")
         ready = spawn.Event()
         process = spawn.Process(target=child, args=(ready,))
         process.start()
         ready.wait()
-        print(process.pid, life.folder, flush=True)
+        print(process.pid, server.folder, flush=True)
+        sys.stdin.readline()
         exec(sys.argv[1])
 """
 DEADLINE = 60
@@ -57,14 +62,17 @@ class Served:
         program.write_text(PROGRAM)
         self.process = subprocess.Popen(
             [sys.executable, str(program), code],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "TMPDIR": str(folder)},
         )
-        assert self.process.stdout is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         pid, path = self.process.stdout.readline().split()
         self.child, self.folder = psutil.Process(int(pid)), Path(path)
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
         self.openmp = Path(f"/dev/shm/__KMP_REGISTERED_LIB_{pid}_{os.getuid()}")
 
     def end(self) -> int:
@@ -123,7 +131,18 @@ def test_a_signal_while_the_engine_starts_ends_the_server_at_once(start: Callabl
     assert not server.folder.exists()
 
 
-HANDLED = "signal.signal(signal.SIGTERM, lambda number, frame: life.on_signal(number, {stop}, {seconds})); {rest}"
+DRAINING = """
+signal.signal(signal.SIGTERM, lambda number, frame: server.on_signal(number, lambda: None, {seconds}))
+broken = spawn.Event()
+failing = spawn.Process(target=fail_after, args=(broken,))
+failing.start()
+{before}
+os.kill(os.getpid(), signal.SIGTERM)
+{end}
+{rest}
+"""
+ENDED = "process.join(); server.finish()"
+HANDLED = "signal.signal(signal.SIGTERM, lambda number, frame: server.on_signal(number, {stop}, {seconds})); {rest}"
 
 
 def test_the_first_signal_ends_in_order_and_the_second_at_once(start: Callable[[str], Served]) -> None:
@@ -148,14 +167,59 @@ def test_a_server_whose_requests_do_not_end_is_ended_at_a_deadline(start: Callab
 def test_an_engine_that_ends_by_itself_is_an_error_and_one_that_was_stopped_is_none(
     start: Callable[[str], Served],
 ) -> None:
-    crashed = start("life.finish()")
+    crashed = start("server.finish()")
     assert crashed.end() == 1 and "EngineError: the engine ended by itself" in crashed.stderr()
     crashed.check_child_ended()
-    rest = "os.kill(os.getpid(), signal.SIGTERM); life.finish()"
+    rest = "os.kill(os.getpid(), signal.SIGTERM); server.finish()"
     stopped = start(HANDLED.format(stop="lambda: None", seconds=600, rest=rest))
     assert stopped.end() == 0
     stopped.check_child_ended()
     assert not crashed.folder.exists() and not stopped.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("process.kill()", "SpawnProcess-1 was killed by SIGKILL"),
+        ("os.kill(process.pid, signal.SIGSEGV)", "SpawnProcess-1 was killed by SIGSEGV"),
+        ("broken.set()", "SpawnProcess-2 ended with status 1"),
+    ],
+)
+def test_an_engine_that_crashes_while_requests_drain_ends_the_server_with_a_line_that_names_the_process(
+    start: Callable[[str], Served], end: str, said: str
+) -> None:
+    crashed = start(DRAINING.format(before="", end=end, seconds=600, rest="wait()"))
+    assert crashed.end() == 1
+    assert f"hybrid: the engine crashed while the server ended: {said}\n" in crashed.stderr()
+    crashed.check_child_ended()
+    assert not crashed.folder.exists()
+
+
+def test_an_engine_that_crashed_just_before_the_signal_is_an_error(start: Callable[[str], Served]) -> None:
+    crashed = start(
+        DRAINING.format(
+            before="server.watch_engine(); process.kill(); process.join()", end="", seconds=600, rest="server.finish()"
+        )
+    )
+    assert crashed.end() == 1 and "SpawnProcess-1 was killed by SIGKILL" in crashed.stderr()
+    crashed.check_child_ended()
+
+
+@pytest.mark.parametrize(("end", "seconds"), [("process.terminate()", 600), ("process.kill()", 0)])
+def test_an_engine_that_ends_its_own_processes_has_not_crashed(
+    start: Callable[[str], Served], end: str, seconds: int
+) -> None:
+    """vLLM ends them by SIGTERM, and by SIGKILL once the time for requests in flight is over."""
+    stopped = start(DRAINING.format(before="", end=end, seconds=seconds, rest=ENDED))
+    assert stopped.end() == 0
+    stopped.check_child_ended()
+
+
+def test_processes_that_the_engine_kills_after_its_requests_have_not_crashed(start: Callable[[str], Served]) -> None:
+    """SGLang kills its detokenizer in every end."""
+    stopped = start(DRAINING.format(before="", end="server.expect_ends(); process.kill()", seconds=600, rest=ENDED))
+    assert stopped.end() == 0
+    stopped.check_child_ended()
 
 
 def test_a_process_of_the_engine_keeps_its_exit_status(start: Callable[[str], Served]) -> None:

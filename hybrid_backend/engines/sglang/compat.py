@@ -23,7 +23,7 @@ def installed() -> str | None:
 
 @cache
 def missing() -> tuple[str, ...]:
-    """What of SGLang is not as we know it; looked at once in a process."""
+    """Return in words what of SGLang is not as we know it; checked once in a process."""
     return tuple(SGLANG.missing())
 
 
@@ -42,7 +42,10 @@ def check_engine(*, warns: bool = False) -> None:
 
 
 def can_register() -> bool:
-    """Whether SGLang knows plugins as we do. It loads them for everybody: where it does not, they are told."""
+    """Tell whether SGLang has the plugin functions that we use. If not, log what it lacks.
+
+    SGLang loads plugins for all users, also for those of other backends.
+    """
     lacks = SGLANG.missing(PLUGIN)
     if lacks:
         logging.getLogger(__name__).error(

@@ -132,6 +132,7 @@ LEANS = (
         ),
     ),
     Lean("sglang.launch_server:run_server", "`hybrid serve`", passes=("server_args",)),
+    Lean("sglang.srt.entrypoints.http_server", "its address", reads=("server = uvicorn.Server(", "server.run()")),
     Lean(f"{_MANAGER}.auto_create_handle_loop", "signals", passes=()),
     Lean(f"{_MANAGER}.sigterm_watchdog", "signals", passes=()),
     Lean(

@@ -4,7 +4,9 @@
   memory;
 * after ``ReqToTokenPool.free_rows``: the one door through which finished, aborted and retracted requests give their row
   back;
-* after ``ReqToTokenPool.clear``: flushing the cache takes all rows back, of idle streaming sessions too.
+* after ``ReqToTokenPool.clear``: flushing the cache takes all rows back, of idle streaming sessions too;
+* around ``uvicorn.Server.serve``, in the process of `hybrid serve` alone: SGLang's HTTP server accepts connections on
+  the socket that listens since the start, where it would bind one of its own after the engine has started.
 
 SGLang logs a hook that it cannot apply and goes on; `verify` looks at the functions themselves.
 """
@@ -12,17 +14,23 @@ SGLang logs a hook that it cannot apply and goes on; `verify` looks at the funct
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from hybrid_backend.engines.address import ServerAddress
 from hybrid_backend.engines.sglang.compat import SGLANG
 from hybrid_backend.engines.sglang.settings import chosen, config_of, host_pool_bytes
 from hybrid_backend.errors import EngineError
+
+if TYPE_CHECKING:
+    import socket
 
 LISTENER = "hybrid_rows_freed"  # attribute of a ReqToTokenPool: called with the rows that were given back
 _BUDGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 _FREE_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows"
 _CLEAR = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear"
+_SERVE = "uvicorn.Server.serve"
 
 
 def _host_budget(original: Callable[..., int], configurator: Any, *args: Any, **kwargs: Any) -> int:
@@ -44,6 +52,16 @@ def _all_freed(_: None, pool: Any) -> None:
     _rows_freed(None, pool, list(range(len(pool.req_generation))))
 
 
+async def _serve_on(
+    address: ServerAddress,
+    original: Callable[..., Awaitable[None]],
+    server: Any,
+    sockets: list[socket.socket] | None = None,
+) -> None:
+    listener = address.hand_over()
+    await original(server, sockets=sockets if listener is None else [listener])
+
+
 def register() -> None:
     """Hand the hooks to SGLang, which applies them once all plugins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -54,16 +72,36 @@ def register() -> None:
 
 
 def verify() -> None:
-    """Raise EngineError unless all hooks are in place in this process."""
+    """Raise EngineError unless the hooks of `register` are in place in this process."""
     for target, hook in ((_BUDGET, _host_budget), (_FREE_ROWS, _rows_freed), (_CLEAR, _all_freed)):
-        if not _wraps(pkgutil.resolve_name(target), hook):
-            raise EngineError(f"SGLang did not apply the hook on {target}; {SGLANG.fix}")
+        _verify(target, hook)
+
+
+def register_address(address: ServerAddress) -> None:
+    """Have SGLang's HTTP server listen on ``address``. Must be called before SGLang's plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_SERVE, partial(_serve_on, address), HookType.AROUND)
+
+
+def verify_address() -> None:
+    """Raise EngineError unless the hook of `register_address` is in place."""
+    _verify(_SERVE, _serve_on)
+
+
+def _verify(target: str, hook: Callable[..., Any]) -> None:
+    if not _wraps(pkgutil.resolve_name(target), hook):
+        raise EngineError(f"SGLang did not apply the hook on {target}; {SGLANG.fix}")
 
 
 def _wraps(function: Any, hook: Callable[..., Any]) -> bool:
-    """Whether ``hook`` is in a chain of HookRegistry wrappers, each of which keeps its hook in a closure cell."""
+    """Return whether ``hook``, or a `partial` of it, is in a chain of HookRegistry wrappers.
+
+    Each wrapper keeps its hook in a closure cell.
+    """
     while function is not None:
-        if any(cell.cell_contents is hook for cell in getattr(function, "__closure__", None) or ()):
+        contents = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        if any(getattr(content, "func", content) is hook for content in contents):
             return True
         function = getattr(function, "__wrapped__", None)
     return False

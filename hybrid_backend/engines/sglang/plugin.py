@@ -10,7 +10,7 @@ from hybrid_backend.engines.sglang import BACKEND, compat, patches
 
 
 def register() -> None:
-    """``sglang.srt.plugins``: the name ``hybrid``, its backend, and our two hooks.
+    """``sglang.srt.plugins``: the name ``hybrid``, its backend, and the hooks of `patches.register`.
 
     SGLang only logs what this raises, so nothing here may fail quietly: without the name, SGLang refuses the flag;
     without a hook, `patches.verify` refuses to serve.

@@ -6,7 +6,6 @@ import argparse
 import copy
 import logging
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.address import hand_over, take_address, who_can_reach
+from hybrid_backend.engines.address import ServerAddress, who_can_reach
 from hybrid_backend.engines.lifecycle import served
 from hybrid_backend.engines.refusal import other_backend
-from hybrid_backend.engines.sglang import BACKEND, compat, signals
+from hybrid_backend.engines.sglang import BACKEND, compat, patches, signals
 from hybrid_backend.engines.sglang.settings import ENV_RESOLVED, chosen
 from hybrid_backend.errors import EngineError, HybridError
 
@@ -36,9 +35,11 @@ def check_installation() -> None:
     compat.check_engine()
 
 
-def check_port(extra: Sequence[str]) -> None:
+def take_address(extra: Sequence[str]) -> ServerAddress:
     """Take the server's address before the engine is even imported. Raise EngineError if it cannot be used."""
-    take_address(extra, 30000, elsewhere=("--config",))
+    address = ServerAddress()
+    address.take(extra, 30000, elsewhere=("--config",))
+    return address
 
 
 def engine_arguments(model: str, served_as: str, extra: Sequence[str]) -> list[str]:
@@ -49,26 +50,31 @@ def engine_arguments(model: str, served_as: str, extra: Sequence[str]) -> list[s
     return [*arguments, *extra]
 
 
-def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str]) -> None:
-    """Run the server until it is stopped. All of SGLang's processes find the configuration in the environment."""
+def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str], address: ServerAddress) -> None:
+    """Run the server on ``address`` until it is stopped.
+
+    All of SGLang's processes find the configuration in the environment.
+    """
     os.environ[ENV_RESOLVED] = config.model_dump_json()
     if "-h" in extra or "--help" in extra:
         print("SGLang's own flags (importing it takes some seconds):", file=sys.stderr, flush=True)
-    with served() as life, _temporary_files_in(life.folder):
-        signals.register(life)
+    with served() as server, _temporary_files_in(server.folder):
+        signals.register(server)
+        patches.register_address(address)
 
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
+        patches.verify_address()
         arguments = engine_arguments(str(model), served_as, _with_flags_of_file(extra))
         server_args = _prepare(arguments)
-        _serve_on(_listener(server_args), server_args)
+        _take_address_of(server_args, address, extra)
         logging.getLogger(__name__).info(who_can_reach(server_args.host, server_args.port))
 
         from sglang.launch_server import run_server
 
         run_server(server_args)
-        life.finish()
+        server.finish()
 
 
 @contextmanager
@@ -86,30 +92,16 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def _listener(server_args: Any) -> socket.socket:
-    """The socket that `check_port` took; where a file of flags names the address, it is taken here."""
-    listener = hand_over()
-    if listener is None:
-        take_address([f"--host={server_args.host}", f"--port={server_args.port}"], server_args.port, ())
-        listener = hand_over()
-    assert listener is not None
-    return listener
+def _take_address_of(server_args: Any, address: ServerAddress, extra: Sequence[str]) -> None:
+    """Have ``address`` be the one of SGLang's resolved arguments.
 
-
-def _serve_on(listener: socket.socket, server_args: Any) -> None:
-    """Have SGLang's HTTP server accept connections on ``listener``, where it would bind a socket of its own after the
-    engine has started. Its servers with several processes and over HTTP/2 cannot, and bind the address themselves."""
-    import uvicorn
-
+    A file of flags may have named another one. SGLang's servers with several processes and over HTTP/2 do not take a
+    socket, but bind the address themselves.
+    """
     if server_args.tokenizer_worker_num > 1 or server_args.enable_http2:
-        listener.close()
-        return
-    serve = uvicorn.Server.serve
-
-    async def serve_on_listener(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
-        await serve(server, sockets or [listener])
-
-    uvicorn.Server.serve = serve_on_listener  # type: ignore[method-assign, assignment]
+        address.release()
+    elif any(flag.partition("=")[0] == "--config" for flag in extra):
+        address.take([f"--host={server_args.host}", f"--port={server_args.port}"], server_args.port, ())
 
 
 def _with_flags_of_file(extra: Sequence[str]) -> list[str]:

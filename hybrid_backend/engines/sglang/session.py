@@ -1,4 +1,4 @@
-"""One scheduler's connection between SGLang and the runtime: which request each row is, and when it is gone."""
+"""Connection between SGLang and the runtime in one scheduler: which request each row is, and when it is gone."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from hybrid_backend.step import Batch, ModelSpec, Step, captured_step
 def attention_layers(model: nn.Module) -> list[Layer]:
     """All attention layers of the decoder, in order."""
     modules = dict(model.named_modules())
-    found = []
+    layers = []
     for path, module in modules.items():
         if isinstance(module, RadixAttention):
             check_layer(module)
-            found.append(layer_at(modules, path))
-    found.sort(key=lambda layer: int(layer.attention.layer_id))
-    return found
+            layers.append(layer_at(modules, path))
+    layers.sort(key=lambda layer: int(layer.attention.layer_id))
+    return layers
 
 
 class Session:
@@ -91,7 +91,7 @@ class Session:
         self.step = captured_step(rows)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """One attention layer of the running step; the last one ends it."""
+        """Attend in one layer of the running step; the last layer ends the step."""
         if self.step is None:
             raise EngineError("SGLang ran an attention layer outside of a step")
         self.runtime.forward(layer, self.step, q, k, v, out)
@@ -127,7 +127,7 @@ def real_rows(fb: Any) -> Tensor:
 
 
 def decoding(fb: Any, request_ids: list[str], answering: set[str]) -> list[bool]:
-    """Which rows of a batch generate: one token each, after their whole prompt.
+    """Tell which rows of a batch generate: one token each, after their whole prompt.
 
     With ``--enable-mixed-chunk`` running rows come at the end of a batch of prompts, as such of one token, and SGLang
     says "extend" of all. What tells them from the last token of a prompt is that their prompt has ended, in an earlier
@@ -140,8 +140,10 @@ def decoding(fb: Any, request_ids: list[str], answering: set[str]) -> list[bool]
         for request, length in zip(request_ids, fb.extend_seq_lens_cpu, strict=True)
     ]
     # A prompt's whole length, or of a retracted request, which computes its answer again, that of the chunk's end.
-    wanted = fb.orig_seq_lens.tolist()
-    answering.update(r for r, done, whole in zip(request_ids, _lengths(fb), wanted, strict=True) if done >= whole)
+    whole_lengths = fb.orig_seq_lens.tolist()
+    answering.update(
+        r for r, done, whole in zip(request_ids, _lengths(fb), whole_lengths, strict=True) if done >= whole
+    )
     return decode
 
 

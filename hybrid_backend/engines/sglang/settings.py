@@ -19,7 +19,7 @@ ENV_RESOLVED = "HYBRID_SGLANG_CONFIG"  # JSON; set by `hybrid serve` only
 
 
 def chosen(arguments: Any) -> bool:
-    """Whether ``arguments`` (SGLang's server arguments, or a view of them) ask for our backend."""
+    """Tell whether ``arguments`` (SGLang's server arguments, or a view of them) ask for our backend."""
     from sglang.srt.arg_groups.overrides import attention_backends_of
 
     prefill, decode = attention_backends_of(arguments)

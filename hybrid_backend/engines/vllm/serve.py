@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.address import LOOPBACK, hand_over, take_address, who_can_reach, why_not
+from hybrid_backend.engines.address import LOOPBACK, ServerAddress, who_can_reach, why_not
 from hybrid_backend.engines.cpu_defaults import (
     AOT,
     BIND,
@@ -28,7 +28,7 @@ from hybrid_backend.engines.cpu_defaults import (
     says_how_to_compile,
     starts_eager,
 )
-from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, Life, served
+from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, ServerProcess, served
 from hybrid_backend.engines.refusal import other_backend
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, compat
 from hybrid_backend.engines.vllm.checks import check_engine_config
@@ -64,28 +64,30 @@ def check_installation() -> None:
     check_environment()
 
 
-def check_port(extra: Sequence[str]) -> None:
+def take_address(extra: Sequence[str]) -> ServerAddress:
     """Take the server's address before the engine is even imported. Raise EngineError if it cannot be used."""
-    take_address(extra, 8000, elsewhere=("--uds", "--config"))
+    address = ServerAddress()
+    address.take(extra, 8000, elsewhere=("--uds", "--config"))
+    return address
 
 
-def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str]) -> None:
-    """Serve ``model`` until stopped; the engine flags ``extra`` come last and win."""
+def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str], address: ServerAddress) -> None:
+    """Serve ``model`` on ``address`` until stopped; the engine flags ``extra`` come last and win."""
     if _help_flags(extra):
         print("vLLM's own flags (importing it takes some seconds):", file=sys.stderr, flush=True)
     additional = json.dumps({ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")})
-    with served() as life, _shared_folder(life.folder):
+    with served() as server, _shared_folder(server.folder):
         flags = _with_flags_of_file(extra)
         arguments = engine_arguments(str(model), served_as, additional, config.page_size, flags)
         try:
-            _serve(arguments, life)
+            _serve(arguments, server, address)
         except RuntimeError as error:
             if "Engine core initialization failed" not in str(error):
                 raise
             raise EngineError("the engine did not start; the reason is in the log above") from None
 
 
-def _serve(arguments: Sequence[str], life: Life) -> None:
+def _serve(arguments: Sequence[str], server: ServerProcess, address: ServerAddress) -> None:
     """Run the server until it is stopped.
 
     Raises:
@@ -98,7 +100,7 @@ def _serve(arguments: Sequence[str], life: Life) -> None:
     set_up, _, _ = compat.command_line()
     set_up()
     decorate_logs("APIServer")
-    parsed, address, listener = _prepare(arguments)
+    parsed, url, listener = _prepare(arguments, address)
 
     class Loop(uvloop.Loop):
         """An event loop that ends at once at a second signal, or at a deadline: vLLM's own handlers know neither."""
@@ -106,12 +108,13 @@ def _serve(arguments: Sequence[str], life: Life) -> None:
         def add_signal_handler(  # type: ignore[override]
             self, sig: int, callback: Callable[..., Any], *args: Any
         ) -> None:
+            server.watch_engine()
             stop = partial(callback, *args)
-            ends = partial(life.on_signal, sig, stop, parsed.shutdown_timeout)
+            ends = partial(server.on_signal, sig, stop, parsed.shutdown_timeout)
             super().add_signal_handler(sig, ends if sig in (signal.SIGINT, signal.SIGTERM) else stop)
 
-    uvloop.run(run_server_worker(address, listener, parsed), loop_factory=Loop)
-    life.finish()
+    uvloop.run(run_server_worker(url, listener, parsed), loop_factory=Loop)
+    server.finish()
 
 
 @contextmanager
@@ -153,8 +156,8 @@ def _with_flags_of_file(extra: Sequence[str]) -> list[str]:
     return [*flags, *extra[:first], *rest]
 
 
-def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
-    """All that can be refused before a process is started: flags, engine configuration, address to listen on."""
+def _prepare(arguments: Sequence[str], address: ServerAddress) -> tuple[Any, str, socket.socket]:
+    """Refuse all that can be refused before a process is started: flags, engine configuration, ``address``."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
@@ -184,7 +187,7 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
             _refuse_dtype(config.model_config)
         for line in choices:  # now vLLM's logging is set up
             logger.info(line)
-        address, listener = _listen(parsed)
+        url, listener = _listen(parsed, address)
         if not parsed.uds:
             logger.info(who_can_reach(parsed.host, parsed.port))
     except HybridError:
@@ -193,17 +196,16 @@ def _prepare(arguments: Sequence[str]) -> tuple[Any, str, socket.socket]:
         logger.debug("refused by vLLM", exc_info=True)
         model = arguments[arguments.index("--model") + 1]
         raise EngineError(f"vLLM cannot serve {model}: {_reason(error)}") from error
-    return parsed, address, listener
+    return parsed, url, listener
 
 
-def _listen(parsed: Any) -> tuple[str, socket.socket]:
-    """vLLM's address and a socket that listens on it, so that a second server ends before its engine starts."""
+def _listen(parsed: Any, address: ServerAddress) -> tuple[str, socket.socket]:
+    """Return vLLM's URL and a socket that listens on it, so that a second server ends before its engine starts."""
     from vllm.entrypoints.launchers.launcher import setup_server
 
-    if (taken := hand_over()) is not None:
-        taken.close()  # vLLM binds a socket of its own
+    address.release()  # vLLM binds a socket of its own.
     try:
-        address, listener = setup_server(parsed, reuse_port=False)
+        url, listener = setup_server(parsed, reuse_port=False)
         listener.listen()
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
@@ -213,7 +215,7 @@ def _listen(parsed: Any) -> tuple[str, socket.socket]:
                 f"--uds: {parsed.uds} is already in use; remove the file or choose another one"
             ) from error
         raise EngineError(why_not(parsed.host, parsed.port, error)) from error
-    return address, listener
+    return url, listener
 
 
 def _refuse_other_servers(parsed: Any) -> None:

@@ -1,4 +1,4 @@
-"""One worker's connection between vLLM and the runtime."""
+"""Connection between vLLM and the runtime in one worker."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def attention_layers(model: nn.Module) -> list[Layer]:
 
 def full_attention(layers: Sequence[Layer]) -> set[str]:
     """Names of those without a sliding window."""
-    return {each.attention.layer_name for each in layers if each.attention.sliding_window is None}
+    return {layer.attention.layer_name for layer in layers if layer.attention.sliding_window is None}
 
 
 def rank_of(parallel: ParallelConfig) -> Rank:
@@ -78,8 +78,8 @@ def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridCo
         for index, layer in enumerate(attention_layers(model))
         if layer.before is not None and layer.attention.sliding_window is None and config.is_predicted(index)
     }
-    found, warning = predictors(layers, engine.get_head_size(), stream, (QKVParallelLinear,), layer_inputs)
-    for index, predictor in found.items():
+    predictor_of_layer, warning = predictors(layers, engine.get_head_size(), stream, (QKVParallelLinear,), layer_inputs)
+    for index, predictor in predictor_of_layer.items():
         attention, decoder, before = layers[index]
         assert before is not None
         attention.impl.predictor = predictor
@@ -145,15 +145,15 @@ class Session:
                 "vLLM gave no layer to the hybrid backend, as its platform is not ours; "
                 "unset VLLM_TARGET_DEVICE and VLLM_PLUGINS, which keep platform plugins out"
             )
-        full = next((each.attention for each in layers if each.attention.sliding_window is None), None)
+        full = next((layer.attention for layer in layers if layer.attention.sliding_window is None), None)
         if full is None:
             raise EngineError("the model has no layer with full attention: nothing to offload")
         attentions = [layer.attention for layer in layers]
-        ours = [each for each in attentions if isinstance(each.impl, HybridImpl)]
+        ours = [attention for attention in attentions if isinstance(attention.impl, HybridImpl)]
         shapes = {(a.num_heads, a.num_kv_heads, a.head_size, a.impl.scale) for a in ours}
         if len(shapes) != 1:
             raise EngineError(f"layers of different shape are not supported: {sorted(shapes)}")
-        self._sinks = Sinks([each.impl for each in attentions])
+        self._sinks = Sinks([attention.impl for attention in attentions])
         model = ModelSpec(
             num_layers=len(layers),
             num_heads=full.num_heads,
@@ -172,7 +172,7 @@ class Session:
         self.runtime = HybridRuntime(
             config,
             model,
-            [on_host(each) for each in views],
+            [on_host(view) for view in views],
             vllm_config.scheduler_config.max_num_seqs,
             device,
             views,
@@ -304,10 +304,10 @@ class Session:
 
     def failure(self, step: Step) -> StepFailure | None:
         """`HybridRuntime.failure`, with the engine's blocks for pages."""
-        found = self.runtime.failure(step)
-        if found is None:
+        failure = self.runtime.failure(step)
+        if failure is None:
             return None
-        return replace(found, pages=sorted({page // self.pages_per_block for page in found.pages}))
+        return replace(failure, pages=sorted({page // self.pages_per_block for page in failure.pages}))
 
     def imported(self, pages: Tensor, tokens: Tensor | None = None) -> None:
         """A connector has brought pages from a server with vLLM's own CPU backend. (`HybridRuntime.imported`)"""

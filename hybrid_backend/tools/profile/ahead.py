@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 TIMES = 1.5
-"""What predicted queries may cost, times what the true ones do."""
+"""Factor by which predicted queries may raise the KL of true ones."""
 
 
 @dataclass(frozen=True)

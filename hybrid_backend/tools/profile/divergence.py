@@ -1,4 +1,4 @@
-"""What sparsity costs in answers: what the model says with some layers sparse, one or all but a few, against all dense.
+"""KL between the model's distributions with some layers sparse, one or all but a few, and with all layers dense.
 
 Attention mass does not tell. A layer can cover 95 % of its mass with its pages and still miss the one token that
 answers a question, where hundreds of others look almost like it; another one covers half of its mass and nothing is
@@ -29,7 +29,7 @@ _MARK = "hybrid_selects"
 _ASKED = 4
 """Entries that a prompt asks for."""
 _TOKENS = 64
-"""Of a text, that are compared."""
+"""Tokens of a text that are compared."""
 
 
 Sparse = Collection[int] | Mapping[int, int]
@@ -48,7 +48,7 @@ class Probe:
 
 
 def text_probe(window: Window) -> Probe:
-    """How a text goes on: the last tokens of a window."""
+    """Return a probe of kind ``text``: its last tokens are compared, after the rest of the window."""
     end, first = len(window.ids), len(window.ids) - min(_TOKENS, len(window.ids) // 4)
     return Probe("text", window.ids, first - 1, tuple(range(first, end)))
 
@@ -177,7 +177,7 @@ def divergences(
     Returns:
         For each set the KL in nats per compared token.
     """
-    network, queries, costs = reference.network, _Predicted(reference.network), list[float]()
+    network, queries, kl_of_sets = reference.network, _Predicted(reference.network), list[float]()
     with torch.inference_mode(), network.attending(_attention, _MARK), network.watched(queries):
         for place, layers in enumerate(sparse):
             budgets = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, config.budget_tokens)
@@ -188,10 +188,13 @@ def divergences(
                     selects = partial(queries.select, layer.index, partial(_selected, own, layer.scale))
                 setattr(layer.attention, _MARK, selects)
             queries.layers = set(budgets).intersection(predicted[place] if predicted else ())
-            dense, other = reference.dense, reference.distributions(min(budgets, default=len(network.layers)))
-            costs.append(float((dense.exp() * (dense - other)).sum(-1).mean()))
-            advance(costs[-1])
-    return costs
+            dense_log_probs, sparse_log_probs = (
+                reference.dense,
+                reference.distributions(min(budgets, default=len(network.layers))),
+            )
+            kl_of_sets.append(float((dense_log_probs.exp() * (dense_log_probs - sparse_log_probs)).sum(-1).mean()))
+            advance(kl_of_sets[-1])
+    return kl_of_sets
 
 
 @dataclass
@@ -210,12 +213,12 @@ class _Predicted:
         self._before = x
 
     def select(self, index: int, selects: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:
-        """By the predicted query, if there is one. ``q``: ``[heads, queries, dim]``."""
+        """Select by the predicted query, or by ``q``, ``[heads, queries, dim]``, if none is predicted."""
         return selects(self._queries.pop(index, q), k)
 
 
 def _selected(config: HybridConfig, scale: float, q: Tensor, k: Tensor) -> Tensor:
-    """``[1 | kv_heads, queries, tokens]``: what a decode step at each of the last positions would select."""
+    """Return what a decode step at each of the last positions would select, ``[1 | kv_heads, queries, tokens]``."""
     keys, kind = k.transpose(0, 1).cpu(), config.selection.digest
     digests = page_digests(keys, config.page_size, "minmax_int8" if kind == "auto" else kind)
     seq_lens = torch.arange(len(keys) - q.shape[1] + 1, len(keys) + 1)
@@ -226,7 +229,17 @@ def _selected(config: HybridConfig, scale: float, q: Tensor, k: Tensor) -> Tenso
 def _attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **more: Any
 ) -> tuple[Tensor, None]:
-    """As Transformers calls it. ``q``: ``[1, heads, queries, dim]``; ``k``, ``v``: ``[1, kv_heads, tokens, dim]``."""
+    """Attend as Transformers' attention functions do.
+
+    Args:
+        module: the attention module; it carries the selection under `_MARK`.
+        q: ``[1, heads, queries, dim]``.
+        k: ``[1, kv_heads, tokens, dim]``.
+        v: ``[1, kv_heads, tokens, dim]``.
+        mask: is not used.
+        scaling: factor of the logits.
+        more: of which ``sliding_window`` is used.
+    """
     queries, tokens, window = q.shape[2], k.shape[2], more.get("sliding_window")
     key = torch.arange(tokens, device=q.device)
     position = key[tokens - queries :, None]

@@ -1,4 +1,4 @@
-"""How much each attention head needs the whole context: gates between full and streaming attention.
+"""Importance of the whole context for each attention head: gates between full and streaming attention.
 
 DuoAttention (arXiv 2410.10819, section 2.2): a gate per KV head mixes full attention and attention over sink and
 recent tokens. The model is frozen; the gates are trained on prompts in which passkeys must be recalled, so that the
@@ -161,7 +161,7 @@ def _warmth(step: int, steps: int) -> float:
 def _adam(
     gates: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, rate: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of Adam with its usual decay rates, then gates back into 0..1."""
+    """Take one step of Adam with its usual decay rates, then clamp the gates to 0..1."""
     first = 0.9 * first + 0.1 * gradient
     second = 0.999 * second + 0.001 * gradient.pow(2)
     mean, square = first / (1 - 0.9 ** (step + 1)), second / (1 - 0.999 ** (step + 1))
@@ -191,7 +191,17 @@ def _gated(network: Network, options: GateOptions) -> Iterator[Callable[[Tensor 
 def _attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **more: Any
 ) -> tuple[Tensor, None]:
-    """As Transformers calls it. ``q``: ``[1, heads, tokens, dim]``; ``k``, ``v``: ``[1, kv_heads, tokens, dim]``."""
+    """Attend as Transformers' attention functions do, mixed by the module's gates.
+
+    Args:
+        module: the attention module; it carries the gates under `_MARK`.
+        q: ``[1, heads, tokens, dim]``.
+        k: ``[1, kv_heads, tokens, dim]``.
+        v: ``[1, kv_heads, tokens, dim]``.
+        mask: is not used.
+        scaling: factor of the logits.
+        more: of which ``sliding_window`` is used.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     position = torch.arange(q.shape[2], device=q.device)

@@ -21,7 +21,7 @@ def head_scores(
     gates: Mapping[str, Sequence[Sequence[float]]],
     prefetch_bytes: int = 0,
 ) -> HeadScores:
-    """What CLO (arXiv 2511.14510) wants to know of every head.
+    """Return the scores that CLO (arXiv 2511.14510) decides by, for every head.
 
     Args:
         model: its name.
@@ -36,9 +36,9 @@ def head_scores(
     """
 
     def of_all_layers(rows: Sequence[Sequence[float]], heads: int, otherwise: float) -> Rows:
-        known = {layer.index: row for layer, row in zip(network.full_layers, rows, strict=True)}
-        places = (known.get(layer.index, (otherwise,) * heads) for layer in network.layers)
-        return tuple(tuple(round(value, 5) for value in row) for row in places)
+        row_of_layer = {layer.index: row for layer, row in zip(network.full_layers, rows, strict=True)}
+        rows_of_layers = (row_of_layer.get(layer.index, (otherwise,) * heads) for layer in network.layers)
+        return tuple(tuple(round(value, 5) for value in row) for row in rows_of_layers)
 
     similarity = [
         [fmean(head) for head in zip(*(m.similarity for m in layers), strict=True)]
@@ -54,7 +54,7 @@ def head_scores(
 
 
 def write_heads(path: Path, scores: HeadScores) -> None:
-    """As `read_heads` reads it."""
+    """Write the file that `read_heads` reads."""
     try:
         path.write_text(scores.model_dump_json() + "\n", encoding="utf-8")
     except OSError as error:

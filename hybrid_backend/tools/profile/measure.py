@@ -1,4 +1,4 @@
-"""One window of text through the model once: what every full-attention layer would do over its last positions.
+"""Measurements of every full-attention layer over the last positions of one window, in one pass through the model.
 
 Prefill is teacher forced: the query of position p is the one that decoding token p would have, and the keys before it
 are the ones that it would find. So one pass gives as many decode steps as wanted, all layers at once.
@@ -31,7 +31,7 @@ _ELEMENTS = 1 << 24
 
 
 class LayerMeasure(BaseModel):
-    """One layer on one window. Means are over positions, and over heads unless there is a value per head.
+    """Measurements of one layer on one window: means over positions, and over heads unless each head has a value.
 
     ``cosine``: predicted and true query, None for the first layer. ``mass``: attention mass on the pages that the
     backend selects; ``mass_true``: on those that the true query selects; ``mass_best``: on the best pages of the
@@ -65,8 +65,18 @@ def measure_window(
     advance: Callable[[], None] = lambda: None,
     budgets: Mapping[int, int] | None = None,
 ) -> list[LayerMeasure]:
-    """All full-attention layers over the last ``positions`` tokens of the window; ``advance`` is called per layer.
-    ``budgets``: tokens of layers that have their own; their frames are as many as all have."""
+    """Measure all full-attention layers over the last ``positions`` tokens of the window.
+
+    Args:
+        network: the model.
+        config: page size, budget, selection, frames.
+        window: the text.
+        positions: decode steps that are measured.
+        intervals: decode steps between recalls that are simulated.
+        least_cosine: of predicted and true queries; below, the true ones select.
+        advance: called after each layer.
+        budgets: tokens of layers that have their own budget; their frames are as many as all have.
+    """
     measured: list[LayerMeasure] = []
     before: list[Tensor] = []  # the input of the layer before, at the measured positions
 
@@ -123,13 +133,13 @@ def measure_layer(
     true = select(q, digests, seq_lens, config, layer.scale)[0] if looks_ahead else chosen
     shares = page_shares(q, k, seq_lens, config.page_size, layer.scale)
     best = _best_pages(shares, chosen.shape[1], config.budget_pages)
-    tried, operations = [NEVER, *intervals], resolve_operations(config, torch.device("cpu"))
+    simulated_intervals, operations = [NEVER, *intervals], resolve_operations(config, torch.device("cpu"))
     table, first = torch.arange(len(digests), dtype=torch.int32)[None], -(-int(seq_lens[0]) // config.page_size)
     curves = {}
     for frames in frames_tried(config, int(seq_lens[0])):
         admission = best_pages(operations, config, prompt, digests, table[:, :first], first, frames, layer.scale)
         decoded = Decoded(scores, seq_lens, admission)
-        curves[frames] = cpu_ratios(operations, config, decoded, frames, tried, layer.index)
+        curves[frames] = cpu_ratios(operations, config, decoded, frames, simulated_intervals, layer.index)
     tokens90, tokens95 = _sparsity(q, k, seq_lens, layer.scale)
     return LayerMeasure(
         layer=layer.index,
@@ -138,10 +148,16 @@ def measure_layer(
         mass=_covered(shares, chosen),
         mass_true=_covered(shares, true),
         mass_best=_covered(shares, best),
-        ratios={frames: dict(zip(tried, map(_round, found.mean(1)), strict=True)) for frames, found in curves.items()},
+        ratios={
+            frames: dict(zip(simulated_intervals, map(_round, shares_by_interval.mean(1)), strict=True))
+            for frames, shares_by_interval in curves.items()
+        },
         curves={
-            frames: {interval: tuple(map(_round, curve)) for interval, curve in zip(tried, found, strict=True)}
-            for frames, found in curves.items()
+            frames: {
+                interval: tuple(map(_round, curve))
+                for interval, curve in zip(simulated_intervals, shares_by_interval, strict=True)
+            }
+            for frames, shares_by_interval in curves.items()
         },
         tokens90=tokens90,
         tokens95=tokens95,
@@ -150,7 +166,7 @@ def measure_layer(
 
 
 def adjacent_cosine(q: Tensor, kv_heads: int) -> Tensor:
-    """How alike the queries of adjacent decode steps are (s^ of CLO, arXiv 2511.14510, section 3.3), ``[kv_heads]``.
+    """Similarity of the queries of adjacent decode steps (s^ of CLO, arXiv 2511.14510, section 3.3), ``[kv_heads]``.
 
     Args:
         q: ``[N, heads, head_dim]`` of consecutive positions, N >= 2, after the rotary embedding.
@@ -173,7 +189,7 @@ def frames_tried(config: HybridConfig, tokens: int) -> tuple[int, ...]:
 
 
 def page_digests(k: Tensor, page_size: int, kind: DigestKind) -> Tensor:
-    """Of every page, of one kind. The last one may be partly filled.
+    """Return the digest of every page, of one kind. The last page may be partly filled.
 
     A page's digest is the final one, also for steps at which it was still growing: those pages are always attended.
     """
@@ -181,32 +197,32 @@ def page_digests(k: Tensor, page_size: int, kind: DigestKind) -> Tensor:
     filled = torch.cat([k, k[-1:].expand(padding, -1, -1)])
     pages = torch.arange(len(filled) // page_size, dtype=torch.int32)
     shape, dtype = digest_store(kind, k.dtype, len(pages), kv_heads, dim)
-    found = torch.empty(shape, dtype=dtype)
-    oracle.extend_digests(filled, found, pages, 0, page_size)
-    return found
+    digests = torch.empty(shape, dtype=dtype)
+    oracle.extend_digests(filled, digests, pages, 0, page_size)
+    return digests
 
 
 def select(q: Tensor, digests: Tensor, seq_lens: Tensor, config: HybridConfig, scale: float) -> tuple[Tensor, Tensor]:
-    """What a decode step selects: ``[N, lists, P]`` bool, and the scores of pages ``[N, lists, P]``."""
-    operations, how, pages = resolve_operations(config, torch.device("cpu")), config.selection, len(digests)
-    per_head, budget = how.granularity == "kv_head", config.budget_pages
+    """Return the pages that a decode step selects, bool, and the scores of pages; both ``[N, lists, P]``."""
+    operations, selection, pages = resolve_operations(config, torch.device("cpu")), config.selection, len(digests)
+    per_head, budget = selection.granularity == "kv_head", config.budget_pages
     chosen, scores = [], []
     for part in _parts(len(q), digests.numel()):
         lens = seq_lens[part].int()
         num_pages, rows = (lens + config.page_size - 1) // config.page_size, len(lens)
         table, budgets = torch.arange(pages, dtype=torch.int32).repeat(rows, 1), torch.full_like(lens, budget)
-        found = operations.page_scores(
-            q[part].contiguous(), digests, table, num_pages, budgets, how.aggregate, per_head, how.bound, scale,
-            config.page_size,
+        page_scores = operations.page_scores(
+            q[part].contiguous(), digests, table, num_pages, budgets, selection.aggregate, per_head,
+            selection.bound, scale, config.page_size,
         )  # fmt: skip
         picked = operations.select_pages(
-            found, num_pages, lens, budgets, torch.zeros_like(lens), None, table, config.page_size, config.sinks,
+            page_scores, num_pages, lens, budgets, torch.zeros_like(lens), None, table, config.page_size, config.sinks,
             config.recent, min(budget, pages),
         )  # fmt: skip
         listed = torch.arange(picked.pages.shape[2]) < picked.pages_listed[..., None]
-        mask = torch.zeros(*found.shape[:2], pages + 1, dtype=torch.bool)
+        mask = torch.zeros(*page_scores.shape[:2], pages + 1, dtype=torch.bool)
         chosen.append(mask.scatter_(2, torch.where(listed, picked.pages, pages).long(), True)[..., :pages])
-        scores.append(found)
+        scores.append(page_scores)
     return torch.cat(chosen), torch.cat(scores)
 
 
@@ -242,13 +258,15 @@ def _covered(shares: Tensor, chosen: Tensor) -> float:
 def _sparsity(q: Tensor, k: Tensor, seq_lens: Tensor, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Per query head: the smallest share of the tokens with 90 %, with 95 % of the mass; mean over some positions."""
     rows = torch.linspace(0, len(q) - 1, min(SPARSITY_ROWS, len(q))).long()
-    found = []
+    needed_shares = []
     for part in _parts(len(rows), q.shape[1] * len(k)):
         some = rows[part]
-        held = _weights(q[some], k, seq_lens[some], scale).flatten(1, 2).sort(-1, descending=True).values.cumsum(-1)
-        needed = torch.stack([(held < share).sum(-1) + 1 for share in (0.90, 0.95)])
-        found.append(needed / seq_lens[some][None, :, None])
-    nineties, ninety_fives = torch.cat(found, 1).mean(1)
+        cumulated_mass = (
+            _weights(q[some], k, seq_lens[some], scale).flatten(1, 2).sort(-1, descending=True).values.cumsum(-1)
+        )
+        needed = torch.stack([(cumulated_mass < share).sum(-1) + 1 for share in (0.90, 0.95)])
+        needed_shares.append(needed / seq_lens[some][None, :, None])
+    nineties, ninety_fives = torch.cat(needed_shares, 1).mean(1)
     return tuple(map(_round, nineties)), tuple(map(_round, ninety_fives))
 
 

@@ -17,7 +17,7 @@ from hybrid_backend.tools.profile.network import Network
 from hybrid_backend.tools.profile.options import Options
 from hybrid_backend.tools.profile.stages import Stages, Work
 from hybrid_backend.tools.profile.store import Store, stage_key
-from hybrid_backend.tools.profile.summary import INTERVALS, Costs
+from hybrid_backend.tools.profile.summary import INTERVALS, SparsityKL
 from hybrid_backend.tools.profile.texts import Encode, Window
 
 ALONE, TOGETHER = "KL of each layer alone", "KL of all but the exact layers"
@@ -96,20 +96,20 @@ class Measuring:
         """
         config = self.config
         settings = (config.page_size, config.budget_tokens, config.sinks, config.recent, config.selection)
-        costs: dict[str, list[list[float]]] = {}
+        kl_of_probes: dict[str, list[list[float]]] = {}
         stored: dict[str, tuple[Probe, list[float], float]] = {}
         for probe in probes:
             key = stage_key("divergence", self.model, probe, settings, sparse, *([predicted] if predicted else []))
             entry = self.store.get(key) or {"kl": [], "seconds": 0.0}
             stored.setdefault(key, (probe, list(entry["kl"]), entry["seconds"]))  # two texts can be the same
-            costs.setdefault(probe.kind, []).append(stored[key][1])
+            kl_of_probes.setdefault(probe.kind, []).append(stored[key][1])
         missing = {key: entry for key, entry in stored.items() if len(entry[1]) < len(sparse)}
         if missing:
             steps = sum(len(sparse) - len(kl) for _, kl, _ in missing.values())
             with self.stages.stage(self.prefix + title, steps) as advance:
                 for key, (probe, kl, seconds) in missing.items():
                     self._diverge(key, probe, (sparse, predicted), kl, seconds, advance)
-        return {kind: [fmean(values) for values in zip(*lists, strict=True)] for kind, lists in costs.items()}
+        return {kind: [fmean(values) for values in zip(*lists, strict=True)] for kind, lists in kl_of_probes.items()}
 
     def _diverge(
         self,
@@ -149,16 +149,16 @@ class Measuring:
             if kl:
                 self.store.put(key, {"probe": probe.kind, "seconds": spent, "sparse": sparse, "kl": list(kl)})
 
-    def costs(self, probes: Sequence[Probe]) -> Costs:
+    def measure_kl(self, probes: Sequence[Probe]) -> SparsityKL:
         """Measure each layer alone, then all with the most expensive ones exact, one more at a time, until the KL of
         the others is low enough."""
         layers = [layer.index for layer in self.network.full_layers]
         alone = self.diverge(ALONE, probes, [(layer,) for layer in layers])
-        costs = Costs({kind: dict(zip(layers, kl, strict=True)) for kind, kl in alone.items()})
-        while (exact := costs.exact_count(self.options.limits)) is None:
+        sparsity_kl = SparsityKL({kind: dict(zip(layers, kl, strict=True)) for kind, kl in alone.items()})
+        while (exact := sparsity_kl.exact_count(self.options.limits)) is None:
             diverge = partial(self.diverge, TOGETHER, probes)
-            costs = replace(costs, together=longer(costs.together, costs.ranking, diverge))
-        return replace(costs, together=costs.together[: exact + 1])
+            sparsity_kl = replace(sparsity_kl, together=longer(sparsity_kl.together, sparsity_kl.ranking, diverge))
+        return replace(sparsity_kl, together=sparsity_kl.together[: exact + 1])
 
     def gates(self, text: str) -> dict[str, GateState]:
         """Train the gates of both kinds of heads on prompts made from ``text``."""
@@ -201,7 +201,7 @@ def longer(
     first = len(together)
     counts = range(first, min(first + _AT_ONCE, len(ranking) + 1))
     kl = diverge([tuple(sorted(ranking[count:])) for count in counts])
-    return [*together, *({kind: costs[place] for kind, costs in kl.items()} for place in range(len(counts)))]
+    return [*together, *({kind: kl_of_sets[index] for kind, kl_of_sets in kl.items()} for index in range(len(counts)))]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ Seen = Callable[[int, Tensor, Rope], None]  # layer, its input [tokens, hidden],
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. ``window``: tokens of its sliding window, None for full attention."""
+    """A decoder layer. ``window``: tokens of its sliding window, None for full attention."""
 
     index: int
     module: nn.Module
@@ -41,7 +41,7 @@ class Layer:
         return float(self.attention.scaling)
 
     def queries_and_keys(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """What this layer's attention sees if ``x`` is its input.
+        """Return the queries and keys that this layer's attention gets if ``x`` is the layer's input.
 
         Args:
             x: ``[tokens, hidden]``; the input of an earlier layer gives the predicted query.

@@ -42,9 +42,9 @@ from hybrid_backend.tools.profile.store import Store
 from hybrid_backend.tools.profile.summary import (
     LITTLE,
     Check,
-    Costs,
     LayerSummary,
     Measures,
+    SparsityKL,
     check,
     chosen_intervals,
     fewest_frames,
@@ -63,8 +63,8 @@ PREDICTED, BUDGETS = "KL by predicted queries", "KL of larger and smaller budget
 
 @dataclass(frozen=True)
 class Profile:
-    """What was found and written. ``gates``: per kind of head, ``[full layers][heads]`` from 0 to 1; ``heads``: what
-    the heads file holds, None without gates; ``spread``: what was measured of budgets per layer, None if nothing."""
+    """Results of a profile. ``gates``: per kind of head, ``[full layers][heads]`` from 0 to 1; ``heads``: what
+    the heads file holds, None without gates; ``spread``: measurements of budgets per layer, None if nothing."""
 
     config: HybridConfig
     layers: list[LayerSummary]
@@ -135,8 +135,8 @@ def _tokenizer(directory: str) -> Encode:
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What is measured on. ``unseen``: windows that decide nothing; ``text``: what gates are trained on."""
+class _Inputs:
+    """Texts of the measurements. ``unseen``: windows that decide nothing; ``text``: of the gates' training."""
 
     used: list[Window]
     unseen: list[Window]
@@ -148,9 +148,9 @@ class _Given:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Findings:
     layers: list[LayerSummary]
-    costs: Costs
+    sparsity_kl: SparsityKL
     checks: list[Check]
     gates: dict[str, list[list[float]]]
     heads: HeadScores | None
@@ -190,9 +190,9 @@ class _Run:
         unseen = [w for c in options.contexts for w in windows_of(held_out, self.encode, c, options.windows)]
         if options.gates is not None:
             passkeys(texts[0][1], self.encode, options.gates)  # refuses a short context now, not after the rest
-        given = _Given(used, unseen, lookup_probes(self.encode, longest, options.lookups), texts[0][1])
+        inputs = _Inputs(used, unseen, lookup_probes(self.encode, longest, options.lookups), texts[0][1])
         work = Work(self.network)
-        stages = Stages(self.console, self._planned(work, given), work.seconds_per_operation())
+        stages = Stages(self.console, self._planned(work, inputs), work.seconds_per_operation())
         stages.announce(torch.get_num_threads())
         if store.stages:
             self.console.print(
@@ -202,9 +202,9 @@ class _Run:
         references = References(self.network)
         measuring = Measuring(self.model, self.config, options, self.network, self.encode, store, stages, references)
         if self._budgets:
-            config = self._with_promise(measuring, given, longest)
-            return replace(self, config=config)._profile(replace(measuring, config=config), given)
-        return self._profile(measuring, given)
+            config = self._with_promise(measuring, inputs, longest)
+            return replace(self, config=config)._profile(replace(measuring, config=config), inputs)
+        return self._profile(measuring, inputs)
 
     @property
     def _budgets(self) -> list[HybridConfig]:
@@ -217,9 +217,9 @@ class _Run:
         shortest = min(self.options.contexts)
         return configs[:1] + [config for config in configs[1:] if needed_tokens(config, self.options) < shortest]
 
-    def _planned(self, work: Work, given: _Given) -> list[Stage]:
+    def _planned(self, work: Work, inputs: _Inputs) -> list[Stage]:
         """Return the stages that this run can have, each with an estimate of its work."""
-        layers, probes = len(self.network.full_layers), given.probes(given.used)
+        layers, probes = len(self.network.full_layers), inputs.probes(inputs.used)
         prefilled = sum(work.forward(probe.given) for probe in probes)
         whole = sum(work.sparse(probe, 1) for probe in probes)
         half = whole / 2  # a layer alone is computed from there on
@@ -227,68 +227,70 @@ class _Run:
         def windows(prefix: str, windows: Sequence[Window]) -> list[Stage]:
             return [Stage(window_title(prefix, window), work.window(len(window.ids))) for window in windows]
 
-        def costs(prefix: str) -> list[Stage]:
+        def kl_stages(prefix: str) -> list[Stage]:
             alone = Stage(prefix + ALONE, prefilled + layers * half)
             return [alone, Stage(prefix + TOGETHER, _SETS_TOGETHER * whole)]
 
         stages: list[Stage] = []
         by_mass = self.config.quality.max_kl == "none"
         for config in self._budgets:
-            stages += costs(_prefix(config)) + (windows(_prefix(config), given.used) if by_mass else [])
+            stages += kl_stages(_prefix(config)) + (windows(_prefix(config), inputs.used) if by_mass else [])
         if not self._budgets or not by_mass:
-            stages += windows("", given.used)
-        stages += windows("", given.unseen)
+            stages += windows("", inputs.used)
+        stages += windows("", inputs.unseen)
         if not self._budgets:
-            stages += costs("")
-        if given.unseen:
-            stages += costs(_HELD_OUT)
+            stages += kl_stages("")
+        if inputs.unseen:
+            stages += kl_stages(_HELD_OUT)
         gates = self.options.gates
         if gates is not None:
             stages += [
                 Stage(gates_title(kind), gates.steps * work.training(gates)) for kind in ("kv_head", "query_head")
             ]
         stages.append(Stage(PREDICTED, layers * half + _SETS_TOGETHER * whole))
-        if self.options.spread and given.asked:
+        if self.options.spread and inputs.asked:
             stages.append(Stage(BUDGETS, 2 * layers * half + 2 * whole))
         return stages
 
-    def _profile(self, measuring: Measuring, given: _Given) -> Profile:
+    def _profile(self, measuring: Measuring, inputs: _Inputs) -> Profile:
         """Profile with the budget that the configuration has."""
-        options, used, unseen = self.options, given.used, given.unseen
+        options, used, unseen = self.options, inputs.used, inputs.unseen
         windows = [measuring.window(window) for window in used]
         others = [measuring.window(window) for window in unseen]
-        costs = measuring.costs(given.probes(used))
+        sparsity_kl = measuring.measure_kl(inputs.probes(used))
         held_out = replace(measuring, prefix=_HELD_OUT)
-        costs_unseen = held_out.costs(given.probes(unseen)) if others else costs
-        states = measuring.gates(given.text) if options.gates else {}
+        unseen_kl = held_out.measure_kl(inputs.probes(unseen)) if others else sparsity_kl
+        states = measuring.gates(inputs.text) if options.gates else {}
         tau, source = options.tau or (
             self.config.recall.threshold,
             "ScoutAttention (arXiv 2603.27138): 0.12, or as set",
         )
         aim = tau * (1 - options.margin)
-        fewest = fewest_frames(windows, options.limits, aim, costs)
+        fewest = fewest_frames(windows, options.limits, aim, sparsity_kl)
         frames = fewest if options.fit_frames and fewest else frames_per_request(self.config)
-        layers = summarise(windows, options.limits, aim, frames, costs)
+        layers = summarise(windows, options.limits, aim, frames, sparsity_kl)
         checks = check(others, layers, tau, frames) if others else []
-        ahead = self._ahead(measuring, given, layers)
+        ahead = self._ahead(measuring, inputs, layers)
         if ahead is not None and ahead.own:
             layers = [replace(x, predicted=x.predicted and x.layer not in ahead.own) for x in layers]
-        budgets = self._spread(measuring, given, layers)
+        budgets = self._spread(measuring, inputs, layers)
         taken = budgets if budgets is not None and budgets.helps else None
         sparse = {layer.layer for layer in layers if not layer.why}
         config = self._decided(layers, tau, frames, self._kept_mass(measuring, used, windows, sparse, taken), taken)
         gates = {kind: state.gates for kind, state in states.items()}
         name = Path(self.model).name
         heads = head_scores(name, self.network, windows, gates, options.prefetch_bytes) if gates else None
-        found = _Found(layers, costs, checks, gates, heads, budgets, ahead, tau, aim, source, frames, fewest)
-        files = self._write(measuring.store, config, windows, found, self._where(used, frames))
-        self.console.print(exact_table(costs, options.limits))
+        findings = _Findings(
+            layers, sparsity_kl, checks, gates, heads, budgets, ahead, tau, aim, source, frames, fewest
+        )
+        files = self._write(measuring.store, config, windows, findings, self._where(used, frames))
+        self.console.print(exact_table(sparsity_kl, options.limits))
         self.console.print(layer_table(layers, tau, aim, taken.tokens if taken else None))
         if not all(layer.below or layer.why for layer in layers):
             self.console.print(f"! not below {aim:g} at any interval; {frames_line(frames, fewest)}", highlight=False)
         if checks:
             self.console.print(check_table(checks, tau, list(dict.fromkeys(window.text for window in unseen))))
-            again = [x.layer for x in summarise(others, options.limits, aim, frames, costs_unseen) if x.why]
+            again = [x.layer for x in summarise(others, options.limits, aim, frames, unseen_kl) if x.why]
             self.console.print(f"exact layers by the same rule on the held-out text: {again}", highlight=False)
         if heads is None:
             self.console.print("no heads file for method clo: it holds the gates; --gates trains them and writes it")
@@ -303,77 +305,81 @@ class _Run:
         sparse: Collection[int],
         taken: Spread | None,
     ) -> float:
-        """What a promise is kept by, with the budgets that go with it; says so where it was given as attention mass."""
+        """Return the attention mass that the sparse layers keep; print it if `quality` promises one."""
         quality = self.config.quality
         promised = quality.max_kl == "none" and quality.promise
         if taken is not None and (promised or quality.max_kl != "none"):
             windows = [measuring.window(window, taken.tokens) for window in used]
-        kept = kept_mass(windows, sparse)
+        mass = kept_mass(windows, sparse)
         if promised:
-            self.console.print(f"attention mass kept: {kept:g} (quality.min_mass: {promised:g})", highlight=False)
-        return kept
+            self.console.print(f"attention mass kept: {mass:g} (quality.min_mass: {promised:g})", highlight=False)
+        return mass
 
-    def _with_promise(self, measuring: Measuring, given: _Given, context: int) -> HybridConfig:
+    def _with_promise(self, measuring: Measuring, inputs: _Inputs, context: int) -> HybridConfig:
         """Return the configuration with the budget that keeps `quality` and that, with the layers that are then exact,
         attends the fewest tokens of ``context``."""
         quality = self.config.quality
         by_mass = quality.max_kl == "none"
-        found: list[tuple[int, float, HybridConfig]] = []
+        tried_budgets: list[tuple[int, float, HybridConfig]] = []
         for config in self._budgets:
             trial, mass = replace(measuring, config=config, prefix=_prefix(config)), 1.0
-            costs = trial.costs(given.probes(given.used))
+            sparsity_kl = trial.measure_kl(inputs.probes(inputs.used))
             if by_mass:
-                windows = [trial.window(window) for window in given.used]
-                mass = kept_mass(windows, set(costs.ranking) - set(costs.exact))
-            found.append((costs.attended(context, config.budget_tokens), mass, config))
+                windows = [trial.window(window) for window in inputs.used]
+                mass = kept_mass(windows, set(sparsity_kl.ranking) - set(sparsity_kl.exact))
+            tried_budgets.append((sparsity_kl.attended(context, config.budget_tokens), mass, config))
             if by_mass and mass >= quality.promise:
                 break  # more tokens only keep more
-        kept = [each for each in found if not by_mass or each[1] >= quality.promise]
-        if not kept:
+        promising = [entry for entry in tried_budgets if not by_mass or entry[1] >= quality.promise]
+        if not promising:
             self.console.print(
                 f"! quality.min_mass: {quality.promise:g} is not kept by any budget that was tried, the largest is "
                 "taken; a server will raise it, or attend everything for a while",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
-        config = min(kept or found[-1:], key=lambda each: each[0])[2]  # of equal ones the smallest, which comes first
+        # Of equal ones the smallest budget, which comes first.
+        _, _, config = min(promising or tried_budgets[-1:], key=lambda entry: entry[0])
         tried = ", ".join(
-            f"{each.budget_tokens}: {attended:,}" + (f" (mass {mass:g})" if by_mass else "")
-            for attended, mass, each in found
+            f"{trial_config.budget_tokens}: {attended:,}" + (f" (mass {mass:g})" if by_mass else "")
+            for attended, mass, trial_config in tried_budgets
         )
         self.console.print(
             f"tokens attended of {context:,}, all layers together, by budget_tokens: {tried}", highlight=False
         )
         return config
 
-    def _ahead(self, measuring: Measuring, given: _Given, layers: Sequence[LayerSummary]) -> Ahead | None:
-        """What predicted queries cost: each layer's alone, then all together, with one layer more by its own query at a
-        time until it is low enough. Says what came of it. None: nothing is predicted."""
+    def _ahead(self, measuring: Measuring, inputs: _Inputs, layers: Sequence[LayerSummary]) -> Ahead | None:
+        """Measure the KL by predicted queries and print the result; None if nothing is predicted.
+
+        Each layer is measured alone, then all together, with one layer more by its own query at a time until the KL is
+        low enough.
+        """
         sparse = [layer for layer in layers if not layer.why]
         foreseen = [layer.layer for layer in sparse if layer.predicted]
         method = resolve_method(self.config.method)
         if not foreseen or not method.looks_ahead(self.config, torch.device("cuda")):
             return None
-        probes, everything = given.probes(given.used), tuple(layer.layer for layer in sparse)
+        probes, everything = inputs.probes(inputs.used), tuple(layer.layer for layer in sparse)
         true = {layer.layer: layer.kl for layer in sparse}
         diverge = partial(measuring.diverge, PREDICTED, probes)
         singles = [(layer,) for layer in foreseen]
         alone = {
-            kind: {layer: (true[layer][kind], kl[place]) for place, layer in enumerate(foreseen)}
+            kind: {layer: (true[layer][kind], kl[index]) for index, layer in enumerate(foreseen)}
             for kind, kl in diverge(singles, singles).items()
         }
         (base,) = zip(*diverge([everything]).values(), strict=True)
-        found = Ahead(alone, dict(zip(alone, base, strict=True)), LITTLE * self.options.limits.kl)
+        ahead = Ahead(alone, dict(zip(alone, base, strict=True)), LITTLE * self.options.limits.kl)
 
         def predicted(sets: list[tuple[int, ...]]) -> dict[str, list[float]]:
             return diverge([everything] * len(sets), sets)
 
-        while (own := found.own) is None:
-            found = replace(found, together=longer(found.together, found.ranking, predicted))
-        found = replace(found, together=found.together[: len(own) + 1])
-        self.console.print(f"predicted queries: {ahead_kinds(found)}", highlight=False, soft_wrap=True)
-        return found
+        while (own := ahead.own) is None:
+            ahead = replace(ahead, together=longer(ahead.together, ahead.ranking, predicted))
+        ahead = replace(ahead, together=ahead.together[: len(own) + 1])
+        self.console.print(f"predicted queries: {ahead_kinds(ahead)}", highlight=False, soft_wrap=True)
+        return ahead
 
-    def _spread(self, measuring: Measuring, given: _Given, layers: Sequence[LayerSummary]) -> Spread | None:
+    def _spread(self, measuring: Measuring, inputs: _Inputs, layers: Sequence[LayerSummary]) -> Spread | None:
         """Budgets per layer: each sparse layer alone with less and with more, then all of them together, all alike and
         spread. Says what came of it."""
         config, sparse = self.config, [layer for layer in layers if not layer.why]
@@ -383,7 +389,7 @@ class _Run:
         sizes, why_not = sizes_of(config.budget_pages, least, self._most_pages()), ""
         if not resolve_method(config.method).budgets_vary:
             why_not = f"method {config.method} has none"
-        elif not given.asked:
+        elif not inputs.asked:
             why_not = "they are found by lookups, too; write --lookups 1 or more"
         elif len(sparse) < 2:
             why_not = "fewer than two layers are sparse"
@@ -392,7 +398,7 @@ class _Run:
         if why_not or sizes is None:
             self.console.print(f"budgets per layer: not measured, {why_not}", highlight=False, soft_wrap=True)
             return None
-        probes, (low, budget, high) = given.probes(given.used), (size * config.page_size for size in sizes)
+        probes, (low, budget, high) = inputs.probes(inputs.used), (size * config.page_size for size in sizes)
         diverge = partial(measuring.diverge, BUDGETS, probes)
         others = [{layer.layer: tokens} for layer in sparse for tokens in (low, high)]
         alone = {
@@ -404,11 +410,11 @@ class _Run:
         attended = pages_of(config.model_copy(update={"budget_factors": factors}), pages)
         tokens = {layer: count * config.page_size for layer, count in attended.items()}
         both = diverge([dict.fromkeys(tokens, budget), tokens])
-        even, apart = ({kind: kl[place] for kind, kl in both.items()} for place in (0, 1))
-        found = Spread((low, budget, high), alone, tokens, factors, even, apart)
-        gained = "" if found.helps else "none, they gain too little: "
-        self.console.print(f"budgets per layer: {gained}{spread_kinds(found)}", highlight=False, soft_wrap=True)
-        return found
+        even, apart = ({kind: kl[index] for kind, kl in both.items()} for index in (0, 1))
+        measured = Spread((low, budget, high), alone, tokens, factors, even, apart)
+        gained = "" if measured.helps else "none, they gain too little: "
+        self.console.print(f"budgets per layer: {gained}{spread_kinds(measured)}", highlight=False, soft_wrap=True)
+        return measured
 
     def _most_pages(self) -> int:
         """The largest budget, up to twice the configured one, that every window is longer than as it must be."""
@@ -434,7 +440,7 @@ class _Run:
         store: Store,
         config: HybridConfig,
         windows: Measures,
-        found: _Found,
+        findings: _Findings,
         where: str,
     ) -> tuple[Path, ...]:
         limits = self.options.limits
@@ -443,17 +449,17 @@ class _Run:
         ]
         head += [f"measured {where}.", "Raw numbers: the .json beside this file. Keys left out keep their default."]
         comments = comments_of(
-            found.layers,
-            found.costs,
+            findings.layers,
+            findings.sparsity_kl,
             limits,
-            found.aim,
-            found.tau_source,
-            found.frames,
-            found.fewest,
-            found.spread,
-            found.ahead,
+            findings.aim,
+            findings.tau_source,
+            findings.frames,
+            findings.fewest,
+            findings.spread,
+            findings.ahead,
         )
-        for kind, gates in found.gates.items():
+        for kind, gates in findings.gates.items():
             head.append(gate_line(kind, gates, [layer.index for layer in self.network.full_layers]))
         text = to_yaml(config, comments, head)
         try:
@@ -466,28 +472,28 @@ class _Run:
                 "where": where,
                 "config": self.config.model_dump(mode="json"),
                 "options": asdict(self.options),
-                "tau": found.tau,
-                "aim": found.aim,
-                "frames": found.frames,
-                "fewest_frames": found.fewest,
-                "costs": asdict(found.costs),
-                "spread": None if found.spread is None else asdict(found.spread),
-                "ahead": None if found.ahead is None else asdict(found.ahead),
-                "layers": [asdict(layer) for layer in found.layers],
-                "checks": [asdict(item) for item in found.checks],
-                "gates": found.gates,
+                "tau": findings.tau,
+                "aim": findings.aim,
+                "frames": findings.frames,
+                "fewest_frames": findings.fewest,
+                "costs": asdict(findings.sparsity_kl),
+                "spread": None if findings.spread is None else asdict(findings.spread),
+                "ahead": None if findings.ahead is None else asdict(findings.ahead),
+                "layers": [asdict(layer) for layer in findings.layers],
+                "checks": [asdict(item) for item in findings.checks],
+                "gates": findings.gates,
             }
         )
         files = [self.target, store.path]
-        if found.heads is not None:
+        if findings.heads is not None:
             files.append(self.target.with_suffix(".heads.json"))
-            write_heads(files[-1], found.heads)
+            write_heads(files[-1], findings.heads)
         if not self.draws:
             return tuple(files)
         from hybrid_backend.tools.profile.plots import draw
 
         pictures = draw(
-            self.target.with_suffix(""), windows, found.layers, limits, found.tau, found.frames, found.gates
+            self.target.with_suffix(""), windows, findings.layers, limits, findings.tau, findings.frames, findings.gates
         )
         return (*files, *pictures)
 

@@ -23,7 +23,7 @@ NEVER = 0
 
 @dataclass(frozen=True)
 class Decoded:
-    """What one layer saw over consecutive decode steps of one sequence. N steps, P pages at the end.
+    """Inputs of one layer over consecutive decode steps of one sequence: N steps, P pages at the end.
 
     ``scores``: ``[N, lists, P]`` fp32 (`Operations.page_scores`); ``seq_lens``: ``[N]`` int32, each one more than the
     last; ``admission``: logical pages and their importance when the sequence began to decode.
@@ -70,13 +70,13 @@ def cpu_ratios(
         operations.commit_pages(state.maps, state.copies, still)
         operations.open_pages(state.maps, requests, none, seq_lens - 1, page, config.sinks)
         scores = decoded.scores[step].expand(rows, -1, -1).contiguous()
-        found = operations.select_pages(
+        selected = operations.select_pages(
             scores, num_pages, seq_lens, budgets, requests, maps.frame_of, table, page, config.sinks, config.recent,
             most
         )  # fmt: skip
-        on_cpu, on_device = found.missing_listed.sum(1) * page, found.tokens.sum(1)
+        on_cpu, on_device = selected.missing_listed.sum(1) * page, selected.tokens.sum(1)
         ratios[:, step] = on_cpu / (on_cpu + on_device)
-        absent, listed, best = found.absent, found.missing_listed, scores
+        absent, listed, best = selected.absent, selected.missing_listed, scores
         if lists > 1:
             absent, listed, best = operations.union_pages(absent, listed, scores)
         sinks, recent = config.sinks, config.recent
@@ -86,8 +86,8 @@ def cpu_ratios(
                 operations.note_scores(maps, best[one], num_pages[one], budgets[one], requests[one], sinks, recent)
                 continue
             operations.plan_recall(
-                maps, copies.of(one), best[one], table[one], (found.frames[one],
-                found.frames_listed[one]), (absent[one], listed[one]), num_pages[one], budgets[one],
+                maps, copies.of(one), best[one], table[one], (selected.frames[one],
+                selected.frames_listed[one]), (absent[one], listed[one]), num_pages[one], budgets[one],
                 requests[one], none[one], ages[one], sinks, recent, interval, phase, state.keep[0],
             )  # fmt: skip
     return ratios

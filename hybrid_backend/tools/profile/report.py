@@ -13,7 +13,7 @@ from rich.table import Table
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.tools.profile.ahead import Ahead
 from hybrid_backend.tools.profile.spread import Spread
-from hybrid_backend.tools.profile.summary import Check, Costs, LayerSummary, Thresholds
+from hybrid_backend.tools.profile.summary import Check, LayerSummary, SparsityKL, Thresholds
 
 
 def to_yaml(config: HybridConfig, comments: Mapping[str, Sequence[str]], head: Sequence[str]) -> str:
@@ -39,7 +39,7 @@ def _flow(value: Any) -> str:
 
 def comments_of(
     layers: Sequence[LayerSummary],
-    costs: Costs,
+    sparsity_kl: SparsityKL,
     limits: Thresholds,
     aim: float,
     tau_source: str,
@@ -48,7 +48,7 @@ def comments_of(
     spread: Spread | None = None,
     ahead: Ahead | None = None,
 ) -> dict[str, list[str]]:
-    """Where each number that the profile decided comes from."""
+    """Return the comments of each key of the YAML: the measurements that decided its value."""
     exact = [layer for layer in layers if layer.why]
     sparse = [layer for layer in layers if not layer.why]
     more_rules = ", and any that more than halves what is left" if limits.outliers else ""
@@ -57,7 +57,7 @@ def comments_of(
         "measured; exact: those of the largest KL to dense with this layer alone sparse, as few as bring the KL of all",
         f"others together to {limits.kl:g} nats in texts' continuations and in lookups{more_rules}",
     ]
-    reasons += [f"{name} exact: {_kinds(kl)}" for name, kl in _steps(costs)]
+    reasons += [f"{name} exact: {_kinds(kl)}" for name, kl in _steps(sparsity_kl)]
     for layer in exact:
         alone = f"alone {_kinds(layer.kl)}"
         reasons.append(f"layer {layer.layer}: mass {layer.mass:.3f}, {alone} ({' and '.join(layer.why)})")
@@ -104,11 +104,11 @@ def comments_of(
     }
 
 
-def _steps(costs: Costs) -> list[tuple[str, Mapping[str, float]]]:
-    """What is exact, one layer more at a time, and the KL of the others together."""
-    ranking = costs.ranking
-    names = [f"layers {', '.join(map(str, sorted(ranking[:count])))}" for count in range(1, len(costs.together))]
-    return list(zip(["none", *names], costs.together, strict=True)) if costs.together else []
+def _steps(sparsity_kl: SparsityKL) -> list[tuple[str, Mapping[str, float]]]:
+    """Return the names of the exact layers, one layer more at a time, and the KL of the others together."""
+    ranking = sparsity_kl.ranking
+    names = [f"layers {', '.join(map(str, sorted(ranking[:count])))}" for count in range(1, len(sparsity_kl.together))]
+    return list(zip(["none", *names], sparsity_kl.together, strict=True)) if sparsity_kl.together else []
 
 
 def _kinds(kl: Mapping[str, float]) -> str:
@@ -116,12 +116,12 @@ def _kinds(kl: Mapping[str, float]) -> str:
 
 
 def spread_kinds(spread: Spread) -> str:
-    """What budgets per layer change."""
+    """Return the KL without and with budgets per layer, in words."""
     return "KL " + ", ".join(f"{kl:.4f} -> {spread.spread[kind]:.4f} ({kind})" for kind, kl in spread.even.items())
 
 
 def ahead_kinds(ahead: Ahead) -> str:
-    """What predicted queries change, in all sparse layers and without those that then select by their own."""
+    """Return the KL by true and by predicted queries, in words: in all sparse layers, and with some by their own."""
     first = ", ".join(f"{kl:.4f} -> {ahead.together[0][kind]:.4f} ({kind})" for kind, kl in ahead.true.items())
     if not ahead.own:
         return f"KL {first}"
@@ -129,27 +129,27 @@ def ahead_kinds(ahead: Ahead) -> str:
     return f"KL {first}; layers {', '.join(map(str, ahead.own))} by their own: {after}"
 
 
-def exact_table(costs: Costs, limits: Thresholds) -> Table:
+def exact_table(sparsity_kl: SparsityKL, limits: Thresholds) -> Table:
     table = Table(
         title=f"KL to dense, nats per token, all other layers sparse (at most {limits.kl:g})", box=box.SIMPLE_HEAD
     )
     table.add_column("exact")
-    for kind in costs.alone:
+    for kind in sparsity_kl.alone:
         table.add_column(kind, justify="right")
-    for name, kl in _steps(costs):
+    for name, kl in _steps(sparsity_kl):
         table.add_row(name, *(f"{cost:.4f}" for cost in kl.values()))
     return table
 
 
 def frames_line(frames: int, fewest: int | None) -> str:
-    """What would bring every layer below the aim."""
+    """Return which setting would bring every layer below the aim, in words."""
     if fewest is None:
         return f"up to {2 * frames} frames_per_request would not change that; a larger budget may"
     return f"frames_per_request: {fewest} would keep all of them below it (--fit-frames)"
 
 
 def gate_line(kind: str, gates: Sequence[Sequence[float]], layers: Sequence[int]) -> str:
-    """How many heads need the whole context, and which ones least."""
+    """Return how many heads need the whole context, and which need it least, in words."""
     named = sorted(
         (gate, f"{layer}:{head}") for layer, row in zip(layers, gates, strict=True) for head, gate in enumerate(row)
     )

@@ -29,12 +29,12 @@ GAIN = 0.02
 _NOTHING = 1e-7
 """Nats per token that are as good as none: fp32 says no more."""
 _DIGITS = 12
-"""Of shares of the KL: what differs by less is alike."""
+"""Decimal places of shares of the KL. Shares that differ by less are alike."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """What was measured of budgets per layer.
+    """Measurements of budgets per layer.
 
     ``sizes``: tokens. ``alone``: of each sparse layer. ``tokens``: what each of them gets. ``factors``: one per layer
     of the model, 1 for those that do not select. ``even``, ``spread``: by kind of probe, KL of all sparse layers
@@ -50,10 +50,10 @@ class Spread:
 
     @property
     def helps(self) -> bool:
-        """Whether no kind of probe gets worse, and one gets better by `GAIN`."""
+        """Tell whether no kind of probe gets worse, and one gets better by `GAIN`."""
         pairs = [(self.even[kind], self.spread[kind]) for kind in self.even]
-        return all(then <= now + _NOTHING for now, then in pairs) and any(
-            then <= (1 - GAIN) * now - _NOTHING for now, then in pairs
+        return all(spread_kl <= even_kl + _NOTHING for even_kl, spread_kl in pairs) and any(
+            spread_kl <= (1 - GAIN) * even_kl - _NOTHING for even_kl, spread_kl in pairs
         )
 
 
@@ -81,11 +81,11 @@ def spread(alone: Tried, sizes: Sizes) -> dict[int, int]:
     offers: list[tuple[float, int, int]] = []
     for layer in layers:
         falling = {kind: _falling(by_layer[layer]) for kind, by_layer in alone.items()}
-        costs = [
+        kl_shares = [
             sum(_between(kl, sizes, pages) / total[kind] for kind, kl in falling.items())
             for pages in range(low, high + 1)
         ]
-        gains = accumulate((round(now - then, _DIGITS) for now, then in pairwise(costs)), min)
+        gains = accumulate((round(share - next_share, _DIGITS) for share, next_share in pairwise(kl_shares)), min)
         offers += [(-gain, pages, layer) for pages, gain in enumerate(gains)]
     taken = Counter(layer for *_, layer in sorted(offers)[: (budget - low) * len(layers)])
     return {layer: low + taken[layer] for layer in layers}
@@ -97,14 +97,14 @@ def factors_of(pages: Mapping[int, int], budget: int, layers: int) -> tuple[floa
 
 
 def pages_of(config: HybridConfig, layers: Collection[int]) -> dict[int, int]:
-    """What a server attends in the ``layers`` that select of a long sequence, with the configuration's factors."""
+    """Return the pages of a long sequence that a server attends in each of the selecting ``layers``."""
     factors, many = resolve_method(config.method).factors(config, layers), torch.tensor([torch.iinfo(torch.int32).max])
-    found = LayerBudgets(config, factors, list(layers)).of_rows(torch.tensor([config.budget_pages]), many)
-    return dict(zip(layers, found[:, 0].tolist(), strict=True))
+    budgets = LayerBudgets(config, factors, list(layers)).of_rows(torch.tensor([config.budget_pages]), many)
+    return dict(zip(layers, budgets[:, 0].tolist(), strict=True))
 
 
 def _falling(kl: tuple[float, float, float]) -> tuple[float, float, float]:
-    low, budget, high = (max(each, _NOTHING) for each in kl)
+    low, budget, high = (max(value, _NOTHING) for value in kl)
     return low, min(low, budget), min(low, budget, high)
 
 

@@ -20,9 +20,9 @@ FORMAT = 1
 _FIX = "move it away, or start anew with --fresh"
 
 
-def stage_key(kind: str, *parts: object) -> str:
-    """A name that changes with everything that the stage's result depends on."""
-    return f"{kind}:{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+def stage_key(kind: str, *inputs: object) -> str:
+    """Return a name that changes with everything that the stage's result depends on."""
+    return f"{kind}:{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
 
 
 def _check(key: str, stage: Any) -> None:

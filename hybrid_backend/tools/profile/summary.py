@@ -1,4 +1,4 @@
-"""What a profile decides, from the measurements of all windows: which layers stay exact, and how often each recalls."""
+"""Decisions of a profile from the measurements of all windows: exact layers, and recall intervals of the others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 LITTLE = 0.1
-"""Of `Thresholds.kl`: with less than that left, nobody asks where it comes from."""
+"""Share of `Thresholds.kl` below which a remaining KL needs no explanation."""
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a layer is exact by, and what it is predicted by.
+    """Limits by which a layer is exact, and by which its queries are predicted.
 
     ``cosine``: of predicted and true query, mean over heads and positions (ScoutAttention, Table 1, reports it); below,
     the layer's own query selects. ``mass``: share of the attention mass on the selected pages, mean over heads and
@@ -37,7 +37,7 @@ class Thresholds:
 
 
 @dataclass(frozen=True)
-class Costs:
+class SparsityKL:
     """Mean KL to dense in nats per token, by kind of probe.
 
     ``alone``: ``[kind][layer]``, of this layer sparse, all others dense. ``together``: with so many layers exact as its
@@ -58,7 +58,7 @@ class Costs:
         return self.ranking[: max(0, len(self.together) - 1)]
 
     def exact_count(self, limits: Thresholds) -> int | None:
-        """How many layers of the `ranking` are exact by what is in ``together`` so far; None: it does not say yet."""
+        """Return how many layers of the `ranking` are exact; None if ``together`` does not say so yet."""
         for count, left in enumerate(self.together):
             if any(kl > limits.kl for kl in left.values()):
                 continue
@@ -102,12 +102,12 @@ Measures = Sequence[Sequence[LayerMeasure]]
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One full-attention layer. ``ratio``: mean CPU share at ``interval``; ``ratio_without``: without recall.
+    """Decisions about a full-attention layer, and what they follow from.
 
-    ``cosine``: None where nothing is predicted. ``predicted``: whether it is above the threshold, and nothing else says
-    that the layer's own query must select (`Ahead`). ``kl``: by kind of probe, of this layer alone. ``why``: what makes
-    it exact, "KL" or "mass", empty if it is sparse. ``below``: whether ``interval`` keeps the CPU ratio below tau on
-    every window.
+    ``ratio``: mean CPU share at ``interval``; ``ratio_without``: without recall. ``cosine``: None where nothing is
+    predicted. ``predicted``: whether it is above the threshold, and nothing else says that the layer's own query must
+    select (`Ahead`). ``kl``: by kind of probe, of this layer alone. ``why``: what makes it exact, "KL" or "mass", empty
+    if it is sparse. ``below``: whether ``interval`` keeps the CPU ratio below tau on every window.
     """
 
     layer: int
@@ -127,20 +127,22 @@ class LayerSummary:
 
     @property
     def skips(self) -> bool:
-        """Whether its own query is to select, where others' is predicted."""
+        """Tell whether this sparse layer selects by its own query although a lookahead predicts queries."""
         return not self.why and self.cosine is not None and not self.predicted
 
 
-def summarise(windows: Measures, limits: Thresholds, tau: float, frames: int, costs: Costs) -> list[LayerSummary]:
+def summarise(
+    windows: Measures, limits: Thresholds, tau: float, frames: int, sparsity_kl: SparsityKL
+) -> list[LayerSummary]:
     """Means over windows; intervals by the rule of `longest_interval`, with so many frames."""
-    found, exact = [], set(costs.exact)
+    summaries, exact = [], set(sparsity_kl.exact)
     for layers in zip(*windows, strict=True):
         tried = [{i: ratio for i, ratio in m.ratios[frames].items() if i != NEVER} for m in layers]
         interval, below = longest_interval(tried, tau)
         cosine, mass = _mean([m.cosine for m in layers]), fmean(m.mass for m in layers)
-        kl = {kind: by_layer[layers[0].layer] for kind, by_layer in costs.alone.items()}
+        kl = {kind: by_layer[layers[0].layer] for kind, by_layer in sparsity_kl.alone.items()}
         by_kl, by_mass = layers[0].layer in exact, mass < limits.mass
-        found.append(
+        summaries.append(
             LayerSummary(
                 layer=layers[0].layer,
                 cosine=cosine,
@@ -158,7 +160,7 @@ def summarise(windows: Measures, limits: Thresholds, tau: float, frames: int, co
                 tokens95=fmean(x for m in layers for x in m.tokens95),
             )
         )
-    return found
+    return summaries
 
 
 @dataclass(frozen=True)
@@ -174,11 +176,11 @@ class Check:
     holds: bool
 
 
-def fewest_frames(windows: Measures, limits: Thresholds, tau: float, costs: Costs) -> int | None:
+def fewest_frames(windows: Measures, limits: Thresholds, tau: float, sparsity_kl: SparsityKL) -> int | None:
     """The fewest simulated frames with which every sparse layer has an interval that stays below tau; None if none."""
     tried = set.intersection(*(set(layer.ratios) for window in windows for layer in window))
     for frames in sorted(tried):
-        if all(layer.below or layer.why for layer in summarise(windows, limits, tau, frames, costs)):
+        if all(layer.below or layer.why for layer in summarise(windows, limits, tau, frames, sparsity_kl)):
             return frames
     return None
 
@@ -207,12 +209,14 @@ def kept_mass(windows: Measures, sparse: Collection[int]) -> float:
 
 
 def chosen_intervals(chosen: Sequence[LayerSummary], layers: int, config: HybridConfig) -> tuple[int, ...]:
-    """One interval per layer of the model; layers with a sliding window never recall and keep the configuration's."""
+    """Return an interval per layer of the model. Layers with a sliding window keep the configuration's, unused."""
     by_layer = {summary.layer: summary.interval for summary in chosen}
-    given = config.recall.intervals
-    return tuple(by_layer.get(layer, given if isinstance(given, int) else given[layer]) for layer in range(layers))
+    configured = config.recall.intervals
+    return tuple(
+        by_layer.get(layer, configured if isinstance(configured, int) else configured[layer]) for layer in range(layers)
+    )
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None

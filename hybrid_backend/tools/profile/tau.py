@@ -27,11 +27,13 @@ def tau_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context:
             f"{hardware.name}: its device tier is the CPU itself, so nothing runs beside it and tau cannot follow; "
             "give the profile of a machine with a GPU, or recall.threshold"
         )
-    costs = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
+    step_costs = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
 
     def spare(share: float) -> float:
-        answered = costs.cpu_attention(_attended(costs) * share) + costs.copy(costs.answer_bytes, costs.answer_bytes)
-        return _device_seconds(costs, 1 - share) - answered
+        answered = step_costs.cpu_attention(_attended(step_costs) * share) + step_costs.copy(
+            step_costs.answer_bytes, step_costs.answer_bytes
+        )
+        return _device_seconds(step_costs, 1 - share) - answered
 
     low, high = 0.01, 1.0
     if spare(low) <= 0:
@@ -54,16 +56,16 @@ def prefetch_bytes_of(hardware: Hardware, shape: ModelShape, config: HybridConfi
         Bytes that one device's bus moves while the device computes one layer of one step, for all of its sequences
         together; at the link's best rate, since the device reads the pages by itself and sets up no copies.
     """
-    costs = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
-    return int(_device_seconds(costs, 1.0) * hardware.link_achieved(math.inf))
+    step_costs = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
+    return int(_device_seconds(step_costs, 1.0) * hardware.link_achieved(math.inf))
 
 
-def _attended(costs: Costs) -> float:
+def _attended(step_costs: Costs) -> float:
     """Bytes of K and V that one layer attends."""
-    return costs.kv(float(min(costs.config.budget_tokens, costs.context)))
+    return step_costs.kv(float(min(step_costs.config.budget_tokens, step_costs.context)))
 
 
-def _device_seconds(costs: Costs, share: float) -> float:
+def _device_seconds(step_costs: Costs, share: float) -> float:
     """The device's time for one layer with a prediction, of which it attends that share of the selected tokens."""
-    linear = costs.projections + costs.prediction + costs.rest
-    return linear + costs.scoring(costs.digest_bytes) + costs.attention(_attended(costs) * share)
+    linear = step_costs.projections + step_costs.prediction + step_costs.rest
+    return linear + step_costs.scoring(step_costs.digest_bytes) + step_costs.attention(_attended(step_costs) * share)

@@ -36,15 +36,15 @@ class Window:
 
 
 def default_texts() -> Texts:
-    """What every CPython brings along: its reference (about 120k tokens of English prose) and its source code (100k).
+    """Return the texts of every CPython: its reference (about 120k tokens of English prose) and source code (100k).
 
     Two kinds, because what holds for prose need not hold for code: see docs/profile.md.
     """
     try:
         from pydoc_data.topics import topics
 
-        found = [importlib.util.find_spec(name) for name in SOURCES]
-        sources = [Path(spec.origin).read_text(encoding="utf-8") for spec in found if spec and spec.origin]
+        specs = [importlib.util.find_spec(name) for name in SOURCES]
+        sources = [Path(spec.origin).read_text(encoding="utf-8") for spec in specs if spec and spec.origin]
     except (ImportError, OSError):
         raise ConfigError("this Python comes without its library's texts; give a text with --text FILE") from None
     prose = "\n\n".join(topics[name] for name in sorted(topics))

@@ -50,6 +50,7 @@ HB_API int64_t hb_struct_size(int which) {
                                       sizeof(hb_mailbox),
                                       sizeof(hb_append_tokens_args),
                                       sizeof(hb_build_digests_args),
+                                      sizeof(hb_extend_digests_args),
                                       sizeof(hb_page_scores_args),
                                       sizeof(hb_select_pages_args),
                                       sizeof(hb_match_labels_args),

@@ -289,6 +289,15 @@ typedef struct hb_build_digests_args {
 } hb_build_digests_args;
 int hb_build_digests(const hb_build_digests_args* args);
 
+typedef struct hb_extend_digests_args {
+  const char* k;  // [tokens, kv_heads, head_dim]
+  char* digests;  // contiguous, of maxima and minima
+  const int32_t* pages;  // of the chunk, in order
+  int64_t type, kv_heads, head_dim, page_count, page_size, tokens, first, n, k_stride;  // stride in elements
+  hb_team team;
+} hb_extend_digests_args;
+int hb_extend_digests(const hb_extend_digests_args* args);
+
 typedef struct hb_page_scores_args {
   const char *q, *digests;
   const int32_t *table, *num_pages, *budgets;

@@ -183,6 +183,28 @@ HB_API int hb_build_digests(const hb_build_digests_args* args) {
   });
 }
 
+HB_API int hb_extend_digests(const hb_extend_digests_args* args) {
+  return guarded([&] {
+    const hb_extend_digests_args& a = *args;
+    const int64_t size = element_size((int)a.type), row = a.head_dim * size;
+    require(a.page_size > 0 && a.first >= 0 && a.first < a.page_size, "a chunk begins inside its first page");
+    require(a.first + a.tokens <= a.n * a.page_size, "a chunk has more tokens than room in its pages");
+    auto extend = [&](int64_t i) {
+      const int64_t page = check_id(a.pages[i], a.page_count, "page");
+      const int64_t begin = std::max(i * a.page_size - a.first, (int64_t)0);
+      const int64_t end = std::min((i + 1) * a.page_size - a.first, a.tokens);
+      for (int64_t h = 0; h < a.kv_heads; h++) {
+        char* high = a.digests + (page * a.kv_heads + h) * 2 * row;
+        for (int64_t t = begin; t < end; t++) {
+          const bool is_new = t == begin && (i > 0 || a.first == 0);
+          hb::fold_key((int)a.type, a.k + t * a.k_stride * size + h * row, high, high + row, (int)a.head_dim, is_new);
+        }
+      }
+    };
+    hb::share(a.team, a.tokens * a.kv_heads * row, a.n, extend);
+  });
+}
+
 HB_API int hb_page_scores(const hb_page_scores_args* args) {
   return guarded([&] {
     const hb_page_scores_args& a = *args;

@@ -64,21 +64,21 @@ _SPARSE = _EXACT | {
 }
 
 
-def forked(work: Callable[[], dict[str, Any]], into: Path) -> dict[str, Any]:
-    """What ``work`` returns in a fork of this process, which ends then."""
+def forked(work: Callable[[], dict[str, Any]], file: Path) -> dict[str, Any]:
+    """Return the result of ``work`` in a fork of this process, which ends then."""
     child = os.fork()
     if not child:
         try:
-            found = work()
+            result = work()
         except BaseException:
-            found = {"error": traceback.format_exc()}
-        into.write_text(json.dumps(found))
+            result = {"error": traceback.format_exc()}
+        file.write_text(json.dumps(result))
         sys.stderr.flush()
         os._exit(0)
     os.waitpid(child, 0)
-    found = json.loads(into.read_text()) if into.exists() else {"error": "the engine's process died"}
-    into.unlink(missing_ok=True)
-    return found
+    result = json.loads(file.read_text()) if file.exists() else {"error": "the engine's process died"}
+    file.unlink(missing_ok=True)
+    return result
 
 
 class Engine:
@@ -161,49 +161,49 @@ class Engine:
         move_weights(self.scheduler.tp_worker.model_runner.model)
 
 
-def stock(model: Path, other: Path) -> dict[str, Any]:
-    """Four at once, one alone, and the four again with the weights of ``other``."""
+def stock(model: Path, changed: Path) -> dict[str, Any]:
+    """Four at once, one alone, and the four again with the weights of ``changed``."""
     engine = Engine(model, None)
-    found = {"at_once": engine.generate(), "alone": engine.generate(ALONE)}
-    engine.change_weights(other)
-    return found | {"changed": engine.generate()}
+    results = {"at_once": engine.generate(), "alone": engine.generate(ALONE)}
+    engine.change_weights(changed)
+    return results | {"changed": engine.generate()}
 
 
-def hybrid(model: Path, other: Path, config: dict[str, Any]) -> dict[str, Any]:
+def hybrid(model: Path, changed: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The same, and what the runtime kept and did for the four at once, per layer."""
     engine = Engine(model, config)
-    found: dict[str, Any] = {"at_once": engine.generate()}
+    results: dict[str, Any] = {"at_once": engine.generate()}
     layers = engine.runtime.stats.layers
-    found |= {
+    results |= {
         "predicted": [i for i, layer in enumerate(layers) if layer.cosine_samples],
         "cosine": [layer.cosine_sum / max(1, layer.cosine_samples) for layer in layers],
         "selected": [layer.selected_tokens for layer in layers],
         "on_cpu": [layer.cpu_tokens for layer in layers],
         "frames": sorted(engine.runtime.tiers.frames.layers),
     }
-    found["alone"] = engine.generate(ALONE)
-    engine.change_weights(other)
-    return found | {"changed": engine.generate()}
+    results["alone"] = engine.generate(ALONE)
+    engine.change_weights(changed)
+    return results | {"changed": engine.generate()}
 
 
 def main(folder: Path, names: list[str]) -> None:
     for name in names:
-        model, other, part = folder / name, folder / "other" / name, folder / f"{name}.part"
+        model, changed, file = folder / name, folder / "other" / name, folder / f"{name}.part"
         runs: dict[str, Callable[[], dict[str, Any]]] = {
             "built": lambda model=model, name=name: {"folder": str(build(name, model))},
-            "other_built": lambda other=other, name=name: {"folder": str(build(name, other, seed=1))},
-            "stock": lambda model=model, other=other: stock(model, other),
-            "mine": lambda model=model, other=other: hybrid(model, other, _ON_CPU),
-            "sparse": lambda model=model, other=other: hybrid(model, other, _SPARSE),
-            "started": lambda other=other: {"sparse": Engine(other, _SPARSE).generate()},
+            "other_built": lambda changed=changed, name=name: {"folder": str(build(name, changed, seed=1))},
+            "stock": lambda model=model, changed=changed: stock(model, changed),
+            "hybrid": lambda model=model, changed=changed: hybrid(model, changed, _ON_CPU),
+            "sparse": lambda model=model, changed=changed: hybrid(model, changed, _SPARSE),
+            "started": lambda changed=changed: {"sparse": Engine(changed, _SPARSE).generate()},
         }
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for run, work in runs.items():
-            found[run] = forked(work, part)
-            if "error" in found[run]:
-                found = {"error": f"{run}: {found[run]['error']}"}
+            results[run] = forked(work, file)
+            if "error" in results[run]:
+                results = {"error": f"{run}: {results[run]['error']}"}
                 break
-        (folder / f"{name}.json").write_text(json.dumps(found))
+        (folder / f"{name}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

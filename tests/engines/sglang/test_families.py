@@ -41,17 +41,17 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
 def test_answers_equal_torch_native_s_when_every_page_is_attended(seen: Probe, family: str, which: str) -> None:
     """In separate tiers; most pages by the CPU workers."""
     found = seen(family)
-    mine, stock = found["mine"][which], found["stock"][which]
+    mine, stock = found["hybrid"][which], found["stock"][which]
     assert mine["tokens"] == stock["tokens"]
     for own, other in zip(mine["logprobs"], stock["logprobs"], strict=True):
         assert own and own == pytest.approx(other, abs=NOISE)
-    assert len(found["mine"]["frames"]) == len(found["mine"]["on_cpu"])
-    assert all(tokens > 0 for tokens in found["mine"]["on_cpu"])
+    assert len(found["hybrid"]["frames"]) == len(found["hybrid"]["on_cpu"])
+    assert all(tokens > 0 for tokens in found["hybrid"]["on_cpu"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_but_the_first_is_predicted(seen: Probe, family: str) -> None:
-    found = seen(family)["mine"]
+    found = seen(family)["hybrid"]
     assert found["predicted"] == list(range(1, len(found["cosine"])))
     # A wrong rope, norm, residual or head order gives a cosine near 0 in the last layer; these models give 0.57.
     assert found["cosine"][-1] > 0.55
@@ -59,7 +59,7 @@ def test_every_layer_but_the_first_is_predicted(seen: Probe, family: str) -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sparse_runs_end_and_attend_less(seen: Probe, family: str) -> None:
-    dense, found = seen(family)["mine"], seen(family)["sparse"]
+    dense, found = seen(family)["hybrid"], seen(family)["sparse"]
     assert [len(each) for each in found["at_once"]["tokens"]] == [TOKENS] * 4
     for on_cpu, selected, all_of_it in zip(found["on_cpu"], found["selected"], dense["selected"], strict=True):
         assert 0 < on_cpu < selected < all_of_it
@@ -73,7 +73,7 @@ def test_answers_follow_the_weights_that_a_running_engine_gets(seen: Probe, fami
     results = seen(family)
     stock = results["stock"]["changed"]
     assert stock["tokens"] != results["stock"]["at_once"]["tokens"]
-    for changed, expected in ((results["mine"], stock), (results["sparse"], results["started"]["sparse"])):
+    for changed, expected in ((results["hybrid"], stock), (results["sparse"], results["started"]["sparse"])):
         assert changed["changed"]["tokens"] == expected["tokens"]
         for own, other in zip(changed["changed"]["logprobs"], expected["logprobs"], strict=True):
             assert own and own == pytest.approx(other, abs=NOISE)

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +111,8 @@ def test_the_readmes_first_answer_is_right_each_time(server: Server) -> None:
 
 def test_a_crashed_scheduler_is_no_success(server: Server) -> None:
     ends.a_crash_is_no_success(server, "scheduler")
+
+
+def test_a_crash_of_the_scheduler_while_requests_drain_is_no_success(tmp_path: Path) -> None:
+    with hybrid_server(tmp_path, KEYS, ["--dtype", "float32"]) as server:
+        ends.a_crash_while_requests_drain_is_no_success(server, "sglang:num_running_reqs", "scheduler")

@@ -41,13 +41,13 @@ def chunks(model: Path) -> dict[str, Any]:
     asked = [{"prompt_token_ids": prompt} for prompt in prompts_of(LENGTHS)]
 
     def answers(llm: Any) -> list[list[int]]:
-        return [list(each.outputs[0].token_ids) for each in llm.generate(asked, sampling, use_tqdm=False)]
+        return [list(output.outputs[0].token_ids) for output in llm.generate(asked, sampling, use_tqdm=False)]
 
     with engine(model, max_num_batched_tokens=2048) as llm:
-        found = {"whole": answers(llm)}
+        tokens = {"whole": answers(llm)}
     with engine(model, EXACT, max_num_batched_tokens=96) as llm:
-        found["in chunks"] = answers(llm)
-    return found
+        tokens["in chunks"] = answers(llm)
+    return tokens
 
 
 def sessions(model: Path) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def main(folder: Path) -> None:
     model = build("llama", folder / "llama")
     for name, case in CASES.items():
         try:
-            found = case(model)
+            result = case(model)
         except Exception:
-            found = {"error": traceback.format_exc()}
-        (folder / f"{name}.json").write_text(json.dumps(found))
+            result = {"error": traceback.format_exc()}
+        (folder / f"{name}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

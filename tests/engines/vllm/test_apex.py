@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines import promises
+from tests.engines import ends, promises
 from tests.engines.probes import Probe, reader
 from tests.engines.server import Server, hybrid_server
 from tests.engines.texts import tokens_of_prose
@@ -207,3 +207,7 @@ def test_streams_over_http_come_in_order_and_equal_stock_s(seen: Probe, server: 
     promises.nothing_is_left(server)
     assert server.total("hybrid_parked_rows") == 0
     assert "Traceback" not in server.log.read_text()
+
+
+def test_a_crash_of_the_engine_core_while_requests_drain_is_no_success(server: Server) -> None:
+    ends.a_crash_while_requests_drain_is_no_success(server, "vllm:num_requests_running", "EngineCore")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
-from tests.engines import promises
+from tests.engines import ends, promises
 from tests.engines.answers import StockAnswers
 from tests.engines.server import Server, hybrid_server
 from tests.engines.vllm.distributions import short_distributions
@@ -35,3 +35,7 @@ def test_distributions_equal_the_stock_backends(server: Server, stock: StockAnsw
 
 def test_a_chat_completion_streams(server: Server) -> None:
     promises.a_chat_completion_streams(server)
+
+
+def test_a_crash_of_a_worker_while_requests_drain_is_no_success(server: Server) -> None:
+    ends.a_crash_while_requests_drain_is_no_success(server, "vllm:num_requests_running", "Worker")

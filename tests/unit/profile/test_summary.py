@@ -9,10 +9,17 @@ import pytest
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.tools.profile.measure import LayerMeasure
 from hybrid_backend.tools.profile.recall import NEVER
-from hybrid_backend.tools.profile.summary import Costs, Thresholds, check, chosen_intervals, fewest_frames, summarise
+from hybrid_backend.tools.profile.summary import (
+    SparsityKL,
+    Thresholds,
+    check,
+    chosen_intervals,
+    fewest_frames,
+    summarise,
+)
 
 LIMITS = Thresholds(cosine=0.9, mass=0.8)
-FREE = Costs({}, ({},))
+FREE = SparsityKL({}, ({},))
 
 
 def layer(
@@ -39,20 +46,20 @@ def shares(short: float, long: float) -> dict[int, float]:
 
 def test_an_interval_must_hold_on_every_window_and_its_ratio_is_the_mean() -> None:
     windows = [[layer(3, {10: shares(0.05, 0.10)})], [layer(3, {10: shares(0.07, 0.14)})]]
-    (found,) = summarise(windows, LIMITS, tau=0.12, frames=10, costs=FREE)
+    (found,) = summarise(windows, LIMITS, tau=0.12, frames=10, sparsity_kl=FREE)
     assert (found.interval, found.below) == (1, True)
     assert found.ratio == pytest.approx(0.06)
     assert found.tokens90 == pytest.approx(0.2)
-    assert summarise(windows, LIMITS, tau=0.15, frames=10, costs=FREE)[0].interval == 8
+    assert summarise(windows, LIMITS, tau=0.15, frames=10, sparsity_kl=FREE)[0].interval == 8
 
 
 def test_the_fewest_frames_are_those_with_which_every_sparse_layer_holds() -> None:
     good, bad = shares(0.05, 0.10), shares(0.30, 0.40)
     sparse = [layer(0, {10: good, 15: good, 20: good}), layer(1, {10: bad, 15: bad, 20: good})]
-    assert fewest_frames([sparse], LIMITS, tau=0.12, costs=FREE) == 20
-    assert fewest_frames([sparse], LIMITS, tau=0.01, costs=FREE) is None
+    assert fewest_frames([sparse], LIMITS, tau=0.12, sparsity_kl=FREE) == 20
+    assert fewest_frames([sparse], LIMITS, tau=0.01, sparsity_kl=FREE) is None
     exact = [sparse[0], layer(1, {10: bad, 15: bad, 20: bad}, mass=0.5)]
-    assert fewest_frames([exact], LIMITS, tau=0.12, costs=FREE) == 10  # an exact layer never recalls
+    assert fewest_frames([exact], LIMITS, tau=0.12, sparsity_kl=FREE) == 10  # an exact layer never recalls
 
 
 def test_the_check_looks_up_what_was_chosen_in_other_windows() -> None:
@@ -65,10 +72,10 @@ def test_the_check_looks_up_what_was_chosen_in_other_windows() -> None:
 
 def test_a_layer_whose_sparsity_changes_answers_is_exact_whatever_mass_it_covers() -> None:
     alone = {"text": {0: 0.001, 1: 0.0001, 2: 0.04}, "lookups": {0: 0.0, 1: 0.3, 2: 0.01}}
-    costs = Costs(alone, ({"text": 0.05, "lookups": 0.4}, {"text": 0.05, "lookups": 0.02}))
+    sparsity_kl = SparsityKL(alone, ({"text": 0.05, "lookups": 0.4}, {"text": 0.05, "lookups": 0.02}))
     window = [layer(i, {10: shares(0, 0)}, mass=0.99 if i else 0.5) for i in range(3)]
-    found = summarise([window], LIMITS, 0.12, 10, costs)
-    assert (costs.ranking, costs.exact) == ([1, 2, 0], [1])
+    found = summarise([window], LIMITS, 0.12, 10, sparsity_kl)
+    assert (sparsity_kl.ranking, sparsity_kl.exact) == ([1, 2, 0], [1])
     assert [x.why for x in found] == [("mass",), ("KL",), ()]
     assert found[1].kl == {"text": 0.0001, "lookups": 0.3}
 
@@ -86,10 +93,10 @@ def test_a_layer_whose_sparsity_changes_answers_is_exact_whatever_mass_it_covers
 )
 def test_a_layer_that_costs_more_than_half_of_what_is_left_is_exact(lookups: list[float], count: int | None) -> None:
     together = [{"text": 0.001, "lookups": kl} for kl in lookups]
-    costs = Costs({"text": dict.fromkeys(range(5), 0.0)}, together)
-    assert costs.exact_count(LIMITS) == count
+    sparsity_kl = SparsityKL({"text": dict.fromkeys(range(5), 0.0)}, together)
+    assert sparsity_kl.exact_count(LIMITS) == count
     within = next((i for i, kl in enumerate(lookups) if kl <= LIMITS.kl), None)
-    assert costs.exact_count(replace(LIMITS, outliers=False)) == within  # as `quality.max_kl` has it
+    assert sparsity_kl.exact_count(replace(LIMITS, outliers=False)) == within  # as `quality.max_kl` has it
 
 
 def test_a_layer_that_is_predicted_badly_is_sparse_by_its_own_query() -> None:
