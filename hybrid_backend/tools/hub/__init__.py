@@ -2,10 +2,11 @@
 
 from hybrid_backend.tools.hub.catalog import CatalogEntry, entries, find_entry
 from hybrid_backend.tools.hub.fetch import fetch, models_dir
-from hybrid_backend.tools.hub.resolve import resolve_model
+from hybrid_backend.tools.hub.resolve import check_model, resolve_model
 
 __all__ = [
     "CatalogEntry",
+    "check_model",
     "entries",
     "fetch",
     "find_entry",

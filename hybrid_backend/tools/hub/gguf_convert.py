@@ -28,6 +28,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from hybrid_backend.config.reading import full_disk, reading
 from hybrid_backend.errors import ModelError
+from hybrid_backend.tools.counts import counted
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`."""
@@ -174,7 +175,7 @@ def read_tensors(
 ) -> dict[str, torch.Tensor]:
     """All weights in bfloat16 under their Hugging Face names; a missing or unknown tensor is refused."""
     if shape.layers > len(reader.tensors):
-        raise ModelError(f"the GGUF has {len(reader.tensors)} tensors, fewer than its {shape.layers} layers")
+        raise ModelError(f"the GGUF has {counted(len(reader.tensors), 'tensor')}, fewer than its {shape.layers} layers")
     expected = _expected_shapes(shape)
     tensors: dict[str, torch.Tensor] = {}
     for done, tensor in enumerate(reader.tensors, start=1):
@@ -193,7 +194,7 @@ def read_tensors(
             on_tensor(done, len(reader.tensors))
     missing = expected.keys() - tensors.keys() - {"lm_head.weight"}
     if missing:
-        raise ModelError(f"the GGUF lacks {len(missing)} tensors, among them {min(missing)!r}")
+        raise ModelError(f"the GGUF lacks {counted(len(missing), 'tensor')}, among them {min(missing)!r}")
     return tensors
 
 

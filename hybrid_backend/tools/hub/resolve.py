@@ -21,9 +21,19 @@ def resolve_model(model: str) -> str:
     A name of the catalog becomes its local directory (fetched if missing); a directory with a config.json and
     a hub id (`org/name`) stay as they are. Anything else is a `ModelError` that says what was tried.
     """
+    checked = check_model(model)
+    return str(fetch(model)) if checked is None else checked
+
+
+def check_model(model: str) -> str | None:
+    """Return what `resolve_model` returns, but None for a name of the catalog, of which nothing is fetched.
+
+    Raises:
+        ModelError: no model is called ``model``.
+    """
     names = [entry.name for entry in entries()]
     if model.lower() in names:
-        return str(fetch(model))
+        return None
     if not model.strip():
         raise ModelError("MODEL is empty; give a catalog name, a directory with a config.json, or org/name")
     if is_file(path := user_path(model) / "config.json"):

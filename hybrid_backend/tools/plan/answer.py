@@ -1,12 +1,18 @@
-"""What a plan says first: which method, how many times stock, and what bounds the number of sequences."""
+"""What a plan says first: how many sequences fit and how fast they are, against stock, and what bounds their number."""
 
 from __future__ import annotations
 
 import math
 
+from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.plan.report import Plan, Row
 
 NEAR = 1.1
+_ALL_IN_RAM = "Without a GPU both keep the KV cache in RAM: what can be won is speed."
+_HOW_FAST = (
+    "To see speeds: run hybrid profile --hardware on the machine and add --machine hardware.json, or add a machine's "
+    "name, as --machine h100."
+)
 _PLACES = {"device": "device memory", "host": "host memory"}
 
 
@@ -40,21 +46,67 @@ def times_stock(plan: Plan, row: Row) -> float | None:
     return mine / stock if mine and stock else None
 
 
+def ratio_text(ratio: float) -> str:
+    """Write a ratio with two digits, in at most five characters where it is below 1,000."""
+    if ratio < 0.1:
+        return "< 0.1"
+    return f"{ratio:.2g}" if ratio < 99.5 else f"{ratio:,.0f}"
+
+
 def headline(plan: Plan) -> str:
-    """The answer in one line."""
+    """Compare the largest batch of the method with stock's at the planned context, in one sentence."""
     row, stock = answer(plan), plan.row("stock")
     if row is None:
         return f"Nothing holds a single sequence of {plan.context:,} tokens."
-    mine, times, now = rate(plan, row), times_stock(plan, row), at_once(plan, row)
-    here = f"{now} at once" if now == plan.batch else f"{now} of {plan.batch} at once"
-    if mine is None:
-        return f"{row.name}: {here}; stock holds {stock.max_batch}."
-    fast = f"{row.name}: {mine:,.4g} tokens/s, {here}"
-    if times is None:
-        return f"{fast}; stock holds no such sequence."
+    holds = f"{row.name} holds {counted(row.max_batch, 'sequence')} of {plan.context:,} tokens at once, stock "
+    if not stock.max_batch:
+        return f"{holds}none."
+    ratio = row.max_batch / stock.max_batch
+    if ratio >= NEAR:
+        return f"{holds}{stock.max_batch:,}: {ratio_text(ratio)} times as many."
+    return f"{holds}{stock.max_batch:,}: about as many." if ratio > 1 / NEAR else f"{holds}more: {stock.max_batch:,}."
+
+
+def meaning(plan: Plan, row: Row) -> str:
+    """Tell how fast ``row`` is against stock with the largest batches and with the planned one, and when to take stock.
+
+    Without rates of a machine the text says how to get them; it is empty where the simulator does not know the method.
+    """
+    if not plan.has_times:
+        return _HOW_FAST if plan.device_limit else f"{_ALL_IN_RAM} {_HOW_FAST}"
+    stock, best = plan.row("stock"), row.best_tokens_per_s
+    if best is None:
+        return ""
+    if stock.best_tokens_per_s is None:
+        sentences, ratio = [f"Simulated, full: {_speed(best)} tokens/s."], None
+    else:
+        ratio = best / stock.best_tokens_per_s
+        full = f"{_speed(best)} tokens/s against {_speed(stock.best_tokens_per_s)}"
+        sentences = [f"Simulated, both full: {full}, {_as_fast(ratio)}."]
+    mine, theirs = rate(plan, row), rate(plan, stock)
+    if mine and any(plan.batch < each.max_batch for each in (row, stock)):
+        sentence = f"With --batch {plan.batch}: {_speed(mine)} tokens/s"
+        if theirs:
+            ratio = mine / theirs
+            limit = "" if stock.fits else f" with the {stock.max_batch} that stock holds"
+            sentence += f" against {_speed(theirs)}{limit}, {_as_fast(ratio)}"
+        sentences.append(f"{sentence}.")
     better = faster(plan, row)
-    other = f" Faster: {better.name}, {rate(plan, better):,.4g}." if better else ""
-    return f"{fast}: {times:.2g} times stock, which holds {at_once(plan, stock)}.{other}"
+    if better is not None and better is not stock:
+        sentences.append(f"Faster: {better.name}, {_speed(rate(plan, better) or 0.0)}.")
+    elif ratio is not None and ratio < NEAR and stock.fits:
+        sentences.append("So take stock for this batch: it is exact.")
+    return " ".join(sentences)
+
+
+def _speed(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 1000 else f"{tokens_per_s:.4g}"
+
+
+def _as_fast(ratio: float) -> str:
+    if 1 / NEAR < ratio < NEAR:
+        return "about as fast"
+    return f"{ratio_text(ratio)} times as fast" if ratio > 1 else f"slower ({ratio_text(ratio)} times)"
 
 
 def bound(plan: Plan, row: Row) -> str:
@@ -70,8 +122,8 @@ def bound(plan: Plan, row: Row) -> str:
         return f"All {plan.batch} fit, and no more: {others}."
     limit = plan.host_limit if place == "host" else plan.device_limit
     holds = (
-        f"Bounded by {_PLACES[place]}: {limit / 2**30:.4g} GiB hold {most[place]} sequences of {plan.context:,} "
-        f"tokens, not {plan.batch}"
+        f"Bounded by {_PLACES[place]}: {limit / 2**30:.4g} GiB hold {counted(most[place], 'sequence')} of "
+        f"{plan.context:,} tokens, not {plan.batch}"
     )
     if place == "device":
         return (

@@ -9,6 +9,7 @@ from hybrid_backend.engines.registry import installed_version
 from hybrid_backend.engines.vllm.nodes import rank_nodes
 from hybrid_backend.hardware import Hardware, Number, hardware_of_gpu
 from hybrid_backend.host_memory import System, room
+from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.plan.simulate import WhatIf
 from hybrid_backend.workers.cpus import cpu_quota
 
@@ -45,7 +46,7 @@ class LocalMachine:
 
     @property
     def name(self) -> str:
-        return f"this machine ({self.gpu or 'no GPU'}, {self.cores} CPUs)"
+        return f"this machine ({self.gpu or 'no GPU'}, {counted(self.cores, 'CPU')})"
 
     @property
     def hardware(self) -> Hardware | None:

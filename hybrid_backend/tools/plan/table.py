@@ -10,14 +10,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hybrid_backend.tools.plan.answer import answer, bound, headline, times_stock
+from hybrid_backend.tools.counts import counted
+from hybrid_backend.tools.plan.answer import answer, bound, headline, meaning, ratio_text, times_stock
 from hybrid_backend.tools.plan.report import Plan, Row, serve_flags
 
 _MARK = {"exact": "", "at most": "<= ", "estimate": "~ "}
-_COLUMNS = (
-    "fits", "device\nGiB", "host\nGiB", "largest\nbatch", "longest\ncontext", "ms per\ntoken", "tokens\nper s",
-    "best\nper s", "times\nstock",
-)  # fmt: skip
+_MEMORY_COLUMNS = ("fits", "device\nGiB", "host\nGiB", "largest\nbatch", "longest\ncontext")
+_SPEED_COLUMNS = ("ms per\ntoken", "tokens\nper s", "best\nper s", "times\nstock")
+COLUMNS = (*_MEMORY_COLUMNS, *_SPEED_COLUMNS)
 
 
 def render(plan: Plan, before: Plan | None = None, serve: Sequence[str] = (), details: bool = False) -> RenderableType:
@@ -31,6 +31,8 @@ def render(plan: Plan, before: Plan | None = None, serve: Sequence[str] = (), de
     chosen = answer(plan)
     parts: list[RenderableType] = [Text(headline(plan), style="bold")]
     if chosen is not None:
+        if meant := meaning(plan, chosen):
+            parts.append(Text(meant))
         parts += [Text(bound(plan, chosen)), Text(_places(chosen, "device") or _places(chosen, "host"))]
     parts += [Text(_load(plan), style="dim"), Text(), _methods(plan, before), Text()]
     if details:
@@ -93,7 +95,7 @@ def _places(row: Row, place: str) -> str:
 def _methods(plan: Plan, before: Plan | None) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("\nmethod", no_wrap=True)
-    for name in _COLUMNS:
+    for name in COLUMNS if plan.has_times else _MEMORY_COLUMNS:
         table.add_column(name if "\n" in name else f"\n{name}", justify="right", no_wrap=True)
     for row in plan.rows:
         cells = ["refused"] if row.refused else _cells(plan, row)
@@ -105,18 +107,18 @@ def _methods(plan: Plan, before: Plan | None) -> Table:
 
 
 def _cells(plan: Plan, row: Row) -> list[str]:
-    times = times_stock(plan, row)
-    return [
+    cells = [
         "yes" if row.fits else "no",
         _gib(row.device_bytes),
         _gib(row.host_bytes),
         _number(row.max_batch),
         _number(row.max_context),
-        _number(row.step_ms),
-        _number(row.tokens_per_s),
-        _number(row.best_tokens_per_s),
-        "-" if times is None else f"{times:.2g}" if times >= 0.1 else "< 0.1",
     ]
+    if plan.has_times:
+        times = times_stock(plan, row)
+        cells += [_number(row.step_ms), _number(row.tokens_per_s), _number(row.best_tokens_per_s)]
+        cells.append("-" if times is None else ratio_text(times))
+    return cells
 
 
 def _number(value: float | None) -> str:
@@ -151,7 +153,7 @@ def _notes(plan: Plan) -> list[str]:
     for row in plan.rows:
         if row.why_not:
             short.setdefault(row.why_not, []).append(row.name)
-    notes += [f"{', '.join(names)}: does not fit {plan.batch} times: {why}" for why, names in short.items()]
+    notes += [f"{', '.join(names)}: does not fit {counted(plan.batch, 'time')}: {why}" for why, names in short.items()]
     notes += [f"{row.name}: {row.otherwise}" for row in plan.rows if row.otherwise and row is answer(plan)]
     longest = plan.model.max_context
     if longest is not None and plan.context > longest:
@@ -164,6 +166,4 @@ def _notes(plan: Plan) -> list[str]:
             f"{plan.model.name}: the weights are quantised and not here, so they are counted as {plan.model.dtype}; "
             "name a directory that has them"
         )
-    if not plan.has_times:
-        notes.append("no times: give --machine a name, as h100, or the file that hybrid profile --hardware writes")
     return notes

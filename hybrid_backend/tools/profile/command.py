@@ -76,6 +76,7 @@ def profile(
         return
     if not model:
         raise ConfigError("hybrid profile: name a model, or write --hardware to profile this machine")
+    from hybrid_backend.tools.hub import check_model
     from hybrid_backend.tools.profile.gates import GateOptions
     from hybrid_backend.tools.profile.options import Options
     from hybrid_backend.tools.profile.profiler import profile
@@ -84,6 +85,7 @@ def profile(
     if batch < 1:
         raise ConfigError(f"--batch: got {batch}, expected an integer >= 1")
     settings = resolve_config(model, config, os.environ, overrides or ())[0]
+    check_model(model)
     contexts = tuple(context or (4096,))
     tau, prefetch_bytes = None, 0
     if machine is not None:

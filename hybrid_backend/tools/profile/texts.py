@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybrid_backend.config.reading import read_text
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.counts import counted
 
 Encode = Callable[[str], list[int]]
 Texts = Sequence[tuple[str, str]]
@@ -74,7 +75,7 @@ def windows_of(texts: Texts, encode: Encode, context: int, count: int) -> list[W
         ids = encode(text)
         if len(ids) < context:
             raise ConfigError(
-                f"{name}: has {len(ids)} tokens, fewer than --context {context}; "
+                f"{name}: has {counted(len(ids), 'token')}, fewer than --context {context}; "
                 "give a longer text or a shorter context"
             )
         room = len(ids) - context

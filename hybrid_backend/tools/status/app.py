@@ -19,6 +19,7 @@ from hybrid_backend.tools.status.source import from_this_process
 PAGE = "/hybrid/status"
 _FILES = {"": "text/html", ".css": "text/css", ".js": "text/javascript", "-plots.js": "text/javascript"}
 PATHS = frozenset({"/hybrid", "/hybrid/", f"{PAGE}/", f"{PAGE}.json", *(PAGE + ending for ending in _FILES)})
+_METHODS = ["GET", "HEAD"]  # A route of FastAPI answers HEAD only if it is told to.
 # Nothing is loaded from elsewhere, nothing inline is run, nobody frames the page.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -33,7 +34,7 @@ def router(sampler: Sampler) -> APIRouter:
     """The page, its files and its JSON. A request takes a fresh reading when one is due."""
     routes = APIRouter(include_in_schema=False)
 
-    @routes.get(f"{PAGE}.json")
+    @routes.api_route(f"{PAGE}.json", methods=_METHODS)
     async def status(
         response: Response,
         after: Annotated[float, Query(ge=0, allow_inf_nan=False, description="time of the client's last column")] = 0.0,
@@ -43,10 +44,10 @@ def router(sampler: Sampler) -> APIRouter:
         return sampler.status(after)
 
     for ending, kind in _FILES.items():
-        routes.add_api_route(PAGE + ending, _file(f"status{ending or '.html'}", kind), methods=["GET"])
+        routes.add_api_route(PAGE + ending, _file(f"status{ending or '.html'}", kind), methods=_METHODS)
     # Relative, so that it holds behind a proxy that adds a prefix.
     for path, target in (("/hybrid", "hybrid/status"), ("/hybrid/", "status"), (f"{PAGE}/", "../status")):
-        routes.add_api_route(path, _redirect(target), methods=["GET"])
+        routes.add_api_route(path, _redirect(target), methods=_METHODS)
     return routes
 
 

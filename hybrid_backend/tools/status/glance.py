@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hybrid_backend.hardware import Hardware
+from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.status.faithful import faithful
 from hybrid_backend.tools.status.model import Answer, Change, Headline, Layer, Level, Rates
 from hybrid_backend.tools.status.reading import Reading
 from hybrid_backend.tools.status.speed import Load, fast, limit
-from hybrid_backend.tools.status.words import age, lowered, number, rate, requests
+from hybrid_backend.tools.status.words import age, lowered, number, rate
 
 _SEVERITY: dict[Level, int] = {"unknown": 0, "good": 1, "fair": 2, "bad": 3}
 
@@ -94,7 +95,7 @@ def _detail(load: Load) -> str:
     speeds = [f"{rate(load.rates.generated_per_second)} tokens/s generated"] if load.state == "decoding" else []
     if load.rates.prompt_per_second:
         speeds.append(f"{number(load.rates.prompt_per_second)} tokens/s of prompts read")
-    counts = [] if running is None else [f"{requests(running)} now"]
+    counts = [] if running is None else [f"{counted(running, 'request')} now"]
     if waiting is not None:
         counts.append(f"{number(waiting)} waiting" if waiting else "none waiting")
     return f"{'; '.join([*speeds, ', '.join(counts)])}; means of the last {load.rates.seconds:.0f} s."

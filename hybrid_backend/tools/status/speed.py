@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybrid_backend.hardware import Hardware
+from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.status import advice
 from hybrid_backend.tools.status.model import Answer, Change, Layer, Level, Rates, State
 from hybrid_backend.tools.status.reading import Reading
-from hybrid_backend.tools.status.words import bandwidth, duration, mean, number, rate, requests
+from hybrid_backend.tools.status.words import bandwidth, duration, mean, number, rate
 
 READING_SPEED, CRAWLING = 5.0, 2.0
 """Tokens per second of one request. A person reads 238 words a minute (Brysbaert 2019), about 5 tokens a second: from
@@ -100,9 +101,8 @@ def fast(load: Load) -> Answer:
         return answer("Not known", f"{text}; how many requests share them is not published.", "unknown")
     level: Level = "good" if speed >= READING_SPEED else "fair" if speed >= CRAWLING else "bad"
     verdict = {"good": "Faster than reading", "fair": "Slow", "bad": "Very slow"}[level]
-    text += (
-        f", {rate(speed)} for each of {requests(load.rates.running or 0)}; a person reads about {READING_SPEED:.0f}."
-    )
+    running = counted(load.rates.running or 0, "request")
+    text += f", {rate(speed)} for each of {running}; a person reads about {READING_SPEED:.0f}."
     return answer(verdict, f"{text}{_latencies(load.rates)}{_machine_speed(load)}", level)
 
 
@@ -186,12 +186,12 @@ def _in_place(load: Load, is_slow: bool, budget_may_fall: bool) -> _Limit:
 
 def _waiting(load: Load) -> str:
     waiting = load.last.waiting or 0.0
-    return f"{requests(waiting)} wait{'s' if round(waiting) == 1 else ''}"
+    return f"{counted(waiting, 'request')} wait{'s' if round(waiting) == 1 else ''}"
 
 
 def _reading_prompts(load: Load) -> str:
     running = load.last.running
-    who = f"{requests(running)} run{'s' if round(running) == 1 else ''}" if running else "No request decodes"
+    who = f"{counted(running, 'request')} run{'s' if round(running) == 1 else ''}" if running else "No request decodes"
     if load.rates.prompt_per_second:
         return f"{who}; prompts are read at {number(load.rates.prompt_per_second)} tokens/s."
     return (

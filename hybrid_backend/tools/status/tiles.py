@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.status.model import Layer, Rates, Tile, TileGroup
 from hybrid_backend.tools.status.reading import Reading
 from hybrid_backend.tools.status.words import (
@@ -30,12 +31,14 @@ def tile_groups(last: Reading, rates: Rates | None, layers: Sequence[Layer]) -> 
 def _gauges(last: Reading) -> list[Tile]:
     most = last.gauges.get("hybrid_max_requests")
     pages = last.gauges.get("hybrid_host_pool_pages")
-    used = "" if pages is None or last.pool_fill is None else f"{last.pool_fill * pages:,.0f} of {pages:,.0f} pages"
+    used = ""
+    if pages is not None and last.pool_fill is not None:
+        used = f"{last.pool_fill * pages:,.0f} of {counted(pages, 'page')}"
     tiles = [
         Tile(
             name="Running",
             value=number(last.running),
-            unit=f"of {most * last.replicas:,.0f} requests" if most else "requests",
+            unit=f"of {counted(most * last.replicas, 'request')}" if most else "requests",
         ),
         Tile(name="Waiting", value=number(last.waiting), unit="requests"),
         Tile(name="Host pool", value=percent(last.pool_fill), unit=used, share=last.pool_fill),
@@ -46,7 +49,11 @@ def _gauges(last: Reading) -> list[Tile]:
     frames, owners = last.gauges.get("hybrid_frames_in_use"), last.gauges.get("hybrid_resident_requests")
     return [
         *tiles,
-        Tile(name="Frames in use", value=number(frames), unit=f"pages of {number(owners)} requests"),
+        Tile(
+            name="Frames in use",
+            value=number(frames),
+            unit="pages" if owners is None else f"pages of {counted(owners, 'request')}",
+        ),
         Tile(name="Device tier", value=bytes_text(last.gauges.get("hybrid_device_bytes")), unit=f"{digests} digests"),
     ]
 

@@ -57,11 +57,6 @@ def mass(share: float) -> str:
     return f"{math.floor(round(1e4 * share, 6)) / 100:g}%"
 
 
-def requests(count: float) -> str:
-    """Write "1 request" or "3 requests"."""
-    return f"{count:,.0f} request{'' if round(count) == 1 else 's'}"
-
-
 def lowered(text: str) -> str:
     """Return ``text`` for the middle of a sentence: names in capitals stay."""
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]

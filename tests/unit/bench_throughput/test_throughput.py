@@ -82,7 +82,7 @@ def test_requests_that_failed_are_counted_and_shown() -> None:
 
 
 def test_answers_of_another_length_are_refused() -> None:
-    with pytest.raises(BenchError, match="8 answers have 30 tokens, not 4 each"):
+    with pytest.raises(BenchError, match="30 tokens in 8 answers, not 4 in each"):
         point_from(answer(total_output_tokens=30), "stock", 1.0, 0, WORK)
 
 

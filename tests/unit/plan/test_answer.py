@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from bench.model_configs import SHAPES
 from bench.simulate_paper import QWEN3_14B
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import find_hardware
-from hybrid_backend.tools.plan.answer import answer, bound, headline
+from hybrid_backend.tools.plan.answer import answer, bound, headline, meaning
+from hybrid_backend.tools.plan.model import find_shape
 from hybrid_backend.tools.plan.report import Plan, Request, make_plan
 from tests.unit.plan.test_report import run
 
@@ -24,8 +26,11 @@ CONFIG = HybridConfig(exact_layers=(0, 1))
 def plan(machine: str | None = "a100-80", **changes: Any) -> Plan:
     """32 sequences of 64k of Qwen3-14B."""
     hardware = find_hardware(machine) if machine else None
-    asked = {"context": 65536, "batch": 32, "gpu_mem": None, "ram": None, "methods": ("infinigen", "scout"), **changes}
-    return make_plan(Request(QWEN3_14B, CONFIG, hardware=hardware, **asked))
+    asked = {
+        "shape": QWEN3_14B, "context": 65536, "batch": 32, "gpu_mem": None, "ram": None,
+        "methods": ("infinigen", "scout"), **changes,
+    }  # fmt: skip
+    return make_plan(Request(config=CONFIG, hardware=hardware, **asked))
 
 
 def told(found: Plan) -> str:
@@ -34,10 +39,17 @@ def told(found: Plan) -> str:
     return bound(found, row)
 
 
+def meant(found: Plan) -> str:
+    row = answer(found)
+    assert row is not None
+    return meaning(found, row)
+
+
 def test_a_small_host_pool_is_named_with_the_numbers_and_the_fix() -> None:
     """100 GiB hold nine sequences, beside the server."""
     small = plan(ram=100 * GIB)
-    assert headline(small).startswith("scout: 302.6 tokens/s, 9 of 32 at once: 3.7 times stock, which holds 4.")
+    assert headline(small) == "scout holds 9 sequences of 65,536 tokens at once, stock 4: 2.2 times as many."
+    assert meant(small) == "Simulated, both full: 302.6 tokens/s against 82.27, 3.7 times as fast."
     assert told(small) == (
         "Bounded by host memory: 100 GiB hold 9 sequences of 65,536 tokens, not 32 (device memory 45). To hold all: "
         "--ram 325GiB or --context 19k."
@@ -49,7 +61,16 @@ def test_a_small_host_pool_is_named_with_the_numbers_and_the_fix() -> None:
 def test_the_documentation_has_todays_answers() -> None:
     text = " ".join((Path(__file__).parents[3] / "docs" / "plan.md").read_text().split())
     for found in (plan(), plan(ram=100 * GIB)):
-        assert headline(found) in text and told(found) in text
+        assert headline(found) in text and meant(found) in text and told(found) in text
+
+
+def test_the_readmes_plan_is_todays() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    found = re.search(r"`hybrid plan (\S+) ([^`]+)` says:\n\n((?:    .*\n)+)", readme)
+    assert found is not None
+    printed = run(*shlex.split(found[2]), model=found[1], columns=80).stdout
+    lines = [line.strip() for line in found[3].splitlines()]
+    assert [line.strip() for line in printed.splitlines()[: len(lines)]] == lines
 
 
 def test_a_small_device_is_named_and_what_the_engine_would_make_of_it() -> None:
@@ -69,9 +90,41 @@ def test_else_the_batch_is_the_bound() -> None:
     assert told(plan(batch=45)) == "All 45 fit, and no more: device memory 45, host memory 50."
 
 
-def test_without_a_machine_there_are_no_times_and_the_configured_method_answers() -> None:
+@pytest.mark.parametrize("batch", [1, 32])
+def test_the_largest_batches_are_compared_whatever_batch_is_planned(batch: int) -> None:
+    for found in (plan(batch=batch), plan(None, gpu_mem=80 * GIB, ram=512 * GIB, batch=batch)):
+        scout, stock = found.row("scout").max_batch, found.row("stock").max_batch
+        assert (scout, stock) == (45, 4)
+        assert headline(found) == "scout holds 45 sequences of 65,536 tokens at once, stock 4: 11 times as many."
+
+
+def test_a_batch_at_which_stock_is_as_fast_is_stocks() -> None:
+    """One sequence of 1k: nothing is won where everything fits the device."""
+    short = plan("rtx4090", context=1024, batch=1, shape=find_shape("qwen3-8b"))
+    assert meant(short).endswith("So take stock for this batch: it is exact.")
+    assert "take stock" not in meant(plan())
+
+
+def test_without_a_machine_the_first_lines_say_how_to_get_speeds_and_there_are_no_columns_of_them(
+    tmp_path: Path,
+) -> None:
     found = plan(None, gpu_mem=80 * GIB, ram=512 * GIB)
-    assert headline(found) == "scout: 32 at once; stock holds 4."
+    assert meant(found).startswith("To see speeds: run hybrid profile --hardware") and "--machine h100" in meant(found)
+    on_cpu = plan(None, gpu_mem=0, ram=512 * GIB)
+    assert meant(on_cpu) == f"Without a GPU both keep the KV cache in RAM: what can be won is speed. {meant(found)}"
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(SHAPES["qwen3-14b"]))
+    lines = run("--gpu-mem", "0", "--ram", "64", model=str(file), columns=80).stdout.splitlines()
+    assert "To see speeds" in " ".join(" ".join(lines[:4]).split())
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("method ")) :]
+    assert "per s" not in table[0] and not [line for line in table if line.endswith(" -")]
+
+
+def test_one_sequence_is_no_sequences() -> None:
+    found = plan("rtx4090", shape=find_shape("qwen3-8b"), context=32768, batch=8)
+    assert "stock 1: 8 times as many." in headline(found)
+    one = plan(ram=20 * GIB)
+    assert headline(one).startswith("scout holds 1 sequence of") and "GiB hold 1 sequence of" in told(one)
 
 
 def test_nothing_that_fits_is_said() -> None:
@@ -81,7 +134,7 @@ def test_nothing_that_fits_is_said() -> None:
 
 
 def test_a_method_that_is_faster_is_named() -> None:
-    assert "Faster:" not in headline(plan())
+    assert "Faster:" not in meant(plan())
     slow = plan(methods=("dense", "scout"), batch=32)
     configured = make_plan(
         Request(
@@ -90,7 +143,7 @@ def test_a_method_that_is_faster_is_named() -> None:
         )
     )  # fmt: skip
     assert headline(slow).startswith("scout")
-    assert headline(configured).startswith("dense") and "Faster: scout, 704.6." in headline(configured)
+    assert headline(configured).startswith("dense") and "Faster: scout, 704.6." in meant(configured)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,6 @@ def accuracy(
         raise ConfigError(f"{engine_flags[0]}: not an option; flags of the servers' engine go after --")
     if endpoint is not None and (given := [*(engine_flags or ()), *_given(context, _OF_SERVERS)]):
         raise ConfigError(f"{given[0]}: with --endpoint no server is started, and only scores are asked; leave it out")
-    draws = can_draw(console)
     plan = Plan(
         model=model,
         directory=resolve_model(model),
@@ -114,9 +113,11 @@ def accuracy(
     if longbench_folder is not None:
         plan = _with_longbench(plan, longbench_folder, longbench_datasets, longbench_length)
     check_folder(out)
-    if endpoint is not None:
-        kind = cast(Literal["completions", "chat"], _one_of("--api", api, ("completions", "chat")))
-        done = run_endpoint(plan, Scored.at(endpoint, kind), out, console)
+    kind = cast(Literal["completions", "chat"], _one_of("--api", api, ("completions", "chat")))
+    scored = None if endpoint is None else Scored.at(endpoint, kind)
+    draws = can_draw(console)
+    if scored is not None:
+        done = run_endpoint(plan, scored, out, console)
     else:
         done = _interruptible(Driver(plan, out, console), console)
     _write(plan, out, console, draws)

@@ -26,6 +26,7 @@ from hybrid_backend.tools.bench.accuracy.store import DenseAnswers, Key, Result,
 from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer, Task
 from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
 from hybrid_backend.tools.bench.servers import Server, configured, hybrid_server, stock_server
+from hybrid_backend.tools.counts import counted
 
 STOCK = "stock"
 WHOLE = ("dense", "headinfer")  # they attend everything: a budget means nothing to them
@@ -187,7 +188,9 @@ class Driver:
         servers = [(runs, self._missing(runs)) for runs in self.plan.servers()]
         self.asked = sum(len(keys) for _, missing in servers for keys in missing.values())
         count = sum(map(len, self.plan.servers())) - 1
-        self.console.print(f"{len(self.cases)} prompts, {count} runs, {self.asked} answers to get")
+        self.console.print(
+            f"{counted(len(self.cases), 'prompt')}, {counted(count, 'run')}, {counted(self.asked, 'answer')} to get"
+        )
         try:
             for runs, missing in servers:
                 if missing:

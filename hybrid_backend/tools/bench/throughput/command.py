@@ -59,6 +59,7 @@ def throughput(
     from hybrid_backend.tools.bench.throughput.point import Point, Workload
     from hybrid_backend.tools.bench.throughput.report import plot, progress_line, summary, table
     from hybrid_backend.tools.bench.throughput.sweep import sweep
+    from hybrid_backend.tools.counts import counted
     from hybrid_backend.tools.pictures import can_draw
 
     if serve == bool(endpoint):
@@ -70,7 +71,6 @@ def throughput(
     if serve:
         configured(DEMO, changed)  # before anything is started
     console = Console()
-    draws = can_draw(console)
     client = installed_client(client)
     check_folder(out)
     workload = Workload(
@@ -81,6 +81,7 @@ def throughput(
     else:
         found = _given(endpoint or (), model, workload)
     with found as (endpoints, workload):
+        draws = can_draw(console)
 
         def tell(point: Point) -> None:
             console.print(progress_line(point, repeats), soft_wrap=True, markup=False, highlight=False)
@@ -90,7 +91,8 @@ def throughput(
     # The first endpoint given is the one that others are compared with, whoever was measured first.
     order = [each.name for each in endpoints]
     points.sort(key=lambda point: order.index(point.endpoint))
-    title = f"{input_length} + {output_length} tokens, {prompts} requests per run, {repeats} runs; good: {told(limits)}"
+    runs = f"{counted(prompts, 'request')} per run, {counted(repeats, 'run')}"
+    title = f"{input_length} + {output_length} tokens, {runs}; good: {told(limits)}"
     written = table(points)
     console.print(summary(points))
     record = {

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid_backend.tools.bench.client import BenchError
+from hybrid_backend.tools.counts import counted
 
 
 class Workload(BaseModel):
@@ -54,8 +55,8 @@ def point_from(result: Mapping[str, Any], endpoint: str, rate: float, repeat: in
         tokens = int(result["total_output_tokens"])
         if completed and tokens != completed * workload.output_length:
             raise BenchError(
-                f"{endpoint}: {completed} answers have {tokens} tokens, not {workload.output_length} each: "
-                "the endpoint ignores ignore_eos, and its rates cannot be compared"
+                f"{endpoint}: {counted(tokens, 'token')} in {counted(completed, 'answer')}, not "
+                f"{workload.output_length} in each: the endpoint ignores ignore_eos, and its rates cannot be compared"
             )
         return Point(
             endpoint=endpoint,

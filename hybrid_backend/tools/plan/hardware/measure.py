@@ -26,6 +26,7 @@ from hybrid_backend.hardware.spec import Curve, Hardware, Number
 from hybrid_backend.host_memory import System
 from hybrid_backend.kernels import cpu
 from hybrid_backend.model import ModelShape
+from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.plan.hardware import probes
 from hybrid_backend.tools.plan.hardware.probes import HostMemory, Probe
 
@@ -181,7 +182,7 @@ def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, ro
     copied = "pinned copies to the device" if is_cuda else "copies from RAM to RAM (the CPU device tier), by one thread"
     attended = "torch's SDPA, contiguous K and V" if is_cuda else "native kernels over scattered pages, all threads"
     return Hardware(
-        name=f"{label}, {cores} cores",
+        name=f"{label}, {counted(cores, 'core')}",
         device="gpu" if is_cuda else "cpu",
         device_memory_bytes=number(total, "the driver" if is_cuda else "/proc/meminfo: device tier and host are one"),
         hbm_bytes_per_s=number(rates["device_memory"][1] if is_cuda else best_read, f"{how}: reads"),

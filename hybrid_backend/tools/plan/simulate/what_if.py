@@ -10,6 +10,7 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import Curve, Hardware
 from hybrid_backend.hardware.machines import COPIES_AT_ONCE, COPY_SETUP_S, PCIE_EFFICIENCY, PCIE_PEAK
 from hybrid_backend.hardware.spec import copies
+from hybrid_backend.tools.counts import counted
 
 KEYS = "cores, dram (GB/s), pcie (3 to 6), gpus, context, batch"
 
@@ -48,7 +49,7 @@ class WhatIf:
         if self.cores is not None:
             read, attention = _extended(read, self.cores, self.dram), _extended(attention, self.cores, self.dram)
             changes["cores"] = self.cores
-            name += f", {self.cores} cores"
+            name += f", {counted(self.cores, 'core')}"
         changes |= {"host_read_bytes_per_s": read, "cpu_attention_bytes_per_s": attention}
         if self.pcie is not None:
             if self.pcie not in PCIE_PEAK:
@@ -60,7 +61,7 @@ class WhatIf:
             name += f", PCIe {self.pcie}"
         if self.gpus is not None:
             changes["gpus"] = self.gpus
-            name += f", {self.gpus} devices"
+            name += f", {counted(self.gpus, 'device')}"
         return hardware.replace(name=name, **changes)
 
 
@@ -82,7 +83,9 @@ def _extended(curve: Curve, cores: int, limit: float | None) -> Curve:
     slope = max(0.0, (y1 - y0) / (x1 - x0)) if limit is None else curve.points[0][1] / curve.points[0][0]
     rate = y1 + slope * (cores - x1)
     rate = rate if limit is None else min(rate, max(limit, y1))
-    return Curve(points=(*curve.points, (float(cores), rate)), source=f"{curve.source}; what if: {cores} cores")
+    return Curve(
+        points=(*curve.points, (float(cores), rate)), source=f"{curve.source}; what if: {counted(cores, 'core')}"
+    )
 
 
 def parse_what_if(changes: Sequence[str]) -> WhatIf:
