@@ -37,7 +37,7 @@ from hybrid_backend.tools.profile.report import (
     to_yaml,
 )
 from hybrid_backend.tools.profile.spread import Spread, factors_of, pages_of, sizes_of, spread
-from hybrid_backend.tools.profile.stages import Stage, Stages, Work
+from hybrid_backend.tools.profile.stages import Clock, Stage, Stages, Work
 from hybrid_backend.tools.profile.store import Store
 from hybrid_backend.tools.profile.summary import (
     LITTLE,
@@ -52,6 +52,7 @@ from hybrid_backend.tools.profile.summary import (
     summarise,
 )
 from hybrid_backend.tools.profile.texts import Encode, Texts, Window, default_texts, read_texts, windows_of
+from hybrid_backend.tools.profile.waiting import sleeping_waiters
 
 _BUDGETS = (1, 2, 4)
 """Times budget_tokens that are tried for `quality`."""
@@ -120,7 +121,8 @@ def profile(
         directory = resolve_model(model)
         network = network or load(directory, options.device)
         encode = encode or _tokenizer(directory)
-    return _Run(model, target, config, options, network, encode, console, draws).run(texts, held_out)
+    with sleeping_waiters(os.environ):
+        return _Run(model, target, config, options, network, encode, console, draws).run(texts, held_out)
 
 
 def _tokenizer(directory: str) -> Encode:
@@ -192,7 +194,8 @@ class _Run:
             passkeys(texts[0][1], self.encode, options.gates)  # refuses a short context now, not after the rest
         given = _Given(used, unseen, lookup_probes(self.encode, longest, options.lookups), texts[0][1])
         work = Work(self.network)
-        stages = Stages(self.console, self._planned(work, given), work.seconds_per_operation())
+        clock = Clock()
+        stages = Stages(self.console, self._planned(work, given), work.pace(clock), clock)
         stages.announce(torch.get_num_threads())
         if store.stages:
             self.console.print(
