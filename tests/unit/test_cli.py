@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -345,3 +346,9 @@ def test_a_home_that_is_not_there_is_told_in_one_line(words: list[str]) -> None:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1 and result.stderr.startswith("error: "), result.output
     assert "~no-such-user" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_commands_are_parsed_without_torch() -> None:
+    """Its import takes a second or more, and reads variables that commands set (OMP_WAIT_POLICY)."""
+    code = "import sys, hybrid_backend.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

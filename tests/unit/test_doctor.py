@@ -19,7 +19,8 @@ from hybrid_backend.engines.registry import installed_version
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.host_memory import System
 from hybrid_backend.kernels.cpu import library
-from hybrid_backend.tools.doctor.command import doctor, examine, torch_build
+from hybrid_backend.tools.doctor.command import doctor
+from hybrid_backend.tools.doctor.examination import examine, torch_build
 from hybrid_backend.tools.doctor.finding import Finding, unknown
 from hybrid_backend.tools.doctor.machine import (
     TorchBuild,
@@ -501,8 +502,6 @@ def test_configuration_files_and_names(tmp_path: Path) -> None:
 
 def test_the_doctor_starts_no_engine() -> None:
     """It must run where an engine is broken."""
-    code = (
-        "import sys; from hybrid_backend.tools.doctor.command import examine; examine(); print('vllm' in sys.modules)"
-    )
+    code = "import sys; from hybrid_backend.tools.doctor import examination as x; x.examine(); print('vllm' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
     assert told.stdout.split()[-1] == "False"

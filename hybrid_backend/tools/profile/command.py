@@ -13,6 +13,8 @@ from hybrid_backend.config import resolve_config
 from hybrid_backend.errors import ConfigError
 
 T = TypeVar("T")
+_NAME_COLUMNS = 36
+"""Columns of the model's name in a line of 80."""
 
 
 def profile(
@@ -77,15 +79,21 @@ def profile(
     if not model:
         raise ConfigError("hybrid profile: name a model, or write --hardware to profile this machine")
     from hybrid_backend.tools.hub import check_model
-    from hybrid_backend.tools.profile.gates import GateOptions
-    from hybrid_backend.tools.profile.options import Options
-    from hybrid_backend.tools.profile.profiler import profile
-    from hybrid_backend.tools.profile.summary import Thresholds
 
     if batch < 1:
         raise ConfigError(f"--batch: got {batch}, expected an integer >= 1")
     settings = resolve_config(model, config, os.environ, overrides or ())[0]
     check_model(model)
+    console = Console()
+    _tell_begin(model, console)
+    # Read when torch is imported, which is below: threads that wait by spinning take the core from those that compute
+    # if another program runs beside (docs/profile.md#beside-other-programs).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from hybrid_backend.tools.profile.gates import GateOptions
+    from hybrid_backend.tools.profile.options import Options
+    from hybrid_backend.tools.profile.profiler import profile
+    from hybrid_backend.tools.profile.summary import Thresholds
+
     contexts = tuple(context or (4096,))
     tau, prefetch_bytes = None, 0
     if machine is not None:
@@ -115,13 +123,24 @@ def profile(
     )
     target = out or Path(f"{Path(model.rstrip('/')).name}.yaml")
     try:
-        profile(model, target, settings, options, console=Console())
+        profile(model, target, settings, options, console=console)
     except KeyboardInterrupt:
         again = "the same command without --fresh" if fresh else "the same command"
         stored = target.with_suffix(".json")
         more = f"; {stored} holds what was measured" if stored.exists() else ""
         typer.echo(f"\nstopped; {again} goes on from here{more}", err=True)
         raise typer.Exit(130) from None
+
+
+def _tell_begin(model: str, console: Console) -> None:
+    """Say what will be measured, before anything is imported or loaded that takes its time."""
+    name = Path(model.rstrip("/")).name
+    name = name if len(name) <= _NAME_COLUMNS else f"{name[: _NAME_COLUMNS - 1]}…"
+    for line in (
+        f"measuring attention and KL of each layer of {name}",
+        "a forward pass is timed first, for the estimate",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _chosen(option: T | None, default: T) -> T:

@@ -103,12 +103,13 @@ class Reference:
     dense: Tensor
 
     @classmethod
-    def measure(cls, network: Network, probe: Probe) -> Reference:
-        """Run the whole probe, all layers dense."""
+    def measure(cls, network: Network, probe: Probe, advance: Callable[[], None] = lambda: None) -> Reference:
+        """Run the whole probe, all layers dense. ``advance`` is called for each layer of the prefill."""
         reference = cls(network, probe, DynamicCache(), [], torch.empty(0))
         ids = torch.tensor([probe.ids[: probe.given]], device=network.device)
         with torch.inference_mode():
-            network.decoder(ids, past_key_values=reference.cache, use_cache=True)
+            with network.watched(lambda *_: advance()):
+                network.decoder(ids, past_key_values=reference.cache, use_cache=True)
             with network.attending(_attention, _MARK), network.recorded() as reference.outputs:
                 reference.dense = reference.distributions(0)
         return reference
@@ -147,10 +148,10 @@ class References:
     def __contains__(self, probe: Probe) -> bool:
         return probe in self._measured
 
-    def of(self, probe: Probe) -> Reference:
-        """Return the dense pass over ``probe``, measured at the first call."""
+    def of(self, probe: Probe, advance: Callable[[], None] = lambda: None) -> Reference:
+        """Return the dense pass over ``probe``, measured at the first call, which calls ``advance`` for each layer."""
         if probe not in self._measured:
-            reference = Reference.measure(self._network, probe)
+            reference = Reference.measure(self._network, probe, advance)
             while self._measured and sum(old.bytes for old in self._measured.values()) + reference.bytes > self._limit:
                 del self._measured[next(iter(self._measured))]
             self._measured[probe] = reference

@@ -68,7 +68,7 @@ class Measuring:
             return [LayerMeasure.model_validate(layer) for layer in stored["layers"]]
         layers = len(self.network.layers)
         started = time.perf_counter()
-        with self.stages.stage(window_title(self.prefix, window, budgets), layers) as advance:
+        with self.stages.stage(window_title(self.prefix, window, budgets), layers, "layer") as advance:
             step = partial(advance, Work(self.network).window(len(window.ids)) / layers)
             measures = measure_window(
                 self.network, config, window, positions, tried, self.options.limits.cosine, step, budgets
@@ -104,12 +104,21 @@ class Measuring:
             stored.setdefault(key, (probe, list(entry["kl"]), entry["seconds"]))  # two texts can be the same
             kl_of_probes.setdefault(probe.kind, []).append(stored[key][1])
         missing = {key: entry for key, entry in stored.items() if len(entry[1]) < len(sparse)}
-        if missing:
-            steps = sum(len(sparse) - len(kl) for _, kl, _ in missing.values())
-            with self.stages.stage(self.prefix + title, steps) as advance:
-                for key, (probe, kl, seconds) in missing.items():
-                    self._diverge(key, probe, (sparse, predicted), kl, seconds, advance)
+        is_by_layer = all(len(layers) == 1 for layers in sparse) and len(set(map(tuple, sparse))) == len(sparse)
+        noun = "layer" if is_by_layer else "layer set"
+        for place, (key, (probe, kl, seconds)) in enumerate(missing.items(), 1):
+            prompt = f"prompt {place} of {len(missing)}"
+            if probe not in self.references:
+                self._prefill(title, probe, prompt)
+            with self.stages.stage(self.prefix + title, len(sparse) - len(kl), f"{prompt}, {noun}") as advance:
+                self._diverge(key, probe, (sparse, predicted), kl, seconds, advance)
         return {kind: [fmean(values) for values in zip(*lists, strict=True)] for kind, lists in kl_of_probes.items()}
+
+    def _prefill(self, title: str, probe: Probe, prompt: str) -> None:
+        """Run the dense pass over a probe, as a part of the stage of that title. ``prompt``: the part's name."""
+        layers = len(self.network.layers)
+        with self.stages.stage(self.prefix + title, layers, f"{prompt}, prefill, layer") as advance:
+            self.references.of(probe, partial(advance, Work(self.network).forward(probe.given) / layers))
 
     def _diverge(
         self,
@@ -133,13 +142,10 @@ class Measuring:
         (sparse, predicted), work, started = sets, Work(self.network), time.perf_counter()
         todo = sparse[len(kl) :]
         done = iter([work.sparse(probe, work.share(layers)) for layers in todo])
-        prefill = 0.0 if probe in self.references else work.forward(probe.given)
 
         def measured(value: float) -> None:
-            nonlocal prefill
             kl.append(value)
-            advance(prefill + next(done))
-            prefill = 0.0
+            advance(next(done))
 
         try:
             reference = self.references.of(probe)
@@ -173,7 +179,7 @@ class Measuring:
             state = GateState.model_validate(stored["state"]) if "state" in stored else None
             if state is None or state.step < options.steps:
                 steps = options.steps - (state.step if state else 0)
-                with self.stages.stage(gates_title(kind), steps) as advance:
+                with self.stages.stage(gates_title(kind), steps, "training step") as advance:
                     keep = _Keep(self.store, key, kind, stored["seconds"], time.perf_counter())
                     step = partial(advance, Work(self.network).training(options))
                     state = train(self.network, prompts, kind, options, state, keep, step)

@@ -17,6 +17,7 @@ from hybrid_backend.config.reading import is_folder
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.pictures import can_draw
 from hybrid_backend.tools.profile.ahead import Ahead
 from hybrid_backend.tools.profile.divergence import Probe, References, lookup_probes, text_probe
@@ -37,7 +38,7 @@ from hybrid_backend.tools.profile.report import (
     to_yaml,
 )
 from hybrid_backend.tools.profile.spread import Spread, factors_of, pages_of, sizes_of, spread
-from hybrid_backend.tools.profile.stages import Stage, Stages, Work
+from hybrid_backend.tools.profile.stages import Clock, Stage, Stages, Work
 from hybrid_backend.tools.profile.store import Store
 from hybrid_backend.tools.profile.summary import (
     LITTLE,
@@ -192,11 +193,12 @@ class _Run:
             passkeys(texts[0][1], self.encode, options.gates)  # refuses a short context now, not after the rest
         inputs = _Inputs(used, unseen, lookup_probes(self.encode, longest, options.lookups), texts[0][1])
         work = Work(self.network)
-        stages = Stages(self.console, self._planned(work, inputs), work.seconds_per_operation())
+        clock = Clock()
+        stages = Stages(self.console, self._planned(work, inputs), work.pace(clock), clock)
         stages.announce(torch.get_num_threads())
         if store.stages:
             self.console.print(
-                f"{store.path} holds {store.stages} measurements; those of this run are not repeated",
+                f"{store.path} holds {counted(store.stages, 'measurement')}; those of this run are not repeated",
                 highlight=False, markup=False, soft_wrap=True,
             )  # fmt: skip
         references = References(self.network)

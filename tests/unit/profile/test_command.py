@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
 import pytest
@@ -80,5 +82,22 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(fresh: bool, monkeypatch: pytest.M
     arguments = ["profile", MODEL, "--out", str(tmp_path / "out.yaml"), *(["--fresh"] if fresh else [])]
     done = CliRunner().invoke(app, arguments)
     again = "the same command without --fresh" if fresh else "the same command"
-    assert done.exit_code == 130 and done.stdout == ""
+    assert done.exit_code == 130 and "stopped" not in done.stdout
     assert done.stderr == f"\nstopped; {again} goes on from here; {tmp_path / 'out.json'} holds what was measured\n"
+
+
+def test_what_will_be_measured_is_told_before_the_profiler_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[str] = []
+
+    def begun(*_: object, **__: object) -> None:
+        told.append(capture.getvalue())
+
+    capture = io.StringIO()
+    monkeypatch.setattr(profiler, "profile", begun)
+    with contextlib.redirect_stdout(capture):
+        app(["profile", f"nobody/{'long' * 30}", "--out", str(tmp_path / "out.yaml")], standalone_mode=False)
+    first, second = told[0].splitlines()
+    assert first.startswith("measuring attention and KL of each layer of longlong") and len(first) <= 80
+    assert second == "a forward pass is timed first, for the estimate"
