@@ -502,6 +502,7 @@ def test_configuration_files_and_names(tmp_path: Path) -> None:
 
 def test_the_doctor_starts_no_engine() -> None:
     """It must run where an engine is broken."""
-    code = "import sys; from hybrid_backend.tools.doctor import examination as x; x.examine(); print('vllm' in sys.modules)"
+    module = "hybrid_backend.tools.doctor.examination"
+    code = f"import sys; from {module} import examine; examine(); print('vllm' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
     assert told.stdout.split()[-1] == "False"

@@ -97,7 +97,7 @@ def test_what_will_be_measured_is_told_before_the_profiler_begins(
     capture = io.StringIO()
     monkeypatch.setattr(profiler, "profile", begun)
     with contextlib.redirect_stdout(capture):
-        app(["profile", f"nobody/{'long' * 30}", "--out", str(tmp_path / "out.yaml")], standalone_mode=False)
+        app(["profile", f"nobody/{'long' * 22}", "--out", str(tmp_path / "out.yaml")], standalone_mode=False)
     first, second = told[0].splitlines()
     assert first.startswith("measuring attention and KL of each layer of longlong") and len(first) <= 80
     assert second == "a forward pass is timed first, for the estimate"
