@@ -46,7 +46,7 @@ class LocalMachine:
 
     @property
     def name(self) -> str:
-        return f"this machine ({self.gpu or 'no GPU'}, {counted(self.cores, 'CPU')})"
+        return f"this machine ({self.gpu or 'no GPU'}, {counted(self.cores, 'core')})"
 
     @property
     def hardware(self) -> Hardware | None:

@@ -10,7 +10,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.plan.answer import answer, bound, headline, meaning, ratio_text, times_stock
 from hybrid_backend.tools.plan.report import Plan, Row, serve_flags
 
@@ -153,7 +152,8 @@ def _notes(plan: Plan) -> list[str]:
     for row in plan.rows:
         if row.why_not:
             short.setdefault(row.why_not, []).append(row.name)
-    notes += [f"{', '.join(names)}: does not fit {counted(plan.batch, 'time')}: {why}" for why, names in short.items()]
+    times = "" if plan.batch == 1 else f" {plan.batch:,} times"
+    notes += [f"{', '.join(names)}: does not fit{times}: {why}" for why, names in short.items()]
     notes += [f"{row.name}: {row.otherwise}" for row in plan.rows if row.otherwise and row is answer(plan)]
     longest = plan.model.max_context
     if longest is not None and plan.context > longest:

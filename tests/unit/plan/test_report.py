@@ -337,7 +337,8 @@ def test_without_a_machine_this_one_is_planned_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(LocalMachine, "probe", lambda: local)  # other processes' memory changes meanwhile
     result = run(model="qwen3-8b")
     assert result.exit_code == 0, result.output
-    assert f"on this machine (no GPU, {local.cores} CPUs)" in result.stdout and "no device memory" in result.stdout
+    cores = "1 core" if local.cores == 1 else f"{local.cores} cores"
+    assert f"on this machine (no GPU, {cores})" in result.stdout and "no device memory" in result.stdout
     planned = json.loads(run("--json").stdout)
     assert planned["device_limit"] == 0 and planned["host_limit"] == pytest.approx(local.host_bytes, rel=0.01)
     assert json.loads(run("--json", "--ram", "7").stdout)["host_limit"] == 7 * GIB
