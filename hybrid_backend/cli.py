@@ -102,23 +102,24 @@ def serve(
         settings, source = resolve_config(model, config, os.environ, overrides or ())
         # Imports are late and checks come cheapest first, so that a mistake is reported at once.
         server.check_installation()
-        address = server.take_address(context.args)
-        from hybrid_backend.methods import resolve_method
-        from hybrid_backend.workers import resolve_kernel
+        with server.take_address(context.args) as address:
+            from hybrid_backend.methods import resolve_method
+            from hybrid_backend.workers import resolve_kernel
 
-        resolve_method(settings.method)
-        resolve_kernel(settings.workers.kernel)
-        from hybrid_backend.tools.hub import resolve_model
+            resolve_method(settings.method)
+            resolve_kernel(settings.workers.kernel)
+            from hybrid_backend.tools.hub import resolve_model
 
-        directory = resolve_model(model)
-        Console(stderr=True).print(
-            f"hybrid {__version__}: serving {model} on {server.NAME}, method {settings.method}, configuration {source}",
-            soft_wrap=True,
-            highlight=False,
-            markup=False,
-            emoji=False,
-        )
-        server.run(directory, model, settings, context.args, address)
+            directory = resolve_model(model)
+            serving = f"serving {model} on {server.NAME}, method {settings.method}"
+            Console(stderr=True).print(
+                f"hybrid {__version__}: {serving}, configuration {source}",
+                soft_wrap=True,
+                highlight=False,
+                markup=False,
+                emoji=False,
+            )
+            server.run(directory, model, settings, context.args, address)
 
 
 @models.command("fetch")

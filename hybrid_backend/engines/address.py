@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import MutableMapping, Sequence
+from typing import Self
 
 from hybrid_backend.errors import EngineError
 
@@ -20,10 +21,17 @@ def reach_this_machine_directly(environment: MutableMapping[str, str]) -> None:
 
 
 class ServerAddress:
-    """The address of one server: a socket that listens on it, until the engine gets the socket or binds its own."""
+    """The address of one server: a socket that listens on it, until the engine gets the socket or binds its own. As a
+    context manager it gives the address free at the end, whatever the server ended with."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def take(self, extra: Sequence[str], port: int, elsewhere: Sequence[str]) -> None:
         """Listen on the address that the engine flags name, so that no second server starts on it.

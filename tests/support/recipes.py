@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +54,7 @@ def served(words: Sequence[str]) -> list[Any]:
     engine = SimpleNamespace(
         NAME="an engine",
         check_installation=lambda: None,
-        take_address=lambda _: None,
+        take_address=lambda _: nullcontext(),
         run=lambda *args: got.extend(args[:4]),
     )
     with patch("hybrid_backend.cli.resolve_server", lambda _: engine):
