@@ -30,6 +30,9 @@ GRACE_SECONDS = 15.0
 _POLL_SECONDS = 0.1
 """Interval at which the watch for crashes looks at the engine's processes."""
 _PREFIX, _OWNER = "hybrid-", "owner"
+_LONGEST_PARENT = 107 - len("/hybrid-12345678/") - 36
+"""Characters of a path in which a server's folder has room for the engine's sockets: Linux allows 107, vLLM's names are
+36 long."""
 _SERVED = "HYBRID_SERVED"  # is set in all processes of a server
 _ENDING = "HYBRID_ENDING"  # is set in the server's own process after the first signal
 _WARNINGS, _TRACKER = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
@@ -227,10 +230,16 @@ def _follow(parent: BaseProcess) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _parent_of_folders() -> str:
+    """Return the folder for temporary files, or ``/tmp`` if sockets in it would have too long a path."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= _LONGEST_PARENT else "/tmp"
+
+
 def _own_folder() -> tuple[Path, IO[str]]:
     """Make a folder for temporary files, and the lock that shows that its owner lives. Closing the lock, which the
     kernel does for a killed process, gives the folder free to `_remove_dead_folders`."""
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_parent_of_folders()))
     lock = (folder / "starting").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     (folder / "starting").rename(folder / _OWNER)  # so that no other server sees the file before it is locked
@@ -239,7 +248,7 @@ def _own_folder() -> tuple[Path, IO[str]]:
 
 def _remove_dead_folders() -> None:
     """Remove the temporary files of servers that were killed."""
-    for owner in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+    for owner in Path(_parent_of_folders()).glob(f"{_PREFIX}*/{_OWNER}"):
         try:
             if owner.parent.lstat().st_uid == os.getuid():
                 with owner.open("r+") as lock:

@@ -234,3 +234,14 @@ def test_what_libraries_print_while_the_interpreter_ends_is_dropped(start: Calla
     late = "type('Late', (), {'__del__': lambda self, write=os.write: write(2, b'late')})()"
     server = start(f"import builtins; builtins.late = {late}; print('an error', file=sys.stderr)")
     assert server.end() == 0 and server.stderr() == "an error\n"
+
+
+def test_a_long_temporary_folder_leaves_room_for_the_engines_sockets(tmp_path: Path) -> None:
+    """Linux allows 107 characters, of which vLLM's name of a socket takes 36."""
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    code = "from hybrid_backend.engines.lifecycle import served\nwith served() as server: print(server.folder)"
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert len(done.stdout.strip()) + 1 + 36 <= 107
+    assert not Path(done.stdout.strip()).exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ from hybrid_backend.engines.cpu_defaults import (
     says_how_to_compile,
     starts_eager,
 )
-from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, ServerProcess, served
+from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, ServerProcess, is_ending, served
 from hybrid_backend.engines.refusal import other_backend
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, compat
 from hybrid_backend.engines.vllm.checks import check_engine_config
@@ -41,7 +42,6 @@ from hybrid_backend.workers.cpus import Topology
 
 NAME = "vLLM"
 _METRICS, _SOCKETS = "PROMETHEUS_MULTIPROC_DIR", "VLLM_RPC_BASE_PATH"
-_LONGEST_SOCKET_PATH = 107  # of which vLLM's own names take 37
 
 
 def engine_arguments(model: str, served_as: str, config_json: str, page_size: int, extra: Sequence[str]) -> list[str]:
@@ -113,8 +113,16 @@ def _serve(arguments: Sequence[str], server: ServerProcess, address: ServerAddre
             ends = partial(server.on_signal, sig, stop, parsed.shutdown_timeout)
             super().add_signal_handler(sig, ends if sig in (signal.SIGINT, signal.SIGTERM) else stop)
 
+    logging.getLogger("vllm.v1.engine.async_llm").addFilter(_is_unexpected)
     uvloop.run(run_server_worker(url, listener, parsed), loop_factory=Loop)
     server.finish()
+
+
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    """Tell whether a record is more than the news that the engine of a server that ends has ended: vLLM's reader of
+    its answers may see that before it is cancelled. `ServerProcess` tells of a crash."""
+    error = record.exc_info[0] if record.exc_info else None
+    return not (is_ending() and error is not None and error.__name__ == "EngineDeadError")
 
 
 @contextmanager
@@ -123,8 +131,7 @@ def _shared_folder(folder: Path) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in (_METRICS, _SOCKETS)}
     # Joins the worker's metrics with the API server's; read when prometheus_client is first imported.
     os.environ.setdefault(_METRICS, str(folder))
-    if len(str(folder)) + 37 <= _LONGEST_SOCKET_PATH:
-        os.environ.setdefault(_SOCKETS, str(folder))
+    os.environ.setdefault(_SOCKETS, str(folder))
     try:
         yield
     finally:
