@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from openai import APIConnectionError, InternalServerError, OpenAIError
+from openai import InternalServerError, OpenAIError
 
 from hybrid_backend.engines.lifecycle import DRAIN_SECONDS
 from tests.engines.server import Server
@@ -48,7 +48,7 @@ class Belongings:
 
 def a_signal_lets_requests_finish_and_leaves_nothing(server: Server, running_requests: str, number: int) -> None:
     """Stop the server while it answers: every request gets its answer, from then on the log tells of no error, and no
-    process and no file stays. vLLM's server sends a new request elsewhere, SGLang's refuses the connection.
+    process and no file stays. A new request is sent elsewhere.
 
     Args:
         server: is gone afterwards.
@@ -65,10 +65,9 @@ def a_signal_lets_requests_finish_and_leaves_nothing(server: Server, running_req
             time.sleep(0.05)
         told = len(server.log.read_text())
         os.killpg(server.process.pid, number) if number == signal.SIGINT else server.process.send_signal(number)
-        with pytest.raises((InternalServerError, APIConnectionError)) as refused:
+        with pytest.raises(InternalServerError, match="the server is ending"):
             while True:  # the signal is still on its way
                 server.complete(english(20), 1)
-        assert getattr(refused.value, "status_code", 503) == 503
         assert all(answer.result() for answer in answers)
     assert server.process.wait(SECONDS) == 0
     belongings.check_processes_gone()

@@ -6,7 +6,8 @@
   back;
 * after ``ReqToTokenPool.clear``: flushing the cache takes all rows back, of idle streaming sessions too;
 * around ``uvicorn.Server.serve``, in the process of `hybrid serve` alone: SGLang's HTTP server accepts connections on
-  the socket that listens since the start, where it would bind one of its own after the engine has started.
+  the socket that listens since the start, where it would bind one of its own after the engine has started, and refuses
+  new requests once it was told to end.
 
 SGLang logs a hook that it cannot apply and goes on; `verify` looks at the functions themselves.
 """
@@ -19,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybrid_backend.engines.address import ServerAddress
+from hybrid_backend.engines.ending import RefuseWhileEnding
 from hybrid_backend.engines.sglang.compat import SGLANG
 from hybrid_backend.engines.sglang.settings import chosen, config_of, host_pool_bytes
 from hybrid_backend.errors import EngineError
@@ -58,6 +60,8 @@ async def _serve_on(
     server: Any,
     sockets: list[socket.socket] | None = None,
 ) -> None:
+    application = "loaded_app" if server.config.loaded else "app"  # With TLS it is loaded before.
+    setattr(server.config, application, RefuseWhileEnding(getattr(server.config, application)))
     listener = address.hand_over()
     await original(server, sockets=sockets if listener is None else [listener])
 

@@ -7,40 +7,31 @@ import logging
 from typing import TYPE_CHECKING
 
 from fastapi import HTTPException
-from starlette.responses import JSONResponse
 
-from hybrid_backend.engines.lifecycle import is_ending, is_served
+from hybrid_backend.engines.ending import RefuseWhileEnding
+from hybrid_backend.engines.lifecycle import is_served
 from hybrid_backend.engines.vllm.asked import BUDGET, budget_of
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
 logger = logging.getLogger("vllm.hybrid_backend")
 
 
-class Middleware:
+class Middleware(RefuseWhileEnding):
     """ASGI middleware of a server.
 
     * A wrong budget is answered with status 400 before vLLM sees the request: ``validate_request`` comes too late for
       a streamed answer, whose status 200 is sent before, and vLLM's parser of requests turns ``true`` into 1.
-    * After `hybrid serve` got its first signal, new requests are answered with status 503, upon which clients try
-      again elsewhere.
-    * When `hybrid serve` is ready, a line of the log says so.
+    * When `hybrid serve` is ready, a line of the log says so; when it ends, new requests are refused.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" and is_served():
             send = _announced(send)
         elif scope["type"] == "http" and scope["method"] == "POST":
-            if is_ending():
-                error = {"message": "the server is ending", "type": "ServiceUnavailableError", "code": 503}
-                await JSONResponse({"error": error}, 503, {"Retry-After": "1"})(scope, receive, send)
-                return
             receive = _checked(receive)
-        await self._app(scope, receive, send)
+        await super().__call__(scope, receive, send)
 
 
 def _announced(send: Send) -> Send:
