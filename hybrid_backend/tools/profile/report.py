@@ -162,7 +162,8 @@ def layer_table(
     layers: Sequence[LayerSummary], tau: float, aim: float, budgets: Mapping[int, int] | None = None
 ) -> Table:
     """``budgets``: tokens of each sparse layer, where they are not alike."""
-    table = Table(title=f"layers (KL alone; tau {tau:g}, intervals chosen below {aim:g})", box=box.SIMPLE_HEAD)
+    title = f"layers (KL alone; tau {tau:g}, intervals chosen below {aim:g})"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     kinds = layers[0].kl if layers else {}
     measured = ("cosine", "mass", "best", *(f"KL {kind}" for kind in kinds))
     own = ("budget",) if budgets else ()
