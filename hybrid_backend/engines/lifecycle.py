@@ -33,7 +33,7 @@ _PREFIX, _OWNER = "hybrid-", "owner"
 _LONGEST_PARENT = 107 - len("/hybrid-12345678/") - 36
 """Characters of a path in which a server's folder has room for the engine's sockets: Linux allows 107, vLLM's names are
 36 long."""
-_SERVED = "HYBRID_SERVED"  # is set in all processes of a server
+_SERVED = "HYBRID_SERVED"  # is set in all processes of a server, to its URL once that is known
 _ENDING = "HYBRID_ENDING"  # is set in the server's own process after the first signal
 _WARNINGS, _TRACKER = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
 """Python's resource tracker removes shared memory of processes that have ended, and warns each time."""
@@ -52,6 +52,10 @@ class ServerProcess:
         self._drain_deadline = 0.0
         self._watched: dict[BaseProcess, str] = {}  # with their titles
         self._lock = threading.RLock()  # A signal handler may call `clean_up` while its own thread holds the lock.
+
+    def set_address(self, url: str) -> None:
+        """Tell all processes of the server its URL (`served_address`)."""
+        os.environ[_SERVED] = url
 
     def watch_engine(self) -> None:
         """Remember the processes that the engine has started so far. After the first signal a crash of any ends the
@@ -166,6 +170,11 @@ def served() -> Iterator[ServerProcess]:
 def is_served() -> bool:
     """Tell whether this process is, or belongs to, a server that `hybrid serve` runs."""
     return _SERVED in os.environ
+
+
+def served_address() -> str:
+    """Return the URL of the server that this process is, or belongs to."""
+    return os.environ[_SERVED]
 
 
 def is_ending() -> bool:

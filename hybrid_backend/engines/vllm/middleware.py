@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fastapi import HTTPException
 
 from hybrid_backend.engines.ending import RefuseWhileEnding
-from hybrid_backend.engines.lifecycle import is_served
+from hybrid_backend.engines.lifecycle import is_served, served_address
 from hybrid_backend.engines.vllm.asked import BUDGET, budget_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ def _announced(send: Send) -> Send:
     async def sent(message: Message) -> None:
         await send(message)
         if message["type"] == "lifespan.startup.complete":
-            logger.info("hybrid backend: ready for requests; Ctrl-C or SIGTERM ends it after those in flight")
+            logger.info(
+                "hybrid backend: ready for requests on %s; Ctrl-C or SIGTERM ends it after those in flight",
+                served_address(),
+            )
 
     return sent
 

@@ -101,6 +101,7 @@ def _serve(arguments: Sequence[str], server: ServerProcess, address: ServerAddre
     set_up()
     decorate_logs("APIServer")
     parsed, url, listener = _prepare(arguments, address)
+    server.set_address(url)
 
     class Loop(uvloop.Loop):
         """An event loop that ends at once at a second signal, or at a deadline: vLLM's own handlers know neither."""

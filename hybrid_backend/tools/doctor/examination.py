@@ -13,6 +13,7 @@ from hybrid_backend.engines.cpu_defaults import compiler_lacks
 from hybrid_backend.engines.registry import installed_version
 from hybrid_backend.engines.vllm.nodes import KVCACHE_SPACE, rank_nodes
 from hybrid_backend.host_memory import System
+from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.doctor.finding import Finding
 from hybrid_backend.tools.doctor.kernel_choice import check_kernel_choice
 from hybrid_backend.tools.doctor.machine import (
@@ -99,4 +100,5 @@ def show(findings: list[Finding], console: Console) -> None:
         table.add_row(finding.check, Text(finding.state, style=_STYLE[finding.state]), found)
     console.print(table)
     counts = {state: sum(finding.state == state for finding in findings) for state in _STYLE}
-    console.print(", ".join(f"{count} {state}" for state, count in counts.items()))
+    ok = f"{counts.pop('ok')} ok"
+    console.print(", ".join([ok, *(counted(count, state) for state, count in counts.items())]))

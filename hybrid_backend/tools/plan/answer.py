@@ -117,7 +117,8 @@ def bound(plan: Plan, row: Row) -> str:
     place = min(most, key=lambda name: most[name])
     others = ", ".join(f"{_PLACES[name]} {count:,}" for name, count in most.items())
     if most[place] > plan.batch:
-        return f"Bounded by --batch (--max-num-seqs) {plan.batch}. There is room for more: {others}."
+        room = f"There is room for more: {others}. --batch {most[place]} plans for all of it."
+        return f"Bounded by --batch (--max-num-seqs) {plan.batch}. {room}"
     if most[place] == plan.batch:
         return f"All {plan.batch} fit, and no more: {others}."
     limit = plan.host_limit if place == "host" else plan.device_limit

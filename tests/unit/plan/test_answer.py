@@ -85,7 +85,8 @@ def test_a_small_device_is_named_and_what_the_engine_would_make_of_it() -> None:
 
 def test_else_the_batch_is_the_bound() -> None:
     assert told(plan()) == (
-        "Bounded by --batch (--max-num-seqs) 32. There is room for more: device memory 45, host memory 50."
+        "Bounded by --batch (--max-num-seqs) 32. There is room for more: device memory 45, host memory 50. "
+        "--batch 45 plans for all of it."
     )
     assert told(plan(batch=45)) == "All 45 fit, and no more: device memory 45, host memory 50."
 
