@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.1
 _PREFIX, _OWNER = "hybrid-", "owner"
 _LONGEST_PARENT = 107 - len("/hybrid-12345678/") - 36
 """Characters of a path in which a server's folder has room for the engine's sockets: Linux allows 107, vLLM's names are
-36 long."""
+36 long, SGLang's 11."""
 _SERVED = "HYBRID_SERVED"  # is set in all processes of a server, to its URL once that is known
 _ENDING = "HYBRID_ENDING"  # is set in the server's own process after the first signal
 _WARNINGS, _TRACKER = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"

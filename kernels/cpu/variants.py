@@ -81,27 +81,19 @@ def _is_bf16_prompt(case: Case) -> bool:
     return (case.operation, case.dtype) == ("prompt", "bfloat16")
 
 
-def _amd(case: Case) -> tuple[str, ...] | None:
-    return ("avx512_bf16",) if _is_bf16_prompt(case) else None
-
-
-def _sapphire_rapids(case: Case) -> tuple[str, ...] | None:
-    """Pairs of bf16 are slower than fp32 FMA here, so that AVX-512 is the best choice where AMX cannot be used."""
-    return ("amx", "avx512") if _is_bf16_prompt(case) else None
-
-
-Rule = Callable[[Case], tuple[str, ...] | None]
-
-KNOWN: tuple[tuple[str, str, int, range, Rule], ...] = (
-    ("Zen 4", "AuthenticAMD", 0x19, range(0x10, 0x20), _amd),
-    ("Zen 4", "AuthenticAMD", 0x19, range(0x60, 0x80), _amd),
-    ("Zen 4", "AuthenticAMD", 0x19, range(0xA0, 0xB0), _amd),
-    ("Zen 5", "AuthenticAMD", 0x1A, range(0x100), _amd),
-    ("Sapphire Rapids", "GenuineIntel", 6, range(0x8F, 0x90), _sapphire_rapids),
-    ("Emerald Rapids", "GenuineIntel", 6, range(0xCF, 0xD0), _sapphire_rapids),
+_PAIRS = ("avx512_bf16",)
+_TILES = ("amx", "avx512")
+"""Pairs of bf16 are slower than fp32 FMA on these CPUs, so that AVX-512 is the best choice where AMX cannot be used."""
+KNOWN: tuple[tuple[str, str, int, range, tuple[str, ...]], ...] = (
+    ("Zen 4", "AuthenticAMD", 0x19, range(0x10, 0x20), _PAIRS),
+    ("Zen 4", "AuthenticAMD", 0x19, range(0x60, 0x80), _PAIRS),
+    ("Zen 4", "AuthenticAMD", 0x19, range(0xA0, 0xB0), _PAIRS),
+    ("Zen 5", "AuthenticAMD", 0x1A, range(0x100), _PAIRS),
+    ("Sapphire Rapids", "GenuineIntel", 6, range(0x8F, 0x90), _TILES),
+    ("Emerald Rapids", "GenuineIntel", 6, range(0xCF, 0xD0), _TILES),
 )
-"""Name, vendor, family, models, rule: the variants to try first, or None where a measurement decides. Rules rest on
-whole prompts: docs/cpu-kernels.md, "Which kernel"."""
+"""Name, vendor, family, models, and the variants to try first for bf16 prompts, by measurements of whole prompts
+(docs/cpu-kernels.md, "Which kernel"). A measurement decides on all else."""
 
 
 def this_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuModel:
@@ -127,21 +119,21 @@ def known_order(cpu: CpuModel, case: Case, variants: Sequence[str]) -> tuple[str
         case: what is to be computed.
         variants: those that run on the machine, in the default order.
     """
-    _, rule = _rule_for(cpu)
-    first = rule(case)
-    return None if first is None else _ahead(first, variants)
+    _, first = _known(cpu)
+    return _ahead(first, variants) if first and _is_bf16_prompt(case) else None
 
 
 def microarchitecture(cpu: CpuModel) -> str:
     """Return the name of a CPU's microarchitecture; empty where `KNOWN` lacks the model."""
-    return _rule_for(cpu)[0]
+    return _known(cpu)[0]
 
 
-def _rule_for(cpu: CpuModel) -> tuple[str, Rule]:
-    for name, vendor, family, models, rule in KNOWN:
+def _known(cpu: CpuModel) -> tuple[str, tuple[str, ...]]:
+    """Return the name of a CPU model and its first variants for bf16 prompts; both are empty where `KNOWN` lacks it."""
+    for name, vendor, family, models, first in KNOWN:
         if (cpu.vendor, cpu.family) == (vendor, family) and cpu.model in models:
-            return name, rule
-    return "", lambda case: None
+            return name, first
+    return "", ()
 
 
 def _ahead(first: Sequence[str], variants: Sequence[str]) -> tuple[str, ...]:

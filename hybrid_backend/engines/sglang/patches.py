@@ -60,7 +60,7 @@ async def _serve_on(
     server: Any,
     sockets: list[socket.socket] | None = None,
 ) -> None:
-    application = "loaded_app" if server.config.loaded else "app"  # With TLS it is loaded before.
+    application = "loaded_app" if server.config.loaded else "app"  # SGLang loads it itself where it serves TLS.
     setattr(server.config, application, RefuseWhileEnding(getattr(server.config, application)))
     listener = address.hand_over()
     await original(server, sockets=sockets if listener is None else [listener])

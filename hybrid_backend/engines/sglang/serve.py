@@ -22,7 +22,6 @@ from hybrid_backend.engines.sglang.settings import ENV_RESOLVED, chosen
 from hybrid_backend.errors import EngineError, HybridError
 
 NAME = "SGLang"
-_LONGEST_SOCKET_PATH, _SOCKET_NAME = 107, 12
 
 
 def check_installation() -> None:
@@ -84,8 +83,7 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
     cache_dir()  # sets the variable that keeps torch's cache where it is
     before = tempfile.tempdir
-    if len(str(folder)) + _SOCKET_NAME <= _LONGEST_SOCKET_PATH:
-        tempfile.tempdir = str(folder)
+    tempfile.tempdir = str(folder)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What vLLM's HTTP server does beside vLLM's own: it checks budgets, and says when it serves and when it ends."""
+"""Middleware of vLLM's HTTP server: it checks budgets, and says when the server is ready and when it ends."""
 
 from __future__ import annotations
 

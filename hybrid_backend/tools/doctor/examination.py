@@ -76,7 +76,7 @@ def _ram(pool: int | None) -> Finding:
 
 
 def torch_build() -> TorchBuild | None:
-    """What torch is here; None if it cannot be imported."""
+    """Return the installed build of torch; None if torch cannot be imported."""
     try:
         import torch
 
@@ -94,10 +94,10 @@ def show(findings: list[Finding], console: Console) -> None:
     for name in ("check", "", "found"):
         table.add_column(name, overflow="fold")
     for finding in findings:
-        found = Text(finding.found)
+        text = Text(finding.found)
         if finding.fix:
-            found.append(f"\n-> {finding.fix}", style="bold")
-        table.add_row(finding.check, Text(finding.state, style=_STYLE[finding.state]), found)
+            text.append(f"\n-> {finding.fix}", style="bold")
+        table.add_row(finding.check, Text(finding.state, style=_STYLE[finding.state]), text)
     console.print(table)
     counts = {state: sum(finding.state == state for finding in findings) for state in _STYLE}
     ok = f"{counts.pop('ok')} ok"

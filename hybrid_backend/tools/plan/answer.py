@@ -1,4 +1,4 @@
-"""What a plan says first: how many sequences fit and how fast they are, against stock, and what bounds their number."""
+"""First sentences of a plan: how many sequences fit, how fast they are beside stock, and what bounds their number."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def meaning(plan: Plan, row: Row) -> str:
         ratio = best / stock.best_tokens_per_s
         full = f"{_speed(best)} tokens/s against {_speed(stock.best_tokens_per_s)}"
         sentences = [f"Simulated, both full: {full}, {_as_fast(ratio)}."]
-    mine, theirs = rate(plan, row), rate(plan, stock)
-    if mine and any(plan.batch < each.max_batch for each in (row, stock)):
-        sentence = f"With --batch {plan.batch}: {_speed(mine)} tokens/s"
-        if theirs:
-            ratio = mine / theirs
+    method_rate, stock_rate = rate(plan, row), rate(plan, stock)
+    if method_rate and any(plan.batch < each.max_batch for each in (row, stock)):
+        sentence = f"With --batch {plan.batch}: {_speed(method_rate)} tokens/s"
+        if stock_rate:
+            ratio = method_rate / stock_rate
             limit = "" if stock.fits else f" with the {stock.max_batch} that stock holds"
-            sentence += f" against {_speed(theirs)}{limit}, {_as_fast(ratio)}"
+            sentence += f" against {_speed(stock_rate)}{limit}, {_as_fast(ratio)}"
         sentences.append(f"{sentence}.")
     better = faster(plan, row)
     if better is not None and better is not stock:

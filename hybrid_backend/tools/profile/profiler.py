@@ -339,7 +339,7 @@ class _Run:
                 "taken; a server will raise it, or attend everything for a while",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
-        # Of equal ones the smallest budget, which comes first.
+        # Among equal budgets `min` takes the smallest, which comes first.
         _, _, config = min(promising or tried_budgets[-1:], key=lambda entry: entry[0])
         tried = ", ".join(
             f"{trial_config.budget_tokens}: {attended:,}" + (f" (mass {mass:g})" if by_mass else "")

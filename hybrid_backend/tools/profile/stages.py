@@ -143,7 +143,7 @@ class _Part:
 
 @dataclass
 class _Progress:
-    """What was measured in this run, and what the current stage still has to measure."""
+    """Measurements of this run so far, and the work that is left of the current stage."""
 
     pace: Pace
     title: str = ""
@@ -163,7 +163,7 @@ class Stages:
         self._screen = _Screen(console, self._clock)
         self._planned = list(planned)
         self._count, self._begun = len(self._planned), 0
-        # What the first estimate weighs as much as, once stages are measured.
+        # Once stages are measured, the first estimate counts as if it were a measurement of this size.
         prior = pace.scaled(max(1.0, _PRIOR * sum(stage.work for stage in planned)))
         self._progress = _Progress(prior)
 

@@ -322,6 +322,23 @@ struct Operations {
     const std::vector<int32_t> tokens(kPool, kPage);
     const hb_build_digests_args build{paged(host), (char*)digests.data(), table.data(), tokens.data(), 0, kPool, team};
     EXPECT(hb_build_digests(&build) == HB_OK, "%s", hb_last_error());
+    std::vector<uint16_t> extended(digests.size());  // by a prompt's chunk, which begins 5 tokens behind a page's start
+    hb_extend_digests_args extend{(char*)host.data(),
+                                  (char*)extended.data(),
+                                  table.data(),
+                                  0,
+                                  kHeads,
+                                  kDim,
+                                  kPool,
+                                  kPage,
+                                  2 * kPage,
+                                  5,
+                                  3,
+                                  kHeads * kDim,
+                                  team};
+    EXPECT(hb_extend_digests(&extend) == HB_OK, "%s", hb_last_error());
+    extend.n = 2;
+    EXPECT(hb_extend_digests(&extend) != HB_OK, "a chunk that its pages have no room for is refused");
   }
 
   hb_paged paged(std::vector<uint16_t>& x) const {
