@@ -25,7 +25,7 @@ from tests.engines.texts import tokens_of_prose
 
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "2", "--enforce-eager", *FIDELITY_FLAGS)
 KEYS: dict[str, Any] = {
-    "method": "clo", "tiers": "separate", "sparse": "always", "page_size": 16, "sinks": 1, "recent": 4,
+    "method": "clo", "sparse": "always", "page_size": 16, "sinks": 1, "recent": 4,
     "exact_layers": [0], "clo.persistent": "none", "host_pool.size": "512MiB", "metrics.sample_interval": 4,
 }  # fmt: skip
 STARTS, POSITIONS = (0, 20000), 128

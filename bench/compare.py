@@ -96,7 +96,6 @@ def main() -> None:
         for method in arguments.methods.split(","):
             keys: dict[str, Any] = {
                 "method": method,
-                "tiers": "separate",
                 "budget_tokens": arguments.budget,
                 "host_pool.size": "1GiB",
                 "metrics.sample_interval": 8,

@@ -55,14 +55,14 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=6, help="only so many lines of the table")
     parser.add_argument("--haystacks", type=int, default=4, help="texts with ten passwords each; 0: no lookups")
     arguments = parser.parse_args()
-    base = {"tiers": "separate", "host_pool.size": "1GiB", "metrics.sample_interval": 8}
+    base = {"host_pool.size": "1GiB", "metrics.sample_interval": 8}
     lines: dict[str, dict[str, Any]] = {f"budget {b}": {"budget_tokens": int(b)} for b in arguments.budgets.split(",")}
     lines["budget 1024, no recall"] = {"budget_tokens": 1024, "recall.enabled": False}
     lines["budget 1024, partial with the predicted query"] = {
         "budget_tokens": 1024,
         "lookahead.partial_query": "predicted",
     }
-    lines["budget 1024, no lookahead, unified"] = {"budget_tokens": 1024, "tiers": "unified"}
+    lines["budget 1024, no lookahead, unified"] = {"budget_tokens": 1024, "method": "quest"}
     table = Table("", "KL (nats)", "same token", "mass recall", "cosine", "lookups kept", "CPU share")
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:

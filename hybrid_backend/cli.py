@@ -103,10 +103,10 @@ def serve(
         # Imports are late and checks come cheapest first, so that a mistake is reported at once.
         server.check_installation()
         with server.take_address(context.args) as address:
-            from hybrid_backend.methods import resolve_method
+            from hybrid_backend.methods import check_method_name
             from hybrid_backend.workers import resolve_kernel
 
-            resolve_method(settings.method)
+            check_method_name(settings.method)
             resolve_kernel(settings.workers.kernel)
             from hybrid_backend.tools.hub import resolve_model
 

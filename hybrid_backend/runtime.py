@@ -13,14 +13,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.in_place import InPlacePrompts
-from hybrid_backend.attention.local import LocalLayers, decode_windows
 from hybrid_backend.attention.prefill import windowed
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
-from hybrid_backend.execution import make_executor
 from hybrid_backend.execution.operations import are_launches, fitted, resolve_flashinfer, resolve_operations
-from hybrid_backend.methods import resolve_method
+from hybrid_backend.in_place.prompts import InPlacePrompts
+from hybrid_backend.in_place.windows import LocalLayers, decode_windows
+from hybrid_backend.methods import resolve_method, with_method
 from hybrid_backend.methods.room import check_room
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure, make_step, whole_tokens, window_rows
@@ -59,6 +58,7 @@ class HybridRuntime:
             raise ConfigError("every layer has a sliding window: nothing to offload; use the engine's own backend")
         page_size = host.layers[self._full_layers[0]].shape[3]
         config.check_page_size(page_size, "block size", "--block-size")
+        config = with_method(config, model.num_heads, model.num_kv_heads, model.head_dim, device)
         method = resolve_method(config.method)
         method.check(config, device, model.num_layers, model.num_kv_heads)
         config = fitted(config, model, device)
@@ -73,7 +73,7 @@ class HybridRuntime:
         self.workers = make_pool(config.workers, rank if device.type != "cuda" else _on_gpus(rank, device))
         self.method = method(config, model, self.tiers)
         self._bus = bus_of_gpu(device) if device.type == "cuda" else None
-        self.executor = make_executor(self.method, config, model, self.tiers, self.workers, self._stats)
+        self.executor = self.method.executor(self.workers, self._stats)
         native = device.type == "cpu" and kernel_name(config.workers.kernel) == "native"
         self._local = LocalLayers.of(model, host.layers) if native else None
         self._local_prompts = InPlacePrompts.of(model, host.layers) if native else None

@@ -99,8 +99,8 @@ class SelectionConfig(Section):
     ] = "auto"
     """Page summary: channel-wise min and max of K, in the cache's type (Quest) or in bytes, which halves what a
     selection reads, or codes of every token's key (RaBitQ), which take what min and max take in bf16 and select much
-    better, but cost the CPU more; auto is bytes where tiers are separate, and where the native kernels select in place
-    and scores combine by softmax, or by sum per layer, else minmax. Source: measured (SmolLM2-135M:
+    better, but cost the CPU more; auto is bytes, for quest where scores combine by softmax, or by sum per layer, else
+    minmax. Source: measured (SmolLM2-135M:
     docs/measurements.md)."""
     aggregate: Annotated[Literal["softmax", "sum", "max"], choice("softmax", "sum", "max")] = "softmax"
     """How the scores of query heads combine. softmax: every head's scores become shares, which are added up; sum, max:
@@ -111,29 +111,28 @@ class SelectionConfig(Section):
     share of half of its width. Source: measured (SmolLM2-135M: docs/measurements.md; Quest: 1, the upper end)."""
     candidates: Annotated[int, integer(0)] = 8
     """Pages whose digests are scored per page of budget in a sequence so long that two levels read less than one:
-    spans of 8 pages first, then the pages of the best spans; 0 scores all pages. Where pages are attended in place by
-    the native kernels, with digests in bytes.
+    spans of 8 pages first, then the pages of the best spans; 0 scores all pages. Of method quest, with digests in
+    bytes.
     Source: measured (SmolLM2-135M: 8 costs at most 0.2 points of mass, docs/cpu-kernels.md)."""
     interval: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
     """Tokens of a request between two looks of a layer at all pages, layers in turn: between them it selects among the
     best of the last look, at most four times the budget, and newer pages; with codes, at every second token, among
-    twice the budget, the best of the token before. auto: 8 where pages are attended in place by the native kernels,
-    else 1, which is all that goes there. Source: measured (SmolLM2-135M: docs/measurements.md; LServe, arXiv
+    twice the budget, the best of the token before. auto: 8 for method quest, else 1, which is all that the others
+    know. Source: measured (SmolLM2-135M: docs/measurements.md; LServe, arXiv
     2502.14866, attends a selection again for 4 steps)."""
 
     @property
     def steps_between_looks(self) -> int:
-        """`interval`, where pages are attended in place."""
+        """Return `interval` as method quest takes it."""
         return 8 if self.interval == "auto" else self.interval
 
 
 class LookaheadConfig(Section):
     """Working one layer ahead with a predicted query."""
 
-    enabled: Annotated[bool | Literal["auto"], auto_or(BOOL)] = "auto"
-    """Predict the query of layer l+1 at the input of layer l and start the CPU one layer early; auto is true
-    where the tiers are separate: with unified tiers nobody waits, and the true query selects.
-    Source: ScoutAttention (layer-ahead CPU pre-computation)."""
+    enabled: Annotated[bool, BOOL] = True
+    """Predict the query of layer l+1 at the input of layer l, so that the selection, the CPU and copies start one layer
+    early. Of methods scout, infinigen and clo. Source: ScoutAttention (layer-ahead CPU pre-computation)."""
     partial_query: Annotated[Literal["predicted", "real"], choice("predicted", "real")] = "predicted"
     """Query of the CPU's partial: the predicted one overlaps with the device, the real one is exact but known
     later. Source: ScoutAttention (predicted; its stated source of loss)."""
@@ -266,8 +265,7 @@ class ApexConfig(Section):
     cannot let rows wait. Source: APEX (Algorithm 1)."""
     device_tokens: Annotated[int | Literal["auto"], auto_or(integer(16))] = "auto"
     """Tokens of all requests together that the device tier holds, whole requests at a time; auto: what a GPU has room
-    for, without a bound where the device tier is the host itself, else frames_per_request pages for each request that
-    may run at once. Source: default."""
+    for, on a CPU frames_per_request pages for each request that may run at once. Source: default."""
     swap_in: Annotated[float, number(0, 1)] = 0.95
     """Share of device_tokens up to which the oldest request on the CPU is taken back to the device.
     Source: default (NEO, the base of APEX)."""
@@ -321,8 +319,9 @@ class HybridConfig(Section):
     """One model's configuration. Immutable; build it with the functions below to get readable errors."""
 
     model: ModelMatch = ModelMatch()
-    method: Annotated[str, named(r"[a-z][a-z0-9_]*", "a lowercase method name such as scout")] = "scout"
-    """The published method that places, selects and computes. Source: default (ScoutAttention)."""
+    method: Annotated[str, named(r"[a-z][a-z0-9_]*", "auto, or a lowercase method name such as scout")] = "auto"
+    """The published method that places, selects and computes. auto: quest on a CPU that the native kernels know, where
+    the pages are attended in place; scout on a GPU. Source: measured (docs/measurements.md)."""
     page_size: Annotated[int, integer_of(*PAGE_SIZES)] = 32
     """Tokens of a page, which is the engine's KV block. Source: ScoutAttention (32); Quest uses 16."""
     budget_tokens: Annotated[int, integer(16)] = 2048
@@ -340,17 +339,15 @@ class HybridConfig(Section):
     """Last pages that are always attended, the growing tail page among them.
     Source: default (Quest: the last page is not up for selection)."""
     sparse: Annotated[Literal["auto", "always", "never"], choice("auto", "always", "never")] = "auto"
-    """auto: exact while the whole context fits the frames; always: sparse beyond the budget; never: exact.
+    """auto: exact while the whole context fits the frames, with method quest the budget; always: sparse beyond the
+    budget; never: exact.
     Source: default."""
-    tiers: Annotated[Literal["auto", "separate", "unified"], choice("auto", "separate", "unified")] = "auto"
-    """separate: the device tier holds copies in frames; unified: it reads the host pool itself; auto: unified
-    when the device tier is the CPU. Source: default."""
     frames_per_request: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
     """Pages of the device tier per running request and layer, at least sinks + recent + 1; a layer with a larger budget
     than budget_tokens (budget_factors) has as many more. auto is budget + recent + 1 pages on the CPU.
     Source: default."""
     staging_tokens: Annotated[int | Literal["auto"], auto_or(integer(16))] = "auto"
-    """Tokens of all KV heads that each of the two staging buffers of separate tiers holds; what is longer passes
+    """Tokens of all KV heads that each of the two staging buffers of the device tier holds; what is longer passes
     through in pieces. auto is 4096, for headinfer its first group threshold, and never more than the host pool.
     Source: default."""
     device_kernels: Annotated[

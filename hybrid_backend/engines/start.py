@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from hybrid_backend.execution.fused import FusedStep
 from hybrid_backend.execution.operations import operations_name
 from hybrid_backend.host_memory import size_text
+from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import cpu
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.workers import kernel_name
@@ -38,7 +38,7 @@ def start_lines(runtime: HybridRuntime, groups: int = 1) -> Iterator[tuple[int, 
 
 def _threads(runtime: HybridRuntime) -> str:
     """Say how many threads attend: in place those of the engine, with separate tiers the CPU workers."""
-    if isinstance(runtime.executor, FusedStep):
+    if isinstance(runtime.executor, InPlaceStep):
         return f"in place on {torch.get_num_threads()} threads"
     return f"{runtime.workers.threads} worker threads"
 

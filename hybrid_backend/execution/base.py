@@ -1,4 +1,4 @@
-"""What carries decode steps out: operation by operation, or one native call per layer where nothing has to move."""
+"""What carries decode steps out."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.fused import FusedStep
-from hybrid_backend.execution.policy import Policy
-from hybrid_backend.execution.step import DecodeStep
-from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import ModelSpec, PrefillRow, Step, StepFailure
-from hybrid_backend.tiers import Tiers
-from hybrid_backend.workers import WorkerPool
+from hybrid_backend.step import PrefillRow, Step, StepFailure
 
 
 class Executor(Protocol):
-    """Decode steps of one rank (`DecodeStep`, `FusedStep`)."""
+    """Decode steps of one rank (`DecodeStep`, `in_place.step.InPlaceStep`)."""
 
     def begin(self, step: Step) -> None:
         """Open a step that has decoding rows; one that was open is forgotten."""
@@ -72,12 +65,3 @@ class Executor(Protocol):
     def host_bytes(self) -> int: ...
 
     def close(self) -> None: ...
-
-
-def make_executor(
-    method: Policy[DecodeStep], config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, stats: Stats
-) -> Executor:
-    """The fused step where the method's sequence of operations has one on this machine, else the operations."""
-    if method.is_fused(config, model, tiers.device):
-        return FusedStep(method, config, model, tiers, stats)
-    return DecodeStep(method, config, model, tiers, workers, stats)

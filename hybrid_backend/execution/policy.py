@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.step import DecodeRows, ModelSpec
+from hybrid_backend.step import DecodeRows
 
 Open = TypeVar("Open", contravariant=True)
 
@@ -33,8 +33,6 @@ class Policy(Protocol[Open]):
     def looks_ahead(self, config: HybridConfig, device: torch.device) -> bool: ...
 
     def may_park(self, config: HybridConfig, device: torch.device) -> bool: ...
-
-    def is_fused(self, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool: ...
 
     def factors(self, config: HybridConfig, layers: Collection[int]) -> dict[int, float]: ...
 

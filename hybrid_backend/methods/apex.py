@@ -26,7 +26,7 @@ from hybrid_backend.execution.parking import parking_bytes
 from hybrid_backend.execution.questions import box_bytes
 from hybrid_backend.hardware import Hardware, find_hardware, hardware_of_gpu
 from hybrid_backend.hardware.times import LayerTimes
-from hybrid_backend.methods.base import Method, OwnMemory, can_fuse, frames_per_request, is_separate, staging_tokens
+from hybrid_backend.methods.base import Method, OwnMemory, frames_per_request, staging_tokens
 from hybrid_backend.methods.overlap import Verdict, cpu_hides, judge
 from hybrid_backend.step import DecodeRows, ModelSpec, Step
 from hybrid_backend.tiers import TierLayout, Tiers
@@ -52,7 +52,7 @@ class Apex(Method):
             attention_flops_per_pair=4 * model.num_heads * model.head_dim,
         )
         pages = len(tiers.host.views[tiers.layout.full_layers(model)[0]])
-        self._frames = _frame_table(config, model, tiers.layout, pages, tiers.frames.requests, tiers.device)
+        self._frames = _frame_table(config, model, pages, tiers.frames.requests, tiers.device)
         self._prompt_tokens = self._prompt_attended = 0  # of the step
         self._verdict = Verdict("gpu", 0.0, 0.0)  # of the last step with rows on the CPU
 
@@ -70,25 +70,19 @@ class Apex(Method):
 
     @classmethod
     def may_park(cls, config: HybridConfig, device: torch.device) -> bool:
-        return config.apex.strategy in ("auto", "overlap") and _is_bounded(config, device)
+        return config.apex.strategy in ("auto", "overlap")
 
     @classmethod
     def needs_parking(cls, config: HybridConfig) -> bool:
         return config.apex.strategy == "overlap"
 
     @classmethod
-    def is_fused(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
-        return can_fuse(config, model, device) and not _is_bounded(config, device)
-
-    @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        if not _is_bounded(config, device):
-            return TierLayout(separate=False)
-        separate, tokens = is_separate(config, device), config.apex.device_tokens
+        tokens = config.apex.device_tokens
         return TierLayout(
-            separate=separate,
-            frames_per_request=frames_per_request(config) if separate else 0,
-            staging_tokens=staging_tokens(config) if separate else 0,
+            separate=True,
+            frames_per_request=frames_per_request(config),
+            staging_tokens=staging_tokens(config),
             shares_frames=True,
             device_pages=0 if tokens == "auto" else tokens // config.page_size,
             swap_in=config.apex.swap_in,
@@ -106,10 +100,7 @@ class Apex(Method):
         cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
     ) -> OwnMemory:
         own = super().own_memory(config, model, device, pages, max_requests)
-        layout = cls.layout(config, model, device)
-        if not layout.shares_frames:
-            return own
-        table = _frame_table(config, model, layout, pages, max_requests, torch.device("meta"))
+        table = _frame_table(config, model, pages, max_requests, torch.device("meta"))
         width = model.hidden if cls.may_park(config, device) else 0
         here, host = table.nbytes + parking_bytes(max_requests, width), 0
         if are_launches(config, device):
@@ -135,16 +126,12 @@ class Apex(Method):
         self._prompt_attended = sum(tokens * (2 * length - tokens + 1) // 2 for tokens, length in chunks)
 
     def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
-        if step.shared is None:
-            step.count_tokens(int(rows.seq_lens.sum()), int(rows.num_pages.sum()))
-            return
         on_cpu = step.are_on_cpu(rows)
         strategy = self._strategy(rows, on_cpu)
         step.place(rows, parks=strategy == "overlap")
         step.count_step(strategy, self._verdict.wanted if bool(on_cpu.any()) else "gpu")
-        if self._frames.numel():
-            now = step.now(rows.count)
-            self._frames[: rows.count] = step.maps.frame_of[0][now.requests.long()]
+        requests = step.now(rows.count).requests.long()
+        self._frames[: rows.count] = step.maps.frame_of[0][requests]
         here = ~on_cpu | (self.config.apex.strategy == "gpu")
         missing = int((rows.num_pages * (here & on_cpu)).sum())  # which the device reads over the bus
         step.count_tokens(int((rows.seq_lens * here).sum()), int((rows.num_pages * ~on_cpu).sum()), 0, missing)
@@ -168,16 +155,13 @@ class Apex(Method):
 
     def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
         now, cpu, host = step.now(len(q)), step.parking, self.tiers.host.views[layer]
-        if cpu is None:  # the device tier is the host itself, and nothing bounds it
-            parts = step.attend(q, host, now.table[:, None], now.seq_lens[:, None])
-            return step.merge(layer, parts, None, q.dtype)
+        assert cpu is not None
         asks = (step.is_captured or not cpu.is_idle) and self.config.apex.strategy != "gpu"
         if asks:
             cpu.ask(layer, q, now)
-        kv, ids = host, now.table
-        if self._frames.numel():
-            kv, ids = self.tiers.frames.layers[layer], self._frames[: len(q)]
-        out, lse = step.attend(q, kv, ids[:, None], cpu.held[: len(q), None])
+        out, lse = step.attend(
+            q, self.tiers.frames.layers[layer], self._frames[: len(q), None], cpu.held[: len(q), None]
+        )
         answer = None
         if asks:
             answers = cpu.take(layer, now, step.counters(layer))
@@ -191,11 +175,6 @@ class Apex(Method):
         return step.merge(layer, (torch.cat([out, parts[0]], 2), torch.cat([lse, parts[1]], 2)), answer, q.dtype)
 
 
-def _is_bounded(config: HybridConfig, device: torch.device) -> bool:
-    """Else every request is on the device, which is the host itself."""
-    return is_separate(config, device) or config.apex.device_tokens != "auto"
-
-
 def _machine(name: str, device: torch.device) -> Hardware:
     """``apex.hardware``."""
     if name != "auto":
@@ -207,9 +186,7 @@ def _machine(name: str, device: torch.device) -> Hardware:
     return hardware_of_gpu(gpu) or find_hardware(_DEFAULT_MACHINE)
 
 
-def _frame_table(
-    config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int, requests: int, device: torch.device
-) -> Tensor:
-    """``[requests, columns]`` int32: frames of a step's rows, the same in all layers; empty where there are none."""
-    columns = pages_of_a_sequence(config, model, pages) if layout.frames(requests) else 0
+def _frame_table(config: HybridConfig, model: ModelSpec, pages: int, requests: int, device: torch.device) -> Tensor:
+    """``[requests, columns]`` int32: frames of a step's rows, the same in all layers."""
+    columns = pages_of_a_sequence(config, model, pages)
     return torch.full((requests, columns), -1, dtype=torch.int32, device=device)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,16 +15,14 @@ from hybrid_backend.attention.partial import Partial
 from hybrid_backend.attention.prefill import KVBlock, gather_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.execution.fused import supports_fused
-from hybrid_backend.execution.operations import are_launches, check_operations, flashinfer_bytes, operations_name
+from hybrid_backend.execution import DecodeStep, Executor
+from hybrid_backend.execution.operations import are_launches, check_operations, flashinfer_bytes
 from hybrid_backend.execution.samples import sampled_layers
+from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import StepShape
-from hybrid_backend.workers import kernel_name
-
-if TYPE_CHECKING:
-    from hybrid_backend.execution import DecodeStep
+from hybrid_backend.workers import WorkerPool
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,6 @@ class Method(ABC):
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         """Raise ConfigError for a combination of keys that this method cannot serve on this device tier."""
-        if device.type != "cpu" and not is_separate(config, device):
-            raise ConfigError("tiers: unified needs a device tier that is the host itself, not a GPU; write auto")
         check_operations(config, device)
         if config.quality.promise and not cls.budgets_vary:
             raise ConfigError(
@@ -94,12 +90,6 @@ class Method(ABC):
         return are_launches(config, device)
 
     @classmethod
-    def is_fused(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
-        """Whether one native call per layer does the whole sequence: it attends in place what the true query
-        selects."""
-        return False
-
-    @classmethod
     @abstractmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         """The tiers it needs."""
@@ -129,8 +119,6 @@ class Method(ABC):
         cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
     ) -> OwnMemory:
         """Bytes beside the tiers, over a host pool of ``pages`` pages: what a decode step keeps. Allocates nothing."""
-        if cls.is_fused(config, model, device):
-            return OwnMemory()
         layout = cls.layout(config, model, device)
         factors = cls.factors(config, layout.selecting_layers(config, model))
         shape = StepShape.of(config, model, layout, pages, max_requests, cls.recalls(config), factors.values())
@@ -146,6 +134,17 @@ class Method(ABC):
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
         """Host memory that a running request of ``tokens`` tokens takes beside the host pool, at most."""
         return 0
+
+    # --- the step ---
+
+    def executor(self, workers: WorkerPool, stats: Stats) -> Executor:
+        """Return what carries this method's decode steps out.
+
+        Args:
+            workers: CPU workers of this rank.
+            stats: counters that the steps add to.
+        """
+        return DecodeStep(self, self.config, self.model, self.tiers, workers, stats)
 
     # --- prompts ---
 
@@ -261,22 +260,6 @@ class Method(ABC):
         if not heads or not tokens:
             return []
         return [KVBlock(heads, *gather_tokens(self.tiers.host.blocks(layer), pages, every, 0, tokens, heads))]
-
-
-def is_separate(config: HybridConfig, device: torch.device) -> bool:
-    """Whether the device tier holds copies; a device tier that is the host itself needs none."""
-    return config.tiers == "separate" or (config.tiers == "auto" and device.type != "cpu")
-
-
-def can_fuse(config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
-    """Whether unified tiers have the native decoder for this model on this machine."""
-    return wants_fused(config, device) and supports_fused(model, config.page_size, device)
-
-
-def wants_fused(config: HybridConfig, device: torch.device) -> bool:
-    """Whether the configuration leads to the native decoder, if it serves the model."""
-    native = kernel_name(config.workers.kernel) == "native" and operations_name(config, device) == "native"
-    return native and not is_separate(config, device)
 
 
 def staging_tokens(config: HybridConfig, automatic: int = 4096) -> int:

@@ -10,7 +10,7 @@ whose pages are hard to reuse (equations 11 to 13). They select by the true quer
 
 Deviations: pages and Quest's digests instead of tokens and hashes; the device pulls pages over the bus, where CLO's CPU
 threads push them through GDRCopy, a kernel module; the budget (`budget_tokens`) is a number of tokens, not a share of
-the context. Where the device tier is the host pool itself there is nothing to load, and a hit saves the selection.
+the context.
 What the paper leaves open: where a cosine is not positive equation 10 is singular, and the smallest one counts, which
 is its limit; a KV head none of whose query heads matters weighs them equally. A head of an importance below 0.857 (at
 power 3 and eta 0.8) has a threshold below 0: it practically never loads again.
@@ -30,7 +30,7 @@ from hybrid_backend.config import HybridConfig, format_size
 from hybrid_backend.config.heads import HeadScores, read_heads
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels.operations import Selection
-from hybrid_backend.methods.base import OwnMemory, by_layer, frames_per_request, is_separate, named_heads
+from hybrid_backend.methods.base import OwnMemory, by_layer, frames_per_request, named_heads
 from hybrid_backend.methods.selective import Selective
 from hybrid_backend.step import DecodeRows, ModelSpec, Step
 from hybrid_backend.tiers import TierLayout, Tiers
@@ -79,12 +79,11 @@ class Clo(Selective):
 
     attends_selection = False  # but what its heads have cached
     has_fixed_frames = True
-    may_fuse = False
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         super().check(config, device, num_layers, num_kv_heads)
-        if is_separate(config, device) and frames_per_request(config) < config.budget_pages:
+        if frames_per_request(config) < config.budget_pages:
             raise ConfigError(
                 f"frames_per_request: {config.frames_per_request} is less than the budget of {config.budget_pages} "
                 f"pages, which {config.method} keeps on the device; write auto, or {config.budget_pages} or more"
@@ -143,7 +142,7 @@ class Clo(Selective):
 
     @property
     def pages_per_load(self) -> int:
-        return _cached(self.config) if self.tiers.frames.size else 0
+        return _cached(self.config)
 
     def budgets(self, rows: DecodeRows) -> Tensor:
         """A head's frames are of the configuration's budget: a request's own is not heeded."""
@@ -195,7 +194,7 @@ class Clo(Selective):
         self._write_lists(step)
         tokens, pages, every = int(rows.seq_lens.sum()), int(rows.num_pages.sum()), self.model.num_kv_heads
         left_out_pages, sparse_rows = int(left_out.sum()), int(is_sparse.sum())
-        frames, is_beyond = self.tiers.frames.size, rows.num_pages > self._limit
+        is_beyond = rows.num_pages > self._limit
         for layer in self.tiers.layout.framed_layers(self.model):
             if layer in self._row and self.config.sparse != "never":
                 loading = every - len(self._persistent.heads.get(layer, ()))
@@ -203,7 +202,7 @@ class Clo(Selective):
                 held = pages - left_out_pages - looked_up
                 step.count_tokens(tokens - left_out_pages * self.config.page_size, held, layers=[layer])
             else:
-                beyond = int(rows.num_pages[is_beyond].sum()) if frames else 0
+                beyond = int(rows.num_pages[is_beyond].sum())
                 step.count_tokens(tokens, pages - beyond, missing_pages=beyond, layers=[layer])
 
     def _write_lists(self, step: DecodeStep) -> None:
@@ -225,9 +224,6 @@ class Clo(Selective):
         left_out = (now.num_pages - now.budgets).clamp(min=0)
         lists.tokens[:, 0] = (now.seq_lens - left_out * config.page_size).repeat_interleave(every)
         frames = self.tiers.frames.size
-        if not frames:
-            lists.beyond_tokens[:, 0] = now.seq_lens
-            return
         mine, i = now.requests[:, None], torch.arange(frames, dtype=torch.int32, device=self.tiers.device)
         recent = now.num_pages[:, None] - config.recent + i - self._cached.stop
         is_recent = (left_out[:, None] > 0) & (i >= self._cached.stop)
@@ -256,12 +252,11 @@ class Clo(Selective):
         state.pages[row].index_copy_(
             0, torch.where(missed > 0, lists.label, nobody).long(), chosen.pages[:, 0, self._cached]
         )
-        if tiers.frames.size:
-            host_pages = chosen.frames[:, 0, self._cached].contiguous()  # the table's: where the host pool has them
-            into = torch.where(missed[:, None] > 0, lists.into, -1)
-            self._under_way[layer] = host_pages, into
-            host, frames = head_pages(tiers.host.views[layer]), head_pages(tiers.frames.layers[layer])
-            step.copy(layer, host, frames, host_pages, into, is_awaited=True)
+        host_pages = chosen.frames[:, 0, self._cached].contiguous()  # the table's: where the host pool has them
+        into = torch.where(missed[:, None] > 0, lists.into, -1)
+        self._under_way[layer] = host_pages, into
+        host, frames = head_pages(tiers.host.views[layer]), head_pages(tiers.frames.layers[layer])
+        step.copy(layer, host, frames, host_pages, into, is_awaited=True)
 
     def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
         is_fixed = step.is_captured or self.tiers.asks_by_itself  # the same launches, whatever the rows are
@@ -282,14 +277,10 @@ class Clo(Selective):
         if self.predicts(layer):
             if layer not in self._looked_up:
                 self.lookahead(step, layer, q)
-            if tiers.frames.size:
-                step.await_copy(layer)
-                self._under_way.pop(layer)
-                kv, ids = head_pages(tiers.frames.layers[layer]), lists.ids
-            else:
-                kv, ids = head_pages(tiers.host.views[layer]), self._in_place(layer, lists)
-            most = self._limit if tiers.frames.size else None
-            parts.append(step.attend(by_head, kv, ids, lists.tokens * loads[:, None], most))
+            step.await_copy(layer)
+            self._under_way.pop(layer)
+            frames = head_pages(tiers.frames.layers[layer])
+            parts.append(step.attend(by_head, frames, lists.ids, lists.tokens * loads[:, None], self._limit))
         self._looked_up.discard(layer)
         # A list is of one kind, so that its other partial is empty.
         other = tiers.operations.merge_partials(*parts[1]) if len(parts) > 1 else None
@@ -299,8 +290,6 @@ class Clo(Selective):
         """From the frames what they hold, the others where they lie in host memory."""
         now, lists, host = step.now(len(q)), self._of(len(q)), self.tiers.host.views[layer]
         found = step.attend(q, host, now.table[:, None], lists.beyond_tokens, now.table.shape[1])
-        if not self.tiers.frames.size:
-            return step.merge(layer, found, None, q.dtype)
         in_frames = step.attend(q, self.tiers.frames.layers[layer], lists.whole, lists.whole_tokens)
         return step.merge(layer, in_frames, self.tiers.operations.merge_partials(*found), q.dtype)
 
@@ -321,18 +310,6 @@ class Clo(Selective):
             scores, num_pages, lists.seq_lens, lists.budgets, lists.label, None, table, config.page_size, config.sinks,
             config.recent, most,
         )  # fmt: skip
-
-    def _in_place(self, layer: int, lists: _Lists) -> Tensor:
-        """``[lists, 1, n]``: the host pool's pages that each list attends, where it is the device tier."""
-        most = int(lists.tokens.max()) // self.config.page_size + 1
-        i = torch.arange(min(most, lists.table.shape[1]), dtype=torch.int32)
-        recent = lists.num_pages[:, None] - self.config.recent + i - self._cached.stop
-        leaves_out = lists.budgets[:, None] < lists.num_pages[:, None]
-        pages = torch.where(leaves_out & (i >= self._cached.stop), recent, i).clamp(max=lists.table.shape[1] - 1)
-        mine = self._state.pages[self._row[layer], lists.label.long()][:, : max(0, len(i) - self._cached.start)]
-        cached = slice(self._cached.start, self._cached.start + mine.shape[1])
-        pages[:, cached] = torch.where(leaves_out, mine, pages[:, cached])
-        return lists.table.gather(1, pages.long())[:, None]
 
     def covered(self, step: DecodeStep, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
         if layer not in self._row or self.config.sparse == "never":
@@ -409,14 +386,13 @@ def _policy(config: HybridConfig, model: ModelSpec) -> tuple[Tensor, Tensor]:
 
 
 def _persistent(config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int) -> dict[int, tuple[int, ...]]:
-    """By layer, over a host pool of ``pages`` pages. Where the device tier is the host pool all heads are there
-    anyhow, and an exact layer attends its pages where they are.
+    """By layer, over a host pool of ``pages`` pages.
 
     Raises:
         ConfigError: those that are named take more than `clo.persistent_size`.
     """
     layers, every, clo = layout.digest_layers(config, model), model.num_kv_heads, config.clo
-    if not layout.separate or clo.persistent == "none" or config.sparse == "never":
+    if clo.persistent == "none" or config.sparse == "never":
         return {}
     if clo.persistent == "auto":
         first = [(layout.full_layers(model)[0], head) for head in range(every)]
@@ -464,6 +440,6 @@ def _buffers(
     )
     return state, _Lists(
         num_pages=ints(lists), seq_lens=ints(lists), budgets=ints(lists), table=ints(lists, columns), label=ints(lists),
-        tokens=ints(lists, 1), ids=ints(lists, 1, frames), into=ints(lists, cached if frames else 0),
+        tokens=ints(lists, 1), ids=ints(lists, 1, frames), into=ints(lists, cached),
         whole=ints(rows, 1, frames), whole_tokens=ints(rows, 1), beyond_tokens=ints(rows, 1),
     )  # fmt: skip

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.methods.base import Method, can_fuse, staging_tokens
+from hybrid_backend.execution import DecodeStep, Executor
+from hybrid_backend.in_place.step import InPlaceStep, why_not_in_place
+from hybrid_backend.methods.base import Method, OwnMemory, staging_tokens
+from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import DecodeRows, ModelSpec
 from hybrid_backend.tiers import TierLayout
-
-if TYPE_CHECKING:
-    from hybrid_backend.execution import DecodeStep
+from hybrid_backend.workers import WorkerPool
 
 
 class Dense(Method):
     """No frames, no digests, no workers: attention over host pages in place, which a GPU reads over the bus."""
 
     @classmethod
-    def is_fused(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
-        return can_fuse(config, model, device)
-
-    @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         """Staging only, for the prompts of a GPU."""
         separate = device.type != "cpu"
         return TierLayout(separate=separate, staging_tokens=staging_tokens(config) if separate else 0)
+
+    @classmethod
+    def own_memory(
+        cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
+    ) -> OwnMemory:
+        if _is_in_place(config, model, device):
+            return OwnMemory()
+        return super().own_memory(config, model, device, pages, max_requests)
+
+    def executor(self, workers: WorkerPool, stats: Stats) -> Executor:
+        if _is_in_place(self.config, self.model, self.tiers.device):
+            return InPlaceStep(self, self.config, self.model, self.tiers, stats)
+        return super().executor(workers, stats)
 
     def budgets(self, rows: DecodeRows) -> Tensor:
         return rows.num_pages
@@ -40,3 +48,8 @@ class Dense(Method):
         host, table = self.tiers.host.views[layer], now.table[:, None]
         parts = step.attend(q, host, table, now.seq_lens[:, None], known=step.seq_lens)
         return step.merge(layer, parts, None, q.dtype)
+
+
+def _is_in_place(config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
+    """Tell whether the native decoder attends, instead of the operations of the device tier."""
+    return not why_not_in_place(config, model.num_heads, model.num_kv_heads, model.head_dim, device)

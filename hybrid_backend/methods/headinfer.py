@@ -23,7 +23,7 @@ from hybrid_backend.attention.partial import Partial
 from hybrid_backend.attention.prefill import KVBlock, gather_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods.base import Method, OwnMemory, by_layer, can_fuse, is_separate, named_heads, staging_tokens
+from hybrid_backend.methods.base import Method, OwnMemory, by_layer, named_heads, staging_tokens
 from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.heads import ResidentHeads, resident_bytes, store_pages
@@ -75,29 +75,23 @@ class HeadInfer(Method):
             raise ConfigError(f"headinfer.resident_heads: {both[0]} is in headinfer.streaming_heads too; remove one")
 
     @classmethod
-    def is_fused(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
-        return can_fuse(config, model, device) and not config.headinfer.streaming_heads
-
-    @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         """A buffer holds all heads of the longest context that is not yet cut into groups."""
-        separate = is_separate(config, device)
-        automatic = config.headinfer.group_thresholds[0]
-        return TierLayout(separate=separate, staging_tokens=staging_tokens(config, automatic) if separate else 0)
+        return TierLayout(separate=True, staging_tokens=staging_tokens(config, config.headinfer.group_thresholds[0]))
 
     @classmethod
     def own_memory(
         cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
     ) -> OwnMemory:
         step = super().own_memory(config, model, device, pages, max_requests)
-        stores = resident_bytes(_resident(config, model, device), model, config.page_size, pages)
+        stores = resident_bytes(_resident(config, model), model, config.page_size, pages)
         return OwnMemory(step.device + stores, step.host)
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)
         self._layers, kv_heads = tiers.layout.full_layers(model), model.num_kv_heads
         self._few_pages = config.sinks + config.recent - 1  # that a head of few attends, but for the last one
-        resident = _resident(config, model, tiers.device)
+        resident = _resident(config, model)
         few = _by_layer("streaming_heads", config, model.num_layers, kv_heads)
         kinds, self._heads = dict[object, _Heads](), dict[int, _Heads]()
         self._resident = ResidentHeads(resident, tiers.host, tiers.operations, model, tiers.device)
@@ -229,10 +223,10 @@ class HeadInfer(Method):
         return _Plan(here, resident, pieces, along[:capacity])
 
 
-def _resident(config: HybridConfig, model: ModelSpec, device: torch.device) -> dict[int, tuple[int, ...]]:
-    """Of the layers with full attention; where the device tier is the host pool, all heads are there anyhow."""
+def _resident(config: HybridConfig, model: ModelSpec) -> dict[int, tuple[int, ...]]:
+    """Of the layers with full attention."""
     found = _by_layer("resident_heads", config, model.num_layers, model.num_kv_heads)
-    return {x: found[x] for x in found if model.window(x) is None} if is_separate(config, device) else {}
+    return {layer: heads for layer, heads in found.items() if model.window(layer) is None}
 
 
 def _by_layer(key: str, config: HybridConfig, layers: int, kv_heads: int) -> dict[int, tuple[int, ...]]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.methods.base import Method, OwnMemory, is_separate, staging_tokens
+from hybrid_backend.methods.base import Method, OwnMemory, staging_tokens
 from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step, sent
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class _Lists(NamedTuple):
     """What a step's rows attend, the same in all layers: int32 buffers on the device tier that stay where they are."""
 
-    sinks: Tensor  # [rows, 1, sinks] frames, or host pages where there are no frames
+    sinks: Tensor  # [rows, 1, sinks] frames
     sink_tokens: Tensor  # [rows, 1]
     ring: Tensor  # [rows, 1, ring], as the sinks
     ring_tokens: Tensor  # [rows, 1]
@@ -79,10 +79,9 @@ class Hgca(Method):
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        separate = is_separate(config, device)
         return TierLayout(
-            separate=separate,
-            frames_per_request=config.sinks + _ring(config) if separate else 0,
+            separate=True,
+            frames_per_request=config.sinks + _ring(config),
             staging_tokens=staging_tokens(config),
             context_caches=True,
         )
@@ -149,7 +148,7 @@ class Hgca(Method):
         config, tiers, lists = self.config, self.tiers, self._lists.first(len(q))
         row = tiers.cache.row.get(layer)  # None: the layer attends every older page
         step.ask_for(layer, q, lists.older if row is None else None, lists.older_pages)
-        kv = tiers.frames.layers[layer] if tiers.frames.size else tiers.host.views[layer]
+        kv = tiers.frames.layers[layer]
         out, lse = step.attend(q, kv, lists.ring, lists.ring_tokens, self._ring)
         if row is not None:
             tiers.operations.page_weights(
@@ -192,13 +191,9 @@ class Hgca(Method):
         first = (now.num_pages - ring).clamp(min=config.sinks)[:, None]
         pages = first + torch.arange(ring, device=first.device, dtype=torch.int32)
         reachable = pages.clamp(max=now.table.shape[1] - 1).long()
-        if step.shape.frames:  # the same in all layers
-            frame_of = step.maps.frame_of[0]
-            lists.ring[:, 0] = frame_of[requests, reachable]
-            lists.sinks[:, 0] = frame_of[requests[:, 0], : config.sinks]
-        else:
-            lists.ring[:, 0] = now.table.gather(1, reachable)
-            lists.sinks[:, 0] = now.table[:, : config.sinks]
+        frame_of = step.maps.frame_of[0]  # the same in all layers
+        lists.ring[:, 0] = frame_of[requests, reachable]
+        lists.sinks[:, 0] = frame_of[requests[:, 0], : config.sinks]
         lists.places[:, 0] = now.requests[:, None] * ring + (pages - config.sinks) % ring
         lists.ring_tokens.copy_((now.seq_lens[:, None] - first * page_size).clamp(min=0))
         lists.sink_tokens.copy_(now.seq_lens[:, None].clamp(max=config.sinks * page_size))

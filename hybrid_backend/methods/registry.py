@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
+
+from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.in_place.step import why_not_in_place
 from hybrid_backend.methods.apex import Apex
 from hybrid_backend.methods.base import Method
 from hybrid_backend.methods.clo import Clo
@@ -13,7 +17,10 @@ from hybrid_backend.methods.dense import Dense
 from hybrid_backend.methods.headinfer import HeadInfer
 from hybrid_backend.methods.hgca import Hgca
 from hybrid_backend.methods.infinigen import InfiniGen
+from hybrid_backend.methods.quest import Quest
 from hybrid_backend.methods.scout import Scout
+
+AUTO = "auto"
 
 _METHODS: Mapping[str, type[Method]] = MappingProxyType(
     {
@@ -23,17 +30,44 @@ _METHODS: Mapping[str, type[Method]] = MappingProxyType(
         "headinfer": HeadInfer,
         "hgca": Hgca,
         "infinigen": InfiniGen,
+        "quest": Quest,
         "scout": Scout,
     }
 )
 
 
 def method_names() -> list[str]:
+    """Return the names of all methods, sorted."""
     return sorted(_METHODS)
 
 
 def resolve_method(name: str) -> type[Method]:
-    """The method called ``name`` in the YAML."""
-    if name not in _METHODS:
-        raise ConfigError(f"method: unknown method {name!r}; known are {', '.join(method_names())}")
+    """Return the method called ``name``, which is not ``auto``.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    check_method_name(name)
     return _METHODS[name]
+
+
+def check_method_name(name: str) -> None:
+    """Raise ConfigError unless ``name`` is ``auto`` or that of a method."""
+    if name != AUTO and name not in _METHODS:
+        raise ConfigError(f"method: unknown method {name!r}; known are {AUTO}, {', '.join(method_names())}")
+
+
+def with_method(config: HybridConfig, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> HybridConfig:
+    """Return ``config`` with a method's name in place of ``auto``: `quest` where it can serve, else `scout`.
+
+    Args:
+        config: a configuration; returned as it is if it names a method.
+        heads: query heads of the attention layers on one rank.
+        kv_heads: KV heads of the same layers.
+        head_dim: size of a head.
+        device: device tier.
+    """
+    if config.method != AUTO:
+        return config
+    can_quest = not why_not_in_place(config, heads, kv_heads, head_dim, device)
+    return config.model_copy(update={"method": "quest" if can_quest else "scout"})

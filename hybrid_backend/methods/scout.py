@@ -31,8 +31,7 @@ class Scout(Selective):
 
     def gauges(self) -> dict[str, float]:
         found, recall = super().gauges(), self.config.recall
-        copies = recall.enabled and self.tiers.layout.separate and self.config.sparse != "never"
-        if copies and isinstance(recall.intervals, int):
+        if recall.enabled and self.config.sparse != "never" and isinstance(recall.intervals, int):
             found["hybrid_recall_interval"] = recall.intervals
         return found
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from hybrid_backend.config import MOST_FRAMES, HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.execution.fused import kept_bytes, span_bytes
 from hybrid_backend.kernels import codes
-from hybrid_backend.methods.base import Method, can_fuse, frames_per_request, is_separate, staging_tokens, wants_fused
+from hybrid_backend.methods.base import Method, frames_per_request, staging_tokens
 from hybrid_backend.step import DecodeRows, ModelSpec
 from hybrid_backend.tiers import TierLayout
 from hybrid_backend.tiers.sizes import DigestKind
@@ -21,48 +20,26 @@ from hybrid_backend.tiers.sizes import DigestKind
 class Selective(Method):
     """Placement and budgets; what becomes of selected pages that are not resident is the subclass's."""
 
-    may_fuse = True
-    """The native decoder selects as this method does."""
-
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         super().check(config, device, num_layers, num_kv_heads)
-        how = config.selection
-        fused = cls.may_fuse and wants_fused(config, device) and not cls.looks_ahead(config, device)
-        if how.digest == "minmax_int8" and fused and not _bytes_suffice(config):
+        if config.selection.interval not in ("auto", 1):
             raise ConfigError(
-                "selection.digest: minmax_int8 needs selection.aggregate softmax, or sum with granularity layer, where "
-                f"the native kernels select in place, not {how.aggregate} with {how.granularity}; write auto or minmax"
+                f"selection.interval: {config.selection.interval} is of method quest, which attends pages in place; "
+                "write auto"
             )
 
     @classmethod
     def looks_ahead(cls, config: HybridConfig, device: torch.device) -> bool:
         """A prediction chooses pages: where every page is attended it would only make the result inexact."""
-        if config.sparse == "never":
-            return False
-        if config.lookahead.enabled == "auto":
-            return is_separate(config, device)
-        return config.lookahead.enabled
-
-    @classmethod
-    def is_fused(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
-        return cls.may_fuse and can_fuse(config, model, device) and not cls.looks_ahead(config, device)
+        return config.lookahead.enabled and config.sparse != "never"
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        separate, fused = is_separate(config, device), cls.is_fused(config, model, device)
-        if config.selection.interval not in ("auto", 1) and not fused:
-            raise ConfigError(
-                f"selection.interval: {config.selection.interval} needs pages that are attended in place by the native "
-                "kernels (tiers: unified, no lookahead); write auto"
-            )
-        digests = digest_kind(config, model, fused, separate)
-        if not separate:
-            return TierLayout(separate=False, digests=digests)
         layout = TierLayout(
             separate=True,
             frames_per_request=frames_per_request(config),
-            digests=digests,
+            digests=digest_kind(config, model),
             staging_tokens=staging_tokens(config),
             whole_layers=whole_layers(config, model, device),
         )
@@ -88,28 +65,13 @@ class Selective(Method):
         frames = max(config.automatic_frames, min(device_pages // requests, MOST_FRAMES - more))
         return config.model_copy(update={"frames_per_request": frames})
 
-    @classmethod
-    def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
-        layout, how = cls.layout(config, model, device), config.selection
-        layers = len(layout.digest_layers(config, model))
-        pages = -(-tokens // config.page_size)
-        kept = kept_bytes(config, model, pages, layers) if cls.is_fused(config, model, device) else 0
-        if layout.digests != "minmax_and_int8" or not how.candidates:
-            return kept
-        return kept + span_bytes(model, pages, layers)
-
     def budgets(self, rows: DecodeRows) -> Tensor:
         """A row is under pressure once it has more pages than frames; ``sparse: always``: than its budget, which is the
         configuration's, or its request's as far as the frames go."""
         config, frames = self.config, frames_per_request(self.config)
         if config.sparse == "never":
             return rows.num_pages
-        budgets = torch.full_like(rows.num_pages, config.budget_pages)
-        if rows.budgets is not None:
-            pages = (rows.budgets + config.page_size - 1) // config.page_size
-            most = max(config.budget_pages, frames) if self.tiers.frames.size else None
-            asked = pages.clamp(config.sinks + config.recent + 1, most)
-            budgets = torch.where(rows.budgets > 0, asked, budgets)
+        budgets = budget_pages(config, rows, max(config.budget_pages, frames))
         limit = frames if config.sparse == "auto" else budgets.clamp(max=frames)
         return torch.where(rows.num_pages > limit, budgets.clamp(max=rows.num_pages), rows.num_pages)
 
@@ -118,8 +80,7 @@ class Selective(Method):
         config, found = self.config, dict[str, float]()
         if config.sparse != "never":
             found["hybrid_budget_tokens"] = config.budget_tokens
-        if self.tiers.layout.separate:
-            found["hybrid_frames_per_request"] = frames_per_request(config)
+        found["hybrid_frames_per_request"] = frames_per_request(config)
         return found
 
 
@@ -130,26 +91,40 @@ def whole_layers(config: HybridConfig, model: ModelSpec, device: torch.device) -
     return tuple(layer for layer in chosen if model.window(layer) is None)
 
 
-def digest_kind(config: HybridConfig, model: ModelSpec, is_fused: bool, separate: bool) -> DigestKind:
-    """What ``selection.digest`` stands for.
+def budget_pages(config: HybridConfig, rows: DecodeRows, most: int | None = None) -> Tensor:
+    """Return the pages that each row may attend under pressure: its request's own budget, else the configuration's.
+
+    Args:
+        config: the keys ``budget_tokens``, ``sinks`` and ``recent`` are read.
+        rows: decode rows of a step.
+        most: limit of a request's own budget in pages; None: there is none.
+
+    Returns:
+        ``[rows]`` int64.
+    """
+    budgets = torch.full_like(rows.num_pages, config.budget_pages)
+    if rows.budgets is None:
+        return budgets
+    pages = (rows.budgets + config.page_size - 1) // config.page_size
+    return torch.where(rows.budgets > 0, pages.clamp(config.sinks + config.recent + 1, most), budgets)
+
+
+def digest_kind(config: HybridConfig, model: ModelSpec) -> DigestKind:
+    """Return the kind of digests that ``selection.digest`` stands for where the tiers are separate.
 
     Raises:
         ConfigError: a page has too many tokens for their codes.
     """
-    how = config.selection
-    if how.digest == "codes":
-        if not codes.Layout(config.page_size, model.head_dim).planes:
-            raise ConfigError(
-                f"selection.digest: codes of {config.page_size} tokens do not fit {4 * model.head_dim} bytes; write "
-                "minmax, or a smaller page_size"
-            )
+    if config.selection.digest == "codes":
+        check_codes(config, model)
         return "codes"
-    if not is_fused:
-        return "minmax_int8" if how.digest == "minmax_int8" or (how.digest == "auto" and separate) else "minmax"
-    return "minmax_and_int8" if how.digest != "minmax" and _bytes_suffice(config) else "minmax"
+    return "minmax" if config.selection.digest == "minmax" else "minmax_int8"
 
 
-def _bytes_suffice(config: HybridConfig) -> bool:
-    """Whether the native decoder can score digests in bytes as the configuration wants."""
-    how = config.selection
-    return how.aggregate == "softmax" or (how.aggregate == "sum" and how.granularity == "layer")
+def check_codes(config: HybridConfig, model: ModelSpec) -> None:
+    """Raise ConfigError if the codes of a page's tokens do not fit the room of its minima and maxima."""
+    if not codes.Layout(config.page_size, model.head_dim).planes:
+        raise ConfigError(
+            f"selection.digest: codes of {config.page_size} tokens do not fit {4 * model.head_dim} bytes; write "
+            "minmax, or a smaller page_size"
+        )

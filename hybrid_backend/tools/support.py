@@ -239,21 +239,17 @@ def _methods() -> list[str]:
         (
             f"`{name}`",
             *(_answer(_method_refusal(name, column), column, name) for column in COLUMNS),
-            *(_yes(resolve_method(name).looks_ahead(config, torch.device(kind))) for config, kind in _tiers(name)),
+            _yes(resolve_method(name).looks_ahead(_config(name), torch.device("cpu"))),
         )
         for name in method_names()
     ]
-    names = ("method", *COLUMNS, "predicts queries: CPU", "CPU, separate tiers", "GPU")
+    names = ("method", *COLUMNS, "predicts queries")
     return [
         *_table("## Methods", names, rows),
-        'As `default.yaml` has them. "Predicts queries": where `lookahead.enabled` is `auto`. A key that a method',
+        'As `default.yaml` has them. "Predicts queries": unless `lookahead.enabled` is false. A key that a method',
         "cannot go with is refused at start, in one line: [methods.md](methods.md).",
         "",
     ]
-
-
-def _tiers(method: str) -> Iterable[tuple[HybridConfig, str]]:
-    return [(_config(method), "cpu"), (_config(method, tiers="separate"), "cpu"), (_config(method), "cuda")]
 
 
 def _features() -> list[str]:

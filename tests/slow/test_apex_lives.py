@@ -19,13 +19,12 @@ MODEL = TinyModel(LAYERS, seed=3)
 class Lives(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(1, 12),
-        tiers=st.sampled_from(["separate", "unified"]),
         kernel=st.sampled_from(["native", "torch"]),
         swap_in=st.sampled_from([0.5, 0.95, 1.0]),
     )
-    def start(self, pages: int, tiers: str, kernel: str, swap_in: float) -> None:
+    def start(self, pages: int, kernel: str, swap_in: float) -> None:
         cfg = config(
-            method="apex", tiers=tiers, workers={"kernel": kernel, "threads": 2, "deadline_seconds": 20},
+            method="apex", workers={"kernel": kernel, "threads": 2, "deadline_seconds": 20},
             apex={"strategy": "overlap", "device_tokens": pages * PAGE, "swap_in": swap_in},
         )  # fmt: skip
         self.engine = TinyEngine(cfg, MODEL, max_requests=MAX_REQUESTS)

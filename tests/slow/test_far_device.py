@@ -189,7 +189,7 @@ def test_a_graph_of_streaming_is_exact_for_sequences_of_any_length(
 def test_hgca_keeps_the_same_tokens_there_as_on_the_host(device: torch.device, dtype: torch.dtype) -> None:
     """Pages leave the window, tokens are judged and attended by the CPU, a prompt goes on from a cached prefix."""
     settings = config(
-        method="hgca", tiers="separate", exact_layers=[0], hgca={"window_tokens": 2 * PAGE, "beta": 0.8},
+        method="hgca", exact_layers=[0], hgca={"window_tokens": 2 * PAGE, "beta": 0.8},
         metrics={"sample_interval": 2},
     )  # fmt: skip
     tolerance = 1e-4 if dtype is torch.float32 else 3e-2

@@ -29,7 +29,7 @@ EXACT = 0  # the exact layer
 def engine(kernels: str, deadline: float = 20, layers: int = LAYERS, replayed: bool = True, **keys: object) -> Engine:
     """Both kinds draw the same random numbers: they look ahead in the same steps, the sampled ones."""
     base: dict[str, object] = {
-        "tiers": "separate", "frames_per_request": FRAMES, "exact_layers": [EXACT], "device_kernels": kernels,
+        "frames_per_request": FRAMES, "exact_layers": [EXACT], "device_kernels": kernels,
         "whole_layers": [],
         "recall": {"intervals": INTERVAL}, "metrics": {"sample_interval": 1},
         "workers": {"threads": 2, "deadline_seconds": deadline},
@@ -263,4 +263,4 @@ def test_a_forward_that_raised_leaves_no_selection_behind() -> None:
 )
 def test_what_the_kernels_cannot_serve_is_refused(keys: dict[str, object], fix: str) -> None:
     with pytest.raises(ConfigError, match=fix):
-        Engine(config(**{"tiers": "separate", "device_kernels": "triton", **keys}), spec(LAYERS))
+        Engine(config(**{"device_kernels": "triton", **keys}), spec(LAYERS))

@@ -17,7 +17,7 @@ PAGE, CONTEXT = 32, 32_736
 @pytest.mark.parametrize("thresholds", [[16_384], [500_000]], ids=["two groups of heads", "one group"])
 def test_headinfer_is_exact_at_32k_tokens(thresholds: list[int]) -> None:
     """Every output is dense attention in fp64, to 1e-5: Qwen2.5-0.5B's heads, buffers of an eighth of the context."""
-    keys = {"method": "headinfer", "tiers": "separate", "page_size": PAGE, "staging_tokens": 4096}
+    keys = {"method": "headinfer", "page_size": PAGE, "staging_tokens": 4096}
     config = config_from_mapping({**keys, "headinfer": {"group_thresholds": thresholds}}, "test")
     spec = ModelSpec(2, num_heads=14, num_kv_heads=2, head_dim=64, scale=0.125, dtype=torch.float32)
     engine = Engine(config, spec, num_pages=1100, max_requests=2, query_scale=3.0)

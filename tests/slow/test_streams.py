@@ -34,7 +34,7 @@ def check_steps(
     }  # fmt: skip
     shape = spec(LAYERS)
     far = Engine(config(**keys), shape, num_pages=64, max_requests=ROWS, device=device)
-    near = Engine(config(**keys, tiers="separate", device_kernels=kernels), shape, num_pages=64, max_requests=ROWS)
+    near = Engine(config(**keys, device_kernels=kernels), shape, num_pages=64, max_requests=ROWS)
     replay_as_a_graph(far, capture)
     chance, born = random.Random(5), 0
     try:

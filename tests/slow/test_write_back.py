@@ -38,7 +38,7 @@ def check(device: torch.device, name: str, seed: int, steps: int = 7, order: Ord
     """Chunks that end anywhere in a page, beside decoding rows, against the same on a CPU by native kernels."""
     keys, shape = {"metrics": {"sample_interval": 1}, **KEYS[name]}, spec(3)  # both draw as many predictions
     far = Engine(config(**keys), shape, num_pages=64, max_requests=4, device=device)
-    near_keys = {"tiers": "separate"} | keys if name == "scout" else keys
+    near_keys = {} | keys if name == "scout" else keys
     near = Engine(config(**near_keys, device_kernels="native"), shape, num_pages=64, max_requests=4)
     work: list[dict[str, int]] = [{"a": 2 * PAGE + 3, "b": 7}, {"c": 21}, {"c": 40, "a": 1}, {"c": 19, "b": 1}]
     work += [{"a": 1, "b": 1, "c": 1}, {"d": 30}, {"d": 1, "a": 1}]

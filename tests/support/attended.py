@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_backend.execution.fused import FusedStep
 from hybrid_backend.execution.step import DecodeStep
+from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels.operations import Selection
 from hybrid_backend.methods.clo import Clo
 from hybrid_backend.methods.hgca import Hgca
+from hybrid_backend.methods.quest import Quest
 from hybrid_backend.methods.scout import Scout
 from hybrid_backend.methods.selective import Selective
 from hybrid_backend.runtime import HybridRuntime
@@ -85,7 +86,8 @@ class Witness:
             if int(method.budgets(rows)[r]) < int(rows.num_pages[r]):
                 tokens = method.covered(runtime.executor, layer, rows, r)
             return Attended(~nothing if tokens is None else tokens, nothing, None)
-        if isinstance(method, Selective) and isinstance(runtime.executor, FusedStep):
+        if isinstance(method, Quest):
+            assert isinstance(runtime.executor, InPlaceStep)
             return Attended(self._by_pages(runtime.executor.selected(rows, r), nothing), nothing, None)
         if isinstance(method, Selective):
             chosen = self._selected[layer]

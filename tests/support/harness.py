@@ -19,13 +19,15 @@ from tests.support.gpu import DEVICE, ON_GPU
 PAGE = 16
 WITNESSED = 2e-5  # of outputs in fp32, against fp64
 METHODS: dict[str, dict[str, Any]] = {
+    "quest": {"method": "quest"},
     "scout": {},
-    "scout, separate": {"tiers": "separate"},
     "dense": {"method": "dense"},
     "hgca": {"method": "hgca"},
     "clo": {"method": "clo"},
     "infinigen": {"method": "infinigen"},
-    "headinfer": {"method": "headinfer", "tiers": "separate"},
+    "headinfer": {
+        "method": "headinfer",
+    },
     "apex": {"method": "apex", "apex": {"strategy": "lockstep"}},
 }
 """Keys of `config` for each method; all are exact while the context is short."""
@@ -34,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def config(**keys: object) -> HybridConfig:
     """A scout configuration with small pages; ``keys`` override."""
     base: dict[str, object] = {
+        "method": "scout",
         "page_size": PAGE,
         "budget_tokens": 4 * PAGE,
         "sinks": 1,

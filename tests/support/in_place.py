@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.config import HybridConfig, apply_overrides, config_from_mapping, load_mapping, shipped_configs
-from hybrid_backend.execution.fused import FusedStep
+from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import codes, cpu
 from hybrid_backend.kernels.cpu import operations
 from hybrid_backend.kernels.in_place_oracle import CodeFunctions, InPlaceOracle, InPlaceSettings, Ranking, layer_budgets
@@ -89,7 +89,7 @@ class CheckedEngine(Engine):
             patch.setattr(cpu, "Decoder", partial(cpu.Decoder, isa=self.isa))
             super().__post_init__()
         executor = self.runtime.executor
-        assert isinstance(executor, FusedStep)
+        assert isinstance(executor, InPlaceStep)
         self.fused = executor
         forward, release, begin = self.runtime.forward, self.runtime.release, executor._decoder.begin
         self.layer_budgets = torch.empty(0)

@@ -117,7 +117,7 @@ BAD = [
     ("method: Scout", ["method", "'Scout'", "a lowercase method name such as scout"]),
     ("sparse: alway", ["sparse", "'alway'", "auto, always, never", "did you mean always?"]),
     ("sparse: false", ["sparse", "false", "auto, always, never"]),
-    ("tiers: both", ["tiers", "'both'", "auto, separate, unified"]),
+    ("sparse: both", ["sparse", "'both'", "auto, always, never"]),
     ("frames_per_request: all", ["frames_per_request", "'all'", "auto, or an integer >= 1"]),
     ("frames_per_request: 9223372036854775807", ["frames_per_request", "9223372036854775807", "at most 2147483647"]),
     ("frames_per_request: AUTO", ["frames_per_request", "'AUTO'", "did you mean auto?"]),
@@ -293,7 +293,7 @@ def test_an_empty_mapping_is_the_documented_default():
     config = config_from_mapping({}, "test")
     assert config == HybridConfig()
     assert (config.method, config.page_size, config.budget_tokens, config.budget_pages) == (
-        "scout",
+        "auto",
         32,
         2048,
         64,
@@ -424,7 +424,6 @@ CHANGES = [
     "sinks=2",
     "recent=1",
     "sparse=always",
-    "tiers=unified",
     "frames_per_request=99",
     "exact_layers=[0]",
     "selection.granularity=kv_head",
@@ -572,7 +571,7 @@ def test_every_shipped_file_is_listed_here_loads_and_fits_its_model():
     for path in shipped_configs():
         config = load_config(path)
         config.validate_for(SHIPPED_FOR[path.name][0], source=path.name)
-        assert config.sparse == "auto" and config.method == "scout"
+        assert config.sparse == "auto" and config.method == "auto"
         assert "threshold" not in load_mapping(path).get("recall", {}), f"{path.name}: a server does not read it"
 
 

@@ -37,14 +37,14 @@ def lines(groups: int = 1, **keys: object) -> list[tuple[int, str]]:
 
 def test_one_line_names_what_serves() -> None:
     best = library.isas()[0]
-    assert lines() == [
+    assert lines(method="quest") == [
         (
             logging.INFO,
-            "hybrid backend: method scout, host pool 2.3 MiB (3,200 tokens), budget 64 tokens, "
+            "hybrid backend: method quest, host pool 2.3 MiB (3,200 tokens), budget 64 tokens, "
             f"digests minmax_and_int8, kernels native ({best}), in place on {torch.get_num_threads()} threads",
         )
     ]
-    ((_, shared),) = lines(groups=2)
+    ((_, shared),) = lines(groups=2, method="quest")
     assert "(1,600 tokens)" in shared
 
 
@@ -65,6 +65,6 @@ def test_who_asks_for_torch_is_not_warned(without_library: None) -> None:
     assert len(lines(workers={"threads": 2, "kernel": "torch"})) == 1
 
 
-def test_with_separate_tiers_the_workers_attend() -> None:
-    ((_, line),) = lines(tiers="separate")
+def test_where_pages_are_copied_the_workers_attend() -> None:
+    ((_, line),) = lines(method="scout")
     assert line.endswith("2 worker threads")

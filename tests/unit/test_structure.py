@@ -20,6 +20,7 @@ LAYERS = [
     ["warm_up"],
     ["runtime"],
     ["methods"],
+    ["in_place"],
     ["execution"],
     ["tiers", "workers"],
     ["attention"],

@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from hybrid_backend.config import HybridConfig, config_from_mapping, resolve_config
 from hybrid_backend.config.reading import parse_json
 from hybrid_backend.engines.sglang import BACKEND
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.host_memory import RESERVE, System, check_pool, room
+from hybrid_backend.methods import with_method
 
 ENV_RESOLVED = "HYBRID_SGLANG_CONFIG"  # JSON; set by `hybrid serve` only
 
@@ -33,12 +36,18 @@ def chosen(arguments: Any) -> bool:
 
 
 def config_of(arguments: Any) -> HybridConfig:
-    """The configuration for these server arguments."""
+    """Return the configuration for these server arguments, with the name of the method that ``auto`` stands for."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
     resolved = os.environ.get(ENV_RESOLVED)
     if resolved:
-        return config_from_mapping(parse_json(resolved, ENV_RESOLVED, f"unset {ENV_RESOLVED}"), ENV_RESOLVED)
-    name = arguments.served_model_name or arguments.model_path
-    return resolve_config(str(name), None, os.environ)[0]
+        config = config_from_mapping(parse_json(resolved, ENV_RESOLVED, f"unset {ENV_RESOLVED}"), ENV_RESOLVED)
+    else:
+        config = resolve_config(str(arguments.served_model_name or arguments.model_path), None, os.environ)[0]
+    # A platform gets a recorder around the arguments; the model's configuration is kept with those inside it.
+    model = model_config_of(getattr(arguments, "_cfg", arguments))
+    heads, kv_heads = model.num_attention_heads, model.get_num_kv_heads(1)
+    return with_method(config, heads, kv_heads, model.head_dim, torch.device(arguments.device))
 
 
 def host_pool_bytes(config: HybridConfig, weights: int | None = None, system: System | None = None) -> int:

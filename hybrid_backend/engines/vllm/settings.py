@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hybrid_backend.config import HybridConfig, config_from_mapping, resolve_config
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.methods import with_method
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,8 +39,17 @@ def attach_config(vllm_config: VllmConfig) -> HybridConfig:
         config, _ = resolve_config(str(name), explicit, os.environ)
     else:
         config = config_from_mapping(explicit, f"--additional-config: {ADDITIONAL_CONFIG_KEY}")
+    config = _with_method(vllm_config, config)
     replace_config(vllm_config, config)
     return config
+
+
+def _with_method(vllm_config: VllmConfig, config: HybridConfig) -> HybridConfig:
+    """Return ``config`` with the name of the method that ``method: auto`` stands for on the engine's device."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
+    device = torch.device(vllm_config.device_config.device_type)
+    return with_method(config, heads, kv_heads, model.get_head_size(), device)
 
 
 def replace_config(vllm_config: VllmConfig, config: HybridConfig) -> None:

@@ -58,11 +58,11 @@ def configured(model: str, config: Mapping[str, Any]) -> HybridConfig:
     Raises:
         ConfigError: a value, method or kernel that it would refuse.
     """
-    from hybrid_backend.methods import resolve_method
+    from hybrid_backend.methods import check_method_name
     from hybrid_backend.workers import resolve_kernel
 
     settings, _ = resolve_config(model, None, os.environ, _overrides(config))
-    resolve_method(settings.method)
+    check_method_name(settings.method)
     resolve_kernel(settings.workers.kernel)
     return settings
 

@@ -190,12 +190,12 @@ def _mistake(source: str, mapping: Mapping[str, Any]) -> str | None:
 
 def _names(config: HybridConfig) -> list[Finding]:
     """Names that the schema cannot know."""
-    from hybrid_backend.methods import resolve_method
+    from hybrid_backend.methods import check_method_name
     from hybrid_backend.workers import resolve_kernel
 
     findings = []
     for resolve, name, key in (
-        (resolve_method, config.method, "method"),
+        (check_method_name, config.method, "method"),
         (resolve_kernel, config.workers.kernel, "workers.kernel"),
     ):
         try:

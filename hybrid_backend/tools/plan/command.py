@@ -46,7 +46,7 @@ def plan(
 ) -> None:
     """What fits where: memory, largest batch and context, and expected speed of every method against stock."""
     from hybrid_backend.hardware import find_hardware
-    from hybrid_backend.methods import resolve_method
+    from hybrid_backend.methods import check_method_name
     from hybrid_backend.tools.plan.local import LocalMachine
     from hybrid_backend.tools.plan.model import find_shape, served_name
     from hybrid_backend.tools.plan.report import Request, changed, make_plan
@@ -65,7 +65,7 @@ def plan(
     different = parse_what_if(what_if) if what_if else None
     named = served_name(model)
     settings = resolve_config(_config_name(named), config, os.environ, overrides or ())[0]
-    resolve_method(settings.method)
+    check_method_name(settings.method)
     shape = find_shape(model, dtype)
     if shape.name != model and not model.endswith(".json"):
         typer.echo(f"{model}: its config.json is not here; planned as {shape.name}, its kin", err=True)

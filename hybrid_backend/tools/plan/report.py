@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.card import Card
@@ -23,7 +25,7 @@ from hybrid_backend.engines.vllm.footprint import (
 )
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import Hardware
-from hybrid_backend.methods import method_names, resolve_method
+from hybrid_backend.methods import method_names, resolve_method, with_method
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.simulate import StepTime, WhatIf, decode_step, simulated_methods
 
@@ -111,6 +113,10 @@ def make_plan(request: Request) -> Plan:
     devices = request.hardware.gpus if request.hardware else 1
     room = _room(request, devices)
     blocks = Blocks.of(request.shape, request.config.page_size)
+    device = torch.device("cpu" if room.on_host else "cuda")
+    shape = request.shape
+    settled = with_method(request.config, shape.heads, shape.kv_heads, shape.head_dim, device)
+    request = replace(request, config=settled)
     names = request.methods or tuple(method_names())
     candidates: list[Candidate] = [StockMemory(request.shape, blocks, room)]
     for name in names:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods import resolve_method
+from hybrid_backend.methods import Method, resolve_method
 from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.methods.registry import AUTO
 from hybrid_backend.tools.plan.hardware.measure import torch_device
 from hybrid_backend.tools.profile.gates import GateOptions
 from hybrid_backend.tools.profile.summary import Thresholds
@@ -44,13 +45,18 @@ class Options:
     device: str = "cpu"
 
 
+def method_of(config: HybridConfig) -> type[Method]:
+    """Return the method that is profiled. ``auto`` is profiled for `scout`, because `quest` needs less of the same."""
+    return resolve_method("scout" if config.method == AUTO else config.method)
+
+
 def check_options(config: HybridConfig, options: Options) -> None:
     """Refuse options that cannot be measured with, before a model is loaded.
 
     Raises:
         ConfigError: a number out of range, or a context that leaves nothing to select.
     """
-    method, limits = resolve_method(config.method), options.limits
+    method, limits = method_of(config), options.limits
     torch_device(options.device)
     if not -1 <= limits.cosine <= 1:
         raise ConfigError(f"--min-cosine: got {limits.cosine}, expected a number from -1 to 1")

@@ -15,7 +15,6 @@ from hybrid_backend.config import HeadScores, HybridConfig, config_from_mapping,
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.reading import is_folder
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods import resolve_method
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.pictures import can_draw
@@ -25,7 +24,7 @@ from hybrid_backend.tools.profile.gates import passkeys
 from hybrid_backend.tools.profile.heads import head_scores, write_heads
 from hybrid_backend.tools.profile.measuring import ALONE, TOGETHER, Measuring, gates_title, longer, window_title
 from hybrid_backend.tools.profile.network import Network, load
-from hybrid_backend.tools.profile.options import Options, check_options, needed_tokens
+from hybrid_backend.tools.profile.options import Options, check_options, method_of, needed_tokens
 from hybrid_backend.tools.profile.report import (
     ahead_kinds,
     check_table,
@@ -358,7 +357,7 @@ class _Run:
         """
         sparse = [layer for layer in layers if not layer.why]
         foreseen = [layer.layer for layer in sparse if layer.predicted]
-        method = resolve_method(self.config.method)
+        method = method_of(self.config)
         if not foreseen or not method.looks_ahead(self.config, torch.device("cuda")):
             return None
         probes, everything = inputs.probes(inputs.used), tuple(layer.layer for layer in sparse)
@@ -389,7 +388,7 @@ class _Run:
             return None
         least = config.sinks + config.recent + 1
         sizes, why_not = sizes_of(config.budget_pages, least, self._most_pages()), ""
-        if not resolve_method(config.method).budgets_vary:
+        if not method_of(config).budgets_vary:
             why_not = f"method {config.method} has none"
         elif not inputs.asked:
             why_not = "they are found by lookups, too; write --lookups 1 or more"

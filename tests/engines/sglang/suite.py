@@ -48,7 +48,7 @@ def stock(folder: Path, model_dir: Path) -> AbstractContextManager[Server]:
 def exact_server(folder: Path, model_dir: Path, tiers: str) -> Iterator[Server]:
     """Separate tiers as `hybrid serve` starts them; unified ones by SGLang's own command line and a file."""
     if tiers == "separate":
-        config = {"tiers": "separate", "frames_per_request": 440, "host_pool.size": POOL}
+        config = {"frames_per_request": 440, "host_pool.size": POOL}
         with hybrid_server(folder, config, [*FLAGS, "--max-running-requests", "4"]) as server:
             yield server
         return
@@ -60,7 +60,7 @@ def exact_server(folder: Path, model_dir: Path, tiers: str) -> Iterator[Server]:
 
 
 def method_server(folder: Path, method: str) -> AbstractContextManager[Server]:
-    keys = {"method": method, "tiers": "separate", "host_pool.size": "256MiB", **METHODS[method].keys}
+    keys = {"method": method, "host_pool.size": "256MiB", **METHODS[method].keys}
     flags = ["--dtype", "float32", "--chunked-prefill-size", "512", "--max-running-requests", "4"]
     return hybrid_server(folder, keys, flags)
 

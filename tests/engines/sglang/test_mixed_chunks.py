@@ -84,7 +84,7 @@ class Scheduler:
 
 @pytest.fixture
 def scheduler() -> Iterator[Scheduler]:
-    made = Scheduler(method="hgca", tiers="separate", hgca={"window_tokens": 4 * PAGE})
+    made = Scheduler(method="hgca", hgca={"window_tokens": 4 * PAGE})
     yield made
     made.session.runtime.close()
 
@@ -137,7 +137,7 @@ def test_flushing_the_cache_takes_the_frames_of_every_row_back(scheduler: Schedu
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    keys = {"method": "hgca", "tiers": "separate", "host_pool.size": "256MiB", "hgca.window_tokens": 1024}
+    keys = {"method": "hgca", "host_pool.size": "256MiB", "hgca.window_tokens": 1024}
     with hybrid_server(tmp_path_factory.mktemp("mixed"), keys, FLAGS) as running:
         yield running
 

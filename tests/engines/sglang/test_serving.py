@@ -39,7 +39,6 @@ EXACT_LAYERS = set(CONFIG.exact_layers)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = {
-        "tiers": "separate",
         "frames_per_request": SLOTS,
         "budget_tokens": 1024,
         "selection.digest": "codes",

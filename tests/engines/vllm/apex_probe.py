@@ -450,7 +450,7 @@ def main(folder: Path, names: list[str]) -> None:
     with serving() as engine:
         write("stock", engine, stock)
     apex = {"strategy": "overlap", "device_tokens": DEVICE_TOKENS}
-    with serving({"method": "apex", "page_size": PAGE, "tiers": "separate", "apex": apex}) as engine:
+    with serving({"method": "apex", "page_size": PAGE, "apex": apex}) as engine:
         for name in names:
             engine.follow("overlap")
             write(name, engine, CASES[name])

@@ -93,7 +93,6 @@ _EXACT = {
 }
 # What the frames cannot hold is the CPU's, by the real query, and the budget is everything: nothing is approximate.
 _ON_CPU = _EXACT | {
-    "tiers": "separate",
     "frames_per_request": 4,
     "budget_tokens": 20 * PAGE,
     "lookahead": {"enabled": True, "partial_query": "real"},
@@ -101,7 +100,7 @@ _ON_CPU = _EXACT | {
 # The shortest prompt is on the device, the others are the CPU's; rows wait from one step to the next if they can.
 _PARKED = {**_SERVED, "method": "apex", "apex": {"device_tokens": 5 * PAGE}}
 _OVERLAP = _PARKED | {"apex": {"device_tokens": 5 * PAGE, "strategy": "overlap"}}
-_SPARSE = _EXACT | {"tiers": "separate", "frames_per_request": 4, "recall": {"intervals": 2}}
+_SPARSE = _EXACT | {"frames_per_request": 4, "recall": {"intervals": 2}}
 
 
 @contextmanager

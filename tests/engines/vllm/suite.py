@@ -67,6 +67,6 @@ def exact_server(folder: Path, model_dir: Path, tiers: str) -> AbstractContextMa
 
 
 def method_server(folder: Path, method: str) -> AbstractContextManager[Server]:
-    keys = {"method": method, "tiers": "separate", "host_pool.size": "512MiB", **METHODS[method].keys}
+    keys = {"method": method, "host_pool.size": "512MiB", **METHODS[method].keys}
     flags = ["--dtype", "float32", "--max-num-batched-tokens", "512", "--enforce-eager", "--max-num-seqs", "32"]
     return hybrid_server(folder, keys, flags)

@@ -40,7 +40,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags += ["--shutdown-timeout", "240"]  # a busy machine answers slowly
     config = {
         "host_pool.size": "512MiB",
-        "tiers": "separate",
         "frames_per_request": 80,
         "lookahead.partial_query": "predicted",
     }

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 def test_a_forward_that_raised_abandons_its_step() -> None:
     """Its CPU jobs are given up and the step is not ended as if all layers had run; the next one is exact."""
-    engine = Engine(config(tiers="separate", sparse="never", frames_per_request=4), spec(layers=3))
+    engine = Engine(config(sparse="never", frames_per_request=4), spec(layers=3))
     session = Session.__new__(Session)  # of an engine that is this test
     session.runtime, session._step, session._unheard, session._sinks = engine.runtime, None, None, Sinks([])
     abandoned, method = [], engine.runtime.method

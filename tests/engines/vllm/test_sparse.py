@@ -49,7 +49,7 @@ ANIMAL = {
     "required": ["animal", "legs"],
     "additionalProperties": False,
 }
-KEYS = {"tiers": "separate", "budget_tokens": 1024, "host_pool.size": "1GiB", "metrics.sample_interval": 8}
+KEYS = {"budget_tokens": 1024, "host_pool.size": "1GiB", "metrics.sample_interval": 8}
 STEPS = 96
 
 

@@ -43,7 +43,7 @@ def test_a_session_tells_the_runtime_of_imported_pages() -> None:
     from hybrid_backend.engines.vllm.session import Session
     from hybrid_backend.engines.vllm.stock_pages import stock_order
 
-    engine = Engine(config(tiers="separate", selection={"digest": "minmax"}), replace(spec(layers=3), head_dim=32))
+    engine = Engine(config(selection={"digest": "minmax"}), replace(spec(layers=3), head_dim=32))
     session = Session.__new__(Session)  # of an engine that is this test
     session.runtime = engine.runtime
     try:

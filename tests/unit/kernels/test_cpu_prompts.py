@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_backend.attention.in_place import InPlacePrompts
 from hybrid_backend.errors import WorkerError
+from hybrid_backend.in_place.prompts import InPlacePrompts
 from hybrid_backend.kernels import cpu
 from hybrid_backend.step import ModelSpec
 from tests.support import cases

@@ -31,14 +31,14 @@ SHAPES = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
-    "separate": {"tiers": "separate"},
-    "separate, few slots": {"tiers": "separate", "frames_per_request": 6, "exact_layers": [0, 1], "staging_tokens": 64},
-    "separate, much staging": {"tiers": "separate", "staging_tokens": 10**6},
-    "unified, ahead": {"tiers": "unified", "lookahead": {"enabled": True}},
-    "digests as they are": {"tiers": "unified", "selection": {"digest": "minmax"}, "exact_layers": [3]},
-    "codes": {"tiers": "unified", "selection": {"digest": "codes"}},
-    "codes, separate": {"tiers": "separate", "selection": {"digest": "codes"}},
-    "large pages": {"tiers": "separate", "page_size": 32, "budget_tokens": 128, "recent": 2},
+    "separate": {},
+    "separate, few slots": {"frames_per_request": 6, "exact_layers": [0, 1], "staging_tokens": 64},
+    "separate, much staging": {"staging_tokens": 10**6},
+    "unified, ahead": {"method": "quest", "lookahead": {"enabled": True}},
+    "digests as they are": {"method": "quest", "selection": {"digest": "minmax"}, "exact_layers": [3]},
+    "codes": {"method": "quest", "selection": {"digest": "codes"}},
+    "codes, separate": {"selection": {"digest": "codes"}},
+    "large pages": {"page_size": 32, "budget_tokens": 128, "recent": 2},
 }
 OF_METHOD: dict[str, dict[str, Any]] = {
     "clo": {"clo": {"persistent": ["1:0", "3:0"]}},
@@ -72,7 +72,7 @@ def test_these_cases_are_no_zeros() -> None:
     """Of every gauge, some case above has something to plan."""
     largest_seen: dict[str, int] = {}
     for method in method_names():
-        for keys in [*CONFIGS.values(), {"tiers": "separate", "device_kernels": "triton"}]:  # the GPU's has mailboxes
+        for keys in [*CONFIGS.values(), {"device_kernels": "triton"}]:  # the GPU's has mailboxes
             cfg = config(**{"method": method, **keys, **OF_METHOD.get(method, {})})
             for name, value in planned(SHAPE, cfg).gauges(PAGES, REQUESTS).items():
                 largest_seen[name] = max(value, largest_seen.get(name, 0))
@@ -94,7 +94,7 @@ def test_these_cases_are_no_zeros() -> None:
 )
 def test_the_device_kernels_state_is_planned_too(method: str, keys: dict[str, Any]) -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    base = {"tiers": "separate", "device_kernels": "triton", "exact_layers": [0], "frames_per_request": 6}
+    base = {"device_kernels": "triton", "exact_layers": [0], "frames_per_request": 6}
     cfg = config(method=method, **base, **keys)
     gauges_agree(SHAPE, cfg)
     gauges_agree(SHAPES["bf16"], cfg, pages=200, requests=5)
@@ -137,7 +137,7 @@ def test_any_shape_is_planned_exactly(
 @pytest.mark.parametrize("requests", [1, 2])
 def test_context_caches_never_outgrow_the_plan(requests: int) -> None:
     """With beta near 0 every token between sinks and window is kept: one request then takes exactly what it must."""
-    cfg = config(method="hgca", tiers="separate", hgca={"window_tokens": 2 * PAGE, "beta": 1e-6})
+    cfg = config(method="hgca", hgca={"window_tokens": 2 * PAGE, "beta": 1e-6})
     engine = Engine(cfg, spec_of(SHAPE), num_pages=128, max_requests=2)
     memory, tokens = planned(SHAPE, cfg), 20 * PAGE
     for name in ("a", "b")[:requests]:
@@ -157,7 +157,7 @@ def test_context_caches_never_outgrow_the_plan(requests: int) -> None:
 @pytest.mark.parametrize("pages", [9, 10, 40, 60, 129])
 def test_second_level_digests_never_outgrow_the_plan(pages: int) -> None:
     cfg = config(
-        tiers="unified",
+        method="quest",
         sparse="always",
         lookahead={"enabled": False},
         selection={"candidates": 1, "interval": 1},
@@ -179,7 +179,7 @@ def test_second_level_digests_never_outgrow_the_plan(pages: int) -> None:
 @pytest.mark.parametrize("granularity", ["layer", "kv_head"])
 def test_pages_that_are_kept_to_select_among_never_outgrow_the_plan(granularity: str) -> None:
     selection = {"candidates": 0, "interval": 3, "granularity": granularity}
-    cfg = config(tiers="unified", sparse="always", lookahead={"enabled": False}, selection=selection, exact_layers=[0])
+    cfg = config(method="quest", sparse="always", lookahead={"enabled": False}, selection=selection, exact_layers=[0])
     engine = Engine(cfg, spec_of(SHAPE), num_pages=64, max_requests=1)
     engine.add("long", 40 * PAGE)
     engine.step({"long": 40 * PAGE}, tolerance=None)

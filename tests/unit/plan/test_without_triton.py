@@ -46,7 +46,7 @@ import torch
 from hybrid_backend.errors import ConfigError
 from tests.support.harness import Engine, config, spec
 try:
-    Engine(config(method="scout", tiers="separate", device_kernels="triton"), spec())
+    Engine(config(method="scout", device_kernels="triton"), spec())
 except ConfigError as error:
     print(error)
 """

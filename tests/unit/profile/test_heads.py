@@ -32,7 +32,7 @@ GATES = {"query_head": [[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]], "kv_head": 
 
 
 def config(enabled: bool) -> HybridConfig:
-    keys = {"page_size": 16, "budget_tokens": 96, "tiers": "separate", "lookahead": {"enabled": enabled}}
+    keys = {"page_size": 16, "budget_tokens": 96, "lookahead": {"enabled": enabled}}
     return config_from_mapping(keys, "test")
 
 

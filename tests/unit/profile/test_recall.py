@@ -31,7 +31,7 @@ class _Scaled(torch.nn.Module):
 @pytest.mark.parametrize("interval", [1, 4, NEVER])
 def test_the_simulation_counts_what_the_engine_counts(interval: int, granularity: str) -> None:
     """A sequence decoded by the real runtime; its queries and keys, measured afterwards."""
-    keys: dict[str, Any] = {"tiers": "separate", "selection": {"granularity": granularity}, "frames_per_request": 6}
+    keys: dict[str, Any] = {"selection": {"granularity": granularity}, "frames_per_request": 6}
     keys["recall"] = {"enabled": interval != NEVER, "intervals": max(1, interval)}
     cfg = config(**keys, sparse="always", metrics={"sample_interval": 0})
     engine = Engine(cfg, spec(layers=2))
@@ -64,7 +64,7 @@ def test_the_simulation_counts_what_the_engine_counts(interval: int, granularity
 
 def _ratios(chosen: list[list[int]], pages: int, frames: int, intervals: list[int], phase: int = 0) -> Tensor:
     """A budget of two pages, whole ones, of which these are selected at each step; a third one grows."""
-    cfg = config(budget_tokens=3 * PAGE, sinks=0, recent=1, sparse="always", tiers="separate")
+    cfg = config(budget_tokens=3 * PAGE, sinks=0, recent=1, sparse="always")
     scores = torch.zeros(len(chosen), 1, pages + 1)
     for step, ids in enumerate(chosen):
         scores[step, 0, ids] = 1.0

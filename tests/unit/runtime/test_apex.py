@@ -18,14 +18,13 @@ from tests.support.tiny_engine import TinyEngine, TinyModel
 
 LAYERS = 4
 MODEL = TinyModel(LAYERS)
-TIERS = pytest.mark.parametrize("tiers", ["separate", "unified"])
 STRATEGIES = pytest.mark.parametrize("strategy", ["gpu", "lockstep", "overlap", "auto"])
 
 
-def engine(strategy: str = "overlap", tiers: str = "unified", pages: int = 8, **keys: Any) -> TinyEngine:
+def engine(strategy: str = "overlap", pages: int = 8, **keys: Any) -> TinyEngine:
     apex = {"strategy": strategy, "device_tokens": pages * PAGE, **keys.pop("apex", {})}
     parks = keys.pop("parks", True)
-    return TinyEngine(config(method="apex", tiers=tiers, apex=apex, **keys), MODEL, parks=parks)
+    return TinyEngine(config(method="apex", apex=apex, **keys), MODEL, parks=parks)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -47,11 +46,10 @@ def questions_of(running: TinyEngine) -> PoolQuestions:
 # --- answers ---
 
 
-@TIERS
 @STRATEGIES
-def test_every_request_gets_the_model_s_tokens_wherever_it_is(strategy: str, tiers: str) -> None:
+def test_every_request_gets_the_model_s_tokens_wherever_it_is(strategy: str) -> None:
     """More than the device holds, so that some are on the CPU; they grow, so that some are evicted and come back."""
-    running = engine(strategy, tiers)
+    running = engine(strategy)
     for i, length in enumerate((40, 70, 33, 5, 90)):
         running.add(f"r{i}", prompt(length))
         running.step()
@@ -62,16 +60,15 @@ def test_every_request_gets_the_model_s_tokens_wherever_it_is(strategy: str, tie
     assert gauges["hybrid_moved_requests"] > 0
     assert gauges["hybrid_resident_requests"] > 0
     assert (stats.cpu_ratio() > 0) == (strategy != "gpu")
-    assert (gauges["hybrid_copied_bytes"] > 0) == (tiers == "separate")
+    assert gauges["hybrid_copied_bytes"] > 0
     assert {done for done, _ in stats.steps} <= (
         {"gpu", strategy} if strategy != "auto" else {"overlap", "lockstep", "gpu"}
     )
     running.close()
 
 
-@TIERS
-def test_a_request_on_the_cpu_yields_a_token_in_as_many_steps_as_layers_and_one(tiers: str) -> None:
-    running = engine(tiers=tiers, pages=1)
+def test_a_request_on_the_cpu_yields_a_token_in_as_many_steps_as_layers_and_one() -> None:
+    running = engine(pages=1)
     running.add("a", prompt(20))
     with settled(questions_of(running)):
         while len(running.requests["a"].answer) < 5:
@@ -118,10 +115,9 @@ def test_a_late_answer_delays_its_own_row_only_and_changes_no_token() -> None:
 # --- lives ---
 
 
-@TIERS
 @pytest.mark.parametrize("phase", range(LAYERS + 2))
-def test_an_abort_or_preemption_in_any_phase_leaves_nothing_and_disturbs_nobody(tiers: str, phase: int) -> None:
-    running = engine(tiers=tiers, pages=1)
+def test_an_abort_or_preemption_in_any_phase_leaves_nothing_and_disturbs_nobody(phase: int) -> None:
+    running = engine(pages=1)
     for name, length in (("a", 40), ("b", 21), ("c", 35)):
         running.add(name, prompt(length))
     running.step()
@@ -252,18 +248,6 @@ def test_the_rule_s_ratio_and_bound_are_reported() -> None:
     ((done, wanted),) = running.runtime.stats.steps
     assert wanted == ("pipeline" if gauges["hybrid_speed_ratio"] < gauges["hybrid_speed_bound"] else "overlap")
     assert done in ("lockstep", "overlap")
-    running.close()
-
-
-def test_unbounded_unified_tiers_have_nothing_on_the_cpu_and_are_fused() -> None:
-    cfg = config(method="apex", tiers="unified")
-    running = TinyEngine(cfg, MODEL)
-    running.add("a", prompt(100))
-    for _ in range(3):
-        running.step()
-    assert type(running.runtime.executor).__name__ == "FusedStep"
-    assert not resolve_method("apex").may_park(cfg, torch.device("cpu"))
-    assert_right(running)
     running.close()
 
 

@@ -30,13 +30,13 @@ class Params:
         self.extra_args = extra_args or None
 
 
-@pytest.mark.parametrize("tiers", ["unified", "separate"])
-def test_each_row_attends_the_budget_that_its_request_asked_for(tiers: str) -> None:
+@pytest.mark.parametrize("method", ["quest", "scout"])
+def test_each_row_attends_the_budget_that_its_request_asked_for(method: str) -> None:
     """Requests of one step, whose outputs are checked against fp64 attention of what each says that it attended."""
-    keys = {"sparse": "always", "tiers": tiers, "frames_per_request": 10, "metrics": {"sample_interval": 0}}
+    keys = {"sparse": "always", "method": method, "frames_per_request": 10, "metrics": {"sample_interval": 0}}
     engine = Engine(config(**keys), spec(), num_pages=200, is_witnessed=True)
     asked = {"none": 0, "less": 3 * PAGE - 5, "more": 8 * PAGE, "all": 1000 * PAGE, "least": 1}
-    expected = {"none": 4, "less": 3, "more": 8, "all": PAGES + 1 if tiers == "unified" else 10, "least": 3}
+    expected = {"none": 4, "less": 3, "more": 8, "all": PAGES + 1 if method == "quest" else 10, "least": 3}
     try:
         for name, budget in asked.items():
             engine.add(name, PAGES * PAGE).budget = budget
@@ -51,15 +51,14 @@ def test_each_row_attends_the_budget_that_its_request_asked_for(tiers: str) -> N
         engine.close()
 
 
-@pytest.mark.parametrize("tiers", ["unified", "separate"])
-@pytest.mark.parametrize("method", ["scout", "infinigen"])
+@pytest.mark.parametrize("method", ["quest", "scout", "infinigen"])
 def test_each_layer_of_scout_attends_its_factor_of_every_rows_budget(
-    method: str, tiers: str, monkeypatch: pytest.MonkeyPatch
+    method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At least what is always attended and one page more, which others then have less; a row that leaves
     nothing out has no budget."""
     keys = {"method": method, "sparse": "always", "frames_per_request": 10, "metrics": {"sample_interval": 0}}
-    cfg = config(**keys, tiers=tiers, exact_layers=[2], budget_factors=[0.25, 1.5, 1, 1.25])
+    cfg = config(**keys, exact_layers=[2], budget_factors=[0.25, 1.5, 1, 1.25])
     engine = Engine(cfg, spec(layers=4), num_pages=200, is_witnessed=True)
     asked = {"none": 0, "more": 8 * PAGE, "short": 0}
     expected = {"none": (3, 5, PAGES + 1, 4), "more": (3, 11, PAGES + 1, 10), "short": (3,) * 4}
@@ -117,7 +116,7 @@ def test_the_budget_is_the_mean_of_what_layers_attend_whatever_some_of_them_cann
 def test_a_layer_has_as_many_more_frames_as_its_budget_is_larger(frames: int, expected: list[int]) -> None:
     """In proportion, where a budget of 4 pages is more than the frames; all of them are filled at admission, and the
     maps give each page a frame of its own."""
-    cfg = config(tiers="separate", frames_per_request=frames, exact_layers=[3], budget_factors=[0.5, 1.5, 1, 1])
+    cfg = config(frames_per_request=frames, exact_layers=[3], budget_factors=[0.5, 1.5, 1, 1])
     engine = Engine(cfg, spec(layers=4), num_pages=200, max_requests=2)
     tiers = engine.runtime.tiers
     try:
@@ -145,7 +144,7 @@ def test_a_row_that_fits_the_frames_is_exact_and_asks_nobody_whatever_its_layers
     kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a row that leaves pages out, whose partials are of predicted queries."""
-    keys = {"tiers": "separate", "frames_per_request": 9, "budget_factors": [1, 1.5, 0.5, 1], "device_kernels": kernels}
+    keys = {"frames_per_request": 9, "budget_factors": [1, 1.5, 0.5, 1], "device_kernels": kernels}
     cfg = config(**keys, budget_tokens=8 * PAGE, lookahead={"enabled": True, "partial_query": "predicted"})
     engine, compare, asked = Engine(cfg, spec(layers=4), num_pages=200), Engine._compare, list[float]()
 

@@ -21,11 +21,10 @@ from tests.support.harness import PAGE, Engine, config, decode_step, spec
 LAYERS, KV_HEADS, HEADS, DIM = 3, 2, 4, 16
 LONG, CACHED, BUDGET = 12 * PAGE, 2, 4  # the budget holds one sink, one recent and two cached pages
 EVERY = [f"{layer}:{head}" for layer in range(LAYERS) for head in range(KV_HEADS)]
-TIERS = pytest.mark.parametrize("tiers", ["separate", "unified"])
 
 
 def engine(seed: int = 0, clo: dict[str, object] | None = None, long: int = LONG, **keys: object) -> Engine:
-    keys = {"tiers": "separate", **keys}
+    keys = {**keys}
     running = Engine(config(method="clo", clo=clo or {}, **keys), spec(layers=LAYERS), seed=seed, is_witnessed=True)
     running.add("a", long)
     running.prefill("a")
@@ -82,18 +81,16 @@ def test_persistent_are_the_hardest_heads_that_cannot_be_loaded_in_time() -> Non
 # --- what is attended, loaded and counted ---
 
 
-@TIERS
 @pytest.mark.parametrize("persistent", ["none", ["1:1", "2:0"], EVERY], ids=["none", "some", "all"])
-def test_every_row_attends_its_sinks_recent_and_cached_pages_exactly(tiers: str, persistent: object) -> None:
+def test_every_row_attends_its_sinks_recent_and_cached_pages_exactly(persistent: object) -> None:
     """The engine's witness checks each layer against fp64 attention over those pages; the context grows over pages."""
-    running = engine(tiers=tiers, clo={"persistent": persistent, "eta": 0.3})
+    running = engine(clo={"persistent": persistent, "eta": 0.3})
     run(running, 3 * PAGE, noise=0.5)
     assert running.witness is not None and running.witness.sparse_rows == 3 * PAGE * LAYERS
 
 
-@TIERS
-def test_what_fits_is_dense(tiers: str) -> None:
-    running = engine(long=2 * PAGE, tiers=tiers, frames_per_request=6)
+def test_what_fits_is_dense() -> None:
+    running = engine(long=2 * PAGE, frames_per_request=6)
     for _ in range(3 * PAGE):  # up to five pages of six frames
         running.step({"a": 1})
     stats = running.runtime.stats
@@ -101,19 +98,17 @@ def test_what_fits_is_dense(tiers: str) -> None:
     running.close()
 
 
-@TIERS
-def test_a_context_that_outgrows_its_frames_goes_on_sparse(tiers: str) -> None:
-    running = engine(long=4 * PAGE, tiers=tiers, frames_per_request=6)
+def test_a_context_that_outgrows_its_frames_goes_on_sparse() -> None:
+    running = engine(long=4 * PAGE, frames_per_request=6)
     run(running, 4 * PAGE)
     assert running.witness is not None and 0 < running.witness.sparse_rows < 4 * PAGE * LAYERS
 
 
-@TIERS
-def test_with_eta_one_every_step_attends_what_a_fresh_selection_would(tiers: str) -> None:
+def test_with_eta_one_every_step_attends_what_a_fresh_selection_would() -> None:
     """Against persistent heads, which select by the same (true) query in every step: first all, then one per layer."""
-    for ahead, persistent in ((False, EVERY), (tiers == "separate", EVERY[::2])):
+    for ahead, persistent in ((False, EVERY), (True, EVERY[::2])):
         keys: dict[str, object] = {"lookahead": {"enabled": ahead}}
-        always = run(engine(tiers=tiers, clo={"eta": 1, "persistent": "none"}, **keys), 20)
+        always = run(engine(clo={"eta": 1, "persistent": "none"}, **keys), 20)
         fresh = run(engine(clo={"eta": 1, "persistent": persistent}, **keys), 20)
         torch.testing.assert_close(torch.stack(always), torch.stack(fresh), atol=1e-5, rtol=1e-5)
 
@@ -220,27 +215,20 @@ def test_a_request_whose_prompt_is_computed_again_leaves_no_label() -> None:
     running.close()
 
 
-@TIERS
 @pytest.mark.parametrize("pages", [5, 6, 7])
-def test_exact_layers_attend_everything_whatever_fits_the_frames(tiers: str, pages: int) -> None:
+def test_exact_layers_attend_everything_whatever_fits_the_frames(pages: int) -> None:
     """``sparse: always`` leaves pages out from the budget on, although the frames hold two more."""
-    running = engine(long=pages * PAGE - 3, tiers=tiers, sparse="always", exact_layers=[1], frames_per_request=6)
+    running = engine(long=pages * PAGE - 3, sparse="always", exact_layers=[1], frames_per_request=6)
     run(running, 20, noise=0.5)
 
 
 def test_layers_with_a_sliding_window_have_a_pool_of_their_own() -> None:
-    keys = config(method="clo", tiers="separate", clo={"persistent": "none"})
+    keys = config(method="clo", clo={"persistent": "none"})
     running = Engine(keys, spec(layers=3, windows=(32, None, None)), is_witnessed=True)
     running.add("a", LONG)
     running.prefill("a")
     run(running, 10)
     assert sorted(method_of(running)._row) == [1, 2]
-
-
-def test_a_context_smaller_than_the_budget_is_counted_once() -> None:
-    running = engine(long=62, tiers="unified", budget_tokens=6 * PAGE, frames_per_request=3)
-    run(running, 1)
-    assert [layer.selected_tokens for layer in running.runtime.stats.layers] == [63] * LAYERS
 
 
 def test_a_step_that_failed_half_way_leaves_no_label() -> None:

@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_backend.execution.fused import FusedStep
+from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import cpu
 from tests.support.harness import PAGE, Engine, config, spec
 
 CASES: dict[str, dict[str, Any]] = {
-    "scout, in place": {"tiers": "unified", "device_kernels": "torch"},
-    "scout, separate": {"tiers": "separate", "device_kernels": "torch"},
-    "scout, separate, native": {"tiers": "separate", "device_kernels": "native"},
-    "scout, fused": {"tiers": "unified", "device_kernels": "native", "lookahead": {"enabled": False}},
-    "infinigen": {"method": "infinigen", "tiers": "separate", "device_kernels": "torch"},
-    "clo": {"method": "clo", "tiers": "separate", "device_kernels": "torch"},
+    "quest": {"method": "quest", "device_kernels": "native"},
+    "scout": {"device_kernels": "torch"},
+    "scout, native": {"device_kernels": "native"},
+    "infinigen": {"method": "infinigen", "device_kernels": "torch"},
+    "clo": {"method": "clo", "device_kernels": "torch"},
 }
 
 
@@ -30,7 +29,7 @@ def test_codes_of_full_pages_are_of_what_they_hold(name: str) -> None:
         pytest.skip(str(cpu.why_unavailable()))
     cfg = config(sparse="always", exact_layers=[1], selection={"digest": "codes"}, **keys)
     engine = Engine(cfg, spec(layers=3), seed=4)
-    assert isinstance(engine.runtime.executor, FusedStep) == (name == "scout, fused")
+    assert isinstance(engine.runtime.executor, InPlaceStep) == (name == "quest")
     store = engine.runtime.tiers.digests
     assert store is not None and set(store.layers) == {0, 2}
 

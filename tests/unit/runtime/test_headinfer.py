@@ -20,7 +20,7 @@ from tests.support.harness import PAGE, Engine, config, spec
 
 
 def engine(layers: int = 3, **keys: object) -> Engine:
-    return Engine(config(method="headinfer", **{"tiers": "separate", **keys}), spec(layers=layers))
+    return Engine(config(method="headinfer", **{**keys}), spec(layers=layers))
 
 
 def headinfer(running: Engine) -> HeadInfer:
@@ -135,13 +135,12 @@ def test_resident_heads_never_cross_the_bus_and_count_as_device_memory() -> None
         running.close()
 
 
-@pytest.mark.parametrize("tiers", ["separate", "unified"])
 @pytest.mark.parametrize(("sinks", "recent"), [(1, 1), (2, 2), (0, 3)])
-def test_streaming_heads_attend_sinks_and_recent_pages_only(tiers: str, sinks: int, recent: int) -> None:
+def test_streaming_heads_attend_sinks_and_recent_pages_only(sinks: int, recent: int) -> None:
     """And are counted as such; each step of a request that begins a new page on the way, and of one that is short."""
     budget = 8 * PAGE
     keys = {"headinfer": {"streaming_heads": ["0:1"]}, "sinks": sinks, "recent": recent, "budget_tokens": budget}
-    running = engine(layers=1, tiers=tiers, **keys)
+    running = engine(layers=1, **keys)
     names = ("a", "b")
     running.add("a", 6 * PAGE + 12)
     running.add("b", PAGE - 2)
@@ -174,10 +173,10 @@ def test_streaming_heads_attend_sinks_and_recent_pages_only(tiers: str, sinks: i
                 copied += len(pages) - 1
     entry = running.runtime.stats.layers[0]
     assert (entry.selected_tokens, entry.resident_lookups) == (tokens_attended / 2, pages_attended / 2)
-    assert entry.resident_hits == (pages_attended / 2 if tiers == "unified" else 0)
+    assert entry.resident_hits == 0
     page_of_a_head = running.model.page_bytes(PAGE) // 2
     moved = running.runtime.gauges()["hybrid_copied_bytes"] - before
-    assert moved == (copied * page_of_a_head if tiers == "separate" else 0)
+    assert moved == copied * page_of_a_head
     running.close()
 
 

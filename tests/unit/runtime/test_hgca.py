@@ -40,9 +40,8 @@ def averages(running: Engine, name: str = "a") -> torch.Tensor:
     return hgca(running)._average[0].view(-1, RING, *running.kv[0].shape[1::2][:2])[index(running, name)]
 
 
-@pytest.mark.parametrize("tiers", ["separate", "unified"])
-def test_attention_is_dense_while_the_context_fits_the_window(tiers: str) -> None:
-    running = engine(tiers=tiers)
+def test_attention_is_dense_while_the_context_fits_the_window() -> None:
+    running = engine()
     running.add("a", WINDOW // 2)
     running.prefill("a")
     for _ in range(WINDOW // 2 + PAGE):  # the sink page has a frame of its own
@@ -53,20 +52,16 @@ def test_attention_is_dense_while_the_context_fits_the_window(tiers: str) -> Non
 
 @pytest.mark.parametrize("prompt", [PAGE // 2, 10 * PAGE + 5], ids=["short prompt", "long prompt"])
 @pytest.mark.parametrize("sinks", [0, 1, 2])
-@pytest.mark.parametrize("tiers", ["separate", "unified"])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_a_step_attends_the_sinks_the_window_and_what_each_head_kept(
-    kernels: str, tiers: str, sinks: int, prompt: int
-) -> None:
+def test_a_step_attends_the_sinks_the_window_and_what_each_head_kept(kernels: str, sinks: int, prompt: int) -> None:
     """fp64 attention over exactly these tokens, of which the sinks and the window are on the device."""
-    attends_sinks_window_and_kept(engine(tiers=tiers, sinks=sinks, device_kernels=kernels), prompt)
+    attends_sinks_window_and_kept(engine(sinks=sinks, device_kernels=kernels), prompt)
 
 
-@pytest.mark.parametrize("tiers", ["separate", "unified"])
-def test_so_does_a_step_of_the_gpus_kernels(tiers: str) -> None:
+def test_so_does_a_step_of_the_gpus_kernels() -> None:
     """Under Triton's interpreter. The CPU's lists lie where the host keeps them."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    running = engine(layers=1, tiers=tiers, device_kernels="triton")
+    running = engine(layers=1, device_kernels="triton")
     attends_sinks_window_and_kept(running, 7 * PAGE - 2, steps=PAGE + 4)
 
 
@@ -105,7 +100,7 @@ def attends_sinks_window_and_kept(running: Engine, prompt: int, steps: int = 0) 
 
 def test_sinks_stay_whatever_their_averages_when_the_window_passes_them() -> None:
     """A page of the window, looked at as little, is dropped."""
-    running = engine(layers=1, sinks=1, tiers="separate")
+    running = engine(layers=1, sinks=1)
     running.add("a", WINDOW)
     running.prefill("a")
     method = hgca(running)

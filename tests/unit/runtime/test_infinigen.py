@@ -13,7 +13,7 @@ LONG = 12 * PAGE
 
 
 def engine(layers: int = 3, seed: int = 0, **keys: object) -> Engine:
-    running = Engine(config(method="infinigen", **{"tiers": "separate", **keys}), spec(layers=layers), seed=seed)
+    running = Engine(config(method="infinigen", **{**keys}), spec(layers=layers), seed=seed)
     running.add("a", LONG)
     running.prefill("a")
     return running
@@ -76,7 +76,7 @@ def test_it_selects_what_scout_selects() -> None:
     """Same budget, same selection code: with the same queries both attend the same pages."""
     outputs = []
     for method in ("infinigen", "scout"):
-        running = Engine(config(method=method, tiers="separate"), spec(layers=3), seed=4)
+        running = Engine(config(method=method), spec(layers=3), seed=4)
         running.add("a", LONG)
         running.prefill("a")
         outputs.append(torch.stack([running.step({"a": 1}, tolerance=None)["a"] for _ in range(30)]))

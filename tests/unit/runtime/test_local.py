@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_backend.attention.local import decode_windows
+from hybrid_backend.in_place.windows import decode_windows
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.reference import paged_attention
 from hybrid_backend.step import DecodeRows, WindowRows

@@ -18,8 +18,8 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.fused import FusedStep
 from hybrid_backend.execution.step import DecodeStep
+from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import oracle
 from hybrid_backend.observe.metrics import Publisher
 from hybrid_backend.step import Step
@@ -32,12 +32,11 @@ BASE: dict[str, object] = {
     "whole_layers": [],  # on every path the exact layer has frames (test_simulated_gpu.py counts whole ones)
 }  # fmt: skip
 TORCH = {"workers": {"threads": 2, "deadline_seconds": 20, "kernel": "torch"}}
-KERNELS: dict[str, object] = {"tiers": "separate", "device_kernels": "triton"}
+KERNELS: dict[str, object] = {"device_kernels": "triton"}
 PATHS: dict[str, dict[str, object]] = {
-    "unified": {"tiers": "unified"},
-    "unified, torch": {"tiers": "unified", **TORCH},
-    "separate": {"tiers": "separate"},
-    "separate, torch": {"tiers": "separate", **TORCH},
+    "quest": {"method": "quest"},
+    "native": {},
+    "torch": {**TORCH},
 }
 MORE: dict[str, dict[str, object]] = {
     "as is": {},
@@ -45,7 +44,7 @@ MORE: dict[str, dict[str, object]] = {
     "infinigen": {"method": "infinigen"},
 }
 CASES = [(path, ahead, "as is") for path in PATHS for ahead in (True, False)]
-CASES += [(path, True, more) for path in ("unified", "separate") for more in ("per head", "infinigen")]
+CASES += [(path, True, more) for path, more in (("quest", "per head"), ("native", "per head"), ("native", "infinigen"))]
 
 
 @dataclass
@@ -223,7 +222,7 @@ def check(made: Watched, elapsed: float) -> None:
         assert expected.asked_ahead * REST <= counted.lead_seconds <= elapsed
         assert (counted.lead_seconds > 0) == waits
         assert 0 <= counted.wait_seconds <= elapsed
-        in_place = isinstance(runtime.executor, FusedStep)
+        in_place = isinstance(runtime.executor, InPlaceStep)
         assert (0 < counted.attention_seconds < elapsed) if in_place else counted.attention_seconds == 0
         assert counted.wait_seconds > 0 if waits else counted.wait_seconds == 0 or has_frames
 
@@ -277,9 +276,9 @@ WHOLE: dict[str, dict[str, object]] = {
     "dense": {"method": "dense"},
     "dense, torch": {"method": "dense", **TORCH},
     "headinfer": {"method": "headinfer"},
-    "headinfer, streamed": {"method": "headinfer", "tiers": "separate"},
+    "headinfer, streamed": {"method": "headinfer", },
     "headinfer, a head of four stays": {
-        "method": "headinfer", "tiers": "separate", "headinfer": {"resident_heads": ["0:1", "1:0"]},
+        "method": "headinfer", "headinfer": {"resident_heads": ["0:1", "1:0"]},
     },
 }  # fmt: skip
 
@@ -310,11 +309,10 @@ def test_methods_without_frames_attend_whole_contexts_where_they_lie(name: str) 
         made.close()
 
 
-@pytest.mark.parametrize("tiers", ["unified", "separate"])
-def test_hgca_counts_tokens_and_looks_no_page_up(tiers: str) -> None:
+def test_hgca_counts_tokens_and_looks_no_page_up() -> None:
     """What its heads keep lies in no page. Its CPU is asked when its device begins, and its pages are copied once."""
     ring = 2
-    made = Engine(config(method="hgca", tiers=tiers, sparse="never", hgca={"window_tokens": ring * PAGE}), spec(2))
+    made = Engine(config(method="hgca", sparse="never", hgca={"window_tokens": ring * PAGE}), spec(2))
     try:
         made.add("a", 4 * PAGE)
         made.prefill("a")
@@ -326,6 +324,6 @@ def test_hgca_counts_tokens_and_looks_no_page_up(tiers: str) -> None:
             assert entry.resident_lookups == entry.resident_hits == entry.recalled_pages == entry.mass_samples == 0
             assert entry.wait_seconds > 0 and entry.lead_seconds > 0
         copied = (ring + made.cfg.sinks) * 2 * made.model.page_bytes(PAGE)
-        assert made.runtime.gauges()["hybrid_copied_bytes"] == (copied if tiers == "separate" else 0)
+        assert made.runtime.gauges()["hybrid_copied_bytes"] == copied
     finally:
         made.close()

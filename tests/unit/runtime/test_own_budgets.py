@@ -9,11 +9,11 @@ import pytest
 from tests.support.harness import PAGE, Engine, config, spec
 
 
-@pytest.mark.parametrize("tiers", ["unified", "separate"])
-@pytest.mark.parametrize(("method", "asked"), [("scout", 3), ("scout", 10), ("infinigen", 3), ("infinigen", 10)])
-def test_a_request_attends_as_many_pages_as_it_asks_for(method: str, asked: int, tiers: str) -> None:
+@pytest.mark.parametrize("asked", [3, 10])
+@pytest.mark.parametrize("method", ["quest", "scout", "infinigen"])
+def test_a_request_attends_as_many_pages_as_it_asks_for(method: str, asked: int) -> None:
     keys = {"sparse": "always", "frames_per_request": 10, "lookahead": {"enabled": False}}
-    engine = Engine(config(method=method, tiers=tiers, **keys), spec(), num_pages=200, is_witnessed=True)
+    engine = Engine(config(method=method, **keys), spec(), num_pages=200, is_witnessed=True)
     engine.add("a", 30 * PAGE).budget = asked * PAGE
     engine.prefill("a")
     for _ in range(20):
@@ -25,10 +25,9 @@ def test_a_request_attends_as_many_pages_as_it_asks_for(method: str, asked: int,
     engine.close()
 
 
-@pytest.mark.parametrize("tiers", ["unified", "separate"])
-def test_clo_does_not_heed_the_budget_of_a_request(tiers: str) -> None:
+def test_clo_does_not_heed_the_budget_of_a_request() -> None:
     """A head's frames are of the configuration's."""
-    keys = {"method": "clo", "tiers": tiers, "sparse": "always", "clo": {"persistent": "none"}}
+    keys = {"method": "clo", "sparse": "always", "clo": {"persistent": "none"}}
     seen = []
     for asked in (0, 20):
         engine = Engine(config(**keys), spec(), num_pages=200, seed=3, is_witnessed=True)
@@ -41,10 +40,10 @@ def test_clo_does_not_heed_the_budget_of_a_request(tiers: str) -> None:
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("tiers", ["unified", "separate"])
-def test_a_promise_is_not_judged_by_requests_with_budgets_of_their_own(tiers: str) -> None:
+@pytest.mark.parametrize("method", ["quest", "scout"])
+def test_a_promise_is_not_judged_by_requests_with_budgets_of_their_own(method: str) -> None:
     keys = {
-        "sparse": "always", "tiers": tiers, "quality": {"min_mass": 0.5}, "metrics": {"sample_interval": 1},
+        "sparse": "always", "method": method, "quality": {"min_mass": 0.5}, "metrics": {"sample_interval": 1},
         "budget_tokens": 12 * PAGE, "frames_per_request": 28,
     }  # fmt: skip
     budgets = []
@@ -61,9 +60,9 @@ def test_a_promise_is_not_judged_by_requests_with_budgets_of_their_own(tiers: st
     assert budgets[0] == budgets[1]
 
 
-@pytest.mark.parametrize("tiers", ["unified", "separate"])
-def test_a_promise_is_kept_after_a_request_whose_logits_were_no_numbers(tiers: str) -> None:
-    keys = {"sparse": "always", "tiers": tiers, "quality": {"min_mass": 0.9}, "metrics": {"sample_interval": 1}}
+@pytest.mark.parametrize("method", ["quest", "scout"])
+def test_a_promise_is_kept_after_a_request_whose_logits_were_no_numbers(method: str) -> None:
+    keys = {"sparse": "always", "method": method, "quality": {"min_mass": 0.9}, "metrics": {"sample_interval": 1}}
     engine = Engine(config(**keys), spec(), num_pages=120)
     engine.add("bad", 20 * PAGE)
     engine.prefill("bad")
@@ -84,7 +83,7 @@ def test_a_promise_is_kept_after_a_request_whose_logits_were_no_numbers(tiers: s
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_hgca_keeps_its_window_where_more_pages_are_recent_than_it_holds(kernel: str) -> None:
     keys = {
-        "method": "hgca", "tiers": "separate", "sinks": 3, "recent": 3, "budget_tokens": 8 * PAGE,
+        "method": "hgca", "sinks": 3, "recent": 3, "budget_tokens": 8 * PAGE,
         "hgca": {"window_tokens": 2 * PAGE}, "exact_layers": [0, 1, 2], "workers": {"threads": 1, "kernel": kernel},
     }  # fmt: skip
     engine = Engine(config(**keys), spec())

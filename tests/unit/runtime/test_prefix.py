@@ -11,7 +11,6 @@ from tests.support.harness import METHODS, PAGE, Engine, config, spec
 EXACT: dict[str, dict[str, Any]] = {
     **METHODS,
     "scout, torch": {"device_kernels": "torch"},
-    "scout, separate, torch": {"tiers": "separate", "device_kernels": "torch"},
     "headinfer, resident": {"method": "headinfer", "headinfer": {"resident_heads": ["0:0", "1:1"]}},
 }
 
@@ -33,7 +32,7 @@ def test_a_prompt_may_begin_with_a_page_that_another_request_fills_in_the_same_s
 
 @pytest.mark.parametrize(("tokens", "shares"), [(2 * PAGE - 1, True), (2 * PAGE - 2, False)])
 def test_prompts_wait_for_decoding_rows_only_where_one_fills_a_page(tokens: int, shares: bool) -> None:
-    engine = Engine(config(tiers="separate"), spec())
+    engine = Engine(config(), spec())
     try:
         engine.add("a", tokens)
         engine.prefill("a")

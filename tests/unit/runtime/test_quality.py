@@ -101,12 +101,12 @@ def test_a_request_that_asked_for_a_budget_of_its_own_keeps_it() -> None:
     assert int(found.budgets(torch.tensor([4]), rows_of(100, asked=0))) == 100
 
 
-@pytest.mark.parametrize("tiers", ["unified", "separate"])
-def test_a_running_request_comes_to_attend_what_the_promise_needs(tiers: str) -> None:
+@pytest.mark.parametrize("method", ["quest", "scout"])
+def test_a_running_request_comes_to_attend_what_the_promise_needs(method: str) -> None:
     """Random keys, whose mass is flat: a budget of 4 of 30 pages cannot hold 0.9 of it. Every output is that of the
     pages that were selected; the engine checks that all of them are, once everything is attended."""
     promise = {"min_mass": 0.9, "max_kl": 0.02}
-    keys = {"sparse": "always", "tiers": tiers, "quality": promise, "metrics": {"sample_interval": 1}}
+    keys = {"sparse": "always", "method": method, "quality": promise, "metrics": {"sample_interval": 1}}
     engine = Engine(config(**keys), spec(), num_pages=80, is_witnessed=True)
     try:
         engine.add("a", 30 * PAGE)
@@ -121,7 +121,7 @@ def test_a_running_request_comes_to_attend_what_the_promise_needs(tiers: str) ->
         assert seen[0] == 4 * PAGE and masses[1] < 0.9
         # Frames hold seven pages, and then everything is attended; in place the budget grows to all pages. From time to
         # time less is tried.
-        assert math.isinf(max(seen)) == (tiers == "separate") and max(seen) >= 30 * PAGE
+        assert math.isinf(max(seen)) == (method == "scout") and max(seen) >= 30 * PAGE
         has, had = seen[-1], seen[-2]
         for _ in range(25):
             if has >= 40 * PAGE and (has > had or math.isinf(has)):  # it has just grown: less is not tried yet

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.harness import METHODS, PAGE, Engine, config, spec
 
-SEPARATE: dict[str, Any] = {"tiers": "separate"}
+SEPARATE: dict[str, Any] = {}
 KEYS: dict[str, dict[str, Any]] = {
     **METHODS,
     "infinigen, separate": {"method": "infinigen", **SEPARATE},

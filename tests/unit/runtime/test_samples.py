@@ -23,7 +23,7 @@ from tests.support.harness import PAGE, Engine, config, decode_step, spec
 
 LAYERS, EXACT = 2, 0
 KEYS: dict[str, Any] = {
-    "tiers": "separate", "frames_per_request": 6, "exact_layers": [EXACT], "whole_layers": [],
+    "frames_per_request": 6, "exact_layers": [EXACT], "whole_layers": [],
     "selection": {"digest": "minmax"}, "metrics": {"sample_interval": 1},
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ def long_context(engine: Engine, name: str = "a") -> None:
 
 def test_cpu_partials_start_a_layer_before_they_are_merged() -> None:
     """Layer l's job is submitted at layer l-1's input: by the time that layer l needs it, layer l-1 has run."""
-    engine = Engine(config(tiers="separate", recall={"enabled": False}), spec(layers=4))
+    engine = Engine(config(recall={"enabled": False}), spec(layers=4))
     long_context(engine)
     engine.step({"a": 1}, tolerance=None)
     partials, method, events = decode_step(engine).partials, engine.runtime.method, []
@@ -77,7 +77,7 @@ def _lists(rows: int) -> PageList:
 
 
 def test_removing_the_cpu_partials_changes_the_output() -> None:
-    engine = Engine(config(tiers="separate", recall={"enabled": False}, sparse="never", frames_per_request=5), spec())
+    engine = Engine(config(recall={"enabled": False}, sparse="never", frames_per_request=5), spec())
     long_context(engine)
     engine.step({"a": 1})  # with them: dense
     decode_step(engine).answer = lambda layer, rows: None  # type: ignore[method-assign]
@@ -86,39 +86,13 @@ def test_removing_the_cpu_partials_changes_the_output() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("digest", ["minmax", "minmax_int8"])
-@pytest.mark.parametrize("granularity", ["layer", "kv_head"])
-def test_both_tier_modes_attend_the_same(granularity: str, digest: str) -> None:
-    """With the true query in the CPU's partial, what is resident decides who computes, and nothing else."""
-    outputs = []
-    for tiers in ("separate", "unified"):
-        engine = Engine(
-            config(
-                tiers=tiers,
-                selection={"granularity": granularity, "digest": digest},
-                lookahead={"enabled": True, "partial_query": "real"},
-                recall={"intervals": 3},
-            ),
-            spec(layers=4),
-            seed=5,
-        )
-        long_context(engine)
-        engine.add("b", 20)
-        engine.prefill("b")
-        steps = [engine.step({"a": 1, "b": 1}, lookahead_noise=0.3, tolerance=None) for _ in range(90)]
-        outputs.append(torch.stack([torch.cat([s["a"], s["b"]]) for s in steps]))
-        assert (engine.runtime.stats.cpu_ratio() > 0.02) == (tiers == "separate")
-        engine.close()
-    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("query", ["predicted", "real"])
 def test_a_layer_that_is_not_to_be_predicted_selects_by_its_own_query(query: str) -> None:
     """However wrong a prediction would be: the CPU's partial, too, is of the true query."""
     ahead = {"partial_query": query, "skip_layers": [1]}
     outputs = []
     for noise in (0.0, 3.0):
-        engine = Engine(config(tiers="separate", lookahead=ahead, recall={"intervals": 2}), spec(layers=3), seed=5)
+        engine = Engine(config(lookahead=ahead, recall={"intervals": 2}), spec(layers=3), seed=5)
         long_context(engine)
         method, asked, seen = engine.runtime.method, set[int](), dict[int, list[torch.Tensor]]()
         lookahead, attend = method.lookahead, method.attend
@@ -145,7 +119,7 @@ def test_a_layer_that_is_not_to_be_predicted_selects_by_its_own_query(query: str
 def test_a_sparse_step_attends_exactly_the_selected_pages() -> None:
     """With a perfect prediction the output is the oracle's attention over the pages that Quest selects."""
     quest = {"granularity": "layer", "aggregate": "sum", "bound": 1, "digest": "minmax"}
-    cfg = config(tiers="separate", recall={"intervals": 2}, selection=quest)
+    cfg = config(recall={"intervals": 2}, selection=quest)
     engine = Engine(cfg, spec(layers=2))
     long_context(engine)
     step, method, seen = decode_step(engine), engine.runtime.method, {}
@@ -201,7 +175,7 @@ def drifting(engine: Engine, steps: int) -> float:
 def test_recall_brings_the_cpu_share_down() -> None:
     ratios = {}
     for enabled in (False, True):
-        keys = {"tiers": "separate", "recall": {"enabled": enabled, "intervals": 4}, "frames_per_request": 6}
+        keys = {"recall": {"enabled": enabled, "intervals": 4}, "frames_per_request": 6}
         engine = Engine(config(**keys), spec(layers=4), seed=3)
         long_context(engine)
         ratios[enabled] = drifting(engine, 128)
@@ -212,7 +186,7 @@ def test_recall_brings_the_cpu_share_down() -> None:
 
 
 def test_a_recalled_page_equals_its_host_page_and_is_visible_from_the_next_step() -> None:
-    engine = Engine(config(tiers="separate", recall={"intervals": 1}), spec(layers=3))
+    engine = Engine(config(recall={"intervals": 1}), spec(layers=3))
     long_context(engine)
     step, frames, seen = decode_step(engine), engine.runtime.tiers.frames, 0
     for _ in range(30):
@@ -239,7 +213,7 @@ def _copies(step: DecodeStep, row: int) -> list[tuple[int, int, int]]:
 
 
 def test_a_copy_planned_for_a_released_request_is_never_visible() -> None:
-    engine = Engine(config(tiers="separate", recall={"intervals": 1}), spec(layers=3), max_requests=1)
+    engine = Engine(config(recall={"intervals": 1}), spec(layers=3), max_requests=1)
     long_context(engine)
     step = decode_step(engine)
     while not any(_copies(step, row) for row in range(3)):
@@ -260,7 +234,7 @@ def test_a_copy_planned_for_a_released_request_is_never_visible() -> None:
 def test_a_request_begins_with_the_pages_that_its_prompt_attends_most(kernels: str, chunk: int) -> None:
     """Scores by the last query of the prompt, in every layer with digests; an exact layer, of which
     nothing is known, has the last pages."""
-    cfg = config(tiers="separate", device_kernels=kernels, exact_layers=[0], frames_per_request=6)
+    cfg = config(device_kernels=kernels, exact_layers=[0], frames_per_request=6)
     engine, queries = Engine(cfg, spec(layers=3)), {}
     forward = engine.runtime.forward
 
@@ -290,7 +264,7 @@ def test_a_request_begins_with_the_pages_that_its_prompt_attends_most(kernels: s
 
 def test_a_recall_is_due_in_a_requests_first_step_and_then_every_interval_of_its_own() -> None:
     """Whoever has just begun does not leave its budget to the CPU until the next common step of recalls."""
-    engine = Engine(config(tiers="separate", recall={"intervals": 4}), spec(layers=2), max_requests=3)
+    engine = Engine(config(recall={"intervals": 4}), spec(layers=2), max_requests=3)
     step, due = decode_step(engine), []
     plan = step._ops.plan_recall
 
@@ -343,9 +317,7 @@ def test_a_step_whose_workers_fail_goes_on_without_them_and_fails_its_requests_o
             time.sleep(1.4)
         return paged_partial(q, layer, pages, scale)
 
-    settings = config(
-        tiers="separate", sparse="never", frames_per_request=4, workers={"threads": 2, "deadline_seconds": deadline}
-    )
+    settings = config(sparse="never", frames_per_request=4, workers={"threads": 2, "deadline_seconds": deadline})
     engine = Engine(settings, spec(layers=8))
     engine.runtime.workers.close()
     engine.runtime.workers = TorchPool(2, CPUS, kernel)
@@ -388,7 +360,7 @@ def test_results_of_many_sequences_come_back_in_order() -> None:
 
 
 def test_a_prefill_row_beside_decoding_rows_is_dense() -> None:
-    engine = Engine(config(tiers="separate"), dataclasses.replace(spec(), dtype=torch.float32))
+    engine = Engine(config(), dataclasses.replace(spec(), dtype=torch.float32))
     engine.add("a", 10)
     engine.prefill("a")
     engine.add("b", 100)

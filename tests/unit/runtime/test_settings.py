@@ -28,24 +28,24 @@ def published(**keys: Any) -> tuple[dict[str, float], HybridRuntime]:
         engine.close()
 
 
-@pytest.mark.skipif(ON_GPU, reason="tiers are separate there")
+@pytest.mark.skipif(ON_GPU, reason="quest is for CPUs")
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({}, {BUDGET: 4 * PAGE}),
-        ({"sparse": "never"}, {}),
-        ({"tiers": "separate"}, {BUDGET: 4 * PAGE, FRAMES: 6, RECALL: 8}),
+        ({"method": "quest"}, {BUDGET: 4 * PAGE}),
+        ({"method": "quest", "sparse": "never"}, {}),
+        ({}, {BUDGET: 4 * PAGE, FRAMES: 6, RECALL: 8}),
         (
-            {"tiers": "separate", "frames_per_request": 9, "recall": {"intervals": 3}},
+            {"frames_per_request": 9, "recall": {"intervals": 3}},
             {BUDGET: 64, FRAMES: 9, RECALL: 3},
         ),
-        ({"tiers": "separate", "recall": {"intervals": [3, 4, 5]}}, {BUDGET: 64, FRAMES: 6}),
-        ({"tiers": "separate", "recall": {"enabled": False}}, {BUDGET: 64, FRAMES: 6}),
-        ({"tiers": "separate", "sparse": "never"}, {FRAMES: 6}),
-        ({"tiers": "separate", "method": "infinigen"}, {BUDGET: 64, FRAMES: 6}),
-        ({"tiers": "separate", "method": "clo"}, {BUDGET: 64, FRAMES: 6}),
+        ({"recall": {"intervals": [3, 4, 5]}}, {BUDGET: 64, FRAMES: 6}),
+        ({"recall": {"enabled": False}}, {BUDGET: 64, FRAMES: 6}),
+        ({"sparse": "never"}, {FRAMES: 6}),
+        ({"method": "infinigen"}, {BUDGET: 64, FRAMES: 6}),
+        ({"method": "clo"}, {BUDGET: 64, FRAMES: 6}),
         ({"method": "dense"}, {}),
-        ({"tiers": "separate", "method": "hgca"}, {}),
+        ({"method": "hgca"}, {}),
     ],
     ids=str,
 )

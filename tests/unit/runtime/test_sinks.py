@@ -27,26 +27,27 @@ SPARSE: dict[str, dict[str, Any]] = {
     "clo": {},
     "hgca": {"hgca": {"window_tokens": 3 * PAGE}},
     "infinigen": {},
+    "quest": {},
     "scout": {},
 }
 KERNELS = pytest.mark.parametrize("kernels", ["native", "torch", "triton"])
-TIERS = pytest.mark.parametrize("tiers", ["separate", "unified"])
 
 
-def engine(method: str, kernels: str, tiers: str, **keys: Any) -> Engine:
+def engine(method: str, kernels: str, **keys: Any) -> Engine:
+    if method == "quest":
+        kernels = "native"
     if kernels == "triton":
         pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     workers = {"threads": 2, "kernel": "torch" if kernels == "torch" else "native", "deadline_seconds": 60}
-    cfg = config(method=method, tiers=tiers, device_kernels=kernels, workers=workers, **keys)
+    cfg = config(method=method, device_kernels=kernels, workers=workers, **keys)
     return Engine(cfg, spec(3, (None, None, 24), sinks=True), num_pages=128, max_requests=3, is_witnessed=True)
 
 
 @pytest.mark.parametrize("method", method_names())
-@TIERS
 @KERNELS
-def test_a_method_that_attends_everything_is_exact_with_sinks(method: str, kernels: str, tiers: str) -> None:
+def test_a_method_that_attends_everything_is_exact_with_sinks(method: str, kernels: str) -> None:
     """Chunks of prompts, decoding rows beside them, a layer with a sliding window; the harness compares with fp64."""
-    running = engine(method, kernels, tiers, sparse="never", **KEYS.get(method, {}))
+    running = engine(method, kernels, sparse="never", **KEYS.get(method, {}))
     try:
         running.add("a", 9 * PAGE + 3)
         running.prefill("a", chunk=100)
@@ -59,9 +60,8 @@ def test_a_method_that_attends_everything_is_exact_with_sinks(method: str, kerne
 
 
 @pytest.mark.parametrize("method", sorted(SPARSE))
-@TIERS
-def test_a_method_that_leaves_keys_out_attends_the_sinks_beside_the_others(method: str, tiers: str) -> None:
-    running = engine(method, "auto", tiers, sparse="always", **SPARSE[method])
+def test_a_method_that_leaves_keys_out_attends_the_sinks_beside_the_others(method: str) -> None:
+    running = engine(method, "auto", sparse="always", **SPARSE[method])
     try:
         running.add("a", 12 * PAGE)
         running.prefill("a")

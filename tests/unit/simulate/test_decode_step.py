@@ -360,7 +360,7 @@ def test_where_the_device_is_the_cpu_everything_is_one_queue() -> None:
     machine = find_hardware("h100").replace(device="cpu")
     in_place = decode_step(machine, SHAPE, CONFIG, "scout", 50_000, 4)
     assert in_place.cpu_busy == in_place.pcie_bytes == 0
-    separate = decode_step(machine, SHAPE, HybridConfig(tiers="separate"), "scout", 50_000, 4)
+    separate = decode_step(machine, SHAPE, HybridConfig(), "scout", 50_000, 4)
     assert separate.cpu_busy == 0
     assert separate.cpu_bytes > 0
     assert separate.seconds > in_place.seconds

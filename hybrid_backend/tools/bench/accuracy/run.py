@@ -85,10 +85,10 @@ class Plan:
     def own(self, method: str, budget: float) -> dict[str, Any]:
         """Keys of a run's server that make the results what they are called."""
         if self.in_place:
-            return {"method": method, "tiers": "unified", "sparse": "always"}
+            return {"method": method, "sparse": "always"}
         tokens = {"budget_tokens": int(budget), "hgca.window_tokens": int(budget)} if budget else {}
         metered = {"metrics.sample_interval": 1} if self.is_metered else {}
-        return {"method": method, "tiers": "separate", **metered, **tokens}
+        return {"method": method, **metered, **tokens}
 
     def check(self) -> None:
         """To be asked before anything is started.

@@ -74,7 +74,7 @@ class Costs:
     def digest_bytes(self) -> float:
         """Of every page of every row, as a separate device tier has them."""
         pages, model = self._pages, spec_of(self.shape)
-        kind = digest_kind(self.config, model, is_fused=False, separate=True)
+        kind = digest_kind(self.config, model)
         shape, dtype = digest_store(kind, model.dtype, pages, model.num_kv_heads, model.head_dim)
         return float(math.prod(shape) * dtype.itemsize * self.rows)
 

@@ -65,10 +65,9 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Simulated:
-    """A method's pipelines and what it leaves off the device where nobody says otherwise."""
+    """A method's pipeline and what it leaves off the device where nobody says otherwise."""
 
-    separate: Pipeline
-    in_place: Pipeline
+    pipeline: Pipeline
     share: Callable[[bool], float]
     only_beyond_frames: bool = False  # dense on the device while the context fits the frames
     splits: bool = False  # some rows are attended by the CPU, the others by the device
@@ -79,18 +78,17 @@ def _nothing(recall: bool) -> float:
 
 
 _METHODS = {
-    "stock": _Simulated(pipelines.stock, pipelines.stock, _nothing),
-    "dense": _Simulated(pipelines.read_over_link, pipelines.resident, _nothing),
-    "scout": _Simulated(
-        pipelines.scout, pipelines.in_place, lambda recall: SCOUT_SHARE * (1.0 if recall else WITHOUT_RECALL), True
-    ),
-    "infinigen": _Simulated(pipelines.infinigen, pipelines.in_place, lambda recall: INFINIGEN_SHARE, True),
-    "clo": _Simulated(pipelines.clo, pipelines.clo_in_place, _nothing, True),
-    "hgca": _Simulated(pipelines.hgca, pipelines.hgca, lambda recall: HGCA_SHARE),
-    "headinfer": _Simulated(pipelines.streamed, pipelines.resident, _nothing),
-    "apex": _Simulated(apex.served, pipelines.resident, _nothing, splits=True),
+    "stock": _Simulated(pipelines.stock, _nothing),
+    "dense": _Simulated(pipelines.read_over_link, _nothing),
+    "quest": _Simulated(pipelines.in_place, _nothing),
+    "scout": _Simulated(pipelines.scout, lambda recall: SCOUT_SHARE * (1.0 if recall else WITHOUT_RECALL), True),
+    "infinigen": _Simulated(pipelines.infinigen, lambda recall: INFINIGEN_SHARE, True),
+    "clo": _Simulated(pipelines.clo, _nothing, True),
+    "hgca": _Simulated(pipelines.hgca, lambda recall: HGCA_SHARE),
+    "headinfer": _Simulated(pipelines.streamed, _nothing),
+    "apex": _Simulated(apex.served, _nothing, splits=True),
     **{
-        f"apex_{name}": _Simulated(pipeline, pipelines.resident, _nothing, splits=True)
+        f"apex_{name}": _Simulated(pipeline, _nothing, splits=True)
         for name, pipeline in (
             ("gpu", apex.gpu_only),
             ("lockstep", apex.lockstep),
@@ -168,26 +166,23 @@ def decode_step(
     config = _renumbered(config, shape)
     entry = _METHODS[method]
     is_cpu = hardware.device == "cpu"
-    unified = config.tiers == "unified" or (config.tiers == "auto" and is_cpu)
-    if unified or not entry.splits:
+    if not entry.splits:
         cpu_rows = 0
     extra = BARE if is_cpu or entry.splits else overheads or Overheads()
     costs = Costs(hardware, shape, config, context, -(-(batch - cpu_rows) // hardware.gpus), extra)
     recalls = config.recall.enabled if recall is None else recall
-    looks = config.lookahead.enabled if lookahead is None else lookahead
     machine = Machine(
         costs,
         share=entry.share(recalls) if cpu_share is None else cpu_share,
-        lookahead=not unified if looks == "auto" else looks,
+        lookahead=config.lookahead.enabled if lookahead is None else lookahead,
         recall=recalls,
         workers="device" if is_cpu else "workers",
         hit_ratio=CLO_HITS if hit_ratio is None else hit_ratio,
         persistent=_persistent(shape, persistent_heads),
         cpu_rows=-(-cpu_rows // hardware.gpus),
     )
-    pipeline = entry.in_place if unified else entry.separate
-    if entry.only_beyond_frames and costs.fits and not unified:
-        pipeline = pipelines.resident
+    is_resident = (entry.only_beyond_frames and costs.fits) or (method == "dense" and is_cpu)
+    pipeline = pipelines.resident if is_resident else entry.pipeline
     return replace(_run(machine, pipeline, batch), cpu_rows=cpu_rows, cpu_token_steps=machine.cpu_token_steps)
 
 

@@ -252,19 +252,6 @@ def _refresh(machine: Machine, layer: int, predicted: float) -> float:
     return machine.pull(missed * costs.kv(costs.config.budget_tokens - always), known)
 
 
-def clo_in_place(machine: Machine, step: int) -> None:
-    """The device tier is the host: a hit saves the selection, nothing is ever loaded."""
-    costs = machine.costs
-    for layer in _full_layers(machine):
-        if costs.fits or layer in costs.config.exact_layers:
-            attention = costs.attention(costs.kv(costs.context))
-        else:
-            selected = 1.0 - _cached(machine, layer) * machine.hit_ratio
-            selection = costs.lookup + costs.scoring_in_place(selected * costs.digest_bytes_in_place)
-            attention = selection + costs.attention(costs.kv(costs.config.budget_tokens))
-        machine.attended(attention)
-
-
 def hgca(machine: Machine, step: int) -> None:
     """A dense window on the device; the workers attend the kept older tokens beside it, not ahead."""
     costs = machine.costs

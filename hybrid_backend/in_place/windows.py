@@ -21,11 +21,11 @@ class LocalLayers:
         self._windows = model.windows
         self._decoders: dict[int, cpu.Decoder] = {}  # by page size: of a decoder all layers are alike
         for size in {layer.shape[3] for layer, window in zip(layers, model.windows, strict=True) if window is not None}:
-            mine = [
+            own_layers = [
                 layer if window is not None and layer.shape[3] == size else None
                 for layer, window in zip(layers, model.windows, strict=True)
             ]
-            self._decoders[size] = cpu.Decoder(mine, {}, model.num_heads, model.scale, sinks=model.sinks_by_layer)
+            self._decoders[size] = cpu.Decoder(own_layers, {}, model.num_heads, model.scale, sinks=model.sinks_by_layer)
         self._page_sizes = [layer.shape[3] for layer in layers]
         self._begun: dict[int, WindowRows] = {}  # by page size: the step that its decoder holds
 

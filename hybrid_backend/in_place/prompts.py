@@ -36,8 +36,8 @@ class InPlacePrompts:
             q: ``[tokens, heads, head_dim]`` of the batch.
             out: as ``q``; the row's tokens are written.
         """
-        mine, model = slice(row.start, row.end), self._model
+        chunk, model = slice(row.start, row.end), self._model
         cpu.attend_prompt(
-            q[mine], self._layers[layer], row.pages.int(), row.seq_len, model.scale, model.window(layer),
-            model.sink(layer), out[mine],
+            q[chunk], self._layers[layer], row.pages.int(), row.seq_len, model.scale, model.window(layer),
+            model.sink(layer), out[chunk],
         )  # fmt: skip

@@ -1,7 +1,6 @@
-"""The decode step of unified tiers as one native call per layer: append, select, attend over host pages in place.
+"""Decode steps of `quest` and `dense` on a CPU: one native call per layer appends, selects and attends host pages.
 
-The same sequence as `DecodeStep` with nothing to move, nobody to wait for and the true query, written for
-`kernels.cpu.Decoder`; tests/unit holds the two together.
+`kernels.in_place_oracle` is the oracle of what the native decoder selects, at every setting that is shipped.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import Tensor
 from hybrid_backend.attention.quality import kept_mass
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.execution.budgets import LayerBudgets
+from hybrid_backend.execution.operations import operations_name
 from hybrid_backend.execution.policy import Policy
 from hybrid_backend.execution.quality import watch
 from hybrid_backend.kernels import cpu
@@ -23,6 +23,7 @@ from hybrid_backend.kernels.cpu.library import byte_row
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import Tiers
+from hybrid_backend.workers import kernel_name
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,30 @@ def kept_bytes(config: HybridConfig, model: ModelSpec, pages: int, layers: int) 
     return 8 * lists * pages * layers if config.selection.steps_between_looks > 1 else 0
 
 
-def supports_fused(model: ModelSpec, page_size: int, device: torch.device) -> bool:
-    """Whether the native decoder can serve this model on this machine."""
-    return (
-        device.type == "cpu"
-        and cpu.available()
-        and cpu.decodes(model.num_heads, model.num_kv_heads, model.head_dim, page_size)
-    )
+def why_not_in_place(config: HybridConfig, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> str:
+    """Return the reason why the native decoder cannot attend pages in place; an empty string if it can.
+
+    Args:
+        config: the keys ``workers.kernel``, ``device_kernels`` and ``page_size`` are read.
+        heads: query heads of the attention layers on one rank.
+        kv_heads: KV heads of the same layers.
+        head_dim: size of a head.
+        device: device tier.
+    """
+    if device.type != "cpu":
+        return "the device tier is a GPU"
+    if reason := cpu.why_unavailable():
+        return reason
+    if kernel_name(config.workers.kernel) != "native":
+        return f"workers.kernel is {config.workers.kernel}"
+    if operations_name(config, device) != "native":
+        return f"device_kernels is {config.device_kernels}"
+    if not cpu.decodes(heads, kv_heads, head_dim, config.page_size):
+        return f"the native kernels have none for {heads} query heads on {kv_heads} KV heads of {head_dim}"
+    return ""
 
 
-class FusedStep:
+class InPlaceStep:
     """All decoding rows of a step over host pages in place. Layers without digests are exact."""
 
     resident_pages = device_bytes = 0
