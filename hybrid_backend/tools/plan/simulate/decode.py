@@ -70,6 +70,7 @@ class _Simulated:
     pipeline: Pipeline
     share: Callable[[bool], float]
     only_beyond_frames: bool = False  # dense on the device while the context fits the frames
+    is_resident_on_cpu: bool = False  # on a CPU every page is attended where it lies
     splits: bool = False  # some rows are attended by the CPU, the others by the device
 
 
@@ -79,7 +80,7 @@ def _nothing(recall: bool) -> float:
 
 _METHODS = {
     "stock": _Simulated(pipelines.stock, _nothing),
-    "dense": _Simulated(pipelines.read_over_link, _nothing),
+    "dense": _Simulated(pipelines.read_over_link, _nothing, is_resident_on_cpu=True),
     "quest": _Simulated(pipelines.in_place, _nothing),
     "scout": _Simulated(pipelines.scout, lambda recall: SCOUT_SHARE * (1.0 if recall else WITHOUT_RECALL), True),
     "infinigen": _Simulated(pipelines.infinigen, lambda recall: INFINIGEN_SHARE, True),
@@ -181,7 +182,7 @@ def decode_step(
         persistent=_persistent(shape, persistent_heads),
         cpu_rows=-(-cpu_rows // hardware.gpus),
     )
-    is_resident = (entry.only_beyond_frames and costs.fits) or (method == "dense" and is_cpu)
+    is_resident = (entry.only_beyond_frames and costs.fits) or (entry.is_resident_on_cpu and is_cpu)
     pipeline = pipelines.resident if is_resident else entry.pipeline
     return replace(_run(machine, pipeline, batch), cpu_rows=cpu_rows, cpu_token_steps=machine.cpu_token_steps)
 
