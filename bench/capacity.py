@@ -18,7 +18,7 @@ from bench.simulate_clo import LLAMA3_8B
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import find_hardware
 from hybrid_backend.hardware.times import LayerTimes
-from hybrid_backend.methods.overlap import judge
+from hybrid_backend.methods.apex.rule import judge
 from hybrid_backend.tools.plan.report import Plan, Request, make_plan
 from hybrid_backend.tools.plan.simulate import StepTime, decode_step
 from hybrid_backend.tools.plan.table import size

@@ -24,9 +24,9 @@ from hybrid_backend.attention.flashinfer import FlashInfer
 from hybrid_backend.attention.partial import Partial
 from hybrid_backend.attention.prefill import KVBlock
 from hybrid_backend.attention.prompts import Prompts, TorchPrompts
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.kernels.triton import operations as kernels
-from hybrid_backend.step import ModelSpec
 
 HEADS, KV_HEADS, DIM, PAGE = 40, 8, 128, 32
 ROUNDS, CALLS = 5, 20

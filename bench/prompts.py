@@ -17,10 +17,10 @@ import torch
 
 from hybrid_backend.attention.prefill import KVBlock, gather_tokens
 from hybrid_backend.attention.prompts import TorchPrompts
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu import operations
 from hybrid_backend.kernels.cpu.library import kernel_choices
-from hybrid_backend.step import ModelSpec
 
 PAGE = 16
 SHAPES = (  # kv_heads, group, head_dim, new tokens, context

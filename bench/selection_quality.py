@@ -28,10 +28,10 @@ from bench.fidelity import Lookup
 from bench.fidelity import lookups as facts_in_prose
 from hybrid_backend.attention.quality import covered_tokens
 from hybrid_backend.config import HybridConfig, SelectionConfig, find_config, load_config
-from hybrid_backend.execution.budgets import LayerBudgets
 from hybrid_backend.kernels import cpu, oracle
 from hybrid_backend.kernels.cpu import digests as native
 from hybrid_backend.methods.scout import Scout
+from hybrid_backend.step.budgets import LayerBudgets
 from hybrid_backend.tools.hub import fetch
 from hybrid_backend.tools.profile.measure import page_digests
 from tests.engines.server import MODEL

@@ -16,7 +16,7 @@ from bench.simulate_paper import Claim, Otherwise, Statement
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import Curve, Hardware, find_hardware
 from hybrid_backend.hardware.times import LayerTimes
-from hybrid_backend.methods.overlap import Verdict, bound, judge
+from hybrid_backend.methods.apex.rule import Verdict, bound, judge
 from hybrid_backend.model import ModelShape, shape_from_config
 from hybrid_backend.tools.plan.simulate import StepTime, decode_step
 

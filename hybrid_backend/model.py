@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config.reading import is_folder, read_object, reading
 from hybrid_backend.config.rules import MOST, is_int, show
 from hybrid_backend.errors import ModelError
@@ -27,7 +28,6 @@ from hybrid_backend.model_layers import (
     state_bytes,
     windows_of,
 )
-from hybrid_backend.step import ModelSpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WEIGHTS_INDEX = "model.safetensors.index.json"

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.prefill import windowed
+from hybrid_backend.batch import Batch, ModelSpec, Step, StepFailure, make_step, whole_tokens, window_rows
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
-from hybrid_backend.execution.operations import are_launches, fitted, resolve_flashinfer, resolve_operations
 from hybrid_backend.in_place.prompts import InPlacePrompts
 from hybrid_backend.in_place.windows import LocalLayers, decode_windows
 from hybrid_backend.methods import resolve_method, with_method
-from hybrid_backend.methods.room import check_room
+from hybrid_backend.methods.host_room import check_room
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure, make_step, whole_tokens, window_rows
+from hybrid_backend.step.operations import are_launches, fitted, resolve_flashinfer, resolve_operations
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.pinned import bus_of_gpu, node_of_gpu

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_backend.step import Batch, Step
+from hybrid_backend.batch import Batch, Step
 
 if TYPE_CHECKING:
     from hybrid_backend.runtime import HybridRuntime

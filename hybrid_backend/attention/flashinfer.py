@@ -23,8 +23,8 @@ from torch import Tensor
 from hybrid_backend.attention.partial import Partial
 from hybrid_backend.attention.prefill import KVBlock
 from hybrid_backend.attention.prompts import Prompts
+from hybrid_backend.batch import ModelSpec, sent
 from hybrid_backend.kernels.operations import Operations
-from hybrid_backend.step import ModelSpec, sent
 
 FIX = "pip install 'hybrid-backend[cuda]'"
 KNOWN = "0.7.0 to 0.7.2"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial, with_sinks
-from hybrid_backend.step import sent
+from hybrid_backend.batch import sent
 
 
 class KVBlock(NamedTuple):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial, with_sinks
 from hybrid_backend.attention.prefill import KVBlock, flash
+from hybrid_backend.batch import ModelSpec, sent
 from hybrid_backend.kernels.operations import Operations
-from hybrid_backend.step import ModelSpec, sent
 
 
 class Prompts(ABC):

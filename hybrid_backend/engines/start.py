@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from hybrid_backend.execution.operations import operations_name
 from hybrid_backend.host_memory import size_text
 from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import cpu
 from hybrid_backend.runtime import HybridRuntime
+from hybrid_backend.step.operations import operations_name
 from hybrid_backend.workers import kernel_name
 
 

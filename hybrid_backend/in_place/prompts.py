@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import ModelSpec, PrefillRow
 from hybrid_backend.kernels import cpu
-from hybrid_backend.step import ModelSpec, PrefillRow
 
 
 class InPlacePrompts:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.quality import kept_mass
+from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.budgets import LayerBudgets
-from hybrid_backend.execution.operations import operations_name
-from hybrid_backend.execution.policy import Policy
-from hybrid_backend.execution.quality import watch
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu.library import byte_row
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
+from hybrid_backend.step.budgets import LayerBudgets
+from hybrid_backend.step.operations import operations_name
+from hybrid_backend.step.policy import Policy
+from hybrid_backend.step.quality import watch
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.workers import kernel_name
 

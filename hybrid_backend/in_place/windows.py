@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial, with_sinks
 from hybrid_backend.attention.prefill import flash
+from hybrid_backend.batch import ModelSpec, Step, WindowRows, window_rows
 from hybrid_backend.kernels import cpu
-from hybrid_backend.step import ModelSpec, Step, WindowRows, window_rows
 
 
 class LocalLayers:

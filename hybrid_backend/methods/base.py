@@ -13,13 +13,13 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial
 from hybrid_backend.attention.prefill import KVBlock, gather_tokens
+from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.execution import DecodeStep, Executor
-from hybrid_backend.execution.operations import are_launches, check_operations, flashinfer_bytes
-from hybrid_backend.execution.samples import sampled_layers
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
+from hybrid_backend.step import DecodeStep, Executor
+from hybrid_backend.step.operations import are_launches, check_operations, flashinfer_bytes
+from hybrid_backend.step.samples import sampled_layers
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import StepShape
 from hybrid_backend.workers import WorkerPool

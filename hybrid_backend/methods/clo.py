@@ -26,20 +26,20 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.quality import covered_tokens
+from hybrid_backend.batch import DecodeRows, ModelSpec, Step
 from hybrid_backend.config import HybridConfig, format_size
 from hybrid_backend.config.heads import HeadScores, read_heads
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels.operations import Selection
 from hybrid_backend.methods.base import OwnMemory, by_layer, frames_per_request, named_heads
 from hybrid_backend.methods.selective import Selective
-from hybrid_backend.step import DecodeRows, ModelSpec, Step
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.heads import ResidentHeads, resident_bytes
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
 from hybrid_backend.tiers.stream import head_pages
 
 if TYPE_CHECKING:
-    from hybrid_backend.execution import DecodeStep
+    from hybrid_backend.step import DecodeStep
 
 
 class _Lists(NamedTuple):

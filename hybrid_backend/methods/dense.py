@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import DecodeRows, ModelSpec
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution import DecodeStep, Executor
 from hybrid_backend.in_place.step import InPlaceStep, why_not_in_place
 from hybrid_backend.methods.base import Method, OwnMemory, staging_tokens
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows, ModelSpec
+from hybrid_backend.step import DecodeStep, Executor
 from hybrid_backend.tiers import TierLayout
 from hybrid_backend.workers import WorkerPool
 

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial
 from hybrid_backend.attention.prefill import KVBlock, gather_tokens
+from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.base import Method, OwnMemory, by_layer, named_heads, staging_tokens
-from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.heads import ResidentHeads, resident_bytes, store_pages
 from hybrid_backend.tiers.stream import Piece, cut, head_pages
 
 if TYPE_CHECKING:
-    from hybrid_backend.execution import DecodeStep
+    from hybrid_backend.step import DecodeStep
 
 _PIECES = 16
 """Pieces of a layer that a captured graph holds, for each group of heads. What is beyond them is attended where it

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step, sent
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.methods.base import Method, OwnMemory, staging_tokens
-from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step, sent
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
 
 if TYPE_CHECKING:
-    from hybrid_backend.execution import DecodeStep
+    from hybrid_backend.step import DecodeStep
 
 
 class _Lists(NamedTuple):

@@ -22,7 +22,7 @@ from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.methods.selective import Selective
 
 if TYPE_CHECKING:
-    from hybrid_backend.execution import DecodeStep
+    from hybrid_backend.step import DecodeStep
 
 
 class InfiniGen(Selective):

@@ -18,14 +18,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import DecodeRows, ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.execution import DecodeStep, Executor
 from hybrid_backend.in_place.step import InPlaceStep, kept_bytes, span_bytes, why_not_in_place
 from hybrid_backend.methods.base import Method, OwnMemory
 from hybrid_backend.methods.selective import budget_pages, check_codes
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows, ModelSpec
+from hybrid_backend.step import DecodeStep, Executor
 from hybrid_backend.tiers import TierLayout
 from hybrid_backend.tiers.sizes import DigestKind
 from hybrid_backend.workers import WorkerPool

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import DecodeRows, ModelSpec
 from hybrid_backend.config import MOST_FRAMES, HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels import codes
 from hybrid_backend.methods.base import Method, frames_per_request, staging_tokens
-from hybrid_backend.step import DecodeRows, ModelSpec
 from hybrid_backend.tiers import TierLayout
 from hybrid_backend.tiers.sizes import DigestKind
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hybrid_backend.attention.flashinfer import FlashInfer, PagedDecode, device_bytes
 from hybrid_backend.attention.prompts import Prompts, TorchPrompts
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.operations import Operations
-from hybrid_backend.step import ModelSpec
 from hybrid_backend.tiers.context_cache import ContextCache
 from hybrid_backend.tiers.digests import Digests
 from hybrid_backend.tiers.frames import FramePool, device_zeros

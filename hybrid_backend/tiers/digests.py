@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import PrefillRow, sent
 from hybrid_backend.kernels import codes
 from hybrid_backend.kernels.cpu import digests as native
 from hybrid_backend.kernels.operations import Operations
-from hybrid_backend.step import PrefillRow, sent
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.sizes import DigestKind, digest_store
 

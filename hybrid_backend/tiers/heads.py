@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.kernels.operations import Operations
-from hybrid_backend.step import ModelSpec
 from hybrid_backend.tiers.frames import device_zeros
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.stream import head_pages

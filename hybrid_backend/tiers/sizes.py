@@ -13,11 +13,11 @@ from typing import Literal
 
 import torch
 
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.cpu.library import byte_row
 from hybrid_backend.kernels.cpu.mailbox import mailbox_bytes
-from hybrid_backend.step import ModelSpec
 from hybrid_backend.tiers.state import StepState, sample_boxes
 
 DigestKind = Literal["none", "minmax", "minmax_int8", "minmax_and_int8", "codes"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample
-from hybrid_backend.step import ModelSpec
 
 
 @dataclass(frozen=True)

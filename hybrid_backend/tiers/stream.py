@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.prefill import KVBlock
+from hybrid_backend.batch import ModelSpec, sent
 from hybrid_backend.kernels.operations import Operations
-from hybrid_backend.step import ModelSpec, sent
 from hybrid_backend.tiers.beside import beside
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.sizes import staging_shape

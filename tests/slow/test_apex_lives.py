@@ -8,7 +8,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hybrid_backend.execution.parking import Parking
+from hybrid_backend.step.parking import Parking
 from tests.support.harness import PAGE, config
 from tests.support.tiny_engine import TinyEngine, TinyModel
 

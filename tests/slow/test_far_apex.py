@@ -14,8 +14,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from hybrid_backend.execution.questions import BoxQuestions
-from hybrid_backend.step import Step
+from hybrid_backend.batch import Step
+from hybrid_backend.step.questions import BoxQuestions
 from tests.support.far_device import busy, late
 from tests.support.gpu import ON_GPU
 from tests.support.harness import PAGE, config

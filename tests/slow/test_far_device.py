@@ -11,10 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
+from hybrid_backend.batch import Batch, Step
 from hybrid_backend.kernels import cpu, reference
 from hybrid_backend.kernels.triton import questions
 from hybrid_backend.methods import headinfer
-from hybrid_backend.step import Batch, Step
 from hybrid_backend.warm_up import warm_up
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.cases import relative_error

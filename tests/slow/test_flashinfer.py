@@ -22,12 +22,12 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from hybrid_backend.attention import flashinfer
 from hybrid_backend.attention.flashinfer import LEANS, FlashInfer, lacks
 from hybrid_backend.attention.prefill import KVBlock
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.execution.operations import flashinfer_bytes, resolve_flashinfer, resolve_operations
 from hybrid_backend.kernels import reference
 from hybrid_backend.kernels.operations import Operations
-from hybrid_backend.step import ModelSpec
+from hybrid_backend.step.operations import flashinfer_bytes, resolve_flashinfer, resolve_operations
 from tests.support import flashinfer_stand_in
 from tests.support.cases import relative_error
 from tests.support.far_device import late

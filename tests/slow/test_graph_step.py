@@ -16,9 +16,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
+from hybrid_backend.batch import Step, captured_step
 from hybrid_backend.errors import ConfigError, DeadlineError
-from hybrid_backend.execution.partials import MailboxPartials
-from hybrid_backend.step import Step, captured_step
+from hybrid_backend.step.cpu_attention import MailboxPartials
 from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
 from tests.support.held_up import HeldUp
 

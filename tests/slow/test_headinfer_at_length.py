@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import config_from_mapping
-from hybrid_backend.step import ModelSpec
 from tests.support.harness import Engine
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel here")
 
-from hybrid_backend.step import captured_step
+from hybrid_backend.batch import captured_step
 from tests.support import gpu
 from tests.support.far_device import late
 from tests.support.harness import PAGE, Engine, config, spec

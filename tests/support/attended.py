@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_backend.execution.step import DecodeStep
+from hybrid_backend.batch import DecodeRows, Step
 from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels.operations import Selection
 from hybrid_backend.methods.clo import Clo
@@ -16,7 +16,7 @@ from hybrid_backend.methods.quest import Quest
 from hybrid_backend.methods.scout import Scout
 from hybrid_backend.methods.selective import Selective
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step import DecodeRows, Step
+from hybrid_backend.step.driver import DecodeStep
 
 
 class Attended(NamedTuple):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import Batch, ModelSpec, Step
 from hybrid_backend.config import HybridConfig, config_from_mapping
-from hybrid_backend.execution.step import DecodeStep
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step import Batch, ModelSpec, Step
+from hybrid_backend.step.driver import DecodeStep
 from tests.support.attended import Attended, Witness
 from tests.support.far_device import views
 from tests.support.gpu import DEVICE, ON_GPU

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybrid_backend.execution.partials import MailboxPartials
-from hybrid_backend.execution.questions import BoxQuestions
+from hybrid_backend.step.cpu_attention import MailboxPartials
+from hybrid_backend.step.questions import BoxQuestions
 
 
 class _Between:

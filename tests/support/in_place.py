@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import ModelSpec, Step
 from hybrid_backend.config import HybridConfig, apply_overrides, config_from_mapping, load_mapping, shipped_configs
 from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import codes, cpu
 from hybrid_backend.kernels.cpu import operations
 from hybrid_backend.kernels.in_place_oracle import CodeFunctions, InPlaceOracle, InPlaceSettings, Ranking, layer_budgets
-from hybrid_backend.step import ModelSpec, Step
 from tests.support.harness import Engine
 from tests.support.harness import Sequence as Request
 

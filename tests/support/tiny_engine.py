@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import Batch, ModelSpec, Step, captured_step
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.step import DecodeStep
 from hybrid_backend.methods.apex import Apex
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step import Batch, ModelSpec, Step, captured_step
+from hybrid_backend.step.driver import DecodeStep
 from tests.support.far_device import busy, views
 from tests.support.gpu import ON_GPU
 

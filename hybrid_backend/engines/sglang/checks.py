@@ -15,9 +15,9 @@ from hybrid_backend.engines.sglang import OWN_BACKEND
 from hybrid_backend.engines.sglang.compat import check_engine
 from hybrid_backend.engines.sglang.settings import host_pool_bytes
 from hybrid_backend.errors import EngineError
-from hybrid_backend.execution.operations import check_shape
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.model import weights_to_load
+from hybrid_backend.step.operations import check_shape
 from hybrid_backend.workers import resolve_kernel
 
 

@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_observability
 from torch import Tensor, nn
 
 from hybrid_backend.attention.lookahead import Layer, layer_at
+from hybrid_backend.batch import Batch, ModelSpec, Step, captured_step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.sglang import OWN_BACKEND, patches
 from hybrid_backend.engines.sglang.checks import check_layer
@@ -20,7 +21,6 @@ from hybrid_backend.engines.start import start_lines
 from hybrid_backend.errors import EngineError
 from hybrid_backend.observe.metrics import Publisher
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step import Batch, ModelSpec, Step, captured_step
 
 
 def attention_layers(model: nn.Module) -> list[Layer]:

@@ -17,11 +17,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from hybrid_backend.batch import Batch, captured_step
 from hybrid_backend.engines.vllm.layer import HybridImpl, HybridMetadata
 from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
-from hybrid_backend.step import Batch, captured_step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -21,8 +21,8 @@ from hybrid_backend.engines.vllm import (
     SCHEDULER,
 )
 from hybrid_backend.errors import ConfigError, EngineError
-from hybrid_backend.execution.operations import check_shape
 from hybrid_backend.methods import resolve_method
+from hybrid_backend.step.operations import check_shape
 from hybrid_backend.workers import resolve_kernel
 
 if TYPE_CHECKING:

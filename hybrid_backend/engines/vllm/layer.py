@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from hybrid_backend.batch import Step
 from hybrid_backend.engines.refusal import refuse
 from hybrid_backend.engines.vllm.checks import LAYER_REFUSALS, Layer
 from hybrid_backend.engines.vllm.outputs import UnheardRank
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step import Step
 
 if TYPE_CHECKING:
     from hybrid_backend.attention.lookahead import Predictor

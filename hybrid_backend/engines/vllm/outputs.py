@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from hybrid_backend.step import StepFailure
+from hybrid_backend.batch import StepFailure
 
 _logger = init_logger("vllm.hybrid_backend")
 

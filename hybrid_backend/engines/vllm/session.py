@@ -16,6 +16,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid_backend.attention.fused_lookahead import fused
 from hybrid_backend.attention.lookahead import Layer, call_names, layer_at, predictors
+from hybrid_backend.batch import Batch, ModelSpec, Step, StepFailure
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import OWN_BACKEND
 from hybrid_backend.engines.vllm.asked import asked_budget
@@ -25,10 +26,9 @@ from hybrid_backend.engines.vllm.outputs import CheckedOutput, UnheardRank, chec
 from hybrid_backend.engines.vllm.parking import forgo_parking, parks_rows
 from hybrid_backend.engines.vllm.sinks import Sinks
 from hybrid_backend.errors import EngineError
-from hybrid_backend.execution.operations import are_launches
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step import Batch, ModelSpec, Step, StepFailure
+from hybrid_backend.step.operations import are_launches
 from hybrid_backend.workers import Rank
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.admission import place
 from hybrid_backend.kernels.operations import Operations
+from hybrid_backend.step.admission import place
 from hybrid_backend.tiers.state import StepState
 
 NEVER = 0

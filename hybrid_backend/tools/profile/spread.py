@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.budgets import LayerBudgets
+from hybrid_backend.step.budgets import LayerBudgets
 from hybrid_backend.tools.profile.options import method_of
 
 Sizes = tuple[int, int, int]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_backend.step import captured_step, make_step
+from hybrid_backend.batch import captured_step, make_step
 
 pytestmark = pytest.mark.engine
 PAGE, ROWS, CAPTURED = 16, 3, 8

@@ -17,7 +17,7 @@ DEADLINE = 2  # of steps, in seconds
 @contextmanager
 def held_up() -> Iterator[set[int]]:
     """Whoever makes an engine within gets workers that never hear of the steps of these `StepInputs.number`s."""
-    from hybrid_backend.execution.partials import MailboxPartials
+    from hybrid_backend.step.cpu_attention import MailboxPartials
     from tests.support.held_up import HeldUp
 
     make, numbers, slow = MailboxPartials.__init__, set[int](), list[HeldUp]()

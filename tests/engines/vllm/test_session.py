@@ -14,13 +14,13 @@ from vllm.compilation.backends import split_graph
 from vllm.config import CompilationConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from hybrid_backend.batch import StepFailure
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, UnheardRank, checked
 from hybrid_backend.engines.vllm.session import Session, attach_inputs
 from hybrid_backend.engines.vllm.sinks import Sinks
 from hybrid_backend.errors import DeadlineError
-from hybrid_backend.step import StepFailure
 from tests.support.harness import PAGE, Engine, config, spec
 
 pytestmark = pytest.mark.engine

@@ -18,8 +18,8 @@ from tests.support.far_device import Far
 from tests.support.streams import STREAMS
 
 if TYPE_CHECKING:
-    from hybrid_backend.execution import DecodeStep
     from hybrid_backend.methods.clo import Clo
+    from hybrid_backend.step import DecodeStep
 
 
 @dataclass
@@ -69,8 +69,8 @@ class Watch:
 
 def watch_attention() -> Watch:
     """From now on, in this process."""
-    from hybrid_backend.execution import DecodeStep
     from hybrid_backend.methods.clo import Clo
+    from hybrid_backend.step import DecodeStep
 
     seen, select, merge = Watch(), DecodeStep.select, DecodeStep.merge
     chosen: dict[tuple[int, int], Any] = {}

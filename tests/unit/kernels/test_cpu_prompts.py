@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.in_place.prompts import InPlacePrompts
 from hybrid_backend.kernels import cpu
-from hybrid_backend.step import ModelSpec
 from tests.support import cases
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
 from hybrid_backend.hardware.times import LayerTimes
-from hybrid_backend.methods.overlap import bound, cpu_hides, judge
+from hybrid_backend.methods.apex.rule import bound, cpu_hides, judge
 
 seconds = st.floats(1e-5, 1e-1)
 rates = st.floats(1e3, 1e9)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.execution.questions import PoolQuestions
 from hybrid_backend.methods import resolve_method
+from hybrid_backend.step.questions import PoolQuestions
 from tests.support.harness import PAGE, config
 from tests.support.held_answers import Held, settled
 from tests.support.tiny_engine import TinyEngine, TinyModel

@@ -13,9 +13,9 @@ from hybrid_backend.attention.partial import PageList, Partial, empty_partial, p
 from hybrid_backend.attention.prefill import KVBlock, gather_tokens, windowed
 from hybrid_backend.attention.prompts import TorchPrompts
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
+from hybrid_backend.batch import ModelSpec, PrefillRow
 from hybrid_backend.kernels import oracle, reference
 from hybrid_backend.kernels.operations import Operations
-from hybrid_backend.step import ModelSpec, PrefillRow
 from hybrid_backend.tiers.digests import Digests
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.workers import kernel_names, resolve_kernel

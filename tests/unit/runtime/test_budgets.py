@@ -14,10 +14,10 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_backend.batch import Step
 from hybrid_backend.engines.vllm.asked import asked_budget
 from hybrid_backend.engines.vllm.middleware import Middleware
-from hybrid_backend.execution.budgets import LayerBudgets
-from hybrid_backend.step import Step
+from hybrid_backend.step.budgets import LayerBudgets
 from tests.support.attended import Attended
 from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
 

@@ -12,7 +12,7 @@ import torch
 from hybrid_backend.config import HybridConfig, Rule, apply_overrides, config_from_mapping, iter_keys
 from hybrid_backend.config.rules import MOST
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods.room import check_room
+from hybrid_backend.methods.host_room import check_room
 from tests.support.harness import METHODS, PAGE, Engine, spec
 
 MEMORY = 16 << 30

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybrid_backend.batch import DecodeRows, WindowRows
 from hybrid_backend.in_place.windows import decode_windows
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.reference import paged_attention
-from hybrid_backend.step import DecodeRows, WindowRows
 from tests.support.harness import PAGE, Engine, config, spec
 
 KERNELS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not cpu.available(), reason="no native kernels"))]

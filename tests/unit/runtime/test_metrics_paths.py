@@ -17,12 +17,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
+from hybrid_backend.batch import Step
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.step import DecodeStep
 from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import oracle
 from hybrid_backend.observe.metrics import Publisher
-from hybrid_backend.step import Step
+from hybrid_backend.step.driver import DecodeStep
 from tests.support.harness import PAGE, Engine, config, resident, spec
 
 FRAMES, LAYERS, EXACT, STEPS, CHUNK, REST = 6, 3, 0, 8, 40, 0.002

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_backend.batch import DecodeRows
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.execution.quality import QualityWatch, watch
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows
+from hybrid_backend.step.quality import QualityWatch, watch
 from tests.support.harness import PAGE, Engine, config, spec
 
 LAYERS, MOST = (1, 2), 64

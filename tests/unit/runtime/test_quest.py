@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
+from hybrid_backend.batch import DecodeRows
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import cpu
-from hybrid_backend.step import DecodeRows
 from tests.support.harness import PAGE, Engine, config, spec
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hybrid_backend.attention.partial import PageList, Partial, empty_partial, paged_partial
-from hybrid_backend.execution.partials import PoolPartials
-from hybrid_backend.execution.step import DecodeStep
 from hybrid_backend.kernels import reference
+from hybrid_backend.step.cpu_attention import PoolPartials
+from hybrid_backend.step.driver import DecodeStep
 from hybrid_backend.workers.pool import TorchPool
 from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
 

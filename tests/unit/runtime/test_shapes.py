@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.execution.operations import fitted
-from hybrid_backend.step import ModelSpec
+from hybrid_backend.step.operations import fitted
 from tests.support.harness import METHODS, PAGE, Engine, config
 
 SHAPES = {"48 query heads per KV head": (48, 1, 32), "heads of 120": (8, 1, 120), "heads of 320": (4, 2, 320)}

@@ -13,7 +13,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware, machine_names
 from hybrid_backend.hardware.times import LayerTimes
-from hybrid_backend.methods.overlap import judge
+from hybrid_backend.methods.apex.rule import judge
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.simulate import StepTime, WhatIf, decode_step, simulated_methods
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hybrid_backend.methods.overlap import cpu_hides, judge
+from hybrid_backend.methods.apex.rule import cpu_hides, judge
 from hybrid_backend.tools.plan.simulate.costs import Costs
 from hybrid_backend.tools.plan.simulate.pipelines import Machine, resident
 

@@ -8,8 +8,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import DecodeRows
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.step import DecodeRows
 
 Open = TypeVar("Open", contravariant=True)
 

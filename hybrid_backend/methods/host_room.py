@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import System, size_text
 from hybrid_backend.methods.registry import resolve_method
-from hybrid_backend.step import ModelSpec
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
 
 SIZING_KEYS = ("budget_tokens", "frames_per_request", "hgca.window_tokens", "apex.device_tokens", "sinks", "recent")

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import DecodeRows
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows
 
 _FASTEST = 2.0  # a budget at most doubles at once
 _SLOWEST = 1.1

@@ -10,11 +10,11 @@ from typing import cast
 import torch
 
 from hybrid_backend.attention import flashinfer
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.operations import Operations
-from hybrid_backend.step import ModelSpec
 from hybrid_backend.workers import kernel_name
 
 _log = logging.getLogger(__name__)

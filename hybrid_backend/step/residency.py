@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, sent
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.admission import Admission
-from hybrid_backend.execution.placement import Placement
 from hybrid_backend.kernels.operations import Maps
-from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, sent
+from hybrid_backend.step.admission import Admission
+from hybrid_backend.step.placement import Placement
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepState
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.partial import PageList
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.kernels.cpu.mailbox import QuestionBoxes, question_bytes
-from hybrid_backend.step import ModelSpec
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepInputs
 from hybrid_backend.workers import NativePool, Owners, Ticket, WorkerPool

@@ -19,12 +19,12 @@ import time
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import DecodeRows, sent
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import DeadlineError, WorkerError
-from hybrid_backend.execution.questions import Answers, Questions
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.kernels.operations import Counters
-from hybrid_backend.step import DecodeRows, sent
+from hybrid_backend.step.questions import Answers, Questions
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepInputs
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.partial import PageList
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
 from hybrid_backend.kernels.cpu import STEPS, Mailboxes
 from hybrid_backend.kernels.operations import Counters
-from hybrid_backend.step import ModelSpec
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.sizes import StepShape
 from hybrid_backend.tiers.state import StepInputs

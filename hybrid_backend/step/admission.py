@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import ModelSpec, PrefillRow
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.operations import Maps, Operations
-from hybrid_backend.step import ModelSpec, PrefillRow
 from hybrid_backend.tiers import Tiers
 
 

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.quality import covered_tokens
+from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step, StepFailure, sent, whole_tokens
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.budgets import LayerBudgets
-from hybrid_backend.execution.parking import Parking
-from hybrid_backend.execution.partials import CpuPartials, MailboxPartials, PoolPartials
-from hybrid_backend.execution.placement import Placement
-from hybrid_backend.execution.policy import Policy
-from hybrid_backend.execution.quality import watch
-from hybrid_backend.execution.questions import BoxQuestions, PoolQuestions, Questions
-from hybrid_backend.execution.residency import FixedFrames, MappedFrames, Residency, SharedFrames
-from hybrid_backend.execution.samples import make_samples, watched
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.kernels.operations import Copies, Counters, Maps, Selection
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows, ModelSpec, PrefillRow, Step, StepFailure, sent, whole_tokens
+from hybrid_backend.step.budgets import LayerBudgets
+from hybrid_backend.step.cpu_attention import CpuPartials, MailboxPartials, PoolPartials
+from hybrid_backend.step.parking import Parking
+from hybrid_backend.step.placement import Placement
+from hybrid_backend.step.policy import Policy
+from hybrid_backend.step.quality import watch
+from hybrid_backend.step.questions import BoxQuestions, PoolQuestions, Questions
+from hybrid_backend.step.residency import FixedFrames, MappedFrames, Residency, SharedFrames
+from hybrid_backend.step.samples import make_samples, watched
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.beside import beside
 from hybrid_backend.tiers.sizes import StepShape

@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hybrid_backend.batch import DecodeRows, ModelSpec, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.execution.operations import are_launches
-from hybrid_backend.execution.parking import parking_bytes
-from hybrid_backend.execution.questions import box_bytes
 from hybrid_backend.hardware import Hardware, find_hardware, hardware_of_gpu
 from hybrid_backend.hardware.times import LayerTimes
+from hybrid_backend.methods.apex.rule import Verdict, cpu_hides, judge
 from hybrid_backend.methods.base import Method, OwnMemory, frames_per_request, staging_tokens
-from hybrid_backend.methods.overlap import Verdict, cpu_hides, judge
-from hybrid_backend.step import DecodeRows, ModelSpec, Step
+from hybrid_backend.step.operations import are_launches
+from hybrid_backend.step.parking import parking_bytes
+from hybrid_backend.step.questions import box_bytes
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
 
 if TYPE_CHECKING:
-    from hybrid_backend.execution import DecodeStep
+    from hybrid_backend.step import DecodeStep
 
 _DEFAULT_MACHINE = "a10"
 """Table 1 of the paper."""

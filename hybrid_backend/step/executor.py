@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hybrid_backend.step import PrefillRow, Step, StepFailure
+from hybrid_backend.batch import PrefillRow, Step, StepFailure
 
 
 class Executor(Protocol):

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.quality import kept_mass, mass_recall, query_cosine
+from hybrid_backend.batch import DecodeRows, ModelSpec, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import WorkerError
-from hybrid_backend.execution.policy import Policy
-from hybrid_backend.execution.quality import QualityWatch
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.kernels.operations import Selection
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeRows, ModelSpec, Step
+from hybrid_backend.step.policy import Policy
+from hybrid_backend.step.quality import QualityWatch
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.sizes import StepShape, TierLayout
 from hybrid_backend.tiers.state import StepState, sample_boxes
