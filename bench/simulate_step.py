@@ -23,7 +23,7 @@ from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.card import Card
 from hybrid_backend.engines.vllm.footprint import Room, default_chunk
 from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
-from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.plan.report import Request, make_plan
 from hybrid_backend.tools.plan.simulate import PARTS, Overheads, StepTime, decode_step
 from hybrid_backend.tools.plan.simulate.decode import SCOUT_SHARE

@@ -13,15 +13,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from hybrid_backend.attention.partial import Partial
 from hybrid_backend.attention.prefill import windowed
-from hybrid_backend.batch import Batch, ModelSpec, Step, StepFailure, make_step, whole_tokens, window_rows
+from hybrid_backend.batch import Batch, ModelSpec, PrefillRow, Step, StepFailure, make_step, whole_tokens, window_rows
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.in_place.prompts import InPlacePrompts
+from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.in_place.windows import LocalLayers, decode_windows
 from hybrid_backend.methods import resolve_method, with_method
 from hybrid_backend.methods.host_room import check_room
 from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step import Executor, StepDriver
+from hybrid_backend.step.method import AttendsPrompts, SeesPrompts
 from hybrid_backend.step.operations import are_launches, fitted, resolve_flashinfer, resolve_operations
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
@@ -73,7 +77,11 @@ class HybridRuntime:
         self.workers = make_pool(config.workers, rank if device.type != "cuda" else _on_gpus(rank, device))
         self.method = method(config, model, self.tiers)
         self._bus = bus_of_gpu(device) if device.type == "cuda" else None
-        self.executor = self.method.executor(self.workers, self._stats)
+        self.executor: Executor = (
+            InPlaceStep(self.method, config, model, self.tiers, self._stats)
+            if self.method.attends_in_place
+            else StepDriver(self.method, config, model, self.tiers, self.workers, self._stats)
+        )
         native = device.type == "cpu" and kernel_name(config.workers.kernel) == "native"
         self._local = LocalLayers.of(model, host.layers) if native else None
         self._local_prompts = InPlacePrompts.of(model, host.layers) if native else None
@@ -206,7 +214,7 @@ class HybridRuntime:
             pages = step.write_pages
         k, v = tiers.write_back.store(layer, *self._whole_tokens(step, k, v), pages, offsets)
         tiers.whole.append(layer, pages, offsets, k, v)
-        self.method.append(layer, pages, offsets, k, v)
+        tiers.append_heads(layer, pages, offsets, k, v)
         if step.fills_prefix or (len(rows) > 1 and any(row.earlier_tokens for row in rows)):
             tiers.write_back.join()  # a row may find its prefix in pages that another one writes just now
         owns = [] if self._prompts else tiers.prompts.own(q, k, v, [(row.start, row.end) for row in rows])
@@ -218,9 +226,17 @@ class HybridRuntime:
             if self._prompts is not None:
                 self._prompts.attend(layer, row, q, out)
             else:
-                out[mine] = self.method.prefill(layer, row, q[mine], owns[i])
-            self.method.saw_prompt(layer, row, q[mine])
+                out[mine] = self._attend_prompt(layer, row, q[mine], owns[i])
+            if isinstance(self.method, SeesPrompts):
+                self.method.saw_prompt(layer, row, q[mine])
             self.executor.saw_prompt(layer, row, q[mine])
+
+    def _attend_prompt(self, layer: int, row: PrefillRow, q: Tensor, own: Partial) -> Tensor:
+        """Return ``[chunk, heads, head_dim]``, the exact attention of a prompt chunk of a row (`AttendsPrompts`)."""
+        if isinstance(self.method, AttendsPrompts):
+            return self.method.prefill(layer, row, q, own)
+        before = self.tiers.prefix(layer, row.pages, row.seq_len - len(q))
+        return self.tiers.prompts.attend(q, own, before, self.model.sink(layer))
 
     def _forward_local(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """A layer with a sliding window."""
@@ -257,8 +273,7 @@ class HybridRuntime:
         if self.tiers.digests is not None:
             for layer in self.tiers.digests.layers:
                 self.tiers.digests.rebuild(layer, pages, tokens)
-        self.tiers.whole.copy(pages)
-        self.method.imported(pages)
+        self.tiers.import_pages(pages)
 
     # --- query path ---
 
@@ -308,8 +323,8 @@ class HybridRuntime:
             "hybrid_digest_bytes": tiers.digests.nbytes if tiers.digests else 0,
             "hybrid_frame_bytes": tiers.frames.nbytes,
             "hybrid_device_bytes": tiers.device_bytes + executor.device_bytes + self.method.device_bytes,
-            "hybrid_context_cache_bytes": executor.host_bytes + self.method.host_bytes,
-            "hybrid_persistent_heads": self.method.persistent_heads,
+            "hybrid_context_cache_bytes": executor.host_bytes + tiers.cache.nbytes,
+            "hybrid_persistent_heads": tiers.persistent_heads,
             "hybrid_copied_bytes": tiers.copied_bytes,
             **self._settings(),
             **executor.gauges(),
@@ -331,7 +346,6 @@ class HybridRuntime:
         """Stop all threads."""
         self._abandon_open()
         self.executor.close()
-        self.method.close()
         if self._local is not None:
             self._local.close()
         self.workers.close()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu.library import byte_row
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step.budgets import LayerBudgets
+from hybrid_backend.step.method import Method, factors_of
 from hybrid_backend.step.operations import operations_name
-from hybrid_backend.step.policy import Policy
 from hybrid_backend.step.quality import watch
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.workers import kernel_name
@@ -78,7 +77,7 @@ class InPlaceStep:
 
     resident_pages = device_bytes = 0
 
-    def __init__(self, method: Policy[Any], config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats) -> None:
+    def __init__(self, method: Method, config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats) -> None:
         self._method, self._config, self._model, self._tiers, self._stats = method, config, model, tiers, stats
         self._per_head = config.selection.granularity == "kv_head"
         digests, in_bytes = (tiers.digests.layers, tiers.digests.in_bytes) if tiers.digests else ({}, {})
@@ -86,7 +85,7 @@ class InPlaceStep:
         self._sequences: dict[str, int] = {}  # the decoder's name of each request it keeps spans and pages of
         self._next_sequence = 0
         self._watch = watch(config, stats, sorted(self._sparse_layers), tiers.host.pages)
-        factors = method.factors(config, digests)
+        factors = factors_of(type(method), config, digests)
         self._budgets = LayerBudgets(config, factors, range(self._layers)) if factors else None
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
         bound = config.selection.bound

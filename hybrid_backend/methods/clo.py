@@ -31,15 +31,15 @@ from hybrid_backend.config import HybridConfig, format_size
 from hybrid_backend.config.heads import HeadScores, read_heads
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels.operations import Selection
-from hybrid_backend.methods.base import OwnMemory, by_layer, frames_per_request, named_heads
 from hybrid_backend.methods.selective import Selective
+from hybrid_backend.step.method import OwnMemory, by_layer, frames_per_request, named_heads
 from hybrid_backend.tiers import TierLayout, Tiers
-from hybrid_backend.tiers.heads import ResidentHeads, resident_bytes
+from hybrid_backend.tiers.heads import resident_bytes
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
 from hybrid_backend.tiers.stream import head_pages
 
 if TYPE_CHECKING:
-    from hybrid_backend.step import DecodeStep
+    from hybrid_backend.step import Toolbox
 
 
 class _Lists(NamedTuple):
@@ -78,7 +78,6 @@ class Clo(Selective):
     """Cached selections per KV head, loaded one layer ahead when the query has moved on."""
 
     attends_selection = False  # but what its heads have cached
-    has_fixed_frames = True
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
@@ -117,7 +116,7 @@ class Clo(Selective):
         pages = len(tiers.host.layers[tiers.layout.full_layers(model)[0]])
         self._row = {layer: row for row, layer in enumerate(layers)}
         heads = _persistent(config, model, tiers.layout, pages)
-        self._persistent = ResidentHeads(heads, tiers.host, tiers.operations, model, tiers.device)
+        self._persistent = tiers.keep_heads(heads, model)
         self._state, self._lists = _buffers(config, model, tiers.layout, pages, tiers.frames.requests, tiers.device)
         self._first = dict[int, _Lists]()  # by rows
         thresholds, weights = _policy(config, model)
@@ -134,11 +133,7 @@ class Clo(Selective):
 
     @property
     def device_bytes(self) -> int:
-        return self._persistent.nbytes + sum(x.nbytes for x in (*self._state, *self._lists))
-
-    @property
-    def persistent_heads(self) -> int:
-        return self._persistent.count
+        return sum(x.nbytes for x in (*self._state, *self._lists))
 
     @property
     def pages_per_load(self) -> int:
@@ -166,12 +161,6 @@ class Clo(Selective):
         for request_id in step.decode.request_ids if step.decode is not None else []:
             self.release(request_id)
 
-    def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        self._persistent.append(layer, pages, positions, k, v)
-
-    def imported(self, pages: Tensor) -> None:
-        self._persistent.copy(pages)
-
     def frame_of(self, pages: Tensor) -> Tensor:
         """A context that fits lies in order: sinks, what a load will overwrite, the others. Those are a ring when it is
         longer."""
@@ -186,7 +175,7 @@ class Clo(Selective):
 
     # --- the step ---
 
-    def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
+    def begin_decode(self, step: Toolbox, rows: DecodeRows) -> None:
         self._looked_up.clear()
         budgets = self.budgets(rows)
         left_out, is_sparse = (rows.num_pages - budgets).clamp(min=0), budgets < rows.num_pages
@@ -200,14 +189,14 @@ class Clo(Selective):
                 loading = every - len(self._persistent.heads.get(layer, ()))
                 looked_up = sparse_rows * self.pages_per_load * loading / every  # counted when it is known who hit
                 held = pages - left_out_pages - looked_up
-                step.count_tokens(tokens - left_out_pages * self.config.page_size, held, layers=[layer])
+                step.counting.count_tokens(tokens - left_out_pages * self.config.page_size, held, layers=[layer])
             else:
                 beyond = int(rows.num_pages[is_beyond].sum())
-                step.count_tokens(tokens, pages - beyond, missing_pages=beyond, layers=[layer])
+                step.counting.count_tokens(tokens, pages - beyond, missing_pages=beyond, layers=[layer])
 
-    def _write_lists(self, step: DecodeStep) -> None:
+    def _write_lists(self, step: Toolbox) -> None:
         """From the step's inputs, where they lie."""
-        now, lists, config, every = step.inputs, self._lists, self.config, self.model.num_kv_heads
+        now, lists, config, every = step.buffers.inputs, self._lists, self.config, self.model.num_kv_heads
         heads = torch.arange(every, dtype=torch.int32, device=self.tiers.device)
 
         def by_head(x: Tensor) -> Tensor:
@@ -235,13 +224,12 @@ class Clo(Selective):
         lists.whole_tokens[:, 0] = now.seq_lens * fits
         lists.beyond_tokens[:, 0] = now.seq_lens * ~fits
 
-    def predicts(self, layer: int) -> bool:
-        return len(self._persistent.heads.get(layer, ())) < self.model.num_kv_heads
-
-    def lookahead(self, step: DecodeStep, layer: int, q: Tensor) -> None:
+    def lookahead(self, step: Toolbox, layer: int, q: Tensor) -> None:
         """Look the caches of the layer's heads up; those that miss select by ``q`` and load."""
+        if self._is_persistent(layer):
+            return
         self._looked_up.add(layer)
-        tiers, row, now, lists = self.tiers, self._row[layer], step.now(len(q)), self._of(len(q))
+        tiers, row, now, lists = self.tiers, self._row[layer], step.inputs(len(q)), self._of(len(q))
         state, how = self._state, self.config.clo.aggregate
         missed = tiers.operations.match_labels(
             q, state.labels[row], state.weights[row], state.thresholds[row], now.requests, now.num_pages, now.budgets,
@@ -258,7 +246,7 @@ class Clo(Selective):
         host, frames = head_pages(tiers.host.views[layer]), head_pages(tiers.frames.layers[layer])
         step.copy(layer, host, frames, host_pages, into, is_awaited=True)
 
-    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+    def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
         is_fixed = step.is_captured or self.tiers.asks_by_itself  # the same launches, whatever the rows are
         if layer not in self._row or self.config.sparse == "never" or not (is_fixed or self._is_sparse):
             return self._attend_everything(step, layer, q)
@@ -267,14 +255,14 @@ class Clo(Selective):
         parts: list[tuple[Tensor, Tensor]] = []
         persistent = self._persistent.heads.get(layer, ())
         if persistent:
-            store, places = self._persistent.stores[layer], self._persistent.pages(layer, step.now(len(q)).table)
+            store, places = self._persistent.stores[layer], self._persistent.pages(layer, step.inputs(len(q)).table)
             chosen = self._select(
                 layer, q, lists, places.flatten(0, 1), lists.num_pages * (1 - loads), step.shape.most
             )  # fmt: skip
             self._by_true_query = chosen
             tokens = chosen.tokens * (1 - loads)[:, None]
             parts.append(step.attend(by_head, head_pages(store), chosen.frames, tokens))
-        if self.predicts(layer):
+        if not self._is_persistent(layer):
             if layer not in self._looked_up:
                 self.lookahead(step, layer, q)
             step.await_copy(layer)
@@ -286,12 +274,16 @@ class Clo(Selective):
         other = tiers.operations.merge_partials(*parts[1]) if len(parts) > 1 else None
         return step.merge(layer, parts[0], other, q.dtype)
 
-    def _attend_everything(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+    def _attend_everything(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
         """From the frames what they hold, the others where they lie in host memory."""
-        now, lists, host = step.now(len(q)), self._of(len(q)), self.tiers.host.views[layer]
+        now, lists, host = step.inputs(len(q)), self._of(len(q)), self.tiers.host.views[layer]
         found = step.attend(q, host, now.table[:, None], lists.beyond_tokens, now.table.shape[1])
         in_frames = step.attend(q, self.tiers.frames.layers[layer], lists.whole, lists.whole_tokens)
         return step.merge(layer, in_frames, self.tiers.operations.merge_partials(*found), q.dtype)
+
+    def _is_persistent(self, layer: int) -> bool:
+        """Tell whether all heads of ``layer`` are persistent, so that the layer has no cache to look up."""
+        return len(self._persistent.heads.get(layer, ())) == self.model.num_kv_heads
 
     def _of(self, rows: int) -> _Lists:
         if rows not in self._first:
@@ -311,7 +303,7 @@ class Clo(Selective):
             config.recent, most,
         )  # fmt: skip
 
-    def covered(self, step: DecodeStep, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
+    def covered(self, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
         if layer not in self._row or self.config.sparse == "never":
             return None
         every, number = self.model.num_kv_heads, int(rows.num_pages[r])

@@ -7,16 +7,18 @@ from torch import Tensor
 
 from hybrid_backend.batch import DecodeRows, ModelSpec
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.in_place.step import InPlaceStep, why_not_in_place
-from hybrid_backend.methods.base import Method, OwnMemory, staging_tokens
-from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeStep, Executor
-from hybrid_backend.tiers import TierLayout
-from hybrid_backend.workers import WorkerPool
+from hybrid_backend.in_place.step import why_not_in_place
+from hybrid_backend.step import Toolbox
+from hybrid_backend.step.method import Method, OwnMemory, staging_tokens
+from hybrid_backend.tiers import TierLayout, Tiers
 
 
 class Dense(Method):
     """No frames, no digests, no workers: attention over host pages in place, which a GPU reads over the bus."""
+
+    def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
+        super().__init__(config, model, tiers)
+        self.attends_in_place = _is_in_place(config, model, tiers.device)
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
@@ -32,21 +34,16 @@ class Dense(Method):
             return OwnMemory()
         return super().own_memory(config, model, device, pages, max_requests)
 
-    def executor(self, workers: WorkerPool, stats: Stats) -> Executor:
-        if _is_in_place(self.config, self.model, self.tiers.device):
-            return InPlaceStep(self, self.config, self.model, self.tiers, stats)
-        return super().executor(workers, stats)
-
     def budgets(self, rows: DecodeRows) -> Tensor:
         return rows.num_pages
 
-    def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
-        step.count_tokens(int(rows.seq_lens.sum()), int(rows.num_pages.sum()))
+    def begin_decode(self, step: Toolbox, rows: DecodeRows) -> None:
+        step.counting.count_tokens(int(rows.seq_lens.sum()), int(rows.num_pages.sum()))
 
-    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
-        now = step.now(len(q))
+    def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
+        now = step.inputs(len(q))
         host, table = self.tiers.host.views[layer], now.table[:, None]
-        parts = step.attend(q, host, table, now.seq_lens[:, None], known=step.seq_lens)
+        parts = step.attend(q, host, table, now.seq_lens[:, None], host_tokens=step.seq_lens)
         return step.merge(layer, parts, None, q.dtype)
 
 

@@ -24,13 +24,13 @@ from hybrid_backend.attention.prefill import KVBlock, gather_tokens
 from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods.base import Method, OwnMemory, by_layer, named_heads, staging_tokens
+from hybrid_backend.step.method import Method, OwnMemory, by_layer, named_heads, staging_tokens
 from hybrid_backend.tiers import TierLayout, Tiers
-from hybrid_backend.tiers.heads import ResidentHeads, resident_bytes, store_pages
+from hybrid_backend.tiers.heads import resident_bytes, store_pages
 from hybrid_backend.tiers.stream import Piece, cut, head_pages
 
 if TYPE_CHECKING:
-    from hybrid_backend.step import DecodeStep
+    from hybrid_backend.step import Toolbox
 
 _PIECES = 16
 """Pieces of a layer that a captured graph holds, for each group of heads. What is beyond them is attended where it
@@ -94,22 +94,13 @@ class HeadInfer(Method):
         resident = _resident(config, model)
         few = _by_layer("streaming_heads", config, model.num_layers, kv_heads)
         kinds, self._heads = dict[object, _Heads](), dict[int, _Heads]()
-        self._resident = ResidentHeads(resident, tiers.host, tiers.operations, model, tiers.device)
-        self._stores = self._resident.stores
+        self._stores = tiers.keep_heads(resident, model).stores
         for layer in self._layers:
             some = resident.get(layer, ()), few.get(layer, ())
             self._heads[layer] = kinds.setdefault(some, _Heads(*some, self._few_pages, kv_heads, tiers.device))
         self._plans: dict[_Heads, _Plan] = {}  # of the open step
         self._staged: Iterator[Tensor] = iter(())
         self._longest, self._has_prompts = 0, False  # tokens of a sequence of the open step
-
-    @property
-    def device_bytes(self) -> int:
-        return self._resident.nbytes
-
-    @property
-    def persistent_heads(self) -> int:
-        return self._resident.count
 
     def groups(self, tokens: int) -> int:
         """Groups of KV heads for a context of ``tokens`` tokens: 1, then twice as many beyond each threshold."""
@@ -128,24 +119,18 @@ class HeadInfer(Method):
             resident.append(KVBlock(heads.resident, *gather_tokens(store, row.pages, len(heads.resident), 0, tokens)))
         before = chain(
             resident,
-            self.prefix(layer, row.pages, tokens, heads.whole, self.groups(tokens)),
-            self.prefix(layer, row.pages[:first], min(tokens, first * page), heads.few),
-            self.prefix(layer, row.pages[last:used], max(0, tokens - last * page), heads.few),
+            self.tiers.prefix(layer, row.pages, tokens, heads.whole, self.groups(tokens)),
+            self.tiers.prefix(layer, row.pages[:first], min(tokens, first * page), heads.few),
+            self.tiers.prefix(layer, row.pages[last:used], max(0, tokens - last * page), heads.few),
         )
         return self.tiers.prompts.attend(q, own, before, self.model.sink(layer))
-
-    def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        self._resident.append(layer, pages, positions, k, v)
-
-    def imported(self, pages: Tensor) -> None:
-        self._resident.copy(pages)
 
     # --- decoding rows ---
 
     def budgets(self, rows: DecodeRows) -> Tensor:
         return rows.num_pages
 
-    def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
+    def begin_decode(self, step: Toolbox, rows: DecodeRows) -> None:
         self._longest, self._has_prompts = int(rows.seq_lens.max()), not rows.whole_batch
         every, stream, page = self.model.num_kv_heads, self.tiers.stream, self.config.page_size
         tokens, pages, before = int(rows.seq_lens.sum()), int(rows.num_pages.sum()), rows.num_pages - 1
@@ -154,12 +139,12 @@ class HeadInfer(Method):
             left_out = len(heads.few) * (whole - few) / every  # pages, mean over the heads
             attended = pages - left_out
             held = attended if stream is None else len(heads.resident) * pages / every
-            step.count_tokens(tokens - left_out * page, held, missing_pages=attended - held, layers=[layer])
+            step.counting.count_tokens(tokens - left_out * page, held, missing_pages=attended - held, layers=[layer])
             if stream is not None:  # as if no graph had too few pieces
                 passed = len(heads.whole) * whole + len(heads.few) * few
                 stream.copied_bytes += passed * self.tiers.page_bytes // every
 
-    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+    def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
         if layer == self._layers[0]:
             self._plans = {heads: self._plan(step, heads, len(q)) for heads in dict.fromkeys(self._heads.values())}
             self._staged = self._passing(self._layers)
@@ -189,9 +174,9 @@ class HeadInfer(Method):
             for piece in self._plans[self._heads[layer]].pieces
         )
 
-    def _plan(self, step: DecodeStep, heads: _Heads, rows: int) -> _Plan:
+    def _plan(self, step: Toolbox, heads: _Heads, rows: int) -> _Plan:
         """From the step's inputs: a graph makes it whenever it is replayed, for the longest sequences there may be."""
-        now, page, every = step.now(rows), self.config.page_size, self.model.num_kv_heads
+        now, page, every = step.inputs(rows), self.config.page_size, self.model.num_kv_heads
         capacity = 0 if self.tiers.stream is None else self.tiers.stream.capacity
         longest = step.shape.columns * page if step.is_captured else self._longest
         columns = -(-longest // page)

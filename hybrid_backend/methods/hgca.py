@@ -29,12 +29,12 @@ from torch import Tensor
 
 from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step, sent
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.methods.base import Method, OwnMemory, staging_tokens
+from hybrid_backend.step.method import Method, OwnMemory, staging_tokens
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
 
 if TYPE_CHECKING:
-    from hybrid_backend.step import DecodeStep
+    from hybrid_backend.step import Toolbox
 
 
 class _Lists(NamedTuple):
@@ -106,10 +106,6 @@ class Hgca(Method):
     def device_bytes(self) -> int:
         return self._average.nbytes + sum(x.nbytes for x in self._lists)
 
-    @property
-    def host_bytes(self) -> int:
-        return self.tiers.cache.nbytes
-
     def kept_tokens(self) -> list[list[int]]:
         """Per layer with context caches and KV head, the tokens in those of all running requests."""
         kept: list[list[int]] = self.tiers.cache.tokens.sum(1).tolist()
@@ -144,10 +140,10 @@ class Hgca(Method):
 
     # --- the step ---
 
-    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+    def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
         config, tiers, lists = self.config, self.tiers, self._lists.first(len(q))
         row = tiers.cache.row.get(layer)  # None: the layer attends every older page
-        step.ask_for(layer, q, lists.older if row is None else None, lists.older_pages)
+        step.ask_cpu(layer, q, lists.older if row is None else None, lists.older_pages)
         kv = tiers.frames.layers[layer]
         out, lse = step.attend(q, kv, lists.ring, lists.ring_tokens, self._ring)
         if row is not None:
@@ -158,9 +154,9 @@ class Hgca(Method):
         if config.sinks:
             sinks = step.attend(q, kv, lists.sinks, lists.sink_tokens, config.sinks)
             out, lse = torch.cat([out, sinks[0]], 2), torch.cat([lse, sinks[1]], 2)
-        return step.merge(layer, (out, lse), step.answer(layer, len(q)), q.dtype)
+        return step.merge(layer, (out, lse), step.take_cpu(layer, len(q)), q.dtype)
 
-    def covered(self, step: DecodeStep, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
+    def covered(self, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
         if layer not in self.tiers.cache.stores:
             return None
         held, page_size = self._held[rows.request_ids[r]], self.config.page_size
@@ -172,7 +168,7 @@ class Hgca(Method):
 
     # --- between steps ---
 
-    def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
+    def begin_decode(self, step: Toolbox, rows: DecodeRows) -> None:
         config, cache, page_size = self.config, self.tiers.cache, self.config.page_size
         first = (rows.num_pages - self._ring).clamp(min=config.sinks)
         requests = self.tiers.frames.indices(rows.request_ids)
@@ -182,11 +178,11 @@ class Hgca(Method):
         older = (first - config.sinks) * page_size
         on_cpu = torch.full((len(step.maps.page_of),), float(older.sum()))
         on_cpu[self._cached] = cache.tokens[:, requests].sum((1, 2)) / self.model.num_kv_heads
-        step.count_tokens(int((rows.seq_lens - older).sum()), 0, on_cpu.tolist())
+        step.counting.count_tokens(int((rows.seq_lens - older).sum()), 0, on_cpu.tolist())
 
-    def _write_lists(self, step: DecodeStep) -> None:
+    def _write_lists(self, step: Toolbox) -> None:
         """From the step's inputs, where they lie."""
-        lists, now, ring, config = self._lists, step.inputs, self._ring, self.config
+        lists, now, ring, config = self._lists, step.buffers.inputs, self._ring, self.config
         requests, page_size = now.requests[:, None].long(), config.page_size
         first = (now.num_pages - ring).clamp(min=config.sinks)[:, None]
         pages = first + torch.arange(ring, device=first.device, dtype=torch.int32)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.methods.selective import Selective
+from hybrid_backend.step.method import frames_per_request
 
 if TYPE_CHECKING:
-    from hybrid_backend.step import DecodeStep
+    from hybrid_backend.step import Toolbox
 
 
 class InfiniGen(Selective):
@@ -44,12 +44,12 @@ class InfiniGen(Selective):
     def recalls(cls, config: HybridConfig) -> bool:
         return True
 
-    def lookahead(self, step: DecodeStep, layer: int, q: Tensor) -> None:
+    def lookahead(self, step: Toolbox, layer: int, q: Tensor) -> None:
         step.select(layer, q)
         step.recall(layer, at_once=True)
 
-    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
-        if not step.is_selected(layer):
+    def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
+        if step.selection(layer) is None:
             self.lookahead(step, layer, q)
         step.arrive(layer)
         resident = step.attend_resident(layer, q)

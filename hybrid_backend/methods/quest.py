@@ -21,20 +21,18 @@ from torch import Tensor
 from hybrid_backend.batch import DecodeRows, ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.in_place.step import InPlaceStep, kept_bytes, span_bytes, why_not_in_place
-from hybrid_backend.methods.base import Method, OwnMemory
+from hybrid_backend.in_place.step import kept_bytes, span_bytes, why_not_in_place
 from hybrid_backend.methods.selective import budget_pages, check_codes
-from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step import DecodeStep, Executor
+from hybrid_backend.step.method import Method, OwnMemory
 from hybrid_backend.tiers import TierLayout
 from hybrid_backend.tiers.sizes import DigestKind
-from hybrid_backend.workers import WorkerPool
 
 
 class Quest(Method):
     """Chosen pages are attended where they lie, by the native kernels."""
 
     budgets_vary = True
+    attends_in_place = True
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
@@ -69,9 +67,6 @@ class Quest(Method):
         has_spans = layout.digests == "minmax_and_int8" and config.selection.candidates > 0
         return shortlists + (span_bytes(model, pages, layers) if has_spans else 0)
 
-    def executor(self, workers: WorkerPool, stats: Stats) -> Executor:
-        return InPlaceStep(self, self.config, self.model, self.tiers, stats)
-
     def budgets(self, rows: DecodeRows) -> Tensor:
         """A row is under pressure once it has more pages than its budget."""
         if self.config.sparse == "never":
@@ -80,9 +75,6 @@ class Quest(Method):
 
     def gauges(self) -> dict[str, float]:
         return {} if self.config.sparse == "never" else {"hybrid_budget_tokens": self.config.budget_tokens}
-
-    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
-        raise NotImplementedError("the native decoder selects and attends in one call")
 
 
 def _digest_kind(config: HybridConfig, model: ModelSpec) -> DigestKind:

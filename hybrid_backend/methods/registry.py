@@ -11,7 +11,6 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.in_place.step import why_not_in_place
 from hybrid_backend.methods.apex import Apex
-from hybrid_backend.methods.base import Method
 from hybrid_backend.methods.clo import Clo
 from hybrid_backend.methods.dense import Dense
 from hybrid_backend.methods.headinfer import HeadInfer
@@ -19,6 +18,7 @@ from hybrid_backend.methods.hgca import Hgca
 from hybrid_backend.methods.infinigen import InfiniGen
 from hybrid_backend.methods.quest import Quest
 from hybrid_backend.methods.scout import Scout
+from hybrid_backend.step.method import Method
 
 AUTO = "auto"
 

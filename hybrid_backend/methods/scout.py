@@ -16,7 +16,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.methods.selective import Selective
 
 if TYPE_CHECKING:
-    from hybrid_backend.step import DecodeStep
+    from hybrid_backend.step import Toolbox
 
 
 class Scout(Selective):
@@ -35,17 +35,17 @@ class Scout(Selective):
             found["hybrid_recall_interval"] = recall.intervals
         return found
 
-    def lookahead(self, step: DecodeStep, layer: int, q: Tensor) -> None:
+    def lookahead(self, step: Toolbox, layer: int, q: Tensor) -> None:
         step.select(layer, q)
         if self.config.lookahead.partial_query == "predicted":
-            step.ask(layer, q)
+            step.ask_cpu(layer, q)
 
-    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
-        if not step.is_selected(layer):
+    def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
+        if step.selection(layer) is None:
             step.select(layer, q)
-        if not step.is_asked(layer):
-            step.ask(layer, q)
+        if not step.has_asked(layer):
+            step.ask_cpu(layer, q)
         resident = step.attend_resident(layer, q)
-        result = step.merge(layer, resident, step.answer(layer, len(q)), q.dtype)
+        result = step.merge(layer, resident, step.take_cpu(layer, len(q)), q.dtype)
         step.recall(layer)
         return result

@@ -12,13 +12,15 @@ from hybrid_backend.batch import DecodeRows, ModelSpec
 from hybrid_backend.config import MOST_FRAMES, HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels import codes
-from hybrid_backend.methods.base import Method, frames_per_request, staging_tokens
+from hybrid_backend.step.method import FixedFrames, Method, factors_of, frames_per_request, staging_tokens
 from hybrid_backend.tiers import TierLayout
 from hybrid_backend.tiers.sizes import DigestKind
 
 
 class Selective(Method):
     """Placement and budgets; what becomes of selected pages that are not resident is the subclass's."""
+
+    predicts_queries = True
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
@@ -30,11 +32,6 @@ class Selective(Method):
             )
 
     @classmethod
-    def looks_ahead(cls, config: HybridConfig, device: torch.device) -> bool:
-        """A prediction chooses pages: where every page is attended it would only make the result inexact."""
-        return config.lookahead.enabled and config.sparse != "never"
-
-    @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         layout = TierLayout(
             separate=True,
@@ -42,8 +39,14 @@ class Selective(Method):
             digests=digest_kind(config, model),
             staging_tokens=staging_tokens(config),
             whole_layers=whole_layers(config, model, device),
+            recalls=cls.recalls(config),
         )
         return replace(layout, layer_frames=cls.layer_frames(config, layout.selecting_layers(config, model)))
+
+    @classmethod
+    def recalls(cls, config: HybridConfig) -> bool:
+        """Tell whether pages are copied into frames while a request decodes."""
+        return False
 
     @classmethod
     def layer_frames(cls, config: HybridConfig, layers: Collection[int]) -> dict[int, int]:
@@ -51,13 +54,13 @@ class Selective(Method):
         much as the budget is (where it is more than the frames, in proportion), so that the CPU attends no more of them
         than of others. No layer has fewer than ``frames_per_request``: whoever fits those is on the device whole."""
         frames = frames_per_request(config)
-        varies, factors = min(frames, config.budget_pages), cls.factors(config, layers)
+        varies, factors = min(frames, config.budget_pages), factors_of(cls, config, layers)
         return {layer: frames - varies + round(varies * each) for layer, each in factors.items() if each > 1}
 
     @classmethod
     def filled(cls, config: HybridConfig, device_pages: int, requests: int) -> HybridConfig:
         """A request that fits its frames is exact, and one that does not asks the CPU for less."""
-        if config.frames_per_request != "auto" or cls.has_fixed_frames:
+        if config.frames_per_request != "auto" or issubclass(cls, FixedFrames):
             return config
         selecting = [layer for layer in range(len(config.budget_factors)) if layer not in config.exact_layers]
         most = max(cls.layer_frames(config, selecting).values(), default=config.automatic_frames)

@@ -1,6 +1,8 @@
-"""Carries decode steps out: opens a step, runs the operations that the method asks for, and counts."""
+"""Runs decode steps: what a method may call, the driver that calls the method, and what is counted."""
 
-from hybrid_backend.step.driver import DecodeStep
+from hybrid_backend.step.driver import StepDriver
 from hybrid_backend.step.executor import Executor
+from hybrid_backend.step.method import Method
+from hybrid_backend.step.toolbox import Toolbox
 
-__all__ = ["DecodeStep", "Executor"]
+__all__ = ["Executor", "Method", "StepDriver", "Toolbox"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -13,12 +14,21 @@ _ROUNDS = 4
 """In which what a layer cannot take, or must have, is shared out among the others: each leaves a little of it."""
 
 
+def layer_factors(config: HybridConfig, layers: Iterable[int]) -> dict[int, float]:
+    """Return ``budget_factors`` of the selecting ``layers``, scaled to a mean of 1; empty if all layers are alike."""
+    selecting = list(layers)
+    if not config.budget_factors or not selecting or config.sparse == "never":
+        return {}
+    mean = fmean(config.budget_factors[layer] for layer in selecting)
+    return {layer: config.budget_factors[layer] / mean for layer in selecting}
+
+
 class LayerBudgets:
     """What layers attend of a row that leaves pages out: the row's budget in the mean over those that select.
 
     Args:
         config: for the pages that are always attended.
-        factors: of those that select, in the mean 1 (`Method.factors`).
+        factors: of those that select, in the mean 1 (`layer_factors`).
         layers: in the order of `of_rows`.
         most: pages that each layer can attend of a row that leaves any out; None: as many as there are.
     """

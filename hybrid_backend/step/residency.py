@@ -12,7 +12,6 @@ from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, sent
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.operations import Maps
 from hybrid_backend.step.admission import Admission
-from hybrid_backend.step.placement import Placement
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepState
 
@@ -31,13 +30,21 @@ class Residency(Protocol):
         """A step begins; its inputs are written. ``indices``: of the rows' requests. Returns the pages copied."""
 
     def release(self, request_id: str, index: int | None) -> None:
-        """The request is gone."""
+        """Forget a request that is gone."""
+
+    @property
+    def shared_pages(self) -> int | None:
+        """Frames of one layer that hold a page, where all requests share the frames; else None."""
 
 
-class MappedFrames:
-    """Any page may lie in any frame of its request, layer by layer; the maps know which. A request begins with its most
-    important pages, copies over the least important ones become visible when a step begins, and so does the page of
-    the step's token. ``maps[layer]``: of the layer."""
+class MappedResidency:
+    """Residency in which any page may lie in any frame of its request, layer by layer, as the maps say.
+
+    A request begins with its most important pages. Copies over the least important pages become visible when a step
+    begins, and so does the page of the step's token.
+    """
+
+    shared_pages = None
 
     def __init__(
         self, config: HybridConfig, model: ModelSpec, tiers: Tiers, state: StepState, maps: dict[int, Maps]
@@ -78,14 +85,17 @@ class MappedFrames:
             maps.importance[:, index::requests] = self._state.empty
 
 
-class FixedFrames:
-    """Each page belongs in one frame of its request, the same in all layers; of the pages that share one the latest has
-    it. So the map is written once.
+class FixedResidency:
+    """Residency in which each page belongs in one frame of its request, the same in all layers.
+
+    Of the pages that share a frame the latest one has it. So the map is written once.
 
     Args:
-        frame_of: `Method.frame_of`.
-        held: `Method.held_pages`.
+        frame_of: `FixedFrames.frame_of` of the method.
+        held: `FixedFrames.held_pages` of the method.
     """
+
+    shared_pages = None
 
     def __init__(
         self, tiers: Tiers, maps: Maps, frame_of: Callable[[Tensor], Tensor], held: Callable[[int], Tensor]
@@ -112,79 +122,3 @@ class FixedFrames:
 
     def release(self, request_id: str, index: int | None) -> None:
         """What the next request does not overwrite it does not read."""
-
-
-class SharedFrames:
-    """Requests are resident whole, in any frames of those that all share, or not at all. A frame id is the same in all
-    layers, so the map is too. Where the device tier reads the host pool itself, requests are placed all the same.
-
-    Args:
-        is_settled: whether the request with this index is between two tokens.
-    """
-
-    def __init__(self, tiers: Tiers, maps: Maps, placement: Placement, is_settled: Callable[[int], bool]) -> None:
-        self.placement = placement
-        self.moved = 0  # requests that were evicted or came back, since start
-        self._tiers, self._frame_of, self._is_settled = tiers, maps.frame_of, is_settled
-        count = placement.pages if tiers.frames.layers else 0
-        self._free = list(range(count - 1, -1, -1))
-        self._frames: dict[int, list[int]] = {}  # by index
-
-    @property
-    def resident_pages(self) -> int:
-        """Of one layer."""
-        return sum(map(len, self._frames.values()))
-
-    def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """Nobody's scores decide."""
-
-    def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        """The step places it, with those that it runs beside."""
-        return 0
-
-    def open(self, rows: DecodeRows, indices: list[int]) -> int:
-        pages = dict(zip(rows.request_ids, rows.num_pages.tolist(), strict=True))
-        index_of = dict(zip(rows.request_ids, indices, strict=True))
-        settled = {name for name, index in index_of.items() if self._is_settled(index)}
-        moves = self.placement.step(pages, settled)
-        self.moved += len(moves.evicted) + len(moves.returned)
-        for name in moves.evicted:
-            evicted = self._tiers.frames.index(name)
-            if evicted is not None:
-                self._give_back(evicted)
-        if not self._tiers.frames.layers:
-            return 0
-        return sum(
-            self._hold(index, rows.page_table[r, : pages[name]])
-            for r, (name, index) in enumerate(index_of.items())
-            if name in self.placement
-        )
-
-    def release(self, request_id: str, index: int | None) -> None:
-        self.placement.release(request_id)
-        if index is not None:
-            self._give_back(index)
-
-    def _hold(self, index: int, table: Tensor) -> int:
-        """Frames for all pages of a request on the device. The pages of one that had none are copied; of others the
-        step's token begins the new page."""
-        held = self._frames.setdefault(index, [])
-        had, new = len(held), len(table) - len(held)
-        assert new >= 0, "a request with fewer pages than before was released"
-        if not new:
-            return 0
-        held += [self._free.pop() for _ in range(new)]
-        tiers, frames = self._tiers, sent(torch.tensor(held[had:], dtype=torch.int32), self._tiers.device)
-        self._frame_of[:, index, had : len(held)] = frames
-        if had:
-            return 0
-        host_pages = table.int().contiguous()
-        for layer, store in tiers.frames.layers.items():
-            tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, frames)
-        return len(host_pages) * len(tiers.frames.layers)
-
-    def _give_back(self, index: int) -> None:
-        held = self._frames.pop(index, None)
-        if held:
-            self._free += held
-            self._frame_of[:, index] = -1

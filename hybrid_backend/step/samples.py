@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,14 +23,13 @@ from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.kernels.operations import Selection
 from hybrid_backend.observe.stats import Stats
-from hybrid_backend.step.policy import Policy
+from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.step.quality import QualityWatch
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.sizes import StepShape, TierLayout
 from hybrid_backend.tiers.state import StepState, sample_boxes
 
 _MOST = 64  # that wait to be measured: beyond them none is taken
-Open = TypeVar("Open")
 
 
 class Samples(Protocol):
@@ -77,7 +75,7 @@ class HostSamples:
     """Measured at once; the device tier is the host. On another one nothing is.
 
     Args:
-        covered: `Method.covered`, of the open step.
+        covered: `KnowsAttended.covered`, of the open step.
     """
 
     host_bytes = 0
@@ -158,7 +156,7 @@ class BoxSamples:
     Args:
         layers: that are sampled (`sampled_layers`), with their places in the step's state.
         has_predictions: queries are predicted: there are cosines of rows, too, that leave no page out.
-        failure: `CpuPartials.failure`.
+        failure: `CpuAttention.failure`.
     """
 
     def __init__(
@@ -276,24 +274,36 @@ class BoxSamples:
 
 
 def make_samples(
-    step: Open,
-    method: Policy[Open],
     config: HybridConfig,
     model: ModelSpec,
     tiers: Tiers,
     stats: Stats,
-    shape: StepShape,
-    state: StepState,
-    places: Mapping[int, int],
+    buffers: StepBuffers,
+    indices: Mapping[int, int],
     failure: Callable[[int], WorkerError | None],
+    covered: Callable[[int, DecodeRows, int], Tensor | None],
+    attends_selection: bool,
+    has_predictions: bool,
 ) -> Samples:
-    """``step``: that is open; ``places``: of layers in its state; ``failure``: `CpuPartials.failure`."""
+    """Return what samples the decode steps.
+
+    Args:
+        config: the keys of ``metrics`` are read.
+        model: shapes on this rank.
+        tiers: the host pool has the keys.
+        stats: counters that samples are added to.
+        buffers: of the steps.
+        indices: position of each layer in stacked counters.
+        failure: `CpuAttention.failure`.
+        covered: tokens that a row attended in a layer of the open step.
+        attends_selection: `Method.attends_selection`.
+        has_predictions: queries are predicted.
+    """
     layers = sampled_layers(config, model, tiers.layout)
-    if not (tiers.asks_by_itself and method.attends_selection and layers):
-        return HostSamples(config, model, tiers, stats, partial(method.covered, step))
-    predicts = method.looks_ahead(config, tiers.device)
-    mine = {layer: places[layer] for layer in layers}
-    return BoxSamples(config, model, tiers, stats, shape, state, mine, predicts, failure)
+    if not (tiers.asks_by_itself and attends_selection and layers):
+        return HostSamples(config, model, tiers, stats, covered)
+    sampled = {layer: indices[layer] for layer in layers}
+    return BoxSamples(config, model, tiers, stats, buffers.shape, buffers.state, sampled, has_predictions, failure)
 
 
 def sampled_layers(config: HybridConfig, model: ModelSpec, layout: TierLayout) -> list[int]:

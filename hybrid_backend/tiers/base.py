@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hybrid_backend.attention.flashinfer import FlashInfer, PagedDecode, device_bytes
+from hybrid_backend.attention.prefill import KVBlock, gather_tokens
 from hybrid_backend.attention.prompts import Prompts, TorchPrompts
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
@@ -41,6 +43,8 @@ class Tiers:
     decode: PagedDecode | None  # of lists whose tokens the host knows, outside of graphs; None: as all others
     write_back: WriteBack  # of what prompts write
     kernel_bytes: int  # device memory of `prompts` and `decode`
+    resident_heads: list[ResidentHeads] = field(default_factory=list)
+    """Stores of single KV heads that a method keeps on the device tier (`keep_heads`)."""
     copied_pages: int = 0  # into frames, since start
     copied_head_pages: int = 0  # pages of one KV head, into frames
 
@@ -100,6 +104,53 @@ class Tiers:
         """Of one of the kinds of `kernels.operations`."""
         return None if self.digests is None else self.digests.layers.get(layer)
 
+    def keep_heads(self, heads: Mapping[int, tuple[int, ...]], model: ModelSpec) -> ResidentHeads:
+        """Keep all pages of some KV heads (``heads[layer]``) on the device tier, and return their stores."""
+        store = ResidentHeads(heads, self.host, self.operations, model, self.device)
+        self.resident_heads.append(store)
+        return store
+
+    def append_heads(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store new tokens of the heads in `resident_heads` (`ResidentHeads.append`)."""
+        for store in self.resident_heads:
+            store.append(layer, pages, positions, k, v)
+
+    def import_pages(self, pages: Tensor) -> None:
+        """Copy whole host pages (``[n]`` int64 ids) that a KV connector wrote to the stores of the device tier."""
+        for store in (self.whole, *self.resident_heads):
+            store.copy(pages)
+
+    def prefix(
+        self, layer: int, pages: Tensor, tokens: int, heads: tuple[int, ...] | None = None, groups: int = 1
+    ) -> Iterable[KVBlock]:
+        """Return K and V of the first ``tokens`` tokens of a sequence on the device tier, in blocks.
+
+        Args:
+            layer: index of the layer. If it is whole on the device tier, it is read there; else its pages pass through
+                the staging buffers, or are read in place where the device tier is the host.
+            pages: ``[n]`` int64 host pages of the sequence.
+            tokens: number of tokens.
+            heads: KV heads; None: all.
+            groups: groups of heads that are streamed one after the other, at least.
+        """
+        kv_heads = self.host.layers[layer].shape[1]
+        heads = tuple(range(kv_heads)) if heads is None else heads
+        store = self.whole.stores.get(layer)
+        if store is not None:
+            chunk = max(self.layout.staging_tokens, 1)
+            cuts = [(start, min(tokens, start + chunk)) for start in range(0, tokens, chunk)]
+            return (KVBlock(heads, *gather_tokens(store.flatten(0, 2), pages, kv_heads, *cut, heads)) for cut in cuts)
+        if self.stream is not None:
+            return self.stream.blocks(layer, heads, groups, pages, tokens)
+        if not heads or not tokens:
+            return []
+        return [KVBlock(heads, *gather_tokens(self.host.blocks(layer), pages, kv_heads, 0, tokens, heads))]
+
+    @property
+    def persistent_heads(self) -> int:
+        """KV heads whose whole KV is on the device tier, summed over layers; whole layers do not count."""
+        return sum(store.count for store in self.resident_heads)
+
     @property
     def device_bytes(self) -> int:
         """Device memory of frames, staging, digests, whole layers and what attends them; 0 where the device tier is the
@@ -107,7 +158,8 @@ class Tiers:
         if self.stream is None:
             return 0
         digests = self.digests.nbytes if self.digests else 0
-        return self.frames.nbytes + self.stream.nbytes + digests + self.whole.nbytes + self.kernel_bytes
+        heads = sum(store.nbytes for store in self.resident_heads)
+        return self.frames.nbytes + self.stream.nbytes + digests + self.whole.nbytes + heads + self.kernel_bytes
 
     @property
     def copied_bytes(self) -> int:

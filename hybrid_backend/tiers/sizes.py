@@ -38,6 +38,7 @@ class TierLayout:
     ``shares_frames``: requests are on the device tier whole or not at all, and share all frames: ``device_pages`` of
     them, 0: ``frames_per_request`` for each request. Without separate tiers they are a number that is kept to. A
     request comes back to the device while this is then at most ``swap_in`` full.
+    ``recalls``: pages are copied into frames while a request decodes.
     """
 
     separate: bool
@@ -50,6 +51,7 @@ class TierLayout:
     shares_frames: bool = False
     device_pages: int = 0
     swap_in: float = 1.0
+    recalls: bool = False
 
     def shared_pages(self, max_requests: int) -> int:
         """Pages of one layer that all requests together may have on the device tier, where they share frames."""
@@ -179,11 +181,12 @@ class StepShape:
         layout: TierLayout,
         pages: int,
         max_requests: int,
-        recalls: bool,
         factors: Collection[float] = (),
     ) -> StepShape:
-        """Over a host pool of ``pages`` pages. ``recalls``: the method copies pages into frames while it decodes.
-        ``factors``: of the budget, of the layers that select, where they are not alike (`Method.factors`)."""
+        """Return the shape over a host pool of ``pages`` pages.
+
+        ``factors``: budgets of the selecting layers relative to their mean, if they differ (`layer_factors`).
+        """
         columns = pages_of_a_sequence(config, model, pages)
         lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
         frames, promises = layout.frames_of(max_requests), bool(config.quality.promise)
@@ -201,7 +204,7 @@ class StepShape:
             most_budget=max(mean, frames) if frames else columns,
             lists=lists,
             promises=promises,
-            recalls=most_frames if recalls else 0,  # a request may ask for a budget of as many pages
+            recalls=most_frames if layout.recalls else 0,  # a request may ask for a budget of as many pages
         )
 
     def listed(self, has_digests: bool) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from hybrid_backend.engines.vllm.compat import PARTLY as VLLM_PARTLY
 from hybrid_backend.engines.vllm.compat import VLLM
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import method_names, resolve_method
+from hybrid_backend.step.method import looks_ahead, needs_parking
 
 COLUMNS = ("vLLM, CPU", "vLLM, CUDA", "SGLang, CPU")
 ON_A_GPU = {
@@ -239,7 +240,7 @@ def _methods() -> list[str]:
         (
             f"`{name}`",
             *(_answer(_method_refusal(name, column), column, name) for column in COLUMNS),
-            _yes(resolve_method(name).looks_ahead(_config(name), torch.device("cpu"))),
+            _yes(looks_ahead(resolve_method(name), _config(name))),
         )
         for name in method_names()
     ]
@@ -318,7 +319,7 @@ def _refusal(settings: Mapping[str, Any], column: str) -> str | None:
 
 def _method_refusal(name: str, column: str) -> str | None:
     method, config = resolve_method(name), _config(name)
-    if column.startswith("SGLang") and method.needs_parking(config):
+    if column.startswith("SGLang") and needs_parking(method, config):
         return "needs rows that wait"
     try:
         method.check(config, torch.device("cuda" if column.endswith("CUDA") else "cpu"), LAYERS, KV_HEADS)

@@ -17,6 +17,7 @@ from hybrid_backend.engines.sglang.settings import host_pool_bytes
 from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.model import weights_to_load
+from hybrid_backend.step.method import looks_ahead, needs_parking
 from hybrid_backend.step.operations import check_shape
 from hybrid_backend.workers import resolve_kernel
 
@@ -41,7 +42,7 @@ class Start:
 
     @property
     def looks_ahead(self) -> bool:
-        return resolve_method(self.config.method).looks_ahead(self.config, torch.device(self.arguments.device))
+        return looks_ahead(resolve_method(self.config.method), self.config)
 
 
 ARGUMENT_REFUSALS: tuple[Refusal[Start], ...] = (
@@ -190,7 +191,7 @@ def check_arguments(arguments: Any, config: HybridConfig) -> None:
             f"write {-(-chunk // arguments.page_size) * arguments.page_size}"
         )
     refuse(MODEL_REFUSALS, start)
-    if method.needs_parking(config):
+    if needs_parking(method, config):
         raise EngineError(
             f"{config.method}.strategy: overlap does not work with SGLang, which takes a token of every row in every "
             "step; write auto or lockstep"

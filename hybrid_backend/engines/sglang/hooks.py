@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from sglang.srt.layers.layer_boundary.residual.batch import start
 from sglang.srt.layers.linear import QKVParallelLinear
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -18,6 +17,7 @@ from hybrid_backend.attention.lookahead import Layer, QueryPredictor, call_names
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.sglang.session import Session
 from hybrid_backend.methods import resolve_method
+from hybrid_backend.step.method import looks_ahead
 
 _logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 def attach_lookahead(session: Session, layers: list[Layer], config: HybridConfig, stream: Tensor) -> None:
     """Predict every layer's query at the input of the layer before it. Layers for which that is impossible look at
     their true queries. ``stream``: ``[0, hidden]``, of the residual stream's dtype and device."""
-    if not resolve_method(config.method).looks_ahead(config, torch.device("cpu")):
+    if not looks_ahead(resolve_method(config.method), config):
         return
     ahead = {
         index: layer for index, layer in enumerate(layers) if layer.before is not None and config.is_predicted(index)

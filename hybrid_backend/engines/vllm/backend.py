@@ -21,7 +21,7 @@ from hybrid_backend.batch import Batch, captured_step
 from hybrid_backend.engines.vllm.layer import HybridImpl, HybridMetadata
 from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.errors import EngineError
-from hybrid_backend.methods import resolve_method
+from hybrid_backend.step.operations import are_launches
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,7 +79,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
         """Full graphs of decode steps, where the method's step is nothing but launches."""
         config, device = attached_config(vllm_config), torch.device(vllm_config.device_config.device_type)
-        if device.type == "cuda" and resolve_method(config.method).is_capturable(config, device):
+        if device.type == "cuda" and are_launches(config, device):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return AttentionCGSupport.NEVER
 

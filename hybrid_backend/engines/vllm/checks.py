@@ -22,6 +22,7 @@ from hybrid_backend.engines.vllm import (
 )
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
+from hybrid_backend.step.method import looks_ahead
 from hybrid_backend.step.operations import check_shape
 from hybrid_backend.workers import resolve_kernel
 
@@ -112,7 +113,7 @@ class Start:
 
     @property
     def looks_ahead(self) -> bool:
-        return resolve_method(self.config.method).looks_ahead(self.config, self.device)
+        return looks_ahead(resolve_method(self.config.method), self.config)
 
 
 STOCK_BLOCK = 32

@@ -1,15 +1,15 @@
-"""Whether rows may wait from one step to the next (`execution.parking`) in an engine of this configuration."""
+"""Whether rows may wait from one step to the next (`methods.apex.parking`) in an engine of this configuration."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.logger import init_logger
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
+from hybrid_backend.step.method import may_park, needs_parking
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,9 +30,9 @@ def choose_parking(vllm_config: VllmConfig, config: HybridConfig) -> bool:
     Raises:
         EngineError: the configuration asks for it, and this engine cannot.
     """
-    method, device = resolve_method(config.method), torch.device(vllm_config.device_config.device_type)
-    obstacle = _obstacle(vllm_config) if method.may_park(config, device) else None
-    parks = method.may_park(config, device) and obstacle is None
+    can_wait = may_park(resolve_method(config.method), config)
+    obstacle = _obstacle(vllm_config) if can_wait else None
+    parks = can_wait and obstacle is None
     # Among the options that vLLM's compile-cache key is made of: the graphs differ by their hooks.
     vllm_config.additional_config = {**vllm_config.additional_config, _PARKS: parks}
     if parks and vllm_config.scheduler_config.async_scheduling:
@@ -52,7 +52,7 @@ def forgo_parking(vllm_config: VllmConfig, config: HybridConfig, what: str, fix:
         EngineError: the configuration does not leave it open.
     """
     asked = f"{config.method}.strategy"
-    if resolve_method(config.method).needs_parking(config):
+    if needs_parking(resolve_method(config.method), config):
         raise EngineError(f"{asked}: overlap does not work with {what}; {fix}, or write auto or lockstep")
     vllm_config.additional_config = {**vllm_config.additional_config, _PARKS: False}
     init_logger("vllm.hybrid_backend").info_once(

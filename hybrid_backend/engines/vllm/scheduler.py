@@ -95,7 +95,7 @@ class RecomputingAsyncScheduler(Recomputing, AsyncScheduler):
 
 
 class ParkingScheduler(RecomputingScheduler):
-    """For rows that yield their token some steps after the one in which they got it to compute (`execution.parking`).
+    """Scheduler of rows that yield their token some steps after they got it to compute (`methods.apex.parking`).
 
     vLLM takes a scheduled token for computed. Here a row that is unfinished gets the same one again. And a block is
     given to the prefix cache only when its last token is done, not when it is scheduled: until then some layers of it

@@ -28,6 +28,7 @@ from hybrid_backend.engines.vllm.sinks import Sinks
 from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.runtime import HybridRuntime
+from hybrid_backend.step.method import looks_ahead
 from hybrid_backend.step.operations import are_launches
 from hybrid_backend.workers import Rank
 
@@ -69,7 +70,7 @@ def global_rank(parallel: ParallelConfig) -> int:
 def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridConfig, device: torch.device) -> None:
     """Predict every full-attention layer's query at the input of the decoder layer before it. Layers for which that is
     impossible look at their true queries. Call before compilation."""
-    if not resolve_method(config.method).looks_ahead(config, device):
+    if not looks_ahead(resolve_method(config.method), config):
         return
     engine = vllm_config.model_config
     stream = torch.empty(0, engine.get_hidden_size(), dtype=engine.dtype, device=device)

@@ -1,12 +1,11 @@
 """Method ``apex``: whole requests on the device or on the CPU, every token attended (APEX, arXiv 2506.03296).
 
-The device comes first: a request's KV lies there whole if it fits (`execution.placement`), else the CPU workers attend
-all its tokens in the host pool, but for those of the page that grows, which the device reads where it lies. Nothing is
-approximate: requests on the CPU are slower, none is wrong.
+The device comes first: a request's KV lies there whole if it fits (`placement`), else the CPU workers attend all its tokens
+in the host pool, but for those of the page that grows, which the device reads where it lies. Nothing is approximate:
+requests on the CPU are slower, none is wrong.
 
-How the device goes on meanwhile is a strategy, chosen in every step by the rule of `methods.overlap`: the layer waits
-for the CPU (lockstep), or the row takes the answer when the layer comes round in the next step (overlap,
-`execution.parking`). The paper's third one, asymmetric pipelining, runs two halves of a batch in turns, which no stock
+How the device goes on meanwhile is a strategy, chosen in every step by the rule of `rule`: the layer waits for the CPU
+(lockstep), or the row takes the answer when the layer comes round in the next step (overlap, `parking`). The paper's third one, asymmetric pipelining, runs two halves of a batch in turns, which no stock
 engine does; where the rule wants it, steps go in lockstep if the CPU's time hides behind the device's attention, else
 they overlap.
 """
@@ -24,22 +23,27 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import Hardware, find_hardware, hardware_of_gpu
 from hybrid_backend.hardware.times import LayerTimes
+from hybrid_backend.methods.apex.parking import Parking, parking_bytes
+from hybrid_backend.methods.apex.placement import Placement
+from hybrid_backend.methods.apex.questions import BoxQuestions, PoolQuestions, Questions, box_bytes
+from hybrid_backend.methods.apex.residency import SharedResidency
 from hybrid_backend.methods.apex.rule import Verdict, cpu_hides, judge
-from hybrid_backend.methods.base import Method, OwnMemory, frames_per_request, staging_tokens
+from hybrid_backend.step.buffers import StepBuffers
+from hybrid_backend.step.method import OwnMemory, WaitingMethod, WaitingRows, frames_per_request, staging_tokens
 from hybrid_backend.step.operations import are_launches
-from hybrid_backend.step.parking import parking_bytes
-from hybrid_backend.step.questions import box_bytes
+from hybrid_backend.step.residency import Residency
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
+from hybrid_backend.workers import WorkerPool
 
 if TYPE_CHECKING:
-    from hybrid_backend.step import DecodeStep
+    from hybrid_backend.step import Toolbox
 
 _DEFAULT_MACHINE = "a10"
 """Table 1 of the paper."""
 
 
-class Apex(Method):
+class Apex(WaitingMethod):
     """Requests that fit on the device, the others on the CPU."""
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
@@ -69,7 +73,7 @@ class Apex(Method):
             _machine(config.apex.hardware, device)
 
     @classmethod
-    def may_park(cls, config: HybridConfig, device: torch.device) -> bool:
+    def may_park(cls, config: HybridConfig) -> bool:
         return config.apex.strategy in ("auto", "overlap")
 
     @classmethod
@@ -101,19 +105,36 @@ class Apex(Method):
     ) -> OwnMemory:
         own = super().own_memory(config, model, device, pages, max_requests)
         table = _frame_table(config, model, pages, max_requests, torch.device("meta"))
-        width = model.hidden if cls.may_park(config, device) else 0
+        width = model.hidden if cls.may_park(config) else 0
         here, host = table.nbytes + parking_bytes(max_requests, width), 0
         if are_launches(config, device):
             boxes, host = box_bytes(model, max_requests, pages_of_a_sequence(config, model, pages))
             here += boxes
         return replace(own, device=own.device + here, host=own.host + host)
 
+    def open_rows(self, buffers: StepBuffers, workers: WorkerPool) -> tuple[WaitingRows, Residency]:
+        config, model, tiers, shape = self.config, self.model, self.tiers, buffers.shape
+        questions: Questions = (
+            BoxQuestions(config, model, tiers, workers, shape.columns)
+            if tiers.asks_by_itself
+            else PoolQuestions(config, model, tiers, workers)
+        )
+        placement = Placement(tiers.layout.shared_pages(shape.rows), tiers.layout.swap_in)
+        self._parking = Parking(config, tiers, questions, model.hidden if self.may_park(config) else 0)
+        self._residency = SharedResidency(tiers, buffers.maps, placement, self._parking.is_settled)
+        return self._parking, self._residency
+
     @property
     def device_bytes(self) -> int:
         return self._frames.nbytes
 
     def gauges(self) -> dict[str, float]:
-        return {"hybrid_speed_ratio": self._verdict.ratio, "hybrid_speed_bound": self._verdict.bound}
+        return {
+            "hybrid_speed_ratio": self._verdict.ratio,
+            "hybrid_speed_bound": self._verdict.bound,
+            "hybrid_resident_requests": self._residency.placement.requests,
+            "hybrid_moved_requests": self._residency.moved,
+        }
 
     def budgets(self, rows: DecodeRows) -> Tensor:
         return rows.num_pages
@@ -125,16 +146,18 @@ class Apex(Method):
         self._prompt_tokens = sum(tokens for tokens, _ in chunks)
         self._prompt_attended = sum(tokens * (2 * length - tokens + 1) // 2 for tokens, length in chunks)
 
-    def begin_decode(self, step: DecodeStep, rows: DecodeRows) -> None:
-        on_cpu = step.are_on_cpu(rows)
+    def begin_decode(self, step: Toolbox, rows: DecodeRows) -> None:
+        placement = self._residency.placement
+        on_cpu = torch.tensor([name not in placement for name in rows.request_ids])
         strategy = self._strategy(rows, on_cpu)
-        step.place(rows, parks=strategy == "overlap")
-        step.count_step(strategy, self._verdict.wanted if bool(on_cpu.any()) else "gpu")
-        requests = step.now(rows.count).requests.long()
+        indices = self.tiers.frames.indices(rows.request_ids)
+        self._parking.begin(rows, indices, on_cpu, parks=strategy == "overlap")
+        step.counting.count_strategy(strategy, self._verdict.wanted if bool(on_cpu.any()) else "gpu")
+        requests = step.inputs(rows.count).requests.long()
         self._frames[: rows.count] = step.maps.frame_of[0][requests]
         here = ~on_cpu | (self.config.apex.strategy == "gpu")
         missing = int((rows.num_pages * (here & on_cpu)).sum())  # which the device reads over the bus
-        step.count_tokens(int((rows.seq_lens * here).sum()), int((rows.num_pages * ~on_cpu).sum()), 0, missing)
+        step.counting.count_tokens(int((rows.seq_lens * here).sum()), int((rows.num_pages * ~on_cpu).sum()), 0, missing)
 
     def _strategy(self, rows: DecodeRows, on_cpu: Tensor) -> str:
         config, cpu_rows = self.config.apex, int(on_cpu.sum())
@@ -153,9 +176,8 @@ class Apex(Method):
             return "lockstep" if hides else "overlap"
         return "overlap" if cpu_rows >= config.min_cpu_per_gpu * device_rows else "lockstep"
 
-    def attend(self, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
-        now, cpu, host = step.now(len(q)), step.parking, self.tiers.host.views[layer]
-        assert cpu is not None
+    def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
+        now, cpu, host = step.inputs(len(q)), self._parking, self.tiers.host.views[layer]
         asks = (step.is_captured or not cpu.is_idle) and self.config.apex.strategy != "gpu"
         if asks:
             cpu.ask(layer, q, now)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels import oracle
-from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.step.admission import best_pages
+from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.step.operations import resolve_operations
 from hybrid_backend.tiers.sizes import DigestKind, digest_store
 from hybrid_backend.tools.profile.network import Layer, Network, Rope

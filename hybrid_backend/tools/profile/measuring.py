@@ -9,7 +9,7 @@ from functools import partial
 from statistics import fmean
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.profile.divergence import Probe, References, Sparse, divergences
 from hybrid_backend.tools.profile.gates import GateState, Kind, passkeys, train
 from hybrid_backend.tools.profile.measure import LayerMeasure, measure_window

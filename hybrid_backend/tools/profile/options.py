@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import Method, resolve_method
-from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.methods.registry import AUTO
+from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.plan.hardware.measure import torch_device
 from hybrid_backend.tools.profile.gates import GateOptions
 from hybrid_backend.tools.profile.summary import Thresholds

@@ -15,7 +15,7 @@ from hybrid_backend.config import HeadScores, HybridConfig, config_from_mapping,
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.reading import is_folder
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.step.method import frames_per_request, looks_ahead
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.pictures import can_draw
 from hybrid_backend.tools.profile.ahead import Ahead
@@ -358,7 +358,7 @@ class _Run:
         sparse = [layer for layer in layers if not layer.why]
         foreseen = [layer.layer for layer in sparse if layer.predicted]
         method = method_of(self.config)
-        if not foreseen or not method.looks_ahead(self.config, torch.device("cuda")):
+        if not foreseen or not looks_ahead(method, self.config):
             return None
         probes, everything = inputs.probes(inputs.used), tuple(layer.layer for layer in sparse)
         true = {layer.layer: layer.kl for layer in sparse}

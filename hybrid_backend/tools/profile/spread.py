@@ -17,6 +17,7 @@ import torch
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.step.budgets import LayerBudgets
+from hybrid_backend.step.method import factors_of as method_factors
 from hybrid_backend.tools.profile.options import method_of
 
 Sizes = tuple[int, int, int]
@@ -98,7 +99,7 @@ def factors_of(pages: Mapping[int, int], budget: int, layers: int) -> tuple[floa
 
 def pages_of(config: HybridConfig, layers: Collection[int]) -> dict[int, int]:
     """Return the pages of a long sequence that a server attends in each of the selecting ``layers``."""
-    factors, many = method_of(config).factors(config, layers), torch.tensor([torch.iinfo(torch.int32).max])
+    factors, many = method_factors(method_of(config), config, layers), torch.tensor([torch.iinfo(torch.int32).max])
     budgets = LayerBudgets(config, factors, list(layers)).of_rows(torch.tensor([config.budget_pages]), many)
     return dict(zip(layers, budgets[:, 0].tolist(), strict=True))
 

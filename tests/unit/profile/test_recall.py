@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.kernels import oracle
-from hybrid_backend.methods.base import frames_per_request
+from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.profile.measure import measure_layer
 from hybrid_backend.tools.profile.network import Layer
 from hybrid_backend.tools.profile.recall import NEVER, Decoded, cpu_ratios

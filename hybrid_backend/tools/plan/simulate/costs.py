@@ -9,9 +9,9 @@ from functools import cached_property
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import Hardware
 from hybrid_backend.hardware.times import LayerTimes
-from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.methods.selective import digest_kind
 from hybrid_backend.model import ModelShape, spec_of
+from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tiers.sizes import digest_store
 from hybrid_backend.tools.plan.simulate.overheads import SELECTING, Overheads
 

@@ -24,7 +24,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import DeadlineError, WorkerError
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.kernels.operations import Counters
-from hybrid_backend.step.questions import Answers, Questions
+from hybrid_backend.methods.apex.questions import Answers, Questions
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepInputs
 
@@ -66,13 +66,21 @@ class Parking:
         self._since: dict[int, float] = {}  # by request, when it was parked there
 
     @property
-    def nbytes(self) -> int:
-        mine = self._columns.nbytes + self._wide.nbytes + self._saved.nbytes + self._ended.nbytes
-        return mine + self.questions.device_bytes
+    def device_bytes(self) -> int:
+        buffers = self._columns.nbytes + self._wide.nbytes + self._saved.nbytes + self._ended.nbytes
+        return buffers + self.questions.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.questions.host_bytes
 
     @property
     def parked_rows(self) -> int:
+        """Requests that wait in a layer."""
         return len(self._layer_of)
+
+    def gauges(self) -> dict[str, float]:
+        return {"hybrid_parked_rows": self.parked_rows, "hybrid_late_rows": self.late_rows}
 
     def is_settled(self, request: int) -> bool:
         """Whether the request is between two tokens."""

@@ -1,0 +1,82 @@
+"""Buffers of the decode steps of one rank: made once, so that a captured graph finds them where they were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hybrid_backend.batch import ModelSpec
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.kernels.operations import Copies, Maps
+from hybrid_backend.step.budgets import LayerBudgets
+from hybrid_backend.tiers import Tiers
+from hybrid_backend.tiers.sizes import StepShape
+from hybrid_backend.tiers.state import StepInputs, StepState
+
+
+class LayerBuffers(NamedTuple):
+    """Views of the buffers that the operations of one layer work on. A view costs as much as a small operation."""
+
+    position: int
+    """Position of the layer in stacked maps and counters."""
+    host: Tensor
+    """Host pool of the layer, as the device tier sees it."""
+    frames: Tensor | None
+    """Frames of the layer; None if the device tier reads the host pool."""
+    frame_of: Tensor | None
+    """``[requests, columns]`` int32 frame of each logical page; None as `frames`."""
+    digests: Tensor | None
+    maps: Maps
+    copies: Copies
+    counters: Tensor
+
+
+class StepBuffers:
+    """Step inputs, residency maps and counters of all layers whose pages take turns on the device tier."""
+
+    def __init__(
+        self, config: HybridConfig, model: ModelSpec, tiers: Tiers, shape: StepShape, factors: Mapping[int, float]
+    ) -> None:
+        """Allocate the buffers.
+
+        Args:
+            config: page size and budgets.
+            model: shapes on this rank.
+            tiers: memory that the views point into.
+            shape: sizes that all steps have in common.
+            factors: `step.method.factors_of` the method.
+        """
+        requests, layers = tiers.frames.requests, tiers.layout.framed_layers(model)
+        self.shape = shape
+        self.full_layers = tiers.layout.full_layers(model)
+        self.state = StepState.make(
+            requests, shape.columns, shape.most_frames, shape.recalls, len(layers), tiers.device,
+            len(layers) if factors else 0,
+        )  # fmt: skip
+        self.inputs, self.maps = self.state.inputs, self.state.maps
+        self.layers = {layer: self._layer(tiers, layer, index) for index, layer in enumerate(layers)}
+        budgets = {layer: round(config.budget_pages * factors.get(layer, 1)) for layer in layers}
+        limits = [max(budgets[layer], self.layers[layer].maps.size) for layer in layers] if shape.frames else None
+        self.layer_budgets = LayerBudgets(config, factors, layers, limits) if factors else None
+        self._inputs_of_rows: dict[int, StepInputs] = {}
+
+    def _layer(self, tiers: Tiers, layer: int, index: int) -> LayerBuffers:
+        maps, frames = self.maps.of(index), tiers.frames.layers.get(layer)
+        count = tiers.layout.frames(tiers.frames.requests, layer)
+        maps = Maps(maps.frame_of, maps.page_of[:count], maps.importance[:count])
+        return LayerBuffers(
+            index, tiers.host.views[layer], frames, None if frames is None else maps.frame_of,
+            tiers.digest_layer(layer), maps, self.state.copies.of(index), self.state.counters[index],
+        )  # fmt: skip
+
+    def inputs_of(self, rows: int) -> StepInputs:
+        """Return views of the step inputs of the first ``rows`` rows."""
+        if rows not in self._inputs_of_rows:
+            self._inputs_of_rows[rows] = self.inputs.first(rows)
+        return self._inputs_of_rows[rows]
+
+    def budgets_of(self, layer: int, inputs: StepInputs) -> Tensor:
+        """Return ``[rows]`` int32: pages that ``layer`` may attend of each row of ``inputs``."""
+        return inputs.budgets if self.layer_budgets is None else inputs.layer_budgets[self.layers[layer].position]

@@ -1,0 +1,69 @@
+"""Writes the inputs of a decode step to the device tier."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_backend.batch import DecodeRows, sent
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.kernels.cpu import STEPS
+from hybrid_backend.step.buffers import StepBuffers
+from hybrid_backend.tiers import Tiers
+
+
+class InputWriter:
+    """Writes `StepInputs` of each step: one copy of all small inputs, and one of the page table."""
+
+    def __init__(self, config: HybridConfig, tiers: Tiers, buffers: StepBuffers) -> None:
+        self._config, self._tiers, self._buffers = config, tiers, buffers
+        requests = tiers.frames.requests
+        self._ages = [0] * requests
+        self.pages_of_index = [0] * requests
+        """By request index (`FramePool.index`), the pages of the request."""
+        self.written_pages = torch.zeros(STEPS, requests, dtype=torch.int32, pin_memory=tiers.device.type == "cuda")
+        """``[STEPS, requests]`` int32 on the host: pages that the rows of the last steps wrote their token to."""
+
+    def write(self, number: int, rows: DecodeRows, indices: list[int], budgets: Tensor, sampled: Tensor | None) -> None:
+        """Write the inputs of a step.
+
+        Args:
+            number: `StepInputs.number`.
+            rows: decode rows of the step.
+            indices: request index of each row.
+            budgets: ``[rows]`` int64 pages.
+            sampled: `StepInputs.sampled` on the host; None: zeros.
+        """
+        inputs, count = self._buffers.inputs, rows.count
+        requests = torch.tensor(indices)
+        columns = {
+            "num_pages": rows.num_pages, "seq_lens": rows.seq_lens, "positions": rows.seq_lens - 1,
+            "requests": requests, "budgets": budgets, "ages": torch.tensor([self._ages[index] for index in indices]),
+            # Generations as they are on the host, which may be steps ahead of the device.
+            "generations": self._tiers.frames.generation[requests],
+        }  # fmt: skip
+        host_inputs = torch.zeros(inputs.small.shape, dtype=torch.int32)
+        by_row, by_layer, number_input = inputs.parts(host_inputs, self._buffers.shape.rows, len(inputs.sampled))
+        for position, name in enumerate(inputs.PER_ROW):
+            by_row[position, :count] = columns[name]
+        if self._buffers.layer_budgets is not None:
+            by_row[len(inputs.PER_ROW) :, :count] = self._buffers.layer_budgets.of_rows(budgets, rows.num_pages)
+        if sampled is not None:
+            by_layer.copy_(sampled)
+        number_input.fill_(number)
+        inputs.small.copy_(sent(host_inputs, inputs.small.device))
+        inputs.table[:count, : rows.page_table.shape[1]].copy_(rows.page_table)
+        inputs.pages.fill_(-1)
+        inputs.pages[:count].copy_(rows.page_table.gather(1, inputs.num_pages[:count, None].long() - 1)[:, 0])
+        self.written_pages[number % STEPS].copy_(inputs.pages, non_blocking=True)
+        for index in indices:
+            self._ages[index] += 1
+
+    def clear(self) -> None:
+        """Make all rows padding. The step number stays."""
+        self._buffers.inputs.small[:-1].zero_()
+        self._buffers.inputs.pages.fill_(-1)
+
+    def release(self, index: int) -> None:
+        """Forget the request with this index."""
+        self._ages[index] = self.pages_of_index[index] = 0
