@@ -63,12 +63,12 @@ def why_not_in_place(config: HybridConfig, heads: int, kv_heads: int, head_dim: 
         return "the device tier is a GPU"
     if reason := cpu.why_unavailable():
         return reason
+    if not cpu.decodes(heads, kv_heads, head_dim, config.page_size):
+        return f"the native kernels have none for {heads} query heads on {kv_heads} KV heads of {head_dim}"
     if kernel_name(config.workers.kernel) != "native":
         return f"workers.kernel is {config.workers.kernel}"
     if operations_name(config, device) != "native":
         return f"device_kernels is {config.device_kernels}"
-    if not cpu.decodes(heads, kv_heads, head_dim, config.page_size):
-        return f"the native kernels have none for {heads} query heads on {kv_heads} KV heads of {head_dim}"
     return ""
 
 

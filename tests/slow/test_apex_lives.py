@@ -8,7 +8,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hybrid_backend.step.parking import Parking
+from hybrid_backend.methods.apex.parking import Parking
 from tests.support.harness import PAGE, config
 from tests.support.tiny_engine import TinyEngine, TinyModel
 
@@ -43,7 +43,7 @@ class Lives(RuleBasedStateMachine):
 
     @property
     def parking(self) -> Parking:
-        parking = self.engine.executor.parking
+        parking = self.engine.executor.waiting
         assert parking is not None
         return parking
 
@@ -94,14 +94,14 @@ class Lives(RuleBasedStateMachine):
     def frames_are_those_of_requests_on_the_device(self) -> None:
         if not hasattr(self, "engine"):
             return
-        shared, tiers = self.engine.executor.shared, self.engine.runtime.tiers
+        shared, tiers = self.engine.runtime.method._residency, self.engine.runtime.tiers
         assert shared is not None
         held = [frame for frames in shared._frames.values() for frame in frames]
         assert len(set(held)) == len(held) <= shared.placement.pages
         assert shared.placement.used <= shared.placement.pages
         if tiers.frames.layers:
             assert len(held) + len(shared._free) == shared.placement.pages
-            mapped = self.engine.executor.maps.frame_of[0]
+            mapped = self.engine.executor.buffers.maps.frame_of[0]
             assert sorted(mapped[mapped >= 0].tolist()) == sorted(held)
         assert self.parking.parked_rows <= tiers.frames.running
 

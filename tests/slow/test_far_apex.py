@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.batch import Step
-from hybrid_backend.step.questions import BoxQuestions
+from hybrid_backend.methods.apex.questions import BoxQuestions
 from tests.support.far_device import busy, late
 from tests.support.gpu import ON_GPU
 from tests.support.harness import PAGE, config
@@ -36,7 +36,7 @@ class FarTiny(CapturedEngine):
     max_requests: int = ROWS
 
     def prepare(self) -> None:
-        questions = self.executor.parking.questions  # type: ignore[union-attr]
+        questions = self.executor.waiting.questions  # type: ignore[union-attr]
         assert isinstance(questions, BoxQuestions)
         self.held = HeldQuestions(questions)
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.batch import Step, captured_step
 from hybrid_backend.errors import ConfigError, DeadlineError
-from hybrid_backend.step.cpu_attention import MailboxPartials
+from hybrid_backend.step.cpu_attention import MailboxCpuAttention
 from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
 from tests.support.held_up import HeldUp
 
@@ -105,7 +105,7 @@ def test_a_step_is_the_same_whoever_runs_its_operations(keys: dict[str, object])
                     each.prefill("c")
             work = dict.fromkeys(["a", "b"] if step < 3 else ["c", "a"], 1)
             outs = [each.step(work, lookahead_noise=0.3, tolerance=None) for each in made.values()]
-            maps = [decode_step(each).maps for each in made.values()]
+            maps = [decode_step(each).buffers.maps for each in made.values()]
             maps = [type(each)(*(x.cpu() for x in each)) for each in maps]
             for other, there in zip(outs[1:], maps[1:], strict=True):
                 for name in work:
@@ -182,10 +182,10 @@ def test_a_request_released_while_its_step_runs_leaves_nothing_to_who_comes_afte
         made.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
         made.runtime.forward = forward  # type: ignore[method-assign]
         step = decode_step(made)
-        assert (step.state.copies.frames >= 0).any(), "no recall was under way: this test shows nothing"
+        assert (step.buffers.state.copies.frames >= 0).any(), "no recall was under way: this test shows nothing"
         mine = slice(gone[0], None, frames.requests)  # as `release` does
-        step.maps.frame_of[:, gone[0]], step.maps.page_of[:, mine] = -1, -1
-        step.maps.importance[:, mine] = float("-inf")
+        step.buffers.maps.frame_of[:, gone[0]], step.buffers.maps.page_of[:, mine] = -1, -1
+        step.buffers.maps.importance[:, mine] = float("-inf")
         made.drop("a")
         made.add("b", 3 * PAGE)
         made.prefill("b")
@@ -200,8 +200,8 @@ def test_a_late_step_waits_once_and_fails_its_own_requests_only() -> None:
     """The workers get none of one step's questions: all its layers together wait as long as one may. Its requests are
     named, with the pages that it wrote; those of the steps before and after it are served exactly."""
     made, layers, held = engine("triton", 0.5, layers=6, replayed=False, sparse="never"), 6, list[int]()
-    partials = decode_step(made).partials
-    assert isinstance(partials, MailboxPartials)
+    partials = decode_step(made).cpu_attention
+    assert isinstance(partials, MailboxCpuAttention)
     slow = HeldUp(partials, held.__contains__)
     try:
         for name in ("a", "b", "c"):
@@ -247,10 +247,10 @@ def test_a_forward_that_raised_leaves_no_selection_behind() -> None:
         step, _ = made._begin({"a": 1})
         q = torch.randn(1, made.model.num_heads, made.model.head_dim)
         made.runtime.lookahead(1, step, q.to(made.device))
-        assert decode_step(made)._selected
+        assert decode_step(made).toolbox._selections
         made.runtime.abandon(step)
         made._begin({"a": 1})
-        assert not decode_step(made)._selected
+        assert not decode_step(made).toolbox._selections
     finally:
         made.close()
 

@@ -192,20 +192,20 @@ class Life(RuleBasedStateMachine):
         owned = {name: frames.index(name) for name in self.engine.sequences}
         indices = [index for index in owned.values() if index is not None]
         assert len(indices) == len(set(indices)) == frames.running
-        held = step.maps.page_of.view(len(step.maps.page_of), -1, MAX_REQUESTS).transpose(1, 2)
+        held = step.buffers.maps.page_of.view(len(step.buffers.maps.page_of), -1, MAX_REQUESTS).transpose(1, 2)
         for index in set(range(MAX_REQUESTS)) - set(indices):
             assert (held[:, index] == -1).all(), "the frames of nobody still hold pages"
-            assert (step.maps.frame_of[:, index] == -1).all()
+            assert (step.buffers.maps.frame_of[:, index] == -1).all()
         for name, index in owned.items():
             if index is None:
                 continue
             s = self.engine.sequences[name]
             last = (s.tokens - 1) // PAGE
-            for layer, row in step._row.items():
+            for layer, row in ((layer, buffers.position) for layer, buffers in step.buffers.layers.items()):
                 mine = enumerate(held[row, index].tolist())
                 pages = {page: index + i * MAX_REQUESTS for i, page in mine if page >= 0}
                 assert len(pages) == int((held[row, index] >= 0).sum()), "a page in two frames of one request"
-                frame_of = enumerate(step.maps.frame_of[row, index].tolist())
+                frame_of = enumerate(step.buffers.maps.frame_of[row, index].tolist())
                 assert {page: frame for page, frame in frame_of if frame >= 0} == pages, "the two maps disagree"
                 # A step that began the next page and died may have given the tail's frame away to it.
                 assert last in pages or last + 1 in pages, "the tail page is always resident"

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from hybrid_backend.step import DecodeStep
+from hybrid_backend.step import StepDriver, Toolbox
 from tests.slow.test_far_device import FRAMES
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.far_device import capture, late
@@ -72,7 +72,7 @@ def test_pages_chosen_by_codes_are_the_same_ones(device: torch.device) -> None:
 
 @of_the_simulation
 def test_a_copy_that_nobody_waits_for_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DecodeStep, "_join", lambda self: None)
+    monkeypatch.setattr(Toolbox, "join", lambda self: None)
     with pytest.raises(AssertionError, match="request"):
         check_steps(device, "scout", STEPS, "default first")
     STREAMS.finish()
@@ -80,7 +80,7 @@ def test_a_copy_that_nobody_waits_for_is_found(device: torch.device, monkeypatch
 
 @of_the_simulation
 def test_a_selection_that_nobody_waits_for_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DecodeStep, "_await_lookahead", lambda self, layer: self._ahead.pop(layer, None))
+    monkeypatch.setattr(StepDriver, "_await_lookahead", lambda self, layer: self._lookaheads.pop(layer, None))
     with pytest.raises(AssertionError, match=r"request"):
         check_steps(device, "scout", FEW, "default first")
     STREAMS.finish()

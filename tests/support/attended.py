@@ -16,7 +16,8 @@ from hybrid_backend.methods.quest import Quest
 from hybrid_backend.methods.scout import Scout
 from hybrid_backend.methods.selective import Selective
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step.driver import DecodeStep
+from hybrid_backend.step.driver import StepDriver
+from hybrid_backend.step.toolbox import Toolbox
 
 
 class Attended(NamedTuple):
@@ -45,21 +46,21 @@ class Witness:
         self._predicted: dict[int, Tensor] = {}
         self.sparse_rows = 0  # that left tokens out
         self.guessed_rows = 0  # that the predicted query attended some tokens of
-        if isinstance(runtime.executor, DecodeStep):
+        if isinstance(runtime.executor, StepDriver):
             self._watch(runtime.executor)
 
-    def _watch(self, executor: DecodeStep) -> None:
+    def _watch(self, executor: StepDriver) -> None:
         method = self._runtime.method
         lookahead, attend = method.lookahead, method.attend
 
-        def watched_lookahead(step: DecodeStep, layer: int, q: Tensor) -> None:
+        def watched_lookahead(step: Toolbox, layer: int, q: Tensor) -> None:
             lookahead(step, layer, q)
             self._predicted[layer] = q.clone()
 
-        def watched(step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+        def watched(step: Toolbox, layer: int, q: Tensor) -> Tensor:
             result = attend(step, layer, q)
-            if layer in executor._selected:
-                self._selected[layer] = executor._selected[layer][0]
+            if layer in executor.toolbox._selections:
+                self._selected[layer] = executor.toolbox._selections[layer][0]
             return result
 
         method.lookahead, method.attend = watched_lookahead, watched  # type: ignore[method-assign]
@@ -81,10 +82,10 @@ class Witness:
         runtime, method = self._runtime, self._runtime.method
         nothing = torch.zeros(runtime.model.num_kv_heads, int(rows.seq_lens[r]), dtype=torch.bool)
         if isinstance(method, Clo):
-            assert isinstance(runtime.executor, DecodeStep)
+            assert isinstance(runtime.executor, StepDriver)
             tokens = None
             if int(method.budgets(rows)[r]) < int(rows.num_pages[r]):
-                tokens = method.covered(runtime.executor, layer, rows, r)
+                tokens = method.covered(layer, rows, r)
             return Attended(~nothing if tokens is None else tokens, nothing, None)
         if isinstance(method, Quest):
             assert isinstance(runtime.executor, InPlaceStep)

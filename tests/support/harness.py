@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid_backend.batch import Batch, ModelSpec, Step
 from hybrid_backend.config import HybridConfig, config_from_mapping
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step.driver import DecodeStep
+from hybrid_backend.step.driver import StepDriver
 from tests.support.attended import Attended, Witness
 from tests.support.far_device import views
 from tests.support.gpu import DEVICE, ON_GPU
@@ -286,9 +286,9 @@ class Engine:
         self.runtime.close()
 
 
-def decode_step(engine: Engine) -> DecodeStep:
+def decode_step(engine: Engine) -> StepDriver:
     executor = engine.runtime.executor
-    assert isinstance(executor, DecodeStep)
+    assert isinstance(executor, StepDriver)
     return executor
 
 
@@ -301,5 +301,5 @@ def resident(engine: Engine, name: str, layer: int) -> set[int]:
     if index is None:
         return set()
     executor = decode_step(engine)
-    held = executor.maps.page_of[executor._row[layer], index :: frames.requests].cpu()
+    held = executor.buffers.maps.page_of[executor.buffers.layers[layer].position, index :: frames.requests].cpu()
     return {page for page in held.tolist() if page >= 0}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hybrid_backend.errors import WorkerError
-from hybrid_backend.step.questions import PoolQuestions
+from hybrid_backend.methods.apex.questions import PoolQuestions
 from hybrid_backend.workers import Ticket
 
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybrid_backend.step.cpu_attention import MailboxPartials
-from hybrid_backend.step.questions import BoxQuestions
+from hybrid_backend.methods.apex.questions import BoxQuestions
+from hybrid_backend.step.cpu_attention import MailboxCpuAttention
 
 
 class _Between:
@@ -47,7 +47,7 @@ class HeldUp(_Between):
     """Of ``partials``, before anything of them is captured. ``holds``: whether the questions of the step of this
     `StepInputs.number` never reach the workers."""
 
-    def __init__(self, partials: MailboxPartials, holds: Callable[[int], bool]) -> None:
+    def __init__(self, partials: MailboxCpuAttention, holds: Callable[[int], bool]) -> None:
         self._holds = holds
         served = partials.boxes.layers
         pinned = torch.cuda.is_available()

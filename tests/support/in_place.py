@@ -199,8 +199,7 @@ class CheckedEngine(Engine):
         pages, own_tokens = -(-tokens // config.page_size), self.sequences[name].budget
         budget = int(self.layer_budgets[layer, r])
         mean = max(-(-own_tokens // config.page_size), least) if own_tokens else config.budget_pages
-        exact_pages = mean if config.sparse == "always" else config.budget_pages + config.recent + 1
-        if pages <= exact_pages or mean >= pages:
+        if mean >= pages:
             assert budget == pages, f"{name}: fits, but layer {layer} attends {budget} of {pages} pages"
             return budget
         factors = [config.budget_factors[i] if config.budget_factors else 1.0 for i in self.selecting]

@@ -14,7 +14,7 @@ from hybrid_backend.batch import Batch, ModelSpec, Step, captured_step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.methods.apex import Apex
 from hybrid_backend.runtime import HybridRuntime
-from hybrid_backend.step.driver import DecodeStep
+from hybrid_backend.step.driver import StepDriver
 from tests.support.far_device import busy, views
 from tests.support.gpu import ON_GPU
 
@@ -113,8 +113,8 @@ class TinyEngine:
         self.failed: list[str] = []
 
     @property
-    def executor(self) -> DecodeStep:
-        assert isinstance(self.runtime.executor, DecodeStep)
+    def executor(self) -> StepDriver:
+        assert isinstance(self.runtime.executor, StepDriver)
         return self.runtime.executor
 
     @property

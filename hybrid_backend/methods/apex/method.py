@@ -1,13 +1,13 @@
 """Method ``apex``: whole requests on the device or on the CPU, every token attended (APEX, arXiv 2506.03296).
 
-The device comes first: a request's KV lies there whole if it fits (`placement`), else the CPU workers attend all its tokens
-in the host pool, but for those of the page that grows, which the device reads where it lies. Nothing is approximate:
-requests on the CPU are slower, none is wrong.
+The device comes first: a request's KV lies there whole if it fits (`placement`). Of other requests the CPU workers
+attend all tokens in the host pool, but for the growing page, which the device reads where it lies. Nothing is
+approximate: requests on the CPU are slower, none is wrong.
 
-How the device goes on meanwhile is a strategy, chosen in every step by the rule of `rule`: the layer waits for the CPU
-(lockstep), or the row takes the answer when the layer comes round in the next step (overlap, `parking`). The paper's third one, asymmetric pipelining, runs two halves of a batch in turns, which no stock
-engine does; where the rule wants it, steps go in lockstep if the CPU's time hides behind the device's attention, else
-they overlap.
+How the device goes on meanwhile is a strategy, chosen in every step by `rule`. In lockstep the layer waits for the CPU.
+With overlap the row takes the answer when the layer comes round in the next step (`parking`). The paper's third
+strategy, asymmetric pipelining, runs two halves of a batch in turns, which no stock engine does. Where the rule wants
+it, steps go in lockstep if the CPU's time hides behind the device's attention, else they overlap.
 """
 
 from __future__ import annotations

@@ -17,20 +17,20 @@ DEADLINE = 2  # of steps, in seconds
 @contextmanager
 def held_up() -> Iterator[set[int]]:
     """Whoever makes an engine within gets workers that never hear of the steps of these `StepInputs.number`s."""
-    from hybrid_backend.step.cpu_attention import MailboxPartials
+    from hybrid_backend.step.cpu_attention import MailboxCpuAttention
     from tests.support.held_up import HeldUp
 
-    make, numbers, slow = MailboxPartials.__init__, set[int](), list[HeldUp]()
+    make, numbers, slow = MailboxCpuAttention.__init__, set[int](), list[HeldUp]()
 
-    def made(self: MailboxPartials, *args: Any) -> None:
+    def made(self: MailboxCpuAttention, *args: Any) -> None:
         make(self, *args)
         slow.append(HeldUp(self, numbers.__contains__))
 
-    MailboxPartials.__init__ = made  # type: ignore[method-assign]
+    MailboxCpuAttention.__init__ = made  # type: ignore[method-assign]
     try:
         yield numbers
     finally:
-        MailboxPartials.__init__ = make  # type: ignore[method-assign]
+        MailboxCpuAttention.__init__ = make  # type: ignore[method-assign]
         for each in slow:
             each.close()
 

@@ -19,7 +19,7 @@ from tests.support.streams import STREAMS
 
 if TYPE_CHECKING:
     from hybrid_backend.methods.clo import Clo
-    from hybrid_backend.step import DecodeStep
+    from hybrid_backend.step import StepDriver, Toolbox
 
 
 @dataclass
@@ -70,23 +70,23 @@ class Watch:
 def watch_attention() -> Watch:
     """From now on, in this process."""
     from hybrid_backend.methods.clo import Clo
-    from hybrid_backend.step import DecodeStep
+    from hybrid_backend.step import StepDriver
 
-    seen, select, merge = Watch(), DecodeStep.select, DecodeStep.merge
+    seen, select, merge = Watch(), StepDriver.select, StepDriver.merge
     chosen: dict[tuple[int, int], Any] = {}
     now: dict[int, tuple[int, Tensor]] = {}
 
-    def selecting(self: DecodeStep, layer: int, q: Tensor) -> Any:
+    def selecting(self: StepDriver, layer: int, q: Tensor) -> Any:
         chosen[id(self), layer] = select(self, layer, q)
         return chosen[id(self), layer]
 
-    resident = DecodeStep.attend_resident
+    resident = StepDriver.attend_resident
 
-    def attending(self: DecodeStep, layer: int, q: Tensor) -> Any:
+    def attending(self: StepDriver, layer: int, q: Tensor) -> Any:
         now[id(self)] = layer, q
         return resident(self, layer, q)
 
-    def merging(self: DecodeStep, *args: Any) -> Tensor:
+    def merging(self: StepDriver, *args: Any) -> Tensor:
         out = merge(self, *args)
         if id(self) in now:
             layer, q = now.pop(id(self))
@@ -94,24 +94,24 @@ def watch_attention() -> Watch:
             seen.launch(lambda: seen.compare(self, layer, _near(q), _near(out), what))
         return out
 
-    decode_whole = DecodeStep._decode_whole
+    decode_whole = StepDriver._decode_whole
 
-    def decoding_whole(self: DecodeStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def decoding_whole(self: StepDriver, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = decode_whole(self, layer, q, k, v)
         seen.launch(lambda: seen.compare(self, layer, _near(q), _near(out), _every_page(self)))
         return out
 
     attend = Clo.attend
 
-    def attending_by_head(self: Clo, step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+    def attending_by_head(self: Clo, step: Toolbox, layer: int, q: Tensor) -> Tensor:
         out = attend(self, step, layer, q)
         persistent = self._by_true_query
         seen.launch(lambda: seen.compare(step, layer, _near(q), _near(out), _by_head(self, step, layer, persistent)))
         return out
 
-    DecodeStep.select, DecodeStep.merge = selecting, merging  # type: ignore[method-assign]
-    DecodeStep.attend_resident = attending  # type: ignore[method-assign]
-    DecodeStep._decode_whole = decoding_whole  # type: ignore[method-assign]
+    StepDriver.select, StepDriver.merge = selecting, merging  # type: ignore[method-assign]
+    StepDriver.attend_resident = attending  # type: ignore[method-assign]
+    StepDriver._decode_whole = decoding_whole  # type: ignore[method-assign]
     Clo.attend = attending_by_head  # type: ignore[method-assign]
     return seen
 
@@ -121,7 +121,7 @@ class _Pages(NamedTuple):
     pages_listed: Tensor  # [rows, 1 | kv_heads]
 
 
-def _every_page(step: DecodeStep) -> _Pages:
+def _every_page(step: StepDriver) -> _Pages:
     counts = _near(step.inputs.num_pages)
     return _Pages(torch.arange(max(1, int(counts.max()))).expand(len(counts), 1, -1), counts[:, None])
 

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import resolve_method
-from hybrid_backend.step.questions import PoolQuestions
+from hybrid_backend.methods.apex.questions import PoolQuestions
 from tests.support.harness import PAGE, config
 from tests.support.held_answers import Held, settled
 from tests.support.tiny_engine import TinyEngine, TinyModel
@@ -38,9 +38,9 @@ def assert_right(running: TinyEngine) -> None:
 
 
 def questions_of(running: TinyEngine) -> PoolQuestions:
-    assert running.executor.parking is not None
-    assert isinstance(running.executor.parking.questions, PoolQuestions)
-    return running.executor.parking.questions
+    assert running.executor.waiting is not None
+    assert isinstance(running.executor.waiting.questions, PoolQuestions)
+    return running.executor.waiting.questions
 
 
 # --- answers ---
@@ -74,7 +74,7 @@ def test_a_request_on_the_cpu_yields_a_token_in_as_many_steps_as_layers_and_one(
         while len(running.requests["a"].answer) < 5:
             running.step()
     assert running.steps == 1 + 4 * (LAYERS + 1)
-    assert running.executor.parking.late_rows == 0  # type: ignore[union-attr]
+    assert running.executor.waiting.late_rows == 0  # type: ignore[union-attr]
     assert_right(running)
     running.close()
 
@@ -103,7 +103,7 @@ def test_a_late_answer_delays_its_own_row_only_and_changes_no_token() -> None:
         for _ in range(3 * (LAYERS + 1)):
             running.step()
         assert len(running.requests["a"].answer) == 1 and len(running.requests["b"].answer) == 4
-        assert running.executor.parking.late_rows >= 2 * LAYERS  # type: ignore[union-attr]
+        assert running.executor.waiting.late_rows >= 2 * LAYERS  # type: ignore[union-attr]
         held.holds = set()
         for _ in range(LAYERS + 1):
             running.step()
@@ -125,7 +125,7 @@ def test_an_abort_or_preemption_in_any_phase_leaves_nothing_and_disturbs_nobody(
         running.step()
     running.drop("a")
     running.preempt("b")
-    parking = running.executor.parking
+    parking = running.executor.waiting
     assert parking is not None
     assert parking.parked_rows <= 1
     running.add("d", prompt(50))  # gets the pages and the index of the first
@@ -136,7 +136,7 @@ def test_an_abort_or_preemption_in_any_phase_leaves_nothing_and_disturbs_nobody(
     for name in list(running.requests):
         running.drop(name)
     assert parking.parked_rows == 0 and questions_of(running)._tickets == {}
-    assert running.runtime.gauges()["hybrid_resident_requests"] == running.executor.shared.placement.used == 0  # type: ignore[union-attr]
+    assert running.runtime.gauges()["hybrid_resident_requests"] == running.runtime.method._residency.placement.used == 0  # type: ignore[union-attr]
     running.close()
 
 

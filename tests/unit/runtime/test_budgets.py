@@ -127,7 +127,7 @@ def test_a_layer_has_as_many_more_frames_as_its_budget_is_larger(frames: int, ex
             engine.prefill(name)
         engine.step({"a": 1, "b": 1}, tolerance=None)
         assert engine.ran.decode is not None
-        under_way = (decode_step(engine).state.copies.frames >= 0).sum(2)
+        under_way = (decode_step(engine).buffers.state.copies.frames >= 0).sum(2)
         for row, name in enumerate(engine.ran.decode.request_ids):
             held = [len(resident(engine, name, layer)) + int(under_way[layer, row]) for layer in range(4)]
             assert held == expected

@@ -185,9 +185,9 @@ def test_the_first_layer_is_persistent_and_a_size_bounds_what_else_is(tmp_path: 
     assert method_of(engine(clo={"heads": scores}))._persistent.heads == {0: (0, 1), 1: (0, 1), 2: (0, 1)}
     a_head = 256 * PAGE * 2 * DIM * 4
     some = method_of(engine(clo={"heads": scores, "persistent_size": format_size(3 * a_head)}))
-    assert some.persistent_heads == 3 and some._persistent.heads[0] == (0, 1)
+    assert some.tiers.persistent_heads == 3 and some._persistent.heads[0] == (0, 1)
     loaded_in_time = heads_file(tmp_path, 1.0, 0.5, prefetch_bytes=CACHED * PAGE * 2 * DIM * 4)
-    assert method_of(engine(clo={"heads": loaded_in_time})).persistent_heads == 2 + 1 + 1
+    assert method_of(engine(clo={"heads": loaded_in_time})).tiers.persistent_heads == 2 + 1 + 1
 
 
 def test_a_request_that_comes_after_an_aborted_one_finds_no_label_of_it() -> None:

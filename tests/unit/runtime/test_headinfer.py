@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.headinfer import HeadInfer
-from hybrid_backend.step import DecodeStep
+from hybrid_backend.step import Toolbox
 from hybrid_backend.tiers.sizes import staging_shape
 from hybrid_backend.tiers.stream import cut
 from tests.support.harness import PAGE, Engine, config, spec
@@ -98,7 +98,7 @@ def test_the_next_layers_first_piece_is_fetched_while_this_layer_is_attended(
             fetched.append((layer, attended[0]))
         copy_pages(host, *args, **more)
 
-    def log_attend(step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+    def log_attend(step: Toolbox, layer: int, q: Tensor) -> Tensor:
         out = attend(step, layer, q)
         attended[0] += 1
         return out
@@ -149,7 +149,7 @@ def test_streaming_heads_attend_sinks_and_recent_pages_only(sinks: int, recent: 
     method, seen = headinfer(running), []
     attend, before = method.attend, running.runtime.tiers.copied_bytes
 
-    def log_attend(step: DecodeStep, layer: int, q: Tensor) -> Tensor:
+    def log_attend(step: Toolbox, layer: int, q: Tensor) -> Tensor:
         out = attend(step, layer, q)
         seen.append((q.double(), out.double()))
         return out

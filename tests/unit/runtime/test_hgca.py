@@ -206,7 +206,7 @@ def test_the_cpu_partial_is_submitted_before_the_device_attends() -> None:
     running.add("a", 10 * PAGE)
     running.prefill("a")
     events: list[str] = []
-    workers, step = running.runtime.workers, decode_step(running)
+    workers, step = running.runtime.workers, decode_step(running).toolbox
     assert isinstance(workers, NativePool)
     submit, attend = workers.submit, step.attend
 

@@ -22,11 +22,11 @@ def engine(layers: int = 3, seed: int = 0, **keys: object) -> Engine:
 @pytest.mark.parametrize("ahead", [True, False])
 def test_all_selected_pages_are_attended_by_the_device_and_none_by_the_cpu(ahead: bool) -> None:
     running = engine(lookahead={"enabled": ahead})
-    step, method, seen = decode_step(running), running.runtime.method, []
+    step, method, seen = decode_step(running).toolbox, running.runtime.method, []
     attend = method.attend
 
     def check_attend(_, layer, q):  # type: ignore[no-untyped-def]
-        out, chosen, rows = attend(step, layer, q), step._selected[layer][0], step.inputs
+        out, chosen, rows = attend(step, layer, q), step.selection(layer), step.buffers.inputs
         selected = chosen.pages[0, 0, : chosen.pages_listed[0, 0]].long()
         assert len(selected) == running.cfg.budget_pages and chosen.missing_listed[0, 0] == 0
         last = int(rows.num_pages[0]) - 1
@@ -49,12 +49,12 @@ def test_all_selected_pages_are_attended_by_the_device_and_none_by_the_cpu(ahead
 
 def test_copies_start_before_the_layer_before_attends() -> None:
     running = engine()
-    step, method, events = decode_step(running), running.runtime.method, list[tuple[str, int]]()
+    step, method, events = decode_step(running).toolbox, running.runtime.method, list[tuple[str, int]]()
     recall, attend = step.recall, method.attend
 
     def log_recall(layer, at_once):  # type: ignore[no-untyped-def]
         recall(layer, at_once)
-        if (step.state.copies.frames[layer] >= 0).any():
+        if (step.buffers.state.copies.frames[layer] >= 0).any():
             events.append(("copy", layer))
 
     def log_attend(_, layer, q):  # type: ignore[no-untyped-def]
@@ -68,7 +68,7 @@ def test_copies_start_before_the_layer_before_attends() -> None:
     assert copies
     for i in copies:
         assert ("attend", events[i][1] - 1) == events[i + 1]
-    assert (step.state.copies.frames == -1).all(), "all that was copied is visible when the step ends"
+    assert (step.buffers.state.copies.frames == -1).all(), "all that was copied is visible when the step ends"
     running.close()
 
 

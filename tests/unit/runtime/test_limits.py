@@ -78,8 +78,8 @@ def test_every_integer_at_its_largest_starts_or_is_refused_by_its_key(method: st
 @pytest.mark.parametrize(
     ("method", "key", "available"),
     [
-        ("scout, separate", "budget_tokens", 40 << 20),
-        ("scout, separate", "frames_per_request", 40 << 20),
+        ("scout", "budget_tokens", 40 << 20),
+        ("scout", "frames_per_request", 40 << 20),
         ("hgca", "hgca.window_tokens", 40 << 20),
         ("hgca", "hgca.window_tokens", 12 << 20),
         ("clo", "budget_tokens", 40 << 20),

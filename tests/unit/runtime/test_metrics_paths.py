@@ -22,7 +22,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import oracle
 from hybrid_backend.observe.metrics import Publisher
-from hybrid_backend.step.driver import DecodeStep
+from hybrid_backend.step.driver import StepDriver
 from tests.support.harness import PAGE, Engine, config, resident, spec
 
 FRAMES, LAYERS, EXACT, STEPS, CHUNK, REST = 6, 3, 0, 8, 40, 0.002
@@ -129,7 +129,8 @@ class Watched(Engine):
     def selection(self, name: str, layer: int, q: Tensor, tokens: int) -> list[set[int]]:
         """By digests of what the request wrote; the growing page is always selected, whatever its digest."""
         count = -(-tokens // PAGE)
-        if layer == EXACT or count <= FRAMES:
+        fits = self.cfg.budget_pages if self.cfg.method == "quest" else FRAMES
+        if layer == EXACT or count <= fits:
             return [set(range(count))]
         kv = torch.stack(self.sequences[name].kv[layer])[:, :, 0]
         whole = kv[: (count - 1) * PAGE].view(count - 1, PAGE, *kv.shape[1:])
@@ -194,7 +195,7 @@ def check_figures(keys: dict[str, object], ahead: bool, device: torch.device | N
 
 def check(made: Watched, elapsed: float) -> None:
     runtime, registry = made.runtime, CollectorRegistry()
-    if isinstance(runtime.executor, DecodeStep):
+    if isinstance(runtime.executor, StepDriver):
         runtime.executor.samples.finish()  # a device's are measured beside it
     has_frames, separate = bool(runtime.tiers.frames.size), runtime.tiers.stream is not None
     copies_in, page_bytes = made.cfg.method == "infinigen", made.model.page_bytes(PAGE)
@@ -256,7 +257,7 @@ def check(made: Watched, elapsed: float) -> None:
                 assert found == (pytest.approx(amount) if amount else None), f"{name} of layer {layer}"
 
 
-@pytest.mark.parametrize("path", ["unified", "separate", "kernels"])
+@pytest.mark.parametrize("path", ["quest", "native", "kernels"])
 def test_before_anything_is_decoded_nothing_is_said_of_residency(path: str) -> None:
     """No ratio of 1.0 that nobody measured; of every layer there is the count of attended tokens, which is 0."""
     keys = BASE | (KERNELS if path == "kernels" else PATHS[path])
@@ -276,7 +277,6 @@ WHOLE: dict[str, dict[str, object]] = {
     "dense": {"method": "dense"},
     "dense, torch": {"method": "dense", **TORCH},
     "headinfer": {"method": "headinfer"},
-    "headinfer, streamed": {"method": "headinfer", },
     "headinfer, a head of four stays": {
         "method": "headinfer", "headinfer": {"resident_heads": ["0:1", "1:0"]},
     },

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hybrid_backend.step.placement import Placement
+from hybrid_backend.methods.apex.placement import Placement
 
 
 def test_requests_go_to_the_device_as_they_arrive_while_it_has_room() -> None:

@@ -115,7 +115,7 @@ def test_most_layers_and_steps_are_not_sampled() -> None:
         wanted = []
         for _ in range(5):
             found.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
-            wanted.append(step.inputs.sampled.tolist())
+            wanted.append(step.buffers.inputs.sampled.tolist())
         assert wanted == [[0, int((found.ran.number - 4 + i + 1) % 4 == 0)] for i in range(5)]
         assert counted(found) == (sum(row[1] for row in wanted),) * 2
     finally:
@@ -191,9 +191,9 @@ def test_an_idle_device_hands_nothing_over(engine: Engine) -> None:
     """A graph that is replayed for nobody after a step that was sampled."""
     assert counted(engine) == (1, 1)
     step = decode_step(engine)
-    assert step.inputs.sampled.tolist() == [0, 1]
+    assert step.buffers.inputs.sampled.tolist() == [0, 1]
     engine.runtime.idle()
-    assert step.inputs.sampled.tolist() == [0, 0] and int(step.inputs.number) == engine.ran.number + 1
+    assert step.buffers.inputs.sampled.tolist() == [0, 0] and int(step.buffers.inputs.number) == engine.ran.number + 1
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ import torch
 
 from hybrid_backend.attention.partial import PageList, Partial, empty_partial, paged_partial
 from hybrid_backend.kernels import reference
-from hybrid_backend.step.cpu_attention import PoolPartials
-from hybrid_backend.step.driver import DecodeStep
+from hybrid_backend.step.cpu_attention import PoolCpuAttention
+from hybrid_backend.step.driver import StepDriver
 from hybrid_backend.workers.pool import TorchPool
 from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
 
@@ -33,19 +33,20 @@ def test_cpu_partials_start_a_layer_before_they_are_merged() -> None:
     engine = Engine(config(recall={"enabled": False}), spec(layers=4))
     long_context(engine)
     engine.step({"a": 1}, tolerance=None)
-    partials, method, events = decode_step(engine).partials, engine.runtime.method, []
-    assert isinstance(partials, PoolPartials)
-    submit, attend = partials._submit, method.attend
+    partials, method, events = decode_step(engine).cpu_attention, engine.runtime.method, []
+    assert isinstance(partials, PoolCpuAttention)
+    ask, attend = partials.ask, method.attend
 
-    def log_submit(layer, *rest):  # type: ignore[no-untyped-def]
-        events.append(("submit", layer))
-        submit(layer, *rest)
+    def log_ask(layer, q, pages, counts, in_mailbox=False):  # type: ignore[no-untyped-def]
+        if counts.max() > 0:
+            events.append(("submit", layer))
+        ask(layer, q, pages, counts, in_mailbox)
 
     def log_attend(step, layer, q):  # type: ignore[no-untyped-def]
         events.append(("attend", layer))
         return attend(step, layer, q)
 
-    partials._submit, method.attend = log_submit, log_attend  # type: ignore[method-assign]
+    partials.ask, method.attend = log_ask, log_attend  # type: ignore[method-assign]
     for _ in range(40):
         engine.step({"a": 1}, lookahead_noise=0.5, tolerance=None)
     ahead = [layer for what, layer in events if what == "submit" and layer > 0]
@@ -80,7 +81,7 @@ def test_removing_the_cpu_partials_changes_the_output() -> None:
     engine = Engine(config(recall={"enabled": False}, sparse="never", frames_per_request=5), spec())
     long_context(engine)
     engine.step({"a": 1})  # with them: dense
-    decode_step(engine).answer = lambda layer, rows: None  # type: ignore[method-assign]
+    decode_step(engine).toolbox.take_cpu = lambda layer, rows: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="is off by"):
         engine.step({"a": 1})
     engine.close()
@@ -122,11 +123,11 @@ def test_a_sparse_step_attends_exactly_the_selected_pages() -> None:
     cfg = config(recall={"intervals": 2}, selection=quest)
     engine = Engine(cfg, spec(layers=2))
     long_context(engine)
-    step, method, seen = decode_step(engine), engine.runtime.method, {}
+    step, method, seen = decode_step(engine).toolbox, engine.runtime.method, {}
     attend = method.attend
 
     def log_attend(_, layer, q):  # type: ignore[no-untyped-def]
-        out, chosen = attend(step, layer, q), step._selected[layer][0]
+        out, chosen = attend(step, layer, q), step.selection(layer)
         seen[layer] = (q, out, chosen.pages[0, 0, : chosen.pages_listed[0, 0]].long())
         return out
 
@@ -193,21 +194,21 @@ def test_a_recalled_page_equals_its_host_page_and_is_visible_from_the_next_step(
         engine.step({"a": 1}, lookahead_noise=0.5, tolerance=None)
         planned = [(row, *found) for row in range(3) for found in _copies(step, row)]
         for row, frame, _, _ in planned:
-            assert step.maps.page_of[row, frame] == -1, "visible too early"
+            assert step.buffers.maps.page_of[row, frame] == -1, "visible too early"
         engine._begin({"a": 1})
         for row, frame, host_page, page in planned:
-            if step.maps.page_of[row, frame] != page:
+            if step.buffers.maps.page_of[row, frame] != page:
                 continue  # the page that begins took its frame
             assert torch.equal(frames.layers[row][frame], engine.kv[row][host_page])
-            assert step.maps.frame_of[row, 0, page] == frame
+            assert step.buffers.maps.frame_of[row, 0, page] == frame
             seen += 1
     assert seen > 20
     engine.close()
 
 
-def _copies(step: DecodeStep, row: int) -> list[tuple[int, int, int]]:
+def _copies(step: StepDriver, row: int) -> list[tuple[int, int, int]]:
     """``(frame, host page, logical page)`` of the first row's copies under way in a layer."""
-    copies = step.state.copies.of(row)
+    copies = step.buffers.state.copies.of(row)
     found = zip(copies.frames[0].tolist(), copies.host_pages[0].tolist(), copies.pages[0].tolist(), strict=True)
     return [copy for copy in found if copy[0] >= 0]
 
@@ -219,7 +220,7 @@ def test_a_copy_planned_for_a_released_request_is_never_visible() -> None:
     while not any(_copies(step, row) for row in range(3)):
         engine.step({"a": 1}, lookahead_noise=0.5, tolerance=None)
     engine.drop("a")
-    assert (step.maps.page_of == -1).all()
+    assert (step.buffers.maps.page_of == -1).all()
     engine.add("b", 3 * PAGE)  # takes over the index; exact while it fits
     engine.prefill("b")
     for _ in range(2 * PAGE):
@@ -265,7 +266,7 @@ def test_a_request_begins_with_the_pages_that_its_prompt_attends_most(kernels: s
 def test_a_recall_is_due_in_a_requests_first_step_and_then_every_interval_of_its_own() -> None:
     """Whoever has just begun does not leave its budget to the CPU until the next common step of recalls."""
     engine = Engine(config(recall={"intervals": 4}), spec(layers=2), max_requests=3)
-    step, due = decode_step(engine), []
+    step, due = decode_step(engine).toolbox, []
     plan = step._ops.plan_recall
 
     def log(*args):  # type: ignore[no-untyped-def]
@@ -321,8 +322,8 @@ def test_a_step_whose_workers_fail_goes_on_without_them_and_fails_its_requests_o
     engine = Engine(settings, spec(layers=8))
     engine.runtime.workers.close()
     engine.runtime.workers = TorchPool(2, CPUS, kernel)
-    partials = decode_step(engine).partials
-    assert isinstance(partials, PoolPartials)
+    partials = decode_step(engine).cpu_attention
+    assert isinstance(partials, PoolCpuAttention)
     partials._workers = engine.runtime.workers
     for name in ("a", "b", "c"):
         long_context(engine, name)

@@ -14,13 +14,15 @@ from tests.support.harness import METHODS, PAGE, Engine, config
 
 SHAPES = {"48 query heads per KV head": (48, 1, 32), "heads of 120": (8, 1, 120), "heads of 320": (4, 2, 320)}
 
+SERVING = {name: keys for name, keys in METHODS.items() if name != "quest"} | {"auto": {"method": "auto"}}
+
 
 def model(heads: int, kv_heads: int, dim: int) -> ModelSpec:
     return ModelSpec(2, heads, kv_heads, dim, scale=dim**-0.5, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("keys", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("keys", SERVING.values(), ids=SERVING)
 def test_every_method_serves_what_the_native_kernels_lack(keys: dict[str, Any], shape: tuple[int, int, int]) -> None:
     engine = Engine(config(**keys), model(*shape), num_pages=16)
     try:
@@ -30,6 +32,12 @@ def test_every_method_serves_what_the_native_kernels_lack(keys: dict[str, Any], 
             engine.step({"a": 1})
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_quest_refuses_what_the_native_kernels_lack(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match=r"quest needs .* the native kernels have none for .* write method: scout"):
+        Engine(config(method="quest"), model(*shape), num_pages=16)
 
 
 @pytest.mark.parametrize("keys", [{"workers": {"kernel": "native"}}, {"device_kernels": "native"}], ids=str)
