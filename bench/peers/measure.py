@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import httpx
 from pydantic import BaseModel, ConfigDict
 
-from hybrid_backend.tools.bench.client import BenchError, Endpoint, Streamed, headers, in_turn, stream
+from hybrid_backend.tools.bench.client import BenchError, Endpoint, Streamed, headers, rotated, stream
 
 Prompt = list[int]
 WARM_UP = 24  # tokens decoded before anything is timed
@@ -62,14 +62,14 @@ def sweep(
         asked = prompts(depth, max(*batches, least_prompts))
         prefill: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
         for turn, prompt in enumerate(asked):
-            for endpoint in in_turn(endpoints, turn):
+            for endpoint in rotated(endpoints, turn):
                 time.sleep(rest)
                 (answer,) = ask(endpoint, [prompt], 1, deadline)
                 prefill[endpoint.name].append(prefill_rate(endpoint.name, answer))
         for batch in batches:
             decode: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
             for turn in range(rounds):
-                for endpoint in in_turn(endpoints, turn):
+                for endpoint in rotated(endpoints, turn):
                     time.sleep(rest)
                     answers = ask(endpoint, asked[:batch], tokens, deadline)
                     decode[endpoint.name].append(decode_rate(endpoint.name, answers, tokens))

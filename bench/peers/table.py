@@ -8,7 +8,7 @@ from typing import Literal
 
 from bench.peers.measure import Point
 from bench.peers.registry import find
-from hybrid_backend.tools.bench.spread import spread
+from hybrid_backend.tools.bench.report import spread
 
 LONG, LONGER = 4000, 7000  # tokens of context from which we mean to be faster, and by GOAL
 GOAL = 1.5

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from hybrid_backend.cli import app
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.bench.accuracy import run
-from hybrid_backend.tools.bench.accuracy.run import Driver, Plan, cases
+from hybrid_backend.tools.bench.accuracy.plan import Plan, make_cases
+from hybrid_backend.tools.bench.accuracy.run import Driver
 from hybrid_backend.tools.bench.accuracy.store import Result as Answered
 from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer
 from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
@@ -105,9 +106,18 @@ def test_without_matplotlib_the_report_is_written_and_one_line_says_that_picture
         (["--minutes", "-1"], "--minutes: got -1.0, expected 0 (never) or more"),
         (["--longbench-datasets", "trec"], "--longbench-datasets trec: give their folder with --longbench too"),
         (["--out", "/dev/null/x"], "--out /dev/null/x: cannot be written (Not a directory)"),
-        (["--lengths", "1k"], "--lengths: got '1k', expected whole numbers"),
+        (["--lengths", "1k"], "--lengths 1k: write whole numbers above zero"),
+        (["--tasks", "vt,niah_single_9"], "--tasks: no task 'niah_single_9'; there are niah_single_1, "),
+        (
+            ["--longbench", "/x", "--longbench-datasets", "quasar"],
+            "--longbench-datasets: no dataset 'quasar'; there are",
+        ),
+        (["--question", "encode"], "--question encode: write prompt or decode"),
         (["--longbench", "/nowhere", "--longbench-datasets", "trec"], "--longbench /nowhere: lacks trec.jsonl"),
-        (["--in-place", "--methods", "hgca"], "--methods: no method 'hgca'; in place there are scout, infinigen"),
+        (
+            ["--in-place", "--methods", "hgca"],
+            "--methods: no method with --in-place 'hgca'; there are scout, infinigen",
+        ),
         (["--budgets", "10%"], "--budgets: got 10%, expected less than 100%, and --in-place"),
         (["--in-place", "--budgets", "100%"], "--budgets: got 100%, expected less than 100%, and --in-place"),
         (
@@ -164,7 +174,7 @@ def test_pages_and_exact_layers_are_those_of_the_servers(tmp_path: Path, model_d
         overrides={"page_size": 32, "exact_layers": [0, 1], "sparse": "always"},
     )  # fmt: skip
     driver = Driver(plan, tmp_path, Console(quiet=True))
-    assert (driver.page, driver.exact) == (32, {0, 1})
+    assert (driver.page, driver.exact_layers) == (32, {0, 1})
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -177,7 +187,7 @@ def test_a_servers_method_and_budget_are_those_of_its_name_whatever_is_set(
         "smollm2-135m-instruct", str(model_dir), ["scout"], [256], ["vt"], [600], 1, in_place=in_place,
         overrides={"hgca": {"beta": 2.0}, "staging_tokens": 512},
     )  # fmt: skip
-    Driver(plan, tmp_path, Console(quiet=True))._server("scout", 256)
+    Driver(plan, tmp_path, Console(quiet=True)).server("scout", 256)
     config = configured(plan.model, started[0])
     assert (config.method, config.hgca.beta, config.staging_tokens) == ("scout", 2.0, 512)
     assert config.tiers == ("unified" if in_place else "separate")
@@ -191,7 +201,7 @@ def test_in_place_one_server_is_asked_everything_about_a_prompt_in_a_row(tmp_pat
     )  # fmt: skip
     driver = Driver(plan, tmp_path, Console(quiet=True))
     [runs] = plan.servers()
-    missing = driver._missing(runs)
+    missing = driver.missing_keys(runs)
     assert list(missing) == driver.cases
     for case, keys in missing.items():
         budgets = [256, 1024, 0.1] if len(case.ids) > 1024 else [256, 0.1]
@@ -199,7 +209,7 @@ def test_in_place_one_server_is_asked_everything_about_a_prompt_in_a_row(tmp_pat
         assert driver.tokens(0.1, case) == -(-len(case.ids) // (10 * driver.page)) * driver.page
     key = missing[driver.cases[0]][1]
     driver.results.add(Answered(key, 1.0, "found"))
-    assert key not in Driver(plan, tmp_path, Console(quiet=True))._missing(runs)[driver.cases[0]]
+    assert key not in Driver(plan, tmp_path, Console(quiet=True)).missing_keys(runs)[driver.cases[0]]
 
 
 def test_flags_of_the_engine_and_prompts_at_once_reach_every_server(
@@ -214,7 +224,7 @@ def test_flags_of_the_engine_and_prompts_at_once_reach_every_server(
     )  # fmt: skip
     driver = Driver(plan, tmp_path, Console(quiet=True))
     for method, budget in (("stock", 0), ("scout", 256)):
-        driver._server(method, budget)
+        driver.server(method, budget)
         keys, flags = started[-1]
         assert flags[flags.index("--max-num-seqs") + 1] == "12" and flags[-2:] == ["--max-model-len", "2048"]
         assert "metrics.sample_interval" not in keys, "the mass of answers that are decoded together is nobody's"
@@ -236,20 +246,20 @@ def test_as_many_prompts_are_asked_at_once_as_were_asked_for(
         asked.append(key)
         return Answered(key, 1.0, "found")
 
-    monkeypatch.setattr(driver, "_server", lambda *_: nullcontext())
-    monkeypatch.setattr(driver, "_answer", answered)
+    monkeypatch.setattr(driver, "server", lambda *_: nullcontext())
+    monkeypatch.setattr(driver, "answer", answered)
     monkeypatch.setattr(run, "MassMeter", lambda *_: None)
-    driver._run([("scout", 256)], driver._missing([("scout", 256)]))
-    assert len(asked) == len(set(asked)) == 4 == len(driver.results.all())
+    driver.run_server([("scout", 256)], driver.missing_keys([("scout", 256)]))
+    assert len(asked) == len(set(asked)) == 4 == len(driver.results.by_key)
 
 
 def test_a_decoded_question_follows_the_context_token_by_token(tmp_path: Path, model_dir: Path) -> None:
     """Context and question are the prompt, cut between two of its tokens."""
     tokenizer = ModelTokenizer(str(model_dir))
     plan = Plan("smollm2-135m-instruct", str(model_dir), ["scout"], [256], list(GENERATORS), [900], samples=1)
-    for case in cases(plan, tokenizer):
+    for case in make_cases(plan, tokenizer):
         context, question = tokenizer.text(list(case.ids[: case.split])), tokenizer.text(list(case.ids[case.split :]))
         assert 10 < len(case.ids) - case.split < 200
-        assert question.strip().startswith(case.task.prompt[case.task.question_at :][:40]), case.task.name
+        assert question.strip().startswith(case.task.prompt[case.task.question_index :][:40]), case.task.name
         assert question.endswith(case.task.prefix)
         assert context[-200:].strip() in case.task.content

@@ -1,8 +1,8 @@
-"""Context-intensive extraction: a text of many records is to become JSON.
+"""Context-intensive extraction: the records in a text are to become JSON.
 
-Every part of the text is needed, and needed late in a long answer: the kind of task on which KV offloading loses most
-(KV Cache Offloading for Context-Intensive Tasks, arXiv 2604.08426, whose Text2JSON it resembles; texts are our own).
-Scored by the F1 over (record, field, value).
+The answer needs every part of the text. KV offloading loses most on such tasks (KV Cache Offloading for
+Context-Intensive Tasks, arXiv 2604.08426, whose Text2JSON this resembles). The score is the F1 over
+(record, field, value).
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from hybrid_backend.tools.bench.accuracy.task import Draft, Generator, Task, Tokenizer, fitted
+from hybrid_backend.tools.bench.accuracy.task import Draft, ModelTokenizer, Task, fitted
 from hybrid_backend.tools.bench.accuracy.words import FIRST_NAMES, filler, invented, prose_words, unique
 
-FIELDS = ("order", "customer", "town", "item", "count")
-_ITEMS = (
-    "lanterns", "saddles", "barrels", "mirrors", "blankets", "kettles", "violins", "ladders", "candles", "baskets",
-    "anvils", "carpets",
-)  # fmt: skip
-_TOKENS_PER_RECORD = 256  # of the text, so that the answer stays a fifth of the prompt; what is left over is prose
-_MOST = 64  # records
+_ITEMS_TEXT = "lanterns saddles barrels mirrors blankets kettles violins ladders candles baskets anvils carpets"
+_TOKENS_PER_RECORD = 256  # The answer is then a fifth of the prompt; prose fills the rest.
+_MOST_RECORDS = 64
+_SENTENCES = (
+    "Order {order} came from {customer} of {town}, who asked for {count} {item}.",
+    "{customer}, who lives in {town}, bought {count} {item}; this is order {order}.",
+    "In order {order} the town of {town} is named: {count} {item} go to {customer}.",
+)
 
 
 def _records(rng: random.Random) -> Iterator[dict[str, Any]]:
@@ -33,31 +34,21 @@ def _records(rng: random.Random) -> Iterator[dict[str, Any]]:
             "order": int(next(orders)),
             "customer": f"{rng.choice(FIRST_NAMES)} {next(coined).capitalize()}",
             "town": next(coined).capitalize(),
-            "item": rng.choice(_ITEMS),
+            "item": rng.choice(_ITEMS_TEXT.split()),
             "count": rng.randrange(2, 100),
         }
 
 
-def _sentence(rng: random.Random, record: dict[str, Any]) -> str:
-    text: str = rng.choice((
-        "Order {order} came from {customer} of {town}, who asked for {count} {item}.",
-        "{customer}, who lives in {town}, bought {count} {item}; this is order {order}.",
-        "In order {order} the town of {town} is named: {count} {item} go to {customer}.",
-    ))  # fmt: skip
-    return text.format(**record)
-
-
-def extraction(seed: int, budget: int, tokenizer: Tokenizer) -> Task:
-    """``budget / 256`` records (3 to 64) among sentences of prose; the answer is a JSON list of all of them."""
-    count = min(_MOST, max(3, budget // _TOKENS_PER_RECORD))
+def extraction(seed: int, budget: int, tokenizer: ModelTokenizer) -> Task:
+    """Make a task of ``budget / 256`` records (3 to 64) among prose; the answer is a JSON list of all of them."""
+    count = min(_MOST_RECORDS, max(3, budget // _TOKENS_PER_RECORD))
 
     def build(units: int, words: int) -> Draft:
         rng = random.Random(f"extraction {seed}")
         start = rng.randrange(len(prose_words()))
         drawn = _records(rng)
         example, *records = (next(drawn) for _ in range(count + 1))
-        shown = _sentence(rng, example)
-        sentences = [_sentence(rng, record) for record in records]
+        example_sentence, *sentences = (rng.choice(_SENTENCES).format(**record) for record in (example, *records))
         share = units / count  # words of prose before each record
         body = [
             f"{filler(start + round(i * share), round((i + 1) * share) - round(i * share))} {sentence}".strip()
@@ -65,17 +56,14 @@ def extraction(seed: int, budget: int, tokenizer: Tokenizer) -> Task:
         ]
         tail = f"\n{filler(start + units, words)}" if words else ""
         return Draft(
-            context=f"Orders are hidden in a text. For example, the sentence\n{shown}\n"
+            context=f"Orders are hidden in a text. For example, the sentence\n{example_sentence}\n"
             f"becomes\n{json.dumps(example)}\n\nText:\n" + "\n".join(body) + tail,
             question=f"Write all {count} orders of the text above as a JSON list, in the order of the text. Every "
-            f"object has the keys {', '.join(FIELDS)}. Write nothing but the list.",
+            f"object has the keys {', '.join(example)}. Write nothing but the list.",
             prefix=f'[{{"order": {records[0]["order"]},',
             answers=tuple(json.dumps(record) for record in records),
         )
 
     task = fitted("extraction", budget, tokenizer, build, metric="field_f1", least=0)
-    # The answer is long as it is: a quarter more is enough.
+    # The right answer is long, so a quarter more is enough.
     return replace(task, max_tokens=16 + 5 * len(tokenizer.ids(", ".join(task.answers))) // 4)
-
-
-GENERATORS: dict[str, Generator] = {"extraction": extraction}

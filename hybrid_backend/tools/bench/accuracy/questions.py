@@ -1,22 +1,22 @@
-"""Questions about documents among distractors, in the manner of RULER's qa_1 and qa_2 (arXiv 2404.06654, section 3.4).
+"""Questions about documents among distractors, like RULER's qa_1 and qa_2 (arXiv 2404.06654, section 3.4).
 
-RULER takes SQuAD and HotpotQA. Here the documents are made from templates about invented people and towns, so nothing
-is downloaded and no model knows the answers beforehand. ``qa_1`` needs one document, ``qa_2`` two: that of a person and
-that of the town where this person was born.
+RULER takes SQuAD and HotpotQA. Here the documents are made from templates about invented people and towns, so that
+nothing is downloaded and no model knows the answers beforehand.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
-from hybrid_backend.tools.bench.accuracy.task import Draft, Generator, Task, Tokenizer, fitted
+from hybrid_backend.tools.bench.accuracy.task import Draft, Generator, ModelTokenizer, Task, fitted
 from hybrid_backend.tools.bench.accuracy.words import FIRST_NAMES, filler, invented, prose_words
 
 _TRADES = ("glassblower", "baker", "printer", "clockmaker", "sailor", "painter", "mason", "weaver", "gardener", "smith")
 _GOODS = ("wool", "salt", "cheese", "timber", "honey", "lace", "copper", "cider", "pottery", "ropes")
 _Person = tuple[str, str, str, str]  # name, town, book, document
-_Town = tuple[str, str, str]  # name, river, document
+_Town = tuple[str, str]  # river, document
 
 
 def _people(rng: random.Random, words: Iterator[str]) -> Iterator[_Person]:
@@ -31,25 +31,29 @@ def _people(rng: random.Random, words: Iterator[str]) -> Iterator[_Person]:
         yield name, town, book, text
 
 
-def _towns(rng: random.Random, words: Iterator[str], named: str = "") -> Iterator[_Town]:
+def _towns(rng: random.Random, words: Iterator[str], first: str) -> Iterator[_Town]:
+    """Yield towns; the first one has the name ``first``."""
+    town = first
     while True:
-        town, river = named or next(words).capitalize(), next(words).capitalize()
-        named = ""
+        river = next(words).capitalize()
         text = (
             f"{town} is a market town on the river {river}. It has {rng.randrange(2, 90) * 100} inhabitants and is "
             f"known for its {rng.choice(_GOODS)}. Its town hall was built in {rng.randrange(1400, 1700)}."
         )
-        yield town, river, text
+        yield river, text
+        town = next(words).capitalize()
 
 
-def _make(name: str, hops: int, seed: int, budget: int, tokenizer: Tokenizer) -> Task:
+def _make(name: str, hops: int, seed: int, budget: int, tokenizer: ModelTokenizer) -> Task:
+    """Make a task whose answer needs ``hops`` documents: that of a person, and that of the person's town of birth."""
+
     def build(units: int, words: int) -> Draft:
         rng = random.Random(f"{name} {seed}")
         start = rng.randrange(len(prose_words()))
         coined = invented(rng)
         people = _people(rng, coined)
         person, town, book, text = next(people)
-        towns = _towns(rng, coined, named=town)
+        towns = _towns(rng, coined, first=town)
         documents = [text]
         if hops == 1:
             question, prefix, answer = rng.choice((
@@ -57,12 +61,12 @@ def _make(name: str, hops: int, seed: int, budget: int, tokenizer: Tokenizer) ->
                 (f"Which book did {person} write?", f"{person} wrote the book", book),
             ))  # fmt: skip
         else:
-            _, river, other = next(towns)
-            documents.append(other)
+            answer, town_document = next(towns)
+            documents.append(town_document)
             question = f"On which river lies the town in which {person} was born?"
-            prefix, answer = f"The town in which {person} was born lies on the river", river
+            prefix = f"The town in which {person} was born lies on the river"
         depths = [rng.random() for _ in documents]
-        body = [next(towns)[2] if hops == 2 and i % 2 else next(people)[3] for i in range(units)]
+        body = [next(towns)[1] if hops == 2 and i % 2 else next(people)[3] for i in range(units)]
         for depth, document in sorted(zip(depths, documents, strict=True), reverse=True):
             body.insert(round(depth * units), document)
         texts = "\n\n".join(f"Document {i}: {document}" for i, document in enumerate(body, 1))
@@ -77,14 +81,4 @@ def _make(name: str, hops: int, seed: int, budget: int, tokenizer: Tokenizer) ->
     return fitted(name, budget, tokenizer, build, metric="match_any")
 
 
-def qa_1(seed: int, budget: int, tokenizer: Tokenizer) -> Task:
-    """One document answers."""
-    return _make("qa_1", 1, seed, budget, tokenizer)
-
-
-def qa_2(seed: int, budget: int, tokenizer: Tokenizer) -> Task:
-    """Two documents answer."""
-    return _make("qa_2", 2, seed, budget, tokenizer)
-
-
-GENERATORS: dict[str, Generator] = {"qa_1": qa_1, "qa_2": qa_2}
+GENERATORS: dict[str, Generator] = {f"qa_{hops}": partial(_make, f"qa_{hops}", hops) for hops in (1, 2)}
