@@ -6,11 +6,12 @@ import errno
 import io
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -143,33 +144,35 @@ def test_bad_arguments_are_told(line: list[str], told: str, tmp_path: Path) -> N
     assert result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_the_table_is_shown_even_if_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Result]:
+    """The command, whose sweep has measured one point."""
+    points = [point_from(answer(), "stock", 1.0, 0, WORK)]
+    monkeypatch.setattr("hybrid_backend.tools.bench.client.find_endpoint", lambda *_: A)
+    monkeypatch.setattr("hybrid_backend.tools.bench.throughput.sweep.sweep", lambda *_: points)
+    (tmp_path / "config.json").write_text("{}")
+    line = ["bench", "throughput", "stock=http://x", "--tokenizer", str(tmp_path), "--out", str(tmp_path)]
+    return lambda: CliRunner().invoke(app, line)
+
+
+def test_the_table_is_shown_even_if_it_cannot_be_written(
+    swept: Callable[[], Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("hybrid_backend.tools.bench.client.find_endpoint", lambda *_: A)
-    points = [point_from(answer(), "stock", 1.0, 0, WORK)]
-    monkeypatch.setattr("hybrid_backend.tools.bench.throughput.sweep.sweep", lambda *_: points)
     monkeypatch.setattr("hybrid_backend.tools.bench.throughput.report.plot", full)
-    (tmp_path / "config.json").write_text("{}")
-    line = ["bench", "throughput", "stock=http://x", "--tokenizer", str(tmp_path), "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, line)
+    result = swept()
     assert result.exit_code == 1 and "TTFT" in result.stdout and "stock" in result.stdout
-    assert (
-        result.stderr == f"error: --out {tmp_path}: cannot be written (No space left on device); give another --out\n"
-    )
+    told = f"error: --out {tmp_path}: cannot be written (No space left on device); give another --out\n"
+    assert result.stderr == told
 
 
 def test_without_matplotlib_the_table_is_written_and_one_line_says_that_pictures_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    swept: Callable[[], Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("hybrid_backend.tools.bench.client.find_endpoint", lambda *_: A)
-    points = [point_from(answer(), "stock", 1.0, 0, WORK)]
-    monkeypatch.setattr("hybrid_backend.tools.bench.throughput.sweep.sweep", lambda *_: points)
-    (tmp_path / "config.json").write_text("{}")
-    line = ["bench", "throughput", "stock=http://x", "--tokenizer", str(tmp_path), "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, line)
+    result = swept()
     assert result.exit_code == 0, result.output
     assert result.stdout.count("pictures are left out: matplotlib is not installed (pip install matplotlib)") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "throughput.json", "throughput.md"}

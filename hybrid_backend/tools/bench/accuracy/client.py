@@ -1,7 +1,9 @@
-"""Requests of the accuracy bench: to its own servers with token ids and log-probabilities, to others with text."""
+"""Requests of the accuracy bench: log-probabilities of its own servers, text of other servers, and attention mass."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,10 @@ from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, TOP, Di
 from hybrid_backend.tools.bench.accuracy.task import Task
 from hybrid_backend.tools.bench.client import Endpoint, post
 from hybrid_backend.tools.bench.servers import Server
+from hybrid_backend.tools.status.reading import read
+from hybrid_backend.tools.status.source import from_server, metrics_url
+
+_PUBLISH_SECONDS = 0.6  # A worker publishes its metrics at most every half second.
 
 
 @dataclass(frozen=True)
@@ -29,15 +35,10 @@ def ask(
     ends: Collection[int] = (),
     budget: int = 0,
 ) -> Answer:
-    """Return a greedy answer.
+    """Return a greedy answer of the forced tokens ``begin`` and at most ``max_tokens`` more, up to one of ``ends``.
 
-    Args:
-        server: a vLLM server with `FIDELITY_FLAGS`.
-        prompt: token ids.
-        max_tokens: most tokens after ``begin``.
-        begin: forced tokens, which are part of the answer.
-        ends: tokens that end an answer. vLLM would also end it at a forced one, so after ``begin`` it is cut here.
-        budget: tokens that the request attends; 0 leaves the server's budget.
+    vLLM would also end the answer at a forced token, so after ``begin`` it is cut here. ``budget`` is the number of
+    tokens that the request attends; 0 leaves the server's.
 
     Raises:
         EngineError: the server was started without `FIDELITY_FLAGS`.
@@ -73,3 +74,35 @@ def ask_endpoint(endpoint: Endpoint, api: str, task: Task) -> str:
         return str(post(endpoint.url, "/v1/completions", {**body, "prompt": task.prompt})["choices"][0]["text"])
     body["messages"] = [{"role": "user", "content": task.content}]
     return str(post(endpoint.url, "/v1/chat/completions", body)["choices"][0]["message"]["content"])
+
+
+class MassMeter:
+    """Attention mass of the answers of one server, which must answer one request at a time.
+
+    With ``metrics.sample_interval: 1`` each decode step of a sparse context is one sample per layer. So the mean before
+    and after an answer give the mean of the answer's own steps.
+    """
+
+    def __init__(self, server: Server, exact_layers: set[int]) -> None:
+        """Measure ``server``, without the layers that attend everything."""
+        self._server, self._exact_layers = server, exact_layers
+        self._metrics = from_server(metrics_url(server.url))
+        self._mean, self._steps = 0.0, 0
+
+    def since_last(self, steps: int) -> float | None:
+        """Return the mean over sparse layers, heads and the last ``steps`` decode steps; None if none was sampled."""
+        if not steps:
+            return None
+        time.sleep(_PUBLISH_SECONDS)
+        # The worker publishes after a step, so one more step is needed.
+        post(self._server.url, "/v1/completions", {"model": self._server.model, "prompt": "One more.", "max_tokens": 1})
+        layers = enumerate(read(asyncio.run(self._metrics()), time.time()).layers)
+        masses = [layer.mass_recall for index, layer in layers if index not in self._exact_layers]
+        sampled = [mass for mass in masses if mass is not None]
+        mean = sum(sampled) / len(sampled) if sampled else self._mean
+        if mean == self._mean:
+            return None
+        total = self._steps + steps
+        mass = (mean * total - self._mean * self._steps) / steps
+        self._mean, self._steps = mean, total
+        return mass

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybrid_backend.tools.bench.accuracy.client import ask, ask_endpoint
+from hybrid_backend.tools.bench.accuracy.client import MassMeter, ask, ask_endpoint
 from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_ENVIRONMENT, FIDELITY_FLAGS, compare
-from hybrid_backend.tools.bench.accuracy.mass import MassMeter
 from hybrid_backend.tools.bench.accuracy.plan import EVERYTHING, WITHOUT_BUDGET, Case, Plan, Run, make_cases
 from hybrid_backend.tools.bench.accuracy.scoring import score
 from hybrid_backend.tools.bench.accuracy.store import STOCK, DenseAnswers, Key, Result, Results, same_settings

@@ -101,19 +101,10 @@ def fitted(
     metric: str,
     least: int = 1,
 ) -> Task:
-    """Return the longest task of at most ``budget`` prompt tokens.
+    """Return the longest task of at most ``budget`` prompt tokens; ConfigError if ``least`` units are too long.
 
-    Args:
-        name: name of the task.
-        budget: most tokens of the prompt.
-        tokenizer: the model's tokenizer.
-        build: makes a draft from a number of units (sentences, records or words) and a number of words of filler, which
-            fills what is shorter than a unit.
-        metric: name of `scoring.METRICS`.
-        least: fewest units.
-
-    Raises:
-        ConfigError: a prompt of ``least`` units is too long.
+    ``build`` makes a draft from a number of units (sentences, records or words) and a number of words of filler, which
+    fills what is shorter than a unit.
     """
 
     def tokens(units: int, words: int) -> int:
