@@ -1,4 +1,4 @@
-"""What every method holds and how fast it then decodes: one machine, one model, one length (docs/methods.md).
+"""Capacity and simulated decode rate of each method on a machine, for a model and a context length (docs/methods.md).
 
     make capacity
 
@@ -40,7 +40,7 @@ OURS = ("digests", "frames", "staging", "method, device", "KV cache")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table, as it is printed."""
+    """A line of the printed table."""
 
     method: str
     exact: str

@@ -32,7 +32,7 @@ STARTS, POSITIONS = (0, 20000), 128
 
 
 def figures(server: Server) -> dict[str, float]:
-    """Over all layers that leave pages out: hits per lookup, attention mass, and copied MB of each decoded token."""
+    """Return hits per lookup, attention mass and copied MB per decoded token, over all layers that leave pages out."""
     lookups, hits = (server.total(f"hybrid_head_{name}_total") for name in ("lookups", "hits"))
     mass = server.metrics("hybrid_attention_mass_recall")["hybrid_attention_mass_recall"]
     per_layer = [

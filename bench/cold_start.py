@@ -1,4 +1,4 @@
-"""From `hybrid serve` to the first answer on a CPU, and how fast it decodes then: what the defaults are chosen by.
+"""Start time of `hybrid serve` on a CPU up to the first answer, and decode rate after it, by variant of the defaults.
 
     python -m bench.cold_start [--variants stock,hybrid,...] [--prompt 1100] [--rounds 5] [--isa avx2]
 
@@ -43,7 +43,7 @@ _ISA = {"": {}, "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "A
 
 
 def start(stack: ExitStack, name: str, folder: Path, caches: Path, isa: str, memory: int) -> tuple[Server, float]:
-    """A server of the variant, and the seconds that its start took."""
+    """Start a server of the variant; return it and the seconds that the start took."""
     kind, flags, environment = VARIANTS[name]
     environment = {
         **environment,
@@ -61,7 +61,7 @@ def start(stack: ExitStack, name: str, folder: Path, caches: Path, isa: str, mem
 
 
 def first_token(server: Server, tokens: int, seed: int) -> float:
-    """Seconds from the question to the first token of the answer."""
+    """Return the seconds from the request to the first token of the answer."""
     began = time.perf_counter()
     server.client().completions.create(model=server.model, prompt=tokens_of_prose(tokens, seed), max_tokens=1)
     return time.perf_counter() - began

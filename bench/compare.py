@@ -1,4 +1,4 @@
-"""All methods on the same prompts, one table: what each loses, keeps on the device, reads, copies and waits.
+"""Table of all methods on the same prompts: fidelity, device memory, bytes read and copied, waits.
 
     python -m bench.compare [--methods dense,scout,hgca,infinigen,clo,headinfer] [--context 6900] [--budget 1024]
 
@@ -39,7 +39,7 @@ def followed(server: Server, context: int) -> list[list[dict[int, float]]]:
 
 
 def per_token(server: Server, context: int) -> dict[str, float]:
-    """What one decoded token costs: counters and seconds of a long answer minus those of a short one."""
+    """Return counters and seconds per decoded token: those of a long answer minus those of a short one."""
 
     def answer(tokens: int) -> dict[str, float]:
         before = {name: server.total(name) for name in TOTALS}

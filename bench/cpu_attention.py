@@ -69,7 +69,7 @@ class Ipex:
         return cls(python, threads, gigabytes)
 
     def rate(self, shape: tuple[int, int, int], rows: int, pages: int, jobs: int) -> float:
-        """GB/s."""
+        """Return the GB/s of one order of pages."""
         assert self._process.stdin is not None and self._process.stdout is not None
         kv_heads, group, dim = shape
         order = {"kv_heads": kv_heads, "group": group, "dim": dim, "page": PAGE}
@@ -81,7 +81,7 @@ class Ipex:
 
 
 class Bench:
-    """One shape on one number of threads."""
+    """A shape of attention on a number of threads."""
 
     def __init__(self, flat: Tensor, shape: tuple[int, int, int], threads: int, ipex: Ipex | None) -> None:
         self.kv_heads, self.group, self.dim = self.shape = shape
@@ -96,7 +96,7 @@ class Bench:
         self._next = 0
 
     def take(self, rows: int, k: int) -> Tensor:
-        """``[rows, k]`` pages that were not read for long."""
+        """Return ``[rows, k]`` page ids that were not read for long."""
         if self._next + rows * k > self.pages:
             self._next = 0
         self._next += rows * k
@@ -162,7 +162,7 @@ class Bench:
             return None
 
     def read_rate(self, megabytes: int = 256) -> float:
-        """GB/s of plain sequential reads from a random place, all threads together."""
+        """Return the GB/s of sequential reads from a random place, over all threads together."""
         flat = self.pool.view(-1)
         share = min(megabytes << 20, flat.nbytes // (2 * self.threads)) // 4096 * 4096
         starts = [random.randrange(0, (flat.nbytes - share) // 4096) * 4096 for _ in range(self.threads)]
@@ -184,7 +184,7 @@ class Bench:
         return time.thread_time() if self.threads == 1 else time.perf_counter()
 
     def compare(self, rows: int, tokens: int, reps: int) -> dict[str, float]:
-        """Median GB/s by candidate, and of the roofline."""
+        """Return the median GB/s by candidate, and of the roofline."""
         k = tokens // PAGE
         runs = dict(self.candidates(rows, k))
         job_bytes = rows * k * self.page_bytes

@@ -44,8 +44,10 @@ from tests.engines.texts import tokens_of_prose
 def all_servers(
     engine: str, place: Path, model: Path, flags: list[str], memory: int, tokens: int, ours: dict[str, dict[str, Any]]
 ) -> Iterator[dict[str, Server]]:
-    """The stock backend and ``ours``, overrides by name; each with a KV memory of ``memory`` bytes or ``tokens``
-    tokens."""
+    """Start the stock backend and the hybrid servers of ``ours``, which has configuration overrides by name.
+
+    Each server has a KV memory of ``memory`` bytes or ``tokens`` tokens.
+    """
     if engine == "sglang":
         stock_flags = ["--device", "cpu", "--attention-backend", "torch_native", "--page-size", str(sglang.PAGE)]
         stock_flags += ["--max-total-tokens", str(tokens), "--sleep-on-idle"]
@@ -66,7 +68,7 @@ def all_servers(
 
 
 def decode_rate(server: Server, prompts: list[list[int]], tokens: int) -> float:
-    """Tokens per second over all prompts at once, from each stream's first token to its last."""
+    """Return the tokens per second over all prompts at once, from each stream's first token to its last."""
 
     def stream(prompt: list[int]) -> float:
         body: dict[str, Any] = {"ignore_eos": True}
@@ -101,7 +103,7 @@ def measure(
 
 
 def allowed_ratio(config: HybridConfig, layers: int, context: int, share: float) -> float:
-    """Amdahl's bound for attention at the same bytes per second: what is read, over what the stock backend reads."""
+    """Return Amdahl's bound for attention at equal bytes per second: stock's bytes over the bytes read here."""
     digests = 2 / config.page_size / 2 / 2  # of K and V: max and min of K only, one byte instead of two
     sparse = min(1.0, config.budget_tokens / context + digests) if context > config.budget_tokens else 1.0
     exact = len(config.exact_layers) / layers

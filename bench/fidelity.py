@@ -1,4 +1,4 @@
-"""Key lookup, and following a text: how near a sparse method stays to dense attention."""
+"""Key lookups and log-probabilities along a forced text: the fidelity of a sparse method to dense attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = (
 
 
 def follow(server: Server, prompt: Sequence[int], text: Sequence[int]) -> list[Distribution]:
-    """Log-probabilities of the next token at each position of ``text`` after ``prompt``, by token id."""
+    """Return the log-probabilities of the next token by token id at each position of ``text`` after ``prompt``."""
     return ask(server, prompt, 0, begin=text).logprobs
 
 
@@ -42,7 +42,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Fact:
-    """How an animal's word is stated in prose, and what asks for it."""
+    """Wording of a fact about an animal in the prose, and of the question for it."""
 
     statement: str
     question: str
@@ -86,15 +86,17 @@ def lookups(haystacks: int, facts: int, tokens: int, seed: int = 0, fact: Fact =
 
 
 def answers(server: Server, lookup: Lookup) -> bool:
-    """Whether the answer's tokens are the most likely ones after the question."""
+    """Return whether the answer's tokens are the most likely ones after the question."""
     text = lookup.question + lookup.answer
     after = follow(server, lookup.prompt, text)[len(lookup.question) :]
     return [max(p, key=p.__getitem__) for p in after] == lookup.answer
 
 
 def answers_in_a_row(server: Server, asked: Sequence[Lookup]) -> list[bool]:
-    """`answers` to all questions of one haystack, in one request: each follows the right answers to those before it,
-    which show what is wanted."""
+    """Return `answers` to all questions of one haystack, from one request.
+
+    Each question follows the right answers to those before it, which show the form of an answer.
+    """
     stop = list(tokenizer()(".").input_ids)
     text: list[int] = []
     places = []

@@ -1,4 +1,4 @@
-"""How near ScoutAttention stays to dense attention on the demo model, by budget; with and without recall.
+"""Fidelity of ScoutAttention to dense attention on the demo model, by budget, with and without recall.
 
     python -m bench.fidelity_report [--budgets 512,1024,2048] [--context 6900]
 
@@ -37,7 +37,7 @@ def found(server: Server, context: int, haystacks: int) -> list[bool]:
 
 
 def long_decode(server: Server, context: int, sparse_layers: set[int]) -> float:
-    """CPU share of the tokens attended by sparse layers over a long answer."""
+    """Return the CPU's share of the tokens that sparse layers attended over a long answer."""
     names = ("hybrid_cpu_tokens_total", "hybrid_selected_tokens_total")
     before = [server.total(name, sparse_layers) for name in names]
     server.client().completions.create(

@@ -52,13 +52,15 @@ _ONE = "--one"
 
 
 def pool_gb(kind: str, host_gb: int) -> int:
-    """GiB of the host pool; hgca's context caches come beside it."""
+    """Return the GiB of the host pool; the context caches of hgca are beside it."""
     return host_gb // (3 if kind == "hgca" else 1)
 
 
 def fits_in_host(model: str, most_tokens: int, gib: int) -> int:
-    """Sequences of ``most_tokens`` in a host pool of ``gib`` GiB, 16-bit. Known before the start, unlike what fits a
-    stock engine: slots and graphs are made for as many."""
+    """Return the number of sequences of ``most_tokens`` tokens in a host pool of ``gib`` GiB, in 16 bits.
+
+    Frames and graphs are made for as many, so the number is needed before the start.
+    """
     from hybrid_backend.tools.plan.model import find_shape
 
     shape = find_shape(model, "bfloat16")
@@ -136,8 +138,10 @@ def one(
 
 
 def shares(llm: Any) -> dict[str, float]:
-    """Of what sparse layers attended since start: tokens that the CPU did, and pages that were copied per one attended.
-    Both depend on the weights, which are random (`bench.shapes.peak`), so they belong beside the speed."""
+    """Return two shares of what sparse layers attended: tokens that the CPU attended, and pages that were recalled.
+
+    Both depend on the random weights (`bench.shapes.peak`), so they are printed with the speed.
+    """
     session = getattr(llm.llm_engine.model_executor.driver_worker.worker, "session", None)
     if session is None:
         return {}
@@ -150,8 +154,10 @@ def shares(llm: Any) -> dict[str, float]:
 
 
 def profiled(run: Any, steps: list[int]) -> dict[str, Any]:
-    """``idle``: share of a decode step in which no kernel but a waiting one runs; ``kernels``: milliseconds that a step
-    spends in each, those that take most."""
+    """Return the idle share of a decode step and the milliseconds that it spends in each kernel, the longest first.
+
+    The device is idle while no kernel but a waiting one runs.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 

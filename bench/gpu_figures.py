@@ -12,7 +12,7 @@ Row = dict[str, Any]  # card_gb, context, backend, most (the largest batch that 
 
 
 def best(rows: Sequence[Row], kinds: Sequence[str], field: str) -> dict[int, float]:
-    """By context, the best figure of these backends."""
+    """Return the best figure of these backends by context."""
     found: dict[int, float] = {}
     for row in rows:
         if row["backend"] in kinds and field in row:
@@ -21,7 +21,7 @@ def best(rows: Sequence[Row], kinds: Sequence[str], field: str) -> dict[int, flo
 
 
 def ratios(rows: Sequence[Row], of: Sequence[str], over: Sequence[str]) -> dict[int, float]:
-    """By context, tokens per second of one group's best over the other's."""
+    """Return the tokens per second of one group's best over the other's, by context."""
     mine, others = best(rows, of, "tokens_per_second"), best(rows, over, "tokens_per_second")
     return {context: mine[context] / others[context] for context in mine if others.get(context)}
 
@@ -79,7 +79,7 @@ def plot(rows: Sequence[Row], stock: Sequence[str], path: Path) -> None:
 
 
 def bars(axis: Any, title: str, values: dict[str, tuple[float, float]]) -> None:
-    """Measured beside the paper's."""
+    """Draw measured values beside the paper's."""
     places = range(len(values))
     axis.bar([x - 0.2 for x in places], [here for here, _ in values.values()], 0.4, label="measured")
     axis.bar([x + 0.2 for x in places], [paper for _, paper in values.values()], 0.4, label="paper")

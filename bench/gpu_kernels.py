@@ -1,5 +1,7 @@
-"""The device tier's kernels on a GPU: bytes moved over time, against the copy rates measured in the same run; attention
-of prompts by PyTorch and by FlashInfer, in floating point operations over time.
+"""Rates of the device tier's kernels on a GPU, and of attention of prompts by PyTorch and by FlashInfer.
+
+A kernel's bytes per second are compared with the copy rates of the same run; attention of prompts is in floating point
+operations per second.
 
     python -m bench.gpu_kernels [--context 32768] [--batches 1,8,40] [--budget 2048] [--chunk 2048]
 
@@ -36,8 +38,10 @@ MODEL = ModelSpec(1, HEADS, KV_HEADS, DIM, DIM**-0.5, torch.bfloat16)
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of one call, the median of a few rounds of `CALLS` that follow each other without a gap: the host launches them
-    while the device still sleeps."""
+    """Return the seconds of one call: the median of a few rounds of `CALLS` calls without gaps.
+
+    The host launches the calls while the device still sleeps.
+    """
     call()
     torch.cuda.synchronize()
     times = []
@@ -54,7 +58,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def rates() -> dict[str, float]:
-    """Bytes per second: read plus written on the device; over the bus."""
+    """Return the bytes per second of copies on the device (read plus written) and over the bus."""
     size = 1 << 28
     here, there = (torch.empty(size, dtype=torch.int8, device="cuda") for _ in range(2))
     pinned = torch.empty(size, dtype=torch.int8, pin_memory=True)
@@ -65,7 +69,7 @@ def rates() -> dict[str, float]:
 
 
 def flashinfer() -> FlashInfer | None:
-    """FlashInfer, if it can be used here; else says why it cannot."""
+    """Return FlashInfer, or None after printing the reason if it cannot be used here."""
     found = FlashInfer.tried(cast(Operations, kernels), MODEL, torch.device("cuda"))
     if isinstance(found, str):
         print(f"FlashInfer is left out: {found}")
@@ -74,7 +78,7 @@ def flashinfer() -> FlashInfer | None:
 
 
 def measure_prompts(chunk: int, other: FlashInfer | None) -> dict[str, tuple[float, float]]:
-    """``{what: (operations, or bytes over the bus, seconds)}`` of one layer, by PyTorch and by FlashInfer."""
+    """Measure one layer by PyTorch and by FlashInfer: ``{name: (operations, or bytes over the bus, seconds)}``."""
     cuda: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     q, k = torch.randn(chunk, HEADS, DIM, **cuda), torch.randn(chunk, KV_HEADS, DIM, **cuda)
     staged = torch.randn(KV_HEADS, 2, STAGED, DIM, **cuda)
@@ -108,7 +112,7 @@ def measure_prompts(chunk: int, other: FlashInfer | None) -> dict[str, tuple[flo
 
 
 def measure(rows: int, context: int, budget: int, other: FlashInfer | None) -> dict[str, tuple[int, str, float]]:
-    """``{kernel: (bytes that it must move, what they cross, seconds)}``."""
+    """Measure the kernels: ``{kernel: (bytes that it must move, the memory that they cross, seconds)}``."""
     pages, columns, k = rows * context // PAGE, context // PAGE, budget // PAGE
     page_bytes = KV_HEADS * 2 * PAGE * DIM * 2
     cuda: dict[str, Any] = {"device": "cuda"}

@@ -42,7 +42,10 @@ def perplexity(server: Server, tokens: int, scored: int) -> float:
 
 
 def kept_per_head(tokens: int, window: int, beta: float) -> list[list[float]]:
-    """In a process of its own: the engine runs in it, so that the method can be asked."""
+    """Return the share of tokens that each KV head keeps, from an engine in a process of its own.
+
+    The engine runs within that process, so that its method can be read.
+    """
     command = [sys.executable, "-m", "bench.hgca", _HEADS, json.dumps([tokens, window, beta])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -23,7 +23,7 @@ OPTIONS = (None, -1, 1.0, 1.0, -1.0)  # no ALiBi, no sliding window, K and V not
 
 
 def huge_pages(gigabytes: float) -> Tensor:
-    """bf16 noise on huge memory pages: 4 KB pages cost up to a fifth and would hide the kernel."""
+    """Return bf16 noise on huge memory pages: 4 KB pages would cost up to a fifth and hide the kernel."""
     size = int(gigabytes * 2**30) >> 20 << 20
     libc = C.CDLL(None, use_errno=True)
     libc.mmap.restype = C.c_void_p
@@ -40,7 +40,7 @@ def huge_pages(gigabytes: float) -> Tensor:
 
 
 def rate(flat: Tensor, threads: int, order: dict[str, int]) -> float:
-    """GB/s of one order."""
+    """Return the GB/s of one order of pages."""
     kv_heads, group, dim, page = (order[name] for name in ("kv_heads", "group", "dim", "page"))
     rows, pages, jobs = (order[name] for name in ("rows", "pages", "jobs"))
     unit = kv_heads * 2 * page * dim

@@ -25,33 +25,33 @@ DEADLINE = 60.0
 
 
 def percentiles(seconds: Sequence[float]) -> str:
-    """In microseconds: what a busy machine leaves of it at best, the middle, and the slow end."""
+    """Write the 1st, 50th and 99th percentile in microseconds."""
     ordered = sorted(seconds)
     return " ".join(f"{ordered[int(part * (len(ordered) - 1))] * 1e6:9.1f}" for part in (0.01, 0.5, 0.99))
 
 
 def two_cpus() -> list[int]:
-    """Two at least: one to ask from, one to answer on."""
+    """Return the CPUs of this process, at least two: one to ask from, one to answer on."""
     found = sorted(os.sched_getaffinity(0))
     return found if len(found) > 1 else found * 2
 
 
 def wait_for(seconds: float) -> None:
-    """Without giving the core away."""
+    """Wait without giving the core away."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass
 
 
 def flag(numbers: torch.Tensor) -> C.c_uint32:
-    """A flag as memory: reading a tensor's element costs more than some answers."""
+    """Return a tensor's first element as memory: reading the tensor costs more than some answers."""
     return C.c_uint32.from_address(numbers.data_ptr())
 
 
 def questions(
     cpus: list[int], layer: torch.Tensor, rows: int, live: int, pages: int, rounds: int, gap: float
 ) -> list[float]:
-    """Seconds from asking to the answer, of questions of which ``live`` rows attend ``pages`` pages each."""
+    """Return the seconds from question to answer, where ``live`` rows of a question attend ``pages`` pages each."""
     current = torch.zeros(rows, dtype=torch.int64)
     with (
         cpu.Pool(1, cpus[:1], server_cpu=cpus[-1]) as pool,
@@ -78,7 +78,7 @@ def questions(
 
 
 def beginnings(cpus: list[int], layer: torch.Tensor, spin: float, rounds: int, gap: float) -> list[float]:
-    """Seconds from submitting a small partial until a worker has begun with it."""
+    """Return the seconds from submitting a small partial until a worker has begun with it."""
     q = torch.randn(1, HEADS, DIM).to(layer.dtype)
     ids, valid = torch.zeros(1, 1, 1, dtype=torch.int64), torch.full((1, 1, 1), PAGE)
     taken = []

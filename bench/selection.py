@@ -1,4 +1,4 @@
-"""What choosing pages costs, by the length of the context: a decode layer against attention of as many pages alone.
+"""Time to select pages, by context length: a decode layer against attention of as many pages alone.
 
     python -m bench.selection [--pages 1024,4096,32768] [--page-size 32] [--budget 64] [--group 4] [--per-head]
         [--interval 8]
@@ -40,7 +40,7 @@ def measure(
     per_head: bool,
     intervals: dict[str, int],
 ) -> dict[str, float]:
-    """Microseconds of CPU time per layer, by variant. ``spans``: maxima and minima in bytes, two levels."""
+    """Return the microseconds of CPU time per layer by variant; ``spans``: two levels of bounds in bytes."""
     rng = torch.Generator().manual_seed(pages)
     layer = torch.randn(64, KV_HEADS, 2, page_size, DIM, generator=rng).bfloat16().repeat(-(-pages // 64), 1, 1, 1, 1)
     digests = torch.randn(pages, KV_HEADS, 2, DIM, generator=rng).bfloat16().sort(2, descending=True).values

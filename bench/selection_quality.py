@@ -1,4 +1,4 @@
-"""What ways to select pages are worth: key lookups, KL and attention mass on the demo model, without an engine.
+"""Key lookups, KL and attention mass of ways to select pages, on the demo model, without an engine.
 
     python -m bench.selection_quality [--texts 2] [--prose] [--budget 1024] [--ways layer/softmax/0.5,...]
 
@@ -77,8 +77,10 @@ class InPlace:
         self._budgets = LayerBudgets(config, factors, range(len(layers))) if factors else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Output ``[1, heads, dim]`` and the pages that are attended; ``q``, ``k``, ``v``: of one token, after ``past``
-        others."""
+        """Return the output ``[1, heads, dim]`` and the attended pages.
+
+        ``q``, ``k`` and ``v`` are those of one token after ``past`` others.
+        """
         if layer == 0:
             self._begin(torch.tensor([past + 1]))
         q, k, v = (x.contiguous() for x in (q, k, v))
@@ -173,7 +175,7 @@ def lookups(texts: int, seed: int) -> list[Lookup]:
 
 
 def prose(texts: int, seed: int) -> list[Lookup]:
-    """Nothing hidden, and 64 tokens to follow."""
+    """Return a prompt in which nothing is hidden, and 64 tokens to follow."""
     cut = [tokens_of_prose(5073, 10_000 + 390_000 * i + 190_000 * seed) for i in range(texts)]
     return [Lookup(text[:5008], text[5008:], []) for text in cut]
 

@@ -36,8 +36,10 @@ FLAGS = ("--load-format", "dummy", "--kv-transfer-config", json.dumps(CONNECTOR)
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """A model directory with the shape's configuration and the demo model's tokenizer, which only has to exist, and to
-    have a name for each id that random weights may choose."""
+    """Write a model directory with the shape's configuration and the demo model's tokenizer.
+
+    The tokenizer only has to have a name for each id that random weights may choose.
+    """
     target = folder / f"{name}-shape"
     target.mkdir()
     (target / "config.json").write_text(json.dumps(SHAPES[name]))

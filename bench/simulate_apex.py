@@ -39,7 +39,7 @@ MOST, STRIDE = 1024, 16
 
 @dataclass(frozen=True)
 class Case:
-    """A GPU beside a CPU that attends ``ratio`` of what the GPU attends; requests of ``context`` tokens decode."""
+    """A GPU and a CPU that attends ``ratio`` of the GPU's tokens, with requests that decode at ``context`` tokens."""
 
     gpu: str
     shape: ModelShape
@@ -61,18 +61,18 @@ class Case:
         return LayerTimes.of(self.machine, self.shape)
 
     def room(self, usable: float) -> float:
-        """Tokens whose K and V lie beside the weights in that share of the GPU's memory."""
+        """Return the tokens whose K and V fit beside the weights in that share of the GPU's memory."""
         free = usable * self.machine.device_memory_bytes.value - self.shape.weight_bytes
         return free / (self.shape.token_bytes * self.shape.layers)
 
     @property
     def rows(self) -> int:
-        """Requests that fit the GPU."""
+        """Return the number of requests that fit the GPU."""
         return int(self.room(USABLE) // self.context)
 
     @property
     def verdict(self) -> Verdict:
-        """Inequality (6)."""
+        """Return whether inequality (6) holds."""
         return judge(self.times, self.rows, self.rows * self.context, 1)
 
 
@@ -83,15 +83,17 @@ T4 = tuple(Case("t4", LLAMA2_7B, context) for context in (300, 500, 1000))
 
 @lru_cache
 def step(case: Case, strategy: str, cpu_rows: int) -> StepTime:
-    """As many requests on the GPU as fit, and that many on the CPU."""
+    """Return a step with as many requests on the GPU as fit, and ``cpu_rows`` on the CPU."""
     batch = case.rows + cpu_rows
     return decode_step(case.machine, case.shape, CONFIG, f"apex_{strategy}", case.context, batch, cpu_rows=cpu_rows)
 
 
 @lru_cache
 def best(case: Case, strategy: str) -> StepTime:
-    """With the number of CPU requests that makes the most tokens per second. Only as many as the CPU answers within an
-    iteration: more would make no more tokens, and each would wait longer."""
+    """Return the step with the number of CPU requests that makes the most tokens per second.
+
+    The CPU answers them within an iteration: more requests would make no more tokens, and each would wait longer.
+    """
 
     def rate(cpu_rows: int) -> float:
         at = step(case, strategy, cpu_rows)
@@ -102,19 +104,19 @@ def best(case: Case, strategy: str) -> StepTime:
 
 
 def gain(case: Case, strategy: str) -> float:
-    """Tokens per second over the GPU alone, at best."""
+    """Return the best tokens per second over those of the GPU alone."""
     return best(case, strategy).tokens_per_s / step(case, "gpu", 0).tokens_per_s
 
 
 def mean_latency(at: StepTime) -> float:
-    """Seconds per token, the mean over requests that end: those of the CPU take longer and end less often."""
+    """Return the mean seconds per token over requests that end: those of the CPU take longer and end less often."""
     there = at.cpu_rows / at.cpu_token_steps
     here = at.batch - at.cpu_rows
     return at.seconds * (here + there * at.cpu_token_steps) / (here + there)
 
 
 def claims() -> list[Claim]:
-    """Inequality (6) and the one throughput whose load can be told from the text."""
+    """Return inequality (6) and the one throughput whose load can be told from the text."""
     pipelined = gain(A10, "pipeline")
     return [
         Claim("3.2", "largest N_G / N_C at which pipelining pays", "T_ga / T_gl from 0.5 to 1.5",
@@ -129,7 +131,7 @@ def claims() -> list[Claim]:
 
 
 def statements() -> list[Statement]:
-    """What the text says of pipelining, overlap, latency and the T4."""
+    """Return the text's statements on pipelining, overlap, latency and the T4."""
     pipelined, overlap = best(A10, "pipeline"), best(A10, "overlap")
     waits = 100 * (overlap.device_idle - A10.machine.step_overhead_s.value) / overlap.seconds
     more = gain(A10, "overlap") - 1
@@ -172,7 +174,7 @@ def statements() -> list[Statement]:
 
 
 def otherwise() -> list[Otherwise]:
-    """The paper's own formulas, other CPUs, and what a stock engine can host."""
+    """Return the paper's own formulas, other CPUs, and the requests that a stock engine can host."""
     over, pipelined = "overlap over the GPU alone", "pipelining over the GPU alone (paper: no gain)"
     linear, attention = A10.times.linear(A10.rows), A10.times.attention(A10.rows * LENGTH, A10.rows)
     alone, both = linear + attention, 2 * linear + attention
@@ -199,7 +201,7 @@ def otherwise() -> list[Otherwise]:
 
 
 def unchecked() -> list[tuple[str, str]]:
-    """What is published and could not be checked, and why."""
+    """Return published numbers that could not be checked, with the reasons."""
     return [
         ("11 to 22 % over vLLM, 6 to 16 % over NEO (A10, three traces); 89 % in the abstract",
          "shares of prompts and lengths of the traces are not in the text; the simulator has no prompts. 89 % stands "

@@ -42,7 +42,7 @@ NONE = (0,) * LLAMA3_8B.layers
 
 
 def clo_machine() -> Hardware:
-    """48 GB, 149.7 TFLOPS (the A40's), PCIe 4 x16 (section 6.1); the link's rate is the paper's own."""
+    """Return CLO's machine: 48 GB, the A40's 149.7 TFLOPS, PCIe 4 x16 (section 6.1) at the paper's own link rate."""
     return find_hardware("a40").replace(
         name="CLO's machine",
         host_device_bytes_per_s=Curve(points=((512.0, LINK),), source="CLO, section 6.5 and Figure 13"),
@@ -50,7 +50,7 @@ def clo_machine() -> Hardware:
 
 
 def clo_config(context: int) -> HybridConfig:
-    """A tenth of the tokens, sinks and recent pages beside it; every layer sparse."""
+    """Return CLO's configuration: a tenth of the tokens besides sinks and recent pages, every layer sparse."""
     budget = round(context / 10 / PAGE) + SINKS + RECENT
     return HybridConfig.model_validate(
         {
@@ -69,7 +69,7 @@ def step(
     persistent: tuple[int, ...] | None = None,
     machine: Hardware | None = None,
 ) -> StepTime:
-    """``hits``: None: Table 4's. ``persistent``: None: layer 0 alone (section 3.3)."""
+    """Return a step, by default at Table 4's hit ratio, with layer 0 alone persistent (section 3.3)."""
     return decode_step(
         machine or clo_machine(), LLAMA3_8B, clo_config(context), method, context, batch,
         hit_ratio=HITS.get((context, batch)) if hits is None else hits, persistent_heads=persistent,
@@ -78,7 +78,7 @@ def step(
 
 
 def layer_ms(method: str, hits: float | None = None, machine: Hardware | None = None) -> float:
-    """Mean over the layers, at 128K and batch 1."""
+    """Return the mean milliseconds of a layer at 128K and batch 1."""
     machine = machine or clo_machine()
     costs = Costs(machine, LLAMA3_8B, clo_config(LENGTH), LENGTH, 1)
     others = machine.step_overhead_s.value + costs.head
@@ -86,7 +86,7 @@ def layer_ms(method: str, hits: float | None = None, machine: Hardware | None = 
 
 
 def layer_ms_of_single_heads() -> float:
-    """The same where heads miss independently of each other, so that some layers load more than they can hide."""
+    """Return `layer_ms` where heads miss independently, so that some layers load more than they can hide."""
     heads, hits = LLAMA3_8B.kv_heads, HITS[LENGTH, 1]
     return sum(
         math.comb(heads, missed) * (1 - hits) ** missed * hits ** (heads - missed) * layer_ms("clo", 1 - missed / heads)
@@ -95,21 +95,23 @@ def layer_ms_of_single_heads() -> float:
 
 
 def cache_gib(context: int, more: int = 0) -> float:
-    """Selections of the cached heads with sinks and recent tokens, and all K and V of persistent heads: those of layer
-    0 and ``more``."""
+    """Return the GiB of cached selections with sinks and recent tokens, and of all K and V of persistent heads.
+
+    Persistent are the heads of layer 0 and ``more``.
+    """
     heads, persistent = LLAMA3_8B.layers * LLAMA3_8B.kv_heads, LLAMA3_8B.kv_heads + more
     tokens = (heads - persistent) * (context / 10 + 4 + 64) + persistent * context
     return tokens * LLAMA3_8B.token_bytes / LLAMA3_8B.kv_heads / 2**30
 
 
 def less(before: float, hits: float | None, persistent: tuple[int, ...] | None = NONE) -> float:
-    """Percent by which the step latency changes from the baseline, whose hit ratio is ``before``."""
+    """Return the percent by which the step latency changes from the baseline's, whose hit ratio is ``before``."""
     baseline = step("clo", *ABLATED, hits=before, persistent=NONE)
     return 100 * (step("clo", *ABLATED, hits=hits, persistent=persistent).seconds / baseline.seconds - 1)
 
 
 def solve(wanted: float, rising: Callable[[float], float]) -> float:
-    """The hit ratio, from 0 to 1, at which the rising function is ``wanted``."""
+    """Return the hit ratio, from 0 to 1, at which the rising function is ``wanted``."""
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
@@ -118,7 +120,7 @@ def solve(wanted: float, rising: Callable[[float], float]) -> float:
 
 
 def claims() -> list[Claim]:
-    """Layer times, memory and ablation."""
+    """Return layer times, memory and ablation."""
     full, mine = layer_ms("stock"), layer_ms("clo")
     at_128k = "Llama3-8B, 128K tokens, batch 1"
     whole = "the layer's matrices counted, not its attention alone; {} of RetroInfer's 739 us (36.2 %)"
@@ -152,7 +154,7 @@ def claims() -> list[Claim]:
 
 
 def statements() -> list[Statement]:
-    """What the text says of waits."""
+    """Return the text's statements on waits."""
     at = step("clo", LENGTH, 1)
     waits = max(0.0, 100 * (at.device_idle - clo_machine().step_overhead_s.value) / at.seconds)
     without = layer_ms("clo", 0.0)
@@ -165,7 +167,7 @@ def statements() -> list[Statement]:
 
 
 def otherwise() -> list[Otherwise]:
-    """Other readings of what the text leaves open."""
+    """Return other readings of what the text leaves open."""
     peak = clo_machine()
     peak = peak.replace(hbm_efficiency=peak.hbm_efficiency.model_copy(update={"value": 1.0}))
     kept = (100 + ABLATION["T + G + P"]) / (100 + ABLATION["T + G"])
@@ -189,7 +191,7 @@ def otherwise() -> list[Otherwise]:
 
 
 def unchecked() -> list[tuple[str, str]]:
-    """What is published and could not be checked, and why."""
+    """Return published numbers that could not be checked, with the reasons."""
     return [
         ("bars and points of Figures 2 to 14 beyond the above", "in the drawings only, not in the text"),
         ("Table 4, 21.21 GB/s, 149.7 TFLOPS, 48 GB", "inputs: hit ratios and the machine"),

@@ -32,7 +32,7 @@ from hybrid_backend.tools.plan.simulate import StepTime
 
 
 def show_paper(console: Console, name: str, source: ModuleType) -> None:
-    """``source``: has `claims`, `statements`, `otherwise` and `unchecked`, as `bench.simulate_paper` has."""
+    """Print a paper, whose module ``source`` has the functions of `bench.simulate_paper`."""
     claims = source.claims()
     table = Table("section", "what", "workload in the paper", "assumed beside it", "paper", "simulated", "error",
                   title=f"{name}, the numbers of its text")  # fmt: skip
@@ -130,7 +130,7 @@ def plot(out: Path) -> None:
 
 
 def as_json(source: ModuleType) -> dict[str, Any]:
-    """What `show_paper` prints."""
+    """Return as JSON the values that `show_paper` prints."""
     return {
         "claims": [{**asdict(claim), "error": claim.error} for claim in source.claims()],
         "statements": [asdict(statement) for statement in source.statements()],

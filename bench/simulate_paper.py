@@ -51,7 +51,10 @@ LINK = ((4096.0, 0.8e9), (131072.0, 15e9))
 
 @dataclass(frozen=True)
 class Claim:
-    """One published number and the simulation of it. ``assumed``: what the paper does not say; empty if it says all."""
+    """A published number and the simulation of it.
+
+    ``assumed`` is what the paper leaves open, empty if it says all.
+    """
 
     source: str
     what: str
@@ -63,7 +66,7 @@ class Claim:
 
     @property
     def error(self) -> float:
-        """Relative."""
+        """Relative error of the simulation."""
         return self.simulated / self.paper - 1.0
 
     @property
@@ -73,7 +76,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Statement:
-    """What the paper says in words, and whether the simulation says the same."""
+    """A statement of the paper in words, and whether the simulation agrees."""
 
     source: str
     what: str
@@ -85,7 +88,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Otherwise:
-    """What a claim would be under another reading of the text. ``paper``: its value."""
+    """A claim's value under another reading of the text; ``paper`` is the published value."""
 
     what: str
     instead: str
@@ -94,7 +97,7 @@ class Otherwise:
 
 
 def paper_machine() -> Hardware:
-    """An 80 GB GPU with 1.9 TB/s on PCIe 4 x16: an A100 80GB PCIe; rates of CPU and link are the paper's own."""
+    """Return an A100 80GB PCIe (1.9 TB/s, PCIe 4 x16) with the paper's own rates of CPU and link."""
     return find_hardware("a100-80").replace(
         name="ScoutAttention's machine",
         cores=36,
@@ -104,13 +107,15 @@ def paper_machine() -> Hardware:
 
 
 def window_of(context: int) -> int:
-    """HGCA's tokens on the GPU: "a sliding window of 25% tokens" (section 2.3)."""
+    """Return HGCA's tokens on the GPU: "a sliding window of 25% tokens" (section 2.3)."""
     return context // 4
 
 
 def paper_config(window: int = BUDGET, budget: int = BUDGET, page: int = PAGE) -> HybridConfig:
-    """Blocks of 32, budget 2,048 (section 4.3), recall every 8.7 steps on average (section 3.4), every layer sparse,
-    digests as Quest has them."""
+    """Return the paper's configuration: blocks of 32, budget 2,048 (section 4.3), every layer sparse, Quest's digests.
+
+    Recall comes every 8.7 steps on average (section 3.4).
+    """
     return HybridConfig.model_validate(
         {
             "page_size": page, "budget_tokens": budget, "hgca": {"window_tokens": window},
@@ -131,7 +136,7 @@ def step(
     window: int | None = None,
     page: int = PAGE,
 ) -> StepTime:
-    """A step of Qwen3-14B there. HGCA: a quarter of the tokens on the GPU, the budget on the CPU."""
+    """Return a step of Qwen3-14B; with HGCA a quarter of the tokens is on the GPU, and the budget on the CPU."""
     window = window_of(context) if window is None else window
     if method == "hgca" and share is None:
         share = BUDGET / (BUDGET + window)
@@ -142,42 +147,47 @@ def step(
 
 
 def idle(at: StepTime) -> float:
-    """Percent of a step in which the GPU stalls for the CPU or for copies (Figure 11's "idle"): the step's own overhead
-    is not among it."""
+    """Return the percent of a step in which the GPU stalls for the CPU or for copies (Figure 11's "idle").
+
+    The step's own overhead is not part of it.
+    """
     return 100 * (at.device_idle - paper_machine().step_overhead_s.value) / at.seconds
 
 
 def fits(method: str, context: int, shape: ModelShape = QWEN3_14B, budget: int = BUDGET, page: int = PAGE) -> int:
-    """Sequences that the GPU's memory holds beside the weights: all tokens, HGCA's window, or budget and digests."""
+    """Return the sequences that fit the GPU beside the weights: all tokens, HGCA's window, or budget and digests."""
     sparse = budget + math.ceil(context / page)  # a digest (minimum and maximum of K) is as large as a token's K and V
     tokens = {"stock": context, "hgca": window_of(context)}.get(method, sparse)
     return int((USABLE - shape.weight_bytes) // (tokens * shape.token_bytes * shape.layers))
 
 
 def growth(method: str, batch: int) -> float:
-    """Tokens per second at twice the batch over those at the batch, at Figure 9's 32k."""
+    """Return the tokens per second at twice the batch over those at the batch, at Figure 9's 32k."""
     return step(method, LENGTH, 2 * batch).tokens_per_s / step(method, LENGTH, batch).tokens_per_s
 
 
 def figure_8(method: str, context: int) -> float:
-    """Tokens per second; batches are not named: at most 40 sequences, fewer where the memory holds fewer."""
+    """Return tokens per second; batches are not published: 40 sequences, or as many as fit."""
     return step(method, context, min(BATCH, fits(method, context))).tokens_per_s
 
 
 def over_best(context: int) -> float:
-    """Scout over the better of HGCA and InfiniGen, each with 40 sequences."""
+    """Return Scout over the better of HGCA and InfiniGen, each with 40 sequences."""
     return min(step(m, context, BATCH).seconds for m in ("hgca", "infinigen")) / step("scout", context, BATCH).seconds
 
 
 def ablation(context: int = LENGTH, batch: int = BATCH, without_recall: float | None = None) -> tuple[float, float]:
-    """Speedup of pre-computation over neither, and of recall in addition. ``without_recall``: the CPU's share then."""
+    """Return the speedup of pre-computation over neither, and of recall in addition.
+
+    ``without_recall`` is the CPU's share without recall.
+    """
     neither = step("scout", context, batch, lookahead=False, recall=False, share=without_recall)
     ahead = step("scout", context, batch, recall=False, share=without_recall)
     return neither.seconds / ahead.seconds, ahead.seconds / step("scout", context, batch).seconds
 
 
 def layer_of_32b(batch: int) -> tuple[float, float]:
-    """Microseconds of Qwen3-32B's layer and of its GPU attention alone, budget 4,096 and 32k tokens."""
+    """Return the microseconds of Qwen3-32B's layer and of its GPU attention alone, at budget 4,096 and 32k tokens."""
     costs = Costs(paper_machine(), QWEN3_32B, paper_config(budget=4096), LENGTH, batch)
     attention = costs.attention(costs.kv((1 - SCOUT_SHARE) * 4096))
     others = costs.projections + costs.prediction + costs.scoring(costs.digest_bytes) + costs.rest
@@ -185,7 +195,7 @@ def layer_of_32b(batch: int) -> tuple[float, float]:
 
 
 def claims() -> list[Claim]:
-    """Every number of the text that is not an input here."""
+    """Return every number of the text that is not an input here."""
     machine = paper_machine()
     infinigen_assumed = (
         f"{100 * INFINIGEN_SHARE:.1f} % of the budget copied (measured here; text: below 15 %), blocks of 32"
@@ -257,7 +267,7 @@ def claims() -> list[Claim]:
 
 
 def statements() -> list[Statement]:
-    """Orders and bounds that the text states."""
+    """Return the orders and bounds that the text states."""
     loads = "at most 40 sequences, or what fits"
     others = ("hgca", "infinigen", "stock")
     over_stock = [figure_8("scout", n) / figure_8("stock", n) for n in CONTEXTS]
@@ -300,7 +310,7 @@ def statements() -> list[Statement]:
 
 
 def otherwise() -> list[Otherwise]:
-    """Other readings of what the text leaves open."""
+    """Return other readings of what the text leaves open."""
     shares = paper_numbers.IDLE
     split = step("hgca", LENGTH, BATCH, window=512, share=0.75)
     by_token = decode_step(
@@ -341,7 +351,7 @@ def otherwise() -> list[Otherwise]:
 
 
 def unchecked() -> list[tuple[str, str]]:
-    """What is published and could not be checked, and why."""
+    """Return published numbers that could not be checked, with the reasons."""
     return [
         ("bars and points of Figures 8 to 12 beyond the above", "in the drawings only, not in the text"),
         ("800 MB/s, 15 GB/s, 100 GB/s, 1.9 TB/s, 36 cores", "inputs: the machine"),

@@ -43,7 +43,10 @@ NATIVE_OVER_STOCK = 1.82
 
 @dataclass(frozen=True)
 class Run:
-    """A measured rate and the simulated one, tokens/s. ``fitted``: the machine's rates were taken from this row."""
+    """A measured rate and the simulated one, in tokens/s.
+
+    ``fitted`` says that the machine's rates were taken from this row.
+    """
 
     model: str
     context: int
@@ -59,8 +62,11 @@ class Run:
 
 
 def own_machine(shape: ModelShape, rows: tuple[Row, ...]) -> Hardware:
-    """Two shared cores as the STOCK rows show them: all but attention from the shortest context, by batch, the stock
-    kernel's rate from the longest context with one sequence. Nothing is taken from the hybrid rows."""
+    """Return a machine of two shared cores with the rates that the STOCK rows show.
+
+    All but attention follows from the shortest context, by batch; the stock kernel's rate from the longest context with
+    one sequence. No rate is taken from the hybrid rows.
+    """
     shortest, longest = rows[0][0], rows[-1][0]
     first = {batch: batch / stock for context, batch, stock, _ in rows if context == shortest}
     stock = next(stock for context, batch, stock, _ in rows if context == longest and batch == 1)
@@ -98,7 +104,7 @@ def own_machine(shape: ModelShape, rows: tuple[Row, ...]) -> Hardware:
 
 
 def own_runs() -> list[Run]:
-    """Measured and simulated, every row of the two tables."""
+    """Return the measured and simulated rates of every row of the two tables."""
     results = []
     models: tuple[tuple[str, dict[str, Any], tuple[Row, ...], Mapping[str, Any]], ...] = (
         ("smollm2-135m", SMOLLM2, SMOLLM2_RUNS, {"page_size": 16, "exact_layers": (0, 1, 2, 7, 8)}),
@@ -119,6 +125,6 @@ def own_runs() -> list[Run]:
 
 
 def validation_error(runs: list[Run]) -> tuple[float, float]:
-    """Mean and largest relative error of the rows that nothing was fitted to."""
+    """Return the mean and the largest relative error of the rows to which nothing was fitted."""
     errors = [abs(run.error) for run in runs if not run.fitted]
     return sum(errors) / len(errors), max(errors)

@@ -44,7 +44,7 @@ MOST_IDLE = 0.06
 
 @dataclass(frozen=True)
 class Served:
-    """What the code at start makes of a GPU and a host pool of ``pool`` sequences."""
+    """Settings with which a GPU starts to serve a host pool of ``pool`` sequences."""
 
     machine: Hardware
     config: HybridConfig
@@ -63,7 +63,7 @@ class Served:
 
 @lru_cache
 def served(name: str, pool: int) -> Served:
-    """On the machine of that name, where at most `BATCH` sequences are asked for."""
+    """Return the settings on the machine of that name, with at most `BATCH` sequences in flight."""
     machine = find_hardware(name)
     device, blocks = int(machine.device_memory_bytes.value), Blocks.of(QWEN3_14B, CONFIG.page_size)
     room = Room(device, int(machine.host_ram_bytes.value), default_chunk(device))
@@ -76,7 +76,10 @@ def served(name: str, pool: int) -> Served:
 
 @lru_cache
 def chosen(name: str) -> Served:
-    """With the largest host pool of up to `BATCH` sequences all of which the GPU runs at once, exact layers whole."""
+    """Return the settings with the largest host pool of up to `BATCH` sequences that the GPU runs all at once.
+
+    The exact layers are whole on the device.
+    """
     for pool in range(BATCH, 0, -1):
         found = served(name, pool)
         if found.requests == pool and found.whole == len(CONFIG.exact_layers):
@@ -86,7 +89,7 @@ def chosen(name: str) -> Served:
 
 @lru_cache
 def stock(name: str) -> StepTime:
-    """The engine by itself, with as many sequences as fit."""
+    """Return the step of the stock engine with as many sequences as fit."""
     machine = find_hardware(name)
     plan = make_plan(Request(QWEN3_14B, CONFIG, CONTEXT, 1, None, None, machine, methods=("scout",)))
     return decode_step(machine, QWEN3_14B, CONFIG, "stock", CONTEXT, plan.row("stock").max_batch)
@@ -103,7 +106,7 @@ def now(name: str) -> StepTime:
 
 
 def before(name: str) -> StepTime:
-    """The same requests with the exact layers beyond their 67 frames on the CPU."""
+    """Return the step of the same requests with the exact layers beyond their 67 frames on the CPU."""
     at = chosen(name)
     selection = at.config.selection.model_copy(update={"digest": "minmax"})
     config = at.config.model_copy(update={"whole_layers": (), "frames_per_request": "auto", "selection": selection})
@@ -111,7 +114,7 @@ def before(name: str) -> StepTime:
 
 
 def columns() -> dict[str, tuple[str, StepTime]]:
-    """By title: the machine and its step."""
+    """Return the machine and its step by title."""
     found: dict[str, tuple[str, StepTime]] = {}
     for name, title in MACHINES.items():
         for what, of in (("stock", stock), ("before", before), ("now", now)):
@@ -124,12 +127,12 @@ def over_stock(name: str, at: StepTime) -> float:
 
 
 def stalls(at: StepTime) -> float:
-    """Share of the step in which the device waits for workers or copies: what ScoutAttention's Figure 11 calls idle."""
+    """Return the share of the step in which the device waits for workers or copies."""
     return at.parts["waits"] / at.seconds
 
 
 def parts_table() -> list[tuple[str, ...]]:
-    """Rows of the table: a part's name, then milliseconds in every column; a header first."""
+    """Return the table's rows: a part's name, then milliseconds in every column; a header first."""
     steps = columns()
     rows = [("ms", *steps)]
     rows += [(part, *(f"{1e3 * at.parts.get(part, 0.0):.2f}" for _, at in steps.values())) for part in PARTS]
@@ -143,7 +146,7 @@ def parts_table() -> list[tuple[str, ...]]:
 
 
 def ablations(name: str) -> dict[str, StepTime]:
-    """Today's step with one thing changed."""
+    """Return today's step with one thing changed."""
     at, usual = chosen(name), Overheads()
     quiet = at.machine.replace(cpu_job_overhead_s=Number(value=0, source="switched off"))
     ready = at.machine.replace(step_overhead_s=Number(value=0, source="switched off"))
@@ -168,7 +171,7 @@ def ablations(name: str) -> dict[str, StepTime]:
 
 
 def ablation_table() -> list[tuple[str, ...]]:
-    """Rows: what is changed, then for each machine by how much the step changes and what it is over stock."""
+    """Return rows of a change, and for each machine the change of the step and the ratio to stock."""
     by_machine = {name: (now(name), ablations(name)) for name in MACHINES}
     titles = [text for title in MACHINES.values() for text in (f"{title}, ms", "over stock")]
     rows = [("today's step with", *titles)]
@@ -183,7 +186,7 @@ def ablation_table() -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Target:
-    """A promise, and what the simulator says of it."""
+    """A promise, and the simulated value."""
 
     what: str
     machine: str
@@ -214,13 +217,12 @@ def targets() -> list[Target]:
 
 
 def auto_pool(name: str) -> int:
-    """Sequences of a host pool of ``host_pool.size: auto``: half of what the weights leave of the host's memory."""
+    """Return the sequences in a host pool of ``host_pool.size: auto``: half of the memory beside the weights."""
     return int((find_hardware(name).host_ram_bytes.value - QWEN3_14B.weight_bytes) / 2**31 / pool_gib(1))
 
 
 def choices() -> list[tuple[str, ...]]:
-    """What the code at start chooses: with a host pool of as many sequences as run at once, of ``auto``, and of
-    `BATCH`."""
+    """Return the settings at start for three host pools: all sequences that run at once, ``auto``, and `BATCH`."""
     rows: list[tuple[str, ...]] = [
         ("GPU", "host of", "host pool", "exact layers whole", "frames", "at once", "tokens/s", "over stock")
     ]
@@ -242,7 +244,7 @@ def pool_gib(sequences: int) -> float:
 
 
 def most_share(name: str) -> float:
-    """Share of the budget that the CPU may attend until the device waits for more than `MOST_IDLE` of a step."""
+    """Return the CPU's largest share of the budget with which the device waits for at most `MOST_IDLE` of a step."""
     low, high = 0.0, 0.99
     while high - low > 1e-3:
         middle = (low + high) / 2
@@ -263,7 +265,7 @@ TABLES: Mapping[str, Callable[[], list[tuple[str, ...]]]] = {
 
 
 def text() -> str:
-    """All tables, as docs/cuda.md has them."""
+    """Return all tables, as docs/cuda.md has them."""
 
     def lines(rows: list[tuple[str, ...]]) -> list[str]:
         found = ["| " + " | ".join(row) + " |" for row in rows]
@@ -282,7 +284,7 @@ def show(console: Console) -> None:
 
 
 def plot(path: Path) -> None:
-    """A bar for each step, by its parts."""
+    """Draw a bar for each step, by its parts."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -49,7 +49,7 @@ SPARES = 64  # finished jobs that a pool keeps (pool.cpp)
 
 
 def resident_mb() -> float:
-    """MB of resident memory, after everything that is free was given back."""
+    """Return the MB of resident memory, after all free memory was given back."""
     gc.collect()
     C.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
@@ -61,7 +61,7 @@ class SoakError(Exception):
 
 @dataclass
 class Summary:
-    """What happened. ``memory``: MB of resident memory at rest, at even intervals."""
+    """Counts of a soak; ``memory`` is in MB of resident memory at rest, at even intervals."""
 
     counts: Counter[str] = field(default_factory=Counter)
     memory: list[float] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Summary:
 
     @property
     def growth(self) -> float:
-        """MB by which memory grew after the first fifth: the median of the last third over that of the first."""
+        """Return the MB between the median memory of the last third and that of the first, after the first fifth."""
         settled = self.memory[len(self.memory) // 5 :]
         third = max(1, len(settled) // 3)
         return statistics.median(settled[-third:]) - statistics.median(settled[:third])
@@ -85,11 +85,13 @@ class Summary:
 
 
 class Soak:
-    """One run over one pool."""
+    """A run over one pool."""
 
     def __init__(self, submitters: int = 8, threads: int = 2, seed: int = 0, growth_limit: float = 32.0) -> None:
-        """``growth_limit``: MB by which memory may grow; allocators are never quite still, and take minutes to settle
-        over so many shapes."""
+        """Set up a soak in which memory may grow by ``growth_limit`` MB.
+
+        Allocators take minutes to settle over so many shapes.
+        """
         self._submitters = submitters
         self._threads = threads
         self._seed = seed
@@ -106,9 +108,7 @@ class Soak:
         self.summary = Summary()
 
     def run(self, seconds: float) -> Summary:
-        """Raises:
-        SoakError: a fault was found; the message names the first.
-        """
+        """Run the soak; SoakError with the first fault if there is one."""
         with cpu.Pool(self._threads) as pool:
             self._fill_spares(pool)
             began = time.monotonic()
@@ -135,8 +135,7 @@ class Soak:
         return self.summary
 
     def _fill_spares(self, pool: cpu.Pool) -> None:
-        """Finished jobs keep their buffers for the next ones: let all of them grow to the largest job, of one token per
-        page, at once."""
+        """Run the largest job as often as there are buffers, which finished jobs keep for the next ones."""
         rows, k = max(ROWS), max(LENGTHS)
         for layer, (kv_heads, group, _, dim, dtype) in zip(self._layers, SHAPES, strict=True):
             ids = torch.arange(k).expand(rows, kv_heads, k).contiguous()

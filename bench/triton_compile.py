@@ -70,7 +70,7 @@ class _NoGpu:
 
 
 def compile_all(arch: int) -> list[dict[str, Any]]:
-    """One entry per compiled variant of a kernel: name, shape, registers, shared and local bytes, seconds."""
+    """Return an entry per compiled variant of a kernel: name, shape, registers, shared and local bytes, seconds."""
     triton.runtime.driver.set_active(_NoGpu(arch))
     found: list[dict[str, Any]] = []
     shape: tuple[Any, ...] = ()
@@ -104,7 +104,7 @@ def compile_all(arch: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def _slices() -> Iterator[None]:
-    """Lists, counts and maps are slices that are not aligned to 16 bytes, as those of a layer or of a batch are."""
+    """Make lists, counts and maps slices that are not aligned to 16 bytes, as those of a layer or of a batch are."""
     make = torch.zeros
 
     def sliced(*shape: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
@@ -231,8 +231,10 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
 
 
 def predict_all(q: torch.Tensor) -> None:
-    """For hidden states as wide as all heads, and as those of the largest models; queries with norms of heads or of all
-    together, and rotary embedding of both styles, of all or half of a head."""
+    """Compile the kernels of the prediction, for hidden states as wide as all heads and as those of the largest models.
+
+    Queries have norms of heads or of all heads together, and rotary embedding of both styles, of all or half of a head.
+    """
     rows, heads, dim = q.shape
     for width in (heads * dim, 16384):
         hidden = q.new_empty(rows, width)
@@ -247,8 +249,10 @@ def predict_all(q: torch.Tensor) -> None:
 
 
 def _resources(kernel: Any) -> dict[str, int]:
-    """As the compiled code says. ``local``: bytes per thread on the stack or spilled; ``narrow``: loads and stores of 1
-    or 2 bytes."""
+    """Return the resources of the compiled code.
+
+    ``local`` is in bytes per thread on the stack or spilled; ``narrow`` counts loads and stores of 1 or 2 bytes.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(kernel.asm["cubin"])
@@ -264,20 +268,22 @@ def _resources(kernel: Any) -> dict[str, int]:
 
 
 def resident_programs(registers: int, shared: int, warps: int) -> int:
-    """Programs that a multiprocessor of an H100 or H200 holds at once (CUDA C++ Programming Guide, table of technical
-    specifications for compute capability 9.0): 64 warps, 32 programs, 65,536 registers given to warps 256 at a time,
-    228 KiB of shared memory, one of which each program takes for itself.
+    """Return the programs that a multiprocessor of an H100 or H200 holds at once.
 
-    Args:
-        registers: of a thread; shared: bytes of a program.
+    ``registers`` are those of a thread, ``shared`` the bytes of a program. The limits (CUDA C++ Programming Guide,
+    technical specifications for compute capability 9.0) are 64 warps, 32 programs, 65,536 registers given to warps 256
+    at a time, and 228 KiB of shared memory, of which each program takes 1 KiB for itself.
     """
     of_a_warp = -(-max(registers, 1) * 32 // 256) * 256
     return min(32, 64 // warps, 65536 // (of_a_warp * warps), (228 << 10) // (shared + 1024))
 
 
 def _bytes_under_way(kernel: str, shared: int, args: tuple[Any, ...]) -> int:
-    """That a program has asked memory for at once. ``partial``: the tiles of K and V that are on their way to shared
-    memory, which holds nothing else; ``score``: both halves of a tile's digests; ``copy``: a block."""
+    """Return the bytes that a program has requested from memory at once.
+
+    ``partial`` requests the tiles of K and V that fill its shared memory, ``score`` both halves of a tile's digests,
+    ``copy`` a block.
+    """
     if kernel == "partial_kernel":
         return shared
     if kernel == "score_kernel":

@@ -1,4 +1,4 @@
-"""What people serve models with on CPUs, beside us: decode and prefill rates by depth and batch.
+"""Decode and prefill rates of other CPU servers (llama.cpp, OpenVINO, stock engines) and of ours, by depth and batch.
 
     python -m bench.peers [--quick] [--peers NAME,...] [--depths 200,2000,7500] [--batches 1,4] [--dtype float32]
     python -m bench.peers --peers int8,int4              # quantised weights, compared with rows of as many bits

@@ -102,7 +102,7 @@ def setup_of(given: argparse.Namespace, place: Path) -> Setup:
 
 @contextmanager
 def started(peers: Sequence[Peer], setup: Setup) -> Iterator[tuple[list[Endpoint], dict[str, str]]]:
-    """All that start, one after the other, and why the others do not."""
+    """Start the peers one after the other; yield those that run, and the reasons why others do not."""
     found, failed = list[Endpoint](), dict[str, str]()
     with ExitStack() as stack:
         for peer in peers:
@@ -118,7 +118,7 @@ def started(peers: Sequence[Peer], setup: Setup) -> Iterator[tuple[list[Endpoint
 
 
 def prompts_of(model: str, seed: int, depth: int, count: int) -> list[Prompt]:
-    """Distinct ones; no two depths and no two seeds begin alike."""
+    """Return distinct prompts; no two depths and no two seeds begin alike."""
     return [tokens_of_prose(depth or WARM_UP, 4001 * i + 7 * depth + 113 * seed, model) for i in range(count)]
 
 
@@ -159,7 +159,7 @@ def main(line: Sequence[str] | None = None) -> None:
 
 
 def save(points: Sequence[Point], failed: Mapping[str, str], given: argparse.Namespace) -> str:
-    """Writes both files; returns the one to read."""
+    """Write both files of the results; return the markdown."""
     here = machine()
     llama = "built for this CPU" if given.native else "the wheel's AVX2 build"
     title = f"{given.model} on {given.threads} threads of {here['cpu']} ({', '.join(here['isa'])}); llama.cpp: {llama}"

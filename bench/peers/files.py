@@ -8,8 +8,10 @@ from pathlib import Path
 
 
 def made_once(target: Path, make: Callable[[Path], Path]) -> Path:
-    """``target``, made if it is not there yet: whole, or not at all. ``make`` gets an empty folder beside it, and says
-    what it made there."""
+    """Return ``target``, made first if it does not exist: whole, or not at all.
+
+    ``make`` gets an empty folder beside ``target``, and returns the path that it made there.
+    """
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as work:
             make(Path(work)).rename(target)

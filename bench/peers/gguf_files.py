@@ -28,7 +28,7 @@ SHIPPED = "shipped"
 
 
 def gguf_file(model: str, precision: str = SHIPPED) -> Path:
-    """The catalogue's ``model`` as a GGUF of ``precision``, made beside its safetensors if it is not there yet."""
+    """Return the catalogue's ``model`` as a GGUF of ``precision``, made beside its safetensors once."""
     if precision not in (SHIPPED, *PRECISIONS):
         raise ModelError(f"GGUF precision {precision!r}: take one of {', '.join((SHIPPED, *PRECISIONS))}")
     folder = fetch(model)

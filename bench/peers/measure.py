@@ -1,4 +1,4 @@
-"""What is asked, of whom, in which order; and the rates that follow from it."""
+"""Order and measurement of the requests to peers, and the rates that follow from their times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import httpx
 from pydantic import BaseModel, ConfigDict
 
-from hybrid_backend.tools.bench.client import BenchError, Endpoint, Streamed, headers, in_turn, stream
+from hybrid_backend.tools.bench.client import BenchError, Endpoint, Streamed, headers, rotated, stream
 
 Prompt = list[int]
 WARM_UP = 24  # tokens decoded before anything is timed
@@ -22,8 +22,10 @@ cores of whoever is asked next."""
 
 
 class Point(BaseModel):
-    """One peer at one depth and batch. Tokens per second, one entry per round; ``prefill`` is empty but at the smallest
-    batch, as it does not depend on it: every prompt was computed alone."""
+    """Rates of a peer at a depth and batch, in tokens per second, one per round.
+
+    ``prefill`` has values at the smallest batch only: each prompt is computed alone.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     peer: str
@@ -44,7 +46,7 @@ def sweep(
     least_prompts: int = LEAST_PROMPTS,
     rest: float = REST,
 ) -> Iterator[Point]:
-    """All points of one depth after the other.
+    """Yield the points of one depth after the other.
 
     Args:
         prompts: of a depth and a number, distinct ones; those of depth 0 are for warming up.
@@ -62,14 +64,14 @@ def sweep(
         asked = prompts(depth, max(*batches, least_prompts))
         prefill: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
         for turn, prompt in enumerate(asked):
-            for endpoint in in_turn(endpoints, turn):
+            for endpoint in rotated(endpoints, turn):
                 time.sleep(rest)
                 (answer,) = ask(endpoint, [prompt], 1, deadline)
                 prefill[endpoint.name].append(prefill_rate(endpoint.name, answer))
         for batch in batches:
             decode: dict[str, list[float]] = {endpoint.name: [] for endpoint in endpoints}
             for turn in range(rounds):
-                for endpoint in in_turn(endpoints, turn):
+                for endpoint in rotated(endpoints, turn):
                     time.sleep(rest)
                     answers = ask(endpoint, asked[:batch], tokens, deadline)
                     decode[endpoint.name].append(decode_rate(endpoint.name, answers, tokens))
@@ -82,7 +84,7 @@ def sweep(
 
 
 def prefill_rate(name: str, answer: Streamed) -> float:
-    """Tokens per second until the first token of an answer to a prompt that the server has not seen."""
+    """Return the tokens per second until the first token of an answer to a prompt that is new to the server."""
     if 2 * (answer.cached_tokens or 0) > answer.prompt_tokens:
         raise BenchError(
             f"{name}: {answer.cached_tokens} of a prompt's {answer.prompt_tokens} tokens came from its prefix cache: "
@@ -92,10 +94,10 @@ def prefill_rate(name: str, answer: Streamed) -> float:
 
 
 def decode_rate(name: str, answers: Sequence[Streamed], tokens: int) -> float:
-    """Tokens per second over all streams at once, by the median time that a stream takes for `SPAN` tokens.
+    """Return the tokens per second over all streams, from the median time that a stream takes for `SPAN` tokens.
 
-    Not for one: where all cores compute, the client hears of a token at the kernel's next tick, and single gaps are
-    multiples of 4 ms. Where a server sends several tokens as one event, the whole of the stream counts.
+    The time of single tokens would not do: where all cores compute, the client hears of a token at the kernel's next
+    tick, and gaps are multiples of 4 ms. Where a server sends several tokens as one event, the whole stream counts.
     """
     seconds = list[float]()
     for answer in answers:
@@ -114,7 +116,7 @@ def decode_rate(name: str, answers: Sequence[Streamed], tokens: int) -> float:
 
 
 def ask(endpoint: Endpoint, prompts: Sequence[Prompt], tokens: int, deadline: float) -> list[Streamed]:
-    """All prompts at once."""
+    """Request the answers to all prompts at once."""
     try:
         return asyncio.run(_ask(endpoint, prompts, tokens, deadline))
     except (httpx.HTTPError, ValueError) as error:

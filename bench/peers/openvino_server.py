@@ -28,7 +28,7 @@ class Engine:
         threading.Thread(target=self._run, daemon=True).start()
 
     def ask(self, prompt: list[int], tokens: int) -> "queue.Queue[str | None]":
-        """A queue of each token's text, then None."""
+        """Return a queue of each token's text, then None."""
         answer: queue.Queue[str | None] = queue.Queue()
         self._asked.put((prompt, tokens, answer))
         return answer

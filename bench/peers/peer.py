@@ -21,7 +21,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What all peers of a run have in common."""
+    """Arguments that all peers of a run share."""
 
     model: str  # of the catalogue
     folder: Path  # its safetensors

@@ -19,8 +19,7 @@ _BESIDE = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def quantised_folder(model: str, scheme: str) -> Path:
-    """The catalogue's ``model`` with weights of ``scheme`` (W8A8, W4A16), made beside its safetensors if it is not
-    there yet."""
+    """Return the catalogue's ``model`` with weights of ``scheme`` (W8A8, W4A16), made beside its safetensors once."""
     from transformers import AutoModelForCausalLM
 
     from tests.support.quantised import save_quantised

@@ -29,7 +29,7 @@ PEERS = (
 
 
 def choose(named: str) -> list[Peer]:
-    """From a comma-separated list, in the table's order; a group's name and ``all`` stand for their peers.
+    """Return the peers of a comma-separated list, in the table's order; a group and ``all`` stand for their peers.
 
     Raises:
         ValueError: a name that there is not.
@@ -45,7 +45,7 @@ def choose(named: str) -> list[Peer]:
 
 
 def find(name: str) -> Peer:
-    """One of `PEERS`, or a server that somebody started under a name of their own: compared with the equal ones."""
+    """Return a peer of `PEERS`; another name is a server that the user started, compared with the equal peers."""
     return next((peer for peer in PEERS if peer.name == name), Peer(name, "", "equal", _not_ours_to_start))
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from bench.peers.measure import Point
 from bench.peers.registry import find
-from hybrid_backend.tools.bench.spread import spread
+from hybrid_backend.tools.bench.report import spread
 
 LONG, LONGER = 4000, 7000  # tokens of context from which we mean to be faster, and by GOAL
 GOAL = 1.5
@@ -16,8 +16,10 @@ _RATES: tuple[Literal["decode", "prefill"], ...] = ("decode", "prefill")
 
 
 def table(points: Sequence[Point], dtype: str) -> str:
-    """One row per depth, batch and peer, by groups. Ratios are medians over the rounds, of the group's first peer of
-    ours over the row's in the same round."""
+    """Return a markdown table with a row per depth, batch and peer, by groups.
+
+    Ratios are medians over the rounds: the rate of our first peer in the group over the row's, in the same round.
+    """
     compared = any(find(point.peer).ours for point in points)
     head = ["context", "batch", "peer", "", "decode tok/s", *(["ours over it"] if compared else []), "prefill tok/s"]
     head += ["ours over it"] if compared else []
@@ -35,7 +37,7 @@ def table(points: Sequence[Point], dtype: str) -> str:
 
 
 def verdict(points: Sequence[Point]) -> str:
-    """The goal, and by whom it is missed: decoding in each group, from 4k on faster, near 8k and beyond by 1.5."""
+    """Name the peers that miss the goal: decoding faster in each group from 4k on, 1.5 times as fast from 8k on."""
     lines = list[str]()
     for depth, batch, group in _places(points):
         here = _at(points, depth, batch, group)

@@ -19,7 +19,7 @@ def stock(setup: Setup) -> AbstractContextManager[Server]:
 
 
 def untouched(setup: Setup) -> AbstractContextManager[Server]:
-    """By itself it keeps one core free for its front end."""
+    """Start vLLM with its defaults, which keep one core free for its front end."""
     environment = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
     return stock_server(setup.place, setup.folder, [*_sizes(setup), *_memory(setup)], environment)
 
@@ -60,7 +60,7 @@ def _stock(setup: Setup, weights: Path, dtype: str) -> AbstractContextManager[Se
 def _hybrid(
     setup: Setup, flags: list[str], config: dict[str, Any], weights: Path | None = None
 ) -> AbstractContextManager[Server]:
-    """The catalogue's model, or ``weights``, a folder whose name the same configuration matches."""
+    """Serve the catalogue's model, or ``weights``, a folder whose name the same configuration matches."""
     model = setup.model if weights is None else str(weights)
     return hybrid_server(setup.place, {"host_pool.size": setup.kv_bytes, **config}, flags, model)
 

@@ -172,7 +172,7 @@ class Words:
     def ids(self, text: str) -> list[int]:
         return [len(word) for word in text.split()]
 
-    def render(self, user: str, prefix: str) -> str:
+    def render(self, user: str, prefix: str, is_chat: bool = True) -> str:
         return user + prefix
 
 

@@ -1,1 +1,1 @@
-"""``hybrid bench``: what servers do under load and how right they answer, stock and hybrid side by side."""
+"""``hybrid bench``: compares servers under load and in the accuracy of their answers, stock and hybrid side by side."""

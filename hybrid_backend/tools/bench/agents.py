@@ -1,7 +1,7 @@
-"""Traffic of agents: sessions of many turns over one long system prompt, with tool outputs and think time between them.
+"""Traffic of agents: sessions of many turns over one long system prompt, with tool outputs and think time.
 
-Everything follows from the seed, so that servers are asked the same at the same times, and no network is needed. Only
-what an assistant says is the server's own: it becomes part of the next turn's prompt, as in a real session.
+Texts, lengths and times follow from the seed, so that all servers get the same requests at the same times. The answers
+are each server's own, and part of the next turn's prompt, as in a real session.
 """
 
 from __future__ import annotations
@@ -24,58 +24,70 @@ _WORDS = _VOCABULARY.split()
 
 
 class Traffic(BaseModel):
-    """Lengths in words of about one token each; times in seconds."""
+    """Traffic of some agents. Lengths are in words of about one token each, times in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     agents: int = Field(4, gt=0)
     turns: int = Field(6, gt=0)
-    system: int = Field(600, gt=0)  # shared by all agents: instructions and descriptions of tools
+    system: int = Field(600, gt=0)
+    """Length of the system prompt, which all agents share."""
     task: int = Field(80, gt=0)
-    tool: int = Field(300, gt=0)  # a tool's output, on average: half of it to one and a half
-    answer: int = Field(48, gt=1)  # tokens of every answer
-    think: float = Field(1.0, ge=0)  # between an answer and the next turn, on average; exponential
-    arrival: float = Field(1.0, ge=0)  # between the first turns of two agents, on average; exponential
-    calls: bool = False  # each output of a tool answers a call of it, as chat templates that know tools have it
+    """Length of a session's first message."""
+    tool: int = Field(300, gt=0)
+    """Mean length of a tool's output; lengths are uniform between half of it and one and a half."""
+    answer: int = Field(48, gt=1)
+    """Tokens of every answer."""
+    think: float = Field(1.0, ge=0)
+    """Mean time between an answer and the next turn, exponentially distributed."""
+    arrival: float = Field(1.0, ge=0)
+    """Mean time between the first turns of two agents, exponentially distributed."""
+    calls: bool = False
+    """Tool outputs have the role ``tool`` and answer a tool call, as chat templates with tools expect."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Turn:
-    wait: float  # seconds after the answer before, or of the first turn after the run began
-    said: str  # the task, then outputs of tools
-    answers_call: bool = False  # of a tool, which the answer before is then said to have made
+    """A message of the user, or the output of a tool.
+
+    ``wait_seconds`` counts from the previous answer, for the first turn from the start of the run.
+    """
+
+    wait_seconds: float
+    text: str
+    is_tool_output: bool = False
 
 
 @dataclass(frozen=True)
 class Session:
-    """One agent's."""
+    """The system prompt and the turns of one agent."""
 
     system: str
     turns: tuple[Turn, ...]
 
 
-def sessions(traffic: Traffic) -> list[Session]:
-    """One per agent. An agent with the same seed says the same whatever the number of agents."""
-    system = "You are an agent. " + " ".join(_words(random.Random(f"system {traffic.seed}"), traffic.system))
-    arrivals, begin = random.Random(f"arrivals {traffic.seed}"), 0.0
-    found = []
+def make_sessions(traffic: Traffic) -> list[Session]:
+    """Return a session per agent. An agent's turns do not depend on the number of agents."""
+    system = "You are an agent. " + _words(random.Random(f"system {traffic.seed}"), traffic.system)
+    arrivals, start_seconds = random.Random(f"arrivals {traffic.seed}"), 0.0
+    sessions = []
     for agent in range(traffic.agents):
-        found.append(Session(system, tuple(_turns(traffic, agent, begin))))
-        begin += _exponential(arrivals, traffic.arrival)
-    return found
+        sessions.append(Session(system, tuple(_turns(traffic, agent, start_seconds))))
+        start_seconds += _exponential(arrivals, traffic.arrival)
+    return sessions
 
 
-def _turns(traffic: Traffic, agent: int, begin: float) -> Iterator[Turn]:
+def _turns(traffic: Traffic, agent: int, start_seconds: float) -> Iterator[Turn]:
     rng = random.Random(f"agent {traffic.seed} {agent}")
-    yield Turn(begin, f"Task {agent}: " + " ".join(_words(rng, traffic.task)))
+    yield Turn(start_seconds, f"Task {agent}: {_words(rng, traffic.task)}")
     for _ in range(traffic.turns - 1):
         length = rng.randint(traffic.tool // 2, traffic.tool * 3 // 2)
-        output = "Output of the tool: " + " ".join(_words(rng, max(1, length)))
+        output = f"Output of the tool: {_words(rng, max(1, length))}"
         yield Turn(_exponential(rng, traffic.think), output, traffic.calls)
 
 
-def _words(rng: random.Random, count: int) -> list[str]:
-    return [rng.choice(_WORDS) for _ in range(count)]
+def _words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choice(_WORDS) for _ in range(count))
 
 
 def _exponential(rng: random.Random, mean: float) -> float:

@@ -1,8 +1,9 @@
-"""``hybrid bench agents``, ready for typer. What it needs is imported when it runs: the command line starts at once."""
+"""``hybrid bench agents``, ready for typer. Imports are late, so that the command line starts at once."""
 
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Annotated
 
@@ -31,11 +32,12 @@ def agents(
     out: Annotated[Path | None, typer.Option(help="file for all numbers as JSON")] = None,
 ) -> None:
     """Replay the traffic of agents against running servers: shared prefixes, tool outputs, think time; compare them."""
-    from hybrid_backend.tools.bench import report
-    from hybrid_backend.tools.bench.agents import Traffic, sessions
-    from hybrid_backend.tools.bench.client import Replay, find_endpoint, in_turn, replay
-    from hybrid_backend.tools.bench.limits import parse_limits
-    from hybrid_backend.tools.bench.output import check_file, writing
+    from hybrid_backend import __version__
+    from hybrid_backend.tools.bench.agents import Traffic, make_sessions
+    from hybrid_backend.tools.bench.client import find_endpoint, rotated
+    from hybrid_backend.tools.bench.options import check_out, format_limits, parse_limits, writing
+    from hybrid_backend.tools.bench.replay import ROWS, Replay, figures_of, replay, summaries
+    from hybrid_backend.tools.bench.report import comparison
     from hybrid_backend.tools.counts import counted
 
     limits = parse_limits("--good", good, ("ttft", "tpot"))
@@ -44,24 +46,34 @@ def agents(
         calls=calls, seed=seed,
     )  # fmt: skip
     if out is not None:
-        check_file(out)
-    endpoints = [find_endpoint(named, model, min(deadline, 30)) for named in endpoint]
-    console, found = Console(), list[Replay]()
-    warm = traffic.model_copy(update={"agents": 1, "turns": 1, "seed": seed - 1})
-    for each in endpoints:
-        replay(each, sessions(warm), answer, 0, deadline)
+        check_out(out.parent, out)
+    servers = [find_endpoint(argument, model, min(deadline, 30)) for argument in endpoint]
+    console, runs = Console(), list[Replay]()
+    warm_up = make_sessions(traffic.model_copy(update={"agents": 1, "turns": 1, "seed": seed - 1}))
+    for server in servers:
+        replay(server, warm_up, answer, 0, deadline)
     for repeat in range(repeats):
-        asked = sessions(traffic.model_copy(update={"seed": seed + repeat}))  # nothing is cached from the run before
-        for each in in_turn(endpoints, repeat):
-            run = replay(each, asked, answer, repeat, deadline)
-            found.append(run)
-            done = sum(not one.error for one in run.answers)
-            console.print(f"{each.name}: run {repeat + 1} of {repeats}, {counted(done, 'turn')} in {run.seconds:.1f} s")
-    found.sort(key=lambda run: [each.name for each in endpoints].index(run.endpoint))
-    console.print(report.table(found, traffic, limits))
-    if (failure := report.first_error(found)) is not None:
-        console.print(f"the first failure: {failure}", soft_wrap=True, markup=False)
+        # Another seed per run, so that no prompt is in the prefix cache from the run before.
+        sessions = make_sessions(traffic.model_copy(update={"seed": seed + repeat}))
+        for server in rotated(servers, repeat):
+            run = replay(server, sessions, answer, repeat, deadline)
+            runs.append(run)
+            done = sum(not turn.error for turn in run.answers)
+            console.print(
+                f"{server.name}: run {repeat + 1} of {repeats}, {counted(done, 'turn')} in {run.seconds:.1f} s"
+            )
+    runs.sort(key=lambda run: [server.name for server in servers].index(run.endpoint))
+    figures = figures_of(runs, limits)
+    size = f"{counted(agents, 'agent')}, {counted(turns, 'turn')} of {answer} tokens, {counted(repeats, 'run')}"
+    console.print(comparison(f"{size}; good: {format_limits(limits)}", {"": figures}, ROWS))
+    errors = [f"{run.endpoint}: {turn.error}" for run in runs for turn in run.answers if turn.error]
+    if errors:
+        console.print(f"the first failure: {errors[0]}", soft_wrap=True, markup=False)
     if out is not None:
+        record = {
+            "version": __version__, "machine": platform.platform(), "traffic": traffic.model_dump(), "good": limits,
+            "endpoints": summaries(figures), "runs": [run.model_dump() for run in runs],
+        }  # fmt: skip
         with writing(out):
-            out.write_text(json.dumps(report.as_json(found, traffic, limits), indent=1) + "\n")
+            out.write_text(json.dumps(record, indent=1) + "\n")
         console.print(f"written: {out}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Servers for one measurement: started as a user starts them, stopped when it is done, their logs kept."""
+"""Servers that run for the time of a measurement, started as users start them. Their logs stay."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from hybrid_backend.config import HybridConfig, parse_override, resolve_config
 from hybrid_backend.tools.bench.client import BenchError
 
 DEMO = "smollm2-135m-instruct"
-START_DEADLINE = 600.0  # seconds; a busy machine compiles for minutes
-# No core is kept free for the server's front end: the client mostly waits.
+START_DEADLINE = 600.0
+"""Seconds within which a server must answer: a busy machine compiles for minutes."""
+# vLLM would keep a core free for the server's front end, but the client mostly waits.
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -35,7 +36,7 @@ _ENVIRONMENT = {
 
 @dataclass
 class Server:
-    """A running server. ``url`` is without /v1, ``model`` the name that requests must use."""
+    """A running server. ``url`` is without /v1, ``model`` the model's name in requests."""
 
     url: str
     model: str
@@ -43,21 +44,13 @@ class Server:
     process: subprocess.Popen[bytes]
 
 
-def parse_overrides(given: Sequence[str]) -> dict[str, Any]:
-    """Values of ``--set`` by dotted key, for `hybrid_server`.
-
-    Raises:
-        ConfigError: something else than key=value, or no key of the configuration.
-    """
-    return dict(map(parse_override, given))
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of ``--set`` by dotted key; ConfigError for anything but a known key=value."""
+    return dict(map(parse_override, overrides))
 
 
 def configured(model: str, config: Mapping[str, Any]) -> HybridConfig:
-    """What `hybrid_server` serves with.
-
-    Raises:
-        ConfigError: a value, method or kernel that it would refuse.
-    """
+    """Return the configuration of a `hybrid_server`; ConfigError if the server would refuse it."""
     from hybrid_backend.methods import check_method_name
     from hybrid_backend.workers import resolve_kernel
 
@@ -83,7 +76,7 @@ def hybrid_server(
     engine: str = "vllm",
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """``hybrid serve`` with the shipped configuration of the model, changed by ``config`` (dotted keys)."""
+    """Run ``hybrid serve`` with the shipped configuration of the model, changed by ``config`` (dotted keys)."""
     overrides = [f"--set={override}" for override in _overrides(config)]
     port = free_port()
     command = [executable("hybrid"), "serve", model, "--engine", engine, *overrides, "--", "--port", str(port), *flags]
@@ -99,7 +92,7 @@ def stock_server(
     model: str = DEMO,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """vLLM without our plugin, serving what is in ``directory`` as ``model``."""
+    """Run vLLM without this plugin, serving the model in ``directory`` under the name ``model``."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
     command += ["--served-model-name", model, "--port", str(port), *flags]
@@ -109,7 +102,7 @@ def stock_server(
 
 
 @contextmanager
-def ended_in_order() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Let SIGTERM raise KeyboardInterrupt, so that a plain kill stops what was started. Main thread only."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -120,18 +113,17 @@ def ended_in_order() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[Sequence[int]]:
-    """Hold back SIGINT and SIGTERM until the block has ended; yields the list of those that have arrived.
+    """Delay SIGINT and SIGTERM until the end of the block; yield the list of those that have arrived.
 
-    `subprocess.Popen` needs it around all of its methods: an exception in the middle of one leaves its lock taken.
-    Other threads than the main one receive no signals.
+    An exception within a method of `subprocess.Popen` would leave its lock taken. Only the main thread gets signals.
     """
     pending, previous = list[int](), dict[int, Any]()
     if threading.current_thread() is not threading.main_thread():
         yield pending
         return
     try:
-        for held_back in (signal.SIGINT, signal.SIGTERM):
-            previous[held_back] = signal.signal(held_back, lambda received, _frame: pending.append(received))
+        for interrupt in (signal.SIGINT, signal.SIGTERM):
+            previous[interrupt] = signal.signal(interrupt, lambda received, _frame: pending.append(received))
         yield pending
     finally:
         for number, handler in previous.items():
@@ -144,12 +136,10 @@ def _interrupts_deferred() -> Iterator[Sequence[int]]:
 def running(
     command: Sequence[str], port: int, model: str, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Run ``command``, which starts a server on ``port``, for as long as the block lasts.
+    """Run ``command``, which starts a server on ``port``, for the time of the block.
 
-    In the main thread a SIGTERM in between raises KeyboardInterrupt, as Ctrl-C does, so that the server is stopped.
-
-    Args:
-        environment: variables to set in addition; an empty value unsets one.
+    ``environment`` is added to the own one; an empty value unsets a variable. In the main thread a SIGTERM raises
+    KeyboardInterrupt, as Ctrl-C does, so that the server is stopped.
 
     Raises:
         BenchError: the server ended, or answers nothing after `START_DEADLINE` seconds; names its log.
@@ -158,7 +148,7 @@ def running(
     variables = {**os.environ, **_ENVIRONMENT, **(environment or {})}
     in_main_thread = threading.current_thread() is threading.main_thread()
     process: subprocess.Popen[bytes] | None = None
-    with log.open("wb") as sink, ended_in_order() if in_main_thread else nullcontext():
+    with log.open("wb") as sink, interruptible() if in_main_thread else nullcontext():
         try:
             with _interrupts_deferred():
                 process = subprocess.Popen(
@@ -173,7 +163,7 @@ def running(
             yield Server(url, model, log, process)
         finally:
             if process is not None:
-                # The interrupt may have come before anything was stopped.
+                # An interrupt may come before anything was stopped.
                 try:
                     stop(process)
                 except KeyboardInterrupt:
@@ -183,7 +173,7 @@ def running(
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_DEADLINE
-    # One client, without certificates: reading them for every question takes a tenth of a core from what starts.
+    # Loading certificates for each request would take a tenth of a core from the server.
     with httpx.Client(timeout=5, verify=False) as client:
         while time.monotonic() < deadline:
             with _interrupts_deferred():
@@ -200,15 +190,15 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
 
 
 def _reason(log: Path) -> str:
-    """Our own error in a server's log, else the last line."""
+    """Return the first error of `hybrid serve` in a server's log, or the log's last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "it said nothing")
 
 
 def stop(process: subprocess.Popen[bytes], grace: float = 60) -> None:
-    """End a server by SIGTERM, as service managers do; kill its whole session after ``grace`` seconds or an interrupt.
+    """End a server by SIGTERM; kill its whole session after ``grace`` seconds or an interrupt.
 
-    SIGINT would not do: a shell's background jobs, nohup and many CI runners start their children with it ignored.
+    A shell's background jobs, nohup and many CI runners start their children with SIGINT ignored, so it would not do.
     """
     with _interrupts_deferred() as interrupts:
         has_crashed = process.poll() is not None
@@ -217,7 +207,7 @@ def stop(process: subprocess.Popen[bytes], grace: float = 60) -> None:
         deadline = time.monotonic() + grace
         while process.poll() is None and time.monotonic() < deadline and not interrupts:
             time.sleep(0.02)
-        # After an orderly end nothing is killed: what such a server leaves behind must be seen.
+        # After an orderly end nothing is killed, so that tests see processes that a server leaves behind.
         if has_crashed or process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -225,18 +215,15 @@ def stop(process: subprocess.Popen[bytes], grace: float = 60) -> None:
 
 
 def executable(name: str) -> str:
-    """A console script of this environment.
-
-    Raises:
-        BenchError: there is none.
-    """
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
+    """Return the path of a console script of this environment; BenchError if there is none."""
+    path = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if path is None:
         raise BenchError(f"no command {name!r} beside {sys.executable} or on PATH; install hybrid-backend there")
-    return found
+    return path
 
 
 def free_port() -> int:
+    """Return a TCP port that no program listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

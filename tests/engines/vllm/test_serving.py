@@ -19,8 +19,7 @@ import psutil
 import pytest
 
 from hybrid_backend.config import find_config, load_config
-from hybrid_backend.tools.bench.throughput.point import Point
-from hybrid_backend.tools.bench.throughput.sweep import WARM_UP
+from hybrid_backend.tools.bench.throughput.sweep import WARM_UP, Point
 from hybrid_backend.tools.status import MIDDLEWARE
 from hybrid_backend.tools.status.app import PAGE
 from tests.engines import ends, promises

@@ -33,7 +33,7 @@ def record(**changes: Any) -> dict[str, Any]:
 def test_the_default_is_the_eight_datasets_of_the_paper() -> None:
     """ScoutAttention, section 4.2."""
     named = ("qasper", "narrativeqa", "2wikimqa", "dureader", "gov_report", "qmsum", "samsum", "passage_retrieval_en")
-    assert named == DEFAULT and set(DEFAULT) <= set(DATASETS)
+    assert named == tuple(DEFAULT.split(",")) and set(named) <= set(DATASETS)
     assert all(dataset.metric in METRICS for dataset in DATASETS.values())
 
 
@@ -52,8 +52,8 @@ def test_every_dataset_is_asked_with_its_context_and_input_and_judged(
     first, second = load(tmp_path, [name], 600, pieces, samples=2)
     assert "Anna wrote it." in first.prompt
     if "{input}" in DATASETS[name].tail:
-        assert "Who wrote it?" in first.prompt[first.question_at :] and "Why?" in second.prompt
-    assert first.prompt.startswith("<user>") == DATASETS[name].chat
+        assert "Who wrote it?" in first.prompt[first.question_index :] and "Why?" in second.prompt
+    assert first.prompt.startswith("<user>") == DATASETS[name].is_chat
     assert score(first, answers[0]) == 1.0 and score(first, "something else") == 0.0
     assert first.max_tokens == DATASETS[name].max_tokens
 
@@ -90,10 +90,10 @@ def test_missing_files_are_named_with_where_to_get_them(tmp_path: Path, pieces: 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{broken", "line 2: not valid JSON"),
-        ("[]", "line 2 is not a JSON object"),
-        (json.dumps({"input": "", "answers": ["a"]}), "line 2 lacks context"),
-        (json.dumps(record(answers=[])), "line 2 lacks answers"),
+        ("{broken", "line 2: record: Invalid JSON"),
+        ("[]", "line 2: record: Input should be an object"),
+        (json.dumps({"input": "", "answers": ["a"]}), "line 2: context: Field required"),
+        (json.dumps(record(answers=[])), "line 2: answers: List should have at least 1 item"),
     ],
 )
 def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path, pieces: Pieces) -> None:
@@ -102,9 +102,7 @@ def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path, pieces: Pi
         load(tmp_path, ["qasper"], 600, pieces, samples=5)
 
 
-def test_unknown_datasets_and_hopeless_lengths_are_refused(tmp_path: Path, pieces: Pieces) -> None:
+def test_a_hopeless_length_is_refused(tmp_path: Path, pieces: Pieces) -> None:
     written(tmp_path, "qasper", record())
-    with pytest.raises(ConfigError, match="no dataset 'quasar'; there are narrativeqa, "):
-        load(tmp_path, ["quasar"], 600, pieces, samples=1)
     with pytest.raises(ConfigError, match="too short even without a context"):
         load(tmp_path, ["qasper"], 20, pieces, samples=1)

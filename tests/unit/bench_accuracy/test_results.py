@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.tools.bench.accuracy.client import Answer, fidelity
-from hybrid_backend.tools.bench.accuracy.report import as_json, lines, markdown, plot, summaries
+from hybrid_backend.tools.bench.accuracy.client import Answer
+from hybrid_backend.tools.bench.accuracy.fidelity import compare
+from hybrid_backend.tools.bench.accuracy.report import Report
 from hybrid_backend.tools.bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settings
 
 KEY = Key("m", "stock", 0, "vt", 1024, 0, "prompt", "p0")
@@ -39,7 +40,7 @@ def test_results_are_found_again_and_a_half_written_line_is_forgotten(tmp_path: 
     with file.open("a") as more:
         more.write('{"key": {"model": "m", "met')
     again = Results(file)
-    assert again.all() == RESULTS and RESULTS[3].key in again and replace(KEY, prompt="new") not in again
+    assert list(again.by_key.values()) == RESULTS
     again.add(result("scout", "fwe", 0, 0.5))
     assert [json.loads(line)["score"] for line in file.read_text().splitlines()][-2:] == [0.3, 0.5]
 
@@ -68,38 +69,39 @@ def test_dense_answers_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_fidelity_leaves_the_prompts_own_position_out_unless_the_question_was_decoded() -> None:
     dense, ours = [{1: -0.01}, {2: -0.01}], [{9: -0.01, 1: -5.0}, {2: -0.01}]
-    assert fidelity(dense, ours, first=1).agreement == 1.0 and fidelity(dense, ours, first=1).positions == 1
-    assert fidelity(dense, ours, first=0).agreement == 0.5
-    assert fidelity(dense[:1], ours[:1], first=1).kl is None
+    assert compare(dense, ours, first=1).agreement == 1.0 and compare(dense, ours, first=1).positions == 1
+    assert compare(dense, ours, first=0).agreement == 0.5
+    assert compare(dense[:1], ours[:1], first=1).positions == 0
 
 
 def test_a_task_that_dense_fails_is_shown_as_such_and_kept_out_of_the_tasks_that_it_can_do() -> None:
-    (scout,) = [s for s in summaries(RESULTS) if s.method == "scout"]
-    assert (scout.tasks_can, scout.tasks_all) == (1, 2)
-    assert scout.can is not None and scout.can.mean == 0.75 and scout.dense_can is not None
-    assert scout.difference_can is not None and scout.difference_can.mean == -0.25 and scout.difference_can.low < -0.25
-    assert scout.difference_all is not None and scout.difference_all.mean == pytest.approx(-0.025)
-    text = markdown(RESULTS, "title")
+    report = Report(RESULTS)
+    can, everything = report.methods["scout", 256, 1024]
+    assert (can.tasks, everything.tasks) == (1, 2)
+    assert can.score is not None and can.score.mean == 0.75 and can.dense is not None
+    assert can.difference is not None and can.difference.mean == -0.25 and can.difference.low < -0.25
+    assert everything.difference is not None and everything.difference.mean == pytest.approx(-0.025)
+    text = report.markdown("title")
     assert "| cwe (dense fails) | 4 | 0.10" in text and "| vt | 4 | 1.00" in text
-    assert [line.dense_fails for line in lines(RESULTS) if line.method == "scout"] == [False, True]
 
 
 def test_fidelity_stands_beside_the_scores_with_exact_methods_named() -> None:
-    text = markdown(RESULTS, "title")
+    text = Report(RESULTS).markdown("title")
     assert "0.90 / 0.0500 / 0.950" in text and "0.90 / 0.0010 / -" in text
     assert "-0.25 [-0.75, +0.00]" in text
 
 
 def test_without_dense_answers_there_are_scores_only(tmp_path: Path) -> None:
     only = [result("http://h:1/v1", "vt", i, 1.0) for i in range(3)]
-    (summary,) = summaries(only)
-    assert summary.all.mean == 1.0 and summary.difference_all is None and summary.can is None
-    assert "Fidelity" not in markdown(only, "title")
-    assert not plot(only, tmp_path / "none.png")
+    ((can, everything),) = Report(only).methods.values()
+    assert everything.score is not None and everything.score.mean == 1.0 and everything.difference is None
+    assert can.score is None
+    assert "Fidelity" not in Report(only).markdown("title")
+    assert not Report(only).plot(tmp_path / "none.png")
 
 
 def test_the_json_holds_every_interval_and_the_plot_is_drawn(tmp_path: Path) -> None:
-    found = json.loads(as_json(RESULTS, {"model": "m"}))
+    found = json.loads(Report(RESULTS).json({"model": "m"}))
     assert {m["method"] for m in found["methods"]} == {"dense", "scout"} and len(found["tasks"]) == 5
-    assert plot(RESULTS, tmp_path / "report.png")
+    assert Report(RESULTS).plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -2,71 +2,54 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
+from fastapi import FastAPI
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hybrid_backend.cli import app
+from hybrid_backend.cli import app as cli
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.bench.accuracy import run
-from hybrid_backend.tools.bench.accuracy.run import Driver, Plan, cases
+from hybrid_backend.tools.bench.accuracy.plan import Plan, make_cases
+from hybrid_backend.tools.bench.accuracy.run import Driver
 from hybrid_backend.tools.bench.accuracy.store import Result as Answered
 from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer
 from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
 from hybrid_backend.tools.bench.servers import configured
 from tests.unit.bench_accuracy.solvers import SOLVERS
+from tests.unit.status.server_stand import serving
 
 
 def called(out: Path, *arguments: str) -> Result:
     """The command in this process."""
-    return CliRunner().invoke(app, ["bench", "accuracy", "--out", str(out), *arguments])
-
-
-class _Reader(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server that solves needle tasks by reading them."""
-
-    def do_GET(self) -> None:
-        self._send({"object": "list", "data": [{"id": "reader", "object": "model"}]})
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        chat = self.path.endswith("/chat/completions")
-        prompt = asked["messages"][0]["content"] if chat else asked["prompt"]
-        text = SOLVERS["niah_single_1"](prompt)
-        choice = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        self._send({"id": "1", "model": "reader", "choices": [{"index": 0, "finish_reason": "stop", **choice}]})
-
-    def _send(self, answer: object) -> None:
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
+    return CliRunner().invoke(cli, ["bench", "accuracy", "--out", str(out), *arguments])
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Reader) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    """An OpenAI-compatible server that solves needle tasks by reading them."""
+    app = FastAPI()
+    app.add_api_route("/v1/models", lambda: {"data": [{"id": "reader"}]}, methods=["GET"])
+
+    @app.post("/v1/completions")
+    def complete(body: dict[str, Any]) -> dict[str, Any]:
+        return {"choices": [{"text": SOLVERS["niah_single_1"](body["prompt"])}]}
+
+    @app.post("/v1/chat/completions")
+    def chat(body: dict[str, Any]) -> dict[str, Any]:
+        return {"choices": [{"message": {"content": SOLVERS["niah_single_1"](body["messages"][0]["content"])}}]}
+
+    with serving(app) as url:
+        yield url
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
@@ -105,9 +88,18 @@ def test_without_matplotlib_the_report_is_written_and_one_line_says_that_picture
         (["--minutes", "-1"], "--minutes: got -1.0, expected 0 (never) or more"),
         (["--longbench-datasets", "trec"], "--longbench-datasets trec: give their folder with --longbench too"),
         (["--out", "/dev/null/x"], "--out /dev/null/x: cannot be written (Not a directory)"),
-        (["--lengths", "1k"], "--lengths: got '1k', expected whole numbers"),
+        (["--lengths", "1k"], "--lengths 1k: write whole numbers above zero"),
+        (["--tasks", "vt,niah_single_9"], "--tasks: no task 'niah_single_9'; there are niah_single_1, "),
+        (
+            ["--longbench", "/x", "--longbench-datasets", "quasar"],
+            "--longbench-datasets: no dataset 'quasar'; there are",
+        ),
+        (["--question", "encode"], "--question encode: write prompt or decode"),
         (["--longbench", "/nowhere", "--longbench-datasets", "trec"], "--longbench /nowhere: lacks trec.jsonl"),
-        (["--in-place", "--methods", "hgca"], "--methods: no method 'hgca'; in place there are scout, infinigen"),
+        (
+            ["--in-place", "--methods", "hgca"],
+            "--methods: no method with --in-place 'hgca'; there are quest, scout, infinigen",
+        ),
         (["--budgets", "10%"], "--budgets: got 10%, expected less than 100%, and --in-place"),
         (["--in-place", "--budgets", "100%"], "--budgets: got 100%, expected less than 100%, and --in-place"),
         (
@@ -123,10 +115,8 @@ def test_without_matplotlib_the_report_is_written_and_one_line_says_that_picture
         (["--set", "budget_tokens=1024"], "--set budget_tokens: the bench sets this key itself"),
         (["--set", "hgca.window_tokens=64"], "--set hgca.window_tokens: the bench sets this key itself"),
         (["--set", "hgca={window_tokens: 64}"], "--set hgca.window_tokens: the bench sets this key itself"),
-        (["--set", "tiers=unified"], "--set tiers: the bench sets this key itself"),
         (["--set", "metrics.sample_interval=4"], "--set metrics.sample_interval: the bench sets this key itself"),
         (["--in-place", "--set", "method=hgca"], "--set method: the bench sets this key itself"),
-        (["--in-place", "--set", "tiers=separate"], "--set tiers: the bench sets this key itself"),
         (["--in-place", "--set", "sparse=never"], "--set sparse: the bench sets this key itself"),
         (["--model", "no-such-model"], "model 'no-such-model' is neither in the catalog"),
         (["smollm2"], "smollm2: not an option; flags of the servers' engine go after --"),
@@ -145,53 +135,51 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, tmp_path: Pat
     assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_prompts_within_a_budget_are_not_asked_and_no_method_is_asked_twice(tmp_path: Path, model_dir: Path) -> None:
-    plan = Plan(
-        "smollm2-135m-instruct", str(model_dir), ["dense", "scout"], [256, 1024], ["vt", "qa_1"], [600, 1100], samples=2
-    )
-    driver = Driver(plan, tmp_path, Console(quiet=True))
-    assert plan.servers() == [[("stock", 0)], [("dense", 0)], [("scout", 256)], [("scout", 1024)]]
-    runs = [run for runs in plan.servers() for run in runs]
+@pytest.fixture
+def planned(tmp_path: Path, model_dir: Path) -> Callable[..., Driver]:
+    """A driver of a small plan, with changes."""
+
+    def driver(**changes: Any) -> Driver:
+        plan = Plan("smollm2-135m-instruct", str(model_dir), ["scout"], [256], ["vt"], [600], samples=1)
+        return Driver(replace(plan, **changes), tmp_path, Console(quiet=True))
+
+    return driver
+
+
+def test_prompts_within_a_budget_are_not_asked_and_no_method_is_asked_twice(planned: Callable[..., Driver]) -> None:
+    sizes = {"budgets": [256, 1024], "tasks": ["vt", "qa_1"], "lengths": [600, 1100], "samples": 2}
+    driver = planned(methods=["dense", "scout"], **sizes)
+    assert driver.plan.servers() == [[("stock", 0)], [("dense", 0)], [("scout", 256)], [("scout", 1024)]]
+    runs = [run for runs in driver.plan.servers() for run in runs]
     assert [len(driver.keys(*run)) for run in runs] == [8, 8, 8, 4]
     assert {key.length for key, _ in driver.keys("scout", 1024)} == {1100}
     keys = [key for run in runs for key, _ in driver.keys(*run)]
     assert len(set(keys)) == len(keys)
 
 
-def test_pages_and_exact_layers_are_those_of_the_servers(tmp_path: Path, model_dir: Path) -> None:
-    plan = Plan(
-        "smollm2-135m-instruct", str(model_dir), ["scout"], [256], ["vt"], [600], 1,
-        overrides={"page_size": 32, "exact_layers": [0, 1], "sparse": "always"},
-    )  # fmt: skip
-    driver = Driver(plan, tmp_path, Console(quiet=True))
-    assert (driver.page, driver.exact) == (32, {0, 1})
+def test_pages_and_exact_layers_are_those_of_the_servers(planned: Callable[..., Driver]) -> None:
+    driver = planned(overrides={"page_size": 32, "exact_layers": [0, 1], "sparse": "always"})
+    assert (driver.page, driver.exact_layers) == (32, {0, 1})
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_servers_method_and_budget_are_those_of_its_name_whatever_is_set(
-    in_place: bool, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    in_place: bool, planned: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(run, "hybrid_server", lambda logs, keys, *_, **__: started.append(keys))
-    plan = Plan(
-        "smollm2-135m-instruct", str(model_dir), ["scout"], [256], ["vt"], [600], 1, in_place=in_place,
-        overrides={"hgca": {"beta": 2.0}, "staging_tokens": 512},
-    )  # fmt: skip
-    Driver(plan, tmp_path, Console(quiet=True))._server("scout", 256)
-    config = configured(plan.model, started[0])
+    driver = planned(in_place=in_place, overrides={"hgca": {"beta": 2.0}, "staging_tokens": 512})
+    driver.server("scout", 256)
+    config = configured(driver.plan.model, started[0])
     assert (config.method, config.hgca.beta, config.staging_tokens) == ("scout", 2.0, 512)
-    assert config.tiers == ("unified" if in_place else "separate")
     assert in_place or config.budget_tokens == config.hgca.window_tokens == 256
 
 
-def test_in_place_one_server_is_asked_everything_about_a_prompt_in_a_row(tmp_path: Path, model_dir: Path) -> None:
-    plan = Plan(
-        "smollm2-135m-instruct", str(model_dir), ["scout"], [256, 1024, 0.1], ["vt", "qa_1"], [600, 1100], samples=2,
-        in_place=True,
-    )  # fmt: skip
-    driver = Driver(plan, tmp_path, Console(quiet=True))
-    [runs] = plan.servers()
-    missing = driver._missing(runs)
+def test_in_place_one_server_is_asked_everything_about_a_prompt_in_a_row(planned: Callable[..., Driver]) -> None:
+    sizes = {"budgets": [256, 1024, 0.1], "tasks": ["vt", "qa_1"], "lengths": [600, 1100], "samples": 2}
+    driver = planned(in_place=True, **sizes)
+    [runs] = driver.plan.servers()
+    missing = driver.missing_keys(runs)
     assert list(missing) == driver.cases
     for case, keys in missing.items():
         budgets = [256, 1024, 0.1] if len(case.ids) > 1024 else [256, 0.1]
@@ -199,36 +187,31 @@ def test_in_place_one_server_is_asked_everything_about_a_prompt_in_a_row(tmp_pat
         assert driver.tokens(0.1, case) == -(-len(case.ids) // (10 * driver.page)) * driver.page
     key = missing[driver.cases[0]][1]
     driver.results.add(Answered(key, 1.0, "found"))
-    assert key not in Driver(plan, tmp_path, Console(quiet=True))._missing(runs)[driver.cases[0]]
+    assert key not in planned(in_place=True, **sizes).missing_keys(runs)[driver.cases[0]]
 
 
 def test_flags_of_the_engine_and_prompts_at_once_reach_every_server(
-    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    planned: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[Any, ...]] = []
     monkeypatch.setattr(run, "hybrid_server", lambda logs, keys, flags, **_: started.append((keys, flags)))
     monkeypatch.setattr(run, "stock_server", lambda logs, directory, flags, *_: started.append(({}, flags)))
-    plan = Plan(
-        "smollm2-135m-instruct", str(model_dir), ["scout"], [256], ["vt"], [600], 1, at_once=12,
-        flags=["--max-model-len", "2048"],
-    )  # fmt: skip
-    driver = Driver(plan, tmp_path, Console(quiet=True))
+    driver = planned(at_once=12, flags=["--max-model-len", "2048"])
     for method, budget in (("stock", 0), ("scout", 256)):
-        driver._server(method, budget)
+        driver.server(method, budget)
         keys, flags = started[-1]
         assert flags[flags.index("--max-num-seqs") + 1] == "12" and flags[-2:] == ["--max-model-len", "2048"]
         assert "metrics.sample_interval" not in keys, "the mass of answers that are decoded together is nobody's"
     with pytest.raises(ConfigError, match="holds results with engine flags"):
-        Driver(replace(plan, flags=()), tmp_path, Console(quiet=True))
+        planned()
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_as_many_prompts_are_asked_at_once_as_were_asked_for(
-    at_once: int, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    at_once: int, planned: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Plan("smollm2-135m-instruct", str(model_dir), ["scout"], [256], ["vt", "qa_1"], [600], 2, at_once=at_once)
-    driver, asked = Driver(plan, tmp_path, Console(quiet=True)), list[Any]()
-    together = threading.Barrier(at_once)
+    driver = planned(tasks=["vt", "qa_1"], samples=2, at_once=at_once)
+    asked, together = list[Any](), threading.Barrier(at_once)
 
     def answered(server: object, key: Any, case: object, meter: object) -> Answered:
         if len(asked) < at_once:
@@ -236,20 +219,20 @@ def test_as_many_prompts_are_asked_at_once_as_were_asked_for(
         asked.append(key)
         return Answered(key, 1.0, "found")
 
-    monkeypatch.setattr(driver, "_server", lambda *_: nullcontext())
-    monkeypatch.setattr(driver, "_answer", answered)
+    monkeypatch.setattr(driver, "server", lambda *_: nullcontext())
+    monkeypatch.setattr(driver, "answer", answered)
     monkeypatch.setattr(run, "MassMeter", lambda *_: None)
-    driver._run([("scout", 256)], driver._missing([("scout", 256)]))
-    assert len(asked) == len(set(asked)) == 4 == len(driver.results.all())
+    driver.run_server([("scout", 256)], driver.missing_keys([("scout", 256)]))
+    assert len(asked) == len(set(asked)) == 4 == len(driver.results.by_key)
 
 
 def test_a_decoded_question_follows_the_context_token_by_token(tmp_path: Path, model_dir: Path) -> None:
     """Context and question are the prompt, cut between two of its tokens."""
     tokenizer = ModelTokenizer(str(model_dir))
     plan = Plan("smollm2-135m-instruct", str(model_dir), ["scout"], [256], list(GENERATORS), [900], samples=1)
-    for case in cases(plan, tokenizer):
+    for case in make_cases(plan, tokenizer):
         context, question = tokenizer.text(list(case.ids[: case.split])), tokenizer.text(list(case.ids[case.split :]))
         assert 10 < len(case.ids) - case.split < 200
-        assert question.strip().startswith(case.task.prompt[case.task.question_at :][:40]), case.task.name
+        assert question.strip().startswith(case.task.prompt[case.task.question_index :][:40]), case.task.name
         assert question.endswith(case.task.prefix)
         assert context[-200:].strip() in case.task.content

@@ -14,7 +14,7 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.bench.accuracy.needles import GENERATORS as NEEDLES
 from hybrid_backend.tools.bench.accuracy.scoring import score
 from hybrid_backend.tools.bench.accuracy.task import TOLERANCE, ModelTokenizer, Task
-from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS, chosen
+from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
 from hybrid_backend.tools.bench.accuracy.words import prose
 from tests.unit.bench_accuracy.conftest import Pieces
 from tests.unit.bench_accuracy.solvers import SOLVERS
@@ -113,9 +113,9 @@ def test_with_a_real_tokenizer_and_its_chat_template(name: str, model_dir: Path)
     assert task.prompt.startswith("<|im_start|>system") and task.prompt.endswith(
         f"<|im_start|>assistant\n{task.prefix}"
     )
-    assert task.content in task.prompt and task.prompt[task.question_at :].count("<|im_end|>") == 1
+    assert task.content in task.prompt and task.prompt[task.question_index :].count("<|im_end|>") == 1
     assert score(task, SOLVERS[name](task.prompt)) == 1.0
-    assert not any(answer in task.prompt[task.question_at :] for answer in task.answers)
+    assert not any(answer in task.prompt[task.question_index :] for answer in task.answers)
     assert task.max_tokens > len(tokenizer.ids(SOLVERS[name](task.prompt)))
 
 
@@ -132,9 +132,3 @@ def test_long_prompts_have_enough_of_everything(pieces: Pieces) -> None:
 def test_a_length_that_is_too_short_is_refused_with_the_shortest_possible(pieces: Pieces) -> None:
     with pytest.raises(ConfigError, match=r"task vt: length 100 is too short, its smallest prompt has \d+ tokens"):
         GENERATORS["vt"](0, 100, pieces)
-
-
-def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no task 'niah_single_9'; there are niah_single_1, "):
-        chosen("vt,niah_single_9")
-    assert chosen("all") == list(GENERATORS)

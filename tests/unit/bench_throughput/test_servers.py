@@ -20,7 +20,7 @@ import pytest
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.bench import servers
 from hybrid_backend.tools.bench.client import BenchError
-from hybrid_backend.tools.bench.servers import configured, ended_in_order, free_port, parse_overrides, running, stop
+from hybrid_backend.tools.bench.servers import configured, free_port, interruptible, parse_overrides, running, stop
 
 
 def test_a_server_that_ends_is_quoted_with_its_own_reason_and_its_log(tmp_path: Path) -> None:
@@ -48,9 +48,9 @@ def test_a_killed_measurement_leaves_no_server(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-from hybrid_backend.tools.bench.servers import ended_in_order, free_port, running
+from hybrid_backend.tools.bench.servers import interruptible, free_port, running
 sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
-with ended_in_order(), running(sleeps, free_port(), "model", Path(sys.argv[1])):
+with interruptible(), running(sleeps, free_port(), "model", Path(sys.argv[1])):
     pass
 """
     measuring = subprocess.Popen([sys.executable, "-c", script, tmp_path / "server.log"], stderr=subprocess.DEVNULL)
@@ -82,7 +82,7 @@ def test_an_interrupt_at_any_call_leaves_no_server(tmp_path: Path, monkeypatch: 
                 os.kill(os.getpid(), signal.SIGTERM)
 
         before = set(psutil.Process().children())
-        with ended_in_order(), pytest.raises((KeyboardInterrupt, BenchError)) as ended:
+        with interruptible(), pytest.raises((KeyboardInterrupt, BenchError)) as ended:
             server = running(["sleep", "600"], free_port(), "model", tmp_path / "server.log")
             try:
                 sys.setprofile(terminate)

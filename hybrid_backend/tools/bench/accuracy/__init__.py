@@ -1,1 +1,1 @@
-"""``hybrid bench accuracy``: what each method costs in answers, not only in distributions."""
+"""``hybrid bench accuracy``: the loss of each method in answers and in next-token distributions, against dense."""

@@ -1,8 +1,7 @@
-"""``hybrid bench accuracy``, ready for typer. What it needs is imported when it runs.
+"""``hybrid bench accuracy``, ready for typer. Imports are late, so that the command line starts at once.
 
-The stock engine answers every prompt densely; then one hybrid server per method and budget (separate tiers) answers
-the same prompts, and follows the dense answers for its fidelity. With --in-place one hybrid server does all of it.
-docs/accuracy.md says how to read what it writes.
+The stock engine answers every prompt densely. Then one hybrid server per method and budget (separate tiers) answers the
+same prompts, and follows the dense answers for its fidelity. With --in-place one hybrid server does all of it.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -21,11 +19,12 @@ from hybrid_backend.config import parse_size
 from hybrid_backend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hybrid_backend.tools.bench.accuracy.run import Driver, Plan
+    from hybrid_backend.tools.bench.accuracy.plan import Plan
+    from hybrid_backend.tools.bench.accuracy.run import Driver
+    from hybrid_backend.tools.bench.accuracy.task import Task
 
-
-_OF_SERVERS = ("methods", "budgets", "question", "overrides", "dtype", "host_pool", "in_place", "at_once")
-"""Options that say how servers are started, and how fidelity is measured."""
+_SERVER_OPTIONS = ("methods", "budgets", "question", "overrides", "dtype", "host_pool", "in_place", "at_once")
+"""Options that have a meaning only for servers that the bench starts."""
 
 
 def accuracy(
@@ -61,7 +60,8 @@ def accuracy(
     dtype: Annotated[str, typer.Option(help="of the model, as the engine takes it")] = "bfloat16",
     host_pool: Annotated[str, typer.Option(help="KV memory of each server")] = "1GiB",
     in_place: Annotated[
-        bool, typer.Option("--in-place", help="scout, infinigen: one server, whose requests ask for their budgets")
+        bool,
+        typer.Option("--in-place", help="quest, scout, infinigen: one server, whose requests ask for their budgets"),
     ] = False,
     at_once: Annotated[
         int, typer.Option(min=1, help="prompts asked at once, for a GPU; mass is sampled with one only")
@@ -76,10 +76,11 @@ def accuracy(
     Results are appended to OUT/results.jsonl as they come: the same command goes on where an interrupted one stopped
     (exit status 3: not finished). Writes OUT/report.md, report.json and report.png.
     """
-    from hybrid_backend.tools.bench.accuracy.client import Scored
-    from hybrid_backend.tools.bench.accuracy.run import Driver, Plan, run_endpoint
-    from hybrid_backend.tools.bench.accuracy.tasks import chosen
-    from hybrid_backend.tools.bench.output import check_folder
+    from hybrid_backend.tools.bench.accuracy.plan import Plan
+    from hybrid_backend.tools.bench.accuracy.run import Driver, run_endpoint
+    from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
+    from hybrid_backend.tools.bench.client import Endpoint, base_url, served_models
+    from hybrid_backend.tools.bench.options import check_out, parse_choice, parse_names, parse_numbers
     from hybrid_backend.tools.bench.servers import parse_overrides
     from hybrid_backend.tools.hub import resolve_model
     from hybrid_backend.tools.pictures import can_draw
@@ -87,21 +88,26 @@ def accuracy(
     console = Console(soft_wrap=True)
     if not minutes >= 0:
         raise ConfigError(f"--minutes: got {minutes}, expected 0 (never) or more")
-    if longbench_datasets is not None and longbench_folder is None:
-        raise ConfigError(f"--longbench-datasets {longbench_datasets}: give their folder with --longbench too")
     if engine_flags and not engine_flags[0].startswith("-"):
         raise ConfigError(f"{engine_flags[0]}: not an option; flags of the servers' engine go after --")
-    if endpoint is not None and (given := [*(engine_flags or ()), *_given(context, _OF_SERVERS)]):
-        raise ConfigError(f"{given[0]}: with --endpoint no server is started, and only scores are asked; leave it out")
+    server_options = [*(engine_flags or ()), *_options_on_command_line(context, _SERVER_OPTIONS)]
+    if endpoint is not None and server_options:
+        message = "with --endpoint no server is started, and only scores are asked; leave it out"
+        raise ConfigError(f"{server_options[0]}: {message}")
+    length_list = parse_numbers("--lengths", lengths, int)
+    directory = resolve_model(model)
+    longbench_length = longbench_length or max(length_list)
     plan = Plan(
         model=model,
-        directory=resolve_model(model),
+        directory=directory,
         methods=_methods(methods, in_place),
         budgets=_budgets(budgets, in_place),
-        tasks=[] if tasks == "none" else chosen(tasks),
-        lengths=_numbers("--lengths", lengths),
+        tasks={"all": list(GENERATORS), "none": []}.get(tasks) or parse_names("--tasks", tasks, "task", GENERATORS),
+        lengths=length_list,
         samples=samples,
-        question=_one_of("--question", question, ("prompt", "decode")),
+        question=parse_choice("--question", question, ("prompt", "decode")),
+        external=_longbench(longbench_folder, longbench_datasets, longbench_length, directory, samples),
+        external_length=longbench_length,
         dtype=dtype,
         pool=_pool(host_pool),
         in_place=in_place,
@@ -110,115 +116,100 @@ def accuracy(
         overrides=parse_overrides(overrides or ()),
         deadline=time.monotonic() + 60 * minutes if minutes else float("inf"),
     )
-    if longbench_folder is not None:
-        plan = _with_longbench(plan, longbench_folder, longbench_datasets, longbench_length)
-    check_folder(out)
-    kind = cast(Literal["completions", "chat"], _one_of("--api", api, ("completions", "chat")))
-    scored = None if endpoint is None else Scored.at(endpoint, kind)
-    draws = can_draw(console)
-    if scored is not None:
-        done = run_endpoint(plan, scored, out, console)
+    check_out(out)
+    parse_choice("--api", api, ("completions", "chat"))
+    if endpoint is not None:
+        url = base_url("--endpoint", endpoint)
+        server = Endpoint(name="--endpoint", url=url, model=served_models("--endpoint", url, 30)[0])
+        has_plot = can_draw(console)
+        is_done = run_endpoint(plan, server, api, out, console)
     else:
-        done = _interruptible(Driver(plan, out, console), console)
-    _write(plan, out, console, draws)
-    raise typer.Exit(0 if done else 3)
+        has_plot = can_draw(console)
+        is_done = _run_interruptible(Driver(plan, out, console), console)
+    _write_report(plan, out, console, has_plot)
+    raise typer.Exit(0 if is_done else 3)
 
 
-def _given(context: typer.Context, names: Collection[str]) -> list[str]:
-    """Those of the options that stand on the command line, as one writes them."""
+def _options_on_command_line(context: typer.Context, names: Collection[str]) -> list[str]:
+    """Return those of the named options that the user wrote, as ``--at-once``."""
     sources = {p.opts[0]: context.get_parameter_source(p.name) for p in context.command.params if p.name in names}
     return [flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
-def _interruptible(driver: Driver, console: Console) -> bool:
-    """Ctrl-C and a plain kill end the run and its server, and keep what there is."""
-    from hybrid_backend.tools.bench.servers import ended_in_order
+def _run_interruptible(driver: Driver, console: Console) -> bool:
+    """Run until done, or until Ctrl-C or a plain kill, which stop the server and keep the results."""
+    from hybrid_backend.tools.bench.servers import interruptible
 
     try:
-        with ended_in_order():
+        with interruptible():
             return driver.run()
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from here")
         return False
 
 
-def _write(plan: Plan, out: Path, console: Console, draws: bool) -> None:
-    from hybrid_backend.tools.bench.accuracy import report
-    from hybrid_backend.tools.bench.accuracy.store import Results
-    from hybrid_backend.tools.bench.output import writing
+def _write_report(plan: Plan, out: Path, console: Console, has_plot: bool) -> None:
+    """Print and write the report of all results of the model that answer the plan's kind of question."""
+    from hybrid_backend.tools.bench.accuracy.report import Report
+    from hybrid_backend.tools.bench.accuracy.store import STOCK, Results
+    from hybrid_backend.tools.bench.options import writing
 
-    results = [r for r in Results(out / "results.jsonl").all() if r.key.model == plan.model]
-    results = [r for r in results if r.key.question == plan.question or r.key.method == "stock"]
+    results = [r for r in Results(out / "results.jsonl").by_key.values() if r.key.model == plan.model]
+    results = [r for r in results if r.key.question == plan.question or r.key.method == STOCK]
     if not results:
         return
-    arguments: dict[str, object] = {"model": plan.model, "question": plan.question, "dtype": plan.dtype}
-    text = report.markdown(
-        results, f"{plan.model}, question {'decoded' if plan.question == 'decode' else 'in the prompt'}"
-    )
+    report = Report(results)
+    text = report.markdown(f"{plan.model}, question {'decoded' if plan.question == 'decode' else 'in the prompt'}")
     console.print(text, markup=False, highlight=False)
     with writing(out):
         (out / "report.md").write_text(text)
-        (out / "report.json").write_text(report.as_json(results, arguments))
-        if draws:
-            report.plot(results, out / "report.png")
+        (out / "report.json").write_text(
+            report.json({"model": plan.model, "question": plan.question, "dtype": plan.dtype})
+        )
+        if has_plot:
+            report.plot(out / "report.png")
 
 
-def _methods(given: str | None, in_place: bool) -> list[str]:
+def _methods(text: str | None, in_place: bool) -> list[str]:
     from hybrid_backend.methods import method_names
-    from hybrid_backend.tools.bench.accuracy.run import ASKED
-    from hybrid_backend.tools.bench.accuracy.tasks import listed
+    from hybrid_backend.tools.bench.accuracy.plan import WITH_REQUEST_BUDGET
+    from hybrid_backend.tools.bench.options import parse_names
 
-    if given is None:
-        return ["scout"] if in_place else ["dense", "scout", "hgca", "infinigen", "clo", "headinfer"]
-    known = list(ASKED) if in_place else sorted(method_names())
-    found = listed("--methods", given)
-    for name in found:
-        if name not in known:
-            there = "in place there are" if in_place else "there are"
-            raise ConfigError(f"--methods: no method {name!r}; {there} {', '.join(known)}")
-    return found
+    if text is None:
+        return ["quest"] if in_place else ["dense", "quest", "scout", "hgca", "infinigen", "clo", "headinfer"]
+    if in_place:
+        return parse_names("--methods", text, "method with --in-place", WITH_REQUEST_BUDGET)
+    return parse_names("--methods", text, "method", sorted(method_names()))
 
 
-def _budgets(given: str, in_place: bool) -> list[float]:
-    found = list[float]()
-    for part in given.split(","):
-        share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", part)
-        budget = float(share[1]) / 100 if share else _numbers("--budgets", part)[0]
+def _budgets(text: str, in_place: bool) -> list[float]:
+    from hybrid_backend.tools.bench.options import parse_numbers
+
+    budgets = list[float]()
+    for item in text.split(","):
+        share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", item)
+        budget = float(share[1]) / 100 if share else parse_numbers("--budgets", item, int)[0]
         if share and not (in_place and 0 < budget < 1):
-            raise ConfigError(f"--budgets: got {part}, expected less than 100%, and --in-place")
-        found.append(budget)
-    return found
+            raise ConfigError(f"--budgets: got {item}, expected less than 100%, and --in-place")
+        budgets.append(budget)
+    return budgets
 
 
-def _numbers(option: str, given: str) -> list[int]:
+def _pool(text: str) -> int:
     try:
-        found = [int(part) for part in given.split(",")]
-    except ValueError:
-        raise ConfigError(f"{option}: got {given!r}, expected whole numbers separated by commas") from None
-    if min(found) < 1:
-        raise ConfigError(f"{option}: got {min(found)}, expected positive numbers")
-    return found
-
-
-def _one_of(option: str, given: str, allowed: tuple[str, ...]) -> str:
-    if given not in allowed:
-        raise ConfigError(f"{option}: got {given!r}, expected {' or '.join(allowed)}")
-    return given
-
-
-def _pool(given: str) -> int:
-    try:
-        return parse_size(given)
+        return parse_size(text)
     except ValueError as error:
-        raise ConfigError(f"--host-pool: got {given!r}, expected a size; {str(error) or 'write it as 8GiB'}") from None
+        raise ConfigError(f"--host-pool: got {text!r}, expected a size; {str(error) or 'write it as 8GiB'}") from None
 
 
-def _with_longbench(plan: Plan, folder: Path, names: str | None, length: int) -> Plan:
+def _longbench(folder: Path | None, names: str | None, length: int, directory: str, samples: int) -> list[Task]:
     from hybrid_backend.tools.bench.accuracy import longbench
     from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer
-    from hybrid_backend.tools.bench.accuracy.tasks import listed
+    from hybrid_backend.tools.bench.options import parse_names
 
-    length = length or max(plan.lengths)
-    datasets = list(longbench.DEFAULT) if names is None else listed("--longbench-datasets", names)
-    tasks = longbench.load(folder, datasets, length, ModelTokenizer(plan.directory), plan.samples)
-    return replace(plan, external=tasks, external_length=length)
+    if folder is None:
+        if names is not None:
+            raise ConfigError(f"--longbench-datasets {names}: give their folder with --longbench too")
+        return []
+    datasets = parse_names("--longbench-datasets", names or longbench.DEFAULT, "dataset", longbench.DATASETS)
+    return longbench.load(folder, datasets, length, ModelTokenizer(directory), samples)

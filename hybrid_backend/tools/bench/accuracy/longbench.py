@@ -1,198 +1,157 @@
 """LongBench (arXiv 2308.14508), if the user has its files: one JSONL file per dataset, as its authors publish them.
 
-Each line holds ``input``, ``context``, ``answers`` and, for classification, ``all_classes``. Prompts are our own
-wording, unless the folder also holds the authors' ``dataset2prompt.json`` (and ``dataset2maxlen.json``), which then
-apply. A context that is too long loses its middle, as in LongBench's own scripts.
+Each line has ``input``, ``context``, ``answers`` and, for classification, ``all_classes``. The prompts are reworded,
+unless the folder also has the authors' ``dataset2prompt.json`` (and ``dataset2maxlen.json``). A context that is too
+long loses its middle, as in LongBench's own scripts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hybrid_backend.config.reading import parse_json, read_object, reading
-from hybrid_backend.config.rules import show
-from hybrid_backend.errors import ConfigError
-from hybrid_backend.tools.bench.accuracy.task import Draft, Task, Tokenizer, finished
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-_DOCUMENT = "Read the following {kind}, then answer a question about it in a few words, without an explanation.\n\n"
+from hybrid_backend.config.reading import read_text, reading
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.bench.accuracy.task import Draft, ModelTokenizer, Task, finished, largest
+
 _QUESTION = "Answer in a few words, without an explanation.\n\nQuestion: {input}\nAnswer:"
 _QASPER = 'Answer in a few words; write "unanswerable" if the article does not tell.\n\nQuestion: {input}\nAnswer:'
+_PARAGRAPH = 'Summary: {input}\n\nAnswer with the number of its paragraph alone, as in "Paragraph 1".\nAnswer:'
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """How one dataset is asked and judged. ``head + context + tail`` is the prompt; ``chat``: as a user's turn."""
+    """Prompt and metric of one dataset.
+
+    The prompt is ``head``, context, ``joint`` and ``tail``, as a user's turn if ``is_chat``. A context is cut at
+    ``separator``; where that is empty, at any character.
+    """
 
     metric: str
     max_tokens: int
     head: str
     tail: str
-    chat: bool = True
-    joint: str = "\n\n"  # between context and tail
-    between_words: str = " "  # where a context may be cut; empty: Chinese, anywhere
+    is_chat: bool = True
+    joint: str = "\n\n"
+    separator: str = " "
 
 
-def _reading(kind: str, tail: str = _QUESTION, max_tokens: int = 32) -> Dataset:
-    return Dataset("f1", max_tokens, _DOCUMENT.format(kind=kind), tail)
+class _Record(BaseModel):
+    """A line of a dataset."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    input: str
+    context: str
+    answers: list[str] = Field(min_length=1)
+    all_classes: list[str] | None = None
 
 
-# Metrics and lengths of answers: LongBench, table 1 and its configuration. Few-shot sets are prompted without a chat
-# template, and their answer ends with the line, as LongBench does.
+def _question(kind: str, max_tokens: int, tail: str = _QUESTION) -> Dataset:
+    head = f"Read the following {kind}, then answer a question about it in a few words, without an explanation.\n\n"
+    return Dataset("f1", max_tokens, head, tail)
+
+
+def _summary(kind: str, tail: str) -> Dataset:
+    return Dataset("rouge_l", 512, f"Read the following {kind}.\n\n", tail)
+
+
+def _few_shot(metric: str, max_tokens: int, order: str) -> Dataset:
+    # LongBench, too, leaves out the chat template for sets with examples.
+    return Dataset(metric, max_tokens, f"{order}, as in these examples.\n\n", "{input}", is_chat=False)
+
+
+# Metrics and lengths of answers: LongBench, table 1 and its configuration.
 DATASETS = {
-    "narrativeqa": _reading("story", max_tokens=128),
-    "qasper": _reading("scientific article", _QASPER, max_tokens=128),
-    "multifieldqa_en": _reading("text", max_tokens=64),
-    "hotpotqa": _reading("passages"),
-    "2wikimqa": _reading("passages"),
-    "musique": _reading("passages"),
+    "narrativeqa": _question("story", 128),
+    "qasper": _question("scientific article", 128, _QASPER),
+    "multifieldqa_en": _question("text", 64),
+    "hotpotqa": _question("passages", 32),
+    "2wikimqa": _question("passages", 32),
+    "musique": _question("passages", 32),
     "dureader": Dataset(
-        "rouge_l_characters",
-        128,
-        "请阅读以下文章，然后回答问题。\n\n",
-        "请根据以上文章简短地回答。\n\n问题：{input}\n回答：",
-        between_words="",
+        metric="rouge_l_characters", max_tokens=128, head="请阅读以下文章，然后回答问题。\n\n",
+        tail="请根据以上文章简短地回答。\n\n问题：{input}\n回答：", separator="",
     ),
-    "gov_report": Dataset(
-        "rouge_l", 512, "Read the following report of a government agency.\n\n", "Summarize the report on one page."
-    ),
-    "qmsum": Dataset(
-        "rouge_l", 512, "Read the following transcript of a meeting.\n\n", "Answer in some sentences: {input}\nAnswer:"
-    ),
-    "multi_news": Dataset(
-        "rouge_l", 512, "Read the following news articles.\n\n", "Summarize all of these articles on one page."
-    ),
-    "trec": Dataset("classification", 64, "Name the type of a question, as in these examples.\n\n", "{input}", False),
-    "triviaqa": Dataset(
-        "f1_line", 32, "Answer a question about a passage, as in these examples.\n\n", "{input}", False
-    ),
-    "samsum": Dataset("rouge_l_line", 128, "Summarize a dialogue, as in these examples.\n\n", "{input}", False),
+    "gov_report": _summary("report of a government agency", "Summarize the report on one page."),
+    "qmsum": _summary("transcript of a meeting", "Answer in some sentences: {input}\nAnswer:"),
+    "multi_news": _summary("news articles", "Summarize all of these articles on one page."),
+    "trec": _few_shot("classification", 64, "Name the type of a question"),
+    "triviaqa": _few_shot("f1_line", 32, "Answer a question about a passage"),
+    "samsum": _few_shot("rouge_l_line", 128, "Summarize a dialogue"),
     "passage_retrieval_en": Dataset(
-        "retrieval",
-        32,
-        "Find out which of these paragraphs is summarized at the end.\n\n",
-        'Summary: {input}\n\nAnswer with the number of its paragraph alone, as in "Paragraph 1".\nAnswer:',
+        "retrieval", 32, "Find out which of these paragraphs is summarized at the end.\n\n", _PARAGRAPH
     ),
-}
-# ScoutAttention's eight (arXiv 2603.27138, section 4.2). It says "PassageRetrieval", not in which language.
-DEFAULT = (
-    "qasper",
-    "narrativeqa",
-    "2wikimqa",
-    "dureader",
-    "gov_report",
-    "qmsum",
-    "samsum",
-    "passage_retrieval_en",
-)
+}  # fmt: skip
+DEFAULT = "qasper,narrativeqa,2wikimqa,dureader,gov_report,qmsum,samsum,passage_retrieval_en"
+"""ScoutAttention's eight datasets (arXiv 2603.27138, section 4.2), which names no language of passage retrieval."""
 
 
-def load(folder: Path, names: Sequence[str], budget: int, tokenizer: Tokenizer, samples: int) -> list[Task]:
-    """The first ``samples`` tasks of each dataset, prompts of at most ``budget`` tokens.
+def load(folder: Path, names: Sequence[str], budget: int, tokenizer: ModelTokenizer, samples: int) -> list[Task]:
+    """Return the first ``samples`` tasks of each dataset, with prompts of at most ``budget`` tokens.
 
     Raises:
-        ConfigError: A dataset is unknown, its file is missing, or a line is not LongBench's; names file and line.
+        ConfigError: a file is missing, or a line is not LongBench's; names file and line.
     """
-    for name in names:
-        if name not in DATASETS:
-            raise ConfigError(f"--longbench-datasets: no dataset {name!r}; there are {', '.join(DATASETS)}")
-    missing = [name for name in names if not (folder / f"{name}.jsonl").is_file()]
+    missing = [f"{name}.jsonl" for name in names if not (folder / f"{name}.jsonl").is_file()]
     if missing:
-        files = ", ".join(f"{name}.jsonl" for name in missing)
         raise ConfigError(
-            f"--longbench {folder}: lacks {files}; get LongBench's data.zip (huggingface.co/datasets/THUDM/LongBench) "
-            "and unpack it there, or choose fewer with --longbench-datasets"
+            f"--longbench {folder}: lacks {', '.join(missing)}; get LongBench's data.zip "
+            "(huggingface.co/datasets/THUDM/LongBench) and unpack it there, or choose fewer with --longbench-datasets"
         )
     prompts, lengths = _mapping(folder / "dataset2prompt.json", str), _mapping(folder / "dataset2maxlen.json", int)
     tasks = []
     for name in names:
-        dataset = _official(DATASETS[name], prompts.get(name), lengths.get(name))
+        dataset = replace(DATASETS[name], max_tokens=lengths.get(name) or DATASETS[name].max_tokens)
+        if name in prompts:
+            head, _, tail = prompts[name].partition("{context}")
+            dataset = replace(dataset, head=head, tail=tail, joint="")
         for record in _records(folder / f"{name}.jsonl", samples):
             tasks.append(_task(name, dataset, record, budget, tokenizer))
     return tasks
 
 
-def _official(dataset: Dataset, prompt: str | None, length: int | None) -> Dataset:
-    dataset = replace(dataset, max_tokens=length or dataset.max_tokens)
-    if prompt is None:
-        return dataset
-    head, _, tail = prompt.partition("{context}")
-    return replace(dataset, head=head, tail=tail, joint="")
-
-
-def _records(file: Path, samples: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+def _records(file: Path, samples: int) -> Iterator[_Record]:
     with reading(file, "get the file anew"), file.open(encoding="utf-8") as lines:
         for number, line in enumerate(islice(lines, samples), 1):
-            source = f"{file}: line {number}"
-            record = parse_json(line, source, "get the file anew")
-            if not isinstance(record, dict):
-                raise ConfigError(f"{source} is not a JSON object; get the file anew")
-            absent = {"input", "context", "answers"} - record.keys()
-            if absent or not record["answers"]:
-                lacks = ", ".join(sorted(absent)) or "answers"
-                raise ConfigError(f"{source} lacks {lacks}; give files in LongBench's format")
-            for key in ("answers", "all_classes"):
-                if not isinstance(record.get(key) or [], list):
-                    raise ConfigError(f"{source}: {key} is not a list; give files in LongBench's format")
-            found.append(record)
-    return found
+            try:
+                yield _Record.model_validate_json(line)
+            except ValidationError as error:
+                name, message = "".join(map(str, error.errors()[0]["loc"][:1])), error.errors()[0]["msg"]
+                fix = "give files in LongBench's format"
+                raise ConfigError(f"{file}: line {number}: {name or 'record'}: {message}; {fix}") from None
 
 
-def _mapping(file: Path, kind: type[Any]) -> dict[str, Any]:
-    """Return the JSON object in a file, with only values of ``kind``; empty where there is no file."""
+def _mapping(file: Path, value: type[Any]) -> dict[str, Any]:
+    """Return the JSON object in a file, with values of one type; empty where there is no file."""
     fix = "take the file from LongBench's repository or remove it"
     if not file.exists():
         return {}
-    mapping = read_object(file, fix)
-    for name, value in mapping.items():
-        if not isinstance(value, kind):
-            raise ConfigError(f"{file}: {show(name)}: got {show(value)}, expected {kind.__name__}; {fix}")
-    return mapping
+    with reading(file, fix, form="prompts or lengths"):
+        return TypeAdapter(dict[str, value]).validate_json(read_text(file, fix), strict=True)  # type: ignore[valid-type]
 
 
-def _task(name: str, dataset: Dataset, record: dict[str, Any], budget: int, tokenizer: Tokenizer) -> Task:
-    context, space = str(record["context"]), dataset.between_words
-    words = context.split(space) if space else context
+def _task(name: str, dataset: Dataset, record: _Record, budget: int, tokenizer: ModelTokenizer) -> Task:
+    context, separator = record.context, dataset.separator
+    words = context.split(separator) if separator else list(context)
+    tail, answers = dataset.tail.replace("{input}", record.input), tuple(record.answers)
 
-    def cut(kept: int) -> str:
-        """The context with ``kept`` words (or characters), half from each end."""
-        if kept >= len(words):
-            return context
-        return space.join([*words[: kept - kept // 2], *words[len(words) - kept // 2 :]])
+    def build(count: int) -> Task:
+        """Make the task with ``count`` words (or characters) of the context, half of them from each end."""
+        ends = [*words[: count - count // 2], *words[len(words) - count // 2 :]] if count < len(words) else words
+        draft = Draft(dataset.head + separator.join(ends), tail, "", answers, dataset.joint)
+        task = finished(name, draft, tokenizer, dataset.metric, dataset.max_tokens, dataset.is_chat)
+        return replace(task, classes=tuple(record.all_classes or ()))
 
-    def made(kept: int) -> Task:
-        tail = dataset.tail.replace("{input}", str(record["input"]))
-        draft = Draft(f"{dataset.head}{cut(kept)}", tail, "", tuple(map(str, record["answers"])), dataset.joint)
-        classes = tuple(map(str, record.get("all_classes") or ()))
-        how = tokenizer if dataset.chat else _Plain(tokenizer)
-        return finished(name, draft, how, dataset.metric, dataset.max_tokens, classes)
+    def is_fitting(count: int) -> bool:
+        return count <= len(words) and len(tokenizer.ids(build(count).prompt)) <= budget
 
-    def fits(kept: int) -> bool:
-        return len(tokenizer.ids(made(kept).prompt)) <= budget
-
-    if fits(len(words)):
-        return made(len(words))
-    if not fits(0):
+    if is_fitting(len(words)):
+        return build(len(words))
+    if not is_fitting(0):
         raise ConfigError(f"{name}: length {budget} is too short even without a context; give a longer one")
-    low, high = 0, len(words)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return made(low)
-
-
-@dataclass(frozen=True)
-class _Plain:
-    """The same tokens without a chat template."""
-
-    of: Tokenizer
-
-    def ids(self, text: str) -> list[int]:
-        return self.of.ids(text)
-
-    def render(self, user: str, prefix: str) -> str:
-        return user + prefix
+    return build(largest(is_fitting, 0))

@@ -1,15 +1,15 @@
-"""Needles in a haystack: RULER's eight retrieval tasks (arXiv 2404.06654, section 3 and appendix B), our own wording.
+"""Needles in a haystack: RULER's eight retrieval tasks (arXiv 2404.06654, section 3 and appendix B), reworded.
 
-| task | haystack | keys | values | asked |
+| task | haystack | keys | values | question |
 | --- | --- | --- | --- | --- |
-| niah_single_1 | repeated sentences | 1 name | 1 number | it |
-| niah_single_2 | prose | 1 name | 1 number | it |
-| niah_single_3 | prose | 1 name | 1 UUID | it |
-| niah_multikey_1 | prose | 4 names | a number each | one |
-| niah_multikey_2 | nothing but needles | names | a number each | one |
-| niah_multikey_3 | nothing but needles | UUIDs | a UUID each | one |
-| niah_multivalue | prose | 1 name | 4 numbers | all |
-| niah_multiquery | prose | 4 names | a number each | all |
+| niah_single_1 | repeated sentences | 1 name | 1 number | the value |
+| niah_single_2 | prose | 1 name | 1 number | the value |
+| niah_single_3 | prose | 1 name | 1 UUID | the value |
+| niah_multikey_1 | prose | 4 names | a number each | one key |
+| niah_multikey_2 | only needles | names | a number each | one key |
+| niah_multikey_3 | only needles | UUIDs | a UUID each | one key |
+| niah_multivalue | prose | 1 name | 4 numbers | all values |
+| niah_multiquery | prose | 4 names | a number each | all keys |
 """
 
 from __future__ import annotations
@@ -17,88 +17,87 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from hybrid_backend.tools.bench.accuracy.task import Draft, Generator, Task, Tokenizer, fitted
-from hybrid_backend.tools.bench.accuracy.words import filler, listed, names, numbers, prose_words, uuids
+from hybrid_backend.tools.bench.accuracy.task import Draft, Generator, ModelTokenizer, Task, fitted
+from hybrid_backend.tools.bench.accuracy.words import enumerated, filler, names, numbers, prose_words, uuids
 
 NOISE = ("The sky is clear.", "The road is long.", "We walk on.", "A dog barks far away.", "Here we rest, there we go.")
 
 
 @dataclass(frozen=True)
 class _Kind:
+    """Haystack, keys and values of one task. ``values`` are per key, ``keys_in_question`` of the keys are asked for."""
+
     haystack: Literal["noise", "prose", "needles"]
     keys: int = 1
-    values: int = 1  # per key
-    asked: int = 1  # keys
-    uuid_keys: bool = False
-    uuid_values: bool = False
+    values: int = 1
+    keys_in_question: int = 1
+    has_uuid_keys: bool = False
+    has_uuid_values: bool = False
 
 
 _KINDS = {
     "niah_single_1": _Kind("noise"),
     "niah_single_2": _Kind("prose"),
-    "niah_single_3": _Kind("prose", uuid_values=True),
+    "niah_single_3": _Kind("prose", has_uuid_values=True),
     "niah_multikey_1": _Kind("prose", keys=4),
     "niah_multikey_2": _Kind("needles"),
-    "niah_multikey_3": _Kind("needles", uuid_keys=True, uuid_values=True),
+    "niah_multikey_3": _Kind("needles", has_uuid_keys=True, has_uuid_values=True),
     "niah_multivalue": _Kind("prose", values=4),
-    "niah_multiquery": _Kind("prose", keys=4, asked=4),
+    "niah_multiquery": _Kind("prose", keys=4, keys_in_question=4),
 }
 
 
-def _needle(what: str, key: str, value: str) -> str:
-    return f"One of the special {what} of {key} is: {value}."
+def _needle(noun: str, key: str, value: str) -> str:
+    return f"One of the special {noun} of {key} is: {value}."
 
 
-def _make(name: str, kind: _Kind, seed: int, budget: int, tokenizer: Tokenizer) -> Task:
-    what = "codes" if kind.uuid_values else "numbers"
+def _make(name: str, kind: _Kind, seed: int, budget: int, tokenizer: ModelTokenizer) -> Task:
+    noun = "codes" if kind.has_uuid_values else "numbers"
 
     def build(units: int, words: int) -> Draft:
         rng = random.Random(f"{name} {seed}")
         start = rng.randrange(len(prose_words()))
-        keys = uuids(rng) if kind.uuid_keys else names(rng)
-        values = uuids(rng) if kind.uuid_values else numbers(rng)
-        chosen = [(next(keys), [next(values) for _ in range(kind.values)]) for _ in range(kind.keys)]
-        asked = rng.sample(chosen, kind.asked)
-        needles = [_needle(what, key, value) for key, mine in chosen for value in mine]
+        keys = uuids(rng) if kind.has_uuid_keys else names(rng)
+        values = uuids(rng) if kind.has_uuid_values else numbers(rng)
+        facts = [(next(keys), [next(values) for _ in range(kind.values)]) for _ in range(kind.keys)]
+        targets = rng.sample(facts, kind.keys_in_question)
+        needles = [_needle(noun, key, value) for key, key_values in facts for value in key_values]
         rng.shuffle(needles)
         depths = [rng.random() for _ in needles]
-        body = _haystack(kind, what, units, start, keys, values)
+        body = _haystack(kind, noun, units, start, keys, values)
         for depth, needle in sorted(zip(depths, needles, strict=True), reverse=True):
-            body.insert(_boundary(body, round(depth * len(body))), needle)
+            body.insert(_sentence_end(body, round(depth * len(body))), needle)
         text = ("\n" if kind.haystack == "needles" else " ").join(body)
-        of = listed(key for key, _ in asked)
-        question = f"What are all the special {what} of {of} that the text above tells?"
+        target_keys = enumerated(key for key, _ in targets)
+        answers = tuple(value for _, key_values in targets for value in key_values)
         return Draft(
-            context=f"A text follows in which some special {what} are hidden. Remember them, I will ask for them.\n\n"
+            context=f"A text follows in which some special {noun} are hidden. Remember them, I will ask for them.\n\n"
             + f"{text} {filler(start + units, words)}".strip(),
-            question=question,
-            prefix=f"The special {what} of {of} that the text tells {'are' if kind.asked * kind.values > 1 else 'is'}:",
-            answers=tuple(value for _, mine in asked for value in mine),
+            question=f"What are all the special {noun} of {target_keys} that the text above tells?",
+            prefix=f"The special {noun} of {target_keys} that the text tells {'are' if len(answers) > 1 else 'is'}:",
+            answers=answers,
         )
 
     return fitted(name, budget, tokenizer, build, metric="match_all")
 
 
-def _haystack(kind: _Kind, what: str, units: int, start: int, keys: Iterator[str], values: Iterator[str]) -> list[str]:
-    """``units`` sentences of noise, words of prose, or needles that nobody asks for."""
+def _haystack(kind: _Kind, noun: str, units: int, start: int, keys: Iterator[str], values: Iterator[str]) -> list[str]:
+    """Return ``units`` sentences of noise, words of prose, or needles that are not asked for."""
     if kind.haystack == "noise":
         return [NOISE[i % len(NOISE)] for i in range(units)]
     if kind.haystack == "prose":
         return filler(start, units).split()
-    return [_needle(what, next(keys), next(values)) for _ in range(units)]
+    return [_needle(noun, next(keys), next(values)) for _ in range(units)]
 
 
-def _boundary(body: Sequence[str], place: int) -> int:
-    """The end of the sentence that ``place`` is in: needles stand between sentences."""
-    while 0 < place < len(body) and body[place - 1][-1] not in ".?!":
-        place += 1
-    return place
+def _sentence_end(body: Sequence[str], index: int) -> int:
+    """Return the index behind the sentence that ``index`` is in, so that needles stand between sentences."""
+    while 0 < index < len(body) and body[index - 1][-1] not in ".?!":
+        index += 1
+    return index
 
 
-def _generator(name: str, kind: _Kind) -> Generator:
-    return lambda seed, budget, tokenizer: _make(name, kind, seed, budget, tokenizer)
-
-
-GENERATORS: dict[str, Generator] = {name: _generator(name, kind) for name, kind in _KINDS.items()}
+GENERATORS: dict[str, Generator] = {name: partial(_make, name, kind) for name, kind in _KINDS.items()}

@@ -1,238 +1,194 @@
-"""From results to tables: every task and every method with its interval, and where the dense model fails, said so."""
+"""The report: scores and fidelity of each method and of each task, with intervals, and the tasks that dense fails."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_backend.tools.bench.accuracy.run import STOCK, name_of
+import numpy as np
+
+from hybrid_backend.tools.bench.accuracy.run import run_name
 from hybrid_backend.tools.bench.accuracy.statistics import Estimate, bootstrap, wilson
-from hybrid_backend.tools.bench.accuracy.store import Result
+from hybrid_backend.tools.bench.accuracy.store import STOCK, Result
+from hybrid_backend.tools.bench.report import draw_lines, markdown_table
 
-FAILS = 0.2  # below this score the dense model itself fails a task
-
-
-@dataclass(frozen=True)
-class Line:
-    """One method at one budget on one task at one length; ``dense`` is of the same samples. ``method`` is `STOCK`'s for
-    dense itself."""
-
-    task: str
-    length: int
-    method: str
-    budget: float
-    score: Estimate
-    dense: Estimate | None
-    kl: Estimate | None
-    agreement: Estimate | None
-    mass: Estimate | None
-
-    @property
-    def dense_fails(self) -> bool:
-        return self.dense is not None and self.dense.mean < FAILS
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One method at one budget and length. ``can``: only over tasks that dense can do (`FAILS`); differences to
-    dense are paired, sample by sample."""
-
-    method: str
-    budget: float
-    length: int
-    tasks_can: int
-    can: Estimate | None
-    dense_can: Estimate | None
-    difference_can: Estimate | None
-    tasks_all: int
-    all: Estimate
-    difference_all: Estimate | None
-    kl: Estimate | None
-    agreement: Estimate | None
-    mass: Estimate | None
-
-
-def lines(results: Sequence[Result]) -> list[Line]:
-    """In the order in which tasks and methods first appear, lengths ascending."""
-    dense = {_sample(r): r.score for r in results if r.key.method == STOCK}
-    groups: dict[tuple[str, int, str, float], list[Result]] = {}
-    for r in results:
-        groups.setdefault((r.key.task, r.key.length, r.key.method, r.key.budget), []).append(r)
-    found = []
-    for (task, length, method, budget), group in groups.items():
-        theirs = [dense[_sample(r)] for r in group if _sample(r) in dense]
-        found.append(
-            Line(
-                task, length, method, budget,
-                score=wilson([r.score for r in group]),
-                dense=wilson(theirs) if len(theirs) == len(group) else None,
-                kl=_mean(group, lambda r: r.kl),
-                agreement=_mean(group, lambda r: r.agreement),
-                mass=_mean(group, lambda r: r.mass),
-            )
-        )  # fmt: skip
-    return found
-
-
-def summaries(results: Sequence[Result]) -> list[Summary]:
-    """Of every method but dense itself."""
-    dense = {_sample(r): r.score for r in results if r.key.method == STOCK}
-    whole = {(line.task, line.length): line.score.mean for line in lines(results) if line.method == STOCK}
-    groups: dict[tuple[str, float, int], list[Result]] = {}
-    for r in results:
-        if r.key.method != STOCK:
-            groups.setdefault((r.key.method, r.key.budget, r.key.length), []).append(r)
-    found = []
-    for (method, budget, length), group in groups.items():
-        can = [r for r in group if whole.get((r.key.task, length), 0.0) >= FAILS]
-        found.append(
-            Summary(
-                method, budget, length,
-                tasks_can=len({r.key.task for r in can}),
-                can=wilson([r.score for r in can]) if can else None,
-                dense_can=wilson([dense[_sample(r)] for r in can]) if can else None,
-                difference_can=bootstrap([r.score - dense[_sample(r)] for r in can]) if can else None,
-                tasks_all=len({r.key.task for r in group}),
-                all=wilson([r.score for r in group]),
-                difference_all=_mean(group, lambda r: r.score - dense[_sample(r)] if _sample(r) in dense else None),
-                kl=_mean(group, lambda r: r.kl),
-                agreement=_mean(group, lambda r: r.agreement),
-                mass=_mean(group, lambda r: r.mass),
-            )
-        )  # fmt: skip
-    return found
-
-
-def _sample(result: Result) -> tuple[str, str, str]:
-    return result.key.model, result.key.task, result.key.prompt
-
-
-def _mean(group: Iterable[Result], value: Callable[[Result], float | None]) -> Estimate | None:
-    values = [v for v in map(value, group) if v is not None]
-    return bootstrap(values) if values else None
-
-
-def markdown(results: Sequence[Result], title: str) -> str:
-    """The whole report."""
-    rows, sums = lines(results), summaries(results)
-    parts = [f"# Accuracy: {title}", _LEGEND, *_summary_table(sums)]
-    for length in sorted({row.length for row in rows}):
-        parts += _task_tables([row for row in rows if row.length == length], length)
-    return "\n".join(parts) + "\n"
-
-
+FAILS = 0.2
+"""Score below which the dense model itself fails a task."""
 _LEGEND = f"""
 Mean [95 % interval]. Scores are between 0 and 1, with Wilson's interval (too wide rather than too narrow for scores
 between 0 and 1); differences, KL, agreement and mass with the percentile bootstrap over samples. "Can": over the tasks
 that the dense model answers with at least {FAILS}; choosing them by its own samples flatters dense a little. KL is
 KL(dense || method) in nats per decoded token along the dense answer, agreement the share of equal most likely tokens,
 mass the attention mass on what sparse layers attend.
+
 """
 
 
-def _summary_table(sums: Sequence[Summary]) -> list[str]:
-    if not sums:
-        return []
-    head = ("method", "length", "tasks dense can do", "their score", "dense", "difference", "difference, all tasks")
-    table = [_row(*head, "agreement", "KL", "mass"), _row(*["---"] * 10)]
-    for s in sorted(sums, key=lambda s: s.length):
-        table.append(
-            _row(
-                f"`{name_of(s.method, s.budget)}`", s.length, f"{s.tasks_can} of {s.tasks_all}", _show(s.can),
-                _show(s.dense_can), _show(s.difference_can, sign=True), _show(s.difference_all, sign=True),
-                _show(s.agreement), _show(s.kl, digits=4), _show(s.mass, digits=3),
+@dataclass(frozen=True)
+class Estimates:
+    """Scores and fidelity over some samples, None where the samples lack them.
+
+    ``dense`` is the dense score of the same samples, ``difference`` the score minus the dense one, paired by sample.
+    """
+
+    tasks: int
+    score: Estimate | None
+    dense: Estimate | None
+    difference: Estimate | None
+    kl: Estimate | None
+    agreement: Estimate | None
+    mass: Estimate | None
+
+
+class Report:
+    """Estimates from results, in the order in which tasks and methods first appear, lengths ascending.
+
+    ``tasks`` has them by task, length, method and budget; the stock engine's are dense. ``methods`` has them by method,
+    budget and length, first over the tasks that dense can do, then over all tasks.
+    """
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        """Group the results."""
+        dense = {_sample(result): result.score for result in results if result.key.method == STOCK}
+        tasks: dict[tuple[str, int, str, float], list[Result]] = {}
+        methods: dict[tuple[str, float, int], list[Result]] = {}
+        for result in sorted(results, key=lambda result: result.key.length):
+            key = result.key
+            tasks.setdefault((key.task, key.length, key.method, key.budget), []).append(result)
+            if key.method != STOCK:
+                methods.setdefault((key.method, key.budget, key.length), []).append(result)
+        self.tasks = {names: _estimates(group, dense) for names, group in tasks.items()}
+        can = {names[:2] for names, task in self.tasks.items() if names[2] == STOCK and not _fails(task)}
+        self.methods = {
+            names: (
+                _estimates([r for r in group if (r.key.task, r.key.length) in can], dense),
+                _estimates(group, dense),
             )
-        )  # fmt: skip
-    return ["## Methods\n", *table, ""]
+            for names, group in methods.items()
+        }
+
+    def markdown(self, title: str) -> str:
+        """Return the whole report as markdown."""
+        text = f"# Accuracy: {title}\n{_LEGEND}"
+        if self.methods:
+            head = ["method", "length", "tasks dense can do", "their score", "dense", "difference"]
+            rows = [
+                [f"`{run_name(method, budget)}`", length, f"{can.tasks} of {all_tasks.tasks}", _cell(can.score),
+                 _cell(can.dense), _cell(can.difference, "+.2f"), _cell(all_tasks.difference, "+.2f"),
+                 _cell(all_tasks.agreement), _cell(all_tasks.kl, ".4f"), _cell(all_tasks.mass, ".3f")]
+                for (method, budget, length), (can, all_tasks) in self.methods.items()
+            ]  # fmt: skip
+            text += "## Methods\n\n" + markdown_table([*head, "difference, all tasks", "agreement", "KL", "mass"], rows)
+        for length in dict.fromkeys(names[1] for names in self.tasks):
+            text += self._task_tables(length)
+        return text
+
+    def _task_tables(self, length: int) -> str:
+        tasks = {
+            (task, method, budget): estimates
+            for (task, task_length, method, budget), estimates in self.tasks.items()
+            if task_length == length
+        }
+        runs = list(dict.fromkeys((method, budget) for _, method, budget in tasks if method != STOCK))
+        names = [f"`{run_name(method, budget)}`" for method, budget in runs]
+        scores, fidelities = [], []
+        for task in dict.fromkeys(key[0] for key in tasks):
+            dense = tasks.get((task, STOCK, 0))
+            columns = [tasks.get((task, *run)) for run in runs]
+            label = f"{task} (dense fails)" if dense is not None and _fails(dense) else task
+            n = max(estimates.score.n for key, estimates in tasks.items() if key[0] == task and estimates.score)
+            scores.append([label, n, *(_cell(column.score if column else None) for column in (dense, *columns))])
+            fidelities.append([task, *map(_fidelity_cell, columns)])
+        text = f"## Scores at {length} tokens\n\n" + markdown_table(["task", "n", "dense", *names], scores)
+        if any(estimates.kl for estimates in tasks.values()):
+            text += f"## Fidelity at {length} tokens: agreement / KL / mass\n\n"
+            text += markdown_table(["task", *names], fidelities)
+        return text
+
+    def json(self, arguments: dict[str, object]) -> str:
+        """Return all estimates as JSON."""
+        methods = [
+            {
+                "method": method, "budget": budget, "length": length, "tasks_can": can.tasks, "can": can.score,
+                "dense_can": can.dense, "difference_can": can.difference, "tasks_all": all_tasks.tasks,
+                "all": all_tasks.score, "difference_all": all_tasks.difference, "kl": all_tasks.kl,
+                "agreement": all_tasks.agreement, "mass": all_tasks.mass,
+            }
+            for (method, budget, length), (can, all_tasks) in self.methods.items()
+        ]  # fmt: skip
+        tasks = [
+            {"task": task, "length": length, "method": method, "budget": budget, **vars(estimates)}
+            for (task, length, method, budget), estimates in self.tasks.items()
+        ]
+        record = {"arguments": arguments, "dense_fails_below": FAILS, "methods": methods, "tasks": tasks}
+        return json.dumps(record, indent=1, default=vars)
+
+    def plot(self, file: Path) -> bool:
+        """Draw score difference to dense and KL by budget, a line per method and length; False without fidelity."""
+        methods = {names: pair for names, pair in sorted(self.methods.items()) if pair[1].kl is not None}
+        if not methods:
+            return False
+        # pyplot would need a display and keep the figure.
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        budgets = sorted({budget for _, budget, _ in methods if budget}) or [1.0]
+        for axis, is_kl in ((left, False), (right, True)):
+            lines: dict[str, list[list[float]]] = {}
+            for (method, budget, length), (can, all_tasks) in methods.items():
+                estimate = all_tasks.kl if is_kl else can.difference
+                if estimate is None:
+                    continue
+                # A method without budget is drawn as a level over all budgets.
+                for x in [budget] if budget else budgets:
+                    points = lines.setdefault(f"{method}, {length} tokens", [])
+                    points.append([x, estimate.mean, estimate.low, estimate.high])
+            arrays = {label: np.array(points) for label, points in lines.items()}
+            draw_lines(axis, arrays, {budget: str(budget) for budget in budgets}, "budget, tokens")
+        left.axhline(0, color="grey", linewidth=0.8)
+        left.set_ylabel("score minus dense, tasks that dense can do")
+        right.set_ylabel("KL(dense || method), nats per token")
+        right.set_yscale("symlog", linthresh=1e-3)
+        for axis in (left, right):
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(budgets, [str(budget) for budget in budgets])
+        figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+        figure.savefig(file, dpi=120)
+        return True
 
 
-def _task_tables(rows: Sequence[Line], length: int) -> list[str]:
-    methods = list(dict.fromkeys((r.method, r.budget) for r in rows if r.method != STOCK))
-    by = {(r.task, r.method, r.budget): r for r in rows}
-    tasks = list(dict.fromkeys(r.task for r in rows))
-    names = [f"`{name_of(*m)}`" for m in methods]
-    scores = [_row("task", "n", "dense", *names), _row(*["---"] * (3 + len(methods)))]
-    near = [_row("task", *names), _row(*["---"] * (1 + len(methods)))]
-    for task in tasks:
-        dense = by.get((task, STOCK, 0))
-        fails = dense is not None and dense.score.mean < FAILS
-        label = f"{task} (dense fails)" if fails else task
-        mine = [by.get((task, *m)) for m in methods]
-        n = max(r.score.n for r in rows if r.task == task)
-        scores.append(
-            _row(label, n, _show(dense.score if dense else None), *(_show(m.score if m else None) for m in mine))
-        )
-        near.append(_row(task, *(_fidelity(m) for m in mine)))
-    parts = [f"## Scores at {length} tokens\n", *scores, ""]
-    if any(r.kl for r in rows):
-        parts += [f"## Fidelity at {length} tokens: agreement / KL / mass\n", *near, ""]
-    return parts
+def _sample(result: Result) -> tuple[str, str, str]:
+    return result.key.model, result.key.task, result.key.prompt
 
 
-def _fidelity(line: Line | None) -> str:
-    if line is None or line.kl is None or line.agreement is None:
-        return ""
-    mass = f"{line.mass.mean:.3f}" if line.mass else "-"  # no layer was sparse, or none was sampled
-    return f"{line.agreement.mean:.2f} / {line.kl.mean:.4f} / {mass}"
-
-
-def _show(value: Estimate | None, digits: int = 2, sign: bool = False) -> str:
-    if value is None:
-        return ""
-    form = f"{'+' if sign else ''}.{digits}f"
-    return f"{value.mean:{form}} [{value.low:{form}}, {value.high:{form}}]"
-
-
-def _row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def as_json(results: Sequence[Result], arguments: dict[str, object]) -> str:
-    return json.dumps(
-        {
-            "arguments": arguments,
-            "dense_fails_below": FAILS,
-            "methods": [asdict(s) for s in summaries(results)],
-            "tasks": [asdict(line) for line in lines(results)],
-        },
-        indent=1,
+def _estimates(results: Sequence[Result], dense_scores: Mapping[tuple[str, str, str], float]) -> Estimates:
+    pairs = [(result.score, dense_scores[_sample(result)]) for result in results if _sample(result) in dense_scores]
+    return Estimates(
+        tasks=len({result.key.task for result in results}),
+        score=wilson([result.score for result in results]),
+        # With a sample missing, the mean would be over other samples than the score's.
+        dense=wilson([dense for _, dense in pairs]) if len(pairs) == len(results) else None,
+        difference=bootstrap([score - dense for score, dense in pairs]),
+        kl=bootstrap([result.kl for result in results]),
+        agreement=bootstrap([result.agreement for result in results]),
+        mass=bootstrap([result.mass for result in results]),
     )
 
 
-def plot(results: Sequence[Result], file: Path) -> bool:
-    """Score difference to dense and KL by budget, one line per method and length. False if there is nothing to draw."""
-    sums = [s for s in summaries(results) if s.kl is not None]
-    if not sums:
-        return False
-    from matplotlib.figure import Figure  # without pyplot: no display, no state
+def _fails(dense: Estimates) -> bool:
+    """Return whether the dense model itself fails a task."""
+    return dense.score is not None and dense.score.mean < FAILS
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    budgets = sorted({s.budget for s in sums if s.budget}) or [1]
-    for number, (method, length) in enumerate(dict.fromkeys((s.method, s.length) for s in sums)):
-        points = sorted((s for s in sums if (s.method, s.length) == (method, length)), key=lambda s: s.budget)
-        if len(points) == 1 and not points[0].budget:
-            points = points * len(budgets) if len(budgets) > 1 else points
-        at = [p.budget or b for p, b in zip(points, budgets, strict=False)]
-        style = {"label": f"{method}, {length} tokens", "marker": "o", "capsize": 3, "color": f"C{number % 10}"}
-        for axis, values in ((left, [p.difference_can for p in points]), (right, [p.kl for p in points])):
-            drawn = [(x * 1.02**number, v) for x, v in zip(at, values, strict=True) if v is not None]
-            if drawn:
-                means = [v.mean for _, v in drawn]
-                errors = [[v.mean - v.low for _, v in drawn], [v.high - v.mean for _, v in drawn]]
-                axis.errorbar([x for x, _ in drawn], means, yerr=errors, **style)
-    left.axhline(0, color="grey", linewidth=0.8)
-    left.set_ylabel("score minus dense, tasks that dense can do")
-    right.set_ylabel("KL(dense || method), nats per token")
-    right.set_yscale("symlog", linthresh=1e-3)
-    for axis in (left, right):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(budgets, [str(b) for b in budgets])
-        axis.set_xlabel("budget, tokens")
-        axis.grid(alpha=0.3)
-    handles, labels = right.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
-    figure.savefig(file, dpi=120)
-    return True
+
+def _cell(value: Estimate | None, form: str = ".2f") -> str:
+    return "" if value is None else f"{value.mean:{form}} [{value.low:{form}}, {value.high:{form}}]"
+
+
+def _fidelity_cell(estimates: Estimates | None) -> str:
+    if estimates is None or estimates.kl is None or estimates.agreement is None:
+        return ""
+    mass = f"{estimates.mass.mean:.3f}" if estimates.mass is not None else "-"
+    return f"{estimates.agreement.mean:.2f} / {estimates.kl.mean:.4f} / {mass}"

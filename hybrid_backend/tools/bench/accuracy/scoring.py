@@ -1,4 +1,4 @@
-"""From an answer's text to a score between 0 and 1."""
+"""Scores between 0 and 1 of an answer's text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from hybrid_backend.tools.bench.accuracy.task import Task
@@ -16,75 +16,70 @@ _RECORD = "order"  # the field that names a record
 
 
 def score(task: Task, text: str) -> float:
-    """The score of the answer ``text``, which continues the task's prefix."""
+    """Return the score of the answer ``text``, which continues the task's prefix."""
     return METRICS[task.metric](task, text)
 
 
 def match_all(answers: Sequence[str], text: str) -> float:
-    """Share of the answers that the text holds, whatever the case (RULER's ``string_match_all``)."""
+    """Return the share of the answers in the text, ignoring case (RULER's ``string_match_all``)."""
     return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
 
 
 def match_any(answers: Sequence[str], text: str) -> float:
-    """1 if the text holds one of the answers (RULER's ``string_match_part``)."""
+    """Return 1 if the text has one of the answers, ignoring case (RULER's ``string_match_part``)."""
     return float(any(answer.lower() in text.lower() for answer in answers))
 
 
 def token_f1(answer: str, text: str) -> float:
-    """F1 over the words of both, without case, punctuation and articles (SQuAD's, as LongBench uses it)."""
-    wanted, given = _words(answer), _words(text)
-    return _f1(sum((Counter(wanted) & Counter(given)).values()), len(given), len(wanted))
+    """Return the F1 over words, without case, punctuation and articles (SQuAD's, as LongBench uses it)."""
+    right, words = _words(answer), _words(text)
+    return _f1(sum((Counter(right) & Counter(words)).values()), len(words), len(right))
 
 
-def rouge_l(answer: str, text: str) -> float:
-    """F1 of the longest common subsequence of words (Lin 2004, ROUGE-L with beta 1), over the whole text at once."""
-    return _longest_common(answer.lower().split(), text.lower().split())
+def rouge_l(answer: str, text: str, split: Callable[[str], Sequence[str]] = str.split) -> float:
+    """Return the F1 of the longest common subsequence of words (Lin 2004, ROUGE-L with beta 1) of the whole text."""
+    right, words = split(answer.lower()), split(text.lower())
+    row = [0] * (len(words) + 1)
+    for word in right:
+        diagonal = 0
+        for i, candidate in enumerate(words, 1):
+            above = row[i]
+            row[i] = diagonal + 1 if word == candidate else max(above, row[i - 1])
+            diagonal = above
+    return _f1(row[-1], len(words), len(right))
 
 
 def rouge_l_characters(answer: str, text: str) -> float:
-    """The same over characters, for Chinese, which has no spaces (LongBench segments it into words with jieba)."""
-    return _longest_common("".join(answer.lower().split()), "".join(text.lower().split()))
-
-
-def _longest_common(wanted: Sequence[str], given: Sequence[str]) -> float:
-    """F1 of the longest common subsequence."""
-    row = [0] * (len(given) + 1)
-    for word in wanted:
-        diagonal = 0
-        for i, other in enumerate(given, 1):
-            above = row[i]
-            row[i] = diagonal + 1 if word == other else max(above, row[i - 1])
-            diagonal = above
-    return _f1(row[-1], len(given), len(wanted))
+    """Return `rouge_l` over characters, for Chinese (LongBench segments it into words with jieba)."""
+    return rouge_l(answer, text, lambda chinese: "".join(chinese.split()))
 
 
 def classification(answer: str, text: str, classes: Sequence[str]) -> float:
-    """1 for the right class alone; ``1 / n`` if the text names n classes, the right one among them.
+    """Return ``1 / n`` if the text names n classes, the right one among them; 0 otherwise.
 
     A class whose name is a part of another named one does not count.
     """
-    named = [c for c in classes if c in text]
-    named = [c for c in named if not any(c != other and c in other for other in named)]
+    named = [name for name in classes if name in text]
+    named = [name for name in named if not any(name != longer and name in longer for longer in named)]
     return 1 / len(named) if answer in named else 0.0
 
 
 def retrieval(answer: str, text: str) -> float:
-    """Share of the numbers in the text that are the one in the answer, "Paragraph 7" (LongBench's retrieval score)."""
+    """Return the share of the text's numbers that are the answer's, as in "Paragraph 7" (LongBench's score)."""
     numbers = re.findall(r"\d+", text)
     return numbers.count(re.findall(r"\d+", answer)[0]) / len(numbers) if numbers else 0.0
 
 
 def field_f1(records: Sequence[str], text: str) -> float:
-    """F1 over (record, field, value), for answers that are JSON objects; values are compared as text without case.
+    """Return the F1 over (record, field, value) of JSON objects, values compared as text without case.
 
-    Reads as many objects as the text holds, also from a list that was cut off.
+    Every whole object in the text counts, also in a list that was cut off.
     """
-    wanted = _facts(map(json.loads, records))
-    given = _facts(_objects(text))
-    return _f1(len(wanted & given), len(given), len(wanted))
+    right, facts = _facts(map(json.loads, records)), _facts(_objects(text))
+    return _f1(len(right & facts), len(facts), len(right))
 
 
-def _facts(records: Iterator[dict[str, Any]] | map[dict[str, Any]]) -> set[tuple[str, str, str]]:
+def _facts(records: Iterable[dict[str, Any]]) -> set[tuple[str, str, str]]:
     return {
         (str(record.get(_RECORD, "")), field, str(value).strip().lower())
         for record in records
@@ -94,15 +89,14 @@ def _facts(records: Iterator[dict[str, Any]] | map[dict[str, Any]]) -> set[tuple
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    decoder, at = json.JSONDecoder(), 0
-    while (at := text.find("{", at)) >= 0:
+    decoder, index = json.JSONDecoder(), 0
+    while (index := text.find("{", index)) >= 0:
         try:
-            found, at = decoder.raw_decode(text, at)
+            value, index = decoder.raw_decode(text, index)
         except (ValueError, RecursionError):
-            at += 1
+            index += 1
         else:
-            if isinstance(found, dict):
-                yield found
+            yield value
 
 
 def _words(text: str) -> list[str]:
@@ -110,26 +104,31 @@ def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", plain).split()
 
 
-def _f1(common: int, given: int, wanted: int) -> float:
-    """Harmonic mean of precision and recall."""
-    return 2 * common / (given + wanted) if common else 0.0
+def _f1(common: int, answered: int, right: int) -> float:
+    """Return the harmonic mean of precision and recall."""
+    return 2 * common / (answered + right) if common else 0.0
 
 
-def _first_line(text: str) -> str:
-    return text.lstrip("\n").split("\n")[0]
+def _best(metric: Callable[[str, str], float], has_line: bool = False) -> Callable[[Task, str], float]:
+    """Return the metric's best value over the task's answers, of the text's first line if ``has_line``."""
+
+    def best(task: Task, text: str) -> float:
+        text = text.lstrip("\n").split("\n")[0] if has_line else text
+        return max(metric(answer, text) for answer in task.answers)
+
+    return best
 
 
 METRICS: dict[str, Callable[[Task, str], float]] = {
     "match_all": lambda task, text: match_all(task.answers, text),
     "match_any": lambda task, text: match_any(task.answers, text),
     "field_f1": lambda task, text: field_f1(task.answers, task.prefix + text),
-    "f1": lambda task, text: max(token_f1(answer, text) for answer in task.answers),
-    "f1_line": lambda task, text: max(token_f1(answer, _first_line(text)) for answer in task.answers),
-    "rouge_l": lambda task, text: max(rouge_l(answer, text) for answer in task.answers),
-    "rouge_l_line": lambda task, text: max(rouge_l(answer, _first_line(text)) for answer in task.answers),
-    "rouge_l_characters": lambda task, text: max(rouge_l_characters(answer, text) for answer in task.answers),
-    "retrieval": lambda task, text: max(retrieval(answer, text) for answer in task.answers),
-    "classification": lambda task, text: max(
-        classification(answer, _first_line(text), task.classes) for answer in task.answers
-    ),
+    "f1": _best(token_f1),
+    "f1_line": _best(token_f1, has_line=True),
+    "rouge_l": _best(rouge_l),
+    "rouge_l_line": _best(rouge_l, has_line=True),
+    "rouge_l_characters": _best(rouge_l_characters),
+    "retrieval": _best(retrieval),
+    "classification": lambda task, text: _best(lambda a, t: classification(a, t, task.classes), True)(task, text),
 }
+"""Scores of an answer's text by the metric's name."""

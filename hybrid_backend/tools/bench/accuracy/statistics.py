@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_Z = 1.959963984540054  # the normal distribution's 97.5 % point
+_Z = 1.959963984540054  # 97.5 % point of the normal distribution
 _RESAMPLES = 4000
 
 
@@ -21,17 +21,19 @@ class Estimate:
     n: int
 
 
-def wilson(values: Sequence[float]) -> Estimate:
-    """Mean of values in [0, 1] with Wilson's score interval (Wilson 1927).
+def wilson(values: Sequence[float]) -> Estimate | None:
+    """Return the mean of values in [0, 1] with Wilson's score interval (Wilson 1927); None without values.
 
-    It is made for values of 0 and 1. Values between have a smaller variance, so the interval is then wider than needed,
-    never too narrow; and unlike the bootstrap it does not shrink to nothing where all of few values are equal.
+    The interval is made for values of 0 and 1. Values between have a smaller variance, so it is too wide for them.
+    Unlike the bootstrap's interval it is no point where all of few values are equal.
 
     Raises:
-        ValueError: There is no value, or one outside [0, 1].
+        ValueError: a value is outside [0, 1].
     """
     n = len(values)
-    if not n or min(values) < 0 or max(values) > 1:
+    if not n:
+        return None
+    if min(values) < 0 or max(values) > 1:
         raise ValueError(f"Wilson's interval needs values in [0, 1], got {list(values)}")
     mean = sum(values) / n
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
@@ -39,18 +41,16 @@ def wilson(values: Sequence[float]) -> Estimate:
     return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)), n)
 
 
-def bootstrap(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Mean with the percentile bootstrap's interval (Efron 1979), `_RESAMPLES` resamples; for a paired difference give
-    the differences.
+def bootstrap(values: Sequence[float | None], seed: int = 0) -> Estimate | None:
+    """Return the mean with the percentile bootstrap's interval (Efron 1979); None without values.
 
-    Raises:
-        ValueError: There is no value.
+    None among the values is left out. For a paired difference give the differences.
     """
-    if not len(values):
-        raise ValueError("the bootstrap needs at least one value")
-    data = np.asarray(values, dtype=float)
-    chosen = np.random.default_rng(seed).integers(len(data), size=(_RESAMPLES, len(data)))
-    low, high = np.percentile(data[chosen].mean(1), [2.5, 97.5])
+    data = np.array([value for value in values if value is not None])
+    if not len(data):
+        return None
+    resamples = np.random.default_rng(seed).integers(len(data), size=(_RESAMPLES, len(data)))
+    low, high = np.percentile(data[resamples].mean(1), [2.5, 97.5])
     mean = float(data.mean())
     # Rounding may put a constant sample's percentiles a hair beside its mean.
     return Estimate(mean, min(float(low), mean), max(float(high), mean), len(data))

@@ -1,8 +1,7 @@
-"""A vLLM logits processor that makes a request begin with a given text (``vllm_xargs: {"forced": [token ids]}``).
+"""A vLLM logits processor that makes an answer begin with a forced text (``vllm_xargs: {"forced": [token ids]}``).
 
-What comes after the text is free. vLLM reports log-probabilities before logits processors run, so two servers that
-follow the same text can be compared position by position. Start the server with
-``--logits-processors hybrid_backend.tools.bench.accuracy.teacher:Forced``, on a GPU with VLLM_USE_V2_MODEL_RUNNER=0.
+vLLM reports log-probabilities before logits processors run, so two servers that follow the same text can be compared
+position by position. Start the server with `fidelity.FIDELITY_FLAGS`, on a GPU also with `FIDELITY_ENVIRONMENT`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 
 class _Follow:
+    """Logits processor of one request, which allows only the next forced token until all are generated."""
+
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
@@ -25,11 +26,13 @@ class _Follow:
 
 
 class Forced(AdapterLogitsProcessor):
-    """Per request: begin with ``extra_args["forced"]``, if given."""
+    """Logits processor of a server: a request with ``extra_args["forced"]`` begins with these tokens."""
 
     def is_argmax_invariant(self) -> bool:
+        """Return False: forcing changes the most likely token."""
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> _Follow | None:
+        """Return the logits processor of a request, None if the request forces nothing."""
         tokens = (params.extra_args or {}).get("forced")
         return _Follow([int(token) for token in tokens]) if tokens else None

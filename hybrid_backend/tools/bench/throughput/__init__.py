@@ -1,1 +1,1 @@
-"""``hybrid bench throughput``: serving throughput and latency of OpenAI-compatible endpoints, by request rate."""
+"""``hybrid bench throughput``: stock and hybrid servers under the load of the engines' own benchmark clients."""

@@ -1,4 +1,4 @@
-"""``hybrid bench throughput``, ready for typer. What it needs is imported when it runs."""
+"""``hybrid bench throughput``, ready for typer. Imports are late, so that the command line starts at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from hybrid_backend.tools.bench.client import Endpoint
-    from hybrid_backend.tools.bench.throughput.point import Workload
+    from hybrid_backend.tools.bench.throughput.sweep import Point, Workload
 
 
 def throughput(
@@ -52,87 +52,77 @@ def throughput(
     server gets the same prompts at the same moments. No prompt is sent twice to one server, so its prefix cache has
     nothing to give.
     """
-    from hybrid_backend.tools.bench.limits import parse_limits, told
-    from hybrid_backend.tools.bench.output import check_folder, writing
+    from hybrid_backend.tools.bench.options import check_out, format_limits, parse_choice, parse_limits, parse_numbers
     from hybrid_backend.tools.bench.servers import DEMO, configured, parse_overrides
     from hybrid_backend.tools.bench.throughput.client import CLIENTS, installed_client, run_client
-    from hybrid_backend.tools.bench.throughput.point import Point, Workload
-    from hybrid_backend.tools.bench.throughput.report import plot, progress_line, summary, table
-    from hybrid_backend.tools.bench.throughput.sweep import sweep
+    from hybrid_backend.tools.bench.throughput.report import progress_line
+    from hybrid_backend.tools.bench.throughput.sweep import Workload, sweep
     from hybrid_backend.tools.counts import counted
     from hybrid_backend.tools.pictures import can_draw
 
     if serve == bool(endpoint):
         raise ConfigError("give either running servers as NAME=URL, or --serve")
-    if client not in ("auto", *CLIENTS):
-        raise ConfigError(f"--client {client}: write auto, {' or '.join(CLIENTS)}")
-    asked, changed = _rates(rates), parse_overrides(overrides or ())
+    parse_choice("--client", client, ("auto", *CLIENTS))
+    rate_list, settings = parse_numbers("--rates", rates, float), parse_overrides(overrides or ())
     limits = parse_limits("--good", good, ("ttft", "tpot", "e2el"))
     if serve:
-        configured(DEMO, changed)  # before anything is started
-    console = Console()
-    client = installed_client(client)
-    check_folder(out)
+        configured(DEMO, settings)  # A mistake in --set is told before a server starts.
+    console, client = Console(), installed_client(client)
+    check_out(out)
     workload = Workload(
         prompts=prompts, input_length=input_length, output_length=output_length, goodput=limits, tokenizer=tokenizer
     )
     if serve:
-        found = _started(workload, dtype, batch, changed, out / "logs")
+        servers = _start(workload, dtype, batch, settings, out / "logs")
     else:
-        found = _given(endpoint or (), model, workload)
-    with found as (endpoints, workload):
-        draws = can_draw(console)
+        servers = _find(endpoint or (), model, workload)
+    with servers as (endpoints, workload):
+        has_plot = can_draw(console)
 
         def tell(point: Point) -> None:
             console.print(progress_line(point, repeats), soft_wrap=True, markup=False, highlight=False)
 
         run = partial(run_client, client, out / "logs" / "client.log")
-        points = sweep(endpoints, asked, repeats, workload, run, seed, tell)
-    # The first endpoint given is the one that others are compared with, whoever was measured first.
-    order = [each.name for each in endpoints]
-    points.sort(key=lambda point: order.index(point.endpoint))
+        points = sweep(endpoints, rate_list, repeats, workload, run, seed, tell)
     runs = f"{counted(prompts, 'request')} per run, {counted(repeats, 'run')}"
-    title = f"{input_length} + {output_length} tokens, {runs}; good: {told(limits)}"
-    written = table(points)
-    console.print(summary(points))
     record = {
-        "title": title, "client": client, "workload": workload.model_dump(), "seed": seed, "set": changed,
-        "dtype": dtype if serve else None, "machine": platform.platform(),
-        "points": [point.model_dump() for point in points],
+        "title": f"{input_length} + {output_length} tokens, {runs}; good: {format_limits(limits)}", "client": client,
+        "workload": workload.model_dump(), "seed": seed, "set": settings, "dtype": dtype if serve else None,
+        "machine": platform.platform(), "points": [point.model_dump() for point in points],
     }  # fmt: skip
+    _report(points, record, out, console, has_plot)
+
+
+def _report(points: Sequence[Point], record: Mapping[str, Any], out: Path, console: Console, has_plot: bool) -> None:
+    """Print the table and write the files of the results."""
+    from hybrid_backend.tools.bench.options import writing
+    from hybrid_backend.tools.bench.throughput.report import plot, screen_table, table
+
+    console.print(screen_table(points))
     with writing(out):
         (out / "throughput.json").write_text(json.dumps(record, indent=1))
-        (out / "throughput.md").write_text(f"{title}\n\n{written}")
-        if draws:
-            plot(points, title, out / "throughput.png")
-    console.print(f"written: {out}/throughput.json, .md{', .png' if draws else ''}", soft_wrap=True)
-
-
-def _rates(given: str) -> list[float]:
-    try:
-        found = [float(rate) for rate in given.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(rate > 0 for rate in found):
-        raise ConfigError(f"--rates {given}: write numbers above zero or inf, separated by commas")
-    return found
+        (out / "throughput.md").write_text(f"{record['title']}\n\n{table(points)}")
+        if has_plot:
+            plot(points, record["title"], out / "throughput.png")
+    console.print(f"written: {out}/throughput.json, .md{', .png' if has_plot else ''}", soft_wrap=True)
 
 
 @contextmanager
-def _given(named: Sequence[str], model: str | None, workload: Workload) -> Iterator[tuple[list[Endpoint], Workload]]:
+def _find(arguments: Sequence[str], model: str | None, workload: Workload) -> Iterator[tuple[list[Endpoint], Workload]]:
+    """Find running servers and the tokenizer of the first one's model."""
     from hybrid_backend.tools.bench.client import find_endpoint
-    from hybrid_backend.tools.bench.throughput.tokenizer import find_tokenizer
+    from hybrid_backend.tools.bench.throughput.client import find_tokenizer
 
-    endpoints = [find_endpoint(name, model, 30) for name in named]
+    endpoints = [find_endpoint(argument, model, 30) for argument in arguments]
     tokenizer = find_tokenizer(workload.tokenizer, endpoints[0].model)
     yield endpoints, workload.model_copy(update={"tokenizer": tokenizer})
 
 
 @contextmanager
-def _started(
-    workload: Workload, dtype: str, batch: int, changed: Mapping[str, Any], logs: Path
+def _start(
+    workload: Workload, dtype: str, batch: int, settings: Mapping[str, Any], logs: Path
 ) -> Iterator[tuple[list[Endpoint], Workload]]:
-    """Stock vLLM and `hybrid serve`, both up the whole time, of which one is asked at a time."""
+    """Start stock vLLM and `hybrid serve`, which both run all the time while one of them is measured."""
     from hybrid_backend.engines.cpu_defaults import intel_openmp
     from hybrid_backend.tools.bench.client import Endpoint
     from hybrid_backend.tools.bench.servers import DEMO, hybrid_server, stock_server
@@ -140,16 +130,17 @@ def _started(
     from hybrid_backend.tools.plan.model import find_shape
 
     model = fetch(DEMO)
-    shape = find_shape(str(model), "float32")  # the most that KV may take
+    shape = find_shape(str(model), "float32")  # the type with the most KV bytes
     length = workload.input_length + workload.output_length + 64
     memory = int(shape.layers * shape.token_bytes * length * batch * 1.1)
     flags = ["--dtype", dtype, "--max-num-seqs", str(batch), "--max-model-len", str(length)]
-    flags += ["--no-enforce-eager"]  # stock's default, on machines of few cores too
+    # vLLM compiles by default; `hybrid serve` would not on machines with few cores.
+    flags += ["--no-enforce-eager"]
     stock = stock_server(logs, model, [*flags, "--kv-cache-memory-bytes", str(memory)], environment=intel_openmp())
-    hybrid = hybrid_server(logs, {"host_pool.size": memory, **changed}, flags)
+    hybrid = hybrid_server(logs, {"host_pool.size": memory, **settings}, flags)
     with stock as first, hybrid as second:
-        servers = {"stock": first, "hybrid": second}
-        yield (
-            [Endpoint(name=name, url=each.url, model=each.model) for name, each in servers.items()],
-            workload.model_copy(update={"tokenizer": workload.tokenizer or str(model)}),
-        )
+        endpoints = [
+            Endpoint(name=name, url=server.url, model=server.model)
+            for name, server in (("stock", first), ("hybrid", second))
+        ]
+        yield endpoints, workload.model_copy(update={"tokenizer": workload.tokenizer or str(model)})

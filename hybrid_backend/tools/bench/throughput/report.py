@@ -1,132 +1,95 @@
-"""A markdown table and a plot of a sweep."""
+"""The tables and the plot of a sweep."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
+import numpy as np
 from rich.table import Table
 
-from hybrid_backend.tools.bench.spread import spread
-from hybrid_backend.tools.bench.throughput.point import Point
+from hybrid_backend.tools.bench.report import Figures, Row, comparison, draw_lines, markdown_table
+from hybrid_backend.tools.bench.throughput.sweep import Point
 
-_HEAD = (
-    "rate, req/s", "endpoint", "done req/s", "output tok/s", "of the first", "goodput req/s", "TTFT median s",
-    "TTFT p99 s", "TPOT median ms", "TPOT p99 ms", "failed",
-)  # fmt: skip
-
-
-def endpoints_of(points: Sequence[Point]) -> list[str]:
-    """In the order in which they were first measured in the first repeat at the first rate."""
-    return list(dict.fromkeys(point.endpoint for point in points))
-
-
-def rates_of(points: Sequence[Point]) -> list[float | None]:
-    return sorted(set(p.rate for p in points), key=lambda rate: math.inf if rate is None else rate)
+ROWS = (
+    Row("done req/s", "requests_per_second", 2),
+    Row("output tok/s", "output_tokens_per_second", 1),
+    Row("of the first", "times_first", 2),
+    Row("goodput req/s", "good_requests_per_second", 2),
+    Row("TTFT median s", "ttft_median", 2, 1e-3),
+    Row("TTFT p99 s", "ttft_p99", 2, 1e-3),
+    Row("TPOT median ms", "tpot_median", 1),
+    Row("TPOT p99 ms", "tpot_p99", 1),
+    Row("failed", "failed"),
+)
+_PANELS = ("output_tokens_per_second", "good_requests_per_second", "ttft_median", "tpot_median")
 
 
 def table(points: Sequence[Point]) -> str:
-    """Medians over the repeats, with least..most where there are several. The ratio is of the same repeats' pairs."""
-    names = endpoints_of(points)
-    lines = [" | ".join(_HEAD), " | ".join("---" for _ in _HEAD)]
-    for rate in rates_of(points):
-        for name in names:
-            mine = _of(points, name, rate)
-            cells = [
-                "all at once" if rate is None else f"{rate:g}",
-                name,
-                _spread(mine, lambda p: p.requests_per_second, 2),
-                _spread(mine, lambda p: p.output_tokens_per_second, 1),
-                _ratio(mine, _of(points, names[0], rate)) if name != names[0] else "1",
-                _spread(mine, lambda p: p.good_requests_per_second, 2),
-                _spread(mine, lambda p: p.ttft_median / 1e3, 2),
-                _spread(mine, lambda p: p.ttft_p99 / 1e3, 2),
-                _spread(mine, lambda p: p.tpot_median, 1),
-                _spread(mine, lambda p: p.tpot_p99, 1),
-                str(sum(p.failed for p in mine)),
-            ]
-            lines.append(" | ".join(cells))
-    return "\n".join(f"| {line} |" for line in lines) + "\n"
+    """Return the markdown table: medians over the repeats, with their ranges; each ratio is of two runs of one turn."""
+    rows = [
+        [rate, endpoint, *(row.cell(figures) for row in ROWS)]
+        for rate, endpoints in _sections(points).items()
+        for endpoint, figures in endpoints.items()
+    ]
+    return markdown_table(["rate, req/s", "endpoint", *(row.label for row in ROWS)], rows)
+
+
+def screen_table(points: Sequence[Point]) -> Table:
+    """Return the same table with a column per endpoint, which fits 80 columns."""
+    sections = {f"{rate} req/s" if rate[0].isdigit() else rate: rows for rate, rows in _sections(points).items()}
+    return comparison("", sections, ROWS)
 
 
 def progress_line(point: Point, repeats: int) -> str:
-    """Say in one line what one run measured."""
-    rate = "all at once" if point.rate is None else f"{point.rate:g} req/s"
+    """Summarize one run in a line."""
+    rate = _rate_label(point.rate) + (" req/s" if point.rate is not None else "")
     failed = f", {point.failed} failed" if point.failed else ""
     run = f"{point.endpoint}, {rate}, run {point.repeat + 1} of {repeats}"
     times = f"TTFT {point.ttft_median / 1e3:.2f} s, TPOT {point.tpot_median:.1f} ms"
     return f"{run}: {point.output_tokens_per_second:.1f} tokens/s, {times}{failed}"
 
 
-def summary(points: Sequence[Point]) -> Table:
-    """Build the table for the screen: medians only, so that it fits 80 columns. `table` has the ranges."""
-    columns: list[tuple[str, Callable[[Point], float], int]] = [
-        ("req/s done", lambda p: p.requests_per_second, 2),
-        ("tokens /s", lambda p: p.output_tokens_per_second, 1),
-        ("good req/s", lambda p: p.good_requests_per_second, 2),
-        ("TTFT s", lambda p: p.ttft_median / 1e3, 2),
-        ("p99", lambda p: p.ttft_p99 / 1e3, 2),
-        ("TPOT ms", lambda p: p.tpot_median, 1),
-        ("p99", lambda p: p.tpot_p99, 1),
-    ]
-    names = endpoints_of(points)
-    screen = Table("rate", "endpoint", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="medians over the repeats")
-    for label in [label for label, _, _ in columns] + ["failed", f"/ {names[0]}"]:
-        screen.add_column(label, justify="right")
-    for rate in rates_of(points):
-        for name in names:
-            measured, first = _of(points, name, rate), _of(points, names[0], rate)
-            cells = [f"{statistics.median(map(value, measured)):.{digits}f}" for _, value, digits in columns]
-            ratio = _ratio(measured, first).partition(" ")[0]
-            rate_cell = "all" if rate is None else f"{rate:g}"
-            screen.add_row(rate_cell, name, *cells, str(sum(p.failed for p in measured)), ratio)
-    return screen
-
-
 def plot(points: Sequence[Point], title: str, path: Path) -> None:
-    """Throughput, goodput, TTFT and TPOT by request rate, medians with the range over the repeats."""
-    from matplotlib.figure import Figure  # without pyplot: no display, no state
+    """Draw throughput, goodput, TTFT and TPOT by request rate: medians with the ranges over the repeats."""
+    # pyplot would need a display and keep the figure.
+    from matplotlib.figure import Figure
 
-    panels: list[tuple[str, Callable[[Point], float], bool]] = [
-        ("output tokens/s", lambda p: p.output_tokens_per_second, False),
-        ("goodput, requests/s", lambda p: p.good_requests_per_second, False),
-        ("time to first token, median, s", lambda p: p.ttft_median / 1e3, True),
-        ("time per output token, median, ms", lambda p: p.tpot_median, False),
-    ]
-    rates = rates_of(points)
+    sections = _sections(points)
     figure = Figure(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2)
-    for axis, (label, value, logarithmic) in zip(axes.flat, panels, strict=True):
-        for name, marker in zip(endpoints_of(points), "os^Dv*" * len(points), strict=False):
-            groups = [[value(p) for p in _of(points, name, rate)] for rate in rates]
-            middle = [statistics.median(group) for group in groups]
-            below = [m - min(g) for m, g in zip(middle, groups, strict=True)]
-            above = [max(g) - m for m, g in zip(middle, groups, strict=True)]
-            axis.errorbar(range(len(rates)), middle, [below, above], marker=marker, capsize=3, label=name)
-        axis.set_xticks(range(len(rates)), ["all at once" if rate is None else f"{rate:g}" for rate in rates])
-        axis.set_xlabel("request rate, 1/s")
-        axis.set_title(label, fontsize=11)
-        if logarithmic:
+    for axis, row in zip(axes.flat, (row for row in ROWS if row.key in _PANELS), strict=True):
+        lines = {}
+        for endpoint in next(iter(sections.values())):
+            values = [np.array(figures[endpoint][row.key]) * row.scale for figures in sections.values()]
+            lines[endpoint] = np.array([[i, np.median(v), v.min(), v.max()] for i, v in enumerate(values)])
+        draw_lines(axis, lines, dict(enumerate(sections)), "request rate, 1/s")
+        axis.set_title(row.label, fontsize=11)
+        if row.key == "ttft_median":
             axis.set_yscale("log")
         else:
             axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
     axes.flat[0].legend()
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=110)
 
 
-def _of(points: Sequence[Point], name: str, rate: float | None) -> list[Point]:
-    return sorted((p for p in points if p.endpoint == name and p.rate == rate), key=lambda p: p.repeat)
+def _rate_label(rate: float | None) -> str:
+    return "all at once" if rate is None else f"{rate:g}"
 
 
-def _spread(points: Sequence[Point], value: Callable[[Point], float], digits: int) -> str:
-    return spread([value(point) for point in points], digits)
-
-
-def _ratio(mine: Sequence[Point], first: Sequence[Point]) -> str:
-    pairs = zip(mine, first, strict=True)
-    return spread([a.output_tokens_per_second / b.output_tokens_per_second for a, b in pairs], 2)
+def _sections(points: Sequence[Point]) -> dict[str, dict[str, Figures]]:
+    """Return the figures by rate, ascending, and endpoint; the first endpoint is the one to compare with."""
+    first = {(point.rate, point.repeat): point for point in points if point.endpoint == points[0].endpoint}
+    sections: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for point in sorted(points, key=lambda point: math.inf if point.rate is None else point.rate):
+        reference = first[point.rate, point.repeat].output_tokens_per_second
+        values = {**point.model_dump(), "times_first": point.output_tokens_per_second / reference}
+        figures = sections.setdefault(_rate_label(point.rate), {}).setdefault(point.endpoint, {})
+        for row in ROWS:
+            figures.setdefault(row.key, []).append(values[row.key])
+    for endpoints in sections.values():
+        for figures in endpoints.values():
+            figures["failed"] = [sum(figures["failed"])]
+    return {rate: dict(endpoints) for rate, endpoints in sections.items()}

@@ -1,4 +1,4 @@
-"""`vllm bench serve` without its command line, which wants a distribution named vllm: CPU builds have another name."""
+"""`vllm bench serve` without its command line, which needs a distribution named vllm: CPU builds have another name."""
 
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
