@@ -15,18 +15,7 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial
 from hybrid_backend.attention.prefill import windowed
-from hybrid_backend.batch import (
-    Batch,
-    Executor,
-    ModelSpec,
-    PrefillRow,
-    Step,
-    StepDriver,
-    StepFailure,
-    make_step,
-    whole_tokens,
-    window_rows,
-)
+from hybrid_backend.batch import Batch, ModelSpec, PrefillRow, Step, StepFailure, make_step, whole_tokens, window_rows
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.in_place.prompts import InPlacePrompts
@@ -35,6 +24,7 @@ from hybrid_backend.in_place.windows import LocalLayers, decode_windows
 from hybrid_backend.methods import resolve_method, with_method
 from hybrid_backend.methods.host_room import check_room
 from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step import Executor, StepDriver
 from hybrid_backend.step.method import AttendsPrompts, SeesPrompts
 from hybrid_backend.step.operations import are_launches, fitted, resolve_flashinfer, resolve_operations
 from hybrid_backend.tiers import Tiers

@@ -39,7 +39,7 @@ from hybrid_backend.tiers.sizes import pages_of_a_sequence
 from hybrid_backend.tiers.stream import head_pages
 
 if TYPE_CHECKING:
-    from hybrid_backend.batch import Toolbox
+    from hybrid_backend.step import Toolbox
 
 
 class _Lists(NamedTuple):

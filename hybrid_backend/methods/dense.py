@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import DecodeRows, ModelSpec, Toolbox
+from hybrid_backend.batch import DecodeRows, ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.in_place.step import why_not_in_place
+from hybrid_backend.step import Toolbox
 from hybrid_backend.step.method import Method, OwnMemory, staging_tokens
 from hybrid_backend.tiers import TierLayout, Tiers
 

@@ -30,7 +30,7 @@ from hybrid_backend.tiers.heads import resident_bytes, store_pages
 from hybrid_backend.tiers.stream import Piece, cut, head_pages
 
 if TYPE_CHECKING:
-    from hybrid_backend.batch import Toolbox
+    from hybrid_backend.step import Toolbox
 
 _PIECES = 16
 """Pieces of a layer that a captured graph holds, for each group of heads. What is beyond them is attended where it

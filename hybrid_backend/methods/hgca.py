@@ -34,7 +34,7 @@ from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
 
 if TYPE_CHECKING:
-    from hybrid_backend.batch import Toolbox
+    from hybrid_backend.step import Toolbox
 
 
 class _Lists(NamedTuple):

@@ -22,7 +22,7 @@ from hybrid_backend.methods.selective import Selective
 from hybrid_backend.step.method import frames_per_request
 
 if TYPE_CHECKING:
-    from hybrid_backend.batch import Toolbox
+    from hybrid_backend.step import Toolbox
 
 
 class InfiniGen(Selective):

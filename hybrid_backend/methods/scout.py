@@ -16,7 +16,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.methods.selective import Selective
 
 if TYPE_CHECKING:
-    from hybrid_backend.batch import Toolbox
+    from hybrid_backend.step import Toolbox
 
 
 class Scout(Selective):

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from hybrid_backend.batch import StepDriver, Toolbox
+from hybrid_backend.step import StepDriver, Toolbox
 from tests.slow.test_far_device import FRAMES
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.far_device import capture, late

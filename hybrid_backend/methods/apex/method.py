@@ -37,7 +37,7 @@ from hybrid_backend.tiers.sizes import pages_of_a_sequence
 from hybrid_backend.workers import WorkerPool
 
 if TYPE_CHECKING:
-    from hybrid_backend.batch import Toolbox
+    from hybrid_backend.step import Toolbox
 
 _DEFAULT_MACHINE = "a10"
 """Table 1 of the paper."""

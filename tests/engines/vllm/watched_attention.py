@@ -18,8 +18,8 @@ from tests.support.far_device import Far
 from tests.support.streams import STREAMS
 
 if TYPE_CHECKING:
-    from hybrid_backend.batch import StepDriver, Toolbox
     from hybrid_backend.methods.clo import Clo
+    from hybrid_backend.step import StepDriver, Toolbox
 
 
 @dataclass
@@ -69,8 +69,8 @@ class Watch:
 
 def watch_attention() -> Watch:
     """From now on, in this process."""
-    from hybrid_backend.batch import StepDriver
     from hybrid_backend.methods.clo import Clo
+    from hybrid_backend.step import StepDriver
 
     seen, select, merge = Watch(), StepDriver.select, StepDriver.merge
     chosen: dict[tuple[int, int], Any] = {}

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_backend.batch import ModelSpec, Toolbox
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.headinfer import HeadInfer
+from hybrid_backend.step import Toolbox
 from hybrid_backend.tiers.sizes import staging_shape
 from hybrid_backend.tiers.stream import cut
 from tests.support.harness import PAGE, Engine, config, spec

@@ -61,7 +61,7 @@ def accuracy(
     host_pool: Annotated[str, typer.Option(help="KV memory of each server")] = "1GiB",
     in_place: Annotated[
         bool,
-        typer.Option("--in-place", help="quest, scout, infinigen: one server, whose requests ask for their budgets"),
+        typer.Option("--in-place", help="one server, whose requests ask for their budgets"),
     ] = False,
     at_once: Annotated[
         int, typer.Option(min=1, help="prompts asked at once, for a GPU; mass is sampled with one only")
