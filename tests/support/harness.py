@@ -20,7 +20,7 @@ PAGE = 16
 WITNESSED = 2e-5  # of outputs in fp32, against fp64
 METHODS: dict[str, dict[str, Any]] = {
     "quest": {"method": "quest"},
-    "scout": {},
+    "scout": {"method": "scout"},
     "dense": {"method": "dense"},
     "hgca": {"method": "hgca"},
     "clo": {"method": "clo"},
