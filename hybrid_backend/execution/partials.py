@@ -155,7 +155,7 @@ class MailboxPartials:
             {layer: (0, 0) if layer in cache.row else shape.listed(tiers.has_digests(layer)) for layer in layers},
             model.scale,
             current=tiers.frames.generation,
-            kept={layer: cache.tokens[row] for layer, row in cache.row.items()},
+            kept_tokens={layer: cache.tokens[row] for layer, row in cache.row.items()},
         )
 
     def begin(self, inputs: StepInputs, rows: int) -> None:
