@@ -207,14 +207,14 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 
 
 def merge_partials(
-    out: Tensor, lse: Tensor, cpu_partial: tuple[Tensor, Tensor] | None = None,
+    out: Tensor, lse: Tensor, extra_partial: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out = out.float()
-    if cpu_partial is not None:
-        cpu_out = cpu_partial[0].float().masked_fill((cpu_partial[1] == -_INF)[..., None], 0.0)
-        out = torch.cat([out, cpu_out[:, :, None]], 2)
-        lse = torch.cat([lse, cpu_partial[1][:, :, None]], 2)
+    if extra_partial is not None:
+        extra_out = extra_partial[0].float().masked_fill((extra_partial[1] == -_INF)[..., None], 0.0)
+        out = torch.cat([out, extra_out[:, :, None]], 2)
+        lse = torch.cat([lse, extra_partial[1][:, :, None]], 2)
     if sinks is not None:
         out = functional.pad(out, (0, 0, 0, 1))
         lse = torch.cat([lse, sinks.expand(len(lse), -1)[..., None]], 2)

@@ -469,7 +469,7 @@ class DecodeStep:
         whole rows, or of their KV heads one after the other."""
         parts, other = self._of_rows(*parts), None if other is None else self._of_rows(*other)
         sinks = self._model.sink(layer)
-        return self._ops.merge_partials(*parts, cpu_partial=other, dtype=dtype, sinks=sinks, into=self._into)[0]
+        return self._ops.merge_partials(*parts, extra_partial=other, dtype=dtype, sinks=sinks, into=self._into)[0]
 
     def _of_rows(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         heads = self._model.num_heads

@@ -43,7 +43,7 @@ class AttentionOperations(Protocol):
         """
 
     def merge_partials(
-        self, out: Tensor, lse: Tensor, cpu_partial: tuple[Tensor, Tensor] | None = None,
+        self, out: Tensor, lse: Tensor, extra_partial: tuple[Tensor, Tensor] | None = None,
         dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Merge partials of disjoint sets of keys and the heads' sinks.
@@ -54,8 +54,8 @@ class AttentionOperations(Protocol):
         Args:
             out: ``[rows, heads, parts, head_dim]`` fp32, bf16 or fp16.
             lse: ``[rows, heads, parts]`` fp32.
-            cpu_partial: ``([rows, heads, head_dim], [rows, heads] fp32)``, pinned or on the device; out in fp32, bf16
-                or fp16. Its out is not read where its lse is -inf.
+            extra_partial: one more partial of whole rows, such as the CPU's: ``([rows, heads, head_dim], [rows, heads]
+                fp32)``, pinned or on the device; out in fp32, bf16 or fp16. Its out is not read where its lse is -inf.
             dtype: dtype of the result.
             sinks: ``[heads]`` fp32 logits after the softmax's scaling; -inf, as None: no sink.
             into: ``[rows, heads, head_dim]`` in ``dtype``, which takes the result; None: a new tensor. It may be

@@ -197,7 +197,7 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 
 
 def merge_partials(
-    out: Tensor, lse: Tensor, cpu_partial: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype = torch.float32,
+    out: Tensor, lse: Tensor, extra_partial: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype = torch.float32,
     sinks: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, num_parts, dim = out.shape
@@ -207,12 +207,12 @@ def merge_partials(
         empty(rows, heads, dim, dtype=dtype) if into is None else into,
         empty(rows, heads, dtype=float32),
     )
-    cpu_addresses = (0, 0)
-    if cpu_partial is not None:
-        cpu_out = cpu_partial[0].float()  # a reference that keeps the memory until the call ends
-        cpu_addresses = address(cpu_out, float32, items * dim), address(cpu_partial[1], float32, items)
+    extra_addresses = (0, 0)
+    if extra_partial is not None:
+        extra_out = extra_partial[0].float()  # a reference that keeps the memory until the call ends
+        extra_addresses = address(extra_out, float32, items * dim), address(extra_partial[1], float32, items)
     call(
-        "hb_merge_partials", address(out, float32), address(lse, float32, items * num_parts), *cpu_addresses,
+        "hb_merge_partials", address(out, float32), address(lse, float32, items * num_parts), *extra_addresses,
         0 if sinks is None else address(sinks, float32, heads), address(merged, dtype, items * dim),
         merged_lse.data_ptr(),
         rows, heads, num_parts, dim, dtype_number(dtype), lib.isa_index(None), *team_arguments(),

@@ -137,18 +137,18 @@ def page_weights(
         )  # fmt: skip
 
 
-@kernel("out", "cpu_out", "merged")
-def _merge_kernel(out, lse, cpu_out, cpu_lse, sinks, merged, merged_lse, heads, num_parts, DIM: tl.constexpr,
-                  BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, HAS_CPU: tl.constexpr,
+@kernel("out", "extra_out", "merged")
+def _merge_kernel(out, lse, extra_out, extra_lse, sinks, merged, merged_lse, heads, num_parts, DIM: tl.constexpr,
+                  BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, HAS_EXTRA: tl.constexpr,
                   HAS_SINKS: tl.constexpr):  # fmt: skip
     item = tl.program_id(0).to(tl.int64)  # one query head of one row
     p, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
     live = d < DIM
     part_lse = tl.load(lse + item * num_parts + p, mask=p < num_parts, other=float("-inf"))
     highest = tl.max(part_lse, 0)
-    if HAS_CPU:
-        cpu_lse_value = tl.load(cpu_lse + item)
-        highest = tl.maximum(highest, cpu_lse_value)
+    if HAS_EXTRA:
+        extra = tl.load(extra_lse + item)
+        highest = tl.maximum(highest, extra)
     if HAS_SINKS:
         sink = tl.load(sinks + item % heads)
         highest = tl.maximum(highest, sink)
@@ -158,12 +158,12 @@ def _merge_kernel(out, lse, cpu_out, cpu_lse, sinks, merged, merged_lse, heads, 
     values = tl.load(out + (item * num_parts + p)[:, None] * DIM + d[None, :],
                      mask=(p < num_parts)[:, None] & live[None, :], other=0.0)  # fmt: skip
     result = tl.sum(weights[:, None] * values.to(tl.float32), 0)
-    if HAS_CPU:
-        weight = tl.exp(cpu_lse_value - base)
+    if HAS_EXTRA:
+        weight = tl.exp(extra - base)
         total += weight
         # An empty partial is not read, which saves bandwidth of the bus.
-        inside = d < tl.where(cpu_lse_value == float("-inf"), 0, DIM)
-        result += weight * tl.load(cpu_out + item * DIM + d, mask=inside, other=0.0).to(tl.float32)
+        inside = d < tl.where(extra == float("-inf"), 0, DIM)
+        result += weight * tl.load(extra_out + item * DIM + d, mask=inside, other=0.0).to(tl.float32)
     if HAS_SINKS:  # a key without a value
         total += tl.exp(sink - base)
     some = total > 0
@@ -173,15 +173,15 @@ def _merge_kernel(out, lse, cpu_out, cpu_lse, sinks, merged, merged_lse, heads, 
 
 
 def merge_partials(
-    out: Tensor, lse: Tensor, cpu_partial: tuple[Tensor, Tensor] | None = None,
+    out: Tensor, lse: Tensor, extra_partial: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, num_parts, dim = out.shape
     merged = out.new_empty(rows, heads, dim, dtype=dtype) if into is None else into, lse.new_empty(rows, heads)
     if rows:
         _merge_kernel[(rows * heads,)](
-            out, lse, *(cpu_partial or (None, None)), sinks, *merged, heads, num_parts,
-            dim, triton.next_power_of_2(dim), triton.next_power_of_2(num_parts), cpu_partial is not None,
+            out, lse, *(extra_partial or (None, None)), sinks, *merged, heads, num_parts,
+            dim, triton.next_power_of_2(dim), triton.next_power_of_2(num_parts), extra_partial is not None,
             sinks is not None,
         )  # fmt: skip
     return merged
