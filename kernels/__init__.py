@@ -1,4 +1,5 @@
 """Kernels, installed as ``hybrid_backend.kernels``.
 
-``operations`` says what a decode step is made of; ``oracle``, ``cpu.operations`` and ``triton.operations`` do it.
+``operations`` is the contract of the operations that a decode step is made of. ``oracle``, ``cpu.operations`` and
+``triton.operations`` implement it.
 """

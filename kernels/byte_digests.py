@@ -1,12 +1,12 @@
-"""A page's digest in bytes: channel-wise max and min of K, rounded to the 127th part of the widest channel.
+"""Digests in bytes: channel-wise maximum and minimum of a page's keys, rounded to 8 bits.
 
-A row of ``2 * head_dim + 16`` bytes per (page, KV head), half of what bf16 takes:
+A digest is a row of ``2 * head_dim + 16`` bytes per (page, KV head), half the size of a bf16 digest:
 
-    head_dim bytes each of max and min: round(value / scale) + 128
-    2 fp32             scale of each, little-endian: its largest magnitude / 127
-    8 bytes            not used, so that rows begin at multiples of 16
+    2 * head_dim bytes  maxima, then minima: round(value / scale) + 128
+    2 fp32              scale of the maxima and of the minima, little-endian: their largest magnitude / 127
+    8 bytes             not used, so that rows begin at multiples of 16
 
-What is not finite counts as 0. Only whole pages have a digest: a page that grows is always attended.
+Values that are not finite count as 0. Only whole pages have such a digest; a page that grows is always attended.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 TAIL = 16
-"""Bytes after the channels."""
+"""Bytes after the channels: scales and padding."""
 
 
 def row(head_dim: int) -> int:
-    """Bytes per (page, KV head)."""
+    """Return the size of a digest in bytes, per (page, KV head)."""
     return 2 * head_dim + TAIL
 
 
 def encode(digests: Tensor) -> Tensor:
-    """Rows ``[..., row]`` uint8 of maxima and minima ``[..., 2, head_dim]``."""
+    """Encode maxima and minima ``[..., 2, head_dim]``, of any dtype, as digests ``[..., row]`` uint8."""
     values = digests.float()
     values = torch.where(values.isfinite(), values, 0.0)
     scales = values.abs().amax(-1) / 127  # [..., 2]
@@ -35,7 +35,7 @@ def encode(digests: Tensor) -> Tensor:
 
 
 def decode(rows: Tensor) -> Tensor:
-    """What ``rows`` stand for: ``[..., 2, head_dim]`` fp32."""
+    """Decode digests ``[..., row]`` uint8 to maxima and minima ``[..., 2, head_dim]`` fp32."""
     values = rows[..., :-TAIL].unflatten(-1, (2, -1)).float() - 128
     scales = rows[..., -TAIL : -TAIL // 2].contiguous().view(torch.float32)
     return torch.mul(values, scales[..., None])

@@ -1,21 +1,22 @@
-"""A page's digest in codes: what it says of every token's key, in as many bytes as bf16 maxima and minima take.
+"""Digests in codes: an estimate of each token's key, in as many bytes as bf16 maxima and minima take.
 
-After RaBitQ (arXiv 2405.12497) and its extension to more bits (2409.09913). A key is the middle of its page's keys plus
-a residual. The residual is rotated, which spreads it evenly over the channels, and each rotated channel is coded by two
-bits, by one (its sign), or not at all, as the bytes allow; a byte per token scales the codes, by least squares.
+The codes follow RaBitQ (arXiv 2405.12497) and its extension to more bits (2409.09913). A key is the middle of its
+page's keys plus a residual. The residual is rotated, which spreads it evenly over the channels. Each rotated channel is
+coded by two bits, by one bit (its sign), or not at all, as the bytes allow. A byte per token scales the codes, by least
+squares.
 
-A row of ``4 * head_dim`` bytes per (page, KV head), whatever the type of K; numbers are little-endian:
+A digest is a row of ``4 * head_dim`` bytes per (page, KV head) for every dtype of K; numbers are little-endian:
 
     [0, head_dim)      middle of each channel, (max + min) / 2, as a byte: round(middle / step) + 128
     3 fp32             step; spread, the root mean square of the channels' half-widths; unit of the tokens' scales
     page_size bytes    scale / unit of each token
     planes * page_size of each 16 tokens plane by plane: plane i, byte t is code 2i (low nibble) and 2i + 1 of token t
 
-A code of 4 bits stands for two channels of two bits, or for four channels of one; those with two bits come first. The
-rest of the row is not used. Only whole pages have a digest: a page that grows is always attended.
+A code of 4 bits stands for two channels of two bits, or for four channels of one bit; channels of two bits come first.
+The rest of the row is not used. Only whole pages have a digest; a page that grows is always attended.
 
-A page's estimate is the log-sum-exp of its tokens' estimated logits, each raised by half of the variance that the codes
-leave (``distortion * scale ** 2`` of each channel, times |q| ** 2): it estimates a weight, not a logarithm.
+A page's estimate is the log-sum-exp of its tokens' estimated logits. Each logit is raised by half of the variance that
+the codes leave (``distortion * scale ** 2`` of each channel, times |q| ** 2), so that the estimated weight is unbiased.
 """
 
 from __future__ import annotations
@@ -27,26 +28,27 @@ import torch
 from torch import Tensor
 
 LARGEST = 1e17
-"""Of a key's numbers; larger ones count as 0, so that no square overflows."""
+"""Largest magnitude of a key's elements; larger ones count as 0, so that no square overflows."""
 HEADER = 12
-"""Bytes of the numbers after the middles."""
+"""Bytes of the three numbers after the middles."""
 FINE, INNER, OUTER, COARSE = 0.9816, 0.4528, 1.5104, 0.7979
-"""Best levels for a normal variable (Lloyd, Max): two bits change at `FINE` between `INNER` and `OUTER`, one is
-`COARSE`."""
+"""Best levels for a normal variable (Lloyd, Max): the magnitude of two bits is `INNER` below `FINE` and `OUTER` above,
+that of one bit is `COARSE`."""
 FINE_LOSS, COARSE_LOSS = 0.1175, 0.3634
-"""Mean squared errors of theirs."""
+"""Mean squared errors of two bits and of one bit."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in a row, and which channels are coded how."""
+    """Layout of a digest, and the number of bits of each channel."""
 
     page_size: int
     dim: int
+    """head_dim."""
 
     @property
     def row(self) -> int:
-        """Bytes per (page, KV head)."""
+        """Size of a digest in bytes, per (page, KV head)."""
         return 4 * self.dim
 
     @property
@@ -57,25 +59,28 @@ class Layout:
 
     @property
     def fine(self) -> int:
-        """Rotated channels of two bits: the first ones."""
+        """Number of rotated channels of two bits, which are the first ones."""
         return max(0, 8 * self.planes - self.dim)
 
     @property
     def coded(self) -> int:
-        """Rotated channels that are coded at all."""
+        """Number of rotated channels that have a code."""
         return min(self.dim, 8 * self.planes)
 
     @property
     def distortion(self) -> float:
-        """Variance that the codes leave, as a share of the residual's."""
+        """Variance that the codes leave, as a share of the residual's variance."""
         lost = self.fine * FINE_LOSS + (self.coded - self.fine) * COARSE_LOSS + self.dim - self.coded
         return lost / self.dim
 
 
 @cache
 def rotation(dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """``[dim, dim]`` fp32, orthogonal; ``x @ rotation``: signs, then Hadamard's transform of blocks of the largest
-    power of two in ``dim``."""
+    """Return the orthogonal matrix ``[dim, dim]`` fp32 that rotates by ``x @ rotation``.
+
+    The rotation flips signs, then applies Hadamard's transform to blocks of the largest power of two that divides
+    ``dim``.
+    """
     block = dim & -dim
     transform = torch.ones(1, 1)
     while len(transform) < block:
@@ -85,7 +90,7 @@ def rotation(dim: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def encode(keys: Tensor) -> Tensor:
-    """``[..., page_size, head_dim]`` in any type -> ``[..., row]`` uint8. NaN counts as 0, as what is too large."""
+    """Encode keys ``[..., page_size, head_dim]`` of any dtype as digests ``[..., row]`` uint8; NaN counts as 0."""
     layout = Layout(*keys.shape[-2:])
     fine, coded = layout.fine, layout.coded
     x = keys.float()
@@ -112,14 +117,18 @@ def encode(keys: Tensor) -> Tensor:
     spread = (half * half).mean(-1, keepdim=True).sqrt()
     numbers = torch.cat([step, spread, unit], -1).view(torch.uint8)
     tokens = (scales * inverse(unit)).round()
-    parts = [bytes_ + 128, numbers, tokens, planes.flatten(-3)]
-    row = torch.cat([part.to(torch.uint8) for part in parts], -1)
+    pieces = [bytes_ + 128, numbers, tokens, planes.flatten(-3)]
+    row = torch.cat([part.to(torch.uint8) for part in pieces], -1)
     return torch.nn.functional.pad(row, (0, layout.row - row.shape[-1]))
 
 
 def decode(rows: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``[..., row]`` uint8 -> ``(middles [..., head_dim], spread [...], scales [..., page_size], levels [...,
-    page_size, head_dim])`` fp32; levels are of rotated channels, not yet scaled."""
+    """Decode digests ``[..., row]`` uint8.
+
+    Returns:
+        ``(middles [..., head_dim], spread [...], scales [..., page_size], levels [..., page_size, head_dim])`` fp32.
+        Levels are those of rotated channels, not yet scaled.
+    """
     layout = Layout(page_size, rows.shape[-1] // 4)
     dim, fine = layout.dim, layout.fine
     start = dim + HEADER
@@ -141,7 +150,17 @@ def decode(rows: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def estimates(q: Tensor, rows: Tensor, page_size: int, scale: float) -> Tensor:
-    """Log-sum-exp of the scaled logits of each page's tokens: ``q`` ``[..., head_dim]``, ``rows`` ``[..., row]``."""
+    """Estimate the log-sum-exp of the scaled logits of each page's tokens.
+
+    Args:
+        q: queries ``[..., head_dim]``.
+        rows: digests ``[..., row]`` uint8.
+        page_size: tokens of a page.
+        scale: factor of the logits.
+
+    Returns:
+        ``[...]`` fp32, in natural log.
+    """
     layout = Layout(page_size, q.shape[-1])
     middles, _, scales, levels = decode(rows, page_size)
     q = q.float()
@@ -152,5 +171,5 @@ def estimates(q: Tensor, rows: Tensor, page_size: int, scale: float) -> Tensor:
 
 
 def inverse(x: Tensor) -> Tensor:
-    """``1 / x``, 0 where that would overflow."""
+    """Return ``1 / x``, or 0 where that would overflow."""
     return torch.where(x > 1e-37, 1 / x, 0.0)

@@ -37,12 +37,9 @@ BEST_BUDGETS = 2
 
 @dataclass(frozen=True)
 class InPlaceSettings:
-    """Everything that decides what a layer selects, for a model of ``heads`` query heads.
+    """Settings that decide which pages a layer selects, for a model of ``heads`` query heads.
 
-    ``digest``: ``minmax`` (exact maxima and minima), ``bytes`` (the same in bytes) or ``codes``.
-    ``selection_interval``, ``candidates``, ``bound``, ``aggregate``, ``per_head``: as `SelectionConfig` describes them.
-    ``threads``: of the native decoder, whose choice between one and two levels depends on them.
-    ``score_tolerance``: relative rounding error of a score; scores that are closer together count as tied.
+    `SelectionConfig` describes ``selection_interval``, ``candidates``, ``bound``, ``aggregate`` and ``per_head``.
     """
 
     heads: int
@@ -51,13 +48,16 @@ class InPlaceSettings:
     sinks: int
     recent: int
     digest: str = "bytes"
+    """``minmax`` (exact maxima and minima), ``bytes`` (the same in bytes) or ``codes``."""
     aggregate: str = "softmax"
     per_head: bool = False
     bound: float = 0.5
     candidates: int = 8
     selection_interval: int = 8
     threads: int = 1
+    """Threads of the native decoder, whose choice between one and two levels depends on them."""
     score_tolerance: float = 1e-4
+    """Relative rounding error of a score; scores that are closer together count as tied."""
 
 
 def _code_estimates(query: Tensor, rows: Tensor, page_size: int, scale: float) -> Tensor:
@@ -68,16 +68,17 @@ def _code_estimates(query: Tensor, rows: Tensor, page_size: int, scale: float) -
 
 @dataclass(frozen=True)
 class CodeFunctions:
-    """How digests in codes are made and read. Kernels round sums and queries by rules of their own. So tests that hold
-    a decoder to its choice of pages replace these functions by those of its kernels, which have tests of their own.
+    """Functions that encode and score digests in codes.
 
-    ``encode``: keys of pages ``[n, kv_heads, page_size, head_dim]`` to digests ``[n, kv_heads, row]``.
-    ``estimates``: a query ``[heads, head_dim]``, digests ``[n, kv_heads, row]``, page size and scale to the
-    log-sum-exps of the logits of each page's tokens, ``[heads, n]``, not scaled.
+    Kernels round sums and queries by rules of their own. So tests that hold a decoder to its choice of pages replace
+    these functions by those of its kernels, which have tests of their own.
     """
 
     encode: Callable[[Tensor], Tensor] = codes.encode
+    """Encode keys of pages ``[n, kv_heads, page_size, head_dim]`` as digests ``[n, kv_heads, row]``."""
     estimates: Callable[[Tensor, Tensor, int, float], Tensor] = _code_estimates
+    """Estimate the log-sum-exp of the logits of each page's tokens, ``[heads, n]``, not scaled, from a query ``[heads,
+    head_dim]``, digests ``[n, kv_heads, row]``, page size and scale."""
 
 
 class Ranking(NamedTuple):
@@ -93,11 +94,11 @@ class Ranking(NamedTuple):
 
     @classmethod
     def exactly(cls, pages: Tensor) -> Ranking:
-        """A ranking that no rounding can change."""
+        """Return a ranking that no rounding can change."""
         return cls(pages, pages, pages)
 
     def with_newer(self, first: int, end: int) -> Ranking:
-        """The same ranking followed by the pages ``first`` to ``end - 1``."""
+        """Return the same ranking, followed by the pages ``first`` to ``end - 1``."""
         newer = torch.arange(first, end)
         return Ranking(*(torch.cat([pages, newer]) for pages in self))
 
@@ -160,7 +161,7 @@ class InPlaceOracle:
         return (self._keys[: self.tokens], self._values[: self.tokens]) if self.tokens else (empty, empty)
 
     def forget_selections(self) -> None:
-        """The request was preempted or a part of its prompt is computed: the next decode step looks at all pages."""
+        """Make the next decode step look at all pages, since the request was preempted or computes a prompt chunk."""
         self._look: _Shortlist | None = None
         self._best: _Shortlist | None = None
         self._budget = 0  # pages, of the last step that selected
@@ -197,7 +198,7 @@ class InPlaceOracle:
         return selection
 
     def attend(self, query: Tensor, pages: Sequence[Sequence[int]]) -> Tensor:
-        """Attention of ``query`` over all tokens of its pages, fp64: one list of pages, or one per KV head."""
+        """Attend all tokens of ``pages`` with ``query``, in fp64: one list of pages, or one per KV head."""
         keys, values = self.written
         kv_heads, size = keys.shape[1], self.settings.page_size
         group = self.settings.heads // kv_heads
@@ -272,7 +273,7 @@ class InPlaceOracle:
         return (pages < self.settings.sinks) | (pages >= num_pages - max(self.settings.recent, 1))
 
     def _tolerance(self, scores: Tensor) -> Tensor:
-        """Rounding error of each score: of a share by its size, of a sum of logits by the largest of them."""
+        """Return the rounding error of each score: relative to a share, or to the largest sum of logits."""
         sizes = scores.abs()
         sizes = sizes + 1e-6 * sizes.amax() if self.settings.aggregate == "softmax" else sizes.amax().expand_as(sizes)
         return self.settings.score_tolerance * sizes
@@ -344,8 +345,10 @@ class InPlaceOracle:
         return self._by_head(rounded * step[:, None], middles.double()) + self.settings.bound * widths
 
     def _combined(self, logits: Tensor, is_own: Tensor, index: int) -> Tensor:
-        """Combine logits ``[heads, n]`` to one score per page, of all heads or of KV head ``index`` alone. With softmax
-        a head's logits become shares of the candidates that are the oracle's own (``is_own``)."""
+        """Combine logits ``[heads, n]`` to one score per page, of all heads or of KV head ``index`` alone.
+
+        With softmax a head's logits become shares of the oracle's own candidates (``is_own``).
+        """
         settings, kv_heads = self.settings, self._keys.shape[1]
         grouped = logits.unflatten(0, (kv_heads, -1))
         if settings.aggregate == "softmax":
@@ -363,7 +366,7 @@ def _in_bytes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ranked(scores: Tensor, candidates: Ranking, count: int, is_forced: Tensor, tolerance: Tensor) -> Ranking:
-    """The ``count`` best candidates; ``scores``, ``is_forced`` and ``tolerance`` are of ``candidates.possible``.
+    """Rank the ``count`` best candidates; ``scores``, ``is_forced`` and ``tolerance`` have a value per possible page.
 
     A page is certain if, within rounding, fewer than ``count`` other candidates are as good; it is possible if fewer
     than ``count`` certain candidates are better. Of equal scores the earlier page is chosen.

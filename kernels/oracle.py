@@ -1,15 +1,14 @@
-"""The operations in plain torch, on the CPU: what tests compare with, and what runs where nothing compiles.
+"""The operations in plain torch, on the CPU: for tests, and for machines without a compiler.
 
-Written for reading: each function is its contract in `operations.Operations`, over whole tensors where that is
-natural. Attention and scores are fp32 (`reference` has them in fp64, for tests). NaN counts as -inf wherever a score
-becomes an order or an importance.
+Each function follows its contract in `operations.Operations`, and is written for reading. Attention and scores are
+fp32; `reference` has them in fp64 for tests. NaN counts as -inf where a score decides an order or an importance.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from hybrid_backend.kernels import byte_digests, codes
 from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample, Selection, digest_kind
@@ -30,8 +29,8 @@ def append_tokens(
     if frames is not None:
         assert requests is not None and frame_of is not None
         frame = frame_of[requests[rows].long(), positions // page_size].long()
-        held = frame >= 0
-        frames[frame[held], :, :, offset[held]] = kv[held]
+        has_frame = frame >= 0
+        frames[frame[has_frame], :, :, offset[has_frame]] = kv[has_frame]
     if digests is not None and digest_kind(digests, k.shape[2]) != "minmax":
         whole = pages[offset == page_size - 1]
         digests[whole] = _encoded(host[whole, :, 0], digests)
@@ -47,38 +46,39 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
 
 
 def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
-    tokens, at = len(k), pages.long()
+    tokens, index = len(k), pages.long()
     if digest_kind(digests, k.shape[2]) != "minmax":
-        digests[at] = _encoded(k.unflatten(0, (-1, page_size)).transpose(1, 2), digests)
+        digests[index] = _encoded(k.unflatten(0, (-1, page_size)).transpose(1, 2), digests)
         return
-    lines = torch.full((len(at) * page_size, *k.shape[1:]), float("nan"), dtype=k.dtype)
+    lines = torch.full((len(index) * page_size, *k.shape[1:]), float("nan"), dtype=k.dtype)
     lines[first : first + tokens] = k
     keys = lines.unflatten(0, (-1, page_size))
-    inside = torch.arange(len(at) * page_size).view(-1, page_size)
+    inside = torch.arange(len(index) * page_size).view(-1, page_size)
     inside = ((inside >= first) & (inside < first + tokens))[..., None, None]
-    found = torch.stack(
+    extremes = torch.stack(
         [keys.masked_fill(~inside, -_INF).amax(1), keys.masked_fill(~inside, _INF).amin(1)], 2
     )  # [pages, kv_heads, 2, head_dim]
-    if first and len(at):
-        old = digests[at[0]]
-        found[0] = torch.stack([torch.maximum(old[:, 0], found[0, :, 0]), torch.minimum(old[:, 1], found[0, :, 1])], 1)
-    digests[at] = found
+    if first and len(index):
+        old = digests[index[0]]
+        high, low = extremes[0].unbind(1)
+        extremes[0] = torch.stack([torch.maximum(old[:, 0], high), torch.minimum(old[:, 1], low)], 1)
+    digests[index] = extremes
 
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
     is_minmax = digest_kind(digests, kv.shape[4]) == "minmax"
     written = (pages >= 0) & (tokens >= (1 if is_minmax else kv.shape[3]))
-    at = pages[written].long()
-    keys = kv[at, :, 0]  # [n, kv_heads, page_size, head_dim]
+    index = pages[written].long()
+    keys = kv[index, :, 0]  # [n, kv_heads, page_size, head_dim]
     if not is_minmax:
-        digests[at] = _encoded(keys, digests)
+        digests[index] = _encoded(keys, digests)
         return
     beyond = (torch.arange(kv.shape[3]) >= tokens[written][:, None])[:, None, :, None]
-    digests[at] = torch.stack([keys.masked_fill(beyond, -_INF).amax(2), keys.masked_fill(beyond, _INF).amin(2)], 2)
+    digests[index] = torch.stack([keys.masked_fill(beyond, -_INF).amax(2), keys.masked_fill(beyond, _INF).amin(2)], 2)
 
 
 def _encoded(keys: Tensor, digests: Tensor) -> Tensor:
-    """Of the keys of whole pages, ``[n, kv_heads, page_size, head_dim]``, in the kind of ``digests``."""
+    """Encode the keys of whole pages ``[n, kv_heads, page_size, head_dim]`` as digests of the kind of ``digests``."""
     if digest_kind(digests, keys.shape[3]) == "codes":
         return codes.encode(keys)
     return byte_digests.encode(torch.stack([keys.amax(2), keys.amin(2)], 2))
@@ -99,16 +99,16 @@ def page_scores(
     kind = digest_kind(digests, dim)
     if kind == "codes":
         entries = entries.transpose(1, 2)[:, :, None]
-        found = codes.estimates(grouped[:, :, :, None], entries, page_size, scale) / scale
+        estimates = codes.estimates(grouped[:, :, :, None], entries, page_size, scale) / scale
     else:
         entries = byte_digests.decode(entries) if kind == "bytes" else entries
         half = bound * grouped.abs()
         weights = torch.stack([grouped + half, grouped - half], 3) / 2  # of max and of min
-        found = torch.einsum("rhgxd,rchxd->rhgc", weights, entries.float())
+        estimates = torch.einsum("rhgxd,rchxd->rhgc", weights, entries.float())
     if aggregate == "softmax":
         unshared = (column >= count - 1)[:, None, None]
-        found = (found * scale).masked_fill(unshared, -_INF).softmax(-1).nan_to_num(0.0)
-    scores = found.amax(2) if aggregate == "max" else found.sum(2)
+        estimates = (estimates * scale).masked_fill(unshared, -_INF).softmax(-1).nan_to_num(0.0)
+    scores = estimates.amax(2) if aggregate == "max" else estimates.sum(2)
     if not per_head:
         scores = scores.sum(1, keepdim=True)
     return scores.masked_fill(~scored[:, None], 0.0).masked_fill(~listed[:, None], -_INF)
@@ -116,35 +116,35 @@ def page_scores(
 
 def select_pages(
     scores: Tensor, num_pages: Tensor, seq_lens: Tensor, budgets: Tensor, requests: Tensor,
-    frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, most: int,
+    frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, max_pages: int,
     counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None,
 ) -> Selection:  # fmt: skip
     columns = scores.shape[2]
     count, column = num_pages[:, None, None], torch.arange(columns)
     listed = column < count
     always = listed & _always(column, count, sinks, recent)
-    # A stable sort keeps the first of equals first, so the last sort rules: forced pages, then the others by score.
+    # A stable sort keeps the order of equals, so the last sort dominates: forced pages, then all others by score.
     order = _numbers(scores).argsort(dim=-1, descending=True, stable=True)
     rank = (listed.int() + always.int()).expand_as(scores).gather(-1, order)
     order = order.gather(-1, rank.argsort(dim=-1, descending=True, stable=True))
-    budget = torch.minimum(budgets, num_pages).clamp(max=most)[:, None, None]
-    chosen = order.argsort(-1) < budget  # the inverse of a permutation: each page's place
+    budget = torch.minimum(budgets, num_pages).clamp(max=max_pages)[:, None, None]
+    chosen = order.argsort(-1) < budget  # the inverse of a permutation is each page's rank
 
-    owners = requests.where(num_pages > 0, 0).long()  # a row of padding may have any index
+    owners = requests.where(num_pages > 0, 0).long()  # a padding row may have any index
     frames = (table if frame_of is None else frame_of[owners, :columns])[:, None]
-    here, away = chosen & (frames >= 0), chosen & (frames < 0)
-    resident, missing = _count(here), _count(away)
-    tail = (num_pages * page_size - seq_lens)[:, None]  # what the growing page lacks
+    is_resident, is_missing = chosen & (frames >= 0), chosen & (frames < 0)
+    resident, missing = _count(is_resident), _count(is_missing)
+    tail = (num_pages * page_size - seq_lens)[:, None]  # tokens that the growing page has no content for
     tokens = torch.where(resident > 0, resident * page_size - tail, 0)
     if counters is not None:
         counters[:4] += torch.stack([resident.sum(), missing.sum(), tokens.sum(), missing.sum() * page_size])
-    lacked = _front(table[:, None], away, most)
+    missing_pages = _front(table[:, None], is_missing, max_pages)
     if mailbox is not None:
-        lacked = mailbox[0][: len(scores)].copy_(lacked)
+        missing_pages = mailbox[0][: len(scores)].copy_(missing_pages)
         mailbox[1][: len(scores)] = missing
     return Selection(
-        _front(column, chosen, most), _count(chosen), _front(frames, here, most), resident, tokens,
-        lacked, _front(column, away, most), missing,
+        _front(column, chosen, max_pages), _count(chosen), _front(frames, is_resident, max_pages), resident, tokens,
+        missing_pages, _front(column, is_missing, max_pages), missing,
     )  # fmt: skip
 
 
@@ -155,16 +155,16 @@ def match_labels(
     group = q.shape[1] // len(thresholds)
     live = budgets < num_pages
     owners = requests.where(live, 0).long()
-    known = labels[owners]
-    similar = _cosine(q, known).unflatten(1, (-1, group))  # [rows, kv_heads, group]
+    row_labels = labels[owners]
+    cosines = _cosine(q, row_labels).unflatten(1, (-1, group))  # [rows, kv_heads, group]
     s = weights.double().view(-1, group)
     s = s.where((s > 0).any(1, keepdim=True), 1.0)
-    found = similar.masked_fill(s == 0, _INF).amin(-1)
+    similarity = cosines.masked_fill(s == 0, _INF).amin(-1)
     if aggregate == "harmonic":
-        mean = s.sum(-1) / (s / similar).masked_fill(s == 0, 0.0).sum(-1)
-        found = mean.where(found > 0, found)
-    labelled = (known != 0).unflatten(1, (-1, group)).flatten(2).any(-1)
-    hit = labelled & ~similar.isnan().any(-1) & (found >= thresholds)
+        mean = s.sum(-1) / (s / cosines).masked_fill(s == 0, 0.0).sum(-1)
+        similarity = mean.where(similarity > 0, similarity)
+    labelled = (row_labels != 0).unflatten(1, (-1, group)).flatten(2).any(-1)
+    hit = labelled & ~cosines.isnan().any(-1) & (similarity >= thresholds)
     looked_up = live[:, None] & (thresholds != -_INF)
     missed: Tensor = looked_up & ~hit
     row, head = missed.repeat_interleave(group, 1).nonzero(as_tuple=True)
@@ -178,7 +178,7 @@ def match_labels(
 def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, lists, k = absent.shape
     columns = scores.shape[2]
-    # What is not listed is marked in a spare last column.
+    # Entries beyond a list's length are marked in a spare last column.
     pages = absent.where(torch.arange(k) < listed[..., None], columns).flatten(1).long()
     lacks = torch.zeros(rows, columns + 1, dtype=torch.bool).scatter_(1, pages, True)[:, None, :columns]
     union = _front(torch.arange(columns), lacks, min(lists * k, columns))
@@ -186,12 +186,12 @@ def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor,
 
 
 def paged_partial(
-    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, parts: int = 1
+    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """All tokens are in the first part; the others are empty."""
+    """Attend all tokens in the first part; the other parts are empty."""
     rows, heads, dim = q.shape
-    out = torch.zeros(rows, heads, parts, dim)
-    lse = torch.full((rows, heads, parts), -_INF)
+    out = torch.zeros(rows, heads, num_parts, dim)
+    lse = torch.full((rows, heads, num_parts), -_INF)
     for row in range(rows):
         if not tokens[row].any():
             continue
@@ -207,16 +207,16 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 
 
 def merge_partials(
-    out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None,
+    out: Tensor, lse: Tensor, extra_partial: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out = out.float()
-    if other is not None:
-        there = other[0].float().masked_fill((other[1] == -_INF)[..., None], 0.0)
-        out = torch.cat([out, there[:, :, None]], 2)
-        lse = torch.cat([lse, other[1][:, :, None]], 2)
+    if extra_partial is not None:
+        extra_out = extra_partial[0].float().masked_fill((extra_partial[1] == -_INF)[..., None], 0.0)
+        out = torch.cat([out, extra_out[:, :, None]], 2)
+        lse = torch.cat([lse, extra_partial[1][:, :, None]], 2)
     if sinks is not None:
-        out = F.pad(out, (0, 0, 0, 1))
+        out = functional.pad(out, (0, 0, 0, 1))
         lse = torch.cat([lse, sinks.expand(len(lse), -1)[..., None]], 2)
     weights, total = _softmax(lse)
     merged = (weights[..., None] * out).sum(2).to(dtype)
@@ -233,12 +233,12 @@ def page_weights(
         if not count:
             continue
         logits, _, (pages, head) = _logits(q[row], kv, ids[row], tokens[row], scale)
-        at = places[row, :, : pages.shape[1]].long(), head
+        entries = places[row, :, : pages.shape[1]].long(), head
         shares = (logits - lse[row].view(kv_heads, -1, 1)).exp()
         new = shares.amax(1) if largest else shares.mean(1)
-        old = average[at].flatten(1)  # [kv_heads, pages * page_size]
+        old = average[entries].flatten(1)  # [kv_heads, pages * page_size]
         new = torch.where(torch.arange(old.shape[1]) < count, (1 - alpha) * old + alpha * new, old)
-        average[at] = new.view(kv_heads, -1, kv.shape[3])
+        average[entries] = new.view(kv_heads, -1, kv.shape[3])
 
 
 def note_scores(
@@ -266,26 +266,26 @@ def plan_recall(
     for row in due.nonzero().flatten().tolist():
         request = int(requests[row])
         importance = maps.importance[request::count]
-        kept = importance == _INF
+        is_kept = importance == _INF
         for frames, listed in zip(selected[0][row], selected[1][row].tolist(), strict=True):
-            kept[frames[:listed].long() // count] = True
+            is_kept[frames[:listed].long() // count] = True
         order = importance.argsort(stable=True)
-        victims = order[~kept[order]]
+        victims = order[~is_kept[order]]
 
-        pages = absent[0][row, 0, : int(absent[1][row])].flip(0).long()  # of equals, what is listed later
+        pages = absent[0][row, 0, : int(absent[1][row])].flip(0).long()  # of equals, the later one wins
         values = _numbers(scores[row, 0, pages])
-        wanted = values.argsort(descending=True, stable=True)
+        best = values.argsort(descending=True, stable=True)
 
-        pairs = min(len(victims), len(wanted), copies.frames.shape[1])
-        victims, wanted = request + victims[:pairs] * count, wanted[:pairs]
+        pairs = min(len(victims), len(best), copies.frames.shape[1])
+        victims, best = request + victims[:pairs] * count, best[:pairs]
         old = maps.page_of[victims].long()
         maps.frame_of[request, old[old >= 0]] = -1
         maps.page_of[victims] = -1
         maps.importance[victims] = -_INF
         copies.frames[row, :pairs] = victims.int()
-        copies.pages[row, :pairs] = pages[wanted].int()
-        copies.host_pages[row, :pairs] = table[row, pages[wanted]]
-        copies.importance[row, :pairs] = values[wanted]
+        copies.pages[row, :pairs] = pages[best].int()
+        copies.host_pages[row, :pairs] = table[row, pages[best]]
+        copies.importance[row, :pairs] = values[best]
         copies.requests[row] = request
         copies.started[row] = generations[row]
         if counters is not None:
@@ -323,18 +323,18 @@ def open_pages(maps: Maps, requests: Tensor, pages: Tensor, positions: Tensor, p
 
 def take_sample(
     q: Tensor, predicted: Tensor | None, pages: Tensor, listed: Tensor, table: Tensor, num_pages: Tensor,
-    wanted: Tensor, number: Tensor, arrived: Tensor, into: Sample,
+    sampled_row: Tensor, step_number: Tensor, arrived: Tensor, into: Sample,
 ) -> None:  # fmt: skip
-    row = int(wanted) - 1
+    row = int(sampled_row) - 1
     if row < 0:
         return
     into.q.copy_(q[row])
-    held = int(num_pages[row])
-    into.table[:held] = table[row, :held]
+    count = int(num_pages[row])
+    into.table[:count] = table[row, :count]
     into.pages.copy_(pages[row])
     into.listed.copy_(listed[row])
     into.cosines[: len(q)] = float("nan") if predicted is None else _cosine(predicted, q).float()
-    into.number.copy_(number)
+    into.number.copy_(step_number)
 
 
 def _numbers(scores: Tensor) -> Tensor:
@@ -342,14 +342,14 @@ def _numbers(scores: Tensor) -> Tensor:
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """In fp64, where squares of fp32 numbers neither overflow nor vanish; 0 where a vector is zero."""
+    """Compute cosines in fp64, where squares of fp32 numbers neither overflow nor vanish; 0 where a vector is zero."""
     a, b = a.double(), b.double()
     lengths = ((a * a).sum(-1) * (b * b).sum(-1)).sqrt()
     return ((a * b).sum(-1) / lengths).masked_fill(lengths == 0, 0.0)
 
 
 def _always(page: Tensor, count: Tensor, sinks: int, recent: int) -> Tensor:
-    """Which pages of sequences of ``count`` pages are selected whatever their scores."""
+    """Return the mask of pages that are always selected, in sequences of ``count`` pages."""
     return (page < sinks) | (page >= count - max(recent, 1))
 
 
@@ -358,14 +358,14 @@ def _count(keep: Tensor) -> Tensor:
 
 
 def _front(values: Tensor, keep: Tensor, most: int) -> Tensor:
-    """``[rows, lists, most]`` int32: the kept values of each list in order, then -1."""
+    """Return ``[rows, lists, most]`` int32: the masked values of each list in order, then -1."""
     order = keep.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
     front = values.expand_as(keep).gather(-1, order).masked_fill(~keep.gather(-1, order), -1)
-    return torch.nn.functional.pad(front, (0, most - front.shape[-1]), value=-1).int()
+    return functional.pad(front, (0, most - front.shape[-1]), value=-1).int()
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (0 where every logit is -inf) and their log-sum-exp."""
+    """Return the softmax (0 where every logit is -inf) and the log-sum-exp of logits over the last dimension."""
     total = logits.logsumexp(-1)
     return logits.softmax(-1).masked_fill((total == -_INF)[..., None], 0.0), total
 
@@ -373,13 +373,17 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _logits(
     q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """One row's: logits ``[kv_heads, group, n]`` fp32 (-inf beyond a list's tokens), values ``[kv_heads, n, head_dim]``
-    fp32 (0 there), and where the tokens' ``n / page_size`` pages are in ``kv``: page and KV head."""
+    """Compute the logits of one row.
+
+    Returns:
+        Logits ``[kv_heads, group, n]`` fp32, -inf beyond a list's tokens; values ``[kv_heads, n, head_dim]`` fp32, 0
+        beyond them; and the index of the ``n / page_size`` pages in ``kv``: page and KV head.
+    """
     _, kv_heads, _, page_size, dim = kv.shape
     pages = -(-int(tokens.max()) // page_size)
     listed = torch.arange(pages) * page_size < tokens[:, None]
-    at = ids[:, :pages].where(listed, 0).long().expand(kv_heads, -1), torch.arange(kv_heads)[:, None]
-    keys, values = kv[at].float().transpose(1, 2).flatten(2, 3).unbind(1)
+    place = ids[:, :pages].where(listed, 0).long().expand(kv_heads, -1), torch.arange(kv_heads)[:, None]
+    keys, values = kv[place].float().transpose(1, 2).flatten(2, 3).unbind(1)
     beyond = torch.arange(pages * page_size) >= tokens[:, None]
     logits = q.float().view(kv_heads, -1, dim) @ keys.mT * scale
-    return logits.masked_fill(beyond[:, None], -_INF), values.masked_fill(beyond[..., None], 0.0), at
+    return logits.masked_fill(beyond[:, None], -_INF), values.masked_fill(beyond[..., None], 0.0), place

@@ -1,7 +1,7 @@
-"""Plain-torch oracles, in the dtype that the caller asks for (fp64 in the tests).
+"""Reference implementations in plain torch, in the dtype that the caller chooses (fp64 in the tests).
 
-Written for reading, not for speed: loops over rows and heads, no batching tricks, so that a fast kernel and its
-oracle cannot share a mistake. Page layout everywhere: ``[pages, kv_heads, 2, page_size, head_dim]``, K before V.
+They are written for reading: loops over rows and heads and no batching, so that a fast kernel and its reference share
+no mistake. Pages are ``[pages, kv_heads, 2, page_size, head_dim]``, K before V.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ def paged_attention(
     skips: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each row's single query over the tokens of its listed pages.
+    """Attend the tokens of each row's listed pages with the row's single query.
 
     Args:
         q: ``[rows, heads, head_dim]``.
         pool: ``[pages, kv_heads, 2, page_size, head_dim]``.
         pages: ``[rows, 1 | kv_heads, k]`` page ids, -1 for padding; one list per row, or one per KV head.
-        valid: same shape, tokens to attend at the start of each page (0 for padding).
-        scale: multiplies the logits.
-        skips: ``[rows]`` tokens left out at the start of the first page of each row's lists; None: none.
-        sinks: ``[heads]`` logits of one more key of each head, whose value is 0; None: none.
+        valid: same shape, tokens to attend at the start of each page; 0 for padding.
+        scale: factor of the logits.
+        dtype: dtype of the computation and the results.
+        skips: ``[rows]`` tokens that are left out at the start of the first page of each row's lists; None: none.
+        sinks: ``[heads]`` logits of one more key of each head, whose value is 0; None: no sink.
 
     Returns:
-        ``(out [rows, heads, head_dim], lse [rows, heads])``, natural log. Without any key 0 and -inf.
+        ``(out [rows, heads, head_dim], lse [rows, heads])``, natural log. Without any key out is 0 and lse -inf.
     """
     rows, heads, dim = q.shape
     kv_heads = pool.shape[1]
@@ -58,10 +59,11 @@ def paged_attention(
 
 
 def digest(page: Tensor, tokens: int) -> Tensor:
-    """Digest of one page's first ``tokens`` keys (Quest, section 3.2): channel-wise max, then min.
+    """Compute the digest of one page's first keys (Quest, section 3.2): channel-wise maxima, then minima.
 
     Args:
         page: ``[kv_heads, 2, page_size, head_dim]``.
+        tokens: number of keys.
 
     Returns:
         ``[kv_heads, 2, head_dim]``.
@@ -71,7 +73,7 @@ def digest(page: Tensor, tokens: int) -> Tensor:
 
 
 def digest_scores(q: Tensor, digests: Tensor) -> Tensor:
-    """Quest's upper bound of each query head's largest logit in each page: ``sum_d max(q*min, q*max)``.
+    """Compute Quest's upper bound of each query head's largest logit in each page: ``sum_d max(q*min, q*max)``.
 
     Args:
         q: ``[heads, head_dim]``.
@@ -86,22 +88,22 @@ def digest_scores(q: Tensor, digests: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """``x / rms(x) * weight`` over the last dimension."""
+    """Compute ``x / rms(x) * weight`` over the last dimension."""
     return torch.stack([row / (row.square().mean() + epsilon).sqrt() * weight for row in x.flatten(0, -2)]).view_as(x)
 
 
 def rotated(x: Tensor, angles: Tensor, is_neox: bool) -> Tensor:
-    """Rotary embedding (RoFormer, arXiv 2104.09864): pair ``i`` of each head turns by angle ``i``.
+    """Apply a rotary embedding (RoFormer, arXiv 2104.09864), which rotates pair ``i`` of each head by angle ``i``.
 
     Args:
         x: ``[rows, heads, head_dim]``.
-        angles: ``[rows, pairs]``; what is beyond the pairs stays.
+        angles: ``[rows, pairs]``; elements beyond the pairs stay.
         is_neox: pair ``i`` is elements ``i`` and ``pairs + i``; else ``2 * i`` and ``2 * i + 1``.
     """
     turned, pairs = x.clone(), angles.shape[1]
     for row in range(len(x)):
         for i in range(pairs):
-            at = [i, pairs + i] if is_neox else [2 * i, 2 * i + 1]
+            pair = [i, pairs + i] if is_neox else [2 * i, 2 * i + 1]
             cos, sin = angles[row, i].cos(), angles[row, i].sin()
-            turned[row][:, at] = x[row][:, at] @ torch.stack([torch.stack([cos, sin]), torch.stack([-sin, cos])])
+            turned[row][:, pair] = x[row][:, pair] @ torch.stack([torch.stack([cos, sin]), torch.stack([-sin, cos])])
     return turned

@@ -156,7 +156,7 @@ class HeadInfer(Method):
             found = merge(*step.attend(lists, head_pages(self._stores[layer]), *plan.resident))
         for piece in plan.pieces:
             staged = step.attend(lists, next(self._staged), piece.first + plan.along, piece.tokens)
-            found = merge(*staged, other=found)
+            found = merge(*staged, extra_partial=found)
         last = step.attend(lists, head_pages(host[layer]), *plan.in_place)
         return step.merge(layer, last, found, q.dtype)
 

@@ -153,7 +153,7 @@ class MailboxCpuAttention:
             {layer: (0, 0) if layer in cache.row else shape.listed(tiers.has_digests(layer)) for layer in layers},
             model.scale,
             current=tiers.frames.generation,
-            kept={layer: cache.tokens[row] for layer, row in cache.row.items()},
+            kept_tokens={layer: cache.tokens[row] for layer, row in cache.row.items()},
         )
 
     def begin(self, rows: int) -> None:

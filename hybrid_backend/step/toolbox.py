@@ -206,7 +206,7 @@ class Toolbox:
         """
         parts, other = self._of_rows(*parts), None if other is None else self._of_rows(*other)
         sinks = self._model.sink(layer)
-        return self._ops.merge_partials(*parts, other=other, dtype=dtype, sinks=sinks, into=self.output)[0]
+        return self._ops.merge_partials(*parts, extra_partial=other, dtype=dtype, sinks=sinks, into=self.output)[0]
 
     def _of_rows(self, out: Tensor, lse: Tensor) -> Partials:
         heads = self._model.num_heads

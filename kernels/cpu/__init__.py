@@ -1,7 +1,8 @@
-"""Native CPU kernels: partial attention over pages, digests, a worker pool, and fused decode layers.
+"""Native CPU kernels: partial attention over pages, digests, a worker pool, and whole decode layers.
 
-C++17 behind a plain C ABI (``src/``), built by ``build.py`` when the package is installed. `available` tells whether
-that worked here; where it did not, everything else raises `WorkerError` with what to install.
+The kernels are C++17 behind a plain C ABI (``src/``). ``build.py`` builds them when the package is installed.
+`available` tells if that succeeded on this machine. If not, all other functions raise `WorkerError` with the package to
+install.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 
 
 def why_unavailable() -> str | None:
-    """What to install so that the kernels run here; None if they do."""
+    """Return the reason why the kernels do not run on this machine, with what to install; None if they run."""
     try:
         native()
     except WorkerError as error:
@@ -41,5 +42,5 @@ def why_unavailable() -> str | None:
 
 
 def available() -> bool:
-    """Whether the kernels were built and load on this machine."""
+    """Tell if the kernels were built and load on this machine."""
     return why_unavailable() is None

@@ -1,7 +1,8 @@
-"""Builds the native CPU kernels: one shared library with a plain C ABI, no torch and no Python in it.
+"""Build script of the native CPU kernels: one shared library with a plain C ABI, without torch and without Python.
 
-Every instruction set is a translation unit with flags of its own. One that the compiler cannot build is left out with
-a message; the library then simply has fewer kernels. Standard library only: setup.py loads this file by path.
+Each instruction set is a translation unit with flags of its own. A unit that the compiler cannot build is left out with
+a message, and the library has fewer kernels. This file uses the standard library only, because setup.py loads it by
+path.
 
     python kernels/cpu/build.py                      # beside the sources, for an editable installation
     python kernels/cpu/build.py --sanitize address,undefined --run
@@ -12,6 +13,7 @@ a message; the library then simply has fewer kernels. Standard library only: set
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import shlex
@@ -24,10 +26,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "src"
+HEADERS = (SOURCES / "api.h", SOURCES / "api_operations.h")
+"""The declarations of the library's C ABI, which `interface` reads when the library is loaded."""
 LIBRARY = "libhybrid_cpu.so"
 
 COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread"]
-# -ffp-contract=fast: a * b + c is one FMA where the ISA has it. The warnings are gcc's own intrinsics headers.
+# -ffp-contract=fast compiles a * b + c to one FMA where the ISA has it. The warnings come from gcc's intrinsics
+# headers.
 ISA_COMMON = ["-O3", "-ffp-contract=fast", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
@@ -41,10 +46,11 @@ ISA_FLAGS = {
     "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
     "amx_prompt": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
-# What the library shows: nothing of C++, so that it cannot clash with another copy of the standard library.
+# The library exports no C++ symbol, so that it cannot clash with another copy of the standard library.
 EXPORTS = "{ global: hb_*; local: *; };\n"
 CORE = [
-    *("dispatch", "attend_job", "digest", "codes", "pool", "mailbox", "decode", "operations", "residency"),
+    *("dispatch", "attend_job", "digest", "codes", "pool", "mailbox", "decode", "decode_select"),
+    *("op_attend", "op_digests", "op_labels", "op_prompt", "op_residency", "op_scores", "op_select"),
     *("measure", "selfcheck", "api"),
 ]
 
@@ -55,17 +61,17 @@ NO_COMPILER = (
 
 
 class BuildError(Exception):
-    """The library cannot be built; the message is one line for the user."""
+    """Error for a library that cannot be built; the message is one line for the user."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split())[:2000])
 
 
 def compiler() -> list[str]:
-    """The C++ compiler's command line.
+    """Return the C++ compiler's command line: CXX, or the first usual name that exists.
 
     Raises:
-        BuildError: there is none.
+        BuildError: no compiler exists, or CXX names none.
     """
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
@@ -77,10 +83,10 @@ def compiler() -> list[str]:
 
 
 def _named_compiler(text: str) -> list[str]:
-    """Return the command line in CXX.
+    """Split the value of CXX into a command line.
 
     Raises:
-        BuildError: it is not a program that answers to --version.
+        BuildError: ``text`` is not a program that answers to --version.
     """
     try:
         command = shlex.split(text)
@@ -93,25 +99,44 @@ def _named_compiler(text: str) -> list[str]:
     return command
 
 
+def interface_hash() -> str:
+    """Return a hash of the headers that declare the C ABI.
+
+    The library carries the hash of its build. `library` compares the two, so that a library which was built from other
+    declarations is never called.
+    """
+    return hashlib.sha256(b"".join(header.read_bytes() for header in HEADERS)).hexdigest()[:16]
+
+
 def sources() -> list[Path]:
+    """List the C++ sources and headers of the library."""
     return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
 
 
 def isas() -> list[str]:
+    """List the instruction sets that this machine's architecture has units for."""
     x86 = platform.machine() in ("x86_64", "AMD64")
     return ["generic", *ISA_FLAGS] if x86 else ["generic"]
 
 
 def build(target: Path, objects: Path, extra: list[str] | None = None) -> list[str]:
-    """Compile and link ``target``. Returns the instruction sets in it.
+    """Compile and link the library.
+
+    Args:
+        target: path of the library.
+        objects: folder for object files.
+        extra: further flags of compiler and linker.
+
+    Returns:
+        The instruction sets in the library.
 
     Raises:
         BuildError: no compiler, or the portable part does not compile.
     """
     made, compiled = compile_all(objects, extra or [])
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Linked beside it and renamed: a process that has the old library mapped keeps it whole. (To move it from another
-    # file system is to write into it.)
+    # The new file is linked in the target's folder and renamed. So a process that has mapped the old library keeps it
+    # whole; a move from another file system would write into it.
     fresh = target.with_name(f"{target.stem}.{os.getpid()}.so")
     exports = objects / "exports.map"
     exports.write_text(EXPORTS)
@@ -125,7 +150,18 @@ def build(target: Path, objects: Path, extra: list[str] | None = None) -> list[s
 
 
 def compile_all(objects: Path, extra: list[str]) -> tuple[list[str], list[Path]]:
-    """Object files of everything that this compiler can build: ``(instruction sets, files)``."""
+    """Compile all units that this compiler can build.
+
+    Args:
+        objects: folder for object files.
+        extra: further compiler flags.
+
+    Returns:
+        The instruction sets and the object files.
+
+    Raises:
+        BuildError: no compiler, or a unit that every library needs does not compile.
+    """
     cxx = compiler()
     objects.mkdir(parents=True, exist_ok=True)
 
@@ -137,7 +173,7 @@ def compile_all(objects: Path, extra: list[str]) -> tuple[list[str], list[Path]]
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
         jobs = {isa: threads.submit(compile_unit, f"isa_{isa}", ISA_COMMON + ISA_FLAGS.get(isa, [])) for isa in isas()}
-        core = [threads.submit(compile_unit, unit, ["-O3"]) for unit in CORE if unit != "dispatch"]
+        core = [threads.submit(compile_unit, unit, ["-O3", *definitions(unit)]) for unit in CORE if unit != "dispatch"]
         made, files = [], []
         for isa, job in jobs.items():
             out, error = job.result()
@@ -164,26 +200,37 @@ def _first(messages: str) -> str:
     return next((line for line in lines if "error" in line), "".join(lines[-1:])) or "it gives no reason"
 
 
+def definitions(unit: str) -> list[str]:
+    """Return the macro definitions of a unit that every library has."""
+    return [f'-DHB_INTERFACE_HASH="{interface_hash()}"'] if unit == "api" else []
+
+
 def have(made: list[str]) -> list[str]:
-    """Compiler flags that say which instruction sets there are."""
+    """Return the compiler flags that tell dispatch.cpp which instruction sets were built."""
     return [f"-DHB_HAVE_{isa.upper()}" for isa in made]
 
 
 def build_driver(target: Path, objects: Path, sanitizers: str, tiles: bool) -> None:
-    """The C++ test driver, with everything linked in and instrumented; ``tiles``: AMX emulated in software."""
-    extra = [
-        f"-fsanitize={sanitizers}",
-        "-fno-omit-frame-pointer",
-        "-g1",
-        "-O1",
-        *(["-DHB_EMULATE_TILES"] if tiles else []),
-    ]
+    """Build the C++ test driver with sanitizers, the kernels linked in.
+
+    Args:
+        target: path of the driver.
+        objects: folder for object files.
+        sanitizers: value of -fsanitize.
+        tiles: emulate AMX in software.
+
+    Raises:
+        BuildError: something does not compile.
+    """
+    extra = [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g1", "-O1"]
+    if tiles:
+        extra.append("-DHB_EMULATE_TILES")
     if "undefined" in sanitizers:
         extra.append("-fno-sanitize-recover=undefined")
     made, files = compile_all(objects, extra)
-    source = HERE / "tests" / "driver.cpp"
+    tests = [str(path) for path in sorted((HERE / "tests").glob("*.cpp"))]
     flags = [*COMMON, *extra, *have(made), f"-I{SOURCES}"]
-    _run([*compiler(), *flags, str(source), *map(str, files), "-o", str(target)])
+    _run([*compiler(), *flags, *tests, *map(str, files), "-o", str(target)])
 
 
 def _run(command: list[str]) -> None:
@@ -193,6 +240,7 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> None:
+    """Build the library or the test driver, as the command line says."""
     parser = argparse.ArgumentParser(description="Build the native CPU kernels.")
     parser.add_argument("--out", type=Path, default=HERE / LIBRARY)
     parser.add_argument("--sanitize", help="build the C++ test driver instead, e.g. address,undefined or thread")

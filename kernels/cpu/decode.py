@@ -1,8 +1,8 @@
-"""A whole decode layer in one native call: write K/V, update digests, score, select, attend, write the output."""
+"""Decode layers in one native call each, which writes K and V, updates digests, selects pages and attends them."""
 
 from __future__ import annotations
 
-import ctypes as C
+import ctypes
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,58 +13,63 @@ from torch import Tensor
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.partial import Pool
-from hybrid_backend.kernels.operations import digest_kind
-
-AGGREGATES = ("sum", "max", "softmax")  # in the order of the library's numbers
+from hybrid_backend.kernels.operations import AGGREGATES, digest_kind
 
 
 @lru_cache(maxsize=1)
 def openmp_entry() -> int | None:
-    """Address of ``GOMP_parallel`` in the OpenMP runtime that torch uses, None if it uses another kind of threads.
+    """Return the address of ``GOMP_parallel`` in the OpenMP runtime that torch uses; None if torch uses other threads.
 
-    Working in the engine's own threads means that no second set of threads competes with them for its cores. GNU's
-    runtime has this function, and LLVM's and Intel's have it for compatibility.
+    The decoder works in the engine's own threads, so that no second set of threads competes for the engine's cores.
+    GNU's runtime has this function, and LLVM's and Intel's have it for compatibility.
     """
-    candidates: list[str | None] = [None]  # preloaded, or linked into the program: this one wins for torch too
+    # A preloaded runtime, or one that is linked into the program, comes first, as it does for torch.
+    candidates: list[str | None] = [None]
     torch_libraries = Path(torch.__file__).parent / "lib"
     with open("/proc/self/maps") as maps:
         loaded = {line.split()[-1] for line in maps if "omp" in line and line.split()[-1].startswith("/")}
     names = ("libgomp", "libiomp5", "libomp")
-    mine = [path for path in sorted(loaded) if Path(path).name.startswith(names)]
-    mine.sort(key=lambda path: torch_libraries not in Path(path).parents)
-    for name in candidates + list(mine):
+    runtimes = [path for path in sorted(loaded) if Path(path).name.startswith(names)]
+    runtimes.sort(key=lambda path: torch_libraries not in Path(path).parents)
+    for name in candidates + list(runtimes):
         try:
-            function = C.CDLL(name).GOMP_parallel
+            function = ctypes.CDLL(name).GOMP_parallel
         except (OSError, AttributeError):
             continue
-        return C.cast(function, C.c_void_p).value
+        return ctypes.cast(function, ctypes.c_void_p).value
     return None
 
 
 def decodes(heads: int, kv_heads: int, head_dim: int, page_size: int) -> bool:
-    """Whether `Decoder` has kernels for a model of this shape, where the library is available."""
+    """Tell if `Decoder` has kernels for a model of this shape, on a machine where the library is available."""
     sizes = head_dim in range(16, 257, 16) and page_size in range(16, 129, 16)
     return sizes and 1 <= heads // kv_heads <= 16
 
 
 class Decoder:
-    """The layers of one model over their KV memory; `begin` once per step, `layer` once per layer.
+    """Decode layers of one model over their KV memory: `begin` once per step, `layer` once per layer.
 
-    Only one thread may use it at a time.
+    A decoder may be used by one thread at a time.
 
     Args:
-        layers: per layer ``[pages, kv_heads, 2, page_size, head_dim]``; None for a layer that is not ours.
-        digests: by layer ``[pages, kv_heads, 2, head_dim]``; a layer without them is exact, all its rows are dense.
+        layers: ``[pages, kv_heads, 2, page_size, head_dim]`` of each layer; None: the layer is not decoded here.
+        digests: ``[pages, kv_heads, 2, head_dim]`` or codes, by layer. A layer without digests is exact: all its rows
+            are dense.
         heads: query heads.
-        quantized: by layer, the digests in bytes (`digests.quantized_like`); pages are then scored from them, except
-            with ``aggregate="max"`` and with sums per head. Whole pages that this decoder did not fill itself must be
-            brought up to date with `digests.quantize`.
-        sinks: by layer ``[heads]`` fp32, contiguous: one more key of each head, of this logit and no value.
-        scale: of the softmax; positive.
-        bound: of a page's logits, see `digests.scores`.
-        team: who works: ``"caller"`` alone, ``"openmp"`` (the engine's threads, see `openmp_entry`) or a `Pool`, whose
-            threads then help the caller.
-        threads: of the OpenMP team, default ``torch.get_num_threads()``.
+        scale: factor of the logits; positive.
+        quantized: byte digests by layer (`digests.quantized_like`), from which pages are then scored, except with
+            ``aggregate="max"`` and with sums per head. The caller fills them for whole pages (`digests.quantize`), the
+            decoder for pages that it fills.
+        sinks: ``[heads]`` fp32 by layer, contiguous: logit of one more key of each head, without a value.
+        bound: position of a page's score between the middle (0) and the upper end (1: Quest) of what its digest allows.
+        team: threads that work: ``"caller"`` alone, ``"openmp"`` (the engine's threads, `openmp_entry`) or a `Pool`,
+            whose threads then help the caller.
+        threads: threads of the OpenMP team; None: ``torch.get_num_threads()``.
+        isa: instruction set; None: the chosen kernels.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+        WorkerError: a shape that the kernels lack.
     """
 
     def __init__(
@@ -93,37 +98,17 @@ class Decoder:
         self._layers = len(layers)
         self._kv_shape = (kv_heads, dim)
         self._page_size = page_size
+        self._layer_shape = first.shape[1:]
         model = lib.model_of(first.dtype, kv_heads, heads, dim, page_size, scale, bound)
-        self._handle = self._native.hb_decode_new(C.byref(model), len(layers), lib.isa_index(isa))
+        self._handle = self._native.hb_decode_new(ctypes.byref(model), len(layers), lib.isa_index(isa))
         if not self._handle:
             raise WorkerError(f"native CPU decoder: {lib.failure()}")
         for index, layer in enumerate(layers):
-            if layer is None:
-                continue
-            if layer.dtype != first.dtype or layer.shape[1:] != first.shape[1:]:
-                raise ValueError(f"layer {index} is unlike layer 0: {tuple(layer.shape)} {layer.dtype}")
-            cache = lib.cache_of(layer)
-            store = lib.digests_of(digests[index]) if index in digests else lib.DigestStore()
-            kind = digest_kind(digests[index], dim) if index in digests else "minmax"
-            if kind == "bytes" or (index in digests and kind == "minmax" and digests[index].dtype != layer.dtype):
-                raise ValueError(
-                    f"digests of layer {index} must be {layer.dtype} or codes, not {digests[index].dtype} "
-                    f"{tuple(digests[index].shape)}"
-                )
-            rows = lib.bytes_of(quantized[index], kv_heads, dim) if index in quantized else lib.ByteStore()
-            sink = sinks.get(index)
-            if sink is not None and (sink.shape != (heads,) or sink.dtype != torch.float32 or not sink.is_contiguous()):
-                raise ValueError(f"sinks of layer {index} must be contiguous fp32 [{heads}], not {sink}")
-            lib.check(
-                self._native.hb_decode_set_layer(
-                    self._handle, index, C.byref(cache), C.byref(store), C.byref(rows),
-                    None if sink is None else sink.data_ptr(),
-                )
-            )  # fmt: skip
+            if layer is not None:
+                self._set_layer(index, layer, digests.get(index), quantized.get(index), sinks.get(index))
         self._args = lib.LayerArgs()
-        self._args_ref = C.byref(self._args)
+        self._args_ref = ctypes.byref(self._args)
         self._strides: object = None
-        self._rows = 0
         self._pool: Pool | None = None
         self._gomp: int | None = None
         self._threads = 1
@@ -134,6 +119,37 @@ class Decoder:
             self._threads = (threads or torch.get_num_threads()) if self._gomp else 1
         elif team != "caller":
             raise ValueError(f"team must be 'caller', 'openmp' or a Pool, not {team!r}")
+
+    def _set_layer(
+        self, index: int, layer: Tensor, digests: Tensor | None, quantized: Tensor | None, sinks: Tensor | None
+    ) -> None:
+        """Check the memory of one layer and hand it to the library."""
+        kv_heads, dim = self._kv_shape
+        if layer.dtype != self.dtype or layer.shape[1:] != self._layer_shape:
+            raise ValueError(f"layer {index} is unlike layer 0: {tuple(layer.shape)} {layer.dtype}")
+        if digests is not None:
+            kind = digest_kind(digests, dim)
+            if kind == "bytes" or (kind == "minmax" and digests.dtype != layer.dtype):
+                raise ValueError(
+                    f"digests of layer {index} must be {layer.dtype} or codes, not {digests.dtype} "
+                    f"{tuple(digests.shape)}"
+                )
+        heads = self.shape[0]
+        if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous()):
+            raise ValueError(f"sinks of layer {index} must be contiguous fp32 [{heads}], not {sinks}")
+        cache = lib.cache_of(layer)
+        store = lib.DigestStore() if digests is None else lib.digests_of(digests)
+        rows = lib.ByteStore() if quantized is None else lib.bytes_of(quantized, kv_heads, dim)
+        lib.check(
+            self._native.hb_decode_set_layer(
+                self._handle,
+                index,
+                ctypes.byref(cache),
+                ctypes.byref(store),
+                ctypes.byref(rows),
+                None if sinks is None else sinks.data_ptr(),
+            )
+        )
 
     def begin(
         self,
@@ -151,26 +167,32 @@ class Decoder:
         interval: int = 1,
         skips: Tensor | None = None,
     ) -> None:
-        """Start a step; everything is copied.
+        """Begin a step. The library copies all arguments.
 
         Args:
-            page_table: ``[rows, columns]`` int32 or int64 page ids; columns beyond a sequence are not read.
-            seq_lens: ``[rows]`` tokens, with the one of this step.
-            budgets: ``[rows]`` or ``[layers, rows]`` pages to attend; negative, or at least the row's: all.
-            sinks, recent: first and last pages, always selected; the tail page always is.
-            tokens: ``[rows]`` each row's position in q, k, v and out; None: 0, 1, 2...
-            per_head, aggregate: as in `digests.scores`; with aggregate ``softmax`` each query head's scores become
-                shares (their softmax over all pages that are scored) before they are added up.
-            sequences: ``[rows]`` ids of the sequences, all different, until `forget`. With them and digests in bytes,
-                long rows are searched in two levels: spans of 8 pages first, then the pages of the best spans.
+            page_table: block table ``[rows, columns]`` int32 or int64; columns beyond a sequence are not read.
+            seq_lens: ``[rows]`` tokens of each sequence, this step's included.
+            budgets: ``[rows]`` or ``[layers, rows]`` pages to attend; negative, or at least the row's pages: all pages.
+            sinks: first pages that are always selected.
+            recent: last pages that are always selected; the growing page always is.
+            tokens: ``[rows]`` position of each row in q, k, v and out; None: 0, 1, 2...
+            per_head: one list per KV head instead of one per row.
+            aggregate: combination of the query heads' scores, one of `AGGREGATES`. With ``softmax`` each query head's
+                scores become shares of the scored pages, which are summed.
+            sequences: ``[rows]`` distinct ids of the sequences, valid until `forget`. With them and byte digests, long
+                rows are searched in two levels: spans of 8 pages, then the pages of the best spans.
             candidates: pages scored per page of budget in such a search; 0: all pages are scored.
-            interval: tokens of a sequence between two looks of a layer at all pages, by their positions, layers in
-                turn; between them a row selects among the best of the last look, four times the budget, and newer
-                pages; with codes, at odd positions (position plus layer), among twice the budget, the best of the step
-                before. 1: every step looks; more needs ``sequences``. A row that is new or whose budget has changed
-                looks.
+            interval: tokens of a sequence between two steps in which a layer scores all pages; layers take turns by
+                position. In the steps between, a row selects among the best pages of the last such step (four times the
+                budget) and newer pages. With codes, at odd positions (position plus layer), it selects among the best
+                pages of the step before (twice the budget). 1: every step scores all pages. More than 1 needs
+                ``sequences``. All pages are scored for a new row, and after a change of its budget.
             skips: ``[rows]`` tokens at the start of each row's first page that are not attended, fewer than the page
                 and the sequence have; None: none.
+
+        Raises:
+            ValueError: arguments that do not fit together.
+            WorkerError: the library refused the step.
         """
         seq_lens, budgets = seq_lens.long().contiguous(), budgets.long().contiguous()
         if page_table.dtype not in (torch.int32, torch.int64):
@@ -203,16 +225,15 @@ class Decoder:
             skips.data_ptr() if skips is not None else None,
             page_table.data_ptr(), page_table.stride(0), page_table.dtype == torch.int64,
         )  # fmt: skip
-        lib.check(self._native.hb_decode_begin(self._handle, C.byref(step)))
-        self._rows = rows
+        lib.check(self._native.hb_decode_begin(self._handle, ctypes.byref(step)))
 
     def forget(self, sequence: int) -> None:
-        """A sequence is gone; its id may be used again."""
+        """Drop the state of a sequence that ended, so that its id may be used again."""
         self._native.hb_decode_forget(self._handle, sequence)
 
     @property
     def span_bytes(self) -> int:
-        """Memory that the digests of spans take, and the pages that looks have kept."""
+        """Memory of the spans' digests and of the shortlists, in bytes."""
         return int(self._native.hb_decode_span_bytes(self._handle))
 
     def layer(
@@ -229,13 +250,17 @@ class Decoder:
         """Decode one layer for the rows of `begin`.
 
         Args:
-            q: ``[tokens, heads, head_dim]``; k, v: ``[tokens, kv_heads, head_dim]``, or None if the pages (and digests)
-                hold them already. All in the cache's dtype, ``[heads, head_dim]`` contiguous, any token stride.
-            out: ``[tokens, heads, head_dim]``, the cache's dtype; written at the rows' tokens only.
-            score_q: the query that selects pages, like q; None: q.
-            lse: fp32 ``[rows, heads]``, contiguous, also written if given; the sinks are in it.
+            index: index of the layer.
+            q: queries ``[tokens, heads, head_dim]`` in the cache's dtype, ``[heads, head_dim]`` contiguous, any token
+                stride.
+            k: new keys ``[tokens, kv_heads, head_dim]``, like ``q``; None: pages and digests have them already.
+            v: new values, like ``k``.
+            out: ``[tokens, heads, head_dim]`` in the cache's dtype; only the rows' tokens are written.
+            score_q: queries that select pages, like ``q``; None: ``q``.
+            lse: ``[rows, heads]`` fp32, contiguous: takes the log-sum-exp, sinks included; None: not needed.
 
         Raises:
+            ValueError: tensors of another dtype or shape.
             WorkerError: a page id that the layer lacks.
         """
         strides: object = (
@@ -247,7 +272,7 @@ class Decoder:
         )
         args = self._args
         if strides != self._strides:
-            self._strides = None  # what a refused call has set fits no other
+            self._strides = None  # strides of a refused call must not be used again
             self._check(q, k, v, out, score_q)
             self._strides = strides
         args.q = q.data_ptr()
@@ -262,7 +287,7 @@ class Decoder:
             lib.check(code)
 
     def _check(self, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, score_q: Tensor | None) -> None:
-        """Once for every new set of strides."""
+        """Check tensors and set their strides, once for each new set of strides."""
         size = q.element_size()
         args = self._args
         named = {"q": q, "k": k, "v": v, "out": out, "score_q": score_q}
@@ -270,7 +295,7 @@ class Decoder:
             if x is None:
                 continue
             shape = self._kv_shape if name in ("k", "v") else self.shape
-            strides = (shape[1] if shape[0] > 1 else x.stride(1), 1)  # that of a single head says nothing
+            strides = (shape[1] if shape[0] > 1 else x.stride(1), 1)  # the stride of a single head is arbitrary
             if tuple(x.shape[1:]) != shape or x.dtype != self.dtype or x.stride()[1:] != strides:
                 raise ValueError(
                     f"{name} must be {self.dtype} [tokens, {shape[0]}, {shape[1]}] with contiguous heads, not "
@@ -278,23 +303,21 @@ class Decoder:
                 )
             setattr(args, f"{name}_row_stride", x.stride(0) * size)
 
-    @property
-    def counts(self) -> Tensor:
-        """Pages selected per row (and list) in the last layer: ``[rows]`` int32."""
-        if not self._rows:
-            return torch.empty(0, dtype=torch.int32)
-        address = self._native.hb_decode_counts(self._handle)
-        return torch.frombuffer((C.c_int32 * self._rows).from_address(address), dtype=torch.int32).clone()
-
     def selected(self, row: int, list_: int = 0) -> Tensor:
-        """Logical pages that the last layer selected for a row (and KV head, with ``per_head``), ascending."""
-        pages = C.c_void_p()
-        count = self._native.hb_decode_selected(self._handle, row, list_, C.byref(pages))
+        """Return the logical pages that the last layer selected, ascending, int32.
+
+        Args:
+            row: index of the row.
+            list_: index of the KV head if the step selects per head, else 0.
+        """
+        pages = ctypes.c_void_p()
+        count = self._native.hb_decode_selected(self._handle, row, list_, ctypes.byref(pages))
         if not count or not pages.value:
             return torch.empty(0, dtype=torch.int32)
-        return torch.frombuffer((C.c_int32 * count).from_address(pages.value), dtype=torch.int32).clone()
+        return torch.frombuffer((ctypes.c_int32 * count).from_address(pages.value), dtype=torch.int32).clone()
 
     def close(self) -> None:
+        """Free the decoder."""
         if self._handle is not None:
             self._native.hb_decode_free(self._handle)
             self._handle = None

@@ -1,12 +1,13 @@
-"""Partial attention over pages: at once in the calling thread, or later on a pool of native threads."""
+"""Partial attention over pages: at once in the calling thread, or later in a pool of native threads."""
 
 from __future__ import annotations
 
-import ctypes as C
+import ctypes
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,43 +19,42 @@ from hybrid_backend.kernels.cpu import library as lib
 def partial(
     q: Tensor, layer: Tensor, ids: Tensor, valid: Tensor, scale: float, *, isa: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one query per row over its listed pages, in the calling thread.
+    """Attend each row's listed pages with the row's query, in the calling thread.
 
     Args:
-        q: ``[rows, heads, head_dim]``.
-        layer: ``[pages, kv_heads, 2, page_size, head_dim]``, K before V, bf16, fp16 or fp32; any strides but for
-            contiguous rows. head_dim: a multiple of 16 up to 256; page_size: of 16 up to 128; at most 16 query heads
-            per KV head.
+        q: queries ``[rows, heads, head_dim]``.
+        layer: ``[pages, kv_heads, 2, page_size, head_dim]``, K before V, bf16, fp16 or fp32; any strides but contiguous
+            rows. head_dim is a multiple of 16 up to 256, page_size a multiple of 16 up to 128. A KV head has at most 16
+            query heads.
         ids: ``[rows, 1 | kv_heads, k]`` int64 page ids; one list per row, or one per KV head. Negative: padding.
-        valid: same shape, int64, tokens to attend at the start of each page; 0: skip the page.
-        scale: multiplies the logits; positive.
-        isa: which kernels (`isas`), None for the best.
+        valid: same shape, int64, tokens to attend at the start of each page; 0: the page is skipped.
+        scale: factor of the logits; positive.
+        isa: instruction set; None: the chosen kernels.
 
     Returns:
         ``(out, lse)``, fp32 ``[rows, heads, head_dim]`` and ``[rows, heads]``, natural log. An empty list gives 0 and
-        -inf. A NaN in K weighs nothing, a NaN in V of an attended token comes through.
+        -inf. A NaN in K has weight 0; a NaN in V of an attended token reaches the output.
 
     Raises:
         WorkerError: a page id that the layer lacks, or a shape that the kernels lack.
     """
     args, out, lse, _alive = _arguments(q, layer, ids, valid, scale)
-    lib.check(lib.native().hb_partial(C.byref(args), lib.isa_index(isa)))
+    lib.check(lib.native().hb_partial(ctypes.byref(args), lib.isa_index(isa)))
     return out, lse
 
 
 def _arguments(
     q: Tensor, layer: Tensor, ids: Tensor, valid: Tensor, scale: float
-) -> tuple[lib.PartialArgs, Tensor, Tensor, tuple[Tensor, ...]]:
-    """The C arguments, the outputs, and the tensors that must outlive the call."""
+) -> tuple[Any, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return the C arguments, the outputs, and the tensors that must outlive the call."""
     args = lib.PartialArgs()
     args.cache = lib.cache_of(layer)
     args.model = lib.model_of(layer.dtype, layer.shape[1], q.shape[1], layer.shape[4], layer.shape[3], scale)
     return (args, *_fill(args, q, layer, ids, valid))
 
 
-def _fill(
-    args: lib.PartialArgs, q: Tensor, layer: Tensor, ids: Tensor, valid: Tensor
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def _fill(args: Any, q: Tensor, layer: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Fill the job's part of `lib.PartialArgs`; return the outputs and the tensors that must outlive the job."""
     if q.dtype != layer.dtype:
         q = q.to(layer.dtype)
     if q.stride(2) != 1:
@@ -77,16 +77,17 @@ def _fill(
 
 
 def _listed(x: Tensor) -> Tensor:
+    """Return ``x`` as contiguous int64."""
     return x if x.dtype == torch.int64 and x.is_contiguous() else x.long().contiguous()
 
 
 class _Template:
-    """The C arguments of one layer's jobs. Jobs of a layer are much alike: what the last one set is not set again."""
+    """C arguments of one layer's jobs. Jobs of a layer are similar, so unchanged arguments of the last job are kept."""
 
     def __init__(self, layer: Tensor, scale: float, forget: Callable[[weakref.ref[Tensor]], object]) -> None:
         self.args = lib.PartialArgs()
         self.args.cache = lib.cache_of(layer)
-        self.pointer = C.byref(self.args)
+        self.pointer = ctypes.byref(self.args)
         self._layer = weakref.ref(layer, forget)
         self._address = layer.data_ptr()
         self._scale = scale
@@ -94,10 +95,11 @@ class _Template:
         self._out = self._lse = torch.empty(0)
 
     def is_of(self, layer: Tensor, scale: float) -> bool:
+        """Tell if the arguments belong to this layer and scale."""
         return self._layer() is layer and self._address == layer.data_ptr() and self._scale == scale
 
     def fill(self, q: Tensor, layer: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """As `_fill`."""
+        """Fill the arguments and return the same as `_fill`."""
         alike = (
             q.shape,
             q.stride(),
@@ -115,11 +117,11 @@ class _Template:
                 layer.dtype, layer.shape[1], q.shape[1], layer.shape[4], layer.shape[3], self._scale
             )
             out, lse, alive = _fill(self.args, q, layer, ids, valid)
-            # Only arguments that were taken as they are may be taken unseen the next time.
-            taken = alive[0] is q and alive[2] is ids and alive[3] is valid
-            if taken:
+            # Only arguments that need no conversion may skip the checks the next time.
+            is_unchanged = alive[0] is q and alive[2] is ids and alive[3] is valid
+            if is_unchanged:
                 self._alike = alike
-            # empty_like is the fastest way to make a tensor; an expanded model of it takes no memory.
+            # empty_like is the fastest way to make a tensor. The expanded prototypes take no memory.
             self._out, self._lse = out.new_empty(1).expand(out.shape), lse.new_empty(1).expand(lse.shape)
             return out, lse, alive
         args = self.args
@@ -130,7 +132,7 @@ class _Template:
 
 
 class NativeTicket:
-    """A submitted partial. ``wait`` returns it, or raises what a worker raised."""
+    """Submitted partial. `wait` returns its result, or raises the worker's error."""
 
     __slots__ = ("_alive", "_error", "_handle", "_pool", "_result", "_span", "_what")
 
@@ -140,16 +142,20 @@ class NativeTicket:
         self._pool = pool
         self._handle: int | None = handle
         self._result = result
-        self._alive = alive  # the workers read and write these
+        self._alive = alive  # memory that the workers read and write
         self._what = what
         self._error: str | None = None
         self._span = (0.0, 0.0)
 
     def wait(self, deadline: float, *, help: bool = False) -> tuple[Tensor, Tensor]:
-        """``(out, lse)`` as `partial` returns them. With ``help`` the calling thread works too.
+        """Wait for the result and return it as `partial` does.
+
+        Args:
+            deadline: seconds.
+            help: the calling thread works too.
 
         Raises:
-            DeadlineError: the workers did not finish within ``deadline`` seconds; the job is dropped.
+            DeadlineError: the workers did not finish in time; the job is dropped.
             WorkerError: a worker failed, or the job was dropped before.
         """
         if self._handle is not None:
@@ -167,15 +173,15 @@ class NativeTicket:
         return self._result
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Tell if `wait` would return or raise at once."""
         return self._handle is None or self._pool.native.hb_wait(self._handle, 0.0, False) != lib.TIMEOUT
 
     def span(self) -> tuple[float, float]:
-        """When the work began and ended (`time.perf_counter`); after `wait`."""
+        """Return the times at which the work began and ended (`time.perf_counter`), once `wait` has returned."""
         return self._span
 
     def abandon(self) -> None:
-        """Forget the job: what has not begun is dropped, and its memory stays alive until no worker is in it."""
+        """Drop the job. Its memory stays alive until no worker uses it any more."""
         if self._handle is not None:
             self._pool.native.hb_cancel(self._handle)
             self._pool._bury(self._handle, self._alive)
@@ -183,8 +189,9 @@ class NativeTicket:
             self._handle = None
 
     def _free(self) -> None:
-        started, ended = C.c_double(), C.c_double()
-        self._pool.native.hb_ticket_span(self._handle, C.byref(started), C.byref(ended))
+        """Give the finished job back to the pool."""
+        started, ended = ctypes.c_double(), ctypes.c_double()
+        self._pool.native.hb_ticket_span(self._handle, ctypes.byref(started), ctypes.byref(ended))
         self._span = (started.value, ended.value)
         if self._pool._handle is not None:  # a closed pool cannot take it back
             self._pool.native.hb_ticket_free(self._handle)
@@ -196,15 +203,22 @@ class NativeTicket:
 
 
 class Pool:
-    """Native threads that compute partials while the caller does something else. No Python runs in them.
+    """Native threads that compute partials while the caller does something else; no Python runs in them.
 
-    Threads are pinned to ``cpus`` (one each), if given. Pages of one sequence stay with few threads; a thread that is
-    done takes over from others. Any number of Python threads may submit.
+    Pages of one sequence stay with few threads, and a thread without work takes over tasks of other threads. Any number
+    of Python threads may submit jobs.
 
     Args:
-        spin_seconds: how long a thread without work looks for some before it sleeps. Only for threads that have their
-            cores to themselves: a sleeping one takes tens of microseconds to wake.
-        server_cpu: to pin the thread of mailboxes to that this pool serves (`Mailboxes`); None: not pinned.
+        threads: number of threads.
+        cpus: CPU of each thread; None: threads are not pinned.
+        isa: instruction set; None: the chosen kernels.
+        spin_seconds: time for which a thread without work polls before it sleeps. Only for threads that have their
+            cores to themselves: a sleeping thread takes tens of microseconds to wake.
+        server_cpu: CPU of the thread that serves mailboxes with this pool (`Mailboxes`); None: not pinned.
+
+    Raises:
+        ValueError: fewer CPUs than threads.
+        WorkerError: the pool could not be made.
     """
 
     def __init__(
@@ -221,7 +235,7 @@ class Pool:
         self.native = lib.native()
         self.threads = threads
         self.server_cpu = server_cpu
-        pins = (C.c_int * threads)(*cpus[:threads]) if cpus is not None else None
+        pins = (ctypes.c_int * threads)(*cpus[:threads]) if cpus is not None else None
         self._handle = self.native.hb_pool_new(threads, pins, lib.isa_index(isa), round(spin_seconds * 1e9))
         if not self._handle:
             raise WorkerError(f"native CPU pool: {lib.failure()}")
@@ -231,7 +245,7 @@ class Pool:
 
     @property
     def handle(self) -> int:
-        """The C pool, for `Decoder`."""
+        """Address of the C pool, for `Decoder`."""
         return int(self._handle)
 
     def submit(
@@ -247,13 +261,23 @@ class Pool:
         current: Tensor | None = None,
         what: str = "a job",
     ) -> NativeTicket:
-        """Start a partial (`partial`'s arguments) and return at once; its tensors must not change until `wait`.
+        """Start a partial and return at once. The tensors must not change until `NativeTicket.wait` returns.
 
         Args:
-            requests: ``[rows]`` int64, with ``generations`` ``[rows]`` and ``current`` ``[any]`` int64: row r is
-            dropped
-                (its result is the empty partial) once ``current[requests[r]] != generations[r]``.
-            what: names the job in errors.
+            q: as in `partial`.
+            layer: as in `partial`.
+            ids: as in `partial`.
+            valid: as in `partial`.
+            scale: as in `partial`.
+            requests: ``[rows]`` int64 index of each row's request, given with ``generations`` and ``current``: row r
+                gets the empty partial once ``current[requests[r]] != generations[r]``.
+            generations: ``[rows]`` int64 generation of each row's index.
+            current: ``[indices]`` int64 current generation of each index.
+            what: name of the job in error messages.
+
+        Raises:
+            ValueError: tensors that do not fit together.
+            WorkerError: the pool is closed, or the kernels lack the shape.
         """
         if self._handle is None:
             raise WorkerError("the pool of native CPU workers is closed")
@@ -277,14 +301,15 @@ class Pool:
         return NativeTicket(self, handle, (out, lse), alive, what)
 
     def pause(self) -> None:
-        """Workers take no new job until `resume`."""
+        """Keep the workers from taking new jobs until `resume`."""
         self.native.hb_pool_pause(self._handle, 1)
 
     def resume(self) -> None:
+        """Let the workers take new jobs again."""
         self.native.hb_pool_pause(self._handle, 0)
 
     def close(self) -> None:
-        """Stop the threads. Abandoned jobs end first."""
+        """Stop the threads, after the abandoned jobs have ended."""
         if self._handle is not None:
             for handle, _ in self._buried:
                 self.native.hb_ticket_free(handle)
@@ -294,21 +319,23 @@ class Pool:
             self._handle = None
 
     def _remember(self, layer: Tensor, scale: float) -> _Template:
+        """Make the arguments of a layer's jobs, which are forgotten together with the layer."""
         key = id(layer)
         template = self._templates[key] = _Template(layer, scale, lambda _: self._templates.pop(key, None))
         return template
 
     def _bury(self, handle: int, alive: tuple[Tensor, ...]) -> None:
-        # May be called by a finalizer in the middle of anything, under the lock too: only an append, which is atomic.
+        """Keep an abandoned job's memory until no worker uses it."""
+        # A finalizer may call this at any moment, also under the lock, so it only appends, which is atomic.
         if self._handle is not None:
             self._buried.append((handle, alive))
 
     def _reap(self) -> None:
-        """Free abandoned jobs that no worker is in any more; a few at a time, so that a submission stays short."""
+        """Free a few abandoned jobs that no worker uses any more; only a few, so that a submission stays short."""
         for _ in range(min(8, len(self._buried))):
             try:
                 handle, alive = self._buried.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread has freed the last job
                 return
             if self.native.hb_ticket_idle(handle):
                 self.native.hb_ticket_free(handle)

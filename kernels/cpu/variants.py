@@ -1,4 +1,4 @@
-"""The choice among kernels that compute the same operation (``src/dispatch.h``): the fastest on this CPU.
+"""Choice of the fastest kernel on this CPU among the variants of an operation (``src/dispatch.h``).
 
 An instruction is not faster because it is newer: ``vdpbf16ps`` makes bf16 prompts 1.8 times as fast on AMD's Zen 4, and
 slower on Intel's Emerald Rapids. So the order in which variants are tried depends on the CPU model:
@@ -15,7 +15,7 @@ before it in the default order only if it is faster by more than `CLEARLY`.
 
 from __future__ import annotations
 
-import ctypes as C
+import ctypes
 import hashlib
 import itertools
 import json
@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hybrid_backend.errors import ConfigError, WorkerError
 
@@ -34,8 +34,9 @@ VARIABLE = "HYBRID_KERNELS"
 CLEARLY = 1.1
 """Ratio of times above which the faster variant moves ahead."""
 PASSES, ROUNDS = 3, 2
-"""A start measures all its cases this often, and times each variant this often in each pass: another process that takes
-the core for some milliseconds then hits one pass of a variant, not all."""
+"""Passes over all cases at a start, and timings of each variant in a pass. So another process that takes the core for
+some
+milliseconds disturbs one pass of a variant, not all."""
 
 Reason = Literal["only", "known", "measured", "forced"]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -70,7 +71,7 @@ class CpuModel(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The variants of a case in the order in which they are tried, those that do not run on this CPU left out."""
+    """Variants of a case that run on this CPU, in the order in which they are tried."""
 
     case: Case
     order: tuple[str, ...]
@@ -97,7 +98,7 @@ KNOWN: tuple[tuple[str, str, int, range, tuple[str, ...]], ...] = (
 
 
 def this_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuModel:
-    """Read the CPU's model from Linux; empty and zeros where it does not say (aarch64)."""
+    """Read the CPU's model from Linux; empty and zeros where Linux does not report it (aarch64)."""
     try:
         lines = cpuinfo.read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -164,7 +165,7 @@ def forced_variants(value: str, variants: Mapping[str, Sequence[str]]) -> dict[s
         variants: of each operation, those that run on this machine.
 
     Raises:
-        ConfigError: a name that is unknown here.
+        ConfigError: a name that is unknown on this machine.
     """
     forced = {}
     for part in filter(None, (part.strip() for part in value.split(","))):
@@ -180,9 +181,9 @@ def forced_variants(value: str, variants: Mapping[str, Sequence[str]]) -> dict[s
 
 
 class Variants:
-    """The variants in a loaded library."""
+    """Variants in a loaded library."""
 
-    def __init__(self, library: C.CDLL, model_type: type[C.Structure]) -> None:
+    def __init__(self, library: ctypes.CDLL, model_type: Any) -> None:
         self._library, self._model_type = library, model_type
         self._names = {
             library.hb_operation_name(operation).decode(): [
@@ -201,7 +202,7 @@ class Variants:
     def running(self, case: Case) -> list[str]:
         """List the variants for a case that run on this CPU, in the default order."""
         if case not in self._running:
-            operation, model = self._operations.index(case.operation), C.byref(self._model(case))
+            operation, model = self._operations.index(case.operation), ctypes.byref(self._model(case))
             names = enumerate(self._names[case.operation])
             self._running[case] = [
                 name for index, name in names if self._library.hb_variant_runs(operation, index, model)
@@ -232,9 +233,9 @@ class Variants:
             WorkerError: the library refused.
         """
         names = self._names[case.operation]
-        seconds = (C.c_double * len(names))(*(math.nan if name in left_out else 0.0 for name in names))
+        seconds = (ctypes.c_double * len(names))(*(math.nan if name in left_out else 0.0 for name in names))
         operation, model = self._operations.index(case.operation), self._model(case)
-        if self._library.hb_measure_variants(operation, C.byref(model), rounds, seconds):
+        if self._library.hb_measure_variants(operation, ctypes.byref(model), rounds, seconds):
             raise WorkerError(f"native CPU kernel: {self._library.hb_last_error().decode()}")
         return {name: time for name, time in zip(names, seconds, strict=True) if not math.isnan(time)}
 
@@ -244,10 +245,10 @@ class Variants:
         numbers = [names.index(name) for name in _ahead(order, names)]
         model = self._model(case)
         self._library.hb_set_variant_order(
-            self._operations.index(case.operation), C.byref(model), (C.c_int * len(names))(*numbers)
+            self._operations.index(case.operation), ctypes.byref(model), (ctypes.c_int * len(names))(*numbers)
         )
 
-    def _model(self, case: Case) -> C.Structure:
+    def _model(self, case: Case) -> Any:
         dtype, scale = DTYPES.index(case.dtype), case.head_dim**-0.5
         return self._model_type(dtype, 1, case.group, case.head_dim, PAGE_SIZE, scale, 1.0)
 
@@ -263,7 +264,7 @@ def choose(variants: Variants, cpu: CpuModel, value: str, library: Path, folder:
         folder: where measurements are kept; None: nowhere.
 
     Raises:
-        ConfigError: ``value`` names what is unknown here.
+        ConfigError: ``value`` has a name that is unknown on this machine.
     """
     forced = forced_variants(value, variants.running_anywhere()) if value else {}
     choices, unknown = [], []
@@ -313,8 +314,10 @@ def _measured_orders(
 
 
 def _measure_orders(variants: Variants, cases: set[Case]) -> dict[Case, tuple[str, ...]]:
-    """Measure all variants but the portable one, which is several times slower than each that has a name of its own.
-    The shortest time of a variant in all passes counts."""
+    """Measure all variants but the portable one, which is several times slower than the others.
+
+    The shortest time of a variant in all passes counts.
+    """
     shortest: dict[Case, dict[str, float]] = {case: {} for case in sorted(cases)}
     for _ in range(PASSES):
         for case, times in shortest.items():

@@ -1,5 +1,6 @@
-"""The operations as Triton kernels: `operations` offers them, `signal` is how a stream asks the CPU and waits for it.
+"""The operations as Triton kernels (`operations`), and the flags between a stream and the CPU workers (`signal`).
 
-Nothing here synchronises or reads a tensor's values on the host, so every call can be captured in a CUDA graph: what
-varies from step to step lies in tensors. Each kernel also runs under Triton's interpreter, where the tests need no GPU.
+No function synchronises or reads a tensor's values on the host, so that a CUDA graph can capture every call: values
+that change from step to step lie in tensors. Each kernel also runs under Triton's interpreter, so the tests need no
+GPU.
 """

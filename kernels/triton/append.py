@@ -1,4 +1,4 @@
-"""New tokens: a decode step's in one pass into host page, frame and digest, a prompt's one by one; digests of pages."""
+"""Kernels that write new tokens to host pages, frames and digests, and that compute digests of pages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hybrid_backend.kernels.operations import digest_kind
 from hybrid_backend.kernels.triton import codes
 from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, byte_tail, inverse, kernel, rounded
 
-_TILE = 16  # tokens of a head that a program stores at a time: K and V of 128 channels in 16 bits are 8 KiB
+_TILE = 16  # tokens of a head that a program stores at once: K and V of 128 channels in 16 bits are 8 KiB
 
 
 @triton.jit
 def _store_digest(digests, item, high, low, d, DIM: tl.constexpr, TAIL: tl.constexpr):
-    """Of one page and KV head, ``item``: as they are, or in bytes (TAIL > 0: `byte_digests`)."""
+    """Store one KV head's digest of one page (``item``): maxima and minima, or bytes if TAIL > 0."""
     live = d < DIM
     if TAIL:
         to = digests + item * (2 * DIM + TAIL)
@@ -29,6 +29,7 @@ def _store_digest(digests, item, high, low, d, DIM: tl.constexpr, TAIL: tl.const
 
 @triton.jit
 def _store_bytes(to, scale_at, values, d, DIM: tl.constexpr):
+    """Store values as bytes at ``to``, and their scale at ``scale_at``."""
     values = tl.where((d < DIM) & (tl.abs(values) < float("inf")), values, 0.0)
     scale = tl.max(tl.abs(values), 0) / 127
     tl.store(to + d, (rounded(values * inverse(scale)) + 128).to(tl.uint8), mask=d < DIM)
@@ -49,20 +50,20 @@ def _append_kernel(key, value, host, frames, digests, pages, positions, requests
         live = d < DIM
         k = tl.load(key + row * key_stride + head * DIM + d, mask=live)
         v = tl.load(value + row * value_stride + head * DIM + d, mask=live)
-        at = ((page * KV_HEADS + head) * 2 * PAGE + offset) * DIM + d
-        tl.store(host + at, k, mask=live)
-        tl.store(host + at + PAGE * DIM, v, mask=live)
+        offsets = ((page * KV_HEADS + head) * 2 * PAGE + offset) * DIM + d
+        tl.store(host + offsets, k, mask=live)
+        tl.store(host + offsets + PAGE * DIM, v, mask=live)
         if HAS_FRAMES:
             entry = tl.load(requests + row).to(tl.int64) * columns + tl.load(positions + row) // PAGE
             frame = tl.load(frame_of + entry).to(tl.int64)
             if frame >= 0:
-                at = ((frame * KV_HEADS + head) * 2 * PAGE + offset) * DIM + d
-                tl.store(frames + at, k, mask=live)
-                tl.store(frames + at + PAGE * DIM, v, mask=live)
+                offsets = ((frame * KV_HEADS + head) * 2 * PAGE + offset) * DIM + d
+                tl.store(frames + offsets, k, mask=live)
+                tl.store(frames + offsets + PAGE * DIM, v, mask=live)
         if HAS_DIGESTS:
             new, item = k.to(tl.float32), page * KV_HEADS + head
             if TAIL:
-                if offset == PAGE - 1:  # whole now: its other keys are in its frame, or far
+                if offset == PAGE - 1:  # the page is whole now; its other keys are read from its frame if it has one
                     t = tl.arange(0, BLOCK_P)
                     before = (t < PAGE - 1)[:, None] & live[None, :]
                     key_at = t[:, None] * DIM + d[None, :]
@@ -78,7 +79,7 @@ def _append_kernel(key, value, host, frames, digests, pages, positions, requests
                     low = tl.minimum(new, tl.min(tl.where(before, keys, float("inf")), 0))
                     _store_digest(digests, item, high, low, d, DIM, TAIL)
             else:
-                begins = offset == 0  # whatever the page held before
+                begins = offset == 0  # a new page's old digest is ignored
                 to = digests + item * 2 * DIM + d
                 high, low = tl.load(to, mask=live).to(tl.float32), tl.load(to + DIM, mask=live).to(tl.float32)
                 high, low = tl.where(begins, new, tl.maximum(high, new)), tl.where(begins, new, tl.minimum(low, new))
@@ -107,8 +108,8 @@ def append_tokens(
 @kernel("key", "value", "host")
 def _store_kernel(key, value, host, pages, positions, tokens, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
                   DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    mine, programs, d = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK_D)
-    for item in range(mine, tl.cdiv(tokens, TILE) * KV_HEADS, programs):
+    program, programs, d = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK_D)
+    for item in range(program, tl.cdiv(tokens, TILE) * KV_HEADS, programs):
         head, t = item % KV_HEADS, item // KV_HEADS * TILE + tl.arange(0, TILE)
         page = tl.load(pages + t, mask=t < tokens, other=-1).to(tl.int64)
         offset = tl.load(positions + t, mask=t < tokens, other=0) % PAGE
@@ -133,9 +134,9 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
 def _extend_kernel(key, digests, pages, key_stride, tokens, first, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
                    DIM: tl.constexpr, TAIL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)
-    at, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    live, t = d < DIM, i * PAGE - first + at
-    inside = ((at < PAGE) & (t >= 0) & (t < tokens))[:, None] & live[None, :]
+    slot, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
+    live, t = d < DIM, i * PAGE - first + slot
+    inside = ((slot < PAGE) & (t >= 0) & (t < tokens))[:, None] & live[None, :]
     keys = tl.load(key + t[:, None].to(tl.int64) * key_stride + head * DIM + d[None, :], mask=inside, other=0.0)
     keys = keys.to(tl.float32)
     high = tl.max(tl.where(inside, keys, float("-inf")), 0)
@@ -143,9 +144,9 @@ def _extend_kernel(key, digests, pages, key_stride, tokens, first, KV_HEADS: tl.
     item = tl.load(pages + i).to(tl.int64) * KV_HEADS + head
     if not TAIL:
         to = digests + item * 2 * DIM + d
-        held = live & (i == 0) & (first > 0)  # of a page that began before
-        high = tl.maximum(high, tl.load(to, mask=held, other=float("-inf")).to(tl.float32))
-        low = tl.minimum(low, tl.load(to + DIM, mask=held, other=float("inf")).to(tl.float32))
+        is_older = live & (i == 0) & (first > 0)  # the first page began in an earlier chunk
+        high = tl.maximum(high, tl.load(to, mask=is_older, other=float("-inf")).to(tl.float32))
+        low = tl.minimum(low, tl.load(to + DIM, mask=is_older, other=float("inf")).to(tl.float32))
     _store_digest(digests, item, high, low, d, DIM, TAIL)
 
 
@@ -171,8 +172,8 @@ def _build_kernel(kv, digests, pages, tokens, KV_HEADS: tl.constexpr, PAGE: tl.c
     if (page >= 0) & (count >= (PAGE if TAIL else 1)):
         t, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
         written = (t < count)[:, None] & (d < DIM)[None, :]
-        at = (page * KV_HEADS + head) * 2 * PAGE * DIM + t[:, None] * DIM + d[None, :]
-        keys = tl.load(kv + at, mask=written, other=0.0).to(tl.float32)
+        offsets = (page * KV_HEADS + head) * 2 * PAGE * DIM + t[:, None] * DIM + d[None, :]
+        keys = tl.load(kv + offsets, mask=written, other=0.0).to(tl.float32)
         high = tl.max(tl.where(written, keys, float("-inf")), 0)
         low = tl.min(tl.where(written, keys, float("inf")), 0)
         _store_digest(digests, page * KV_HEADS + head, high, low, d, DIM, TAIL)

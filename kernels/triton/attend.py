@@ -1,4 +1,4 @@
-"""Attention of a decode step: partials over listed pages, the weights that they are made of, and the exact merge."""
+"""Attention of a decode step: partials over listed pages, averages of attention weights, and the exact merge."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from hybrid_backend.kernels.triton.common import dot, group_block, kernel, precision_of
 
-_TILE = 64  # tokens of K and V that a program holds at a time
+_TILE = 64  # tokens of K and V that a program holds at once
 _MAX_PARTS = 32
-_BUSY = 0.85  # share of the processors' time that is worth no further part
+_BUSY = 0.85  # busy share of the processors' time above which lists are not cut further
 
 
 @triton.jit
 def _tile_of_keys(kv, ids, first, count, head, PAGE: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr,
                   TILE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Offsets of the K rows of the listed tokens ``first .. first + TILE``, and which of them count."""
+    """Return the offsets of the K rows of the tokens ``first .. first + TILE``, and the masks of listed tokens."""
     token = first + tl.arange(0, TILE)
     listed = token < count
     page = tl.load(ids + token // PAGE, mask=listed, other=0).to(tl.int64)
@@ -27,7 +27,7 @@ def _tile_of_keys(kv, ids, first, count, head, PAGE: tl.constexpr, DIM: tl.const
 
 
 @kernel("q", "kv", "out")
-def _partial_kernel(q, kv, ids, tokens, out, lse, scale, row_stride, list_stride, parts,
+def _partial_kernel(q, kv, ids, tokens, out, lse, scale, row_stride, list_stride, num_parts,
                     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
                     PER_HEAD: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
                     PRECISION: tl.constexpr):  # fmt: skip
@@ -36,7 +36,7 @@ def _partial_kernel(q, kv, ids, tokens, out, lse, scale, row_stride, list_stride
     if PER_HEAD:
         ids += head * list_stride
     count = tl.load(tokens + (row * KV_HEADS + head if PER_HEAD else row))
-    share = tl.cdiv(tl.cdiv(count, TILE), parts) * TILE
+    share = tl.cdiv(tl.cdiv(count, TILE), num_parts) * TILE
     first = part * share
     end = tl.minimum(first + share, count)
 
@@ -48,24 +48,24 @@ def _partial_kernel(q, kv, ids, tokens, out, lse, scale, row_stride, list_stride
     total = tl.zeros([BLOCK_G], tl.float32)
     sums = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(first, end, TILE):
-        at, listed, mask = _tile_of_keys(kv, ids, start, end, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D)
-        keys = tl.load(kv + at, mask=mask, other=0.0)
+        offsets, listed, mask = _tile_of_keys(kv, ids, start, end, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D)
+        keys = tl.load(kv + offsets, mask=mask, other=0.0)
         logits = dot(query, tl.trans(keys), PRECISION) * (scale * 1.4426950408889634)
         logits = tl.where(listed[None, :], logits, float("-inf"))
         new = tl.maximum(highest, tl.max(logits, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # every logit -inf so far: no NaN
+        base = tl.where(new == float("-inf"), 0.0, new)  # avoids NaN while every logit is -inf
         weights = tl.exp2(logits - base[:, None])
         shrink = tl.exp2(highest - base)
-        values = tl.load(kv + at + PAGE * DIM, mask=mask, other=0.0)
+        values = tl.load(kv + offsets + PAGE * DIM, mask=mask, other=0.0)
         sums = sums * shrink[:, None] + dot(weights.to(values.dtype), values, PRECISION)
         total = total * shrink + tl.sum(weights, 1)
         highest = new
     some = total > 0
     sums = sums / tl.where(some, total, 1.0)[:, None]
-    found = tl.where(some, highest * 0.6931471805599453 + tl.log(tl.where(some, total, 1.0)), float("-inf"))
-    to = heads * parts + part
+    part_lse = tl.where(some, highest * 0.6931471805599453 + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+    to = heads * num_parts + part
     tl.store(out + to[:, None] * DIM + d[None, :], sums, mask=live)
-    tl.store(lse + to, found, mask=g < GROUP)
+    tl.store(lse + to, part_lse, mask=g < GROUP)
 
 
 @kernel("q", "kv")
@@ -81,8 +81,8 @@ def _weights_kernel(q, kv, ids, places, tokens, lse, average, scale, alpha, row_
         heads = row * KV_HEADS * GROUP + head * GROUP + g
         live = (g < GROUP)[:, None] & (d < DIM)[None, :]
         query = tl.load(q + heads[:, None] * DIM + d[None, :], mask=live, other=0.0)
-        at, listed, mask = _tile_of_keys(kv, ids, first, count, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D)
-        keys = tl.load(kv + at, mask=mask, other=0.0)
+        offsets, listed, mask = _tile_of_keys(kv, ids, first, count, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D)
+        keys = tl.load(kv + offsets, mask=mask, other=0.0)
         logits = dot(query, tl.trans(keys), PRECISION) * scale
         shares = tl.exp(logits - tl.load(lse + heads, mask=g < GROUP, other=0.0)[:, None])
         shares = tl.where((g < GROUP)[:, None], shares, 0.0)
@@ -95,26 +95,26 @@ def _weights_kernel(q, kv, ids, places, tokens, lse, average, scale, alpha, row_
 
 def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> int:
     lists, most = max(1, rows * kv_heads), max(1, min(_MAX_PARTS, -(-most_tokens // (4 * _TILE))))
-    for parts in range(1, most):
-        programs = lists * parts
-        # A processor with one program more than another has the others wait for it.
+    for num_parts in range(1, most):
+        programs = lists * num_parts
+        # All processors wait for the one that has most programs.
         busy = programs / (-(-programs // processors) * processors)
         if programs >= 2 * processors and busy >= _BUSY:
-            return parts
+            return num_parts
     return most
 
 
 def paged_partial(
-    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, parts: int = 1
+    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1
 ) -> tuple[Tensor, Tensor]:
     rows, heads, dim = q.shape
     kv_heads, page_size = kv.shape[1], kv.shape[3]
-    out = q.new_empty(rows, heads, parts, dim, dtype=torch.float32)
-    lse = q.new_empty(rows, heads, parts, dtype=torch.float32)
+    out = q.new_empty(rows, heads, num_parts, dim, dtype=torch.float32)
+    lse = q.new_empty(rows, heads, num_parts, dtype=torch.float32)
     if rows:
         group = heads // kv_heads
-        _partial_kernel[(rows, kv_heads, parts)](
-            q, kv, ids, tokens, out, lse, scale, ids.stride(0), ids.stride(1), parts,
+        _partial_kernel[(rows, kv_heads, num_parts)](
+            q, kv, ids, tokens, out, lse, scale, ids.stride(0), ids.stride(1), num_parts,
             kv_heads, group, page_size, dim, ids.shape[1] > 1, _TILE,
             group_block(group), triton.next_power_of_2(dim), precision_of(q.dtype),
         )  # fmt: skip
@@ -137,50 +137,51 @@ def page_weights(
         )  # fmt: skip
 
 
-@kernel("out", "other_out", "merged")
-def _merge_kernel(out, lse, other_out, other_lse, sinks, merged, merged_lse, heads, parts, DIM: tl.constexpr,
-                  BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, HAS_OTHER: tl.constexpr,
+@kernel("out", "extra_out", "merged")
+def _merge_kernel(out, lse, extra_out, extra_lse, sinks, merged, merged_lse, heads, num_parts, DIM: tl.constexpr,
+                  BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, HAS_EXTRA: tl.constexpr,
                   HAS_SINKS: tl.constexpr):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64)  # a row's head
+    item = tl.program_id(0).to(tl.int64)  # one query head of one row
     p, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
     live = d < DIM
-    each = tl.load(lse + at * parts + p, mask=p < parts, other=float("-inf"))
-    highest = tl.max(each, 0)
-    if HAS_OTHER:
-        other = tl.load(other_lse + at)
-        highest = tl.maximum(highest, other)
+    part_lse = tl.load(lse + item * num_parts + p, mask=p < num_parts, other=float("-inf"))
+    highest = tl.max(part_lse, 0)
+    if HAS_EXTRA:
+        extra = tl.load(extra_lse + item)
+        highest = tl.maximum(highest, extra)
     if HAS_SINKS:
-        sink = tl.load(sinks + at % heads)
+        sink = tl.load(sinks + item % heads)
         highest = tl.maximum(highest, sink)
-    base = tl.where(highest == float("-inf"), 0.0, highest)  # nothing anywhere: out 0, lse -inf, no NaN
-    weights = tl.exp(each - base)
+    base = tl.where(highest == float("-inf"), 0.0, highest)  # avoids NaN where all partials are empty
+    weights = tl.exp(part_lse - base)
     total = tl.sum(weights, 0)
-    values = tl.load(out + (at * parts + p)[:, None] * DIM + d[None, :],
-                     mask=(p < parts)[:, None] & live[None, :], other=0.0)  # fmt: skip
+    values = tl.load(out + (item * num_parts + p)[:, None] * DIM + d[None, :],
+                     mask=(p < num_parts)[:, None] & live[None, :], other=0.0)  # fmt: skip
     result = tl.sum(weights[:, None] * values.to(tl.float32), 0)
-    if HAS_OTHER:
-        weight = tl.exp(other - base)
+    if HAS_EXTRA:
+        weight = tl.exp(extra - base)
         total += weight
-        # What lies there where the partial is empty is not read: the bus has better to do.
-        there = d < tl.where(other == float("-inf"), 0, DIM)
-        result += weight * tl.load(other_out + at * DIM + d, mask=there, other=0.0).to(tl.float32)
+        # An empty partial is not read, which saves bandwidth of the bus.
+        inside = d < tl.where(extra == float("-inf"), 0, DIM)
+        result += weight * tl.load(extra_out + item * DIM + d, mask=inside, other=0.0).to(tl.float32)
     if HAS_SINKS:  # a key without a value
         total += tl.exp(sink - base)
     some = total > 0
     result = tl.where(some, result / tl.where(some, total, 1.0), 0.0)
-    tl.store(merged + at * DIM + d, result.to(merged.dtype.element_ty), mask=live)
-    tl.store(merged_lse + at, tl.where(some, base + tl.log(tl.where(some, total, 1.0)), float("-inf")))
+    tl.store(merged + item * DIM + d, result.to(merged.dtype.element_ty), mask=live)
+    tl.store(merged_lse + item, tl.where(some, base + tl.log(tl.where(some, total, 1.0)), float("-inf")))
 
 
 def merge_partials(
-    out: Tensor, lse: Tensor, other: tuple[Tensor, Tensor] | None = None,
+    out: Tensor, lse: Tensor, extra_partial: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rows, heads, parts, dim = out.shape
+    rows, heads, num_parts, dim = out.shape
     merged = out.new_empty(rows, heads, dim, dtype=dtype) if into is None else into, lse.new_empty(rows, heads)
     if rows:
         _merge_kernel[(rows * heads,)](
-            out, lse, *(other or (None, None)), sinks, *merged, heads, parts,
-            dim, triton.next_power_of_2(dim), triton.next_power_of_2(parts), other is not None, sinks is not None,
+            out, lse, *(extra_partial or (None, None)), sinks, *merged, heads, num_parts,
+            dim, triton.next_power_of_2(dim), triton.next_power_of_2(num_parts), extra_partial is not None,
+            sinks is not None,
         )  # fmt: skip
     return merged

@@ -1,4 +1,4 @@
-"""Digests in codes (`kernels.codes`): made from whole pages, and scored."""
+"""Digests in codes (`kernels.codes`): encoded from whole pages, and scored."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ def _encode_kernel(keys, digests, rotation, pages, counts, page_stride, head_str
         whole = rounded(middle * inverse(step))
         row = digests + (page * KV_HEADS + head) * 4 * DIM
         tl.store(row + d, (whole + 128).to(tl.uint8), mask=d < DIM)
-        tl.debug_barrier()  # they are read below, in parts: all channels at once do not fit the registers
+        tl.debug_barrier()  # the bytes are read again below in chunks, since all channels do not fit the registers
         rest = tl.where(inside, key - (whole * step)[None, :], 0.0)
-        size = tl.sqrt(tl.sum(rest * rest, 1) / DIM)  # a rotation keeps it
+        size = tl.sqrt(tl.sum(rest * rest, 1) / DIM)  # a rotation does not change the size
         projected = tl.zeros([BLOCK_P], tl.float32)
         norm = tl.zeros([BLOCK_P], tl.float32)
         packed = tl.zeros([BLOCK_P, BLOCK_L], tl.float32)
-        for start in range(0, CODED, CHUNK):  # of rotated channels
+        for start in range(0, CODED, CHUNK):  # rotated channels
             c = start + tl.arange(0, CHUNK)
             is_fine, is_coded = (c < FINE)[None, :], (c < CODED)[None, :]
             y = tl.zeros([BLOCK_P, CHUNK], tl.float32)
             for from_channel in range(0, DIM, PART):
                 p = from_channel + tl.arange(0, PART)
-                there = (t < PAGE)[:, None] & (p < DIM)[None, :]
-                part = tl.load(first + line + p[None, :], mask=there, other=0.0).to(tl.float32)
+                is_loaded = (t < PAGE)[:, None] & (p < DIM)[None, :]
+                part = tl.load(first + line + p[None, :], mask=is_loaded, other=0.0).to(tl.float32)
                 part = tl.where(tl.abs(part) < LARGEST, part, 0.0)
                 centre = step * (tl.load(row + p, mask=p < DIM, other=128).to(tl.float32) - 128)
-                part = tl.where(there, part - centre[None, :], 0.0)
+                part = tl.where(is_loaded, part - centre[None, :], 0.0)
                 turn = tl.load(rotation + p[:, None] * DIM + c[None, :], mask=(p < DIM)[:, None] & is_coded, other=0.0)
                 y += tl.dot(part, turn, input_precision="tf32x3")
             positive, outer = y >= 0, tl.abs(y) > EDGE * size[:, None]
             level = tl.where(is_fine, tl.where(outer, OUTER, INNER), tl.where(is_coded, COARSE, 0.0))
             projected += tl.sum(tl.abs(y) * level, 1)
             norm += tl.sum(level * level, 1)
-            # A byte is a sum of its channels' bits, each at its place: a product with powers of two, which is exact.
+            # A byte is the sum of its channels' shifted bits, so the product with powers of two is exact.
             sign = positive.to(tl.int32)
             bits = tl.where(is_fine, 2 * sign + (outer == positive).to(tl.int32), sign)
             code = tl.where(c < FINE, c // 2, FINE // 2 + (c - FINE) // 4)
@@ -89,31 +89,32 @@ def _estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops
                     PLANES: tl.constexpr, FINE: tl.constexpr, CODED: tl.constexpr, INNER: tl.constexpr,
                     OUTER: tl.constexpr, COARSE: tl.constexpr, HEADER: tl.constexpr, TILE: tl.constexpr,
                     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """`scores._score_kernel` of codes; ``turned``: the rotated queries in fp32."""
+    """Score pages like `scores._score_kernel`, by codes; ``turned`` has the rotated queries in fp32."""
     row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     pages = tl.load(num_pages + row)
     heads = KV_HEADS * GROUP
     g, t, d, column = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
-    mine = row * heads + head * GROUP + g
+    query_head = row * heads + head * GROUP + g
     if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
-        asked = (g < GROUP)[:, None] & (d < DIM)[None, :]
-        query = tl.load(q + mine[:, None] * DIM + d[None, :], mask=asked, other=0.0).to(tl.float32)
-        rotated = tl.load(turned + mine[:, None] * DIM + d[None, :], mask=asked, other=0.0)
+        inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
+        query = tl.load(q + query_head[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        rotated = tl.load(turned + query_head[:, None] * DIM + d[None, :], mask=inside, other=0.0)
         spread = 0.5 * distortion * scale * scale * tl.sum(query * query, 1)
         is_fine = (d < FINE)[None, :]
         code = tl.where(d < FINE, d // 2, FINE // 2 + (d - FINE) // 4)
         shift = (4 * (code % 2) + tl.where(d < FINE, 2 * (d % 2), (d - FINE) % 4))[None, :]
         token = t // 16 * 16 * PLANES + t % 16
-        found = tl.full([BLOCK_G, TILE], float("-inf"), tl.float32)
+        estimates = tl.full([BLOCK_G, TILE], float("-inf"), tl.float32)
         for i in range(0, tl.minimum(TILE, pages - tile * TILE)):
             page = tl.load(table + row * stride + tile * TILE + i).to(tl.int64)
-            at = digests + (page * KV_HEADS + head) * 4 * DIM
-            numbers = (at + DIM).to(tl.pointer_type(tl.float32))
-            middle = (tl.load(at + d, mask=d < DIM, other=128).to(tl.float32) - 128) * tl.load(numbers)
+            row_start = digests + (page * KV_HEADS + head) * 4 * DIM
+            numbers = (row_start + DIM).to(tl.pointer_type(tl.float32))
+            middle = (tl.load(row_start + d, mask=d < DIM, other=128).to(tl.float32) - 128) * tl.load(numbers)
             base = scale * tl.sum(query * middle[None, :], 1)
-            scales = tl.load(at + DIM + HEADER + t, mask=t < PAGE, other=0).to(tl.float32) * tl.load(numbers + 2)
+            scales = tl.load(row_start + DIM + HEADER + t, mask=t < PAGE, other=0).to(tl.float32) * tl.load(numbers + 2)
             coded = (t < PAGE)[:, None] & (d < CODED)[None, :]
-            byte = tl.load(at + DIM + HEADER + PAGE + token[:, None] + 16 * (code // 2)[None, :], mask=coded, other=0)
+            planes = row_start + DIM + HEADER + PAGE
+            byte = tl.load(planes + token[:, None] + 16 * (code // 2)[None, :], mask=coded, other=0)
             bits = byte.to(tl.int32) >> shift
             outer = (bits & 3 == 0) | (bits & 3 == 3)
             positive = tl.where(is_fine, bits & 2, bits & 1) > 0
@@ -124,24 +125,28 @@ def _estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops
             logit = tl.where((t < PAGE)[None, :], logit, float("-inf"))
             top = tl.max(logit, 1)
             total = top + tl.log(tl.sum(tl.exp(logit - top[:, None]), 1))
-            found = tl.where((column == i)[None, :], total[:, None], found)
+            estimates = tl.where((column == i)[None, :], total[:, None], estimates)
         column += tile * TILE
         listed = column < pages
-        tl.store(logits + mine[:, None] * columns + column[None, :], found / scale,
+        tl.store(logits + query_head[:, None] * columns + column[None, :], estimates / scale,
                  mask=(g < GROUP)[:, None] & listed[None, :])  # fmt: skip
-        shared = tl.where((column < pages - 1)[None, :], found, float("-inf"))
+        shared = tl.where((column < pages - 1)[None, :], estimates, float("-inf"))
         top = tl.max(shared, 1)
-        tl.store(tops + mine * tiles + tile, top, mask=g < GROUP)
+        tl.store(tops + query_head * tiles + tile, top, mask=g < GROUP)
         base = tl.where(top == float("-inf"), 0.0, top)
-        tl.store(sums + mine * tiles + tile, tl.sum(tl.exp(shared - base[:, None]), 1), mask=g < GROUP)
+        tl.store(sums + query_head * tiles + tile, tl.sum(tl.exp(shared - base[:, None]), 1), mask=g < GROUP)
 
 
 def encode(keys: Tensor, digests: Tensor, pages: Tensor, counts: Tensor | None = None, appended: bool = False) -> None:
-    """Codes of those of ``pages`` that are whole: ``counts`` are their tokens, or (``appended``) the position of the
-    one that was just written. Without them ``keys`` are of whole pages, those of ``pages`` in order.
+    """Encode the digests of whole pages.
 
     Args:
-        keys: ``[pages, kv_heads, page_size, head_dim]`` with contiguous channels.
+        keys: ``[pages, kv_heads, page_size, head_dim]`` with contiguous channels: all pages of the layer. Without
+            ``counts`` only the keys of ``pages``, in order.
+        digests: ``[pages, kv_heads, 4 * head_dim]`` uint8, updated in place.
+        pages: ``[n]`` int32; -1: no page.
+        counts: ``[n]`` int32 tokens of each page; pages that are not whole are skipped. None: all pages are whole.
+        appended: ``counts`` has the position of the token that was just written instead.
     """
     _, kv_heads, page_size, dim = keys.shape
     layout = codes.Layout(page_size, dim)
@@ -159,7 +164,7 @@ def estimate(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, logits: Tensor, tops: Tensor,
     sums: Tensor, scale: float, page_size: int, tile: int,
 ) -> None:  # fmt: skip
-    """What `scores._score_kernel` writes, from codes."""
+    """Fill ``logits``, ``tops`` and ``sums`` like `scores._score_kernel`, by codes."""
     rows, heads, dim = q.shape
     kv_heads, tiles = digests.shape[1], tops.shape[2]
     layout = codes.Layout(page_size, dim)

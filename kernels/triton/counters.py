@@ -1,7 +1,7 @@
-"""What the kernels of a step count by themselves, so that nobody reads lists back to count them.
+"""Columns of a layer's counters for kernels, and the device's clock.
 
-A layer's counters are one row ``[len(Counters._fields)]`` int64 on the device, each added to by whichever kernel knows
-the number anyway. A kernel that is given none counts nothing.
+A layer's counters are a row ``[len(Counters._fields)]`` int64 on the device (`operations.Counters`). The kernel that
+knows a number adds it, so that the host reads no list back. A kernel without counters counts nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hybrid_backend.kernels.operations import Counters
 if triton.knobs.runtime.interpret:
 
     def clock() -> Any:
-        """The host's, on which the interpreter runs."""
+        """Read the host's clock in nanoseconds, because the interpreter runs on the host."""
         return tl.full([], time.perf_counter_ns(), tl.int64)
 
 else:
 
     @triton.jit
     def clock() -> Any:
-        """Nanoseconds, the same on all of the device."""
+        """Read the clock in nanoseconds, which is the same on the whole device."""
         return cuda.globaltimer()

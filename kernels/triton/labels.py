@@ -1,4 +1,4 @@
-"""CLO's lookup: is what each KV head has cached still the answer to this query?"""
+"""CLO's lookup: similarity of each KV head's query and the query that selected its cached pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid_backend.kernels.triton.counters import HITS, LOOKUPS
 
 @triton.jit
 def _scaled(x):
-    """Rows in fp32 over their largest magnitudes, so that no square overflows or vanishes."""
+    """Divide rows by their largest magnitude, in fp32, so that no square overflows or vanishes."""
     x = x.to(tl.float32)
     top = tl.max(tl.abs(x), 1)
     return x / tl.where(top > 0, top, 1.0)[:, None]
@@ -28,27 +28,27 @@ def _match_kernel(q, labels, weights, thresholds, requests, num_pages, budgets, 
     miss = tl.zeros([], tl.int32)
     if (tl.load(budgets + row) < tl.load(num_pages + row)) & (threshold != float("-inf")):
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-        at = (head * GROUP + g)[:, None] * DIM + d[None, :]
+        offsets = (head * GROUP + g)[:, None] * DIM + d[None, :]
         inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
-        known = labels + tl.load(requests + row).to(tl.int64) * KV_HEADS * GROUP * DIM + at
-        query = tl.load(q + row * KV_HEADS * GROUP * DIM + at, mask=inside, other=0.0)
-        x, label = _scaled(query), _scaled(tl.load(known, mask=inside, other=0.0))
+        label_rows = labels + tl.load(requests + row).to(tl.int64) * KV_HEADS * GROUP * DIM + offsets
+        query = tl.load(q + row * KV_HEADS * GROUP * DIM + offsets, mask=inside, other=0.0)
+        x, label = _scaled(query), _scaled(tl.load(label_rows, mask=inside, other=0.0))
         of_label = tl.sum(label * label, 1)
         lengths = tl.sqrt_rn(tl.sum(x * x, 1) * of_label)
         similar = tl.where(lengths == 0, 0.0, tl.div_rn(tl.sum(x * label, 1), tl.where(lengths == 0, 1.0, lengths)))
 
         s = tl.load(weights + head * GROUP + g, mask=g < GROUP, other=0.0)
         s = tl.where(tl.max(s, 0) > 0, s, (g < GROUP).to(tl.float32))
-        found = tl.min(tl.where(s > 0, similar, float("inf")), 0)
+        similarity = tl.min(tl.where(s > 0, similar, float("inf")), 0)
         if HARMONIC:
             inverse = tl.sum(tl.div_rn(s, tl.where(similar > 0, similar, 1.0)), 0)
-            found = tl.where(found > 0, tl.div_rn(tl.sum(s, 0), inverse), found)
+            similarity = tl.where(similarity > 0, tl.div_rn(tl.sum(s, 0), inverse), similarity)
         odd = tl.sum((similar != similar).to(tl.int32), 0)
-        hit = (found >= threshold) & (odd == 0) & (tl.sum(of_label, 0) != 0)
+        hit = (similarity >= threshold) & (odd == 0) & (tl.sum(of_label, 0) != 0)
         miss += 1 - hit.to(tl.int32)
-        tl.debug_barrier()  # warps may hold the same elements: all have read the label before one overwrites it
+        tl.debug_barrier()  # warps share elements: all have read the label before one overwrites it
         if miss > 0:
-            tl.store(known, query, mask=inside)
+            tl.store(label_rows, query, mask=inside)
         if counters is not None:
             tl.atomic_add(counters + LOOKUPS, tl.full([], 1, tl.int64), sem="relaxed")
             tl.atomic_add(counters + HITS, hit.to(tl.int64), sem="relaxed")

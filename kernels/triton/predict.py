@@ -1,5 +1,7 @@
-"""A predicted query in three launches: the norm of the residual stream, a product that PyTorch does, and what happens
-to each head between that and the attention. Accumulated in fp32; rounded to the model's dtype where engines round."""
+"""Prediction of a query in three launches: norm of the residual stream, PyTorch's projection, norm and rotation.
+
+Kernels accumulate in fp32, and round to the model's dtype where engines round.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,29 @@ from torch import Tensor
 
 from hybrid_backend.kernels.triton.common import kernel
 
-_TILE = 512  # elements of whole heads that a program takes
+_TILE = 512  # elements of whole heads that a program holds
 
 
 class RmsNorm(NamedTuple):
-    """``x / rms(x) * weight``, over the elements that there are weights for."""
+    """RMS norm ``x / rms(x) * weight`` over groups of as many elements as there are weights."""
 
-    weight: Tensor  # [n], of any type
-    epsilon: float  # added to the mean square
-    adds_one: bool  # to the weight, as Gemma does
+    weight: Tensor
+    """``[n]``, any dtype."""
+    epsilon: float
+    """Number that is added to the mean square."""
+    adds_one: bool
+    """The weight is ``1 + weight``, as in Gemma."""
 
 
 class Rotation(NamedTuple):
-    """Rotary embedding (RoFormer, arXiv 2104.09864) of the first elements of each head; the others stay."""
+    """Rotary embedding (RoFormer, arXiv 2104.09864) of each head's first elements; the other elements stay."""
 
-    positions: Tensor  # [rows] int32 or int64
-    cos_sin: Tensor  # [positions, elements that turn], contiguous, of any type: cosines, then as many sines
-    is_neox: bool  # the halves of what turns are pairs; else neighbours are
+    positions: Tensor
+    """``[rows]`` int32 or int64."""
+    cos_sin: Tensor
+    """``[positions, rotated elements]``, contiguous, any dtype: cosines, then as many sines."""
+    is_neox: bool
+    """Element i of the first half and of the second half are a pair; otherwise neighbours are."""
 
 
 @kernel("hidden", "residual", "weight", "out", "hidden_stride", "residual_stride")
@@ -48,10 +56,12 @@ def _stream_kernel(hidden, residual, weight, out, epsilon, hidden_stride, residu
 
 
 def normed_stream(hidden: Tensor, residual: Tensor | None, norm: RmsNorm) -> Tensor:
-    """The norm of hidden states, or of their sum with the residual, which is rounded first.
+    """Normalize hidden states, or their sum with the residual, which is rounded first.
 
     Args:
-        hidden, residual: ``[rows, hidden]``, rows of any stride.
+        hidden: ``[rows, hidden]``, any row stride.
+        residual: like ``hidden``; None: there is none.
+        norm: RMS norm of the hidden size.
 
     Returns:
         ``[rows, hidden]`` in the dtype of ``hidden``.
@@ -70,9 +80,9 @@ def normed_stream(hidden: Tensor, residual: Tensor | None, norm: RmsNorm) -> Ten
 
 
 @triton.jit
-def _weighted(x, inverse, weight, at, live, ADDS_ONE: tl.constexpr, KIND: tl.constexpr):
-    """The norm's output, rounded."""
-    w = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
+def _weighted(x, inverse, weight, index, live, ADDS_ONE: tl.constexpr, KIND: tl.constexpr):
+    """Return the norm's rounded output."""
+    w = tl.load(weight + index, mask=live, other=0.0).to(tl.float32)
     if ADDS_ONE:
         w += 1.0
     return (x * inverse * w).to(KIND).to(tl.float32)
@@ -98,30 +108,31 @@ def _queries_kernel(q, weight, positions, cos_sin, out, epsilon, HEADS: tl.const
     if TURNED > 0:
         if NEOX:
             is_first, angle = d < TURNED // 2, d % (TURNED // 2)
-            other = tl.where(is_first, d + TURNED // 2, d - TURNED // 2)
+            partner = tl.where(is_first, d + TURNED // 2, d - TURNED // 2)
         else:
-            is_first, angle, other = d % 2 == 0, d // 2, d ^ 1
+            is_first, angle, partner = d % 2 == 0, d // 2, d ^ 1
         turns = d < TURNED
         paired = live & turns[None, :]
-        y = tl.load(q + first[:, None] + other[None, :], mask=paired, other=0.0).to(tl.float32)
+        y = tl.load(q + first[:, None] + partner[None, :], mask=paired, other=0.0).to(tl.float32)
         if weight is not None:
-            y = _weighted(y, inverse, weight, weights + other[None, :], paired, ADDS_ONE, kind)
-        at = cos_sin + tl.load(positions + row).to(tl.int64) * TURNED + angle
-        cos = tl.load(at, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(at + TURNED // 2, mask=turns, other=0.0).to(tl.float32)
+            y = _weighted(y, inverse, weight, weights + partner[None, :], paired, ADDS_ONE, kind)
+        table_row = cos_sin + tl.load(positions + row).to(tl.int64) * TURNED + angle
+        cos = tl.load(table_row, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(table_row + TURNED // 2, mask=turns, other=0.0).to(tl.float32)
         x = x * cos[None, :] + tl.where(is_first[None, :], -y, y) * sin[None, :]
     tl.store(out + first[:, None] + d[None, :], x.to(kind), mask=live)
 
 
 def finished_queries(q: Tensor, norm: RmsNorm | None, rotation: Rotation | None) -> Tensor:
-    """Projected queries as the attention sees them: normed, then turned.
+    """Normalize and rotate projected queries, as the attention gets them.
 
     Args:
         q: ``[rows, heads, head_dim]``, contiguous.
-        norm: of each head by itself (``[head_dim]`` weights) or of all together (``[heads * head_dim]``).
+        norm: RMS norm of each head (``[head_dim]`` weights) or of all heads together (``[heads * head_dim]``), or None.
+        rotation: rotary embedding, or None.
 
     Returns:
-        ``[rows, heads, head_dim]``; ``q`` itself if there is nothing to do.
+        ``[rows, heads, head_dim]``; ``q`` itself without norm and rotation.
     """
     rows, heads, dim = q.shape
     if not rows or (norm is None and rotation is None):

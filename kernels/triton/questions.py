@@ -1,7 +1,7 @@
-"""Questions to the CPU that are answered some steps later: one at a time of each request, about any layer.
+"""Questions to the CPU that are answered some steps later: one at a time for each request, about any layer.
 
-Asked and taken by kernels in the stream, so that a captured graph replays them: the numbers of the questions lie on the
-device, whatever must be known of a row is read there, and nobody waits unless told to.
+Kernels in the stream ask the questions and take the answers, so that a captured graph replays them. The numbers of the
+questions and all values that vary by row lie on the device. The stream waits for answers only on demand.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from hybrid_backend.kernels.triton.common import kernel
 from hybrid_backend.kernels.triton.counters import clock
 from hybrid_backend.kernels.triton.signal import look, raise_flag
 
-_MOST = 2048  # numbers that a program's one warp moves at a time
+_MOST = 2048  # numbers that a program's one warp moves at once
 
 
 @kernel("box_q", "q")
-def _ask_rows_kernel(box_q, box_ids, box_counts, box_layer, asked, q, table, listed, requests, wanted, position,
+def _ask_rows_kernel(box_q, box_ids, box_counts, box_layer, asked_flags, q, table, listed, requests, row_mask, position,
                      numbers, table_stride, CAPACITY: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr,
                      REAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(wanted + row) != 0:
+    if tl.load(row_mask + row) != 0:
         request, i = tl.load(requests + row).to(tl.int64), tl.arange(0, BLOCK)
         for first in range(0, WIDTH, BLOCK):
             mask = first + i < WIDTH
@@ -34,21 +34,21 @@ def _ask_rows_kernel(box_q, box_ids, box_counts, box_layer, asked, q, table, lis
             mask = first + i < tl.minimum(pages, CAPACITY)
             page = tl.load(table + row * table_stride + first + i, mask=mask)
             tl.store(box_ids + request * CAPACITY + first + i, page, mask=mask)
-        tl.store(box_counts + request, pages)  # more than there is room for: the workers refuse it
+        tl.store(box_counts + request, pages)  # the workers refuse more pages than the box has room for
         tl.store(box_layer + request, position)
         number = tl.load(numbers + request) + 1
-        tl.debug_barrier()  # all threads have written, and read the number, before any goes on
+        tl.debug_barrier()  # all threads have written, and have read the number, before it changes
         tl.store(numbers + request, number)
-        raise_flag(asked + request * LINE, number, REAL)
+        raise_flag(asked_flags + request * LINE, number, REAL)
 
 
 @kernel("box_out", "out")
-def _take_rows_kernel(box_out, box_lse, answered, failed, requests, wanted, numbers, out, lse, ready, waited,
+def _take_rows_kernel(box_out, box_lse, answered, failed, requests, row_mask, numbers, out, lse, ready, waited,
                       time_left, STEPS: tl.constexpr, WAIT: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
                       LINE: tl.constexpr, REAL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     request, is_there = tl.zeros([], tl.int64), tl.zeros([], tl.int32)
-    if tl.load(wanted + row) != 0:
+    if tl.load(row_mask + row) != 0:
         request = tl.load(requests + row).to(tl.int64)
         number, flag = tl.load(numbers + request), answered + request * LINE
         reached = look(flag, REAL)
@@ -74,6 +74,7 @@ def _take_rows_kernel(box_out, box_lse, answered, failed, requests, wanted, numb
 
 
 def _block(width: int) -> int:
+    """Return the number of elements that a program moves at once, for rows of ``width`` elements."""
     return min(_MOST, int(triton.next_power_of_2(width)))
 
 
@@ -83,7 +84,7 @@ def ask_rows(
     table: Tensor,
     listed: Tensor,
     requests: Tensor,
-    wanted: Tensor,
+    row_mask: Tensor,
     position: int,
     numbers: Tensor,
 ) -> None:
@@ -92,18 +93,19 @@ def ask_rows(
     All tensors but those of ``boxes`` are on the device.
 
     Args:
-        q: ``[rows, heads, head_dim]``, contiguous.
-        table: ``[rows, pages]`` int32 host pages, rows of any stride.
-        listed: ``[rows]`` int32: the first so many of the row's pages are asked for. More than the box has room for
-            make a question that cannot be computed.
-        requests: ``[rows]`` int32, all different where wanted: whose box.
-        wanted: ``[rows]`` int32, 0: the row asks nothing.
-        position: of the layer (`QuestionBoxes.position`).
-        numbers: ``[requests]`` int32, of the last question of each request; goes up by 1 where a row asks.
+        boxes: boxes of all requests.
+        q: queries ``[rows, heads, head_dim]``, contiguous.
+        table: ``[rows, pages]`` int32 host pages, any row stride.
+        listed: ``[rows]`` int32: number of the row's first pages to attend. A question with more pages than the box has
+            room for fails.
+        requests: ``[rows]`` int32: index of each row's request, distinct where ``row_mask`` is not 0.
+        row_mask: ``[rows]`` int32; 0: the row asks nothing.
+        position: position of the layer (`QuestionBoxes.position`).
+        numbers: ``[requests]`` int32: number of each request's last question, incremented where a row asks.
     """
     if len(q):
         _ask_rows_kernel[(len(q),)](
-            boxes.q, boxes.ids, boxes.counts, boxes.layer, boxes.asked, q, table, listed, requests, wanted, position,
+            boxes.q, boxes.ids, boxes.counts, boxes.layer, boxes.asked, q, table, listed, requests, row_mask, position,
             numbers, table.stride(0), boxes.ids.shape[1], q.shape[1] * q.shape[2], boxes.asked.shape[1],
             not triton.knobs.runtime.interpret, _block(q.shape[1] * q.shape[2]), num_warps=1,
         )  # fmt: skip
@@ -112,7 +114,7 @@ def ask_rows(
 def take_rows(
     boxes: RequestBoxes,
     requests: Tensor,
-    wanted: Tensor,
+    row_mask: Tensor,
     numbers: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -121,27 +123,27 @@ def take_rows(
     time_left: Tensor,
     wait: bool,
 ) -> None:
-    """Take the answers to the last questions of some rows, as far as they are there.
+    """Take the answers to the last questions of some rows, as far as they have arrived.
 
-    A question that could not be computed has an answer too, the empty partial. All tensors but those of ``boxes`` are
-    on the device.
+    A question that failed has an answer too, the empty partial. All tensors but those of ``boxes`` are on the device.
 
     Args:
-        requests: ``[rows]`` int32: whose box.
-        wanted: ``[rows]`` int32, 0: nothing is taken; of a wanted row the request has asked (`ask_rows`).
+        boxes: boxes of all requests.
+        requests: ``[rows]`` int32: index of each row's request.
+        row_mask: ``[rows]`` int32; 0: nothing is taken. Otherwise the request has asked (`ask_rows`).
         numbers: ``[requests]`` int32, as `ask_rows` left them.
-        out: ``[rows, heads, head_dim]`` fp32: becomes the answer, or 0 where none is taken.
-        lse: ``[rows, heads]`` fp32: likewise, or -inf.
-        ready: ``[rows]`` int32: becomes 1 where an answer was taken, -1 where the question could not be computed
+        out: ``[rows, heads, head_dim]`` fp32: takes the answer, or 0 where none is taken.
+        lse: ``[rows, heads]`` fp32: takes the answer, or -inf where none is taken.
+        ready: ``[rows]`` int32: becomes 1 where an answer was taken, -1 where the question failed
             (`QuestionBoxes.failure`), else 0.
-        waited: ``[rows]`` int64 nanoseconds: the wait is added.
-        time_left: ``[rows]`` int64 nanoseconds: the wait is taken off; a row waits no longer.
-        wait: hold the stream until the answers are there or the time is used up.
+        waited: ``[rows]`` int64 nanoseconds, to which the wait is added.
+        time_left: ``[rows]`` int64 nanoseconds, from which the wait is subtracted; a row waits no longer.
+        wait: hold the stream until the answers arrive or the time is used up.
     """
     rows, heads, dim = out.shape
     if rows:
         _take_rows_kernel[(rows,)](
-            boxes.out, boxes.lse, boxes.answered, boxes.failed, requests, wanted, numbers, out, lse, ready, waited,
+            boxes.out, boxes.lse, boxes.answered, boxes.failed, requests, row_mask, numbers, out, lse, ready, waited,
             time_left, boxes.failed.shape[1], wait, heads * dim, heads, boxes.answered.shape[1],
             not triton.knobs.runtime.interpret, _block(heads * dim), triton.next_power_of_2(heads), num_warps=1,
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The residency maps (`operations.Maps`), kept up by the stream itself: pages opened, noted, recalled and committed.
+"""Kernels that update the residency maps (`operations.Maps`): pages are opened, noted, recalled and committed.
 
-Frame i of request r, of ``count`` requests, is number i * count + r, so that a layer may have fewer than another; the
-maps of all layers are stacked.
+Frame i of request r, of ``count`` requests, has number i * count + r, so that a layer may have fewer frames than
+another one. The maps of all layers are stacked.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from hybrid_backend.kernels.operations import Copies, Maps
 from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, kernel, ordered
 from hybrid_backend.kernels.triton.counters import RECALLED_PAGES
 
-COPY_BLOCK = 4096  # elements that a program copies at a time
-_SORTED = 512  # absent pages that a program sorts at a time, where it has no more frames
-_ENTRIES = 64  # of a list, that a program looks at together
+COPY_BLOCK = 4096  # elements that a program copies at once
+_SORTED = 512  # absent pages that a program sorts at once, if it has no more frames than that
+_ENTRIES = 64  # entries of a list that a program reads at once
 
 
 @kernel()
@@ -26,18 +26,18 @@ def _open_kernel(frame_of, page_of, importance, requests, pages, positions, sink
     position = tl.load(positions + row)
     if (tl.load(pages + row) >= 0) & (position % PAGE == 0):
         request, page = tl.load(requests + row).to(tl.int64), position // PAGE
-        mine = frame_of + (layer * count + request) * columns
-        entry = mine + page
-        if tl.load(entry) < 0:  # else a step that failed half-way opened it
+        own_frames = frame_of + (layer * count + request) * columns
+        entry = own_frames + page
+        if tl.load(entry) < 0:  # otherwise a step that failed has opened the page
             s = tl.arange(0, BLOCK)
             first = layer * size * count
             score = tl.load(importance + first + s * count + request, mask=s < size, other=float("inf"))
             frame = tl.argmin(score, 0) * count + request
             old = tl.load(page_of + first + frame)
             if old >= 0:
-                tl.store(mine + old, -1)
+                tl.store(own_frames + old, -1)
             tl.store(page_of + first + frame, page)
-            # The youngest page outranks older ones where importance is age; a selection overwrites it elsewhere.
+            # The youngest page outranks older pages where importance is age. Elsewhere a selection overwrites it.
             tl.store(importance + first + frame, tl.where(page < sinks, float("inf"), page.to(tl.float32)))
             tl.store(entry, frame.to(tl.int32))
 
@@ -45,21 +45,24 @@ def _open_kernel(frame_of, page_of, importance, requests, pages, positions, sink
 @triton.jit
 def _noted(page_of, importance, scores, pages, budget, sinks, recent, columns, size, count, LISTS: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
-    """Importance of a request's frames by the scores of one row, stored; of a row that may attend all pages as it was.
-    ``page_of``, ``importance``: of the request's first frame; ``scores``: of the row."""
+    """Store and return the importance of a request's frames by the scores of its row.
+
+    A row that may select all pages keeps its importance. ``page_of`` and ``importance`` point to the request's first
+    frame, ``scores`` to the row.
+    """
     s = tl.arange(0, BLOCK)
-    found = tl.load(importance + s * count, mask=s < size, other=float("-inf"))
+    noted = tl.load(importance + s * count, mask=s < size, other=float("-inf"))
     if budget < pages:
         page = tl.load(page_of + s * count, mask=s < size, other=-1)
-        held = page >= 0
+        has_page = page >= 0
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         for listing in range(LISTS):
-            score = tl.load(scores + listing * columns + page, mask=held & (page < pages), other=0.0)
+            score = tl.load(scores + listing * columns + page, mask=has_page & (page < pages), other=0.0)
             best = tl.maximum(best, score)
         best = tl.where((page < sinks) | (page >= pages - recent), float("inf"), best)
-        found = tl.where(held, best, float("-inf"))
-        tl.store(importance + s * count, found, mask=s < size)
-    return found
+        noted = tl.where(has_page, best, float("-inf"))
+        tl.store(importance + s * count, noted, mask=s < size)
+    return noted
 
 
 @kernel()
@@ -75,7 +78,7 @@ def _note_kernel(page_of, importance, scores, num_pages, budgets, requests, sink
 
 @triton.jit
 def _wanted(absent, scores, i, listed):
-    """Keys of entries ``i`` of a list of absent pages, in the order of their scores; of those beyond it the lowest."""
+    """Return sort keys of the entries ``i`` of a list of absent pages by score; entries beyond the list sort lowest."""
     page = tl.load(absent + i, mask=i < listed, other=0)
     score = tl.load(scores + page, mask=i < listed, other=0.0)
     return tl.where(i < listed, ordered(score) * 4294967296 + i, -((1 << 63) - 1))
@@ -99,39 +102,39 @@ def _plan_kernel(frame_of, page_of, importance, scores, table, selected, selecte
     listed, age = tl.load(absent_count + row), tl.load(ages + row)
     is_due = (age == 0) | ((age + phase) % interval == 0)
     if is_due & (pages > 0) & (listed > 0):
-        # Which of the request's frames hold pages that any list selected.
+        # Mark the request's frames whose pages any list selected: they are not overwritten.
         tl.store(keep + row * size + i, 0, mask=i < size)
         tl.debug_barrier()
         for listing in range(LISTS):
-            mine = i < tl.load(selected_count + row * LISTS + listing)
-            frame = tl.load(selected + (row * LISTS + listing) * selected_k + i, mask=mine, other=0)
-            tl.store(keep + row * size + frame // count, 1, mask=mine)
+            is_selected = i < tl.load(selected_count + row * LISTS + listing)
+            frame = tl.load(selected + (row * LISTS + listing) * selected_k + i, mask=is_selected, other=0)
+            tl.store(keep + row * size + frame // count, 1, mask=is_selected)
         tl.debug_barrier()
         is_kept = tl.load(keep + row * size + i, mask=i < size, other=1) > 0
-        # Least important frames first, most important absent pages first: pairs of them are copies.
-        no_key: tl.constexpr = (1 << 63) - 1  # above all keys; below them with its sign changed
+        # The least important frames are paired with the most important absent pages.
+        no_key: tl.constexpr = (1 << 63) - 1  # above all keys; its negative is below all keys
         key = tl.where(is_kept | (noted == float("inf")), no_key, ordered(noted) * 4294967296 + i)
         victims = tl.sort(key)
-        if LONGER:  # the best so far, the best of them first, beside those of the next tile, the worst first
-            wanted = tl.full([BLOCK], -no_key, tl.int64)
+        if LONGER:  # merges the best pages so far, in descending order, with the next tile, in ascending order
+            candidates = tl.full([BLOCK], -no_key, tl.int64)
             for first in range(0, listed, BLOCK):
                 others = tl.sort(_wanted(absent + row * absent_k, scores + row * columns, first + i, listed))
-                wanted = tl.sort(tl.maximum(wanted, others), descending=True)
+                candidates = tl.sort(tl.maximum(candidates, others), descending=True)
         else:
-            wanted = tl.sort(_wanted(absent + row * absent_k, scores + row * columns, i, listed), descending=True)
-        paired = (victims < no_key) & (wanted > -no_key) & (i < most)
+            candidates = tl.sort(_wanted(absent + row * absent_k, scores + row * columns, i, listed), descending=True)
+        paired = (victims < no_key) & (candidates > -no_key) & (i < most)
         frame = (victims & 0xFFFFFFFF) * count + request
-        page = tl.load(absent + row * absent_k + (wanted & 0xFFFFFFFF), mask=paired, other=0)
+        page = tl.load(absent + row * absent_k + (candidates & 0xFFFFFFFF), mask=paired, other=0)
         old = tl.load(page_of + frame, mask=paired, other=-1)
         tl.store(frame_of + request * frame_columns + old, -1, mask=paired & (old >= 0))
         tl.store(page_of + frame, -1, mask=paired)
         tl.store(importance + frame, float("-inf"), mask=paired)
-        at = row * most + i
-        tl.store(to_frames + at, frame.to(tl.int32), mask=paired)
-        tl.store(to_host + at, tl.load(table + row * table_stride + page, mask=paired, other=0), mask=paired)
-        tl.store(to_pages + at, page, mask=paired)
+        entry = row * most + i
+        tl.store(to_frames + entry, frame.to(tl.int32), mask=paired)
+        tl.store(to_host + entry, tl.load(table + row * table_stride + page, mask=paired, other=0), mask=paired)
+        tl.store(to_pages + entry, page, mask=paired)
         score = tl.load(scores + row * columns + page, mask=paired, other=0.0)
-        tl.store(to_importance + at, tl.where(score == score, score, float("-inf")), mask=paired)
+        tl.store(to_importance + entry, tl.where(score == score, score, float("-inf")), mask=paired)
         tl.store(to_requests + row, request.to(tl.int32))
         tl.store(to_started + row, tl.load(generations + row).to(tl.int64))
         if counters is not None:
@@ -153,7 +156,7 @@ def _commit_kernel(frame_of, page_of, importance, to_frames, to_pages, to_import
     tl.store(importance + layer * all_frames + frame, tl.load(to_importance + line * most + i, mask=live, other=0.0),
              mask=live)  # fmt: skip
     tl.store(frame_of + layer * all_columns + request * columns + page, frame, mask=live)
-    tl.store(to_frames + line * most + i, -1, mask=i < most)  # once
+    tl.store(to_frames + line * most + i, -1, mask=i < most)  # a copy is committed once
 
 
 def open_pages(maps: Maps, requests: Tensor, pages: Tensor, positions: Tensor, page_size: int, sinks: int) -> None:
@@ -201,21 +204,21 @@ def commit_pages(maps: Maps, copies: Copies, generations: Tensor) -> None:
 
 @kernel("host", "frames", "page_elements")
 def _copy_kernel(host, frames, host_pages, frame_ids, entries, page_elements, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    mine, programs = tl.program_id(0), tl.num_programs(0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     for begin in range(0, entries, programs * TILE):
-        # Neighbours are different programs': what is due comes in runs.
-        entry = begin + tl.arange(0, TILE) * programs + mine
+        # Neighbouring entries go to different programs, because copies come in runs.
+        entry = begin + tl.arange(0, TILE) * programs + program
         some = tl.max(tl.load(frame_ids + entry, mask=entry < entries, other=-1), 0) >= 0
         last = tl.where(some, tl.minimum(begin + TILE * programs, entries), 0)
-        for i in range(begin + mine, last, programs):
+        for i in range(begin + program, last, programs):
             frame = tl.load(frame_ids + i).to(tl.int64)
             if frame >= 0:
                 page = tl.load(host_pages + i).to(tl.int64)
                 for first in range(0, page_elements, BLOCK):
-                    at = first + tl.arange(0, BLOCK)
-                    inside = at < page_elements
-                    found = tl.load(host + page * page_elements + at, mask=inside)
-                    tl.store(frames + frame * page_elements + at, found, mask=inside)
+                    element = first + tl.arange(0, BLOCK)
+                    inside = element < page_elements
+                    values = tl.load(host + page * page_elements + element, mask=inside)
+                    tl.store(frames + frame * page_elements + element, values, mask=inside)
 
 
 def copy_pages(host: Tensor, frames: Tensor, host_pages: Tensor, frame_ids: Tensor) -> None:

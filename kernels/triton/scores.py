@@ -1,4 +1,4 @@
-"""Scores of pages by their digests."""
+"""Scores of pages by their digests: a GEMM of queries and digests, then the combination over query heads."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ def _score_kernel(q, digests, table, num_pages, budgets, logits, tops, sums, bou
     pages = tl.load(num_pages + row)
     heads = KV_HEADS * GROUP
     g, d, column = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tile * TILE + tl.arange(0, TILE)
-    mine = row * heads + head * GROUP + g
+    query_head = row * heads + head * GROUP + g
     if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
         listed = column < pages
         page = tl.load(table + row * stride + column, mask=listed, other=0).to(tl.int64)
         item = page * KV_HEADS + head
-        at = item[:, None] * (2 * DIM + TAIL) + d[None, :]
+        offsets = item[:, None] * (2 * DIM + TAIL) + d[None, :]
         inside = listed[:, None] & (d < DIM)[None, :]
-        high = tl.load(digests + at, mask=inside, other=0.0)
-        low = tl.load(digests + at + DIM, mask=inside, other=0.0)
-        query = tl.load(q + mine[:, None] * DIM + d[None, :], mask=(g < GROUP)[:, None] & (d < DIM)[None, :], other=0.0)
+        high = tl.load(digests + offsets, mask=inside, other=0.0)
+        low = tl.load(digests + offsets + DIM, mask=inside, other=0.0)
+        live = (g < GROUP)[:, None] & (d < DIM)[None, :]
+        query = tl.load(q + query_head[:, None] * DIM + d[None, :], mask=live, other=0.0)
         kind = query.dtype
         query = query.to(tl.float32)
         half = bound * tl.abs(query)
         to_max, to_min = ((query + half) * 0.5).to(kind), ((query - half) * 0.5).to(kind)
-        if TAIL:  # in bytes, which the query's type holds as they are
+        if TAIL:  # digests in bytes: the query's type represents every byte exactly
             high, low = (high.to(tl.float32) - 128).to(kind), (low.to(tl.float32) - 128).to(kind)
             scales = (digests + item * (2 * DIM + TAIL) + 2 * DIM).to(tl.pointer_type(tl.float32))
-            found = dot(to_max, tl.trans(high), PRECISION) * tl.load(scales, mask=listed, other=0.0)[None, :]
-            found += dot(to_min, tl.trans(low), PRECISION) * tl.load(scales + 1, mask=listed, other=0.0)[None, :]
+            estimates = dot(to_max, tl.trans(high), PRECISION) * tl.load(scales, mask=listed, other=0.0)[None, :]
+            estimates += dot(to_min, tl.trans(low), PRECISION) * tl.load(scales + 1, mask=listed, other=0.0)[None, :]
         else:
-            found = dot(to_max, tl.trans(high), PRECISION)
-            found += dot(to_min, tl.trans(low), PRECISION)
-        tl.store(logits + mine[:, None] * columns + column[None, :], found,
+            estimates = dot(to_max, tl.trans(high), PRECISION)
+            estimates += dot(to_min, tl.trans(low), PRECISION)
+        tl.store(logits + query_head[:, None] * columns + column[None, :], estimates,
                  mask=(g < GROUP)[:, None] & listed[None, :])  # fmt: skip
-        # The growing page is selected whatever its score, and takes no share of the others'.
-        shared = tl.where((column < pages - 1)[None, :], found * scale, float("-inf"))
+        # The growing page is always selected, so it takes no share of the other pages' softmax.
+        shared = tl.where((column < pages - 1)[None, :], estimates * scale, float("-inf"))
         top = tl.max(shared, 1)
-        tl.store(tops + mine * tiles + tile, top, mask=g < GROUP)
+        tl.store(tops + query_head * tiles + tile, top, mask=g < GROUP)
         base = tl.where(top == float("-inf"), 0.0, top)
-        tl.store(sums + mine * tiles + tile, tl.sum(tl.exp(shared - base[:, None]), 1), mask=g < GROUP)
+        tl.store(sums + query_head * tiles + tile, tl.sum(tl.exp(shared - base[:, None]), 1), mask=g < GROUP)
 
 
 @kernel()
@@ -64,13 +65,13 @@ def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, colum
     column, t = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_T)
     listed = column < pages
     total = tl.zeros([TILE], tl.float32)
-    each: tl.constexpr = HEADS // LISTS
+    list_heads: tl.constexpr = HEADS // LISTS
     group: tl.constexpr = HEADS // KV_HEADS
     if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
         best = tl.full([TILE], float("-inf"), tl.float32)
-        for i in range(each):
-            head = row * HEADS + listing * each + i
-            found = tl.load(logits + head * columns + column, mask=listed, other=0.0)
+        for i in range(list_heads):
+            head = row * HEADS + listing * list_heads + i
+            estimates = tl.load(logits + head * columns + column, mask=listed, other=0.0)
             if HOW == 2:
                 inside = t * TILE < pages
                 top = tl.load(tops + head * tiles + t, mask=inside, other=float("-inf"))
@@ -79,14 +80,14 @@ def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, colum
                 base = tl.where(highest == float("-inf"), 0.0, highest)
                 weight = tl.sum(tl.where(top == float("-inf"), 0.0, share * tl.exp(top - base)), 0)
                 weight = tl.where(weight > 0, weight, 1.0)
-                total += tl.where(column < pages - 1, tl.exp(found * scale - base) / weight, 0.0)
-            elif HOW == 1:  # the largest of each KV head's group, then the sum of those
-                best = tl.maximum(best, found)
+                total += tl.where(column < pages - 1, tl.exp(estimates * scale - base) / weight, 0.0)
+            elif HOW == 1:  # the maximum of each KV head's group, summed over KV heads
+                best = tl.maximum(best, estimates)
                 if i % group == group - 1:
                     total += best
                     best = tl.full([TILE], float("-inf"), tl.float32)
             else:
-                total += found
+                total += estimates
     tl.store(scores + (row * LISTS + listing) * columns + column, tl.where(listed, total, float("-inf")),
              mask=column < columns)  # fmt: skip
 

@@ -1,10 +1,11 @@
-"""Sequences of steps, as in tests/unit/test_operations.py, with Triton's kernels: slow under the interpreter."""
+"""Sequences of steps (tests/unit/operations/test_sequences.py) with Triton's kernels, slow under the interpreter."""
 
 from __future__ import annotations
 
 from hybrid_backend.kernels.operations import Operations
 from tests.unit.implementations import NAMES, over_implementations
-from tests.unit.test_operations import SEQUENCES, check_sequence, one_thread
+from tests.unit.operations.conftest import one_thread
+from tests.unit.operations.test_sequences import SEQUENCES, check_sequence
 
 __all__ = ["one_thread"]  # a fixture
 

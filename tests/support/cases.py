@@ -44,3 +44,23 @@ def spoil_beyond(layer: Tensor, ids: Tensor, valid: Tensor) -> None:
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     scale = expected.double().norm()
     return float((actual.double() - expected.double()).norm() / scale) if scale else float(actual.double().norm())
+
+
+def byte_scores(q: Tensor, digests: Tensor, bound: float) -> Tensor:
+    """Scores ``[n]`` of pages by digests in bytes, summed over all heads: digests and weights of the query are rounded.
+
+    Args:
+        q: ``[heads, head_dim]``.
+        digests: ``[n, kv_heads, 2, head_dim]`` maxima and minima.
+        bound: as in `Operations.page_scores`.
+    """
+    grouped = q.float().unflatten(0, (digests.shape[1], -1))
+    half = bound * grouped.abs()
+    weights = torch.stack([grouped + half, grouped - half], 2).sum(1) / 2  # [kv_heads, 2, head_dim]
+    return torch.einsum("hxd,nhxd->n", _in_steps(weights), _in_steps(digests.float()))
+
+
+def _in_steps(values: Tensor) -> Tensor:
+    """Round each row to multiples of the 127th part of its largest magnitude."""
+    step = values.abs().amax(-1, keepdim=True) / 127
+    return (values * torch.where(step > 1e-37, 1 / step, 0.0)).round() * step

@@ -75,9 +75,6 @@ UNCONVERTED = (
     "hybrid_backend/tools/profile/*.py",
     "hybrid_backend/tools/status/*.py",
     "hybrid_backend/workers/*.py",
-    "kernels/*.py",
-    "kernels/cpu/*.py",
-    "kernels/triton/*.py",
 )
 PATHS = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 CHECKED = [path for path in PATHS if not any(Path(path).match(pattern) for pattern in UNCONVERTED)]

@@ -1,4 +1,4 @@
-// The exported functions, but for the mailboxes' (mailbox.cpp) and the operations (operations.cpp, residency.cpp).
+// The exported functions of api.h, but for those of mailboxes (mailbox.cpp).
 #include "api.h"
 
 #include <algorithm>
@@ -39,38 +39,10 @@ using hb::kernels_of;
 using hb::require;
 
 HB_API const char* hb_last_error(void) { return hb::last_error().c_str(); }
-HB_API int64_t hb_struct_size(int which) {
-  static constexpr int64_t sizes[] = {sizeof(hb_cache),
-                                      sizeof(hb_digests),
-                                      sizeof(hb_bytes),
-                                      sizeof(hb_model),
-                                      sizeof(hb_partial_args),
-                                      sizeof(hb_step),
-                                      sizeof(hb_layer),
-                                      sizeof(hb_mailbox),
-                                      sizeof(hb_append_tokens_args),
-                                      sizeof(hb_build_digests_args),
-                                      sizeof(hb_extend_digests_args),
-                                      sizeof(hb_page_scores_args),
-                                      sizeof(hb_select_pages_args),
-                                      sizeof(hb_match_labels_args),
-                                      sizeof(hb_union_pages_args),
-                                      sizeof(hb_paged_partial_args),
-                                      sizeof(hb_merge_partials_args),
-                                      sizeof(hb_attend_prompt_args),
-                                      sizeof(hb_page_weights_args),
-                                      sizeof(hb_note_scores_args),
-                                      sizeof(hb_plan_recall_args),
-                                      sizeof(hb_copy_pages_args),
-                                      sizeof(hb_commit_pages_args),
-                                      sizeof(hb_open_pages_args),
-                                      HB_VERSION};
-  return which >= 0 && which < int(sizeof sizes / sizeof *sizes) ? sizes[which] : 0;
-}
+HB_API const char* hb_interface_hash(void) { return HB_INTERFACE_HASH; }
 HB_API int hb_isa_count(void) { return hb::isa_count(); }
 HB_API const char* hb_isa_name(int isa) { return isa >= 0 && isa < hb::isa_count() ? hb::isa_at(isa).name : ""; }
 HB_API int hb_isa_runs(int isa) { return hb::isa_runs(isa); }
-HB_API int hb_isa_best(void) { return hb::best_checked_isa(); }
 
 // --- variants --------------------------------------------------------------------------------------------------
 
@@ -114,23 +86,6 @@ HB_API uint64_t hb_read(const void* from, int64_t n) {
 
 // --- digests ---------------------------------------------------------------------------------------------------
 
-HB_API int hb_scores(const hb_model* model, const hb_digests* digests, int64_t pages_total, const char* q,
-                     int64_t q_row_stride, int64_t q_head_stride, int32_t rows, int32_t columns, const int64_t* table,
-                     int64_t table_stride, int32_t per_head, int32_t aggregate, float* out, int isa) {
-  return guarded([&] {
-    const hb::Kernels kernels = kernels_of(*model, isa);
-    static thread_local hb::Scorer scorer;
-    const int lists = per_head ? model->kv_heads : 1;
-    for (int r = 0; r < rows; r++) {
-      const int64_t* ids = table + r * table_stride;
-      for (int c = 0; c < columns; c++) check_id(ids[c], pages_total, "page");
-      scorer.prepare(*model, *digests, kernels, per_head, aggregate == 1 ? hb::MAX : hb::SUM, q + r * q_row_stride,
-                     q_head_stride);
-      scorer.score([ids](int column) { return ids[column]; }, 0, columns, out + (int64_t)r * lists * columns, columns);
-    }
-  });
-}
-
 HB_API int hb_quantize(const hb_model* model, const hb_digests* digests, const hb_bytes* bytes, int64_t pages_total,
                        int32_t n, const int64_t* pages) {
   return guarded([&] {
@@ -138,28 +93,6 @@ HB_API int hb_quantize(const hb_model* model, const hb_digests* digests, const h
     for (int i = 0; i < n; i++) check_id(pages[i], pages_total, "page");
     for (int i = 0; i < n; i++) hb::quantize_digest(*model, *digests, *bytes, *kernels.base, pages[i]);
   });
-}
-
-HB_API int hb_byte_scores(const hb_model* model, const hb_bytes* bytes, int64_t pages_total, const char* q,
-                          int64_t q_row_stride, int64_t q_head_stride, int32_t rows, int32_t columns,
-                          const int64_t* table, int64_t table_stride, float* out, int isa) {
-  return guarded([&] {
-    const hb::Kernels kernels = kernels_of(*model, isa);
-    static thread_local hb::Scorer scorer;
-    for (int r = 0; r < rows; r++) {
-      const int64_t* ids = table + r * table_stride;
-      for (int c = 0; c < columns; c++) check_id(ids[c], pages_total, "page");
-      scorer.prepare_bytes(*model, *bytes, kernels, hb::SUM, q + r * q_row_stride, q_head_stride);
-      scorer.score([ids](int column) { return ids[column]; }, 0, columns, out + (int64_t)r * columns, columns);
-    }
-  });
-}
-
-HB_API int hb_select(const float* scores, int32_t columns, int32_t budget, int32_t sinks, int32_t recent,
-                     int32_t* out) {
-  int count = 0;
-  const int rc = guarded([&] { count = hb::select_best(scores, columns, budget, sinks, recent, out); });
-  return rc == HB_OK ? count : rc;
 }
 
 // --- asynchronous jobs -----------------------------------------------------------------------------------------
@@ -230,7 +163,6 @@ HB_API int hb_decode_layer(hb_decode* decode, int layer, const hb_layer* args, h
                            int threads) {
   return guarded([&] { decode->run(layer, *args, pool, gomp_parallel, threads); });
 }
-HB_API const int32_t* hb_decode_counts(hb_decode* decode) { return decode->counts(); }
 HB_API int hb_decode_selected(hb_decode* decode, int row, int list, const int32_t** pages) {
   return decode->selected(row, list, pages);
 }

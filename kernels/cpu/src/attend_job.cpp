@@ -11,7 +11,7 @@
 namespace hb {
 namespace {
 
-constexpr int64_t kChunkBytes = 64 * 1024;  // below this, handing work over costs more than it gives
+constexpr int64_t kChunkBytes = 64 * 1024;  // handing over less work costs more than it saves
 constexpr int kChunksPerLane = 4;
 constexpr int64_t kMemoryPage = 4096, kLine = 64;
 constexpr float kEmpty = -std::numeric_limits<float>::infinity();
@@ -71,7 +71,7 @@ void AttendJob::configure(const hb_model& model, const hb_cache& cache, int isa)
   isa_ = isa;
 }
 
-// See prefetch.h. The table is padded, so that kernels which ask in whole doses never run past its end.
+// prefetch.h explains the table. It is padded, so that kernels which request whole doses never run past its end.
 void AttendJob::build_prefetch_order() {
   const int64_t row_bytes = model_.head_dim * element_size(model_.type);
   std::vector<std::vector<int32_t>> by_memory_page;
@@ -79,12 +79,12 @@ void AttendJob::build_prefetch_order() {
   for (int part = 0; part < 2; part++)
     for (int t = 0; t < model_.page_size; t++)
       for (int64_t b = 0; b < row_bytes; b += kLine) {
-        const int64_t at = part * cache_.value_offset + t * cache_.token_stride + b;
-        if (at / kLine == last_line) continue;
-        last_line = at / kLine;
-        if (at / kMemoryPage != last_page || by_memory_page.empty()) by_memory_page.emplace_back();
-        last_page = at / kMemoryPage;
-        by_memory_page.back().push_back((int32_t)at);
+        const int64_t offset = part * cache_.value_offset + t * cache_.token_stride + b;
+        if (offset / kLine == last_line) continue;
+        last_line = offset / kLine;
+        if (offset / kMemoryPage != last_page || by_memory_page.empty()) by_memory_page.emplace_back();
+        last_page = offset / kMemoryPage;
+        by_memory_page.back().push_back((int32_t)offset);
       }
   prefetch_order_.clear();
   for (size_t i = 0, before = 1; before != prefetch_order_.size(); i += 2) {
@@ -123,8 +123,8 @@ void AttendJob::plan(int lanes) {
 
 int AttendJob::most_chunks(const hb_model& model, int64_t pages, int lanes) {
   const int64_t page_bytes = 2 * (int64_t)model.page_size * model.head_dim * element_size(model.type);
-  const int64_t wanted = lanes == 1 ? 1 : std::max<int64_t>(pages * page_bytes / kChunkBytes, 1);
-  return (int)std::min({wanted, (int64_t)kChunksPerLane * lanes, pages});
+  const int64_t chunks_by_size = lanes == 1 ? 1 : std::max<int64_t>(pages * page_bytes / kChunkBytes, 1);
+  return (int)std::min({chunks_by_size, (int64_t)kChunksPerLane * lanes, pages});
 }
 
 void AttendJob::cut(int lanes) {
@@ -143,7 +143,8 @@ void AttendJob::cut(int lanes) {
     for (int i = item; i < items_ && item_begin_[i] < end; i++)
       if (item_begin_[i + 1] > item_begin_[i]) parts_left_[i].fetch_add(1, std::memory_order_relaxed);
   }
-  // Every lane has its own run of chunks, so that a sequence stays with few threads; who is done helps the others.
+  // Each lane has a run of chunks of its own, so that a sequence stays with few threads. A thread without work then
+  // takes chunks of other lanes.
   for (int lane = 0; lane < lanes; lane++) {
     cursors_[lane].next.store(chunk_count_ * lane / lanes, std::memory_order_relaxed);
     cursors_[lane].end = chunk_count_ * (lane + 1) / lanes;
@@ -163,8 +164,8 @@ void AttendJob::run(int lane, const std::atomic<bool>* cancelled) {
 
 float* AttendJob::direct_out(int item) const {
   const int row = item / model_.kv_heads, head = item % model_.kv_heads * model_.group;
-  const int64_t at = io.tokens ? io.tokens[row] : row;
-  return (float*)(io.out + at * io.out_row_stride + head * io.out_head_stride);
+  const int64_t out_row = io.tokens ? io.tokens[row] : row;
+  return (float*)(io.out + out_row * io.out_row_stride + head * io.out_head_stride);
 }
 
 float* AttendJob::direct_lse(int item) const {
@@ -177,7 +178,7 @@ void AttendJob::run_chunk(int c) {
   Segment* segments = &segments_[chunk.first_item + c];
   int count = 0;
   int item = chunk.first_item;
-  for (int64_t at = chunk.begin; at < chunk.end; item++) {
+  for (int64_t unit = chunk.begin; unit < chunk.end; item++) {
     const int64_t begin = item_begin_[item], end = std::min(item_begin_[item + 1], chunk.end);
     if (begin == item_begin_[item + 1]) continue;
     const int row = item / model_.kv_heads, head = item % model_.kv_heads;
@@ -185,8 +186,8 @@ void AttendJob::run_chunk(int c) {
     Segment& seg = segments[count++];
     seg.q = io.q + (io.tokens ? io.tokens[row] : row) * io.q_row_stride + head * model_.group * io.q_head_stride;
     seg.q_head_stride = io.q_head_stride;
-    seg.first = (int)(at - chunk.begin);
-    seg.count = (int)(end - at);
+    seg.first = (int)(unit - chunk.begin);
+    seg.count = (int)(end - unit);
     if (!whole) {
       const size_t slot = 2 * (size_t)c + (begin < chunk.begin ? 0 : 1);
       seg.out = &part_out_[slot * item_floats()];
@@ -198,11 +199,11 @@ void AttendJob::run_chunk(int c) {
       seg.out = &item_out_[item * item_floats()];
       seg.lse = &item_lse_[(size_t)item * model_.group];
     }
-    const ListedPage* listed = lists.pages(list_of(item)) + (at - begin);
+    const ListedPage* listed = lists.pages(list_of(item)) + (unit - begin);
     const char* base = cache_.base + head * cache_.head_stride;
     for (int p = 0; p < seg.count; p++)
-      refs_[at + p] = {base + listed[p].id * cache_.page_stride, listed[p].tokens, listed[p].skip};
-    at = end;
+      refs_[unit + p] = {base + listed[p].id * cache_.page_stride, listed[p].tokens, listed[p].skip};
+    unit = end;
   }
   kernels_.attend(&shape_, segments, count, &refs_[chunk.begin], (int)(chunk.end - chunk.begin));
 
@@ -220,8 +221,8 @@ void AttendJob::run_chunk(int c) {
   }
 }
 
-// Merges the parts of an item. The first chunk that holds a part of it has it as its last item (slot 1), unless the
-// item began in an earlier chunk (slot 0).
+// Merges the parts of an item. An item is the last item of its first chunk (slot 1), and the first item of all later
+// chunks (slot 0).
 void AttendJob::finish_split_item(int item) {
   if (is_stale(item / model_.kv_heads)) return write_empty(item);
   const int64_t begin = item_begin_[item], end = item_begin_[item + 1];
@@ -231,13 +232,13 @@ void AttendJob::finish_split_item(int item) {
   int last = first;
   while (chunks_[last].end < end) last++;
   auto slot = [&](int c) { return 2 * (size_t)c + (begin < chunks_[c].begin ? 0 : 1); };
-  // The sum overwrites the first part, which nobody else reads.
+  // The sum overwrites the first part, which no other thread reads.
   float* out = &part_out_[slot(first) * item_floats()];
   float* lse = &part_lse_[slot(first) * model_.group];
   for (int g = 0; g < model_.group; g++) {
     float top = kEmpty;
     for (int c = first; c <= last; c++) top = std::max(top, part_lse_[slot(c) * model_.group + g]);
-    if (top == kEmpty) continue;  // every part is empty: 0 and -inf already
+    if (top == kEmpty) continue;  // all parts are empty, so the first part is the result: 0 and -inf
     float sum = 0;
     for (int c = first; c <= last; c++) {
       const float weight = std::exp(part_lse_[slot(c) * model_.group + g] - top);
@@ -260,7 +261,7 @@ void AttendJob::add_sinks(int item, float* out, float* lse) const {
   const float* sinks = io.sinks + item % model_.kv_heads * model_.group;
   for (int g = 0; g < model_.group; g++) {
     if (sinks[g] == kEmpty) continue;
-    const float share = 1.f / (1.f + std::exp(sinks[g] - lse[g]));  // of the keys; 0 where there is none
+    const float share = 1.f / (1.f + std::exp(sinks[g] - lse[g]));  // the keys' share of the softmax; 0 without keys
     for (int d = 0; d < model_.head_dim; d++) out[(size_t)g * model_.head_dim + d] *= share;
     lse[g] = std::max(sinks[g], lse[g]) + std::log1p(std::exp(-std::abs(sinks[g] - lse[g])));
   }

@@ -1,4 +1,5 @@
-// Partial attention of many (row, KV head) items, cut into chunks that threads claim, merged by log-sum-exp.
+// Partial attention of many items, each one KV head of one row. Threads claim chunks of the work; the parts of an item
+// are merged by log-sum-exp.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -18,7 +19,7 @@ Shape shape_of(const hb_model& model);
 // Throws std::invalid_argument for an instruction set that this CPU lacks.
 Kernels kernels_of(const hb_model& model, int isa);
 
-// A page of a list: id, and which of its tokens count: the first `tokens` but for the first `skip`.
+// A page of a list: its id, and the tokens to attend, which are skip..tokens - 1.
 struct ListedPage {
   int64_t id;
   int32_t tokens;
@@ -43,7 +44,7 @@ class PageLists {
 
 class AttendJob {
  public:
-  // What to attend. Throws std::invalid_argument for a shape that no kernel has.
+  // Sets model, cache and kernels. Throws std::invalid_argument for a shape that no kernel has.
   void configure(const hb_model& model, const hb_cache& cache, int isa);
 
   struct Io {
@@ -56,18 +57,18 @@ class AttendJob {
     int64_t out_row_stride, out_head_stride;
     float* lse;  // [rows, heads] or null
     const int64_t *request, *generation, *current;
-    const float* sinks = nullptr;  // [heads] or null: one more key without a value, of rows that have a key
-    bool lse_by_token = false;     // `tokens` tells the row of lse too
-    bool zero_empty = true;        // else nothing is written to out where lse becomes -inf: nobody reads it there
+    const float* sinks = nullptr;  // [heads] or null: one more key without a value, for rows that have a key
+    bool lse_by_token = false;     // lse is indexed by `tokens`, as q and out are
+    bool zero_empty = true;  // otherwise out is not written where lse becomes -inf, because it is not read there
   };
   Io io{};
   PageLists lists;
 
-  // Into how many pieces so many pages (of all items) are cut at most.
+  // Returns the largest number of chunks of a job with so many pages in all items.
   static int most_chunks(const hb_model& model, int64_t pages, int lanes);
   // Cuts the work into chunks for up to `lanes` threads. Throws std::out_of_range for a page that the cache lacks.
   void plan(int lanes);
-  // Computes chunks until none is left to claim; `lane` says where to begin. Many threads may be inside.
+  // Computes chunks until none is left to claim, beginning with those of `lane`. Many threads may run this at once.
   void run(int lane, const std::atomic<bool>* cancelled = nullptr);
   bool finished() const { return done_.load(std::memory_order_acquire) == chunk_count_; }
   int chunks() const { return chunk_count_; }
@@ -90,7 +91,7 @@ class AttendJob {
   void add_sinks(int item, float* out, float* lse) const;
   void write_item(int item, float* out, float* lse);
   void write_empty(int item);
-  // The owner of the generations may free a request while a job of it runs.
+  // The owner of the generations may free a request while its job runs.
   bool is_stale(int row) const {
     return io.current && __atomic_load_n(&io.current[io.request[row]], __ATOMIC_RELAXED) != io.generation[row];
   }
@@ -114,9 +115,9 @@ class AttendJob {
   std::vector<int64_t> item_begin_;
   std::vector<Chunk> chunks_;
   std::vector<PageRef> refs_;
-  std::vector<Segment> segments_;          // slot i + chunk: the segments of a chunk are contiguous
-  std::vector<float> part_out_, part_lse_; // two per chunk: its first and its last item may be split
-  std::vector<float> item_out_, item_lse_; // whole items that need a conversion
+  std::vector<Segment> segments_;  // slot i + chunk: the segments of a chunk are contiguous
+  std::vector<float> part_out_, part_lse_;  // two per chunk: its first and its last item may be split
+  std::vector<float> item_out_, item_lse_;  // whole items that need a conversion
   AtomicArray parts_left_;
   std::unique_ptr<Cursor[]> cursors_;  // one per lane
   int cursor_capacity_ = 0;

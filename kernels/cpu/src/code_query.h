@@ -1,4 +1,4 @@
-// A query is rotated as the keys were that digests in codes hold (kernels/codes.py). Included once per ISA.
+// Rotation of a query, by the same matrix as the keys in digests in codes (kernels/codes.py). Included once per ISA.
 #pragma once
 #include <stdint.h>
 
@@ -24,7 +24,8 @@ inline __attribute__((always_inline)) void mix(float* x, int n, int half) {
     }
 }
 
-// In place: signs, then Hadamard's transform of blocks of the largest power of two in n, which is a multiple of 16.
+// Flips signs, then applies Hadamard's transform to blocks of the largest power of two that divides n, a multiple of
+// 16.
 void rotate(float* x, int n) {
   const int block = n & -n;
   const float norm = 1.f / __builtin_sqrtf((float)block);

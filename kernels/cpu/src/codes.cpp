@@ -15,7 +15,7 @@ constexpr float kLog2e = 1.44269504f;
 
 float inverse(float x) { return x > 1e-37f ? 1.f / x : 0.f; }
 
-// For sums beyond these: the largest x, and in `sum` that of 2^(x - top).
+// Computes the largest x, and in `sum` the sum of 2^(x - top), for pages whose plain sums leave the range of fp32.
 float code_top(const CodeKernels& kernels, const CodeQuery& q, int head, const CodePage& page, float* sum) {
   float x[kMaxPageSize], top = -INFINITY;
   const int tokens = 16 * q.blocks;
@@ -32,10 +32,10 @@ float code_top(const CodeKernels& kernels, const CodeQuery& q, int head, const C
   return top;
 }
 
-// What is too large to square counts as 0.
+// A number that is too large to square counts as 0.
 float usable(float x) { return std::fabs(x) < 1e17f ? x : 0.f; }
 
-// A whole tile's size is known when this is compiled.
+// The size of a whole tile is a constant, so that the compiler unrolls its loops.
 void keep_tile(const float* from, int count, float* to) {
   if (count == kScoreTile) std::memcpy(to, from, kScoreTile * sizeof(float));
   else std::memcpy(to, from, count * sizeof(float));

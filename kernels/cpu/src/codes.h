@@ -1,4 +1,4 @@
-// Digests in codes (kernels/codes.py has the format and its reasons): made from a whole page, and scored.
+// Digests in codes, encoded from whole pages, and scored. kernels/codes.py describes the format and its reasons.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -8,13 +8,13 @@
 
 namespace hb {
 
-// kernels/codes.py, Layout.
+// The layout of a digest (Layout of kernels/codes.py).
 struct CodeLayout {
   static constexpr int kHeader = 12;
 
   int dim = 0, page_size = 0;
   int planes = 0;           // bytes of codes per token
-  int fine = 0, coded = 0;  // rotated channels of two bits; of any
+  int fine = 0, coded = 0;  // rotated channels of two bits; rotated channels that have a code
   float distortion = 0;
 
   CodeLayout() = default;
@@ -24,28 +24,29 @@ struct CodeLayout {
   int planes_at() const { return dim + kHeader + page_size; }
 };
 
-// keys: [page_size, head_dim] of one KV head, rows `stride` bytes apart. Throws std::invalid_argument.
+// Encodes one KV head's digest. keys: [page_size, head_dim], rows `stride` bytes apart. Throws std::invalid_argument.
 void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char* keys, int64_t stride, uint8_t* row);
 
-// The whole page's rows, of all KV heads.
+// Encodes the digests of all KV heads of a whole page.
 void encode_page(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa& isa, int64_t page);
 
-// What CodeScorer::coarse said: list by list, as it was told to; of page i of a shortlist at columns[i].
+// Coarse scores (CodeScorer::coarse), list by list. Page i of a shortlist has its score at columns[i].
 struct Coarse {
   const float* scores;
   const int32_t* columns;
 };
 
-// Scores of one query, one list per query head; prepared once, then for ranges of pages, from any thread.
+// Scores pages for one query, one list per query head. After the preparation any thread may score a range of pages.
 class CodeScorer {
  public:
   void prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, const char* q,
                int64_t q_head_stride);
 
-  // After prepare(), before estimate().
+  // Prepares the tables of estimate(). To be called after prepare().
   void prepare_codes(const char* q, int64_t q_head_stride);
 
-  // out[head * stride + i]: q . middle + model.bound * |q| * spread, which reads a quarter of a row, of pages begin..end.
+  // out[head * stride + i]: q . middle + model.bound * |q| * spread, which reads a quarter of a row, of pages
+  // begin..end.
   template <class PageOf>
   void coarse(const PageOf& page_of, int begin, int end, float* out, int64_t stride) {
     each_tile(page_of, begin, end, [&](const uint8_t* const* rows, const uint8_t* const* next, int at, int n) {
@@ -54,8 +55,8 @@ class CodeScorer {
     });
   }
 
-  // The pages' estimates (codes.estimates) over model.scale, of one KV head's lists (-1: all). `before`: what `coarse`
-  // said of them, if it did.
+  // out[head * stride + i]: estimates of the pages (codes.estimates) divided by model.scale, for one KV head's lists
+  // (-1: all). `before`: the coarse scores of these pages, or null.
   template <class PageOf>
   void estimate(const PageOf& page_of, int kv_head, int begin, int end, float* out, int64_t stride,
                 const Coarse* before = nullptr) {
@@ -86,10 +87,10 @@ class CodeScorer {
   }
   static constexpr int kAhead = 8 * kScoreTile;
   const uint8_t* row_of(int64_t page) const { return (const uint8_t*)digests_.base + page * digests_.page_stride; }
-  // Into out[g * stride + i], for a tile and a KV head's query heads g.
+  // Writes out[g * stride + i], for a tile of pages i and a KV head's query heads g.
   void coarse_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, const float* bounds, int count,
                    float* out, int64_t stride);
-  // [group][kScoreTile]: q . middle, from what coarse_tile made of it.
+  // Restores q . middle, [group][kScoreTile], from the coarse scores.
   void recall_middles(int h, const uint8_t* const* rows, const float* scores, int64_t stride, const int32_t* columns,
                       int count, float* middles) const;
   void estimate_tile(int h, const uint8_t* const* rows, const uint8_t* const* next, float* middles, int count,
@@ -102,8 +103,8 @@ class CodeScorer {
   ByteKernels bytes_{};
   const CodeKernels* codes_ = nullptr;
   int tables_ = 0;               // bytes of one head's tables
-  std::vector<int8_t> weights_;  // [heads, dim] of the middles
-  std::vector<int32_t> bias_;    // of theirs
+  std::vector<int8_t> weights_;  // [heads, dim] weights of the middles
+  std::vector<int32_t> bias_;    // biases of the middles
   std::vector<float> step_, bounds_, factor_, offset_, variance_;  // per head
   std::vector<float> no_bounds_;
   std::vector<uint8_t> luts_;

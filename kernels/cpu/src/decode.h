@@ -1,11 +1,12 @@
-// One decode layer of a batch in one call: write K and V, update digests, score, select, attend, write the output.
+// One decode layer of a batch in one call: it writes K and V, updates digests, scores, selects and attends pages, and
+// writes the output.
 //
-// Threads share it in phases. Phase one's tasks belong to rows (write, and a range of pages to score); who ends a row's
-// last one selects its pages; who ends the last one of all plans the last phase, the attention chunks. A phase between
-// scores what some rows choose from: with digests in codes phase one selects a few times the budget, by what is quick to
-// read of them; and where a sequence looks at all its pages in every n-th step only, those that the last look has kept.
-// Nothing waits for a thread that has not claimed a task, so a worker that wakes late, or never, delays
-// nobody.
+// Threads share the layer in three phases. A task of the first phase belongs to a row: it writes the row's token, and
+// scores a range of the row's pages. The thread that ends a row's last task selects the row's pages. The second phase
+// scores a shortlist again: with digests in codes the first phase selects a few times the budget by a part of each
+// digest; and a sequence that scores all pages in every n-th step only selects from the pages that the last such step
+// kept. The third phase computes the attention in chunks. The thread that ends a phase's last task plans the next one.
+// No thread waits for a thread that has not claimed a task, so a worker that wakes late, or never, delays no other.
 #pragma once
 #include <atomic>
 #include <string>
@@ -27,7 +28,7 @@ class DecodeLayer : public Task {
   void set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes,
                  const float* sinks);
   void begin(const hb_step& step);
-  // The sequence is gone; its id may be used again.
+  // Drops the state of a sequence that ended; its id may be used again.
   void forget(int64_t sequence) { sequences_.erase(sequence); }
   int64_t span_bytes() const;
   // Throws std::invalid_argument and std::out_of_range.
@@ -35,7 +36,6 @@ class DecodeLayer : public Task {
 
   void work(int lane) override;
 
-  const int32_t* counts() const { return counts_.data(); }
   int selected(int row, int list, const int32_t** pages) const;
 
  private:
@@ -46,12 +46,12 @@ class DecodeLayer : public Task {
     const float* sinks = nullptr;
     bool sparse() const { return digests.base != nullptr; }
   };
-  // What a row's pages are chosen from: nothing is left out; all pages; those that the last look at all has kept; the
-  // best of these by codes, as they were a few steps ago.
+  // The candidates of a row's selection. NONE: the row attends all pages. OF_ALL: all pages. OF_KEPT: the shortlist of
+  // the last step that scored all pages. OF_BEST: the best pages of that shortlist by codes, as of the step before.
   enum Choice : uint8_t { NONE, OF_ALL, OF_KEPT, OF_BEST };
   struct Shortlist {
     std::vector<std::vector<int32_t>> lists;
-    int32_t num_pages = 0;  // of the row then
+    int32_t num_pages = 0;  // pages of the row when the shortlist was made
   };
   struct Kept {
     Shortlist looked, best;
@@ -76,7 +76,7 @@ class DecodeLayer : public Task {
     CodeScorer codes;
     std::vector<float> scores, span_scores, total;
     std::vector<int32_t> spans, pages, best;
-    int64_t run = 0;  // whose row's query is prepared, with its tables or without
+    int64_t run = 0;  // run and row whose query is prepared, and if its tables are
     int row = 0;
     bool has_codes = false;
   };
@@ -84,7 +84,7 @@ class DecodeLayer : public Task {
   void make_tasks(int lanes);
   void prepare_scorer(Lane& lane, int row, bool with_codes = false);
   void run_task(const RowTask& task, int lane);
-  // The scores that select, of one list: of scores as they come from a scorer, or their shares, put into `total`.
+  // Returns the scores of one list that select its pages: the scorer's, or combined ones, which are written to `total`.
   const float* combined(float* scores, int64_t stride, int list, int n, std::vector<float>& total) const;
   void write_token(int row);
   void score(const RowTask& task, int lane);
@@ -100,9 +100,10 @@ class DecodeLayer : public Task {
   }
   void attend_all(int row);
   void select_row(int row, int lane);
-  // Of `count` pages at these columns (null: all of the row's) what the list attends, and keeps for the steps to come.
+  // Selects the pages of a list among `count` pages at these columns (null: all pages of the row), and keeps shortlists
+  // for later steps.
   void choose(int row, int list, const float* scores, const int32_t* columns, int count, Lane& lane);
-  // The columns of the best `times` budgets among them.
+  // Keeps the columns of the best pages, `times` budgets of them, as a shortlist.
   void keep(Shortlist& kept, int row, int list, int times, const float* scores, const int32_t* columns, int count,
             Lane& lane);
   bool can_go_on(const Shortlist& kept, int row) const {
@@ -110,7 +111,7 @@ class DecodeLayer : public Task {
   }
   Choice choice_of(int row) const;
   void recall_kept(int row);
-  // Its pages are scored in the phase between: a shortlist's, or those that were kept.
+  // Tells if the second phase scores pages of the row.
   bool looks_twice(int row) const { return choices_[row] >= OF_KEPT || (choices_[row] == OF_ALL && in_codes()); }
   void list_row(int row, int list, const int32_t* pages, int count);
   void plan_attention();

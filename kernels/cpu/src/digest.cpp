@@ -10,7 +10,7 @@
 namespace hb {
 namespace {
 
-// bf16 and fp16 sort like sign-and-magnitude integers; this maps them to two's complement and back.
+// bf16 and fp16 sort like sign-and-magnitude integers. This maps them to two's complement and back.
 inline int16_t ordered(int16_t x) { return x ^ ((x >> 15) & 0x7fff); }
 
 void fold_16(const int16_t* key, int16_t* high, int16_t* low, int n) {
@@ -50,7 +50,7 @@ void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t 
   }
 }
 
-// In integer arithmetic where that lets the compiler vectorize: it happens for every query.
+// Integer arithmetic lets the compiler vectorize the loops, which run for each query.
 float quantize_values(const float* from, uint8_t* to, int n) {
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the rounded value in the lowest bits
   int32_t values[kMaxHeadDim], largest_bits = 0;
@@ -106,9 +106,9 @@ void SpanDigests::add(const hb_model& model, const hb_digests& digests, const Is
   count_++;
 }
 
-// What a digest says of q.k: middle + bound * half-width = q.(max+min)/2 + bound * |q|.(max-min)/2, two dot products; at
-// bound 1 they are relu(q).max + (-relu(-q)).min, Quest's sum_d max(q*min, q*max). A sum over heads commutes with the dot
-// product, so summed scores need one weight vector for all of them.
+// A digest estimates q.k by middle + bound * half-width = q.(max+min)/2 + bound * |q|.(max-min)/2, which is two dot
+// products. At bound 1 they are relu(q).max + (-relu(-q)).min, Quest's sum_d max(q*min, q*max). A sum over heads
+// commutes with the dot product, so summed scores need one weight vector for all heads of a KV head.
 void Scorer::sum_weights(const hb_model& model, const Kernels& kernels, const char* q, int64_t q_head_stride) {
   model_ = model;
   isa_ = kernels.digests;
@@ -127,7 +127,7 @@ void Scorer::sum_weights(const hb_model& model, const Kernels& kernels, const ch
   }
 }
 
-// About 16 KB ahead, in whole tiles.
+// Returns the prefetch distance in columns: about 16 KB, in whole tiles.
 static int columns_ahead(int64_t row_bytes) {
   return (int)std::max<int64_t>(1, 16384 / (row_bytes * kScoreTile)) * kScoreTile;
 }
@@ -245,12 +245,12 @@ void combine_lists(Aggregate how, const float* scores, int64_t stride, int heads
   std::fill(total, total + n, 0.f);
   for (int first = 0; first < heads; first += group)
     for (int i = 0; i < n; i++) {
-      float found = scores[first * stride + i];
+      float best = scores[first * stride + i];
       for (int head = first + 1; head < first + group; head++) {
         const float next = scores[head * stride + i];
-        found = how == MAX ? std::max(found, next) : found + next;
+        best = how == MAX ? std::max(best, next) : best + next;
       }
-      total[i] += found;
+      total[i] += best;
     }
 }
 
@@ -274,12 +274,12 @@ int select_best(const float* scores, int n, int budget, int sinks, int recent, i
   sinks = std::min(std::max(sinks, 0), n);
   recent = std::min(std::max(recent, 0), n - sinks);
   const int first = sinks, last = n - recent;  // the free choice
-  const int wanted = std::min(std::max(budget - sinks - recent, 0), last - first);
+  const int num_free = std::min(std::max(budget - sinks - recent, 0), last - first);
   int m = 0;
   for (int i = 0; i < first; i++) out[m++] = i;
-  if (wanted == last - first) {
+  if (num_free == last - first) {
     for (int i = first; i < last; i++) out[m++] = i;
-  } else if (wanted > 0) {
+  } else if (num_free > 0) {
     static thread_local SelectScratch scratch;
     uint32_t* keys = grown(scratch.keys, n);
     std::memset(scratch.histogram, 0, sizeof scratch.histogram);
@@ -291,15 +291,15 @@ int select_best(const float* scores, int n, int budget, int sinks, int recent, i
     }
     // The bin in which the last wanted score lies, then that score itself.
     int above = 0, bin = (int)(highest >> 20);
-    while (above + (int)scratch.histogram[bin] < wanted) above += scratch.histogram[bin--];
+    while (above + (int)scratch.histogram[bin] < num_free) above += scratch.histogram[bin--];
     scratch.boundary.clear();
     for (int i = first; i < last; i++)
       if ((int)(keys[i] >> 20) == bin) scratch.boundary.push_back(keys[i]);
-    const int rank = wanted - above - 1;
+    const int rank = num_free - above - 1;
     std::nth_element(scratch.boundary.begin(), scratch.boundary.begin() + rank, scratch.boundary.end(),
                      std::greater<uint32_t>());
     const uint32_t threshold = scratch.boundary[rank];
-    int ties = wanted - above;
+    int ties = num_free - above;
     for (const uint32_t key : scratch.boundary) ties -= key > threshold;
     for (int i = first; i < last; i++) {
       if (keys[i] > threshold) out[m++] = i;

@@ -9,28 +9,28 @@
 
 namespace hb {
 
-// Folds one row of `n` elements into a max row and a min row; `reset` forgets what they held.
+// Folds one key of `n` elements into a max row and a min row; `reset` overwrites them.
 void fold_key(int type, const char* key, char* high, char* low, int n, bool reset);
 
-// Brings a page's max and min up to date with the keys (all KV heads) of the token at `offset`.
+// Folds the keys of the token at `offset`, of all KV heads, into a page's digest.
 void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t page, int64_t offset, const char* keys,
                       int64_t key_head_stride);
 
-// Brings a page's quantized row up to date with its digest.
+// Writes a page's digest in bytes from its maxima and minima.
 void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_bytes& bytes, const Isa& isa,
                      int64_t page);
 
-// Values -> bytes around 128; returns the scale. What is not finite counts as 0.
+// Rounds values to bytes around 128 and returns the scale. Values that are not finite count as 0.
 float quantize_values(const float* from, uint8_t* to, int n);
 
 constexpr int kSpan = 8;  // pages
 
-// Digests in bytes of one sequence's spans (kSpan consecutive whole pages) in one layer, one after the other. A
-// selection over a long sequence looks at them first, and at pages only in the best spans.
+// Digests in bytes of the spans (kSpan consecutive whole pages) of one sequence in one layer. A selection over a long
+// sequence scores the spans first, and then the pages of the best spans only.
 class SpanDigests {
  public:
-  // Makes them those of the first `spans` spans; `page_of(column)` gives the page id. Whole pages do not change, so
-  // only new spans are read.
+  // Sets the number of spans; `page_of(column)` returns the page id. Whole pages do not change, so only new spans are
+  // read.
   template <class PageOf>
   void extend(const hb_model& model, const hb_digests& digests, const Isa& isa, int spans, const PageOf& page_of) {
     count_ = count_ < spans ? count_ : spans;
@@ -51,27 +51,28 @@ class SpanDigests {
   std::vector<uint8_t> rows_;
 };
 
-// Where part i of `parts` begins that score `pages` pages: at whole tiles.
+// Returns the first page of part i of `parts` that score `pages` pages: a multiple of a tile.
 inline int64_t score_edge(int64_t pages, int64_t i, int64_t parts) {
   return i == parts ? pages : pages * i / parts / kScoreTile * kScoreTile;
 }
 
-// How the scores of query heads combine. SOFTMAX: each head's scores become shares first; a scorer then leaves them
-// apart, one list per query head, for add_shares.
+// Combination of the scores of query heads. With SOFTMAX each head's scores become shares first, so a scorer writes one
+// list per query head for add_shares.
 enum Aggregate { SUM = 0, MAX = 1, SOFTMAX = 2 };
 
-// Scores of one query over pages: prepared once, then for ranges of pages, from any thread.
+// Scores pages for one query. After the preparation any thread may score a range of pages.
 class Scorer {
  public:
-  // per_head: one score per page and KV head, else one per page, of the heads combined.
+  // per_head: one score per page and KV head; else one per page, combined over all heads.
   void prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, bool per_head,
                Aggregate aggregate, const char* q, int64_t q_head_stride);
 
-  // The same from bytes, with SUM for all heads together, or with SOFTMAX.
+  // Prepares scores by digests in bytes, with SUM over all heads, or with SOFTMAX.
   void prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, Aggregate aggregate,
                      const char* q, int64_t q_head_stride);
 
-  // The same query over other rows, and with SOFTMAX for one KV head's lists only (-1: all); only after prepare_bytes.
+  // Scores other digests with the same query from now on, and with SOFTMAX only one KV head's lists (-1: all). Needs
+  // prepare_bytes.
   void move_to(const hb_bytes& bytes, int kv_head = -1) {
     base_ = (const char*)bytes.base;
     page_stride_ = bytes.page_stride;
@@ -117,13 +118,14 @@ class Scorer {
   std::vector<float> step_;
 };
 
-// Scores of `heads` query heads (lists `stride` apart) in one list: their sum, or of each group's largest.
+// Combines the scores of `heads` query heads (lists `stride` apart) into one list: their sum, or the sum of each
+// group's maximum.
 void combine_lists(Aggregate how, const float* scores, int64_t stride, int heads, int group, int n, float* total);
 
 // total[i] = sum over `heads` lists of scores (`stride` apart, overwritten) of softmax(scale * scores)[i].
 void add_shares(SoftmaxAddFn softmax_add, float* scores, int64_t stride, int heads, int n, float scale, float* total);
 
-// Scores in the order of unsigned integers: NaN counts as -inf, and the two zeros are equal.
+// Maps a score to an unsigned integer of the same order: NaN counts as -inf, and the two zeros are equal.
 inline uint32_t ordered_key(float x) {
   x = (x == x ? x : -std::numeric_limits<float>::infinity()) + 0.f;  // -0 + 0 is 0
   uint32_t bits;
@@ -131,7 +133,8 @@ inline uint32_t ordered_key(float x) {
   return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
 }
 
-// Indices of the `budget` best scores, ascending, with the first `sinks` and the last `recent` forced in.
+// Selects the `budget` best scores, the first `sinks` and the last `recent` always among them. Writes their indices to
+// `out` in ascending order, and returns their number.
 int select_best(const float* scores, int n, int budget, int sinks, int recent, int32_t* out);
 
 }  // namespace hb

@@ -1,4 +1,4 @@
-// Which instruction sets and kernels this library was built with, which of them the CPU runs, and which are taken.
+// The instruction sets and kernels of this library, those that the CPU runs, and the choice among them.
 #pragma once
 #include <vector>
 
@@ -9,10 +9,10 @@ namespace hb {
 
 int isa_count();
 const Isa& isa_at(int index);
-bool isa_runs(int index);  // kChosen runs
+bool isa_runs(int index);  // true for kChosen
 int best_isa();
 
-// Stands for the fastest variant of each operation (set_variant_order) instead of one instruction set.
+// A number that selects the fastest variant of each operation (set_variant_order) instead of one instruction set.
 constexpr int kChosen = HB_CHOSEN;
 
 // Operations that several kernels can compute; those kernels are the operation's variants.
@@ -31,11 +31,11 @@ const char* operation_name(int operation);
 // A variant is numbered by its place in the default order, which assumes that a newer instruction set is faster.
 int variant_count(int operation);
 const char* variant_name(int operation, int variant);
-int variant_isa(int operation, int variant);  // callers of this instruction set, or of a better one, may take it
+int variant_isa(int operation, int variant);  // the variant is for this instruction set and better ones
 
-// Sets the order in which an operation's variants are tried for the shapes of one class: element type, head_dim up to 64,
-// 128 or 256, and group 1, 2, up to 4 or more. The first variant is taken that runs on this CPU and has the shape. Orders
-// are read without a lock: set them before other threads use the library.
+// Sets the order in which an operation's variants are tried for the shapes of one class: element type, head_dim up to
+// 64, 128 or 256, and group 1, 2, up to 4 or more. The first variant is taken that runs on this CPU and has the shape.
+// Orders are read without a lock: set them before other threads use the library.
 void set_variant_order(int operation, const Shape& shape, const std::vector<int>& variants);
 
 // The kernels for one shape.

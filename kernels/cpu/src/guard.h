@@ -1,4 +1,4 @@
-// C++ exceptions stop at the C ABI and become an error code and a message.
+// Functions that turn C++ exceptions into an error code and a message at the C ABI.
 #pragma once
 #include <exception>
 #include <new>
@@ -20,7 +20,7 @@ inline void require(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(what);
 }
 
-// `what` there are `count` of, in the singular.
+// Returns `id` if it is below `count`. `what`: the name of the thing that the id counts, in the singular.
 inline int64_t check_id(int64_t id, int64_t count, const char* what) {
   if (id < 0 || id >= count) {
     const std::string name = what;

@@ -1,7 +1,7 @@
-// What each instruction set implements, and the plain structs it works on.
+// The functions that each instruction set implements, and the plain structs that they work on.
 //
-// Every isa_*.cpp is compiled with flags of its own. None of them may use a std header: an inline std function
-// compiled there could be the copy that the linker keeps, and then crash on an older CPU.
+// Each isa_*.cpp is compiled with flags of its own, so none of them may use a std header: the linker could keep a copy
+// of an inline std function that was compiled there, which then crashes on an older CPU.
 #pragma once
 #include <stdint.h>
 
@@ -18,10 +18,10 @@ inline int element_size(int type) { return type == FP32 ? 4 : 2; }
 struct PageRef {
   const char* keys;
   int32_t tokens;  // valid tokens at the start of the page, 1..page_size
-  int32_t skip;    // of them, the first that are left out, 0..tokens - 1
+  int32_t skip;    // first tokens that are left out, 0..tokens - 1
 };
 
-// What all segments of a call share.
+// The values that all segments of a call share.
 struct Shape {
   int type;                // ElementType of q, K and V
   int head_dim;            // multiple of 16
@@ -34,7 +34,7 @@ struct Shape {
   int prefetch_distance;          // pages ahead
 };
 
-// One (sequence, KV head), or a part of its pages.
+// One KV head of one sequence, or a part of its pages.
 struct Segment {
   const void* q;            // [group, head_dim]
   int64_t q_head_stride;    // bytes
@@ -64,10 +64,10 @@ typedef void (*ByteDotsFn)(const ByteWeights*, const uint8_t* const* rows, const
 typedef void (*ByteHeadsFn)(const ByteWeights*, int heads, const uint8_t* const* rows, const uint8_t* const* upcoming,
                             float* out);
 
-// One query's view of the codes of a page's keys (kernels/codes.py), of the heads of one KV head.
+// The query heads of one KV head, prepared for codes of keys (kernels/codes.py).
 struct CodeQuery {
-  int group, blocks, planes;  // query heads; 16 tokens each; bytes of codes per token
-  const uint8_t* tables;  // of each head, `stride` bytes apart: CodeKernels::tables
+  int group, blocks, planes;  // query heads; blocks of 16 tokens; bytes of codes per token
+  const uint8_t* tables;  // tables of each head, `stride` bytes apart (CodeKernels::tables)
   const float *factor, *offset, *variance;  // per head
   int stride;
 };
@@ -75,25 +75,26 @@ struct CodePage {
   const uint8_t *scales, *planes;
   float unit;
 };
-// With s = unit * scales[t] and sum what the tables say of token t of page i, x[t] = s * (factor[g] * sum + offset[g] +
-// variance[g] * s): sums[g][i] is the sum of 2^x[t], of kScoreTile pages each. It may overflow to inf or NaN, or vanish.
+// Computes sums[g][i], the sum of 2^x[t] over the tokens t of page i, for kScoreTile pages. With s = unit * scales[t]
+// and the tables' sum for token t, x[t] = s * (factor[g] * sum + offset[g] + variance[g] * s). A result may overflow to
+// inf or NaN, or underflow to 0.
 typedef void (*CodeSumsFn)(const CodeQuery*, const CodePage* pages, float* sums);
-constexpr float kLeastSum = 1e-30f, kMostSum = 1e30f;  // beyond these a sum is not to be relied on
+constexpr float kLeastSum = 1e-30f, kMostSum = 1e30f;  // a sum beyond these limits is not reliable
 
-// Codes are looked up in tables, which every instruction set lays out as it reads them.
+// Codes are looked up in tables. Each instruction set has a table layout of its own.
 struct CodeKernels {
-  int (*table_bytes)(int planes);  // of one head
-  // Fills them for a rotated query, whose first `coded` channels have codes, `fine` of them of two bits; returns what one
-  // step in them is worth, and in `least` what zero steps stand for.
+  int (*table_bytes)(int planes);  // size of one head's tables
+  // Fills the tables for a rotated query, whose first `coded` channels have codes, `fine` of them of two bits. Returns
+  // the value of one step of the tables, and in `least` the value of zero steps.
   float (*tables)(const float* x, int fine, int coded, uint8_t* tables, float* least);
-  // What they say of one token, in steps; its bytes of codes stand 16 apart.
+  // Returns the tables' sum for one token, in steps; the token's bytes of codes stand 16 apart.
   int (*steps)(const uint8_t* tables, const uint8_t* codes, int planes);
   CodeSumsFn sums;
 };
 
 struct ByteKernels {
   ByteDotsFn dots;
-  ByteHeadsFn heads;  // null: head by head with dots
+  ByteHeadsFn heads;  // null: heads are scored one by one with dots
 };
 
 // Blends the shares that a segment's tokens have in its attention, whose log-sum-exp is `lse`, into moving averages:
@@ -102,26 +103,26 @@ struct ByteKernels {
 typedef void (*WeighFn)(const Shape*, const Segment*, const PageRef* pages, float* const* averages, float alpha,
                         bool largest);
 
-// Consecutive tokens of a prompt, and the query heads of one KV head: attended over the pages of their sequence, to which
-// they belong already.
+// Consecutive tokens of a prompt and the query heads of one KV head, whose queries attend the pages of their sequence.
+// The pages have the keys and values of these tokens already.
 struct PromptBlock {
-  int type, head_dim, group, page_size;  // of q, K, V and out; head_dim: a multiple of 16
+  int type, head_dim, group, page_size;  // type: of q, K, V and out; head_dim: a multiple of 16
   float scale;
   int tokens;
   int64_t first;  // the first token's position in the sequence
-  int64_t window;  // tokens that each sees at most, itself included
+  int64_t window;  // tokens that each query attends at most, its own included
   const char* q;  // strides in bytes
   int64_t q_token_stride, q_head_stride;
   char* out;
   int64_t out_token_stride, out_head_stride;
-  const int32_t* pages;  // of the sequence from its beginning; what no window reaches is not looked at
+  const int32_t* pages;  // pages of the sequence from its beginning; those that no window reaches are not read
   const char* keys;  // page 0's first K row of the KV head
   int64_t page_stride, value_offset;
   const float* sinks;  // [group] natural log, or null
   float* scratch;  // prompt_floats, 64-byte aligned
 };
-constexpr int kPromptRows = 32;  // queries at a time, at most
-constexpr int kPromptKeys = 128;  // keys at a time
+constexpr int kPromptRows = 32;  // queries that are multiplied at once, at most
+constexpr int kPromptKeys = 128;  // keys that are multiplied at once
 inline int64_t prompt_floats(int64_t queries, int64_t head_dim) {
   const int64_t rows = queries + kPromptRows;
   return 2 * (rows + kPromptKeys) * head_dim + 2 * rows;
@@ -144,11 +145,11 @@ struct Isa {
   uint64_t (*read)(const void* from, int64_t n);  // reads n bytes, for benchmarks
   WeighFn (*weigh)(const Shape*);
   CodeKernels codes;
-  // base[i] = (base[i] + log2(sums[i])) * factor; n: a multiple of kScoreTile, and both arrays go on to one of 16. False,
-  // and nothing is done, where sums, those in that rest too, are not between kLeastSum and kMostSum.
+  // base[i] = (base[i] + log2(sums[i])) * factor. n is a multiple of kScoreTile; both arrays are padded to a multiple
+  // of 16. Returns false and changes nothing if a sum, padding included, is not between kLeastSum and kMostSum.
   bool (*log_sums)(float* base, const float* sums, int n, float factor);
   PromptFn prompt;  // any type
-  // In place, as kernels/codes.py rotates: signs, then Hadamard's transform. n: a multiple of 16.
+  // Rotates n numbers in place like kernels/codes.py: signs, then Hadamard's transform. n: a multiple of 16.
   void (*rotate)(float* x, int n);
 };
 
@@ -157,5 +158,6 @@ extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_is
 extern "C" HB_HIDDEN const ByteKernels hb_avx2_bytes;
 extern "C" HB_HIDDEN const ByteKernels hb_vnni_bytes;  // for AVX-512 CPUs that have VNNI
 extern "C" HB_HIDDEN const CodeKernels hb_vnni_codes, hb_vbmi_codes;  // for those that have VNNI, or VBMI
-// bf16 only; for AVX-512 CPUs that have AVX512_BF16, the latter AMX, too, and for head_dim a multiple of 32.
+// bf16 only; for AVX-512 CPUs that have AVX512_BF16. The latter also needs AMX, and a head_dim that is a multiple of
+// 32.
 extern "C" HB_HIDDEN const PromptFn hb_avx512_bf16_prompt, hb_amx_prompt;

@@ -1,5 +1,4 @@
-// Prompts in bf16 on AMX tiles: 32 queries by 32 keys, or channels, at a time. What lies between the products is
-// prompt.h's, in AVX-512.
+// Prompts in bf16 on AMX tiles: 32 queries by 32 keys, or channels, at once. prompt.h does the rest in AVX-512.
 #include "amx.h"
 #include "pairs_avx512.h"
 #include "prompt.h"

@@ -49,8 +49,8 @@ INLINE void entries_of(const float* x, bool fine, float finer, uint8_t* to) {
   _mm512_storeu_si512(to, bytes);
 }
 
-// The entries of 64 codes of six bits, from those of their three pairs, each in eighths of a step; `half` of them is added
-// before the rest is cut off.
+// The entries of 64 codes of six bits, from those of their three pairs, each in eighths of a step; `half` of them is
+// added before the rest is cut off.
 INLINE __m512i table_of(const uint8_t* low, const uint8_t* middle, const uint8_t* high, int half) {
   alignas(64) static const struct Positions {
     uint8_t of[3][64];
@@ -94,8 +94,9 @@ float vbmi_tables(const float* x, int fine, int coded, uint8_t* tables, float* l
   // Sixteen pairs at a time; the last of two bits may share them with the first of one.
   for (int i = 0; i < fine; i += 16) entries_of(padded + i, true, finer, entries + 4 * i);
   for (int i = fine, d = fine; i < pairs; i += 16, d += 32) entries_of(padded + d, false, finer, entries + 4 * i);
-  // Levels are symmetric, so what zeros alone stand for is minus the mean. Most queries' is made a whole number of steps by
-  // rounding some tables a little up or down: by eighths of a step in the sum, in the mean of a table's entries.
+  // Levels are symmetric, so what zeros alone stand for is minus the mean. Most queries' is made a whole number of
+  // steps by rounding some tables a little up or down: by eighths of a step in the sum, in the mean of a table's
+  // entries.
   const __m512i zero = _mm512_setzero_si512();
   __m512i total = zero;
   for (int i = 0; i < 4 * pairs; i += 64)
@@ -155,8 +156,8 @@ INLINE __m512i of_pages(const uint8_t* const* from, int64_t at) {
   return _mm512_mask_broadcast_i32x4(all, 0xf000, load(from[3]));
 }
 
-// Logits are words: in steps of 1/128 of log2, with the exponent's bias, they are 2^x to 3 % as bf16 has it (Schraudolph,
-// Neural Computation 11, 1999). What is beyond its range becomes NaN, infinity or nothing.
+// Logits are words: in steps of 1/128 of log2, with the exponent's bias, they are 2^x to 3 % as bf16 has it
+// (Schraudolph, Neural Computation 11, 1999). What is beyond its range becomes NaN, infinity or nothing.
 template <int HEADS, int PARTS>
 INLINE void code_sums_of(const CodeQuery* q, int head, const CodePage* pages, float* out) {
   static_assert(kScoreTile == 4, "a register has a lane for each page of a tile");

@@ -51,8 +51,8 @@ inline __attribute__((always_inline)) __m512i sums_of_integers(__m512i* a) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(y, z, 0x88), _mm512_shuffle_i32x4(y, z, 0xdd));
 }
 
-// Four heads by four rows at a time: sixteen accumulators, one tree of additions for all their lanes. WIDTH: a segment's
-// bytes, a multiple of 64; 0: any.
+// Four heads by four rows at a time: sixteen accumulators, one tree of additions for all their lanes. WIDTH: a
+// segment's bytes, a multiple of 64; 0: any.
 template <int WIDTH>
 inline __attribute__((always_inline)) void byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows,
                                                       const uint8_t* const* upcoming, float* out) {
@@ -111,8 +111,8 @@ void vnni_byte_heads(const ByteWeights* w, int heads, const uint8_t* const* rows
   }
 }
 
-// 2^x to 3 %, by its bits: y is x in steps of the mantissa, with the exponent's bias (Schraudolph, Neural Computation 11,
-// 1999). What codes say of a key is less sure than that. Ends where 2^x is next to nothing, and next to all.
+// 2^x to 3 %, by its bits: y is x in steps of the mantissa, with the exponent's bias (Schraudolph, Neural Computation
+// 11, 1999). What codes say of a key is less sure than that. Ends where 2^x is next to nothing, and next to all.
 inline __attribute__((always_inline)) __m512 rough_exp2(__m512 y) {
   const __m512 bounded = _mm512_min_ps(_mm512_max_ps(y, _mm512_set1_ps(8388608.f)), _mm512_set1_ps(2130706432.f));
   return _mm512_castsi512_ps(_mm512_cvtps_epi32(bounded));

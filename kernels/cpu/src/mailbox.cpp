@@ -12,8 +12,8 @@
 namespace hb {
 namespace {
 
-// A busy device asks every few hundred microseconds, and what lies between two steps is a few milliseconds at most. Only
-// when nothing came for longer does the thread sleep between two looks.
+// A busy device asks every few hundred microseconds, and steps are a few milliseconds apart at most. So the thread
+// sleeps between two polls only if no question came for longer.
 constexpr int64_t kIdleNanoseconds = 5'000'000;
 constexpr long kNapNanoseconds = 50'000;
 
@@ -21,7 +21,8 @@ constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 
 uint32_t look_at(const uint32_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
 
-// Each number of a question is read once and then checked: a device that gave up may write its next question meanwhile.
+// Each number of a question is read once and then checked, since a device that gave up may already write its next
+// question.
 int32_t read_once(const int32_t* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
 
 const hb_cache& cache_of(const hb_mailbox& box) {
@@ -57,18 +58,18 @@ std::string MailServer::error(int box) {
 
 void MailServer::loop(int cpu) {
   if (cpu >= 0) pin_to(cpu);
-  int64_t last = nanoseconds();  // job's end
+  int64_t last = nanoseconds();  // end of the last job
   for (unsigned looks = 0; !stop_.load(std::memory_order_relaxed); looks++) {
-    bool found = false;
+    bool has_served = false;
     for (size_t b = 0; b < boxes_.size(); b++) {
       const uint32_t number = look_at(boxes_[b].asked);
       if (number == answered_[b]) continue;
       serve(b, number);
       answered_[b] = number;
-      found = true;
+      has_served = true;
     }
-    if (found) last = nanoseconds();
-    if (found || looks % 64 || nanoseconds() - last < kIdleNanoseconds) {
+    if (has_served) last = nanoseconds();
+    if (has_served || looks % 64 || nanoseconds() - last < kIdleNanoseconds) {
       relax();
       continue;
     }
@@ -92,7 +93,7 @@ void MailServer::serve(size_t index, uint32_t number) {
       std::lock_guard<std::mutex> lock(error_mutex_);
       errors_[index] = failure.what();
     }
-    // The device must not wait for what will never come, nor merge what an earlier step left.
+    // The device must neither wait for an answer that will never come, nor merge the partial of an earlier step.
     for (int64_t r = 0; r < box.rows; r++) write_empty(box, r);
     __atomic_store_n(box.failed + number % HB_MAIL_STEPS, number, __ATOMIC_RELEASE);
   }
@@ -100,8 +101,8 @@ void MailServer::serve(size_t index, uint32_t number) {
   __atomic_store_n(box.answered, number, __ATOMIC_RELEASE);
 }
 
-// A captured graph asks about as many rows as it was captured with, of which few may be live: all others cost a look at
-// their generation and an lse.
+// A captured graph asks about all rows that it was captured with, few of which may be live. A padding row costs a check
+// of its generation and an lse.
 void MailServer::find_rows(const hb_mailbox& box) {
   const int64_t unit = box.ids ? 1 : model_.page_size;
   rows_.clear();

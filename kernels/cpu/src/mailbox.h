@@ -1,6 +1,6 @@
-// Jobs that the device raises by itself: it writes queries and page lists into pinned memory, then a number; a thread here
-// sees the number, computes together with the pool, writes the partials and the same number back. Nobody makes a system
-// call or takes a lock on the way.
+// Mailboxes: the device writes queries and page lists into pinned memory, then a number. The server thread polls the
+// number, computes together with the pool, and writes the partials and the same number back. No step of this takes a
+// lock or makes a system call.
 #pragma once
 #include <atomic>
 #include <mutex>
@@ -15,12 +15,12 @@ namespace hb {
 
 class MailServer {
  public:
-  // Throws for a shape that no kernel has.
+  // Throws std::invalid_argument for a shape that no kernel has.
   MailServer(Pool& pool, const hb_model& model, const hb_mailbox* boxes, int count, int cpu);
   ~MailServer();
 
   int64_t served() const { return served_.load(std::memory_order_relaxed); }
-  std::string error(int box);  // why its last failed job failed
+  std::string error(int box);  // error of the box's last failed job
 
  private:
   struct Round : Task {
@@ -40,8 +40,8 @@ class MailServer {
   const std::vector<hb_mailbox> boxes_;
   std::vector<uint32_t> answered_;
   Round round_;
-  // Of the question that is being computed: rows that attend something, and of each of them the request, its generation,
-  // and how many tokens (a box without ids) or pages each list has.
+  // The current question: rows with pages; the request and generation of each such row; and the tokens (in a box
+  // without ids) or pages of each list.
   std::vector<int64_t> rows_, requests_, generations_, counts_;
   std::atomic<int64_t> served_{0};
   std::atomic<bool> stop_{false};

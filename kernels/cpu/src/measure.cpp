@@ -19,11 +19,12 @@ namespace hb {
 namespace {
 
 constexpr int kPages = 16, kPromptQueries = 96, kPromptTokens = 256, kDigestHeads = 4;
-constexpr int64_t kStreamBytes = 2 << 20;  // of K and V that decoding rows read: they never lie in a core's own cache
-constexpr int kSureRounds = 2;  // before a slow variant is left out: its first times may be another process's
-constexpr int64_t kLongEnough = 20'000;  // nanoseconds: the clock and a call cost a thousandth of that
+constexpr int64_t kStreamBytes = 2 << 20;  // K and V that decoding rows read, more than a core's own cache holds
+constexpr int kSureRounds =
+    2;  // rounds before a slow variant drops out, because another process may disturb its first times
+constexpr int64_t kLongEnough = 20'000;  // nanoseconds; the clock and a call cost a thousandth of it
 
-// Memory at cache lines, where pools and tensors lie: a vector load across two lines costs the wider variant more.
+// Memory that begins at a cache line, as pools and tensors do: a load across two lines costs the wider variant more.
 template <class T>
 struct LineAllocator {
   using value_type = T;
@@ -128,8 +129,8 @@ class Bench {
   hb_bytes byte_store() { return {bytes_.data(), byte_row()}; }
   hb_digests code_store() { return {(char*)codes_.data(), 4 * model_.head_dim, 4 * model_.head_dim, 1}; }
 
-  // Scores digests in both ways, the heads' sum in one product and head by head. The digests of a few pages serve as one
-  // page's digests of as many heads.
+  // Scores digests in both ways, the heads' sum in one product and head by head. The digests of a few pages serve as
+  // one page's digests of as many heads.
   void score_digests(const Kernels& kernels) {
     hb_model model = model_;
     model.kv_heads = kDigestHeads;

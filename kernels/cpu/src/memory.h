@@ -1,4 +1,4 @@
-// Memory that grows once and is then used again: the steady state allocates nothing.
+// Memory that grows and is reused, so that the steady state allocates nothing.
 #pragma once
 #include <stdint.h>
 
@@ -8,7 +8,7 @@
 
 namespace hb {
 
-// std::vector cannot hold atomics.
+// An array of atomics, which std::vector cannot hold.
 class AtomicArray {
  public:
   void reset(int n) {
@@ -31,7 +31,7 @@ T* grown(std::vector<T>& v, size_t n) {
   return v.data();
 }
 
-// The same, n floats from a cache line's beginning on.
+// Like grown, but the n floats begin at a cache line.
 inline float* grown_lines(std::vector<float>& v, size_t n) {
   return (float*)(((uintptr_t)grown(v, n + 15) + 63) & ~(uintptr_t)63);
 }

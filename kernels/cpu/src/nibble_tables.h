@@ -1,5 +1,6 @@
-// Codes of digests (kernels/codes.py) looked up by nibbles: of each head, for every four planes the tables [4][16] of their
-// low codes, then those of their high codes; planes beyond the last have zeros. Included once per ISA that does so.
+// Tables that look up codes of digests (kernels/codes.py) by nibbles. Each head has, for every four planes, the tables
+// [4][16] of their low codes, then those of their high codes; planes beyond the last one have zeros. Included once per
+// ISA that uses them.
 #pragma once
 #include <stdint.h>
 
@@ -8,11 +9,11 @@
 
 namespace {
 
-constexpr int kMostEntry = 42;  // six of them fit a byte
+constexpr int kMostEntry = 42;  // the sum of six entries fits a byte
 
 int nibble_table_bytes(int planes) { return (planes + 3) / 4 * 128; }
 
-// Every entry is a sum over a code's channels of what its level gives beyond the lowest one, in whole steps.
+// An entry sums, over the channels of a code, the channel's level minus its lowest level, in whole steps.
 float nibble_tables(const float* x, int fine, int coded, uint8_t* tables, float* least) {
   float reach[kMaxHeadDim], widest = 0, sum = 0;  // half of what a channel's levels can give
   for (int d = 0; d < fine; d++) reach[d] = __builtin_fabsf(x[d]) * kOuter;

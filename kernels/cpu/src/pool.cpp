@@ -27,12 +27,13 @@ double now() { return 1e-9 * nanoseconds(); }
 }  // namespace
 
 void pin_to(int cpu) {
-  pthread_setname_np(pthread_self(), "hybrid-worker");  // workers/cpus.py tells it from the engine's own by this
-  cpu_set_t* set = CPU_ALLOC(cpu + 1);  // cpu_set_t itself ends at 1024
+  pthread_setname_np(pthread_self(), "hybrid-worker");  // workers/cpus.py recognizes workers by this name
+  cpu_set_t* set = CPU_ALLOC(cpu + 1);  // a plain cpu_set_t has room for 1024 CPUs only
   const size_t size = CPU_ALLOC_SIZE(cpu + 1);
   CPU_ZERO_S(size, set);
   CPU_SET_S(cpu, size, set);
-  pthread_setaffinity_np(pthread_self(), size, set);  // a CPU that is gone: run unpinned
+  pthread_setaffinity_np(pthread_self(), size,
+                         set);  // without effect if the CPU is gone: the thread then runs unpinned
   CPU_FREE(set);
 }
 
@@ -55,7 +56,7 @@ Pool::Pool(int threads, const int* cpus, int isa, int64_t spin) : isa_(isa), spi
   try {
     threads_.reserve(threads);
     for (int i = 0; i < threads; i++) threads_.emplace_back([this, i, cpu = cpus ? cpus[i] : -1] { loop(i, cpu); });
-  } catch (...) {  // no more threads to be had: those that run must end before they are forgotten
+  } catch (...) {  // if no more threads can be made, those that run must end before the pool is destroyed
     stop();
     throw;
   }
@@ -135,7 +136,7 @@ void Pool::loop(int lane, int cpu) {
   std::atomic<Task*>& inside = lanes_[lane].inside;
   while (Task* task = enter(inside)) {
     task->work(lane);
-    // Nothing left to claim: nobody else needs to look. Whoever retires it waits until that is done.
+    // Nothing is left to claim, so no other thread needs this task. retire() waits until this thread has left it.
     if (front_.load() == task) {
       std::lock_guard<std::mutex> lock(mutex_);
       unlist(*task);
@@ -149,7 +150,7 @@ Task* Pool::enter(std::atomic<Task*>& inside) {
   for (unsigned looks = 0; !stop_.load(std::memory_order_relaxed);) {
     if (Task* task = front_.load()) {
       inside.store(task);
-      if (front_.load() == task) return task;  // from here on whoever retires it sees this thread inside
+      if (front_.load() == task) return task;  // from here on retire() sees that this thread is inside
       inside.store(nullptr);
     } else if (spin_ > 0 && ++looks % 64) {
       relax();
@@ -163,8 +164,8 @@ Task* Pool::enter(std::atomic<Task*>& inside) {
   return nullptr;
 }
 
-// Nobody is missed: either this thread sees the task, or whoever pushed it sees this thread's mark and then changes the
-// number that it is about to sleep on.
+// No wake-up is lost: either this thread sees the task, or push() sees this thread's mark and changes the number that
+// the thread is about to sleep on.
 void Pool::sleep() {
   sleeping_.fetch_add(1);
   const uint32_t seen = wakes_.load();
@@ -263,7 +264,7 @@ int PartialTask::wait(double seconds, bool help) {
   std::unique_lock<std::mutex> lock(mutex_);
   for (double left; !finished_.load(std::memory_order_acquire);) {
     if ((left = until - now()) <= 0) return HB_TIMEOUT;
-    // The system clock may jump, so no wait is longer than a second and the deadline is checked by the steady one.
+    // The system clock may jump. So a wait takes a second at most, and the steady clock decides about the deadline.
     done_.wait_until(lock, std::chrono::system_clock::now() + std::chrono::duration<double>(std::min(left, 1.0)));
   }
   return error_.empty() ? HB_OK : HB_ERROR;

@@ -1,5 +1,5 @@
-// Persistent pinned threads that work on tasks: asynchronous partials, mailboxes' jobs and decode layers together with
-// their caller.
+// Persistent pinned threads that work on tasks: asynchronous partials, the jobs of mailboxes, and decode layers, which
+// their callers share.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -14,7 +14,7 @@
 
 namespace hb {
 
-// Something that several threads can work on at once.
+// Work that several threads can share.
 class Task {
  public:
   virtual ~Task() = default;
@@ -22,14 +22,14 @@ class Task {
   virtual void work(int lane) = 0;
 };
 
-// A thread takes a task, and leaves it, without a lock: it says in a cache line of its own which one it is inside.
+// A thread takes and leaves a task without a lock: it writes the task that it works on to a cache line of its own.
 class Pool {
  public:
-  // A thread without work looks for some for `spin` nanoseconds before it sleeps.
+  // A thread without work polls for `spin` nanoseconds before it sleeps.
   Pool(int threads, const int* cpus, int isa, int64_t spin);
   ~Pool();
 
-  // Wakes sleeping threads as far as there are fewer than `wanted` that are awake without work.
+  // Queues the task and wakes threads until `wanted` threads are awake without work.
   void push(Task& task, int wanted);
   // Takes the task from the queue and waits until no worker is inside it.
   void retire(Task& task);
@@ -39,7 +39,7 @@ class Pool {
   int threads() const { return (int)threads_.size(); }
   int isa() const { return isa_; }
 
-  // Finished jobs keep their memory and come back from here.
+  // Finished tasks are reused, so that their memory is not allocated again.
   std::unique_ptr<class PartialTask> take_spare();
   void give_spare(std::unique_ptr<class PartialTask> task);
 
@@ -50,7 +50,7 @@ class Pool {
 
   void stop();
   void loop(int lane, int cpu);
-  Task* enter(std::atomic<Task*>& inside);  // null: the pool ends
+  Task* enter(std::atomic<Task*>& inside);  // returns null when the pool ends
   void sleep();
   void wake(int threads);
   void unlist(Task& task);
@@ -62,30 +62,29 @@ class Pool {
   std::deque<Task*> queue_;
   std::vector<std::unique_ptr<PartialTask>> spares_;
   bool paused_ = false;
-  // What threads without work look at, alone on its line: the queue's first task, null for none or a pause.
+  // The queue's first task, or null without one or in a pause. Threads without work poll it, so it has a cache line of
+  // its own.
   alignas(64) std::atomic<Task*> front_{nullptr};
   std::atomic<bool> stop_{false};
-  alignas(64) std::atomic<uint32_t> wakes_{0};  // what they sleep on (futex(2))
+  alignas(64) std::atomic<uint32_t> wakes_{0};  // the futex on which threads sleep
   std::atomic<int> sleeping_{0};
   const std::unique_ptr<Lane[]> lanes_;
   std::vector<std::thread> threads_;
 };
 
-// One submitted hb_partial_args. The first thread inside plans, then all compute.
+// One submitted hb_partial_args. The first thread plans the chunks, then all threads compute.
 class PartialTask : public Task {
  public:
   PartialTask() = default;
   void reset(const hb_partial_args& args, int isa, int lanes);
   void work(int lane) override;
 
-  // HB_OK, HB_TIMEOUT or HB_ERROR.
+  // Returns HB_OK, HB_TIMEOUT or HB_ERROR.
   int wait(double seconds, bool help);
   void cancel();
   const std::string& error() const { return error_; }
   double started() const { return started_; }
   double ended() const { return ended_; }
-
-  Pool* pool = nullptr;
 
  private:
   enum State { NEW, PLANNING, PLANNED, FAILED };
@@ -103,12 +102,13 @@ class PartialTask : public Task {
   double started_ = 0, ended_ = 0;
 };
 
-// Fills the job of a partial: page lists, inputs and outputs. Throws what AttendJob throws, and for bad page ids.
+// Fills a job with the page lists, inputs and outputs of a partial. Throws what AttendJob throws, and std::out_of_range
+// for a page that the cache lacks.
 void prepare_partial(AttendJob& job, const hb_partial_args& args, int isa, int lanes);
 
-void pin_to(int cpu);  // the calling thread, and names it
-void relax();          // a moment's rest of a thread that polls
-int64_t nanoseconds();  // of the steady clock
+void pin_to(int cpu);   // pins and names the calling thread
+void relax();           // pauses a polling thread for a moment
+int64_t nanoseconds();  // reads the steady clock
 
 // For short waits on threads that may have lost their core.
 class Backoff {

@@ -1,9 +1,12 @@
-// Attention of a prompt's queries over pages in place, causally: two products of matrices around a softmax, in fp32 FMA,
-// or for bf16 in dot products of pairs or in tiles where the CPU has them. Included after vector.h, once per ISA.
+// Attention of a prompt's queries over pages in place, causally: two products of matrices around a softmax, in fp32
+// FMA, or for bf16 in dot products of pairs or in tiles where the CPU has them. Included after vector.h, once per ISA.
 //
 // Queries of a group share their keys, so a block of them is a matrix of tokens * group rows. Keys come in blocks that
 // stay in a cache: K transposed into panels of PANEL keys, V as it lies. A strip of queries at a time takes a block:
 // their logits, the softmax, what they add to their sums.
+#pragma once
+#include "vector_convert.h"
+
 namespace {
 
 constexpr int VECTORS = REGISTERS == 32 ? 4 : 2;  // of keys or channels at a time, for STRIP queries: most registers
@@ -12,7 +15,7 @@ constexpr int STRIP = 6;  // queries whose sums fit the registers
 constexpr int KEYS = kPromptKeys;
 static_assert(KEYS % PANEL == 0 && STRIP * VECTORS + VECTORS < REGISTERS && STRIP <= kPromptRows, "");
 
-// Where a block's parts lie in its scratch.
+// The arrays of a block in its scratch memory.
 struct PromptRoom {
   float *q, *o, *k, *v, *top, *sum;
   PromptRoom(const PromptBlock& b, int rows) {
@@ -57,7 +60,7 @@ INLINE void multiply(const float* left, const float* right, int right_stride, in
 template <class Unit>
 struct InRegisters {
   static constexpr int ROWS = STRIP, QUERY_STRIDE = STRIP;
-  struct Session {};  // what a thread needs while it multiplies
+  struct Session {};  // state of a thread while it multiplies
 
   // Where query r's cells begin; they are QUERY_STRIDE apart.
   static float* query(float* q, int r, int cells) { return q + r / STRIP * STRIP * cells + r % STRIP; }
@@ -89,7 +92,7 @@ struct Pairs : InRegisters<Pairs> {
 };
 #endif
 
-// Cells of queries as the unit wants them; those beyond the last are zero.
+// Copies queries to cells in the unit's layout; cells beyond the last query are zero.
 template <class Unit>
 void pack_queries(const PromptBlock& b, float* q, int rows) {
   const int cells = b.head_dim / Unit::DEPTH;
@@ -105,7 +108,7 @@ void pack_queries(const PromptBlock& b, float* q, int rows) {
 }
 
 // K and V of the keys begin..begin + KEYS of the sequence, in cells: k[panel][cells][PANEL], v[KEYS / DEPTH][head_dim].
-// Those outside of from..to are not read, but zero.
+// Keys outside of from..to are not read; their cells are zero.
 template <class Unit>
 void pack_keys(const PromptBlock& b, float* k, float* v, int64_t begin, int64_t from, int64_t to) {
   constexpr int MANY = PANEL < 16 ? PANEL : 16;  // at once

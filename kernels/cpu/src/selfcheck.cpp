@@ -96,11 +96,11 @@ bool agree(const std::vector<float>& a, const std::vector<float>& b) {
   return std::sqrt(error) <= 1e-2 * std::sqrt(size);
 }
 
-bool agree(int isa, int other) {
+bool agree(int isa, int reference) {
   for (const int dim : {64, 96, 128, 256})
     for (const int group : {1, 2, 3, 8}) {
-      if (!agree(outputs(isa, dim, group), outputs(other, dim, group))) return false;
-      if (!agree(prompt_outputs(isa, dim, group), prompt_outputs(other, dim, group))) return false;
+      if (!agree(outputs(isa, dim, group), outputs(reference, dim, group))) return false;
+      if (!agree(prompt_outputs(isa, dim, group), prompt_outputs(reference, dim, group))) return false;
     }
   return true;
 }

@@ -1,11 +1,11 @@
-// A millisecond of distrust before a fast path becomes the default.
+// A check of a fast path, about a millisecond, before it becomes the default.
 #pragma once
 
 namespace hb {
 
-// The best ISA that runs here and, if it is AMX, computes what the next one computes on a few small jobs. Tile
-// instructions are where compilers go wrong silently (see memory_barrier() in amx.h), and a library built by one
-// compiler meets CPUs that its builder never saw.
+// Returns the best instruction set that this CPU runs. AMX counts only if it computes the same as the next instruction
+// set on a few small jobs: compilers have miscompiled tile instructions silently (memory_barrier() in amx.h), and the
+// CPU may be newer than the machine of the build.
 int best_checked_isa();
 
 }  // namespace hb

@@ -4,16 +4,16 @@
 #include <atomic>
 #include <exception>
 
-#include "api.h"
+#include "api_operations.h"
 
 namespace hb {
 
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
-constexpr int64_t kTaskBytes = 64 * 1024;  // of memory that a task reads: handing less over costs more than it gives
+constexpr int64_t kTaskBytes = 64 * 1024;  // memory that a task reads; handing over less costs more than it saves
 
-// Calls body(task) for the tasks 0..count - 1, each once, and returns when all are done. Less work than two tasks of
-// kTaskBytes is the caller's alone. Of what tasks throw, one exception reaches the caller.
+// Calls body(task) once for each task 0..count - 1, and returns when all are done. The caller alone does work of less
+// than two tasks of kTaskBytes. If tasks throw, one of the exceptions reaches the caller.
 template <class Body>
 void share(const hb_team& team, int64_t bytes, int64_t count, const Body& body) {
   if (count < 2 || bytes < 2 * kTaskBytes || team.threads < 2 || !team.gomp_parallel) {
@@ -37,7 +37,7 @@ void share(const hb_team& team, int64_t bytes, int64_t count, const Body& body) 
       }
     }
   };
-  // Always the whole team: GNU's runtime ends the threads that a smaller one leaves out.
+  // The team always has its full size, because GNU's runtime ends the threads that a smaller team leaves out.
   ((GompParallel)team.gomp_parallel)(member, &shared, (unsigned)team.threads, 0);
   if (shared.error) std::rethrow_exception(shared.error);
 }

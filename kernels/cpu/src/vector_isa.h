@@ -1,4 +1,8 @@
-// The functions of vector.h and prompt.h as an instruction set.
+// The kernels on vectors (vector_*.h, prompt.h) as the table of one instruction set. Included once per instruction set.
+#pragma once
+#include "vector_attend.h"
+#include "vector_scores.h"
+#include "vector_convert.h"
 #include "code_query.h"
 #include "nibble_tables.h"
 #include "prompt.h"

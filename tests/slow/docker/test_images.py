@@ -92,6 +92,8 @@ def test_the_wheel_has_kernels_configurations_and_the_status_page(wheels: Path) 
     names = zipfile.ZipFile(wheel).namelist()
     for wanted in (
         "hybrid_backend/kernels/cpu/libhybrid_cpu.so",
+        "hybrid_backend/kernels/cpu/src/api.h",
+        "hybrid_backend/kernels/cpu/src/api_operations.h",
         "hybrid_backend/configs/default.yaml",
         "hybrid_backend/tools/status/page/status.html",
         "hybrid_backend/tools/status/page/status.js",

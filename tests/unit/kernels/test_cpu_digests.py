@@ -1,4 +1,4 @@
-"""What the native decoder scores and selects by, on every instruction set, against the oracle."""
+"""Scores by digests of maxima and minima and by digests in bytes, on every instruction set."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from hybrid_backend.config import SelectionConfig
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels import cpu, oracle
 from hybrid_backend.kernels.cpu import digests as native
+from hybrid_backend.kernels.cpu import operations
+from tests.support import cases
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
 
@@ -34,14 +36,12 @@ def test_scores(isa, data):
     digests = torch.randn(50, kv_heads, 2, dim, generator=rng).to(dtype)
     q = torch.randn(2, kv_heads * group, dim, generator=rng).to(dtype)
     table = torch.randint(0, 50, (2, columns), generator=rng)
-    mine = native.scores(
-        q, digests, table, per_head=how.granularity == "kv_head", aggregate=how.aggregate, bound=how.bound, isa=isa
-    )
     whole = torch.full((2,), columns, dtype=torch.int32)
-    expected = oracle.page_scores(
+    arguments = (
         q, digests, table.int(), whole, torch.zeros_like(whole), how.aggregate, how.granularity == "kv_head", how.bound,
         1.0,
     )  # fmt: skip
+    mine, expected = operations.page_scores_with(isa, *arguments), oracle.page_scores(*arguments)
     assert mine.shape == expected.shape
     assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-3 * group)
 
@@ -49,68 +49,48 @@ def test_scores(isa, data):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(3, 3, 64), (8, 2, 128), (1, 9, 80), (2, 1, 16), (5, 4, 96)])
-def test_byte_scores(isa, dtype, kv_heads, group, dim):
-    """Bytes give the scores to within their rounding."""
+def test_a_decoder_selects_by_sums_of_byte_digests(isa, dtype, kv_heads, group, dim):
+    """The selected pages have the best scores, computed here from rounded digests and rounded weights of the query."""
     torch.manual_seed(0)
     digests = torch.randn(40, kv_heads, 2, dim)
     digests[:, :, 0] += 1
     digests[:, :, 1] -= 1
     digests[3, 0], digests[4] = 0, 1e-3
     digests = digests.to(dtype)
+    layer, q = torch.randn(40, kv_heads, 2, 16, dim).to(dtype), torch.randn(2, kv_heads * group, dim).to(dtype)
+    table = torch.stack([torch.randperm(40)[:21] for _ in range(2)])
     quantized = native.quantized_like(digests)
     native.quantize(quantized, digests, torch.arange(40))
-    q = torch.randn(2, kv_heads * group, dim).to(dtype)
-    table = torch.randint(0, 40, (2, 21))
-    mine = native.byte_scores(q, quantized, kv_heads, table, isa=isa)
-    expected = native.scores(q, digests, table)
-    assert mine.shape == expected.shape
-    assert (mine - expected).abs().max() < 0.02 * expected.abs().max()
-    assert torch.allclose(mine, native.byte_scores(q, quantized, kv_heads, table, isa="generic"), rtol=1e-4, atol=1e-3)
+    decoder = cpu.Decoder(
+        [layer], {0: digests}, kv_heads * group, dim**-0.5, quantized={0: quantized}, bound=0.5, team="caller", isa=isa
+    )
+    decoder.begin(table, torch.tensor([336, 336]), torch.tensor([8, 8]), sinks=0)
+    decoder.layer(0, q, None, None, torch.empty_like(q))
+    for row in range(2):
+        scores = cases.byte_scores(q[row], digests[table[row]], bound=0.5)
+        scores[20] = float("inf")  # the growing page
+        is_selected = torch.zeros(21, dtype=torch.bool).index_fill(0, decoder.selected(row).long(), True)
+        assert is_selected.sum() == 8
+        assert scores[is_selected].min() > scores[~is_selected].max() - 1e-4 * scores[:20].abs().max()
 
 
 def test_quantizing_odd_digests():
-    """Zeros, subnormals, infinities and NaN: finite bytes, a score that is finite."""
+    """Zeros, subnormals, infinities and NaN become finite bytes and scales."""
     digests = torch.zeros(4, 1, 2, 32)
     digests[1] = 1e-42
     digests[2, 0, 0, :3] = torch.tensor([float("inf"), float("nan"), 2.0])
     digests[3] = 3e38
     quantized = native.quantized_like(digests)
     native.quantize(quantized, digests, torch.arange(4))
-    scores = native.byte_scores(torch.ones(1, 1, 32), quantized, 1, torch.arange(4)[None])
-    assert scores[0, 0, :3].tolist() == pytest.approx([0, 0, 2], abs=1e-2)
+    scales = quantized[:, 64:72].contiguous().view(torch.float32)
+    maxima = (quantized[:, :32].float() - 128) * scales[:, :1]
+    assert scales.isfinite().all() and maxima[3] == pytest.approx(3e38, rel=1e-2)
+    assert maxima[:3, :3].tolist() == [[0, 0, 0], [0, 0, 0], pytest.approx([0, 0, 2.0])]
     assert (quantized[0, :64] == 128).all() and quantized[2, 2] == 255
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    columns=st.integers(1, 600),
-    budget=st.integers(0, 700),
-    sinks=st.integers(0, 3),
-    recent=st.integers(1, 4),
-    levels=st.sampled_from([1, 3, 50, 10**6]),
-    seed=st.integers(0, 2**31),
-)
-def test_select(columns, budget, sinks, recent, levels, seed):
-    rng = torch.Generator().manual_seed(seed)
-    scores = (torch.randint(0, levels, (columns,), generator=rng) - levels // 2).float() / 7
-    mine = native.select(scores, budget, sinks, recent)
-    column = torch.arange(columns)
-    forced = scores.masked_fill((column < sinks) | (column >= columns - recent), float("inf"))
-    count = min(columns, max(budget, int(forced.isinf().sum())))
-    assert len(mine) == count
-    assert (mine[1:] > mine[:-1]).all()
-    # Ties may be broken in another way, so compare what was selected by value.
-    assert torch.equal(forced[mine.long()].sort().values, forced.topk(count).values.sort().values)
-
-
-def test_select_extremes():
-    scores = torch.tensor([0.0, float("-inf"), -1e38, 1e38, float("inf"), -0.0, 1e-40])
-    assert native.select(scores, 3, 0, 0).tolist() == [3, 4, 6]
-    assert native.select(scores, 100, 0, 0).tolist() == list(range(7))
-    assert native.select(scores, 0, 1, 1).tolist() == [0, 6]
 
 
 def test_refuses_foreign_pages():
     digests, q = torch.zeros(4, 1, 2, 16), torch.zeros(1, 1, 16)
+    table, pages = torch.tensor([[0, 4]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     with pytest.raises(WorkerError, match="page id 4 is beyond the 4 pages"):
-        native.scores(q, digests, torch.tensor([[0, 4]]))
+        operations.page_scores(q, digests, table, pages, torch.zeros_like(pages), "sum", False, 1.0, 1.0)

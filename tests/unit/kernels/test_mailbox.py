@@ -223,7 +223,7 @@ def test_lists_that_the_host_keeps_are_those_of_the_rows_requests(layers: list[T
         cpu.Pool(2) as pool,
         cpu.Mailboxes(
             pool, numbered(layers), KV_HEADS * GROUP, ROWS, numbered([(0, 0), *[(1, CAPACITY)] * (LAYERS - 1)]), SCALE,
-            current=current, kept={0: tokens},
+            current=current, kept_tokens={0: tokens},
         ) as mail,
     ):  # fmt: skip
         found = mail.layers[0]
@@ -260,7 +260,7 @@ def test_lists_that_the_host_keeps_are_those_of_the_rows_requests(layers: list[T
 def test_lists_that_the_host_keeps_need_the_rows_requests(layers: list[Tensor]) -> None:
     with cpu.Pool(1) as pool, pytest.raises(WorkerError, match="requests"):
         tokens = torch.zeros(ROWS, KV_HEADS, dtype=torch.int32)
-        cpu.Mailboxes(pool, {0: layers[0]}, KV_HEADS * GROUP, ROWS, {0: (0, 0)}, SCALE, kept={0: tokens})
+        cpu.Mailboxes(pool, {0: layers[0]}, KV_HEADS * GROUP, ROWS, {0: (0, 0)}, SCALE, kept_tokens={0: tokens})
 
 
 def test_the_devices_own_kernels_ask_and_wait(mail: cpu.Mailboxes, layers: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What only the Triton kernels promise; `tests/unit/test_operations.py` checks what every implementation does."""
+"""What only the Triton kernels promise; `tests/unit/operations` checks what every implementation does."""
 
 from __future__ import annotations
 

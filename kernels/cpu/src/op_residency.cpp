@@ -1,18 +1,18 @@
-// Operations on pages and frames: selection and its split by residency, importance, recall, new pages. Their contract is
-// in kernels/operations.py.
+// Operations that change which pages frames hold: hb_note_scores, hb_plan_recall, hb_copy_pages, hb_commit_pages and
+// hb_open_pages. Their contract is in kernels/operations.py.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <vector>
 
+#include "api_operations.h"
 #include "digest.h"
 #include "guard.h"
-#include "memory.h"
 #include "team.h"
 
 using hb::check_id;
-using hb::grown;
 using hb::guarded;
 using hb::require;
 
@@ -40,84 +40,6 @@ void evict(const hb_maps& maps, int64_t request, int64_t frame) {
 }
 
 }  // namespace
-
-HB_API int hb_select_pages(const hb_select_pages_args* args) {
-  return guarded([&] {
-    const hb_select_pages_args& a = *args;
-    const int64_t count = a.rows * a.lists, size = count * a.most;
-    const int recent = (int)std::max<int64_t>(a.recent, 1), sinks = (int)std::max<int64_t>(a.sinks, 0);
-    auto select = [&](int64_t list) {
-      const int64_t row = list / a.lists;
-      const int pages = a.num_pages[row];
-      int32_t *selected = a.selected + list * a.most, *frames = selected + size, *missing = frames + size;
-      int32_t* absent = missing + size;
-      int taken = 0, resident = 0, lacking = 0;
-      if (pages > 0) {
-        require(pages <= a.columns, "a row has more pages than columns");
-        const int budget = (int)std::min<int64_t>({std::max(a.budgets[row], 0), pages, a.most});
-        const int last = std::min(recent, budget), first = std::min(sinks, budget - last);
-        taken = hb::select_best(a.scores + list * a.columns, pages, budget, first, last, selected);
-        const int32_t* host_pages = a.table + row * a.table_stride;
-        const int32_t* frame_of =
-            a.frame_of ? a.frame_of + check_id(a.requests[row], a.request_count, "request") * a.frame_columns
-                       : host_pages;
-        const int64_t known = a.frame_of ? a.frame_columns : pages;
-        for (int i = 0; i < taken; i++) {
-          const int page = selected[i];
-          const int32_t frame = page < known ? frame_of[page] : -1;
-          if (frame >= 0) {
-            frames[resident++] = frame;
-          } else {
-            missing[lacking] = host_pages[page];
-            absent[lacking++] = page;
-          }
-        }
-      }
-      a.listed[list] = taken;
-      a.listed[count + list] = resident;
-      // The growing page is resident.
-      const int64_t unwritten = pages * a.page_size - a.seq_lens[row];
-      a.listed[2 * count + list] = resident ? (int32_t)(resident * a.page_size - unwritten) : 0;
-      a.listed[3 * count + list] = lacking;
-    };
-    hb::share(a.team, count * a.columns * sizeof(float), count, select);
-    if (!a.counters) return;
-    for (int64_t list = 0; list < count; list++) {
-      a.counters[HB_RESIDENT_PAGES] += a.listed[count + list];
-      a.counters[HB_RESIDENT_TOKENS] += a.listed[2 * count + list];
-      a.counters[HB_MISSING_PAGES] += a.listed[3 * count + list];
-      a.counters[HB_MISSING_TOKENS] += a.listed[3 * count + list] * a.page_size;
-    }
-  });
-}
-
-HB_API int hb_union_pages(const hb_union_pages_args* args) {
-  return guarded([&] {
-    const hb_union_pages_args& a = *args;
-    auto unite = [&](int64_t row) {
-      static thread_local std::vector<char> marks;
-      char* marked = grown(marks, a.columns);
-      std::fill(marked, marked + a.columns, 0);
-      for (int64_t list = row * a.lists; list < (row + 1) * a.lists; list++) {
-        require(a.listed[list] <= a.k, "more pages are listed than a list holds");
-        for (int i = 0; i < a.listed[list]; i++)
-          marked[check_id(a.absent[list * a.k + i], a.columns, "logical page")] = 1;
-      }
-      int32_t* pages = a.pages + row * a.most;
-      int count = 0;
-      for (int64_t c = 0; c < a.columns; c++)
-        if (marked[c]) pages[count++] = (int32_t)c;
-      a.count[row] = count;
-      float* best = a.best + row * a.columns;
-      std::fill(best, best + a.columns, -kInfinity);
-      for (int64_t list = row * a.lists; list < (row + 1) * a.lists; list++) {
-        const float* scores = a.scores + list * a.columns;
-        for (int64_t c = 0; c < a.columns; c++) best[c] = scores[c] > best[c] ? scores[c] : best[c];
-      }
-    };
-    hb::share(a.team, a.rows * a.lists * a.columns * sizeof(float), a.rows, unite);
-  });
-}
 
 HB_API int hb_note_scores(const hb_note_scores_args* args) {
   return guarded([&] {
@@ -199,6 +121,23 @@ HB_API int hb_plan_recall(const hb_plan_recall_args* args) {
   });
 }
 
+HB_API int hb_copy_pages(const hb_copy_pages_args* args) {
+  return guarded([&] {
+    const hb_copy_pages_args& a = *args;
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < a.n; i++) {
+      if (a.frame_ids[i] < 0) continue;
+      check_id(a.frame_ids[i], a.frame_count, "frame");
+      check_id(a.host_pages[i], a.page_count, "page");
+      bytes += a.page_bytes;
+    }
+    hb::share(a.team, bytes, a.n, [&](int64_t i) {
+      if (a.frame_ids[i] >= 0)
+        std::memcpy(a.frames + a.frame_ids[i] * a.page_bytes, a.host + a.host_pages[i] * a.page_bytes, a.page_bytes);
+    });
+  });
+}
+
 HB_API int hb_commit_pages(const hb_commit_pages_args* args) {
   return guarded([&] {
     const hb_copies& copies = args->copies;
@@ -212,10 +151,10 @@ HB_API int hb_commit_pages(const hb_commit_pages_args* args) {
           frames[i] = -1;  // once
           const int64_t request = check_id(copies.requests[row], maps.requests, "request");
           if (copies.started[row] != args->generations[request]) continue;
-          const int64_t at = row * copies.most + i;
-          const int32_t page = copies.pages[at];
+          const int64_t entry = row * copies.most + i;
+          const int32_t page = copies.pages[entry];
           maps.page_of[check_id(frame, maps.requests * maps.frames, "frame")] = page;
-          maps.importance[frame] = copies.importance[at];
+          maps.importance[frame] = copies.importance[entry];
           maps.frame_of[request * maps.columns + check_id(page, maps.columns, "logical page")] = frame;
         }
       }

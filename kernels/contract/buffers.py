@@ -1,0 +1,149 @@
+"""The buffers that operations share, and the numbers by which kernels know choices."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+AGGREGATES = ("sum", "max", "softmax")
+"""Ways to combine the scores of query heads; kernels know each by its position."""
+
+SIMILARITIES = ("harmonic", "min")
+"""Ways to combine the similarities of a KV head's query heads (`match_labels`); kernels know each by its position."""
+
+DIGESTS = ("minmax", "codes", "bytes")
+"""Kinds of digests; kernels know each by its position. Only `minmax` describes pages that grow, too."""
+
+
+def digest_kind(digests: Tensor, head_dim: int) -> str:
+    """Return the kind of ``digests``, one of `DIGESTS`, by their dtype and shape."""
+    if digests.dtype != torch.uint8:
+        return "minmax"
+    return "codes" if digests.shape[-1] == 4 * head_dim else "bytes"
+
+
+class Maps(NamedTuple):
+    """Residency maps: the page that each frame holds, of all layers, or of one layer without the first dimension.
+
+    Pages are logical: positions in the sequence. So requests that share a prefix may each hold a copy of one host page.
+    """
+
+    frame_of: Tensor
+    """``[layers, requests, columns]`` int32: frame of each logical page; -1: the page is not resident."""
+    page_of: Tensor
+    """``[layers, frames * requests]`` int32: the inverse; -1: the frame is empty or about to be overwritten."""
+    importance: Tensor
+    """``[layers, frames * requests]`` fp32: importance of the frame's page; -inf: the frame is empty; +inf: the page is
+    always selected, or the frame does not exist."""
+
+    def of(self, layer: int | slice) -> Maps:
+        """Return the maps of one layer or of a slice of layers."""
+        return Maps(*(tensor[layer] for tensor in self))
+
+    @property
+    def size(self) -> int:
+        """Frames of each request."""
+        return self.page_of.shape[-1] // self.frame_of.shape[-2]
+
+
+class Copies(NamedTuple):
+    """Recalls under way, ``[layers, rows, n]`` int32, or of one layer; an entry whose frame is -1 is empty."""
+
+    frames: Tensor
+    host_pages: Tensor
+    pages: Tensor
+    """Logical pages."""
+    importance: Tensor
+    """``[layers, rows, n]`` fp32."""
+    requests: Tensor
+    """``[layers, rows]`` int32."""
+    started: Tensor
+    """``[layers, rows]`` int64: generation of the request's index when the copy began."""
+
+    def of(self, layer: int | slice) -> Copies:
+        """Return the copies of one layer or of a slice of layers."""
+        return Copies(*(tensor[layer] for tensor in self))
+
+
+class Counters(NamedTuple):
+    """Columns of a layer's counters, a row ``[len(fields)]`` int64 of totals since start.
+
+    Pages and tokens are summed over the lists of each row. The operation that knows a number adds it; an operation that
+    gets no counters counts nothing.
+    """
+
+    resident_pages: int
+    """Selected pages that are in a frame."""
+    missing_pages: int
+    """Selected pages that are in no frame."""
+    resident_tokens: int
+    """Tokens of the selected resident pages."""
+    missing_tokens: int
+    """Tokens of the selected missing pages."""
+    recalled_pages: int
+    """Copies into frames that were begun."""
+    lookups: int
+    """KV heads whose cached pages were looked up (`match_labels`)."""
+    hits: int
+    """Lookups whose cached pages are used again."""
+    waited: int
+    """Nanoseconds that the device tier waited for the CPU."""
+    ahead: int
+    """Nanoseconds from asking the CPU for a partial to needing the answer."""
+    asked_at: int
+    """Clock in nanoseconds at the last question; 0: it was about no page."""
+
+
+class Selection(NamedTuple):
+    """Selected pages: lists ``[rows, lists, k]`` int32 and their lengths ``[rows, lists]`` int32.
+
+    Lists are ascending by logical page. Entries beyond a list's length are undefined.
+    """
+
+    pages: Tensor
+    """All selected logical pages."""
+    pages_listed: Tensor
+    """Length of `pages`."""
+    frames: Tensor
+    """Frames of the selected pages that are resident."""
+    frames_listed: Tensor
+    """Length of `frames`."""
+    tokens: Tensor
+    """``[rows, lists]`` int32: tokens of the resident selected pages. The growing page is always resident, and last."""
+    missing: Tensor
+    """Host page ids of the selected pages that are not resident, which are whole."""
+    absent: Tensor
+    """Logical pages of `missing`."""
+    missing_listed: Tensor
+    """Length of `missing` and of `absent`."""
+
+
+class Sample(NamedTuple):
+    """Inputs of a layer in a step that samples it, for the host: in pinned memory where there is a GPU.
+
+    The tensors are of all layers, or of one layer without the first dimension.
+    """
+
+    q: Tensor
+    """``[layers, heads, head_dim]``: true query of the sampled row."""
+    table: Tensor
+    """``[layers, columns]`` int32: host pages of the sampled row."""
+    pages: Tensor
+    """``[layers, lists, k]`` int32: logical pages that the row selected."""
+    listed: Tensor
+    """``[layers, lists]`` int32: lengths of `pages`."""
+    cosines: Tensor
+    """``[layers, rows, heads]`` fp32: cosine of the predicted and the true query of all rows; NaN: no prediction."""
+    number: Tensor
+    """``[layers, 1]`` int32: number of the step, which is written after everything else."""
+
+    def of(self, layer: int) -> Sample:
+        """Return the sample of one layer."""
+        return Sample(*(tensor[layer] for tensor in self))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self)

@@ -1,0 +1,185 @@
+"""Arguments of the operations for the library: tensors are checked, and become addresses and numbers.
+
+Checks cover what memory safety depends on: dtypes, sizes and contiguity. The library checks ids. Functions return the
+members of the structures in src/api_operations.h, in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, float32, int32, int64
+
+from hybrid_backend.kernels import byte_digests
+from hybrid_backend.kernels.cpu import library as lib
+from hybrid_backend.kernels.cpu.decode import openmp_entry
+from hybrid_backend.kernels.cpu.interface import PACKERS
+from hybrid_backend.kernels.operations import DIGESTS, Copies, Counters, Maps, digest_kind
+
+_COUNTERS = len(Counters._fields)
+
+
+def call(name: str, *values: Any) -> None:
+    """Call an operation of the library.
+
+    Args:
+        name: name of the operation (src/api_operations.h).
+        values: members of its structure, in order.
+
+    Raises:
+        WorkerError: the operation failed.
+    """
+    if getattr(lib.native(), name)(PACKERS[name].pack(*values)):
+        lib.check(lib.ERROR)
+
+
+def address(x: Tensor, dtype: torch.dtype, count: int = -1) -> int:
+    """Return the address of a contiguous tensor of ``count`` elements; -1: any number.
+
+    Raises:
+        ValueError: another dtype or number, or not contiguous.
+    """
+    if x.dtype is not dtype or (count >= 0 and x.numel() != count) or not x.is_contiguous():
+        expected = f"contiguous {dtype}" + (f" of {count} elements" if count >= 0 else "")
+        raise ValueError(f"an argument must be {expected}, not {x.dtype} {tuple(x.shape)} with strides {x.stride()}")
+    return x.data_ptr()
+
+
+def digests_address(x: Tensor | None, dtype: torch.dtype, pages: int, kv_heads: int, dim: int) -> tuple[int, int]:
+    """Return the address of digests and the number of their kind (`DIGESTS`).
+
+    Raises:
+        ValueError: another dtype or size, or not contiguous.
+    """
+    if x is None:
+        return 0, 0
+    kind = digest_kind(x, dim)
+    row = {"minmax": 2 * dim, "codes": 4 * dim, "bytes": byte_digests.row(dim)}[kind]
+    return address(x, dtype if kind == "minmax" else torch.uint8, pages * kv_heads * row), DIGESTS.index(kind)
+
+
+def tokens_address(x: Tensor, dtype: torch.dtype, rows: int, width: int) -> int:
+    """Return the address of ``[rows, heads, head_dim]`` with ``width`` elements a row and any row stride.
+
+    Raises:
+        ValueError: another dtype or size, or rows that are not contiguous.
+    """
+    if x.dtype is not dtype or x.numel() != rows * width or not (rows == 0 or x[0].is_contiguous()):
+        raise ValueError(
+            f"new tokens must be {dtype}, {rows} contiguous rows of {width} elements, not {x.dtype} {tuple(x.shape)} "
+            f"with strides {x.stride()}"
+        )
+    return x.data_ptr()
+
+
+def rows_address(table: Tensor, rows: int, columns: int = -1) -> int:
+    """Return the address of a block table ``[rows, columns]`` int32 with contiguous rows; -1: any number of columns.
+
+    Raises:
+        ValueError: another dtype or shape, or rows that are not contiguous.
+    """
+    shape = table.shape
+    if (
+        table.dtype is not int32
+        or shape[0] != rows
+        or (columns >= 0 and shape[1] != columns)
+        or (table.stride(1) != 1 and shape[1] > 1)
+    ):
+        raise ValueError(
+            f"the table must be int32 [{rows}, {columns if columns >= 0 else 'columns'}] with contiguous rows, not "
+            f"{table.dtype} {tuple(shape)} with strides {table.stride()}"
+        )
+    return table.data_ptr()
+
+
+def list_strides(ids: Tensor, rows: int) -> tuple[int, int]:
+    """Return the strides of the rows and of the lists of page lists, in elements.
+
+    Raises:
+        ValueError: another dtype or number of rows, or lists that are not contiguous.
+    """
+    row, one_list, last = ids.stride()
+    if ids.dtype is not int32 or ids.shape[0] != rows or (last != 1 and ids.shape[2] > 1):
+        raise ValueError(
+            f"page lists must be int32 of {rows} rows with contiguous lists, not {ids.dtype} {tuple(ids.shape)} with "
+            f"strides {ids.stride()}"
+        )
+    return row, one_list
+
+
+def counters_address(counters: Tensor | None) -> int:
+    """Return the address of a layer's counters; 0 without counters."""
+    return address(counters, int64, _COUNTERS) if counters is not None else 0
+
+
+def dtype_number(dtype: torch.dtype) -> int:
+    """Return the number of an element type (src/api.h).
+
+    Raises:
+        ValueError: the library lacks the dtype.
+    """
+    if dtype not in lib.DTYPES:
+        raise ValueError(f"elements must be bfloat16, float16 or float32, not {dtype}")
+    return lib.DTYPES[dtype]
+
+
+def group_size(heads: int, kv_heads: int) -> int:
+    """Return the query heads per KV head.
+
+    Raises:
+        ValueError: the query heads do not divide among the KV heads.
+    """
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not divide among {kv_heads} KV heads")
+    return heads // kv_heads
+
+
+def paged_arguments(kv: Tensor) -> tuple[int, int, int, int, int, int]:
+    """Return the members of ``hb_paged``: address, pages, element type, KV heads, page size, head_dim.
+
+    Raises:
+        ValueError: another shape or dtype, or not contiguous.
+    """
+    pages, kv_heads, two, page_size, dim = kv.shape
+    if two != 2:
+        raise ValueError(f"pages must be [pages, kv_heads, 2, page_size, head_dim], not {tuple(kv.shape)}")
+    return address(kv, kv.dtype), pages, dtype_number(kv.dtype), kv_heads, page_size, dim
+
+
+def team_arguments() -> tuple[int, int]:
+    """Return the members of ``hb_team``: the engine's OpenMP entry (0: none), and its threads."""
+    return openmp_entry() or 0, torch.get_num_threads()
+
+
+def maps_arguments(maps: Maps) -> tuple[int, int, int, int, int, int, int]:
+    """Return the members of ``hb_maps`` for the maps of one layer or of several layers.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+    """
+    frame_of, page_of, importance = maps
+    *layers, requests, columns = frame_of.shape
+    count = layers[0] if layers else 1
+    size = page_of.numel()
+    frames = size // (count * requests) if requests else 0
+    return (
+        address(frame_of, int32), address(page_of, int32, count * requests * frames),
+        address(importance, float32, size), count, requests, columns, frames,
+    )  # fmt: skip
+
+
+def copies_arguments(copies: Copies) -> tuple[int, int, int, int, int, int, int, int]:
+    """Return the members of ``hb_copies``.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+    """
+    frames, host_pages, pages, importance, requests, started = copies
+    *_, rows, most = frames.shape
+    size, lines = frames.numel(), requests.numel()
+    return (
+        address(frames, int32), address(host_pages, int32, size), address(pages, int32, size),
+        address(importance, float32, size),
+        address(requests, int32), address(started, int64, lines), rows, most,
+    )  # fmt: skip

@@ -1,0 +1,29 @@
+// Pages and frames as the operations get them (hb_paged): contiguous [pages, kv_heads, 2, page_size, head_dim].
+#pragma once
+#include "api.h"
+#include "api_operations.h"
+#include "isa.h"
+
+namespace hb {
+
+inline int64_t row_bytes(const hb_paged& x) { return x.head_dim * element_size((int)x.type); }
+inline int64_t head_bytes(const hb_paged& x) { return 2 * x.page_size * row_bytes(x); }
+inline int64_t page_bytes(const hb_paged& x) { return x.kv_heads * head_bytes(x); }
+inline char* keys_of(const hb_paged& x, int64_t page, int64_t head) {
+  return x.base + page * page_bytes(x) + head * head_bytes(x);
+}
+
+inline hb_cache cache_of(const hb_paged& x) {
+  return {x.base, x.pages, page_bytes(x), head_bytes(x), x.page_size * row_bytes(x), row_bytes(x)};
+}
+inline hb_model model_of(const hb_paged& x, int64_t group, double scale) {
+  return {(int32_t)x.type,
+          (int32_t)x.kv_heads,
+          (int32_t)group,
+          (int32_t)x.head_dim,
+          (int32_t)x.page_size,
+          (float)scale,
+          1.f};
+}
+
+}  // namespace hb
