@@ -299,7 +299,7 @@ docs: $(DOCS_STAMP) ## Build the documents' site into build/site
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 pages: test-install ## Write again what is generated: docs/support.md, the plans in recipes/
-	$(PY) -m hybrid_backend.tools.support docs/support.md
+	$(PY) -m bench.support_page docs/support.md
 	$(PY) -m tests.support.recipes
 
 # -- package -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from hybrid_backend.engines.vllm import compat as vllm
 from hybrid_backend.engines.vllm.checks import LAYER_REFUSALS, REFUSALS, Layer
 from hybrid_backend.engines.vllm.compat import VLLM
 from hybrid_backend.errors import EngineError
-from hybrid_backend.tools.support import FEATURES, page
+from bench.support_page import FEATURES, page
 
 ROOT = Path(__file__).parents[2]
 
