@@ -142,7 +142,9 @@ def read_tensors(source: Path, config: Mapping[str, Any], count: int) -> tuple[T
         ModelError: a tensor is unknown, missing or has another shape than the configuration says.
     """
     if config["num_hidden_layers"] > count:
-        raise ModelError(f"the GGUF has {counted(count, 'tensor')}, fewer than its {config['num_hidden_layers']} layers")
+        raise ModelError(
+            f"the GGUF has {counted(count, 'tensor')}, fewer than its {config['num_hidden_layers']} layers"
+        )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     tensors: Tensors = load_gguf_checkpoint(source, return_tensors=True, model_to_load=model)["tensors"]
