@@ -57,7 +57,8 @@ class Metadata:
 
     def token_id(self, name: str) -> int | None:
         """Return the id of a special token, named as in transformers."""
-        return self.get(f"tokenizer.ggml.{_TOKENS[name]}_token_id")
+        index: int | None = self.get(f"tokenizer.ggml.{_TOKENS[name]}_token_id")
+        return index
 
 
 def convert(source: Path, target: Path, *, name: str, sampling: Mapping[str, float] | None = None) -> None:
@@ -210,14 +211,14 @@ def build_tokenizer(metadata: Metadata, tokens: list[str]) -> Tokenizer:
         raise ModelError("the GGUF's tokenizer adds a BOS token, which the converter does not support")
     merges = [tuple(merge.split(" ")) for merge in metadata.require("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    splitters: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if flavour == "smollm":
-        byte_level = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+        splitters.insert(0, pre_tokenizers.Digits(individual_digits=True))
     elif flavour == "qwen2":
         words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated")
-        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.normalizer, byte_level = normalizers.NFC(), pre_tokenizers.Sequence([words, plain])
-    tokenizer.pre_tokenizer = byte_level
+        splitters = [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = splitters[0] if len(splitters) == 1 else pre_tokenizers.Sequence(splitters)
     tokenizer.decoder = decoders.ByteLevel()
     types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
     for token, kind in zip(tokens, types, strict=False):

@@ -161,7 +161,7 @@ PUBLISHED: Mapping[str, Published] = {
 
 
 def published(model: str) -> Published | None:
-    """Return the published model that ``model`` names by its hub id, with or without the owner, or its configuration."""
+    """Return the published model that ``model`` names by hub id, with or without the owner, or configuration."""
     named = model.lower()
     for name, entry in PUBLISHED.items():
         hub_id = entry.hub_id.lower()

@@ -52,6 +52,7 @@ class LayerWork:
 
 def layer_works(step_costs: Costs, method: str, in_place: bool, cpu_share: float | None) -> Iterator[LayerWork]:
     """Yield the work of each layer. A configuration's layer numbers count the layers with attention only."""
+    work: Callable[[_Layer], LayerWork]
     if in_place and method != "hgca":
         work = _in_place
     elif method in ("stock", "apex") or (method in _SELECTING and step_costs.fits):

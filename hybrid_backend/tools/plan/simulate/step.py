@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -64,12 +64,17 @@ class _Step:
     """Timeline of the device. ``part_seconds`` contains all its time so far, so their sum is the present time."""
 
     has_own_workers: bool
-    part_seconds: Counter[str] = field(default_factory=Counter)
-    free: Counter[str] = field(default_factory=Counter)
+    part_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    free: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def time(self) -> float:
         return sum(self.part_seconds.values())
+
+    def spend(self, part_seconds: Mapping[str, float]) -> None:
+        """Let the device work on these parts of the step."""
+        for part, seconds in part_seconds.items():
+            self.part_seconds[part] += seconds
 
     def wait(self, until: float) -> None:
         """Let the device wait."""
@@ -77,9 +82,9 @@ class _Step:
 
     def begin_fetch(self, layer: LayerWork, is_ahead: bool = False) -> float:
         """Choose what the layer lacks and queue the fetch; return when the data arrives."""
-        self.part_seconds.update(layer.choose)
+        self.spend(layer.choose)
         if not is_ahead:
-            self.part_seconds.update({"selection": layer.select, "bus": layer.ask})
+            self.spend({"selection": layer.select, "bus": layer.ask})
         if layer.fetch == "workers" and not self.has_own_workers:
             self.part_seconds["attention"] += layer.fetch_seconds
             return self.time
@@ -163,14 +168,12 @@ def _run(device_costs: Costs, matrix_costs: Costs, layers: list[LayerWork], batc
             arrivals[index] = step.begin_fetch(layer)
         step.part_seconds["attention"] += layer.attended
         step.wait(arrivals[index])
-        step.part_seconds.update(
-            {"attention": layer.merged, "bus": layer.bus, "matrices": matrix_costs.after_attention}
-        )
+        step.spend({"attention": layer.merged, "bus": layer.bus, "matrices": matrix_costs.after_attention})
         step.part_seconds["engine's kernels"] += matrix_costs.kernels
         if layer.copied:
             step.queue("link", device_costs.copy(layer.copied), step.time)
             step.part_seconds["copies' share"] += device_costs.copy_share(layer.copied)
-    step.part_seconds.update({"matrices": matrix_costs.head, "engine": device_costs.hardware.step_overhead_s.value})
+    step.spend({"matrices": matrix_costs.head, "engine": device_costs.hardware.step_overhead_s.value})
     if any(layer.copied for layer in layers):
         step.wait(step.free["link"])  # The next step begins when recalled pages are on the device.
     return StepTime(
