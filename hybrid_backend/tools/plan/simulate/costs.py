@@ -35,7 +35,7 @@ SELECT_SECONDS = 47e-6
 COPY_PROGRAMS = 12
 """Processors of the GPU that a copy from the host occupies (kernels/triton/residency.py)."""
 FLAG_SECONDS = 1.5e-6
-"""One flag over the bus. Estimate: a device reads host memory over PCIe in 1 to 2 us."""
+"""Time of a flag over the bus. Estimate: a device reads host memory over PCIe in 1 to 2 us."""
 
 
 class Launches(NamedTuple):
@@ -59,21 +59,14 @@ LAUNCHES: Mapping[str, Launches] = {
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Times (seconds) and sizes (bytes) of one layer's operations for the ``rows`` sequences of one device."""
+class LayerSizes:
+    """Sizes of one layer's data in bytes for the ``rows`` sequences of one device."""
 
     hardware: Hardware
     shape: ModelShape
     config: HybridConfig
     context: int
     rows: int
-
-    @cached_property
-    def times(self) -> LayerTimes:
-        """The formulas that methods and the planner share."""
-        return LayerTimes.of(self.hardware, self.shape)
-
-    # --- sizes ---
 
     @property
     def frame_tokens(self) -> int:
@@ -103,25 +96,24 @@ class Costs:
     @cached_property
     def digest_bytes_in_place(self) -> float:
         """Bytes of int8 digests that a full search reads in place, by two levels where that reads less."""
-        candidates = self.config.selection.candidates * self.config.budget_pages
-        scored = min(self._pages, self._pages / SPAN_PAGES + candidates) if candidates else self._pages
+        expanded = self.config.selection.candidates * self.config.budget_pages
+        scored = min(self._pages, self._pages / SPAN_PAGES + expanded) if expanded else self._pages
         return scored * self._digest_page_bytes
 
     @property
-    def selecting_in_place(self) -> float:
-        """Seconds of one layer's page selection on a CPU, averaged over the steps of ``selection.interval``."""
-        pages, budget = self._pages, self.config.budget_pages
-        kept = min(pages, CANDIDATES_PER_PAGE * budget)
-        steps = self.config.selection.steps_between_looks
-        if self.config.selection.digest != "codes":
-            between = min(self.digest_bytes_in_place, kept * self._digest_page_bytes)
-            scored = (self.digest_bytes_in_place + (steps - 1) * between) / steps
-            return self.attention(scored) / DIGEST_RATE
-        # A full search replaces one of the steps with all candidates, so of an even interval fewer of those remain.
-        odd_share = steps // 2 / (steps - 1) if steps > 1 and steps % 2 == 0 else 0.5
-        between = 4 * (odd_share * min(pages, BEST_PER_PAGE * budget) + (1 - odd_share) * kept)
-        scored = (pages + 3 * kept + (steps - 1) * between) / steps * self._digest_page_bytes / 2
-        return self.attention(scored) / CODE_RATE
+    def query_bytes(self) -> float:
+        """Bytes of the queries of a CPU job."""
+        return float(self.rows * self.shape.heads * self.shape.head_dim * self.shape.dtype_bytes)
+
+    @property
+    def partial_bytes(self) -> float:
+        """Bytes of a CPU partial in 16 bits with its LSE in fp32."""
+        return self.rows * self.shape.heads * (self.shape.head_dim * 2.0 + 4.0)
+
+    @property
+    def answer_bytes(self) -> float:
+        """Bytes that a CPU job sends over the bus: its queries and its partial."""
+        return self.query_bytes + self.partial_bytes
 
     @property
     def _pages(self) -> int:
@@ -130,6 +122,31 @@ class Costs:
     @property
     def _digest_page_bytes(self) -> float:
         return 2.0 * self.shape.kv_heads * self.shape.head_dim * self.rows
+
+
+class Costs(LayerSizes):
+    """Seconds of one layer's operations for the ``rows`` sequences of one device."""
+
+    @cached_property
+    def times(self) -> LayerTimes:
+        """The formulas that methods and the planner share."""
+        return LayerTimes.of(self.hardware, self.shape)
+
+    @property
+    def selecting_in_place(self) -> float:
+        """Seconds of one layer's page selection on a CPU, averaged over the steps of ``selection.interval``."""
+        pages, budget = self._pages, self.config.budget_pages
+        candidates = min(pages, CANDIDATES_PER_PAGE * budget)
+        steps = self.config.selection.steps_between_looks
+        if self.config.selection.digest != "codes":
+            between = min(self.digest_bytes_in_place, candidates * self._digest_page_bytes)
+            scored = (self.digest_bytes_in_place + (steps - 1) * between) / steps
+            return self.attention(scored) / DIGEST_RATE
+        # A full search replaces one of the steps with all candidates, so of an even interval fewer of those remain.
+        odd_share = steps // 2 / (steps - 1) if steps > 1 and steps % 2 == 0 else 0.5
+        between = 4 * (odd_share * min(pages, BEST_PER_PAGE * budget) + (1 - odd_share) * candidates)
+        scored = (pages + 3 * candidates + (steps - 1) * between) / steps * self._digest_page_bytes / 2
+        return self.attention(scored) / CODE_RATE
 
     # --- device ---
 
@@ -221,21 +238,6 @@ class Costs:
         if self.hardware.device == "cpu":
             return self.times.cpu_reading(kv_bytes)
         return self.times.cpu_reading(kv_bytes, copied_bytes) + FLAG_SECONDS
-
-    @property
-    def query_bytes(self) -> float:
-        """Bytes of the queries of a CPU job."""
-        return float(self.rows * self.shape.heads * self.shape.head_dim * self.shape.dtype_bytes)
-
-    @property
-    def partial_bytes(self) -> float:
-        """Bytes of a CPU partial in 16 bits with its LSE in fp32."""
-        return self.rows * self.shape.heads * (self.shape.head_dim * 2.0 + 4.0)
-
-    @property
-    def answer_bytes(self) -> float:
-        """Bytes that a CPU job sends over the bus: its queries and its partial."""
-        return self.query_bytes + self.partial_bytes
 
     @property
     def asking(self) -> float:

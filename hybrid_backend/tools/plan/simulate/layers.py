@@ -72,7 +72,7 @@ def layer_works(step_costs: Costs, method: str, in_place: bool, cpu_share: float
 
 @dataclass(frozen=True)
 class _Layer:
-    """One full-attention layer under a method.
+    """A full-attention layer under a method.
 
     Attributes:
         index: number of the layer in the model.
@@ -157,13 +157,13 @@ def _in_place(layer: _Layer) -> LayerWork:
 def _scout(layer: _Layer) -> LayerWork:
     """Return the work of a layer whose missing pages the CPU attends; some of them are recalled."""
     step_costs, config = layer.step_costs, layer.step_costs.config
-    here, away = layer.split(layer.share(SCOUT_SHARE * (1.0 if config.recall.enabled else WITHOUT_RECALL)))
+    local, away = layer.split(layer.share(SCOUT_SHARE * (1.0 if config.recall.enabled else WITHOUT_RECALL)))
     if layer.is_whole:
-        return LayerWork(step_costs.attention(here), layer.choose())
+        return LayerWork(step_costs.attention(local), layer.choose())
     is_recalled = config.recall.enabled and not layer.is_exact
     copied = away / config.recall_interval(layer.number) if is_recalled else 0.0
     return LayerWork(
-        attended=step_costs.attention(here),
+        attended=step_costs.attention(local),
         choose=layer.choose(),
         select=step_costs.selecting,
         ask=step_costs.asking,
@@ -180,14 +180,14 @@ def _scout(layer: _Layer) -> LayerWork:
 def _infinigen(layer: _Layer) -> LayerWork:
     """Return the work of a layer whose missing pages are copied to the device."""
     step_costs = layer.step_costs
-    here, away = layer.split(layer.share(INFINIGEN_SHARE))
+    local, away = layer.split(layer.share(INFINIGEN_SHARE))
     return LayerWork(
         choose={**layer.choose(), "copies' share": step_costs.copy_share(away)},
         select=0.0 if layer.is_whole else step_costs.selecting,
         fetch="link",
         fetch_seconds=step_costs.copy(away),
         pcie_bytes=away,
-        merged=step_costs.attention(here + away),
+        merged=step_costs.attention(local + away),
         layers_ahead=int(layer.is_ahead),
     )
 

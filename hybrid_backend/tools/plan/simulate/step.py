@@ -25,7 +25,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class StepTime:
-    """One decode step of ``batch`` sequences. Times, bytes and parts are those of one device.
+    """A decode step of ``batch`` sequences. Times, bytes and parts are those of one device.
 
     Attributes:
         part_seconds: seconds by the names of `PARTS`; their sum is the step.
@@ -193,9 +193,9 @@ def _apex(device_costs: Costs, cpu_rows: int) -> StepTime:
     config, shape, rows = device_costs.config, device_costs.shape, device_costs.rows
     strategy, tokens = config.apex.strategy, rows * device_costs.context
     if strategy == "auto":
-        wanted = judge(device_costs.times, rows, tokens, cpu_rows).wanted
+        verdict = judge(device_costs.times, rows, tokens, cpu_rows)
         hides = cpu_hides(device_costs.times, rows, tokens, cpu_rows * device_costs.context)
-        strategy = "lockstep" if wanted == "pipeline" and hides else "overlap"
+        strategy = "lockstep" if verdict.wanted == "pipeline" and hides else "overlap"
     cpu_costs, all_costs = replace(device_costs, rows=cpu_rows), replace(device_costs, rows=rows + cpu_rows)
     attended = device_costs.attention(device_costs.kv(device_costs.context))
     cpu_kv = cpu_costs.kv(cpu_costs.context)
@@ -203,13 +203,13 @@ def _apex(device_costs: Costs, cpu_rows: int) -> StepTime:
         work = LayerWork(fetch="link", fetch_seconds=cpu_costs.pull(cpu_kv), pcie_bytes=cpu_kv, merged=attended)
         return _run(device_costs, all_costs, [work] * shape.layers, 0)
     answer = cpu_costs.cpu_attention(cpu_kv)
-    asked = LayerWork(attended, pcie_bytes=cpu_costs.answer_bytes, cpu_bytes=cpu_kv)
+    parked = LayerWork(attended, pcie_bytes=cpu_costs.answer_bytes, cpu_bytes=cpu_kv)
     if strategy == "lockstep":
-        work = replace(asked, fetch="workers", fetch_seconds=answer)
+        work = replace(parked, fetch="workers", fetch_seconds=answer)
         return _run(device_costs, all_costs, [work] * shape.layers, 0)
     # Parked rows are all at one layer. They move on when the device returns to that layer and the answer has arrived,
     # and the first layer of the next token comes one step after the last layer of this one.
-    step = _run(device_costs, all_costs, [asked] * shape.layers, 0)
+    step = _run(device_costs, all_costs, [parked] * shape.layers, 0)
     token_steps = shape.layers * max(1, math.ceil(answer / step.seconds)) + 1.0
     return replace(
         step,
