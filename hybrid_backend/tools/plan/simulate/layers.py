@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hybrid_backend.tools.plan.simulate.costs import DIGEST_RATE, Costs
 
@@ -52,20 +52,17 @@ class LayerWork:
 
 def layer_works(step_costs: Costs, method: str, in_place: bool, cpu_share: float | None) -> Iterator[LayerWork]:
     """Yield the work of each layer. A configuration's layer numbers count the layers with attention only."""
-    work: Callable[[_Layer], LayerWork]
-    if in_place and method != "hgca":
-        work = _in_place
-    elif method in ("stock", "apex") or (method in _SELECTING and step_costs.fits):
+    entry = METHODS[method]
+    work = entry.in_place if in_place else entry.separate
+    if entry.selects and step_costs.fits:
         work = _resident
-    else:
-        work = METHODS[method]
     ordinal, last_full = 0, -1
     for index, window in enumerate(step_costs.shape.windows):
         if window is None:
             yield work(_Layer(step_costs, method, index, ordinal, index - last_full, cpu_share))
             last_full = index
         else:
-            attend = step_costs.stock_attention if method == "stock" else step_costs.attention
+            attend = step_costs.stock_attention if work is _stock else step_costs.attention
             yield LayerWork(attend(step_costs.kv(min(window, step_costs.context))))
         ordinal += window != 0
 
@@ -136,22 +133,31 @@ class _Layer:
         }
 
 
+def _stock(layer: _Layer) -> LayerWork:
+    """Return the stock engine's attention over the device's own memory."""
+    return LayerWork(layer.step_costs.stock_attention(layer.all_kv))
+
+
 def _resident(layer: _Layer) -> LayerWork:
-    """Return dense attention over the device's own memory."""
-    attend = layer.step_costs.stock_attention if layer.method == "stock" else layer.step_costs.attention
-    return LayerWork(attend(layer.all_kv))
+    """Return our dense attention over the device's own memory."""
+    return LayerWork(layer.step_costs.attention(layer.all_kv))
 
 
 def _in_place(layer: _Layer) -> LayerWork:
     """Return attention on a CPU that selects pages and attends them where they are."""
-    step_costs, config = layer.step_costs, layer.step_costs.config
-    if layer.method not in _SELECTING or step_costs.fits or layer.is_exact:
+    if layer.is_exact:
         return _resident(layer)
-    selecting = step_costs.selecting_in_place
-    if layer.method == "clo":
-        scoring = step_costs.attention(step_costs.digest_bytes_in_place) / DIGEST_RATE
-        selecting = step_costs.lookup + (1.0 - CLO_HITS) * scoring
-    return LayerWork(step_costs.attention(step_costs.kv(config.budget_tokens)), {"digests": selecting})
+    step_costs = layer.step_costs
+    attended = step_costs.attention(step_costs.kv(step_costs.config.budget_tokens))
+    return LayerWork(attended, {"digests": step_costs.selecting_in_place})
+
+
+def _clo_in_place(layer: _Layer) -> LayerWork:
+    """Return the same for clo, whose heads select only after a miss."""
+    step_costs = layer.step_costs
+    scoring = step_costs.attention(step_costs.digest_bytes_in_place) / DIGEST_RATE
+    selecting = step_costs.lookup + (1.0 - CLO_HITS) * scoring
+    return _resident(layer) if layer.is_exact else replace(_in_place(layer), choose={"digests": selecting})
 
 
 def _scout(layer: _Layer) -> LayerWork:
@@ -246,12 +252,29 @@ def _headinfer(layer: _Layer) -> LayerWork:
     return replace(_dense(layer), choose=launches, merged=attended, layers_ahead=layer.distance)
 
 
-METHODS: Mapping[str, Callable[[_Layer], LayerWork]] = {
-    "dense": _dense,
-    "scout": _scout,
-    "infinigen": _infinigen,
-    "clo": _clo,
-    "hgca": _hgca,
-    "headinfer": _headinfer,
+class Method(NamedTuple):
+    """A method with a device tier of its own and in place.
+
+    Attributes:
+        separate: returns the work of a layer with a device tier of its own.
+        in_place: returns the work of a layer whose device tier is the host.
+        selects: attention is dense while the context fits the frames.
+        splits: the CPU attends some sequences completely.
+    """
+
+    separate: Callable[[_Layer], LayerWork]
+    in_place: Callable[[_Layer], LayerWork] = _resident
+    selects: bool = False
+    splits: bool = False
+
+
+METHODS: Mapping[str, Method] = {
+    "stock": Method(_stock, _stock),
+    "dense": Method(_dense),
+    "scout": Method(_scout, _in_place, selects=True),
+    "infinigen": Method(_infinigen, _in_place, selects=True),
+    "clo": Method(_clo, _clo_in_place, selects=True),
+    "hgca": Method(_hgca, _hgca),
+    "headinfer": Method(_headinfer),
+    "apex": Method(_resident, splits=True),
 }
-_SELECTING = ("scout", "infinigen", "clo")

@@ -135,7 +135,7 @@ def decode_step(
     config.validate_for(len(shape.attention_windows))
     is_cpu = hardware.device == "cpu"
     in_place = config.tiers == "unified" or (config.tiers == "auto" and is_cpu)
-    cpu_rows = 0 if in_place or method != "apex" else cpu_rows
+    cpu_rows = cpu_rows if METHODS[method].splits and not in_place else 0
     step_costs = Costs(hardware, shape, config, context, -(-(batch - cpu_rows) // hardware.gpus))
     if cpu_rows:
         return replace(_apex(step_costs, -(-cpu_rows // hardware.gpus)), batch=batch, cpu_rows=cpu_rows)
@@ -145,7 +145,7 @@ def decode_step(
 
 def simulated_methods() -> tuple[str, ...]:
     """Names of the methods that `decode_step` accepts."""
-    return ("stock", *METHODS, "apex")
+    return tuple(METHODS)
 
 
 def _run(device_costs: Costs, matrix_costs: Costs, layers: list[LayerWork], batch: int) -> StepTime:
