@@ -299,7 +299,7 @@ docs: $(DOCS_STAMP) ## Build the documents' site into build/site
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 pages: test-install ## Write again what is generated: docs/support.md, the plans in recipes/
-	$(PY) -m hybrid_backend.tools.support docs/support.md
+	$(PY) -m bench.support_page docs/support.md
 	$(PY) -m tests.support.recipes
 
 # -- package -------------------------------------------------------------------------------------------------
@@ -333,8 +333,8 @@ bench: test-install model ## Serving: request rates, hybrid against stock (BENCH
 bench-accuracy: test-install model ## Scores and fidelity of the methods on RULER-like tasks (BENCH_ARGS, see docs/accuracy.md)
 	$(VENV)/bin/hybrid bench accuracy --out bench/out/accuracy $(BENCH_ARGS)
 
-simulate: test-install ## The simulator against the papers' figures and our own runs
-	$(PY) -m bench.simulate_figures
+simulate: test-install ## The simulator's step of Qwen3-14B on three GPUs, and its errors against our own runs
+	$(PY) -m bench.simulate_step
 
 capacity: test-install ## What every method holds and how fast it then decodes, planned and simulated
 	$(PY) -m bench.capacity

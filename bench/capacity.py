@@ -1,4 +1,4 @@
-"""Capacity and simulated decode rate of each method on a machine, for a model and a context length (docs/methods.md).
+"""What every method holds and how fast it then decodes: one machine, one model, one length (docs/methods.md).
 
     make capacity
 
@@ -14,16 +14,17 @@ from dataclasses import astuple, dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from bench.simulate_clo import LLAMA3_8B
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import find_hardware
 from hybrid_backend.hardware.times import LayerTimes
 from hybrid_backend.methods.apex.rule import judge
+from hybrid_backend.tools.plan.model import find_shape
 from hybrid_backend.tools.plan.report import Plan, Request, make_plan
 from hybrid_backend.tools.plan.simulate import StepTime, decode_step
 from hybrid_backend.tools.plan.table import size
 
 CONTEXT = 32768
+LLAMA3_8B = find_shape("llama-3.1-8b")
 REQUEST = Request(LLAMA3_8B, HybridConfig(), CONTEXT, 1, None, None, find_hardware("h100"))
 EXACT = {
     "stock": "always",
@@ -40,7 +41,7 @@ OURS = ("digests", "frames", "staging", "method, device", "KV cache")
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the printed table."""
+    """One line of the table, as it is printed."""
 
     method: str
     exact: str
@@ -83,9 +84,7 @@ def _apex(plan: Plan) -> list[Row]:
     assert judge(LayerTimes.of(hardware, LLAMA3_8B), here, here * CONTEXT, most - here).wanted == "overlap"
 
     def step(cpu_rows: int) -> StepTime:
-        return decode_step(
-            hardware, LLAMA3_8B, REQUEST.config, "apex_parked", CONTEXT, here + cpu_rows, cpu_rows=cpu_rows
-        )
+        return decode_step(hardware, LLAMA3_8B, REQUEST.config, "apex", CONTEXT, here + cpu_rows, cpu_rows=cpu_rows)
 
     in_time = max(n for n in range(1, most - here + 1) if step(n).cpu_token_steps == LLAMA3_8B.layers + 1)
     request = CONTEXT * LLAMA3_8B.token_bytes * LLAMA3_8B.layers

@@ -1,6 +1,7 @@
-"""Our own measured runs (docs/measurements.md, "Whole engine") and the simulation of them, for bench.simulate_figures.
+"""Our own measured runs and the simulation of them (docs/simulator.md).
 
-Two shared CPU cores; tiers are one. The machine is taken from the stock rows alone, the hybrid rows are predicted.
+CPU: docs/measurements.md, "Whole engine", on two shared cores. The machine's rates are taken from the stock rows alone;
+the hybrid rows are predicted. GPU: docs/cuda.md, "On an H200". The CPU's share and rate are those of the runs.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.model_configs import SHAPES
-from hybrid_backend.config import HybridConfig
-from hybrid_backend.hardware import Curve, Hardware, Number
+from hybrid_backend.config import HybridConfig, resolve_config
+from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
 from hybrid_backend.model import ModelShape, shape_from_config
+from hybrid_backend.tools.plan.model import find_shape
 from hybrid_backend.tools.plan.simulate import decode_step
 
 # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct/blob/main/config.json
@@ -128,3 +130,26 @@ def validation_error(runs: list[Run]) -> tuple[float, float]:
     """Return the mean and the largest relative error of the rows to which nothing was fitted."""
     errors = [abs(run.error) for run in runs if not run.fitted]
     return sum(errors) / len(errors), max(errors)
+
+
+GPU_RUNS: tuple[tuple[str, int, float | None, float], ...] = (
+    ("stock", 2, None, 11.5), ("stock", 8, None, 17.2), ("scout", 2, 0.627, 11.2), ("scout", 8, 0.627, 19.9),
+    ("scout", 14, 0.627, 33.0), ("stock", 8, None, 18.9), ("scout", 19, 0.112, 16.9), ("scout", 19, 0.215, 23.4),
+)  # fmt: skip
+"""Method, sequences of 32,768 tokens, share of the CPU, measured milliseconds. The last three are the second run."""
+
+
+def gpu_table() -> list[tuple[str, ...]]:
+    """Return the rows of the table of docs/simulator.md, "Against a GPU"."""
+    rate = Curve(points=((16.0, 83e9),), source="docs/cuda.md: 16 cores together")
+    machine = find_hardware("h200").replace(cores=16, cpu_attention_bytes_per_s=rate)
+    config = resolve_config("qwen3-14b", None, {}, ())[0].model_copy(update={"frames_per_request": 142})
+    rows = [("step", "measured, ms", "simulated, ms", "of that waits", "error")]
+    for method, batch, share, measured in GPU_RUNS:
+        step = decode_step(machine, find_shape("qwen3-14b"), config, method, 32768, batch, cpu_share=share)
+        name = f"`{method}`, {batch}" if share is None else f"`{method}`, {batch}, share {share:g}"
+        simulated, waits = 1e3 * step.seconds, 1e3 * step.part_seconds["waits"]
+        rows.append(
+            (name, f"{measured}", f"{simulated:.1f}", f"{waits:.1f}", f"{100 * (simulated / measured - 1):+.0f} %")
+        )
+    return rows

@@ -1,10 +1,10 @@
-"""A decode step of `scout` on three GPUs, part by part: as it was, as it is, and what each part costs.
+"""The simulator's decode step of Qwen3-14B on three GPUs, part by part, and our own measured runs beside its times.
 
     make simulate
 
-Qwen3-14B with its shipped configuration, 65,536 tokens, 32 sequences or as many as the GPU serves. What is whole and
-how many frames there are is what the code at start would choose (`engines/vllm/card.py`). NOTHING OF IT WAS MEASURED ON
-A GPU: rates are data sheets', overheads have their sources in `hybrid_backend/tools/plan/simulate/overheads.py`.
+Qwen3-14B with its shipped configuration, 65,536 tokens, 32 sequences or as many as the GPU serves. Whole layers and
+frames are what the code at start would choose (`engines/vllm/card.py`). Rates are those of data sheets: nothing of the
+tables of docs/cuda.md was measured on these GPUs.
 """
 
 from __future__ import annotations
@@ -12,44 +12,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.simulate_paper import QWEN3_14B
+from bench.simulate_runs import gpu_table, own_runs, validation_error
 from hybrid_backend.config import HybridConfig, resolve_config
 from hybrid_backend.engines.vllm.blocks import Blocks
 from hybrid_backend.engines.vllm.card import Card
 from hybrid_backend.engines.vllm.footprint import Room, default_chunk
 from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
 from hybrid_backend.step.method import frames_per_request
+from hybrid_backend.tools.plan.model import find_shape
 from hybrid_backend.tools.plan.report import Request, make_plan
-from hybrid_backend.tools.plan.simulate import PARTS, Overheads, StepTime, decode_step
-from hybrid_backend.tools.plan.simulate.decode import SCOUT_SHARE
-from hybrid_backend.tools.plan.simulate.overheads import ASLEEP_S, Launches
+from hybrid_backend.tools.plan.simulate import PARTS, StepTime, decode_step
+from hybrid_backend.tools.plan.simulate.layers import SCOUT_SHARE
 
+QWEN3_14B = find_shape("qwen3-14b")
 MACHINES = {"a100-80": "A100-80", "h200": "H200", "l40s": "L40S"}
 CONTEXT, BATCH = 65536, 32
 CONFIG: HybridConfig = resolve_config("qwen3-14b", None, {}, ())[0]
-BEFORE = Overheads(
-    launches={"scout": Launches(63, 63)}, selection_s=107e-6, copy_programs=1 << 20, wake_s=ASLEEP_S, partial_bytes=4.0,
-    selects_beside=False,
-)  # fmt: skip
-"""Our step before it was rewritten: 63 nodes a layer (counted), a search by 33 passes over the scores (ESTIMATE: 75 us
-beside 32), copies by as many programs as there are pieces, so that they keep all processors, workers asleep between
-layers, one stream, partials in fp32."""
 MOST_IDLE = 0.06
+Rows = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Served:
-    """Settings with which a GPU starts to serve a host pool of ``pool`` sequences."""
+    """What the code at start makes of a GPU and a host pool of ``pool`` sequences."""
 
     machine: Hardware
     config: HybridConfig
     pool: int
-    requests: int  # at once
+    requests: int
 
     @property
     def whole(self) -> int:
@@ -63,7 +54,7 @@ class Served:
 
 @lru_cache
 def served(name: str, pool: int) -> Served:
-    """Return the settings on the machine of that name, with at most `BATCH` sequences in flight."""
+    """Return what serves at most `BATCH` sequences on the machine of that name."""
     machine = find_hardware(name)
     device, blocks = int(machine.device_memory_bytes.value), Blocks.of(QWEN3_14B, CONFIG.page_size)
     room = Room(device, int(machine.host_ram_bytes.value), default_chunk(device))
@@ -76,14 +67,11 @@ def served(name: str, pool: int) -> Served:
 
 @lru_cache
 def chosen(name: str) -> Served:
-    """Return the settings with the largest host pool of up to `BATCH` sequences that the GPU runs all at once.
-
-    The exact layers are whole on the device.
-    """
+    """Return the largest host pool of up to `BATCH` sequences that the GPU runs at once with exact layers whole."""
     for pool in range(BATCH, 0, -1):
-        found = served(name, pool)
-        if found.requests == pool and found.whole == len(CONFIG.exact_layers):
-            return found
+        candidate = served(name, pool)
+        if candidate.requests == pool and candidate.whole == len(CONFIG.exact_layers):
+            return candidate
     raise ValueError(f"{name}: not even one sequence of {CONTEXT} tokens fits")
 
 
@@ -95,156 +83,133 @@ def stock(name: str) -> StepTime:
     return decode_step(machine, QWEN3_14B, CONFIG, "stock", CONTEXT, plan.row("stock").max_batch)
 
 
-def step(at: Served, overheads: Overheads | None = None, cpu_share: float | None = None) -> StepTime:
-    return decode_step(
-        at.machine, QWEN3_14B, at.config, "scout", CONTEXT, at.requests, overheads=overheads, cpu_share=cpu_share
-    )  # fmt: skip
+def step(server: Served, cpu_share: float | None = None) -> StepTime:
+    """Return the step of `scout`."""
+    return decode_step(server.machine, QWEN3_14B, server.config, "scout", CONTEXT, server.requests, cpu_share=cpu_share)
 
 
-def now(name: str) -> StepTime:
-    return step(chosen(name))
-
-
-def before(name: str) -> StepTime:
-    """Return the step of the same requests with the exact layers beyond their 67 frames on the CPU."""
-    at = chosen(name)
-    selection = at.config.selection.model_copy(update={"digest": "minmax"})
-    config = at.config.model_copy(update={"whole_layers": (), "frames_per_request": "auto", "selection": selection})
-    return step(replace(at, config=config), BEFORE)
-
-
-def columns() -> dict[str, tuple[str, StepTime]]:
-    """Return the machine and its step by title."""
-    found: dict[str, tuple[str, StepTime]] = {}
-    for name, title in MACHINES.items():
-        for what, of in (("stock", stock), ("before", before), ("now", now)):
-            found[f"{title} {what}"] = name, of(name)
-    return found
-
-
-def over_stock(name: str, at: StepTime) -> float:
-    return at.tokens_per_s / stock(name).tokens_per_s
-
-
-def stalls(at: StepTime) -> float:
-    """Return the share of the step in which the device waits for workers or copies."""
-    return at.parts["waits"] / at.seconds
-
-
-def parts_table() -> list[tuple[str, ...]]:
-    """Return the table's rows: a part's name, then milliseconds in every column; a header first."""
-    steps = columns()
-    rows = [("ms", *steps)]
-    rows += [(part, *(f"{1e3 * at.parts.get(part, 0.0):.2f}" for _, at in steps.values())) for part in PARTS]
-    rows.append(("**a step**", *(f"{1e3 * at.seconds:.1f}" for _, at in steps.values())))
-    rows.append(("sequences", *(str(at.batch) for _, at in steps.values())))
-    rows.append(("tokens/s", *(f"{at.tokens_per_s:.0f}" for _, at in steps.values())))
-    rows.append(("**over stock**", *(f"{over_stock(name, at):.1f}" for name, at in steps.values())))
-    rows.append(("idle, %", *(f"{100 * at.idle_share:.1f}" for _, at in steps.values())))
-    rows.append(("of that waits, %", *(f"{100 * stalls(at):.1f}" for _, at in steps.values())))
-    return rows
-
-
-def ablations(name: str) -> dict[str, StepTime]:
-    """Return today's step with one thing changed."""
-    at, usual = chosen(name), Overheads()
-    quiet = at.machine.replace(cpu_job_overhead_s=Number(value=0, source="switched off"))
-    ready = at.machine.replace(step_overhead_s=Number(value=0, source="switched off"))
-    rate = Curve(points=((1.0, 0.6 * at.machine.hbm_bytes_per_s.value),), source="what if: 60 % of the peak, not 80")
-    slow = at.machine.replace(device_attention_bytes_per_s=rate)
-    not_whole = at.config.model_copy(update={"whole_layers": ()})
+def steps() -> dict[str, tuple[str, StepTime]]:
+    """Return the machine and the step of each column."""
     return {
-        "no launches (kernels that are not bytes, selection)": step(at, usual.without("launches")),
-        "no gaps between nodes": step(at, usual.without("gaps")),
-        "copies take nothing from the step": step(at, usual.without("contention")),
-        "no flags, no wake-up": step(replace(at, machine=quiet), usual.without("flags")),
-        "CPU's partial in 4 bytes": step(at, replace(usual, partial_bytes=4.0)),
-        "selections in the step's own stream": step(at, replace(usual, selects_beside=False)),
-        "CPU's partial free": step(at, usual.without("CPU partial")),
-        "no time of the engine between steps": step(replace(at, machine=ready)),
-        "workers asleep between layers": step(at, replace(usual, wake_s=ASLEEP_S)),
-        "63 launches a layer": step(at, replace(usual, launches=BEFORE.launches)),
-        "twice the share on the CPU": step(at, cpu_share=2 * SCOUT_SHARE),
-        "our attention at 60 % of the peak": step(replace(at, machine=slow)),
-        "exact layers not whole": step(replace(at, config=not_whole)),
+        f"{title} {method}": (name, stock(name) if method == "stock" else step(chosen(name)))
+        for name, title in MACHINES.items()
+        for method in ("stock", "scout")
     }
 
 
-def ablation_table() -> list[tuple[str, ...]]:
-    """Return rows of a change, and for each machine the change of the step and the ratio to stock."""
-    by_machine = {name: (now(name), ablations(name)) for name in MACHINES}
-    titles = [text for title in MACHINES.values() for text in (f"{title}, ms", "over stock")]
-    rows = [("today's step with", *titles)]
-    for what in next(iter(by_machine.values()))[1]:
+def over_stock(name: str, scout: StepTime) -> float:
+    return scout.tokens_per_s / stock(name).tokens_per_s
+
+
+def stalls(scout: StepTime) -> float:
+    """Return the share of the step in which the device waits: what ScoutAttention's Figure 11 calls idle."""
+    return scout.part_seconds["waits"] / scout.seconds
+
+
+def parts_table() -> Rows:
+    """Return a part's name and its milliseconds in each column."""
+    columns = steps()
+    rows = [("ms", *columns)]
+    rows += [(part, *(f"{1e3 * x.part_seconds.get(part, 0.0):.2f}" for _, x in columns.values())) for part in PARTS]
+    rows.append(("**a step**", *(f"{1e3 * x.seconds:.1f}" for _, x in columns.values())))
+    rows.append(("sequences", *(str(x.batch) for _, x in columns.values())))
+    rows.append(("tokens/s", *(f"{x.tokens_per_s:.0f}" for _, x in columns.values())))
+    rows.append(("**over stock**", *(f"{over_stock(name, x):.1f}" for name, x in columns.values())))
+    rows.append(("idle, %", *(f"{100 * x.idle_share:.1f}" for _, x in columns.values())))
+    rows.append(("of that waits, %", *(f"{100 * stalls(x):.1f}" for _, x in columns.values())))
+    return rows
+
+
+def changed_steps(name: str) -> dict[str, StepTime]:
+    """Return today's step with one thing changed."""
+    server = chosen(name)
+    ready = server.machine.replace(step_overhead_s=Number(value=0, source="switched off"))
+    rate = Curve(points=((1.0, 0.6 * server.machine.hbm_bytes_per_s.value),), source="what if: 60 % of the peak")
+    slow = server.machine.replace(device_attention_bytes_per_s=rate)
+    not_whole = server.config.model_copy(update={"whole_layers": ()})
+    return {
+        "no time of the engine between steps": step(replace(server, machine=ready)),
+        "twice the share on the CPU": step(server, cpu_share=2 * SCOUT_SHARE),
+        "our attention at 60 % of the peak": step(replace(server, machine=slow)),
+        "exact layers not whole": step(replace(server, config=not_whole)),
+    }
+
+
+def changes_table() -> Rows:
+    """Return for each change and machine by how much the step changes and what it is over stock."""
+    by_machine = {name: changed_steps(name) for name in MACHINES}
+    rows = [("today's step with", *(text for title in MACHINES.values() for text in (f"{title}, ms", "over stock")))]
+    for change in next(iter(by_machine.values())):
         cells = []
-        for name, (today, changed) in by_machine.items():
-            at = changed[what]
-            cells += [f"{1e3 * (at.seconds - today.seconds):+.2f}", f"{over_stock(name, at):.2f}"]
-        rows.append((what, *cells))
+        for name, changed in by_machine.items():
+            difference = 1e3 * (changed[change].seconds - step(chosen(name)).seconds)
+            cells += [f"{difference:+.2f}", f"{over_stock(name, changed[change]):.2f}"]
+        rows.append((change, *cells))
     return rows
 
 
 @dataclass(frozen=True)
 class Target:
-    """A promise, and the simulated value."""
+    """A promise, and what the simulator says of it."""
 
     what: str
     machine: str
-    wanted: float
+    limit: float
     simulated: float
-    is_least: bool = True  # else at most
+    is_least: bool = True
 
     @property
     def is_met(self) -> bool:
-        return self.simulated >= self.wanted if self.is_least else self.simulated <= self.wanted
+        return self.simulated >= self.limit if self.is_least else self.simulated <= self.limit
 
     @property
     def row(self) -> tuple[str, ...]:
-        wanted = f"{'>=' if self.is_least else '<='} {self.wanted:g}"
-        return self.what, MACHINES[self.machine], wanted, f"{self.simulated:.1f}", "yes" if self.is_met else "**no**"
+        limit = f"{'>=' if self.is_least else '<='} {self.limit:g}"
+        return self.what, MACHINES[self.machine], limit, f"{self.simulated:.1f}", "yes" if self.is_met else "**no**"
 
 
 def targets() -> list[Target]:
-    found = [
-        Target("times stock", "a100-80", 6, over_stock("a100-80", now("a100-80"))),
-        Target("times stock", "l40s", 5.1, over_stock("l40s", now("l40s"))),
-        Target(f"times stock, host pool for {BATCH}", "l40s", 5.1, over_stock("l40s", step(served("l40s", BATCH)))),
+    """Return what docs/cuda.md promises of the simulated step."""
+    large = step(served("l40s", BATCH))
+    results = [
+        Target("times stock", "a100-80", 6, over_stock("a100-80", step(chosen("a100-80")))),
+        Target("times stock", "l40s", 5.1, over_stock("l40s", step(chosen("l40s")))),
+        Target(f"times stock, host pool for {BATCH}", "l40s", 5.1, over_stock("l40s", large)),
     ]
     for name in MACHINES:
-        found.append(Target("idle, %", name, 100 * MOST_IDLE, 100 * now(name).idle_share, is_least=False))
-        found.append(Target("waits, %", name, 100 * MOST_IDLE, 100 * stalls(now(name)), is_least=False))
-    return found
-
-
-def auto_pool(name: str) -> int:
-    """Return the sequences in a host pool of ``host_pool.size: auto``: half of the memory beside the weights."""
-    return int((find_hardware(name).host_ram_bytes.value - QWEN3_14B.weight_bytes) / 2**31 / pool_gib(1))
-
-
-def choices() -> list[tuple[str, ...]]:
-    """Return the settings at start for three host pools: all sequences that run at once, ``auto``, and `BATCH`."""
-    rows: list[tuple[str, ...]] = [
-        ("GPU", "host of", "host pool", "exact layers whole", "frames", "at once", "tokens/s", "over stock")
-    ]
-    for name, title in MACHINES.items():
-        pools = {auto_pool(name): " (auto)", BATCH: "", chosen(name).pool: ""}
-        for pool, why in sorted(pools.items()):
-            at = served(name, pool)
-            found = step(at)
-            rows.append((
-                title, f"{at.machine.host_ram_bytes.value / 2**30:.0f} GiB",
-                f"{pool} x 64k, {pool_gib(pool):.0f} GiB{why}", f"{at.whole} of 2", str(at.frames), str(at.requests),
-                f"{found.tokens_per_s:.0f}", f"{over_stock(name, found):.1f}",
-            ))  # fmt: skip
-    return rows
+        scout = step(chosen(name))
+        results.append(Target("idle, %", name, 100 * MOST_IDLE, 100 * scout.idle_share, is_least=False))
+        results.append(Target("waits, %", name, 100 * MOST_IDLE, 100 * stalls(scout), is_least=False))
+    return results
 
 
 def pool_gib(sequences: int) -> float:
     return sequences * CONTEXT * QWEN3_14B.token_bytes * QWEN3_14B.layers / 2**30
 
 
+def auto_pool(name: str) -> int:
+    """Return the sequences of ``host_pool.size: auto``: half of what the weights leave of the host's memory."""
+    return int((find_hardware(name).host_ram_bytes.value - QWEN3_14B.weight_bytes) / 2**31 / pool_gib(1))
+
+
+def choices_table() -> Rows:
+    """Return what the code at start chooses with several sizes of the host pool."""
+    rows: Rows = [("GPU", "host of", "host pool", "exact layers whole", "frames", "at once", "tokens/s", "over stock")]
+    for name, title in MACHINES.items():
+        pools = {auto_pool(name): " (auto)", BATCH: "", chosen(name).pool: ""}
+        for pool, note in sorted(pools.items()):
+            server = served(name, pool)
+            scout = step(server)
+            rows.append((
+                title, f"{server.machine.host_ram_bytes.value / 2**30:.0f} GiB",
+                f"{pool} x 64k, {pool_gib(pool):.0f} GiB{note}", f"{server.whole} of 2", str(server.frames),
+                str(server.requests), f"{scout.tokens_per_s:.0f}", f"{over_stock(name, scout):.1f}",
+            ))  # fmt: skip
+    return rows
+
+
 def most_share(name: str) -> float:
-    """Return the CPU's largest share of the budget with which the device waits for at most `MOST_IDLE` of a step."""
+    """Return the CPU's share of the budget from which on the device waits for more than `MOST_IDLE` of a step."""
     low, high = 0.0, 0.99
     while high - low > 1e-3:
         middle = (low + high) / 2
@@ -252,57 +217,44 @@ def most_share(name: str) -> float:
     return low
 
 
-TABLES: Mapping[str, Callable[[], list[tuple[str, ...]]]] = {
-    "What the code at start chooses": choices,
+def shares_table() -> Rows:
+    rows = [("GPU", "share", "assumed")]
+    for name, title in MACHINES.items():
+        rows.append((title, f"{100 * most_share(name):.0f} %", f"{100 * SCOUT_SHARE:.1f} %"))
+    return rows
+
+
+def runs_table() -> Rows:
+    """Return our own runs on a CPU (docs/simulator.md)."""
+    rows: Rows = [("model", "context", "batch", "method", "measured", "simulated", "error")]
+    for run in own_runs():
+        error = "fitted" if run.fitted else f"{100 * run.error:+.0f} %"
+        numbers = (f"{run.context:,}", str(run.batch), run.method, f"{run.measured:g}", f"{run.simulated:.1f}")
+        rows.append((run.model, *numbers, error))
+    return rows
+
+
+TABLES: Mapping[str, Callable[[], Rows]] = {
+    "What the code at start chooses": choices_table,
     "A step by its parts": parts_table,
-    "What each part costs": ablation_table,
+    "One thing changed": changes_table,
     "Targets": lambda: [("what", "GPU", "wanted", "simulated", "met"), *(target.row for target in targets())],
-    "Share of the budget on the CPU from which on the device waits for 6 % of a step": lambda: [
-        ("GPU", "share", "assumed"),
-        *((title, f"{100 * most_share(name):.0f} %", f"{100 * SCOUT_SHARE:.1f} %") for name, title in MACHINES.items()),
-    ],
+    "Share of the budget on the CPU from which on the device waits for 6 % of a step": shares_table,
 }
 
 
-def text() -> str:
-    """Return all tables, as docs/cuda.md has them."""
-
-    def lines(rows: list[tuple[str, ...]]) -> list[str]:
-        found = ["| " + " | ".join(row) + " |" for row in rows]
-        return [found[0], "|" + " --- |" * len(rows[0]), *found[1:]]
-
-    return "\n".join(line for title, rows in TABLES.items() for line in (f"{title}:", "", *lines(rows()), ""))
+def text(rows: Rows) -> str:
+    """Return a table in Markdown."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:], ""])
 
 
-def show(console: Console) -> None:
-    for title, rows_of in TABLES.items():
-        header, *rows = rows_of()
-        table = Table(*header, title=f"{QWEN3_14B.name}, {CONTEXT:,} tokens: {title}")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+def main() -> None:
+    for title, table in {**TABLES, "Own runs on an H200": gpu_table, "Own runs on a CPU": runs_table}.items():
+        print(f"{title}:\n\n{text(table())}")
+    mean, worst = validation_error(own_runs())
+    print(f"Rows that nothing was fitted to: mean error {100 * mean:.0f} %, largest {100 * worst:.0f} %")
 
 
-def plot(path: Path) -> None:
-    """Draw a bar for each step, by its parts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    steps = columns()
-    figure, axis = pyplot.subplots(figsize=(11, 5))
-    left, colours = [0.0] * len(steps), pyplot.get_cmap("tab20")
-    for at, part in enumerate(PARTS):
-        widths = [1e3 * found.parts.get(part, 0.0) for _, found in steps.values()]
-        axis.barh(list(steps), widths, left=left, label=part, color=colours(at))
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    for at, (name, found) in enumerate(steps.values()):
-        label = f" {found.batch} x 64k, {over_stock(name, found):.1f} x stock"
-        axis.text(left[at], at, label, va="center", fontsize=8)
-    axis.invert_yaxis()
-    axis.set(xlabel="simulated ms of a decode step", title=f"{QWEN3_14B.name}, {CONTEXT:,} tokens", xlim=(0, 215))
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
+if __name__ == "__main__":
+    main()

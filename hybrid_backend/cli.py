@@ -1,18 +1,16 @@
-"""``hybrid``: the command line."""
+"""Command line `hybrid`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from hybrid_backend import __version__
 from hybrid_backend.config import resolve_config
@@ -26,8 +24,22 @@ from hybrid_backend.tools.doctor.command import doctor
 from hybrid_backend.tools.plan.command import plan
 from hybrid_backend.tools.profile.command import profile
 
-Parameters = ParamSpec("Parameters")
+
+class _Commands(TyperGroup):
+    """A group whose commands print a HybridError in one line, without a traceback, and exit with status 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HybridError as error:
+            message = Text.assemble(("error:", "bold red"), " ", str(error))
+            Console(stderr=True, soft_wrap=True, highlight=False).print(message)
+            raise typer.Exit(1) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
+    rich_markup_mode="markdown",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -39,38 +51,12 @@ bench = typer.Typer(no_args_is_help=True, help="Speed under load and accuracy, s
 app.add_typer(bench, name="bench")
 
 
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """A HybridError is the user's to mend: one line, exit status 1, no traceback."""
-    try:
-        yield
-    except HybridError as error:
-        message = Text.assemble(("error:", "bold red"), " ", str(error))
-        Console(stderr=True, soft_wrap=True, highlight=False).print(message)
-        raise typer.Exit(1) from None
-
-
-def _guarded(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    """Wrap a command for typer: its errors are one line, and each paragraph of its help is one line.
-
-    Typer keeps line breaks within the second and later paragraphs, so a docstring's own would break lines of the help.
-    """
-
-    @wraps(command)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
-        with _one_line_errors():
-            command(*args, **kwargs)
-
-    run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
-    return run
-
-
-app.command("plan")(_guarded(plan))
-app.command("profile")(_guarded(profile))
-app.command("doctor")(_guarded(doctor))
-bench.command("agents")(_guarded(agents))
-bench.command("throughput")(_guarded(throughput))
-bench.command("accuracy")(_guarded(accuracy))
+app.command("plan")(plan)
+app.command("profile")(profile)
+app.command("doctor")(doctor)
+bench.command("agents")(agents)
+bench.command("throughput")(throughput)
+bench.command("accuracy")(accuracy)
 
 
 def _tell_version(is_asked: bool) -> None:
@@ -85,7 +71,8 @@ def _begin(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    reach_this_machine_directly(os.environ)  # benches and `top` ask servers here, and start programs that do
+    # Benches and `top` send requests to servers on this machine, which must not go through a proxy.
+    reach_this_machine_directly(os.environ)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -97,29 +84,28 @@ def serve(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible API with the hybrid backend. Engine flags go after `--`."""
-    with _one_line_errors():
-        server = resolve_server(engine)
-        settings, source = resolve_config(model, config, os.environ, overrides or ())
-        # Imports are late and checks come cheapest first, so that a mistake is reported at once.
-        server.check_installation()
-        with server.take_address(context.args) as address:
-            from hybrid_backend.methods import check_method_name
-            from hybrid_backend.workers import resolve_kernel
+    server = resolve_server(engine)
+    settings, source = resolve_config(model, config, os.environ, overrides or ())
+    # Imports are late and cheap checks come first, so that a mistake is reported at once.
+    server.check_installation()
+    with server.take_address(context.args) as address:
+        from hybrid_backend.methods import check_method_name
+        from hybrid_backend.workers import resolve_kernel
 
-            check_method_name(settings.method)
-            resolve_kernel(settings.workers.kernel)
-            from hybrid_backend.tools.hub import resolve_model
+        check_method_name(settings.method)
+        resolve_kernel(settings.workers.kernel)
+        from hybrid_backend.tools.hub import resolve_model
 
-            directory = resolve_model(model)
-            serving = f"serving {model} on {server.NAME}, method {settings.method}"
-            Console(stderr=True).print(
-                f"hybrid {__version__}: {serving}, configuration {source}",
-                soft_wrap=True,
-                highlight=False,
-                markup=False,
-                emoji=False,
-            )
-            server.run(directory, model, settings, context.args, address)
+        directory = resolve_model(model)
+        serving = f"serving {model} on {server.NAME}, method {settings.method}"
+        Console(stderr=True).print(
+            f"hybrid {__version__}: {serving}, configuration {source}",
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+        server.run(directory, model, settings, context.args, address)
 
 
 @models.command("fetch")
@@ -128,15 +114,14 @@ def fetch_model(
     cache: Annotated[Path | None, typer.Option(help="cache directory; default: HYBRID_CACHE or ~/.cache")] = None,
 ) -> None:
     """Fetch, verify and convert a catalog model; prints its directory."""
-    with _one_line_errors():
-        from hybrid_backend.tools.hub import fetch
+    from hybrid_backend.tools.hub import fetch
 
-        typer.echo(fetch(name, cache_dir=cache))
+    typer.echo(fetch(name, cache_dir=cache))
 
 
 @models.command("list")
 def list_models() -> None:
-    """The catalog, with where each model's file comes from."""
+    """List the catalog, with the source of each model's file."""
     from hybrid_backend.tools.hub import entries
 
     for entry in entries():
@@ -166,16 +151,15 @@ def top(
     interval: Annotated[float, typer.Option(help="seconds between two readings")] = 2.0,
     machine: Annotated[str | None, typer.Option(help="hardware profile of the server's machine: file or name")] = None,
 ) -> None:
-    """The status page of a running server, in a browser."""
-    with _one_line_errors():
-        from hybrid_backend.tools.status.sidecar import serve as serve_page
+    """Show the status page of a running server in a browser."""
+    from hybrid_backend.tools.status.sidecar import serve as serve_page
 
-        serve_page(url, host, port, interval, machine, tell=typer.echo)
+    serve_page(url, host, port, interval, machine, tell=typer.echo)
 
 
 @app.command()
 def version() -> None:
-    """The version of hybrid_backend."""
+    """Print the version of hybrid_backend."""
     typer.echo(__version__)
 
 

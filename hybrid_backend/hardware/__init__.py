@@ -1,4 +1,4 @@
-"""What a machine can do: the numbers that planning, simulation and schedules rest on."""
+"""Hardware profiles: rates and sizes of machines, for planning, simulation and schedules."""
 
 from hybrid_backend.hardware.machines import find_hardware, hardware_of_gpu, machine_names
 from hybrid_backend.hardware.spec import Curve, Hardware, Number

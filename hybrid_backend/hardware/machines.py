@@ -1,7 +1,7 @@
-"""Named machines: data sheets for the device, a stated typical server for the host.
+"""Named machines: data sheets for the device, a typical server for the host.
 
-A profile that was measured (``hybrid profile --hardware``) is always better: what a data sheet does not say (achieved
-shares, overheads) is the same general figure for every machine here, named in its ``source``.
+A measured profile (``hybrid profile --hardware``) is better. What a data sheet does not say (achieved shares,
+overheads) is one general figure for all machines, and its ``source`` says so.
 
 Data sheets: NVIDIA T4 (2018), A10 (2021), A40 (2021), A100 (2021), H100 (2022), H200 (2023), Ada GPU architecture
 whitepaper (RTX 4090, 2022), L40S (2023); numbers of processors from the same. PCI Express: 8, 16 and 32 GT/s per lane
@@ -11,6 +11,7 @@ for generations 3, 4 and 5 with 128b/130b coding, so 15.75, 31.5 and 63 GB/s per
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from hybrid_backend.config.reading import is_file
 from hybrid_backend.errors import ConfigError
@@ -21,8 +22,18 @@ PCIE_PEAK = {3: 15.75e9, 4: 31.5e9, 5: 63e9, 6: 121e9}
 PCIE_EFFICIENCY = 0.8
 """Large pinned copies against that peak: 25 GB/s of 31.5 on PCIe 4 is the usual measurement."""
 COPY_SETUP_S = 6e-6
-"""Per cudaMemcpyAsync: 5 to 7 us (DualPath, arXiv 2602.21548, section 5.2)."""
+"""Set-up time of a cudaMemcpyAsync: 5 to 7 us (DualPath, arXiv 2602.21548, section 5.2)."""
 MIB = 2**20
+
+
+class _Host(NamedTuple):
+    """A typical host for one device. ``transfers`` is the rate of a memory channel, per second."""
+
+    name: str
+    cores: int
+    channels: int
+    transfers: float
+    ram_gib: int
 
 
 def _machine(
@@ -33,19 +44,16 @@ def _machine(
     hbm: float,
     flops: float,
     pcie: int,
-    host: str,
-    cores: int,
-    channels: int,
-    transfers: float,
-    ram_gib: int,
     processors: int,
+    host: _Host,
 ) -> Hardware:
-    """A device by its data sheet on a host with ``channels`` of 8 bytes at ``transfers`` per second."""
-    peak = channels * 8 * transfers
+    """Return a device by its data sheet, on a host whose memory channels are 8 bytes wide."""
+    peak = host.channels * 8 * host.transfers
     read = 0.8 * peak  # STREAM reaches 75 to 85 % of a server's peak
     per_core = 12e9  # one Xeon or EPYC core reads 10 to 18 GB/s (16.5 to 18 measured: docs/cpu-kernels.md)
-    threads = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < cores] + [cores]
-    memory = f"{host}: {channels} channels at {transfers / 1e6:.0f} MT/s = {peak / 1e9:.0f} GB/s peak, 80 % as STREAM"
+    threads = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < host.cores] + [host.cores]
+    channels = f"{host.channels} channels at {host.transfers / 1e6:.0f} MT/s = {peak / 1e9:.0f} GB/s peak"
+    memory = f"{host.name}: {channels}, 80 % as STREAM"
     link = f"PCIe {pcie} x16, {PCIE_PEAK[pcie] / 1e9:g} GB/s peak, {PCIE_EFFICIENCY:.0%} of it for large pinned copies"
     return Hardware(
         name=name,
@@ -59,7 +67,7 @@ def _machine(
             COPY_SETUP_S / COPIES_AT_ONCE,
             f"{link}; {COPY_SETUP_S * 1e6:g} us per copy (arXiv 2602.21548), {COPIES_AT_ONCE} in flight",
         ),
-        host_ram_bytes=Number(value=ram_gib * 2**30, source=host),
+        host_ram_bytes=Number(value=host.ram_gib * 2**30, source=host.name),
         host_read_bytes_per_s=saturating(threads, per_core, read, f"{memory}; {per_core / 1e9:g} GB/s per core"),
         cpu_attention_bytes_per_s=saturating(
             threads, 0.8 * per_core, 0.8 * read, f"{memory}; our kernels read K and V at 80 % (docs/cpu-kernels.md)"
@@ -67,7 +75,7 @@ def _machine(
         layer_overhead_s=Number(value=20e-6, source="general figure: about ten small kernels of 2 us in a CUDA graph"),
         step_overhead_s=Number(value=2e-3, source="general figure: scheduler, sampler and detokenizer of a server"),
         cpu_job_overhead_s=Number(value=30e-6, source="general figure: flags in pinned memory, threads that spin"),
-        cores=cores,
+        cores=host.cores,
         processors=processors,
     )
 
@@ -75,70 +83,72 @@ def _machine(
 COPIES_AT_ONCE = 4
 """Copies whose submission overlaps; a copy kernel over pinned memory (kernels/triton/recall.py) does better still."""
 
-_T4_HOST = "AWS g4dn.8xlarge class: 16 cores of Xeon 8259CL, 128 GiB DDR4-2933"
-_A10_HOST = "AWS g5.8xlarge class: 16 cores of EPYC 7R32, 128 GiB DDR4-3200"
-_4090_HOST = "desktop: Ryzen 9 7950X, 16 cores, 2 channels DDR5-5200, 128 GiB"
-_A100_HOST = "one socket: EPYC 7543, 32 cores, 8 channels DDR4-3200, 512 GiB"
-_H100_HOST = "one socket: Xeon 8480+, 56 cores, 8 channels DDR5-4800, 1 TiB (DGX H100 has two for eight GPUs)"
+_T4_HOST = _Host("AWS g4dn.8xlarge class: 16 cores of Xeon 8259CL, 128 GiB DDR4-2933", 16, 3, 2933e6, 128)
+_A10_HOST = _Host("AWS g5.8xlarge class: 16 cores of EPYC 7R32, 128 GiB DDR4-3200", 16, 3, 3200e6, 128)
+_4090_HOST = _Host("desktop: Ryzen 9 7950X, 16 cores, 2 channels DDR5-5200, 128 GiB", 16, 2, 5200e6, 128)
+_A100_HOST = _Host("one socket: EPYC 7543, 32 cores, 8 channels DDR4-3200, 512 GiB", 32, 8, 3200e6, 512)
+_H100_HOST = _Host(
+    "one socket: Xeon 8480+, 56 cores, 8 channels DDR5-4800, 1 TiB (DGX H100 has two for eight GPUs)",
+    56,
+    8,
+    4800e6,
+    1024,
+)
 
 
 def _named() -> tuple[Hardware, ...]:
     return (
         _machine("t4", sheet="NVIDIA T4 data sheet: 16 GB, 320 GB/s, 65 TFLOPS fp16 (no bf16), PCIe 3 x16",
-                 memory_mib=15360, hbm=320e9, flops=65e12, pcie=3, host=_T4_HOST, cores=16, channels=3,
-                 transfers=2933e6, ram_gib=128, processors=40),
+                 memory_mib=15360, hbm=320e9, flops=65e12, pcie=3, processors=40, host=_T4_HOST),
         _machine("a10", sheet="NVIDIA A10 data sheet: 24 GB, 600 GB/s, 125 TFLOPS bf16, PCIe 4 x16",
-                 memory_mib=23028, hbm=600e9, flops=125e12, pcie=4, host=_A10_HOST, cores=16, channels=3,
-                 transfers=3200e6, ram_gib=128, processors=72),
+                 memory_mib=23028, hbm=600e9, flops=125e12, pcie=4, processors=72, host=_A10_HOST),
         _machine("a40", sheet="NVIDIA A40 data sheet: 48 GB, 696 GB/s, 149.7 TFLOPS bf16, PCIe 4 x16",
-                 memory_mib=46068, hbm=696e9, flops=149.7e12, pcie=4, host=_A100_HOST, cores=32, channels=8,
-                 transfers=3200e6, ram_gib=512, processors=84),
+                 memory_mib=46068, hbm=696e9, flops=149.7e12, pcie=4, processors=84, host=_A100_HOST),
         _machine("l40s", sheet="NVIDIA L40S data sheet: 48 GB, 864 GB/s, 362 TFLOPS bf16 dense, PCIe 4 x16",
-                 memory_mib=46068, hbm=864e9, flops=362e12, pcie=4, host=_A100_HOST, cores=32, channels=8,
-                 transfers=3200e6, ram_gib=512, processors=142),
+                 memory_mib=46068, hbm=864e9, flops=362e12, pcie=4, processors=142, host=_A100_HOST),
         _machine("rtx4090", sheet="NVIDIA Ada whitepaper, RTX 4090: 24 GB, 1008 GB/s, 165.2 TFLOPS bf16 (fp32 sums), "
-                 "PCIe 4 x16", memory_mib=24564, hbm=1008e9, flops=165.2e12, pcie=4, host=_4090_HOST, cores=16,
-                 channels=2, transfers=5200e6, ram_gib=128, processors=128),
+                 "PCIe 4 x16", memory_mib=24564, hbm=1008e9, flops=165.2e12, pcie=4, processors=128, host=_4090_HOST),
         _machine("a100-40", sheet="NVIDIA A100 data sheet: 40 GB, 1555 GB/s, 312 TFLOPS bf16, PCIe 4 x16",
-                 memory_mib=40960, hbm=1555e9, flops=312e12, pcie=4, host=_A100_HOST, cores=32, channels=8,
-                 transfers=3200e6, ram_gib=512, processors=108),
+                 memory_mib=40960, hbm=1555e9, flops=312e12, pcie=4, processors=108, host=_A100_HOST),
         _machine("a100-80", sheet="NVIDIA A100 80GB PCIe data sheet: 80 GB, 1935 GB/s, 312 TFLOPS bf16, PCIe 4 x16",
-                 memory_mib=81920, hbm=1935e9, flops=312e12, pcie=4, host=_A100_HOST, cores=32, channels=8,
-                 transfers=3200e6, ram_gib=512, processors=108),
+                 memory_mib=81920, hbm=1935e9, flops=312e12, pcie=4, processors=108, host=_A100_HOST),
         _machine("h100", sheet="NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s, 989 TFLOPS bf16 dense, PCIe 5 x16",
-                 memory_mib=81559, hbm=3350e9, flops=989e12, pcie=5, host=_H100_HOST, cores=56, channels=8,
-                 transfers=4800e6, ram_gib=1024, processors=132),
+                 memory_mib=81559, hbm=3350e9, flops=989e12, pcie=5, processors=132, host=_H100_HOST),
         _machine("h200", sheet="NVIDIA H200 SXM data sheet: 141 GB, 4.8 TB/s, 989 TFLOPS bf16 dense, PCIe 5 x16",
-                 memory_mib=143771, hbm=4800e9, flops=989e12, pcie=5, host=_H100_HOST, cores=56, channels=8,
-                 transfers=4800e6, ram_gib=1024, processors=132),
+                 memory_mib=143771, hbm=4800e9, flops=989e12, pcie=5, processors=132, host=_H100_HOST),
     )  # fmt: skip
 
 
 def machine_names() -> tuple[str, ...]:
+    """Return the names of the machines."""
     return tuple(machine.name for machine in _named())
 
 
 def hardware_of_gpu(gpu: str) -> Hardware | None:
     """Return the named machine whose GPU a driver calls ``gpu``, as "NVIDIA A100-SXM4-80GB"; None if no name fits.
 
-    A mobile GPU, a part of a GPU and the slower cards of an H100 have the name of another one, but not its rates.
+    A mobile GPU, a MIG slice and the slower variants of an H100 share a name with a GPU, but not its rates.
     """
     gpu = gpu.lower()
     words = gpu.replace("rtx ", "rtx").replace("-", " ").split()
     if not {"laptop", "mig", "nvl"}.isdisjoint(words) or {"h100", "pcie"} <= set(words):
         return None
-    kinds = {machine.name: machine.name.split("-") for machine in _named()}  # kind of GPU, and perhaps its memory
+    kinds = {machine.name: machine.name.split("-") for machine in _named()}
     fitting = [name for name, (kind, *_) in kinds.items() if kind in words]
     return find_hardware(max(fitting, key=lambda name: kinds[name][-1] in gpu)) if fitting else None
 
 
 def find_hardware(name_or_path: str | Path) -> Hardware:
-    """The machine of that name (any case; "A100" is a100-80), or the profile in that JSON file."""
+    """Return the machine of that name (any case; "A100" is a100-80), or the profile in that JSON file.
+
+    Raises:
+        ConfigError: no such machine or file, or an invalid profile.
+    """
     text = str(name_or_path).strip()
-    wanted = text.lower().replace(" ", "").replace("_", "-")
-    wanted = {"4090": "rtx4090", "a100": "a100-80", "rtx-4090": "rtx4090"}.get(wanted, wanted)
+    name = text.lower().replace(" ", "").replace("_", "-")
+    name = {"4090": "rtx4090", "a100": "a100-80", "rtx-4090": "rtx4090"}.get(name, name)
     for machine in _named():
-        if machine.name == wanted:
+        if machine.name == name:
             return machine
     if text.endswith(".json") or "/" in text or is_file(text):
         return read_hardware(text)

@@ -1,4 +1,4 @@
-"""The hardware profile: every number with its source, as JSON.
+"""The hardware profile: numbers with their sources, as JSON.
 
 Rates are bytes per second, times seconds, sizes bytes; 1 GB/s is 1e9 bytes per second.
 """
@@ -29,14 +29,14 @@ class _Frozen(BaseModel):
 
 
 class Number(_Frozen):
-    """One number and where it comes from: a data sheet, a measurement, a paper."""
+    """A number and its source: a data sheet, a measurement, a paper."""
 
     value: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     source: Text
 
 
 class Curve(_Frozen):
-    """A rate as a function of a size or a count: straight lines between the points, flat beyond their ends."""
+    """A rate as a function of a size or a count: linear between the points, flat beyond them."""
 
     points: Annotated[tuple[tuple[Positive, Positive], ...], Field(min_length=1)]
     """``(x, rate)``, x rising."""
@@ -50,7 +50,7 @@ class Curve(_Frozen):
         return self
 
     def at(self, x: float) -> float:
-        """The rate at x."""
+        """Return the rate at ``x``."""
         xs = [point[0] for point in self.points]
         i = bisect.bisect_right(xs, x)
         if i == 0:
@@ -62,32 +62,33 @@ class Curve(_Frozen):
 
     @property
     def best(self) -> float:
+        """Highest rate of the points."""
         return max(rate for _, rate in self.points)
 
     def best_until(self, x: float) -> float:
-        """The best rate at x or below: whoever may use x threads may also use fewer."""
-        return max([self.at(x), *(rate for at, rate in self.points if at <= x)])
+        """Return the best rate at ``x`` or below, because fewer threads than allowed may be used."""
+        return max([self.at(x), *(rate for point, rate in self.points if point <= x)])
 
     def scaled(self, factor: float, why: str) -> Curve:
-        """Every rate times ``factor``."""
+        """Return the curve with all rates multiplied by ``factor``."""
         return Curve(points=tuple((x, y * factor) for x, y in self.points), source=f"{self.source}; x{factor:g}: {why}")
 
 
 class Hardware(_Frozen):
-    """One machine: a device, the link to it and the host that one model server uses."""
+    """A machine: a device, the link to it, and the host that a model server uses."""
 
     name: Text
     device: Literal["gpu", "cpu"] = "gpu"
-    """cpu: the device tier is the CPU itself; device and workers then share cores and memory."""
+    """cpu: the device tier is the CPU itself, so device and workers share cores and memory."""
     device_memory_bytes: Number
     hbm_bytes_per_s: Number
     """Peak bandwidth of the device's own memory."""
     hbm_efficiency: Number
-    """Share of that peak which decoding kernels reach when the memory is what they wait for."""
+    """Share of that peak that memory-bound decode kernels reach."""
     bf16_flops_per_s: Number
     """Dense bf16 (fp16 where there is no bf16) matrix multiplication, without sparsity."""
     flops_efficiency: Number
-    """Share of that peak which large matrix multiplications reach."""
+    """Share of that peak that large matrix multiplications reach."""
     linear_bytes_per_s: Curve | None = None
     """Measured: bytes of weights per second, all matrices of a layer, by rows (sequences). None: the roofline."""
     device_attention_bytes_per_s: Curve | None = None
@@ -102,32 +103,34 @@ class Hardware(_Frozen):
     cpu_attention_bytes_per_s: Curve
     """Bytes of K and V that CPU attention over scattered pages reads per second, by threads."""
     layer_overhead_s: Number
-    """Of the device per layer, beyond what bandwidth and FLOP/s explain: launches, small kernels."""
+    """Time of the device per layer beyond bandwidth and FLOP/s: launches and small kernels."""
     step_overhead_s: Number
-    """Of a step, with the device idle: scheduling, sampling, inputs and outputs."""
+    """Time of a step in which the device is idle: scheduling, sampling, inputs and outputs."""
     cpu_job_overhead_s: Number
-    """Per layer, from the device's request to the answer, beyond the attention itself: flags, threads woken."""
+    """Time per layer from the device's request to the answer, without the attention: flags and waking threads."""
     cores: Annotated[int, Field(ge=1)]
     """Physical cores that workers may use."""
     processors: Annotated[int, Field(ge=1)] | None = None
-    """Streaming multiprocessors of the device; None: not known, and none is taken from a step by copies."""
+    """Streaming multiprocessors of the device. None: not known; then copies take none from a step."""
     gpus: Annotated[int, Field(ge=1)] = 1
     """Devices that share this host, each with a replica of the model and its share of cores and host memory."""
 
     @field_validator("hbm_bytes_per_s", "hbm_efficiency", "bf16_flops_per_s", "flops_efficiency")
     @classmethod
     def _above_zero(cls, number: Number) -> Number:
-        """Sizes are divided by it."""
+        """Refuse 0, by which sizes are divided."""
         if not number.value > 0:
             raise ValueError(f"got {number.value:g}, expected a number > 0")
         return number
 
     @property
     def hbm_achieved(self) -> float:
+        """Bandwidth that kernels reach."""
         return self.hbm_bytes_per_s.value * self.hbm_efficiency.value
 
     @property
     def flops_achieved(self) -> float:
+        """FLOP/s that matrix multiplications reach."""
         return self.bf16_flops_per_s.value * self.flops_efficiency.value
 
     @property
@@ -137,29 +140,34 @@ class Hardware(_Frozen):
 
     @property
     def cpu_attention_achieved(self) -> float:
-        """Bytes per second of CPU attention that one device can count on when all of them ask."""
+        """Bytes per second of CPU attention for one device while all devices ask."""
         curve = self.cpu_attention_bytes_per_s
         return min(curve.best_until(self.threads), curve.best_until(self.cores) / self.gpus)
 
     @property
     def host_read_achieved(self) -> float:
-        """One device's share of the host memory's bandwidth."""
+        """Share of one device in the host memory's bandwidth."""
         return self.host_read_bytes_per_s.best_until(self.cores) / self.gpus
 
     def link_achieved(self, piece_bytes: float) -> float:
-        """Bytes per second from host to device in contiguous pieces of that size."""
+        """Return the bytes per second from host to device in contiguous pieces of that size."""
         return min(self.host_device_bytes_per_s.at(piece_bytes), self.host_read_achieved)
 
     def to_json(self) -> str:
+        """Return the profile as JSON."""
         return self.model_dump_json(indent=1, exclude_none=True) + "\n"
 
     def replace(self, **changes: Any) -> Hardware:
-        """A checked copy with some fields changed."""
+        """Return a validated copy with some fields changed."""
         return Hardware.model_validate({**self.model_dump(), **changes})
 
 
 def hardware_from_json(text: str, source: str) -> Hardware:
-    """The profile in a JSON text; ConfigError names ``source``, the key, the value and what is expected."""
+    """Return the profile in a JSON text.
+
+    Raises:
+        ConfigError: the profile is not valid. The message names ``source``, the key, the value and what is expected.
+    """
     data = parse_json(text, source, _FIX)
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: got {type(data).__name__}, expected an object with a hardware profile's keys")
@@ -185,18 +193,18 @@ def _explain(error: ValidationError) -> str:
 
 
 def read_hardware(path: str | Path) -> Hardware:
-    """The profile in a JSON file."""
+    """Return the profile in a JSON file."""
     return hardware_from_json(read_text(path, _FIX), str(user_path(path)))
 
 
 def saturating(counts: Sequence[int], one: float, all_of_them: float, source: str) -> Curve:
-    """Threads against a shared memory: each adds ``one`` bytes/s until together they have ``all_of_them``."""
+    """Return a curve by threads: each thread adds ``one`` bytes per second up to ``all_of_them``."""
     knee = all_of_them / one
     xs = sorted({*counts, max(1, math.ceil(knee))})
     return Curve(points=tuple((float(x), min(x * one, all_of_them)) for x in xs), source=source)
 
 
 def copies(peak: float, setup_s: float, source: str, sizes: Sequence[int] = ()) -> Curve:
-    """Pieces copied one after the other at ``peak`` bytes/s, each with ``setup_s`` of its own: rate by size."""
-    at = sizes or [2**n for n in range(12, 27)]
-    return Curve(points=tuple((float(n), n / (setup_s + n / peak)) for n in at), source=source)
+    """Return a curve by the size of a piece: each piece takes ``setup_s`` and its bytes at ``peak`` per second."""
+    sizes = sizes or [2**n for n in range(12, 27)]
+    return Curve(points=tuple((float(n), n / (setup_s + n / peak)) for n in sizes), source=source)

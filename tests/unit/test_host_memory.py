@@ -254,7 +254,7 @@ def test_sglang_s_pool_keeps_a_container_s_limit_less_its_use(tmp_path: Path) ->
 
 def test_doctor_tells_the_number_that_the_engine_takes(small_node: System) -> None:
     here = room(small_node, [0], uncached=0)
-    assert f"host pool {here.auto / GIB:.1f} GiB (auto" in check_ram(None, nodes=[0], system=small_node).found
+    assert f"host pool {here.auto / GIB:.1f} GiB (auto" in check_ram(None, nodes=[0], system=small_node).text
     assert check_ram(here.most, nodes=[0], system=small_node).state == "ok"
     refused = check_ram(here.most + 1, nodes=[0], system=small_node)
     with pytest.raises(ConfigError) as told:

@@ -1,1 +1,1 @@
-"""`hybrid doctor`: whether this machine can serve, each finding with its fix (docs/doctor.md)."""
+"""`hybrid doctor`: checks of this machine, each with a fix (docs/doctor.md)."""

@@ -1,9 +1,8 @@
-"""``hybrid doctor``, ready for typer: all checks, a table or JSON, exit status 1 if there is a problem."""
+"""Typer command `hybrid doctor`: a table or JSON; the exit status is 1 if there is a problem."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -16,12 +15,13 @@ def doctor(
 ) -> None:
     """Check this machine, from engines and memory to the configuration; each finding with its fix."""
     from hybrid_backend.tools.doctor.examination import examine, show
-    from hybrid_backend.tools.doctor.finding import has_problem
 
     findings = examine(config)
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+        keys = {"check": "check", "state": "state", "found": "text", "fix": "fix", "checked": "checked"}
+        rows = [{key: getattr(finding, name) for key, name in keys.items()} for finding in findings]
+        typer.echo(json.dumps(rows, indent=1))
     else:
         show(findings, Console())
-    if has_problem(findings):
+    if any(finding.state == "problem" for finding in findings):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Result of one check."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ State = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``fix``: what to do, on one line; only an ok finding may have none.
+    """A line of the report.
 
-    ``checked`` is false where the machine did not let us look; such a finding is a warning.
+    Attributes:
+        check: name of the check.
+        state: a problem keeps a server from starting; a warning makes it slower or less sure.
+        text: what the check saw, in one line.
+        fix: what to do, in one line. Only an ok finding may have none.
+        checked: False if the machine did not allow the check. Such a finding is a warning.
     """
 
     check: str
     state: State
-    found: str
+    text: str
     fix: str = ""
     checked: bool = True
 
     def __post_init__(self) -> None:
         if self.state != "ok" and not self.fix:
             raise ValueError(f"{self.check}: a {self.state} needs a fix")
-        if "\n" in self.found or "\n" in self.fix:
+        if "\n" in self.text or "\n" in self.fix:
             raise ValueError(f"{self.check}: a finding is one line")
 
 
 def unknown(check: str, why: object, fix: str) -> Finding:
-    """A check that could not be made."""
+    """Return the finding of a check that could not be made."""
     reason = " ".join(str(why).split())
     return Finding(check, "warning", f"cannot be checked: {reason}", fix, checked=False)
-
-
-def has_problem(findings: list[Finding]) -> bool:
-    return any(finding.state == "problem" for finding in findings)

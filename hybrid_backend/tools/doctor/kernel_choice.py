@@ -1,4 +1,4 @@
-"""Check of the kernels that were chosen among several for one operation (`kernels.cpu.variants`)."""
+"""Check of the kernel that was chosen for each operation (`kernels.cpu.variants`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_kernel_choice(choices: Callable[[], Sequence[Choice]], cpu: CpuModel) 
     """Name the kernel of each operation and the reason for it.
 
     Args:
-        choices: what this process chose (`kernels.cpu.library.kernel_choices`).
+        choices: returns the choices of this process (`kernels.cpu.library.kernel_choices`).
         cpu: this machine's model.
     """
     try:
@@ -23,7 +23,7 @@ def check_kernel_choice(choices: Callable[[], Sequence[Choice]], cpu: CpuModel) 
     except ConfigError as error:
         return [Finding("kernel choice", "problem", str(error), f"correct {VARIABLE}, or unset it")]
     except WorkerError:
-        return []  # The check of the native kernels says what is wrong with the library.
+        return []  # The check of the native kernels reports a missing library.
     reasons = {
         "known": f"known to be the fastest on {microarchitecture(cpu)}",
         "measured": "measured to be the fastest on this CPU",
@@ -32,26 +32,23 @@ def check_kernel_choice(choices: Callable[[], Sequence[Choice]], cpu: CpuModel) 
     }
     findings = []
     for operation, group in groupby(chosen, key=attrgetter("case.operation")):
-        alike = list(group)
-        why = [text for reason, text in reasons.items() if any(choice.reason == reason for choice in alike)]
-        findings.append(Finding(f"{operation} kernels", "ok", f"{_kernels(alike)}: {', or '.join(why)}"))
+        members = list(group)
+        why = [text for reason, text in reasons.items() if any(choice.reason == reason for choice in members)]
+        findings.append(Finding(f"{operation} kernels", "ok", f"{_kernels(members)}: {', or '.join(why)}"))
     return findings
 
 
 def _kernels(choices: Sequence[Choice]) -> str:
-    """Name the kernels of one operation by dtype, then by the shapes of which another one is faster."""
+    """Name the kernels of one operation by dtype, with the shapes for which another kernel is faster."""
     by_dtype: dict[str, list[str]] = {}
     for dtype in DTYPES:
-        by_dtype.setdefault(_kernels_by_shape([x for x in choices if x.case.dtype == dtype]), []).append(dtype)
+        shapes: dict[str, list[str]] = {}
+        for choice in choices:
+            if choice.case.dtype == dtype:
+                shapes.setdefault(choice.order[0], []).append(f"{choice.case.head_dim}x{choice.case.group}")
+        usual, *rest = sorted(shapes, key=lambda kernel: -len(shapes[kernel]))
+        exceptions = [f"{kernel} for head_dim x group {', '.join(shapes[kernel])}" for kernel in rest]
+        by_dtype.setdefault(", ".join([usual, *exceptions]), []).append(dtype)
     if len(by_dtype) == 1:
         return next(iter(by_dtype))
     return "; ".join(f"{', '.join(dtypes)}: {kernels}" for kernels, dtypes in by_dtype.items())
-
-
-def _kernels_by_shape(choices: Sequence[Choice]) -> str:
-    shapes: dict[str, list[str]] = {}
-    for choice in choices:
-        shapes.setdefault(choice.order[0], []).append(f"{choice.case.head_dim}x{choice.case.group}")
-    usual, *others = sorted(shapes, key=lambda kernel: -len(shapes[kernel]))
-    exceptions = [f"{kernel} for head_dim x group {', '.join(shapes[kernel])}" for kernel in others]
-    return ", ".join([usual, *exceptions])

@@ -1,4 +1,4 @@
-"""Models by name: a small catalog of models that pip can fetch, and what a model argument stands for."""
+"""Models by name: a catalog of models that pip can fetch, and the resolution of a MODEL argument."""
 
 from hybrid_backend.tools.hub.catalog import CatalogEntry, entries, find_entry
 from hybrid_backend.tools.hub.fetch import fetch, models_dir

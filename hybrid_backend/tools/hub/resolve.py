@@ -1,4 +1,4 @@
-"""What the MODEL argument of a command stands for."""
+"""Resolution of the MODEL argument of a command."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from hybrid_backend.tools.hub.catalog import entries
 from hybrid_backend.tools.hub.fetch import fetch
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-_HUB_ID_LENGTH = 96  # limit of the hub (huggingface_hub, utils/_validators.py)
+_HUB_ID_LENGTH = 96
+"""Limit of the hub (huggingface_hub, utils/_validators.py)."""
 
 
 def resolve_model(model: str) -> str:
-    """What to hand to the engine for `model`.
+    """Return the directory or hub id that an engine gets for ``model``. A model of the catalog is fetched if needed.
 
-    A name of the catalog becomes its local directory (fetched if missing); a directory with a config.json and
-    a hub id (`org/name`) stay as they are. Anything else is a `ModelError` that says what was tried.
+    Raises:
+        ModelError: ``model`` is no catalog name, no directory with a config.json and no hub id (``org/name``).
     """
     checked = check_model(model)
     return str(fetch(model)) if checked is None else checked
 
 
 def check_model(model: str) -> str | None:
-    """Return what `resolve_model` returns, but None for a name of the catalog, of which nothing is fetched.
+    """Return the same as `resolve_model` without fetching; None for a name of the catalog.
 
     Raises:
-        ModelError: no model is called ``model``.
+        ModelError: see `resolve_model`.
     """
     names = [entry.name for entry in entries()]
     if model.lower() in names:

@@ -1,4 +1,4 @@
-"""First sentences of a plan: how many sequences fit, how fast they are beside stock, and what bounds their number."""
+"""First sentences of a plan: how many sequences fit, how fast they are against stock, and what bounds their number."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.plan.report import Plan, Row
 
 NEAR = 1.1
+"""Ratio below which two speeds or batches count as about the same."""
 _ALL_IN_RAM = "Without a GPU both keep the KV cache in RAM: what can be won is speed."
-_HOW_FAST = (
+_HOW_TO_SEE_SPEEDS = (
     "To see speeds: run hybrid profile --hardware on the machine and add --machine hardware.json, or add a machine's "
     "name, as --machine h100."
 )
@@ -17,37 +18,35 @@ _PLACES = {"device": "device memory", "host": "host memory"}
 
 
 def answer(plan: Plan) -> Row | None:
-    """The configuration's own method, which `hybrid serve` runs; where it holds not a single sequence or was not asked
-    for, the fastest. None: none of them holds one."""
+    """Return the row of the configuration's own method, which `hybrid serve` runs.
+
+    If that method holds no sequence or was not planned, the fastest one is returned; None if no method holds one.
+    """
     able = [row for row in plan.rows if row.name != "stock" and row.max_batch]
-    mine = next((row for row in able if row.name == plan.configured), None)
-    return mine or max(able, key=lambda row: rate(plan, row) or 0.0, default=None)
+    configured = next((row for row in able if row.name == plan.configured), None)
+    return configured or max(able, key=lambda row: rate(plan, row) or 0.0, default=None)
 
 
 def faster(plan: Plan, row: Row) -> Row | None:
-    """Another method that is faster by more than `NEAR`, with as many of the sequences as it runs at once."""
-    mine = rate(plan, row)
-    best = max(plan.rows, key=lambda other: rate(plan, other) or 0.0)
-    return best if mine and (rate(plan, best) or 0.0) > NEAR * mine else None
-
-
-def at_once(plan: Plan, row: Row) -> int:
-    return min(plan.batch, row.max_batch)
+    """Return the fastest other method if it beats ``row`` by more than `NEAR`. Rates are at each method's own batch."""
+    own_rate = rate(plan, row)
+    best = max(plan.rows, key=lambda candidate: rate(plan, candidate) or 0.0)
+    return best if own_rate and (rate(plan, best) or 0.0) > NEAR * own_rate else None
 
 
 def rate(plan: Plan, row: Row) -> float | None:
-    """Tokens per second with that many at once."""
+    """Return the tokens per second of the planned batch, or of the largest one if that does not fit."""
     return row.tokens_per_s if row.fits else row.best_tokens_per_s
 
 
 def times_stock(plan: Plan, row: Row) -> float | None:
-    """Against stock with as many of the sequences as it holds."""
-    stock, mine = rate(plan, plan.row("stock")), rate(plan, row)
-    return mine / stock if mine and stock else None
+    """Return the ratio to stock. Each decodes the planned batch, or its largest one if that does not fit."""
+    stock_rate, own_rate = rate(plan, plan.row("stock")), rate(plan, row)
+    return own_rate / stock_rate if own_rate and stock_rate else None
 
 
 def ratio_text(ratio: float) -> str:
-    """Write a ratio with two digits, in at most five characters where it is below 1,000."""
+    """Write a ratio with two digits, in at most five characters if it is below 1,000."""
     if ratio < 0.1:
         return "< 0.1"
     return f"{ratio:.2g}" if ratio < 99.5 else f"{ratio:,.0f}"
@@ -70,24 +69,23 @@ def headline(plan: Plan) -> str:
 def meaning(plan: Plan, row: Row) -> str:
     """Tell how fast ``row`` is against stock with the largest batches and with the planned one, and when to take stock.
 
-    Without rates of a machine the text says how to get them; it is empty where the simulator does not know the method.
+    Without rates of a machine the text says how to get them. It is empty if the simulator does not know the method.
     """
     if not plan.has_times:
-        return _HOW_FAST if plan.device_limit else f"{_ALL_IN_RAM} {_HOW_FAST}"
+        return _HOW_TO_SEE_SPEEDS if plan.device_limit else f"{_ALL_IN_RAM} {_HOW_TO_SEE_SPEEDS}"
     stock, best = plan.row("stock"), row.best_tokens_per_s
     if best is None:
         return ""
-    if stock.best_tokens_per_s is None:
-        sentences, ratio = [f"Simulated, full: {_speed(best)} tokens/s."], None
-    else:
+    sentences, ratio = [f"Simulated, full: {_speed(best)} tokens/s."], None
+    if stock.best_tokens_per_s is not None:
         ratio = best / stock.best_tokens_per_s
-        full = f"{_speed(best)} tokens/s against {_speed(stock.best_tokens_per_s)}"
-        sentences = [f"Simulated, both full: {full}, {_as_fast(ratio)}."]
-    method_rate, stock_rate = rate(plan, row), rate(plan, stock)
-    if method_rate and any(plan.batch < each.max_batch for each in (row, stock)):
-        sentence = f"With --batch {plan.batch}: {_speed(method_rate)} tokens/s"
-        if stock_rate:
-            ratio = method_rate / stock_rate
+        speeds = f"{_speed(best)} tokens/s against {_speed(stock.best_tokens_per_s)}"
+        sentences = [f"Simulated, both full: {speeds}, {_as_fast(ratio)}."]
+    own_rate = rate(plan, row)
+    if own_rate and plan.batch < max(row.max_batch, stock.max_batch):
+        sentence = f"With --batch {plan.batch}: {_speed(own_rate)} tokens/s"
+        if stock_rate := rate(plan, stock):
+            ratio = own_rate / stock_rate
             limit = "" if stock.fits else f" with the {stock.max_batch} that stock holds"
             sentence += f" against {_speed(stock_rate)}{limit}, {_as_fast(ratio)}"
         sentences.append(f"{sentence}.")
@@ -110,27 +108,26 @@ def _as_fast(ratio: float) -> str:
 
 
 def bound(plan: Plan, row: Row) -> str:
-    """What bounds the sequences at once, the numbers, and the fix."""
-    most = {
-        place: count for place, count in (("device", row.device_batch), ("host", row.host_batch)) if count is not None
-    }
-    place = min(most, key=lambda name: most[name])
-    others = ", ".join(f"{_PLACES[name]} {count:,}" for name, count in most.items())
-    if most[place] > plan.batch:
-        room = f"There is room for more: {others}. --batch {most[place]} plans for all of it."
+    """Tell what bounds the sequences at once, with the numbers and the fix."""
+    batches = {"device": row.device_batch, "host": row.host_batch}
+    limits = {place: count for place, count in batches.items() if count is not None}
+    place, most = min(limits.items(), key=lambda item: item[1])
+    numbers = ", ".join(f"{_PLACES[name]} {count:,}" for name, count in limits.items())
+    if most > plan.batch:
+        room = f"There is room for more: {numbers}. --batch {most} plans for all of it."
         return f"Bounded by --batch (--max-num-seqs) {plan.batch}. {room}"
-    if most[place] == plan.batch:
-        return f"All {plan.batch} fit, and no more: {others}."
+    if most == plan.batch:
+        return f"All {plan.batch} fit, and no more: {numbers}."
     limit = plan.host_limit if place == "host" else plan.device_limit
     holds = (
-        f"Bounded by {_PLACES[place]}: {limit / 2**30:.4g} GiB hold {counted(most[place], 'sequence')} of "
+        f"Bounded by {_PLACES[place]}: {limit / 2**30:.4g} GiB hold {counted(most, 'sequence')} of "
         f"{plan.context:,} tokens, not {plan.batch}"
     )
     if place == "device":
         return (
-            f"{holds} (host memory {most['host']}). Plan --batch {most[place]}, or fewer exact_layers or "
+            f"{holds} (host memory {limits['host']}). Plan --batch {most}, or fewer exact_layers or "
             "frames_per_request, or a larger device."
         )
-    holds += f" (device memory {most['device']})" if "device" in most else ""
-    short = f" or --context {row.host_context // 1024}k" if row.host_context >= 1024 else ""
-    return f"{holds}. To hold all: --ram {math.ceil(row.host_bytes / 2**30) * plan.devices}GiB{short}."
+    holds += f" (device memory {limits['device']})" if "device" in limits else ""
+    shorter = f" or --context {row.host_context // 1024}k" if row.host_context >= 1024 else ""
+    return f"{holds}. To hold all: --ram {math.ceil(row.host_bytes / 2**30) * plan.devices}GiB{shorter}."

@@ -1,4 +1,4 @@
-"""``hybrid plan``, ready for typer. What it needs is imported when it runs, so that the command line starts at once."""
+"""Typer command `hybrid plan`. Imports are inside the function, so that the command line starts without torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan(
     details: Annotated[bool, typer.Option("--details", help="memory by item, a step by its parts")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
-    """What fits where: memory, largest batch and context, and expected speed of every method against stock."""
+    """Plan memory, largest batch and context, and expected speed of every method against stock."""
     from hybrid_backend.hardware import find_hardware
     from hybrid_backend.methods import check_method_name
     from hybrid_backend.tools.plan.local import LocalMachine
@@ -62,7 +62,7 @@ def plan(
         if device_bytes is None:
             hardware, machine_name, device_bytes = local.hardware, local.name, local.gpu_bytes
         host_bytes = local.host_bytes if host_bytes is None else host_bytes
-    different = parse_what_if(what_if) if what_if else None
+    changes = parse_what_if(what_if) if what_if else None
     named = served_name(model)
     settings = resolve_config(_config_name(named), config, os.environ, overrides or ())[0]
     check_method_name(settings.method)
@@ -84,8 +84,8 @@ def plan(
     )
     planned = make_plan(request)
     before = None
-    if different is not None:
-        before, planned = planned, make_plan(changed(request, different))
+    if changes is not None:
+        before, planned = planned, make_plan(changed(request, changes))
     if as_json:
         typer.echo(json.dumps({**planned.as_dict(), "before": before.as_dict() if before else None}, indent=1))
     else:
@@ -93,14 +93,14 @@ def plan(
 
 
 def _serve(model: str, config: str | None, overrides: list[str]) -> list[str]:
-    """What of this command line `hybrid serve` needs too."""
-    served = str(Path(model).parent) if Path(model).name == "config.json" else model
-    chosen = ["--config", config] if config else []
-    return [served, *chosen, *(f"--set={override}" for override in overrides)]
+    """Return the words of this command line that `hybrid serve` needs too."""
+    directory = str(Path(model).parent) if Path(model).name == "config.json" else model
+    option = ["--config", config] if config else []
+    return [directory, *option, *(f"--set={override}" for override in overrides)]
 
 
 def tokens(text: str) -> int:
-    """``8192``, ``128k`` (x 1024) or ``1M``."""
+    """Read a number of tokens: ``8192``, ``128k`` (x 1024) or ``1M``."""
     match = re.fullmatch(r"([0-9]{1,9})([kKmM]?)", text.strip())
     count = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()] if match else 0
     if count < 1:
@@ -109,13 +109,12 @@ def tokens(text: str) -> int:
 
 
 def memory(flag: str, text: str | None) -> int | None:
-    """Return the bytes that the user wrote for ``flag``; None stays None.
+    """Read a size for ``flag`` and return its bytes; None stays None.
 
-    Units are binary (GiB) or decimal (GB), as pydantic reads them. A number without a unit is GiB up to 4096, and
-    bytes from a mebibyte on.
+    Units are binary (GiB) or decimal (GB). A number without a unit means GiB up to 4096, and bytes from 2**20 on.
 
     Raises:
-        ConfigError: no size, a negative one, or a number without a unit between both.
+        ConfigError: no size, a negative size, or a number without a unit between 4096 and 2**20.
     """
     if text is None:
         return None
@@ -129,6 +128,6 @@ def memory(flag: str, text: str | None) -> int | None:
 
 
 def _config_name(model: str) -> str:
-    """What the shipped YAML files are matched with: a config.json stands for its folder."""
+    """Return the name by which a shipped YAML file is found; that of a config.json is its folder's."""
     file = Path(model)
     return str(file.parent.resolve()) if file.name == "config.json" and is_file(file) else model

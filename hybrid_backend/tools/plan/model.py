@@ -1,4 +1,4 @@
-"""From MODEL on the command line to the shape that is planned."""
+"""Resolution of MODEL on the command line to the shape that is planned."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from hybrid_backend.tools.plan.published import published, relative
 
 
 def find_shape(model: str, dtype: str = "auto") -> ModelShape:
-    """Read the shape of a model: from its files where they are here, else from the published shapes, else from the hub.
+    """Return the shape of a model, from local files, else from the published shapes, else from the hub.
 
     Args:
-        model: catalog name, directory, ``config.json``, hub id (of which only two small files are read), or the name of
-            a model that a configuration is shipped for.
-        dtype: what the engine computes in; auto is the model's own, and bfloat16 for a float32 model (vLLM 0.32,
+        model: catalog name, directory, ``config.json``, hub id (two small files are read), or the name of a shipped
+            configuration.
+        dtype: type that the engine computes in. auto: the model's own, and bfloat16 for a float32 model (vLLM 0.32,
             config/model.py, ``_resolve_auto_dtype``).
 
     Returns:
-        The shape. Its name is another hub id where ``model`` is only known to share a shipped configuration.
+        The shape. Its name is another hub id if ``model`` only shares a shipped configuration with it.
 
     Raises:
         ModelError: no such model, or one that cannot be planned.
@@ -67,7 +67,7 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
 
 
 def _served(config: Mapping[str, Any], name: str, dtype: str, folder: Path | None = None) -> ModelShape:
-    """Return the shape in ``config`` as an engine serves it; ``folder`` is where weights or their index may be."""
+    """Return the shape in ``config`` as an engine serves it. ``folder`` may have the weights or their index."""
     stated = shape_from_config(config, name)
     served = stated.dtype if dtype == "auto" else dtype
     if dtype == "auto" and stated.dtype == "float32":
@@ -88,7 +88,7 @@ def _served(config: Mapping[str, Any], name: str, dtype: str, folder: Path | Non
 
 
 def served_name(model: str) -> str:
-    """Return what `hybrid serve` takes for ``model``: a hub id where the name is neither here nor in the catalog."""
+    """Return the name that `hybrid serve` takes: a hub id if the model is neither here nor in the catalog."""
     if "/" in model or model.lower() in _catalog() or _local_folder(model) is not None:
         return model
     entry = published(model) or relative(model)
@@ -100,12 +100,14 @@ def _catalog() -> list[str]:
 
 
 def _local_folder(model: str) -> Path | None:
-    """Return the folder with the model's ``config.json`` on this machine, without a network: a directory, a fetched
-    model of the catalog, or the hub's own cache. None if none has it."""
+    """Return the local folder with the model's ``config.json``; None if there is none.
+
+    It is the directory itself, a fetched model of the catalog, or a folder of the hub's own cache.
+    """
     folders = [user_path(model)] if model.strip() else []
     if model.lower() in _catalog():
         folders.append(models_dir() / model.lower())
-    with suppress(ValueError):  # not a hub id
+    with suppress(ValueError):  # The name is not a hub id.
         cached = try_to_load_from_cache(model, "config.json")
         folders += [Path(cached).parent] if isinstance(cached, str) else []
     return next((folder for folder in folders if is_file(folder / "config.json")), None)
@@ -116,14 +118,14 @@ def _name(model: str, file: Path) -> str:
 
 
 def _from_hub(model: str) -> Path:
-    """Fetch a model's ``config.json`` and its weights' index, if any; return their folder in the hub's own cache."""
+    """Fetch a model's ``config.json`` and its weights' index, if it has one; return their folder in the hub's cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings of each retry would bury our one line
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # It warns of each retry.
     try:
         config = Path(hf_hub_download(model, "config.json"))
-        with suppress(EntryNotFoundError, HfHubHTTPError, OSError):  # a model in one file has none
+        with suppress(EntryNotFoundError, HfHubHTTPError, OSError):  # A model in one file has no index.
             hf_hub_download(model, WEIGHTS_INDEX)
         return config.parent
     except (LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:

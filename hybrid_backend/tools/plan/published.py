@@ -1,7 +1,6 @@
 """Shapes of the models that a configuration is shipped for, so that `hybrid plan` knows them without a network.
 
-Source: the file config.json on each model's page of the Hugging Face hub. Only the keys that decide the shape are here;
-`tests/support/model_cards.py` has what the models' cards say of their sizes.
+Source: config.json of each model on the Hugging Face hub, reduced to the keys that decide the shape.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _GATED_DELTA: dict[str, Any] = {
 
 
 class Published(NamedTuple):
-    """A published model: its id on the hub, and what decides its shape in its config.json."""
+    """A published model: its id on the hub, and the keys of its config.json that decide its shape."""
 
     hub_id: str
     config: Mapping[str, Any]
@@ -162,7 +161,7 @@ PUBLISHED: Mapping[str, Published] = {
 
 
 def published(model: str) -> Published | None:
-    """Return the published model that ``model`` names: its hub id with or without the owner, or its configuration."""
+    """Return the published model that ``model`` names by hub id, with or without the owner, or configuration."""
     named = model.lower()
     for name, entry in PUBLISHED.items():
         hub_id = entry.hub_id.lower()
@@ -172,5 +171,5 @@ def published(model: str) -> Published | None:
 
 
 def relative(model: str) -> Published | None:
-    """Return the published model whose shipped configuration ``model`` shares, as a quantised copy of it does."""
+    """Return the published model whose shipped configuration ``model`` shares, for example a quantised copy."""
     return PUBLISHED.get(find_config(model).stem)

@@ -1,11 +1,10 @@
-"""The plan itself: every method against stock, in memory and in time."""
+"""The plan: memory and time of each method and of the stock engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -30,22 +29,30 @@ from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.simulate import StepTime, WhatIf, decode_step, simulated_methods
 
 MOST_BATCH, MOST_CONTEXT = 2**16, 2**27
-"""Where the search for the largest batch and context ends."""
+"""Limits of the search for the largest batch and context."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned. Sizes in bytes; ``batch`` and ``ram`` of all devices together."""
+    """Input of a plan. Sizes are in bytes; ``batch`` and ``ram`` are those of all devices together.
+
+    Attributes:
+        gpu_mem: memory of one device. 0: there is no device; None: the machine's.
+        ram: host memory. None: the machine's.
+        hardware: rates of the machine; None if they are not known.
+        machine: name of a machine without rates.
+        methods: methods to plan; empty for all.
+    """
 
     shape: ModelShape
     config: HybridConfig
     context: int
     batch: int
-    gpu_mem: int | None  # 0: no device of its own; None: the machine's
+    gpu_mem: int | None
     ram: int | None
     hardware: Hardware | None = None
-    machine: str | None = None  # name of a machine whose rates are not known
-    methods: tuple[str, ...] = ()  # empty: all
+    machine: str | None = None
+    methods: tuple[str, ...] = ()
     chunk_tokens: int | None = None
     device_overhead: int | None = None
     host_overhead: int | None = None
@@ -53,59 +60,82 @@ class Request:
 
 @dataclass(frozen=True)
 class Row:
-    """One method. Memory is of one device and its share of the host; batches are of all devices."""
+    """Plan of one method. Memory is that of one device and its share of the host; batches are those of all devices.
+
+    Attributes:
+        refused: reason why the configuration rules the method out.
+        why_not: reason why the batch does not fit.
+        pages: pages of the KV pool.
+        max_batch: largest batch at the planned context.
+        max_context: longest context at the planned batch, as far as memory goes.
+        step_ms: milliseconds of a step with the planned batch.
+        best_tokens_per_s: tokens per second with ``max_batch``.
+        device_batch: largest batch by device memory alone; None without a device.
+        host_batch: largest batch by host memory alone.
+        host_context: longest context by host memory alone.
+        parts_ms: parts of the simulated step, with ``max_batch`` if the planned batch does not fit.
+        otherwise: what the engine does if the device does not hold all exact layers whole.
+    """
 
     name: str
-    refused: str | None = None  # why this configuration cannot serve the model with it
+    refused: str | None = None
     fits: bool = False
     why_not: str | None = None
     device_bytes: int = 0
     host_bytes: int = 0
-    pages: int = 0  # of the KV pool
+    pages: int = 0
     items: tuple[Item, ...] = ()
-    max_batch: int = 0  # at the context
-    max_context: int = 0  # at the batch, as far as memory goes
-    step_ms: float | None = None  # at context and batch, that is, per token of one sequence
+    max_batch: int = 0
+    max_context: int = 0
+    step_ms: float | None = None
     tokens_per_s: float | None = None
-    best_tokens_per_s: float | None = None  # at max_batch
-    device_batch: int | None = None  # what the devices' memory alone would hold; None: there is none
-    host_batch: int | None = None  # what the host's memory alone would hold
-    host_context: int = 0  # the longest that the host's memory holds at the batch
-    parts_ms: Mapping[str, float] = field(default_factory=dict)  # of the step, by the simulator's names
-    otherwise: str | None = None  # what the engine makes of it where the device does not hold all exact layers whole
+    best_tokens_per_s: float | None = None
+    device_batch: int | None = None
+    host_batch: int | None = None
+    host_context: int = 0
+    parts_ms: Mapping[str, float] = field(default_factory=dict)
+    otherwise: str | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All rows, and what they rest on."""
+    """All rows and their input.
+
+    Attributes:
+        configured: the configuration's own method.
+        device_limit: bytes that the engine may take of one device.
+        host_limit: bytes that one device's server may take of the host.
+        has_times: the rates of the machine are known.
+    """
 
     model: ModelShape
     machine: str | None
-    configured: str  # the configuration's own method
+    configured: str
     devices: int
     context: int
     batch: int
     page_size: int
     block_bytes: int
-    device_limit: int  # bytes that the engine may take of one device
+    device_limit: int
     host_limit: int
     rows: tuple[Row, ...]
-    has_times: bool = True  # the machine's rates are known
+    has_times: bool = True
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON; docs/plan.md names the keys."""
+        """Return the plan for JSON (keys: docs/plan.md)."""
         return asdict(self)
 
     def row(self, name: str) -> Row:
+        """Return the row of a method."""
         return next(row for row in self.rows if row.name == name)
 
 
 def make_plan(request: Request) -> Plan:
-    """Plan every method.
+    """Plan each method.
 
     Raises:
-        ConfigError: a number out of range, an unknown method, a size that neither the user nor a machine gives, or a
-            configuration that every method refuses.
+        ConfigError: a number out of range, an unknown method, an unknown size of the machine, or a configuration that
+            no method accepts.
     """
     for key, value in (("context", request.context), ("batch", request.batch)):
         if value < 1:
@@ -113,18 +143,16 @@ def make_plan(request: Request) -> Plan:
     devices = request.hardware.gpus if request.hardware else 1
     room = _room(request, devices)
     blocks = Blocks.of(request.shape, request.config.page_size)
-    device = torch.device("cpu" if room.on_host else "cuda")
-    shape = request.shape
+    device, shape = torch.device("cpu" if room.on_host else "cuda"), request.shape
     settled = with_method(request.config, shape.heads, shape.kv_heads, shape.head_dim, device)
     request = replace(request, config=settled)
-    names = request.methods or tuple(method_names())
     candidates: list[Candidate] = [StockMemory(request.shape, blocks, room)]
-    for name in names:
+    for name in request.methods or tuple(method_names()):
         resolve_method(name)
         config = request.config.model_copy(update={"method": name})
         candidates.append(MethodMemory(request.shape, blocks, room, config))
     rows = tuple(_row(candidate, request, room, devices) for candidate in candidates)
-    refusals = {row.name: row.refused or "" for row in rows[1:]}  # of all methods, without stock
+    refusals = {row.name: row.refused or "" for row in rows[1:]}
     if all(refusals.values()):
         raise ConfigError(refusals.get(request.config.method) or next(iter(refusals.values())))
     return Plan(
@@ -144,7 +172,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def changed(request: Request, what_if: WhatIf) -> Request:
-    """The same request where something is different."""
+    """Return the request with the changes of `--what-if`."""
     hardware = request.hardware
     if hardware is None and any(x is not None for x in (what_if.cores, what_if.dram, what_if.pcie, what_if.gpus)):
         raise ConfigError("--what-if: what is different about which machine? give --machine NAME or a profile's file")
@@ -157,7 +185,7 @@ def changed(request: Request, what_if: WhatIf) -> Request:
 
 
 def serve_flags(row: Row, plan: Plan) -> list[str]:
-    """The flags of `hybrid serve` and of vLLM with which the runtime allocates what the row says."""
+    """Return the flags of `hybrid serve` and of vLLM with which the runtime allocates what the row says."""
     return [
         f"--set=method={row.name}",
         f"--set=host_pool.size={row.pages * plan.block_bytes}",
@@ -172,39 +200,36 @@ def serve_flags(row: Row, plan: Plan) -> list[str]:
 
 
 def _room(request: Request, devices: int) -> Room:
-    hardware = request.hardware
-    on_cpu = hardware is not None and hardware.device == "cpu"
-    gpu_mem, ram = request.gpu_mem, request.ram
+    hardware, gpu_mem, ram = request.hardware, request.gpu_mem, request.ram
     if gpu_mem is None:
         if hardware is None:
             raise ConfigError("--gpu-mem: is missing; give --gpu-mem 24GiB (0: no device) or --machine NAME")
-        gpu_mem = 0 if on_cpu else int(hardware.device_memory_bytes.value)
+        gpu_mem = 0 if hardware.device == "cpu" else int(hardware.device_memory_bytes.value)
     if ram is None:
         if hardware is None:
             raise ConfigError("--ram: is missing; give --ram 128GiB or --machine NAME")
         ram = int(hardware.host_ram_bytes.value)
+    overheads = {"device_overhead": request.device_overhead, "host_overhead": request.host_overhead}
     room = Room(gpu_mem, ram // devices, request.chunk_tokens or default_chunk(gpu_mem))
-    if request.device_overhead is not None:
-        room = replace(room, device_overhead=request.device_overhead)
-    if request.host_overhead is not None:
-        room = replace(room, host_overhead=request.host_overhead)
-    return room
+    return replace(room, **{name: size for name, size in overheads.items() if size is not None})
 
 
 def _row(candidate: Candidate, request: Request, room: Room, devices: int) -> Row:
     refused = candidate.refusal() if isinstance(candidate, MethodMemory) else None
     if refused is not None:
         return Row(candidate.name, refused=refused)
-    mine = -(-request.batch // devices)
-    memory = candidate.memory(request.context, mine)
+    batch = -(-request.batch // devices)
+    memory = candidate.memory(request.context, batch)
     why_not = memory.missing(room)
     places: tuple[Place, ...] = ("host",) if room.on_host else ("device", "host")
-    by_place = {
+    batches = {
         place: largest(partial(_spare, candidate, room, request.context, places=(place,)), MOST_BATCH)
         for place in places
     }
-    max_batch = devices * min(by_place.values())
-    times = _times(candidate, request, max_batch, why_not is None)
+    max_batch = devices * min(batches.values())
+    step = None if why_not else _simulated(candidate, request, request.batch)
+    best = _simulated(candidate, request, max_batch) if max_batch else None
+    shown = step or best
     return Row(
         name=candidate.name,
         fits=why_not is None,
@@ -214,26 +239,28 @@ def _row(candidate: Candidate, request: Request, room: Room, devices: int) -> Ro
         pages=memory.pages,
         items=memory.items,
         max_batch=max_batch,
-        max_context=largest(lambda context: _spare(candidate, room, context, mine, places), MOST_CONTEXT),
-        step_ms=times.step_ms,
-        tokens_per_s=times.tokens_per_s,
-        best_tokens_per_s=times.best_tokens_per_s,
-        device_batch=devices * by_place["device"] if "device" in by_place else None,
-        host_batch=devices * by_place["host"],
-        host_context=largest(lambda context: _spare(candidate, room, context, mine, ("host",)), MOST_CONTEXT),
-        parts_ms=times.parts_ms,
-        otherwise=_otherwise(candidate, memory, request.context, mine) if by_place.get("device", mine) < mine else None,
+        max_context=largest(lambda context: _spare(candidate, room, context, batch, places), MOST_CONTEXT),
+        step_ms=step.seconds * 1e3 if step else None,
+        tokens_per_s=step.tokens_per_s if step else None,
+        best_tokens_per_s=best.tokens_per_s if best else None,
+        device_batch=devices * batches["device"] if "device" in batches else None,
+        host_batch=devices * batches["host"],
+        host_context=largest(lambda context: _spare(candidate, room, context, batch, ("host",)), MOST_CONTEXT),
+        parts_ms={part: seconds * 1e3 for part, seconds in shown.part_seconds.items()} if shown else {},
+        otherwise=_otherwise(candidate, memory, request.context, batch)
+        if batches.get("device", batch) < batch
+        else None,
     )
 
 
 def _spare(candidate: Candidate, room: Room, context: int, batch: int, places: tuple[Place, ...]) -> int:
-    """Bytes that are left over in the place that has the fewest."""
+    """Return the free bytes of the place that has the fewest."""
     memory = candidate.memory(context, batch)
     return min(room.limit(place) - memory.at(place) for place in places)
 
 
 def _otherwise(candidate: Candidate, memory: Memory, context: int, batch: int) -> str | None:
-    """How the engine would share out a device that is too small for a host pool of this size."""
+    """Describe how the engine divides a device that is too small for a host pool of this size."""
     if not isinstance(candidate, MethodMemory):
         return None
     pool = memory.pages * candidate.blocks.block_bytes
@@ -248,33 +275,13 @@ def _otherwise(candidate: Candidate, memory: Memory, context: int, batch: int) -
     )
 
 
-class _Times(NamedTuple):
-    step_ms: float | None = None
-    tokens_per_s: float | None = None
-    best_tokens_per_s: float | None = None
-    parts_ms: Mapping[str, float] = {}
-
-
-def _times(candidate: Candidate, request: Request, max_batch: int, fits: bool) -> _Times:
-    """Of what fits; the simulator itself does not ask."""
+def _simulated(candidate: Candidate, request: Request, batch: int) -> StepTime | None:
+    """Simulate a step; None if the machine's rates are unknown or the simulator does not know the method."""
     hardware = request.hardware
     if hardware is None or candidate.name not in simulated_methods():
-        return _Times()
-
-    def simulated(batch: int) -> StepTime | None:
-        on_cpu = hardware.gpus * candidate.cpu_requests(request.context, -(-batch // hardware.gpus))
-        if on_cpu and request.shape.full_layers < request.shape.layers:
-            return None  # whole requests on the CPU are simulated for models with full attention alone
-        return decode_step(
-            hardware, request.shape, request.config, candidate.name, request.context, batch, cpu_rows=min(batch, on_cpu)
-        )
-
-    now = simulated(request.batch) if fits else None
-    best = simulated(max_batch) if max_batch else None
-    shown = now or best
-    return _Times(
-        step_ms=now.seconds * 1e3 if now else None,
-        tokens_per_s=now.tokens_per_s if now else None,
-        best_tokens_per_s=best.tokens_per_s if best else None,
-        parts_ms={part: seconds * 1e3 for part, seconds in shown.parts.items()} if shown else {},
-    )
+        return None
+    cpu_rows = hardware.gpus * candidate.cpu_requests(request.context, -(-batch // hardware.gpus))
+    if cpu_rows and request.shape.full_layers < request.shape.layers:
+        return None  # Requests of apex on the CPU are simulated for models with full attention only.
+    shape, config = request.shape, request.config
+    return decode_step(hardware, shape, config, candidate.name, request.context, batch, cpu_rows=min(batch, cpu_rows))

@@ -1,5 +1,4 @@
-"""The plan as a person reads it, in 80 columns: the answer first, then a row for each method, and on request what every
-method takes of memory and of time."""
+"""Rendering of a plan in 80 columns: the answer, a row for each method and, on request, all memory and times."""
 
 from __future__ import annotations
 
@@ -19,73 +18,66 @@ _SPEED_COLUMNS = ("ms per\ntoken", "tokens\nper s", "best\nper s", "times\nstock
 COLUMNS = (*_MEMORY_COLUMNS, *_SPEED_COLUMNS)
 
 
-def render(plan: Plan, before: Plan | None = None, serve: Sequence[str] = (), details: bool = False) -> RenderableType:
-    """The answer, what bounds it, and the methods.
+def show(plan: Plan, before: Plan | None, serve: Sequence[str], console: Console, details: bool = False) -> None:
+    """Print the answer, what bounds it, the methods and the command that serves the plan.
 
     Args:
-        before: the plan without what `--what-if` changed.
-        serve: what of the user's command line `hybrid serve` needs too: the model, the configuration.
-        details: each method's memory, item by item, and its step, part by part.
+        plan: what to print.
+        before: the plan without the changes of `--what-if`.
+        serve: words of the user's command line that `hybrid serve` needs too: the model, the configuration.
+        console: where to print.
+        details: also print each method's memory item by item, and its step part by part.
     """
     chosen = answer(plan)
-    parts: list[RenderableType] = [Text(headline(plan), style="bold")]
+    blocks: list[RenderableType] = [Text(headline(plan), style="bold")]
     if chosen is not None:
-        if meant := meaning(plan, chosen):
-            parts.append(Text(meant))
-        parts += [Text(bound(plan, chosen)), Text(_places(chosen, "device") or _places(chosen, "host"))]
-    parts += [Text(_load(plan), style="dim"), Text(), _methods(plan, before), Text()]
+        if text := meaning(plan, chosen):
+            blocks.append(Text(text))
+        blocks += [Text(bound(plan, chosen)), Text(_memory(chosen, "device") or _memory(chosen, "host"))]
+    blocks += [Text(_load(plan), style="dim"), Text(), _methods(plan, before), Text()]
     if details:
-        parts += [line for row in plan.rows if not row.refused for line in _details(row)]
-    parts += [Text(f"- {note}") for note in _notes(plan)]
+        blocks += [line for row in plan.rows if not row.refused for line in _details(row)]
+    blocks += [Text(f"- {note}") for note in _notes(plan)]
     served = next((row for row in plan.rows if row.fits and row.name == plan.configured), None)
     if served is not None:
-        command = ["hybrid", "serve", *(serve or [plan.model.name]), *serve_flags(served, plan)]
-        parts.append(_Command(command))
-    return Group(*parts)
-
-
-def show(plan: Plan, before: Plan | None, serve: Sequence[str], console: Console, details: bool = False) -> None:
-    console.print(render(plan, before, serve, details), crop=False)  # a path may be longer than a line
+        words = ["hybrid", "serve", *(serve or [plan.model.name]), *serve_flags(served, plan)]
+        blocks.append(Text(_command(words, console.width), style="dim", no_wrap=True, overflow="ignore"))
+    console.print(Group(*blocks), crop=False)  # A path can be longer than a line.
 
 
 def size(count: float) -> str:
-    """Bytes as a person reads them."""
+    """Write a number of bytes with a unit."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if count >= factor:
             return f"{count / factor:.4g} {unit}"
     return f"{count / 2**10:.4g} KiB"
 
 
-class _Command:
-    """A command line that can be copied: broken with backslashes where the console is narrower."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = words
-
-    def __rich_console__(self, console: Console, _: object) -> Iterator[Text]:
-        lines = [""]
-        for word in map(shlex.quote, self.words):
-            longer = f"{lines[-1]} {word}".lstrip() if len(lines) == 1 else f"{lines[-1]} {word}"
-            if lines[-1].strip() and len(longer) > console.width - 2:
-                lines[-1] += " \\"
-                longer = f"    {word}"
-                lines.append("")
+def _command(words: Sequence[str], width: int) -> str:
+    """Write a command line that can be copied, with a backslash at each break."""
+    lines = [""]
+    for word in map(shlex.quote, words):
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if lines[-1].strip() and len(longer) > width - 2:
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+        else:
             lines[-1] = longer
-        yield Text("\n".join(lines), style="dim", no_wrap=True, overflow="ignore")
+    return "\n".join(lines)
 
 
 def _load(plan: Plan) -> str:
-    on = f" on {plan.machine}" if plan.machine else ""
-    many = f" ({plan.devices} devices, memory is of one)" if plan.devices > 1 else ""
+    machine = f" on {plan.machine}" if plan.machine else ""
+    devices = f" ({plan.devices} devices, memory is of one)" if plan.devices > 1 else ""
     device = f"device {size(plan.device_limit)}, " if plan.device_limit else "no device memory, "
     return (
-        f"{plan.model.name}{on}{many}: {plan.batch} x {plan.context:,} tokens, {plan.model.dtype}; "
+        f"{plan.model.name}{machine}{devices}: {plan.batch} x {plan.context:,} tokens, {plan.model.dtype}; "
         f"{device}host {size(plan.host_limit)}"
     )
 
 
-def _places(row: Row, place: str) -> str:
-    """One place's memory, largest item first."""
+def _memory(row: Row, place: str) -> str:
+    """List the memory of one place, largest item first."""
     items = sorted((item for item in row.items if item.place == place), key=lambda item: -item.bytes)
     listed = ", ".join(f"{item.name} {_MARK[item.kind]}{size(item.bytes)}" for item in items)
     return f"{row.name}, {place} memory: {listed}" if items else ""
@@ -121,7 +113,7 @@ def _cells(plan: Plan, row: Row) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    """In at most seven characters."""
+    """Write a number in at most seven characters."""
     if value is None:
         return "-"
     for unit, factor in (("M", 1e6), ("k", 1e3)):
@@ -131,19 +123,19 @@ def _number(value: float | None) -> str:
 
 
 def _gib(size: float) -> str:
-    """In at most five characters."""
+    """Write bytes as GiB in at most five characters."""
     return _number(size / 2**30) if size < 1e4 * 2**30 else f"{size / 2**30 / 1e3:,.3g}k"
 
 
 def _details(row: Row) -> Iterator[Text]:
     yield Text(f"{row.name}: {row.pages:,} KV pages", style="bold")
     for place in ("device", "host"):
-        if text := _places(row, place):
+        if text := _memory(row, place):
             yield Text(text)
     if row.parts_ms:
-        parts = ", ".join(f"{part} {ms:.3g}" for part, ms in row.parts_ms.items() if ms)
-        which = "a step" if row.fits else f"a step of {row.max_batch}"
-        yield Text(f"{row.name}, {which}, ms: {parts}")
+        times = ", ".join(f"{part} {ms:.3g}" for part, ms in row.parts_ms.items() if ms)
+        step = "a step" if row.fits else f"a step of {row.max_batch}"
+        yield Text(f"{row.name}, {step}, ms: {times}")
 
 
 def _notes(plan: Plan) -> list[str]:

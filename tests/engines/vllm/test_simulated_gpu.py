@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_backend.tools.plan.simulate.overheads import LAUNCHES as SIMULATED
+from hybrid_backend.tools.plan.simulate.costs import LAUNCHES as SIMULATED
 from tests.engines.probes import Probe, reader
 
 pytestmark = [

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hybrid_backend.errors import ModelError
-from hybrid_backend.tools.hub.gguf_convert import convert, unpermute
+from hybrid_backend.tools.hub.gguf_convert import convert
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS = 4, 2, 8, 32, 2
 TOKENS = ["<|end|>", "<tool>", "a", "b", "ab", "Ġ", "1", "2"]
@@ -132,15 +132,13 @@ def test_a_converted_model_is_the_original(tmp_path: Path, tied: bool) -> None:
     original = small_llama(tied=tied)
     target = tmp_path / "model"
     target.mkdir()
-    steps: list[tuple[int, int]] = []
     source = write_gguf(tmp_path / "m.gguf", state_of(original))
-    convert(source, target, name="org/small", on_tensor=lambda done, total: steps.append((done, total)))
+    convert(source, target, name="org/small")
 
     stored = load_file(target / "model.safetensors")
     assert stored.keys() == state_of(original).keys()
     for name, tensor in state_of(original).items():
         assert torch.equal(stored[name], tensor), name
-    assert steps == [(i + 1, len(stored)) for i in range(len(stored))]
 
     config = json.loads((target / "config.json").read_text())
     assert config["tie_word_embeddings"] is tied
@@ -181,12 +179,6 @@ def test_the_tokenizer_keeps_special_and_added_tokens_whole(tmp_path: Path) -> N
     assert tokenizer.chat_template
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_unpermute_is_the_inverse_of_llama_cpp(heads: int) -> None:
-    weight = np.random.default_rng(0).normal(size=(heads * 8, 5))
-    assert np.array_equal(unpermute(llama_cpp_permute(weight, heads), heads), weight)
-
-
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -213,7 +205,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path, metadata: dict[str, An
 
 def test_an_unknown_tensor_is_refused(tmp_path: Path) -> None:
     state = state_of(small_llama(tied=True)) | {"rope_freqs.weight": torch.ones(4)}
-    with pytest.raises(ModelError, match=r"'rope_freqs\.weight'"):
+    with pytest.raises(ModelError, match="1 tensor that the converter does not know"):
         convert(write_gguf(tmp_path / "m.gguf", state), tmp_path, name="org/small")
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from bench.model_configs import SHAPES
-from bench.simulate_paper import QWEN3_14B
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import find_hardware
 from hybrid_backend.tools.plan.answer import answer, bound, headline, meaning
@@ -20,6 +19,7 @@ from hybrid_backend.tools.plan.report import Plan, Request, make_plan
 from tests.unit.plan.test_report import run
 
 GIB = 2**30
+QWEN3_14B = find_shape("qwen3-14b")
 CONFIG = HybridConfig(exact_layers=(0, 1))
 
 

@@ -1,7 +1,7 @@
-"""``hybrid profile --hardware``: measures this machine in seconds.
+"""Measurement of this machine for ``hybrid profile --hardware``.
 
-All probes take turns, in random order in every round, and medians are kept: a neighbour on the machine disturbs all
-alike. What cannot be measured without an engine and its model (a step's own overhead) is a general figure and says so.
+All probes run once in each round, in random order, and their medians count, so a busy machine disturbs all of them
+alike. A step's own overhead cannot be measured without an engine; it is a general figure, and its source says so.
 """
 
 from __future__ import annotations
@@ -46,14 +46,11 @@ def measure(
 
     Args:
         device: "cuda", "cpu" (the device tier is the CPU itself), or "auto": CUDA if there is one.
-        shape: the model whose layer is measured; None: a layer of middle size (`probes.probe_shape`).
-        cores: threads to go up to; None: the CPUs that this process may run on.
-        rounds: repetitions of every probe; their median counts.
-        memory_bytes: of the pool that is read; None: 2 GiB or a quarter of the free memory, whichever is less.
-        console: where the progress bar goes; None shows none.
-
-    Returns:
-        The profile. Its sources tell what was measured with what.
+        shape: the model whose layer is measured; None: `probes.probe_shape`.
+        cores: largest number of threads; None: the CPUs that this process may use.
+        rounds: repetitions of each probe.
+        memory_bytes: size of the pool that is read; None: 2 GiB, or a quarter of the free memory if that is less.
+        console: for the progress bar; None shows none.
 
     Raises:
         ConfigError: no such device, no native kernels, or too little memory.
@@ -95,7 +92,7 @@ def profile_hardware(
     """Measure this machine, write the profile as JSON and print it as a table.
 
     Raises:
-        ConfigError: as `measure`, or ``out`` cannot be written.
+        ConfigError: see `measure`; or ``out`` cannot be written.
     """
     console = console or Console()
     target = user_path(out)
@@ -112,7 +109,7 @@ def profile_hardware(
 
 
 def table(hardware: Hardware) -> Table:
-    """The profile, for the terminal."""
+    """Return the profile as a table."""
     result = Table("what", "value", title=hardware.name)
     giga = 1e9
     for name in type(hardware).model_fields:
@@ -128,10 +125,10 @@ def table(hardware: Hardware) -> Table:
 
 
 def torch_device(name: str) -> torch.device:
-    """The device that a command's ``--device`` names.
+    """Return the device that a command's ``--device`` names.
 
     Raises:
-        ConfigError: no such device, or none here.
+        ConfigError: an unknown name, or no such device on this machine.
     """
     if name not in ("auto", "cuda", "cpu"):
         raise ConfigError(f"--device: got {name!r}, expected auto, cuda or cpu")
@@ -141,17 +138,17 @@ def torch_device(name: str) -> torch.device:
 
 
 def _medians(todo: list[Probe], rounds: int, console: Console | None) -> Rates:
-    """Each probe ``rounds`` times, after one time that does not count."""
-    found: dict[tuple[str, float], list[float]] = defaultdict(list)
+    """Return the medians of ``rounds`` rounds, after a first round that does not count."""
+    measured: dict[tuple[str, float], list[float]] = defaultdict(list)
     with _progress(console, len(todo) * (rounds + 1)) as advance:
         for number in range(rounds + 1):
             for probe in random.sample(todo, len(todo)):
                 value = probe.run()
                 if number:
-                    found[probe.name, probe.x].append(value)
+                    measured[probe.name, probe.x].append(value)
                 advance.advance(advance.task_ids[0])
     rates: Rates = defaultdict(dict)
-    for (name, x), values in sorted(found.items()):
+    for (name, x), values in sorted(measured.items()):
         rates[name][x] = statistics.median(values)
     return rates
 
@@ -165,15 +162,15 @@ def _progress(console: Console | None, total: int) -> Iterator[Progress]:
 
 
 def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, rounds: int) -> Hardware:
-    how = f"measured, median of {rounds} interleaved rounds"
+    method = f"measured, median of {rounds} interleaved rounds"
     layer = f"{shape.kv_heads} KV heads of {shape.head_dim}, group {shape.heads // shape.kv_heads}"
     ram = Number(value=System().meminfo("MemTotal"), source="/proc/meminfo")
 
-    def curve(name: str, what: str) -> Curve:
-        return Curve(points=tuple(sorted(rates[name].items())), source=f"{how}: {what}")
+    def curve(name: str, subject: str) -> Curve:
+        return Curve(points=tuple(sorted(rates[name].items())), source=f"{method}: {subject}")
 
-    def number(value: float, what: str) -> Number:
-        return Number(value=value, source=what)
+    def number(value: float, source: str) -> Number:
+        return Number(value=value, source=source)
 
     is_cuda = tier.type == "cuda"
     best_read = max(rates["host_read"].values())
@@ -185,9 +182,9 @@ def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, ro
         name=f"{label}, {counted(cores, 'core')}",
         device="gpu" if is_cuda else "cpu",
         device_memory_bytes=number(total, "the driver" if is_cuda else "/proc/meminfo: device tier and host are one"),
-        hbm_bytes_per_s=number(rates["device_memory"][1] if is_cuda else best_read, f"{how}: reads"),
+        hbm_bytes_per_s=number(rates["device_memory"][1] if is_cuda else best_read, f"{method}: reads"),
         hbm_efficiency=number(1.0, "the bandwidth is itself measured"),
-        bf16_flops_per_s=number(rates["gemm"][1], f"{how}: bf16 product of {probes.GEMM} x {probes.GEMM} matrices"),
+        bf16_flops_per_s=number(rates["gemm"][1], f"{method}: bf16 product of {probes.GEMM} x {probes.GEMM} matrices"),
         flops_efficiency=number(1.0, "the rate is itself measured"),
         linear_bytes_per_s=curve("linear", f"torch, bf16, layers of {shape.layer_weight_bytes / 1e6:.0f} MB, by rows"),
         device_attention_bytes_per_s=curve(
@@ -200,9 +197,11 @@ def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, ro
             "cpu_attention",
             f"native pool, {probes.CPU_ROWS} x {probes.JOB_TOKENS} tokens, pages of {probes.PAGE}, {layer}",
         ),
-        layer_overhead_s=number(rates["layer_overhead"][1], f"{how}: two norms, rotary, activation, sums, eager torch"),
+        layer_overhead_s=number(
+            rates["layer_overhead"][1], f"{method}: two norms, rotary, activation, sums, eager torch"
+        ),
         step_overhead_s=number(2e-3, "general figure, not measured: scheduler, sampler and detokenizer of a server"),
-        cpu_job_overhead_s=number(rates["cpu_job"][1], f"{how}: a job of one page, from submission to result"),
+        cpu_job_overhead_s=number(rates["cpu_job"][1], f"{method}: a job of one page, from submission to result"),
         cores=cores,
         processors=torch.cuda.get_device_properties(tier).multi_processor_count if is_cuda else None,
     )

@@ -1,7 +1,7 @@
-"""What `measure` runs: each probe is one short measurement that gives a rate or a time.
+"""Short measurements that each give a rate or a time.
 
-Pages are scattered over a pool far larger than the caches, on huge memory pages; whole pools are read in turn, so that
-nothing is read again soon.
+Pages are scattered over a pool on huge memory pages that is far larger than the caches. The whole pool is read before
+a page is read again.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from hybrid_backend.model import ModelShape
 
 PAGE = 32
 JOB_TOKENS = 2048
-"""Tokens that a CPU job attends per sequence: the default budget."""
+"""Tokens per sequence of a CPU job: the default budget."""
 CPU_ROWS = 8
 """Sequences of a CPU job."""
 DEVICE_ROWS = (1, 4, 16, 64)
-PIECES = tuple(4096 * 4**i for i in range(7))  # 4 KiB to 16 MiB
+PIECES = tuple(4096 * 4**i for i in range(7))
+"""Bytes of a copied piece: 4 KiB to 16 MiB."""
 GEMM = {"cpu": 1024, "cuda": 4096}
 """Rows of a square product. A CPU without bf16 instructions takes seconds for 1024, and a minute for 2048."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """``run`` measures once; ``name`` tells the field of `Hardware` that it feeds, ``x`` the place on its curve."""
+    """A measurement. ``name`` is the field of `Hardware` that it feeds, ``x`` the point on its curve."""
 
     name: str
     x: float
@@ -41,16 +42,16 @@ class Probe:
 
 
 def probe_shape() -> ModelShape:
-    """The layer that is measured where the user names no model: 8 KV heads of 128, 100 MB of matrices."""
+    """Return the layer that is measured if no model is named: 8 KV heads of 128, 100 MB of matrices."""
     return ModelShape("probe", 1, 16, 8, 128, 2048, 6144, 32768, "bfloat16", True, 0, (None,))
 
 
 class HostMemory:
-    """A pool of pages in host memory, ``[pages, kv_heads, 2, PAGE, head_dim]`` bf16."""
+    """A pool of pages in host memory, ``[pages, kv_heads, 2, PAGE, head_dim]``, bf16."""
 
     def __init__(self, size: int, shape: ModelShape) -> None:
         size = size >> 21 << 21
-        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # as tiers/pinned.py
+        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             area.madvise(mmap.MADV_HUGEPAGE)
         flat = torch.frombuffer(area, dtype=torch.bfloat16)
@@ -66,7 +67,7 @@ class HostMemory:
         self._next = 0
 
     def take(self, count: int) -> Tensor:
-        """Page ids that were not read for long."""
+        """Return the ids of the pages that were not read for the longest time."""
         if self._next + count > self.pages:
             self._next = 0
         self._next += count
@@ -74,29 +75,29 @@ class HostMemory:
 
 
 def read_rate(memory: HostMemory, threads: int, size: int = 128 << 20) -> float:
-    """Bytes per second of sequential reads, each thread its own part of the pool."""
+    """Return the bytes per second of sequential reads by threads with a part of the pool each."""
     flat, native = memory.pool, library.native()
     part = flat.nbytes // threads >> 12 << 12
     share = min(size // threads, part) >> 12 << 12
     offset = int(torch.randint(0, (part - share) // 4096 + 1, ())) * 4096
-    base = (flat.data_ptr() + 63) // 64 * 64  # hb_read reads whole cache lines
+    base = (flat.data_ptr() + 63) // 64 * 64  # hb_read reads whole cache lines.
     share -= 4096
 
     def read(i: int) -> None:
         native.hb_read(base + i * part + offset, share)
 
-    others = [threading.Thread(target=read, args=(i,)) for i in range(1, threads)]
+    readers = [threading.Thread(target=read, args=(i,)) for i in range(1, threads)]
     begun = time.perf_counter()
-    for other in others:
-        other.start()
+    for reader in readers:
+        reader.start()
     read(0)
-    for other in others:
-        other.join()
+    for reader in readers:
+        reader.join()
     return share * threads / (time.perf_counter() - begun)
 
 
 def cpu_job(memory: HostMemory, pool: cpu.Pool, shape: ModelShape, rows: int, pages: int) -> float:
-    """Seconds of one job of the worker pool, from submission to its result."""
+    """Return the seconds of one job of the worker pool, from submission to result."""
     ids = memory.take(rows * pages).view(rows, 1, pages)
     q = torch.randn(rows, shape.heads, shape.head_dim).bfloat16()
     valid = torch.full_like(ids, PAGE)
@@ -106,7 +107,7 @@ def cpu_job(memory: HostMemory, pool: cpu.Pool, shape: ModelShape, rows: int, pa
 
 
 def host_probes(memory: HostMemory, shape: ModelShape, counts: list[int], open_pools: ExitStack) -> Iterator[Probe]:
-    """Reads and CPU attention by threads, and what a job costs beside its bytes."""
+    """Yield reads and CPU attention by threads, and the overhead of a job."""
     pages = JOB_TOKENS // PAGE
     for threads in counts:
         pool = open_pools.enter_context(cpu.Pool(threads))
@@ -122,7 +123,7 @@ def host_probes(memory: HostMemory, shape: ModelShape, counts: list[int], open_p
 
 
 def _timed(device: torch.device, run: Callable[[], object], times: int = 1) -> float:
-    """Seconds of one call, after all of them are done on the device."""
+    """Return the seconds of one call, with the device's work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begun = time.perf_counter()
@@ -134,7 +135,7 @@ def _timed(device: torch.device, run: Callable[[], object], times: int = 1) -> f
 
 
 def copy_rate(device: torch.device, memory: HostMemory, piece: int, total: int = 32 << 20) -> float:
-    """Bytes per second of copies to the device in contiguous pieces from scattered places."""
+    """Return the bytes per second of copies to the device, in contiguous pieces from scattered places."""
     flat = memory.pool.view(-1).view(torch.uint8)
     count = max(1, min(256, total // piece))
     target = torch.empty(count, piece, dtype=torch.uint8, device=device)
@@ -144,7 +145,7 @@ def copy_rate(device: torch.device, memory: HostMemory, piece: int, total: int =
         sources = list(pinned)
     else:
         sources = [flat[start : start + piece] for start in starts]
-        target.zero_()  # the first touch of a page is not a copy
+        target.zero_()  # The first touch of a memory page is not part of a copy.
 
     def copy() -> None:
         for i, source in enumerate(sources):
@@ -154,7 +155,7 @@ def copy_rate(device: torch.device, memory: HostMemory, piece: int, total: int =
 
 
 def linear_rate(device: torch.device, layers: list[list[Tensor]], rows: int) -> float:
-    """Bytes of weights per second, the matrices of whole layers times ``rows`` vectors."""
+    """Return the bytes of weights per second while whole layers are multiplied by ``rows`` vectors."""
     inputs = [torch.randn(rows, w.shape[1], device=device, dtype=w.dtype) for w in layers[0]]
 
     def run() -> None:
@@ -167,7 +168,7 @@ def linear_rate(device: torch.device, layers: list[list[Tensor]], rows: int) -> 
 
 
 def layer_matrices(device: torch.device, shape: ModelShape, copies: int = 3) -> list[list[Tensor]]:
-    """Several layers' matrices, so that no cache holds the one that comes next."""
+    """Return the matrices of several layers, so that no cache holds the next one."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = [
         (q + 2 * kv, shape.hidden),
@@ -179,7 +180,7 @@ def layer_matrices(device: torch.device, shape: ModelShape, copies: int = 3) -> 
 
 
 def small_kernels(device: torch.device, shape: ModelShape) -> float:
-    """Seconds of the small operators of one layer for one token: two norms, rotary, activation, two additions."""
+    """Return the seconds of one layer's small operators for one token: norms, rotary, activation, additions."""
     x = torch.randn(1, shape.hidden, device=device, dtype=torch.bfloat16)
     weight = torch.ones(shape.hidden, device=device, dtype=torch.bfloat16)
     gate, up = torch.randn(2, 1, shape.intermediate, device=device, dtype=torch.bfloat16)
@@ -198,7 +199,7 @@ def small_kernels(device: torch.device, shape: ModelShape) -> float:
 
 
 def device_probes(device: torch.device, memory: HostMemory, shape: ModelShape) -> Iterator[Probe]:
-    """Copies by piece, matrices by rows, attention by rows, a square product, small kernels."""
+    """Yield copies by piece, matrices and attention by rows, a square product, small kernels."""
     for piece in PIECES:
         yield Probe("host_device", piece, lambda n=piece: copy_rate(device, memory, n))  # type: ignore[misc]
     layers = layer_matrices(device, shape)
@@ -223,7 +224,7 @@ def device_probes(device: torch.device, memory: HostMemory, shape: ModelShape) -
 
 
 def in_place_probes(memory: HostMemory, shape: ModelShape, pool: cpu.Pool) -> Iterator[Probe]:
-    """Attention of a device tier that is the CPU: all its threads over host pages, by rows."""
+    """Yield attention by rows of a device tier that is the CPU: all threads over host pages."""
     pages = JOB_TOKENS // PAGE
     for rows in DEVICE_ROWS[:-1]:
 

@@ -1,4 +1,4 @@
-"""Other hardware than the one that was measured: more cores, a faster link, more devices."""
+"""Changes of a machine or a load for `hybrid plan --what-if`: more cores, a faster link, more devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS = "cores, dram (GB/s), pcie (3 to 6), gpus, context, batch"
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What is to be different; None stays as it is. ``dram``: bytes per second that all cores together can read."""
+    """Changes; None leaves a value as it is. ``dram`` is the read rate of all cores together, in bytes per second."""
 
     cores: int | None = None
     dram: float | None = None
@@ -27,46 +27,47 @@ class WhatIf:
     batch: int | None = None
 
     def apply(self, hardware: Hardware) -> Hardware:
-        """The same machine with these parts changed.
+        """Return the machine with these changes.
 
-        More cores than were measured continue the curves of threads at their last slope, up to ``dram`` where it is
-        given; a curve that was flat stays flat, because its memory is the limit. ``dram`` alone scales both curves.
-        ``gpus`` share cores and host memory, each with a replica of the model and a link of its own.
+        More cores than were measured continue the curves of threads at their last slope, up to ``dram`` if that is
+        given. A flat curve stays flat, because the memory is the limit. ``dram`` alone scales both curves. ``gpus``
+        share cores and host memory; each has a replica of the model and a link of its own.
 
         Raises:
             ConfigError: a number out of range.
         """
-        for name, value in (("cores", self.cores), ("gpus", self.gpus), ("dram", self.dram)):
+        for key, value in (("cores", self.cores), ("gpus", self.gpus), ("dram", self.dram)):
             if value is not None and value <= 0:
-                raise ConfigError(f"what-if: {name}: got {value}, expected more than 0")
+                raise ConfigError(f"what-if: {key}: got {value}, expected more than 0")
+        if self.pcie is not None and self.pcie not in PCIE_PEAK:
+            raise ConfigError(f"what-if: pcie: got {self.pcie}, expected one of {', '.join(map(str, PCIE_PEAK))}")
         changes: dict[str, object] = {}
-        name = hardware.name
+        names = [hardware.name]
         read, attention = hardware.host_read_bytes_per_s, hardware.cpu_attention_bytes_per_s
         if self.dram is not None:
             ratio = attention.best / read.best
             read, attention = _limited(read, self.dram, self.cores), _limited(attention, self.dram * ratio, self.cores)
-            name += f", DRAM {self.dram / 1e9:g} GB/s"
+            names.append(f"DRAM {self.dram / 1e9:g} GB/s")
         if self.cores is not None:
             read, attention = _extended(read, self.cores, self.dram), _extended(attention, self.cores, self.dram)
             changes["cores"] = self.cores
-            name += f", {counted(self.cores, 'core')}"
-        changes |= {"host_read_bytes_per_s": read, "cpu_attention_bytes_per_s": attention}
+            names.append(counted(self.cores, "core"))
         if self.pcie is not None:
-            if self.pcie not in PCIE_PEAK:
-                raise ConfigError(f"what-if: pcie: got {self.pcie}, expected one of {', '.join(map(str, PCIE_PEAK))}")
-            source = f"what if: PCIe {self.pcie} x16, {PCIE_EFFICIENCY:.0%} of its peak"
-            changes["host_device_bytes_per_s"] = copies(
-                PCIE_PEAK[self.pcie] * PCIE_EFFICIENCY, COPY_SETUP_S / COPIES_AT_ONCE, source
+            rate, source = (
+                PCIE_PEAK[self.pcie] * PCIE_EFFICIENCY,
+                f"{PCIE_EFFICIENCY:.0%} of the peak of PCIe {self.pcie} x16",
             )
-            name += f", PCIe {self.pcie}"
+            changes["host_device_bytes_per_s"] = copies(rate, COPY_SETUP_S / COPIES_AT_ONCE, f"what if: {source}")
+            names.append(f"PCIe {self.pcie}")
         if self.gpus is not None:
             changes["gpus"] = self.gpus
-            name += f", {counted(self.gpus, 'device')}"
-        return hardware.replace(name=name, **changes)
+            names.append(counted(self.gpus, "device"))
+        changes |= {"host_read_bytes_per_s": read, "cpu_attention_bytes_per_s": attention}
+        return hardware.replace(name=", ".join(names), **changes)
 
 
 def _limited(curve: Curve, limit: float, cores: int | None) -> Curve:
-    """All threads together reach ``limit``; few threads are as fast as before unless that is more than ``limit``."""
+    """Return the curve with ``limit`` as the rate of all threads; few threads keep their rate up to that limit."""
     _, rate = curve.points[-1]
     if rate < limit and cores is None:
         return curve.scaled(limit / rate, "what if: other memory")
@@ -75,7 +76,7 @@ def _limited(curve: Curve, limit: float, cores: int | None) -> Curve:
 
 
 def _extended(curve: Curve, cores: int, limit: float | None) -> Curve:
-    """The curve up to ``cores``, at its last slope; at the slope of one thread if memory was given as the limit."""
+    """Continue the curve to ``cores`` at its last slope, or at the slope of one thread up to ``limit``."""
     (x1, y1) = curve.points[-1]
     if cores <= x1:
         return curve
@@ -89,16 +90,20 @@ def _extended(curve: Curve, cores: int, limit: float | None) -> Curve:
 
 
 def parse_what_if(changes: Sequence[str]) -> WhatIf:
-    """``["cores=64", "pcie=5", "context=1M", "gpus=8", "dram=300"]``; ConfigError names what cannot be read."""
-    found: dict[str, float] = {}
+    """Read changes such as ``["cores=64", "context=1M,dram=300"]``.
+
+    Raises:
+        ConfigError: a change that cannot be read.
+    """
+    numbers: dict[str, float] = {}
     for change in ",".join(changes).split(","):
         key, equals, text = (part.strip() for part in change.partition("="))
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmM]?)", text)
         if key not in WhatIf.__dataclass_fields__ or not equals or not match:
             raise ConfigError(f"what-if: {change!r}: expected KEY=NUMBER, as cores=64 or context=1M; keys: {KEYS}")
-        found[key] = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
-    dram = found.pop("dram", None)
-    broken = [key for key, value in found.items() if value != int(value) or value < 1]
-    if broken:
-        raise ConfigError(f"what-if: {broken[0]}: got {found[broken[0]]:g}, expected an integer >= 1")
-    return WhatIf(dram=None if dram is None else dram * 1e9, **{key: int(value) for key, value in found.items()})
+        numbers[key] = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
+    dram = numbers.pop("dram", None)
+    for key, value in numbers.items():
+        if value != int(value) or value < 1:
+            raise ConfigError(f"what-if: {key}: got {value:g}, expected an integer >= 1")
+    return WhatIf(dram=None if dram is None else dram * 1e9, **{key: int(value) for key, value in numbers.items()})

@@ -1,9 +1,9 @@
-"""The page of what is supported (docs/support.md), written from what the code checks at start.
+"""Generator of docs/support.md, from the checks that each engine's adapter makes at start.
 
-    python -m hybrid_backend.tools.support docs/support.md        # or: make pages
+    python -m bench.support_page docs/support.md        # or: make pages
 
-A feature is a configuration that asks for it. The refusals of each engine are applied to a stand-in for that
-configuration, so that a cell says what a user meets. No engine is needed.
+A feature is a configuration that asks for it. The engine's refusals are applied to a stand-in for that configuration,
+so a cell says what a user would see. No engine is needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ON_A_GPU = {
     *("short convolutions (LFM2)", "mixture of experts"),
     *("prompt chunks and decoding rows in one batch", "asynchronous scheduling, overlap scheduling"),
 }
-"""What has run there (docs/cuda.md)."""
+"""Features and methods that have run on a GPU (docs/cuda.md)."""
 LAYERS, KV_HEADS = 30, 3
 
 _SGLANG_FLAGS = (
@@ -49,7 +49,7 @@ _SGLANG_FLAGS = (
     "enable_page_major_kv_layout", "enable_memory_saver", "prefill_only_disable_kv_cache", "enable_lora", "lora_paths",
 )  # fmt: skip
 _SGLANG_SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size")
-# A start without anything special. The names are the engines'.
+# Settings of a start with the engines' defaults, by the engines' names.
 _PLAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "vllm": {
@@ -101,8 +101,7 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a user may ask for, as settings of each engine (None: the engine has no such thing), and the tests
-    that show it there."""
+    """A feature as settings of each engine (None if the engine has no such feature), with the tests that show it."""
 
     name: str
     vllm: Mapping[str, Any] | None
@@ -202,7 +201,7 @@ FEATURES: tuple[Feature, ...] = (
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     return "\n".join([*_head(), *_versions(), *_methods(), *_features(), *_refusals()])
 
 
@@ -298,7 +297,7 @@ def _answer(refusal: str | None, column: str, name: str, is_shown: bool = True) 
 
 
 def _refusal(settings: Mapping[str, Any], column: str) -> str | None:
-    """How a start with these settings is refused, if it is."""
+    """Return the error of a start with these settings; None if nothing is refused."""
     config = _config("scout")
     try:
         if column.startswith("SGLang"):
@@ -329,20 +328,20 @@ def _method_refusal(name: str, column: str) -> str | None:
 
 
 def _config(method: str, **keys: Any) -> HybridConfig:
-    """With kernels that every machine has: the page must not hang on the one that writes it."""
+    """Return a configuration that uses the torch kernels, so that the page is the same on every machine."""
     return config_from_mapping({"method": method, "workers": {"kernel": "torch"}, **keys}, "docs/support.md")
 
 
 def _stand_in(settings: Mapping[str, Any]) -> Any:
-    """An object with these values at these places, as ``a.b.c``."""
-    found = SimpleNamespace()
-    for place, value in settings.items():
-        *outer, last = place.split(".")
-        at = found
+    """Return an object with these values at these dotted paths."""
+    root = SimpleNamespace()
+    for path, value in settings.items():
+        *outer, last = path.split(".")
+        parent = root
         for name in outer:
-            at = vars(at).setdefault(name, SimpleNamespace())
-        setattr(at, last, value)
-    return found
+            parent = vars(parent).setdefault(name, SimpleNamespace())
+        setattr(parent, last, value)
+    return root
 
 
 def _yes(is_so: bool) -> str:
