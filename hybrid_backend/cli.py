@@ -168,7 +168,7 @@ def top(
 ) -> None:
     """The status page of a running server, in a browser."""
     with _one_line_errors():
-        from hybrid_backend.tools.status.sidecar import serve as serve_page
+        from hybrid_backend.tools.status.app import serve as serve_page
 
         serve_page(url, host, port, interval, machine, tell=typer.echo)
 
