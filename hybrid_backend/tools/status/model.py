@@ -77,7 +77,7 @@ class Column(_Model):
 
 
 class Layer(_Model):
-    """One layer over the last 15 seconds. Ratios are of the last 15 seconds in which the layer attended anything.
+    """A layer over the last 15 seconds. Ratios are of the last 15 seconds in which the layer attended anything.
 
     Attributes:
         lead_share: seconds per second by which CPU partials started before they were needed.

@@ -1,4 +1,4 @@
-"""One reading of a server's /metrics: the few numbers that the page shows."""
+"""A reading of a server's /metrics: the few numbers that the page shows."""
 
 from __future__ import annotations
 

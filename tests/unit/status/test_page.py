@@ -216,6 +216,39 @@ def test_a_page_whose_own_server_ends_says_so(tmp_path: Path) -> None:
     assert "This page's own server does not answer (status.json: HTTP 503)" in part(dom, "detail", "p")
 
 
+KEYS_AND_POINTER = b"""
+setTimeout(() => {
+  const [map, other] = ["residency", "cpu_ratio"].map((name) => document.querySelector(`#${name} canvas`));
+  map.focus();
+  for (const key of ["ArrowUp", "ArrowDown", "ArrowDown", "ArrowLeft"]) {
+    map.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  }
+  document.body.dataset.told = document.querySelector("#residency output").textContent;
+  document.body.dataset.focus = document.activeElement === map;
+  const { right, bottom } = other.getBoundingClientRect();
+  other.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, clientX: right - 3, clientY: bottom - 3 }));
+}, 3000);
+"""
+
+
+def test_the_maps_are_read_by_the_keyboard_and_by_pointing(tmp_path: Path) -> None:
+    app = application(STATES["separate"](), watching=False)
+
+    @app.middleware("http")
+    async def act(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        if not request.url.path.endswith(".js"):
+            return await answer(request)
+        script = (files("hybrid_backend.tools.status") / "page" / "status.js").read_bytes()
+        return Response(script + KEYS_AND_POINTER, media_type="text/javascript")
+
+    with serving(app) as url:
+        dom, console = browse(url + PAGE, tmp_path, "--dump-dom")
+    assert not console, console
+    told = re.search(r"<body[^>]*>", dom)
+    assert told and re.search(r'data-told="Layer 2, [\d:]+ 96 % resident".* data-focus="true"', told[0]), told
+    assert re.search(r"<output>Layer 29, [\d:]+: 48.3 % on the CPU workers</output>", dom)
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_and_lines_have_the_contrast_that_wcag_asks_for(dark: bool) -> None:
     """WCAG 2.2: 4.5 for text (1.4.3), 3 for graphics (1.4.11)."""

@@ -38,9 +38,9 @@ function update(node, fresh) {
   if (node.nodeName !== fresh.nodeName || !(node instanceof Element)) { node.replaceWith(fresh); return; }
   for (const { name, value } of fresh.attributes) set(node, name, value);
   for (const name of node.getAttributeNames()) if (name !== "open" && !fresh.hasAttribute(name)) node.removeAttribute(name);
-  const children = [...fresh.childNodes];
-  if (node.childNodes.length === children.length) [...node.childNodes].forEach((child, index) => update(child, children[index]));
-  else node.replaceChildren(...children);
+  const [before, after] = [[...node.childNodes], [...fresh.childNodes]];
+  before.forEach((child, index) => (index < after.length ? update(child, after[index]) : child.remove()));
+  node.append(...after.slice(before.length));
 }
 
 // Keys with values, flags and commands stand out.
