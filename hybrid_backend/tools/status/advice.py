@@ -33,13 +33,13 @@ def more_faithful(last: Reading) -> Change:
     """Propose a larger budget: too little of the attention mass is kept, and nothing is promised."""
     budget, page, frames = (last.gauge(name) for name in ("budget_tokens", "page_tokens", "frames_per_request"))
     if budget is None:
-        return Change(problem="Faithfulness", change="sparse=never, by which every token is attended")
+        return Change("Faithfulness", "sparse=never, by which every token is attended")
     larger = _setting("budget_tokens", 2 * budget, budget)
     # `infinigen` and `clo` refuse to start with frames that do not hold the budget.
     if page and frames and 2 * budget / page + 1 > frames:
         larger += f" with {_setting('frames_per_request', frames + budget // page, frames)}"
     promise = f"quality.min_mass={MIN_MASS} with method=scout, by which the server finds the budget"
-    return Change(problem="Faithfulness", change=larger, others=(promise,))
+    return Change("Faithfulness", larger, (promise,))
 
 
 def keepable_promise(last: Reading) -> Change | None:
@@ -172,7 +172,7 @@ def _is_on_gpu(last: Reading) -> bool:
 def _first(problem: str, *ways: str) -> Change:
     """Propose the first way that is not empty, and name the ways after it as others."""
     first, *others = filter(None, ways)
-    return Change(problem=problem, change=first, others=tuple(others))
+    return Change(problem, first, tuple(others))
 
 
 def _setting(key: str, value: float, current: float) -> str:

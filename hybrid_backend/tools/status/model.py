@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -97,7 +98,8 @@ class Layer(_Model):
     mass_recall: Number | None
 
 
-class Headline(_Model):
+@dataclass(frozen=True)
+class Headline:
     """The server's state in one line. In the state ``silent`` all other figures are as old as the last reading."""
 
     state: State
@@ -106,16 +108,8 @@ class Headline(_Model):
     detail: str
 
 
-class Answer(_Model):
-    """A judged question of the glance: a verdict of a few words, and the numbers behind it in ``text``."""
-
-    question: str
-    verdict: str
-    text: str
-    level: Level
-
-
-class Change(_Model):
+@dataclass(frozen=True)
+class Change:
     """A recommended change: a key as ``--set`` takes it, or a flag, with its value, or the command that computes one.
 
     ``others`` are other ways out of the same problem.
@@ -126,8 +120,23 @@ class Change(_Model):
     others: tuple[str, ...] = ()
 
 
-class Tile(_Model):
-    """A number with its name and unit; ``share`` is 0..1 for a number that is drawn as a bar."""
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a question about the server, and the change that would help.
+
+    The verdict has a few words, and ``text`` the numbers behind it.
+    """
+
+    verdict: str
+    text: str
+    level: Level
+    change: Change | None = None
+    question: str = ""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number with its name and unit; ``share`` is for a number that is drawn as a bar, which ends at 1."""
 
     name: str
     value: str
@@ -135,14 +144,16 @@ class Tile(_Model):
     share: float | None = None
 
 
-class TileGroup(_Model):
+@dataclass(frozen=True)
+class TileGroup:
     """Tiles of one span of time, such as "mean of the last 15 s"."""
 
     window: str
     tiles: tuple[Tile, ...]
 
 
-class Table(_Model):
+@dataclass(frozen=True)
+class Table:
     """The table of layers as the page shows it: the titles of the columns, and one row of texts per layer."""
 
     head: tuple[str, ...]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hybrid_backend.hardware import Hardware
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.status import advice
-from hybrid_backend.tools.status.model import Answer, Change, Layer, Level, Rates, State
+from hybrid_backend.tools.status.model import Answer, Layer, Rates, State
 from hybrid_backend.tools.status.reading import Reading
 from hybrid_backend.tools.status.words import duration, mean, number, rate, size
 
@@ -24,19 +23,6 @@ FULL = 0.9
 """Share of the host pool in use from which requests are said to wait for memory."""
 MOSTLY = 0.5
 """Share above which a part is said to be most of a whole: of the time, of computed tokens, of a memory's bandwidth."""
-
-
-class Judgement(NamedTuple):
-    """A verdict of a few words with the numbers behind it, and the change that would help."""
-
-    verdict: str
-    text: str
-    level: Level
-    change: Change | None = None
-
-    def answer(self, question: str) -> Answer:
-        """Return the judgement as the answer to a question."""
-        return Answer(question=question, verdict=self.verdict, text=self.text, level=self.level)
 
 
 @dataclass(frozen=True)
@@ -85,22 +71,22 @@ class Load:
 # --- is it fast? ---
 
 
-def fast(load: Load) -> Judgement:
+def fast(load: Load) -> Answer:
     """Judge the speed of one request by how fast a person reads."""
     if load.state == "idle":
-        return Judgement("Idle", "No request runs or waits: there is nothing to judge.", "unknown")
+        return Answer("Idle", "No request runs or waits: there is nothing to judge.", "unknown")
     if load.state == "prompts":
-        return Judgement("No token yet", f"{_prompts_text(load)}{_latencies(load.rates)}", "unknown")
+        return Answer("No token yet", f"{_prompts_text(load)}{_latencies(load.rates)}", "unknown")
     speed = load.rates.request_speed
     text = f"{rate(load.rates.generated_per_second)} tokens/s"
     if speed is None:
-        return Judgement("Not known", f"{text}; how many requests share them is not published.", "unknown")
+        return Answer("Not known", f"{text}; how many requests share them is not published.", "unknown")
     running = counted(load.rates.running or 0, "request")
     text += f", {rate(speed)} for each of {running}; a person reads about {READING_SPEED:.0f}."
     text += _latencies(load.rates) + _machine_speed(load)
     if not load.is_slow:
-        return Judgement("Faster than reading", text, "good")
-    return Judgement("Slow", text, "fair") if speed >= CRAWLING else Judgement("Very slow", text, "bad")
+        return Answer("Faster than reading", text, "good")
+    return Answer("Slow", text, "fair") if speed >= CRAWLING else Answer("Very slow", text, "bad")
 
 
 def _latencies(rates: Rates) -> str:
@@ -146,65 +132,65 @@ def _prompts_text(load: Load) -> str:
 # --- what holds it back? ---
 
 
-def limit(load: Load, can_lower_budget: bool) -> Judgement:
+def limit(load: Load, can_lower_budget: bool) -> Answer:
     """Name what holds the server back: the first rule that applies.
 
     Args:
         load: the server's activity.
         can_lower_budget: False if a larger budget is recommended already.
     """
-    judgement = _waits(load, can_lower_budget)
-    if judgement is not None:
-        return judgement
+    answer = _waits(load, can_lower_budget)
+    if answer is not None:
+        return answer
     if load.state == "idle":
-        return Judgement("Nothing", "No request runs or waits.", "unknown")
+        return Answer("Nothing", "No request runs or waits.", "unknown")
     if load.state == "prompts":
-        return Judgement("Prompts", _prompts_text(load), "unknown")
+        return Answer("Prompts", _prompts_text(load), "unknown")
     prompts, generated = load.rates.prompt_per_second or 0.0, load.rates.generated_per_second or 0.0
     prompt_share = prompts / (prompts + generated)
     if load.is_slow and prompt_share > MOSTLY:
         text = f"{prompt_share:.0%} of the computed tokens were prompts', and a step that reads a piece of a prompt "
-        return Judgement("Prompts", f"{text}takes longer for all.", "fair", advice.shorter_prompt_steps(load.last))
+        return Answer("Prompts", f"{text}takes longer for all.", "fair", advice.shorter_prompt_steps(load.last))
     if load.rates.attention_share:
         return _in_place(load, load.rates.attention_share, can_lower_budget)
     copied = load.rates.copied_bytes_per_second
     if copied and load.bus_share is None and not load.rates.wait_share:
         text = f"{copied / 1e6:,.0f} MB/s are copied to the device tier; how long it waits for them is not counted. "
-        return Judgement("Not measured", f"{text}hybrid profile --hardware measures what the bus carries.", "unknown")
+        return Answer("Not measured", f"{text}hybrid profile --hardware measures what the bus carries.", "unknown")
     text = "No request waits, and nothing that is measured here takes"
     if load.is_slow:
-        return Judgement("The model's matrices", f"{text} the time: the rest of the model does.", "fair")
-    return Judgement("Nothing", f"{text} most of the time.", "good")
+        return Answer("The model's matrices", f"{text} the time: the rest of the model does.", "fair")
+    return Answer("Nothing", f"{text} most of the time.", "good")
 
 
-def _waits(load: Load, can_lower_budget: bool) -> Judgement | None:
+def _waits(load: Load, can_lower_budget: bool) -> Answer | None:
     """Judge what requests, or the device tier, wait for."""
     last, rates, fill = load.last, load.rates, load.last.pool_fill or 0.0
     pool, waiting = f"the host pool is {fill:.0%} full", last.waiting or 0.0
     text = f"{counted(waiting, 'request')} wait{'s' if round(waiting) == 1 else ''}"
     if waiting and fill >= FULL:
-        return Judgement("Host memory", f"{text}, and {pool}.", "fair", advice.more_memory(last))
+        return Answer("Host memory", f"{text}, and {pool}.", "fair", advice.more_memory(last))
     waits = f"the device tier waits {rates.wait_share:.0%} of"
     if load.is_held_by_bus:
         copies = f"Copies, {(rates.copied_bytes_per_second or 0) / 1e6:,.0f} MB/s, take about {load.bus_share:.0%}"
         change = advice.less_copying(last, can_lower_budget)
-        return Judgement("The bus", f"{copies} of the time; {waits} it for the CPU.", "fair", change)
+        return Answer("The bus", f"{copies} of the time; {waits} it for the CPU.", "fair", change)
     if rates.wait_share > WAITS:
         share = mean(layer.cpu_ratio for layer in load.layers) or 0.0
         text = f"T{waits[1:]} the time for them; they attend {share:.0%} of the tokens."
-        return Judgement("CPU workers", text, "fair", advice.less_waiting(last, can_lower_budget))
+        return Answer("CPU workers", text, "fair", advice.less_waiting(last, can_lower_budget))
     if not waiting:
         return None
     running, most = rates.most_running or 0.0, advice.most_requests(last)
     if most is None or running >= most:
-        return Judgement("The batch", f"{text}, and {pool}.", "fair", advice.larger_batch(last))
+        return Answer("The batch", f"{text}, and {pool}.", "fair", advice.larger_batch(last))
     text += f" although only {running:,.0f} of {most:,.0f} run and {pool}"
     if rates.prompt_per_second:
-        return Judgement("Prompts", f"{text}; most likely those before them are being read.", "fair")
-    return Judgement("Not known", f"{text}.", "fair")
+        return Answer("Prompts", f"{text}; most likely those before them are being read.", "fair")
+    return Answer("Not known", f"{text}.", "fair")
 
 
-def _in_place(load: Load, attention: float, can_lower_budget: bool) -> Judgement:
+def _in_place(load: Load, attention: float, can_lower_budget: bool) -> Answer:
     contexts, share = mean(layer.attended for layer in load.layers), load.bandwidth_share
     text = f"Attention takes {attention:.0%} of the time"
     text += "" if contexts is None else f" for {contexts:.0%} of the contexts' tokens"
@@ -213,9 +199,7 @@ def _in_place(load: Load, attention: float, can_lower_budget: bool) -> Judgement
             text += f", and it is bound by the memory, of whose bandwidth it reaches {share:.0%}"
         elif share is not None:
             text += f"; the memory, of whose bandwidth it reaches {share:.0%}, is not what it waits for"
-        return Judgement("Attention", f"{text}.", "fair", advice.less_attention(load.last, can_lower_budget))
+        return Answer("Attention", f"{text}.", "fair", advice.less_attention(load.last, can_lower_budget))
     if load.is_slow:
-        return Judgement(
-            "The model's matrices", f"{text}; the rest goes to the model's matrices and the engine.", "fair"
-        )
-    return Judgement("Nothing", f"{text}; no request waits.", "good")
+        return Answer("The model's matrices", f"{text}; the rest goes to the model's matrices and the engine.", "fair")
+    return Answer("Nothing", f"{text}; no request waits.", "good")

@@ -15,7 +15,7 @@ def tile_groups(last: Reading, rates: Rates | None, layers: Sequence[Layer]) -> 
     groups = [("at the last reading", _gauges(last)), ("since the server's start", _totals(last))]
     if rates is not None:
         groups.insert(1, (f"mean of the last {rates.seconds:.0f} s", _rates(last, rates, layers)))
-    return tuple(TileGroup(window=window, tiles=tuple(tiles)) for window, tiles in groups)
+    return tuple(TileGroup(window, tuple(tiles)) for window, tiles in groups)
 
 
 def table(layers: Sequence[Layer], in_place: bool) -> Table:
@@ -35,12 +35,7 @@ def table(layers: Sequence[Layer], in_place: bool) -> Table:
         ("Mass recall", [number(layer.mass_recall, 3) for layer in layers], True),
     ]
     shown = [(title, texts) for title, texts, is_shown in columns if is_shown]
-    return Table(head=tuple(title for title, _ in shown), rows=tuple(zip(*(texts for _, texts in shown), strict=True)))
-
-
-def _tile(name: str, value: str, unit: str, share: float | None = None) -> Tile:
-    """Make a tile. A bar ends at 1, which a share of time may exceed where several ranks add up."""
-    return Tile(name=name, value=value, unit=unit, share=None if share is None else min(max(share, 0.0), 1.0))
+    return Table(tuple(title for title, _ in shown), tuple(zip(*(texts for _, texts in shown), strict=True)))
 
 
 def _gauges(last: Reading) -> list[Tile]:
@@ -48,31 +43,31 @@ def _gauges(last: Reading) -> list[Tile]:
     used = f"{last.pool_fill * pages:,.0f} of {counted(pages, 'page')}" if pages and last.pool_fill is not None else ""
     limit, digests = counted(most * last.replicas, "request") if most else "", size(last.gauge("digest_bytes"))
     tiles = [
-        _tile("Running", number(last.running), f"of {limit}" if most else "requests"),
-        _tile("Waiting", number(last.waiting), "requests"),
-        _tile("Host pool", percent(last.pool_fill), used, last.pool_fill),
+        Tile("Running", number(last.running), f"of {limit}" if most else "requests"),
+        Tile("Waiting", number(last.waiting), "requests"),
+        Tile("Host pool", percent(last.pool_fill), used, last.pool_fill),
     ]
     if last.is_in_place:
-        return [*tiles, _tile("Digests", digests, "of host memory")]
+        return [*tiles, Tile("Digests", digests, "of host memory")]
     of_requests = "" if owners is None else f" of {counted(owners, 'request')}"
-    tiles.append(_tile("Frames in use", number(last.gauge("frames_in_use")), f"pages{of_requests}"))
-    return [*tiles, _tile("Device tier", size(last.gauge("device_bytes")), f"{digests} digests")]
+    tiles.append(Tile("Frames in use", number(last.gauge("frames_in_use")), f"pages{of_requests}"))
+    return [*tiles, Tile("Device tier", size(last.gauge("device_bytes")), f"{digests} digests")]
 
 
 def _rates(last: Reading, rates: Rates, layers: Sequence[Layer]) -> list[Tile]:
     def ratio(name: str, unit: str, ratios: Sequence[float | None]) -> Tile:
-        return _tile(name, percent(mean(ratios)), unit, mean(ratios))
+        return Tile(name, percent(mean(ratios)), unit, mean(ratios))
 
     def latency(name: str, figure: str, seconds: float | None) -> Tile:
-        return _tile(name, duration(seconds), figure if seconds is not None else f"{figure}; none in this time")
+        return Tile(name, duration(seconds), figure if seconds is not None else f"{figure}; none in this time")
 
     busy = [layer for layer in layers if layer.attended_tokens_per_second]  # An idle layer's ratios are older.
     tiles = [
-        _tile("Decode", rate(rates.generated_per_second), "tokens/s"),
-        _tile("Each request", rate(rates.request_speed), "tokens/s"),
+        Tile("Decode", rate(rates.generated_per_second), "tokens/s"),
+        Tile("Each request", rate(rates.request_speed), "tokens/s"),
         latency("First token", "TTFT", rates.first_token_seconds),
         latency("Between tokens", "TPOT", rates.token_seconds),
-        _tile("Prompts", rate(rates.prompt_per_second), "tokens/s"),
+        Tile("Prompts", rate(rates.prompt_per_second), "tokens/s"),
         ratio("Prefix cache hits", "of prompt tokens", [rates.prefix_hit_ratio]),
         ratio("Attended", "of the contexts", [layer.attended for layer in busy]),
     ]
@@ -85,7 +80,7 @@ def _rates(last: Reading, rates: Rates, layers: Sequence[Layer]) -> list[Tile]:
         ratio("Resident", "of selected pages", [layer.residency for layer in busy]),
         ratio("On CPU", "of attended tokens", [layer.cpu_ratio for layer in busy]),
         ratio("Waits", "of the time", [rates.wait_share]),
-        _tile("Recalls", rate(rates.recalled_per_second), "pages/s"),
+        Tile("Recalls", rate(rates.recalled_per_second), "pages/s"),
     ]
 
 
@@ -96,11 +91,11 @@ def _totals(last: Reading) -> list[Tile]:
     first_token = quotient(last.first_token_seconds, last.first_tokens)
     hits = quotient(last.prefix_hits, last.prefix_queries)
     return [
-        _tile("Generated", number(last.generated_tokens), "tokens"),
-        _tile(
+        Tile("Generated", number(last.generated_tokens), "tokens"),
+        Tile(
             "First token", duration(first_token), f"TTFT, mean of {last.first_tokens:,.0f}" if first_token else "TTFT"
         ),
-        _tile("Between tokens", duration(quotient(last.token_gap_seconds, last.token_gaps)), "TPOT, mean"),
-        _tile("Prefix cache hits", percent(hits), "of prompt tokens", hits),
-        _tile("Preempted", number(last.preemptions), "requests"),
+        Tile("Between tokens", duration(quotient(last.token_gap_seconds, last.token_gaps)), "TPOT, mean"),
+        Tile("Prefix cache hits", percent(hits), "of prompt tokens", hits),
+        Tile("Preempted", number(last.preemptions), "requests"),
     ]
