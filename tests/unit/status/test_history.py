@@ -83,19 +83,19 @@ def test_a_server_that_was_started_again_begins_anew() -> None:
     assert len(history.columns) == 2
 
 
-def test_fewer_layers_are_another_server() -> None:
-    assert not history_of(START, replace(START, time=102.0, layers=START.layers[:1])).columns
-
-
-def test_a_long_gap_is_left_out_instead_of_averaged() -> None:
-    history = history_of(START, after(START, (20.5, 100, 0, 0, 0, 0.0)), longest=20)
-    assert not history.columns
-    assert history.last is not None and history.last.time == 120.5
-
-
-def test_time_that_stands_still_or_runs_back_gives_no_column() -> None:
-    for seconds in (0.0, -5.0):
-        assert not history_of(START, replace(START, time=100.0 + seconds)).columns
+@pytest.mark.parametrize(
+    "later",
+    [
+        replace(START, time=102.0, layers=START.layers[:1]),
+        after(START, (20.5, 100, 0, 0, 0, 0.0)),
+        START,
+        replace(START, time=95.0),
+    ],
+    ids=["fewer layers: another server", "a long gap, not to be averaged", "no time passed", "time ran back"],
+)
+def test_no_column_is_made_of_what_is_no_interval(later: Reading) -> None:
+    history = history_of(START, later, longest=20)
+    assert not history.columns and history.last == later
 
 
 def test_ratios_of_an_idle_layer_stay_and_its_rates_fall_to_zero() -> None:
