@@ -152,7 +152,7 @@ def top(
     machine: Annotated[str | None, typer.Option(help="hardware profile of the server's machine: file or name")] = None,
 ) -> None:
     """Show the status page of a running server in a browser."""
-    from hybrid_backend.tools.status.sidecar import serve as serve_page
+    from hybrid_backend.tools.status.app import serve as serve_page
 
     serve_page(url, host, port, interval, machine, tell=typer.echo)
 

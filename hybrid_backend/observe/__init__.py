@@ -1,1 +1,1 @@
-"""Counters that the runtime keeps, and their way to the engine's /metrics."""
+"""Counters that the runtime updates, and their publication on the engine's /metrics."""

@@ -1,76 +1,44 @@
-"""Prometheus metrics of one rank, published on the engine's /metrics. What they mean: `observe.stats`.
+"""Prometheus metrics of one rank, published on the engine's /metrics. `observe.stats` says what each metric means.
 
-A figure that was not counted or sampled yet has no sample, nor has one that the path that decodes cannot know.
+A figure that was not counted or sampled yet has no sample, and neither has a figure that a decode path cannot know.
 
-The engine's worker and its API server are different processes. prometheus_client joins them through a directory
-(``PROMETHEUS_MULTIPROC_DIR``), which `hybrid serve` creates and removes; without that variable the metrics stay in the
-worker's own registry.
+The engine's worker and its API server are different processes. prometheus_client joins their metrics through a
+directory (``PROMETHEUS_MULTIPROC_DIR``), which `hybrid serve` creates and removes. Without that variable the metrics
+stay in the worker's own registry.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from hybrid_backend.observe.stats import LayerStats, Stats
 
-
-class _LayerMetric(NamedTuple):
-    name: str
-    help: str
-    value: Callable[[LayerStats], float]
-
-
-_COUNTERS = (
-    _LayerMetric("hybrid_selected_tokens", "Tokens attended by decoding rows", lambda s: s.selected_tokens),
-    _LayerMetric("hybrid_context_tokens", "Tokens in the contexts of decoding rows", lambda s: s.context_tokens),
-    _LayerMetric("hybrid_cpu_tokens", "Tokens attended by the CPU workers", lambda s: s.cpu_tokens),
-    _LayerMetric("hybrid_recalled_pages", "Pages recalled into frames", lambda s: s.recalled_pages),
-    _LayerMetric("hybrid_resident_hits", "Selected pages that the device tier held", lambda s: s.resident_hits),
-    _LayerMetric("hybrid_resident_lookups", "Selected pages, resident or not", lambda s: s.resident_lookups),
-    _LayerMetric("hybrid_head_lookups", "KV heads whose cached pages were looked up (clo)", lambda s: s.head_lookups),
-    _LayerMetric("hybrid_head_hits", "KV heads that kept their cached pages (clo)", lambda s: s.head_hits),
-    _LayerMetric(
-        "hybrid_loaded_head_pages",
-        "Pages of one KV head copied to the device tier where its cache missed (clo)",
-        lambda s: s.loaded_head_pages,
+_COUNTERS = {
+    "selected_tokens": "Tokens attended by decoding rows",
+    "context_tokens": "Tokens in the contexts of decoding rows",
+    "cpu_tokens": "Tokens attended by the CPU workers",
+    "recalled_pages": "Pages recalled into frames",
+    "resident_hits": "Selected pages that the device tier held",
+    "resident_lookups": "Selected pages, resident or not",
+    "head_lookups": "KV heads whose cached pages were looked up (clo)",
+    "head_hits": "KV heads that kept their cached pages (clo)",
+    "loaded_head_pages": "Pages of one KV head copied to the device tier where its cache missed (clo)",
+    "wait_seconds": "Seconds that the device tier stood still for CPU partials",
+    "attention_seconds": "Seconds that decoding rows' attention took, where the CPU attends in place",
+    "lead_seconds": "Seconds by which CPU partials were asked for before they were needed",
+}
+"""Attributes of `LayerStats` that are published as counters ``hybrid_{name}_total``, with their help texts."""
+_LAYER_GAUGES = {
+    "resident_hit_ratio": "Share of selected pages that the device tier held, since start",
+    "predicted_query_cosine": "Cosine of predicted and true query, mean of the samples",
+    "attention_mass_recall": (
+        "Attention mass on the selected tokens of rows that attend less than their context, mean of the samples"
     ),
-    _LayerMetric(
-        "hybrid_wait_seconds",
-        "Seconds that the device tier stood still for CPU partials",
-        lambda s: s.wait_seconds,
-    ),
-    _LayerMetric(
-        "hybrid_attention_seconds",
-        "Seconds that decoding rows' attention took, where the CPU attends in place",
-        lambda s: s.attention_seconds,
-    ),
-    _LayerMetric(
-        "hybrid_lead_seconds",
-        "Seconds by which CPU partials were asked for before they were needed",
-        lambda s: s.lead_seconds,
-    ),
-)
-_GAUGES = (
-    _LayerMetric(
-        "hybrid_resident_hit_ratio",
-        "Share of selected pages that the device tier held, since start",
-        lambda s: s.resident_hits / s.resident_lookups if s.resident_lookups else float("nan"),
-    ),
-    _LayerMetric(
-        "hybrid_predicted_query_cosine",
-        "Cosine of predicted and true query, mean of the samples",
-        lambda s: s.cosine_sum / s.cosine_samples if s.cosine_samples else float("nan"),
-    ),
-    _LayerMetric(
-        "hybrid_attention_mass_recall",
-        "Attention mass on the selected tokens of rows that attend less than their context, mean of the samples",
-        lambda s: s.mass_sum / s.mass_samples if s.mass_samples else float("nan"),
-    ),
-)
+}
 _POOL_GAUGES: Mapping[str, str] = {
     "hybrid_resident_requests": "Running requests that own frames",
     "hybrid_frames_in_use": "Frames that hold a page or are being filled, summed over layers",
@@ -98,12 +66,20 @@ _POOL_GAUGES: Mapping[str, str] = {
     "hybrid_host_pool_bytes": "Bytes of the host pool (host_pool.size)",
     "hybrid_max_requests": "Requests that may run at once (--max-num-seqs, --max-running-requests)",
     "hybrid_worker_threads": "Threads of the CPU workers (workers.threads)",
-    "hybrid_worker_cpus": "CPUs that they run on (workers.cpus)",
+    "hybrid_worker_cpus": "CPUs that the CPU workers run on (workers.cpus)",
 }
 
 
 class Publisher:
-    """Copies the runtime's counters into Prometheus at most every ``interval`` seconds."""
+    """Copy of the runtime's counters in Prometheus, updated at most once in ``interval`` seconds.
+
+    Args:
+        stats: the rank's counters.
+        gauges: returns the gauges of the whole rank by metric name, and brings ``stats`` up to date.
+        rank: number of the rank, a label of all metrics.
+        registry: the registry of prometheus_client that the engine publishes.
+        interval: seconds between two updates, at least.
+    """
 
     def __init__(
         self,
@@ -113,50 +89,46 @@ class Publisher:
         registry: CollectorRegistry,
         interval: float = 0.5,
     ) -> None:
-        self._stats = stats
-        self._gauges = gauges
-        self._interval = interval
-        self._last = float("-inf")
-        labels = ["rank", "layer"]
-        self._counters = [Counter(m.name, m.help, labels, registry=registry) for m in _COUNTERS]
-        self._layer_gauges = [
-            Gauge(m.name, m.help, labels, registry=registry, multiprocess_mode="mostrecent") for m in _GAUGES
-        ]
-        self._pool_gauges = {
-            name: Gauge(name, text, ["rank"], registry=registry, multiprocess_mode="mostrecent")
-            for name, text in _POOL_GAUGES.items()
-        }
-        self._steps = Counter(
-            "hybrid_steps", "Decode steps by strategy, and by what the rule wanted (apex)",
-            ["rank", "strategy", "wanted"], registry=registry,
-        )  # fmt: skip
-        self._stepped: dict[tuple[str, str], int] = {}
-        self._rank = str(rank)
+        self._stats, self._gauges, self._rank, self._interval = stats, gauges, str(rank), interval
+        self._last_time = float("-inf")
+        self._published = [LayerStats() for _ in stats.layers]
+        self._published_steps: dict[tuple[str, str], int] = {}
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ["rank", *labels], registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, ["rank", *labels], registry=registry, multiprocess_mode="mostrecent")
+
+        self._counters = {name: counter(f"hybrid_{name}", text, "layer") for name, text in _COUNTERS.items()}
+        self._layer_gauges = {name: gauge(f"hybrid_{name}", text, "layer") for name, text in _LAYER_GAUGES.items()}
+        self._pool_gauges = {name: gauge(name, text) for name, text in _POOL_GAUGES.items()}
+        steps_text = "Decode steps by strategy, and by what the rule wanted (apex)"
+        self._steps = counter("hybrid_steps", steps_text, "strategy", "wanted")
+        # The first counter has a sample for all layers from the start, so that a reader knows their number.
         for layer in range(len(stats.layers)):
-            self._counters[0].labels(self._rank, str(layer))  # who reads learns of every layer from the start
-        self._published = [[0.0] * len(_COUNTERS) for _ in stats.layers]
+            self._counters["selected_tokens"].labels(self._rank, str(layer))
 
     def publish(self, force: bool = False) -> None:
-        """Call after each step; ``force`` when the engine goes idle, so that the last state is seen."""
-        now = time.monotonic()
-        if not force and now - self._last < self._interval:
+        """Publish after a step; ``force`` when the engine goes idle, so that the last state is seen."""
+        current = time.monotonic()
+        if not force and current - self._last_time < self._interval:
             return
-        self._last = now
-        gauges = self._gauges()  # first: it brings the counters up to date
-        for layer, entry in enumerate(self._stats.layers):
-            before = self._published[layer]
-            for i, metric in enumerate(_COUNTERS):
-                value = metric.value(entry)
-                if value != before[i]:
-                    self._counters[i].labels(self._rank, str(layer)).inc(value - before[i])
-                    before[i] = value
-            for gauge, metric in zip(self._layer_gauges, _GAUGES, strict=True):
-                value = metric.value(entry)
-                if value == value:  # not NaN: nothing sampled yet
+        self._last_time = current
+        gauges = self._gauges()
+        for layer, (stats, published) in enumerate(zip(self._stats.layers, self._published, strict=True)):
+            for name, counter in self._counters.items():
+                growth = getattr(stats, name) - getattr(published, name)
+                if growth:
+                    counter.labels(self._rank, str(layer)).inc(growth)
+                    setattr(published, name, getattr(stats, name))
+            for name, gauge in self._layer_gauges.items():
+                value = getattr(stats, name)
+                if value is not None:
                     gauge.labels(self._rank, str(layer)).set(value)
         for kind, count in self._stats.steps.items():
-            self._steps.labels(self._rank, *kind).inc(count - self._stepped.get(kind, 0))
-            self._stepped[kind] = count
+            self._steps.labels(self._rank, *kind).inc(count - self._published_steps.get(kind, 0))
+            self._published_steps[kind] = count
         for name, value in gauges.items():
-            if value == value:
+            if not math.isnan(value):
                 self._pool_gauges[name].labels(self._rank).set(value)

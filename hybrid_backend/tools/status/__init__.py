@@ -1,6 +1,6 @@
-"""The status page: what the server does now and did in the last minutes, from its own metrics.
+"""The status page: a server's activity of the last minutes, from its own metrics.
 
-In the server's process (`app.StatusMiddleware`) or beside it (`sidecar`); both serve the same page and the same JSON.
+`app` serves the page beside the server (`hybrid top`) or inside it (``app.StatusMiddleware``).
 """
 
-MIDDLEWARE = "hybrid_backend.tools.status.app.StatusMiddleware"  # of vLLM's flag --middleware
+MIDDLEWARE = "hybrid_backend.tools.status.app.StatusMiddleware"  # value of vLLM's flag --middleware

@@ -1,26 +1,31 @@
-"""The page and its JSON as a FastAPI application: `/hybrid/status` and `/hybrid/status.json`."""
+"""The page and its JSON over HTTP: in a server of their own, or inside the engine's server."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Query, Response
+from fastapi import FastAPI, Query, Response
 from fastapi.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hybrid_backend.errors import EngineError
+from hybrid_backend.hardware import find_hardware
 from hybrid_backend.tools.status.model import Status
-from hybrid_backend.tools.status.sampler import Sampler
-from hybrid_backend.tools.status.source import from_this_process
+from hybrid_backend.tools.status.sampler import INTERVAL, Sampler
+from hybrid_backend.tools.status.source import from_server, from_this_process, metrics_url
 
 PAGE = "/hybrid/status"
-_FILES = {"": "text/html", ".css": "text/css", ".js": "text/javascript", "-plots.js": "text/javascript"}
-PATHS = frozenset({"/hybrid", "/hybrid/", f"{PAGE}/", f"{PAGE}.json", *(PAGE + ending for ending in _FILES)})
+_FILES = {"": "text/html", ".css": "text/css", ".js": "text/javascript"}
+# Relative targets, which hold behind a proxy that adds a prefix.
+_REDIRECTS = {"/hybrid": "hybrid/status", "/hybrid/": "status", f"{PAGE}/": "../status"}
+PATHS = frozenset({*_REDIRECTS, f"{PAGE}.json", *(PAGE + ending for ending in _FILES)})
 _METHODS = ["GET", "HEAD"]  # A route of FastAPI answers HEAD only if it is told to.
-# Nothing is loaded from elsewhere, nothing inline is run, nobody frames the page.
+# Nothing is loaded from elsewhere, no inline script runs, and no site frames the page.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -30,29 +35,13 @@ _HEADERS = {
 }
 
 
-def router(sampler: Sampler) -> APIRouter:
-    """The page, its files and its JSON. A request takes a fresh reading when one is due."""
-    routes = APIRouter(include_in_schema=False)
-
-    @routes.api_route(f"{PAGE}.json", methods=_METHODS)
-    async def status(
-        response: Response,
-        after: Annotated[float, Query(ge=0, allow_inf_nan=False, description="time of the client's last column")] = 0.0,
-    ) -> Status:
-        await sampler.refresh()
-        response.headers.update(_HEADERS)
-        return sampler.status(after)
-
-    for ending, kind in _FILES.items():
-        routes.add_api_route(PAGE + ending, _file(f"status{ending or '.html'}", kind), methods=_METHODS)
-    # Relative, so that it holds behind a proxy that adds a prefix.
-    for path, target in (("/hybrid", "hybrid/status"), ("/hybrid/", "status"), (f"{PAGE}/", "../status")):
-        routes.add_api_route(path, _redirect(target), methods=_METHODS)
-    return routes
-
-
 def application(sampler: Sampler, watching: bool) -> FastAPI:
-    """The page as an application of its own; ``watching``: it takes readings also while nobody looks."""
+    """Return the page, its files and its JSON as an application. A request takes a fresh reading when one is due.
+
+    Args:
+        sampler: the server's history.
+        watching: True to take readings also while no viewer asks.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -64,16 +53,35 @@ def application(sampler: Sampler, watching: bool) -> FastAPI:
                 await task
 
     app = FastAPI(title="hybrid status", openapi_url=None, lifespan=lifespan, redirect_slashes=False)
-    app.include_router(router(sampler))
+
+    @app.api_route(f"{PAGE}.json", methods=_METHODS)
+    async def status(response: Response, after: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0) -> Status:
+        await sampler.refresh()
+        response.headers.update(_HEADERS)
+        return sampler.status(after)
+
+    def add(path: str, answer: Response) -> None:
+        app.add_api_route(path, lambda: answer, methods=_METHODS)
+
+    for ending, kind in _FILES.items():
+        content = (files("hybrid_backend.tools.status") / "page" / f"status{ending or '.html'}").read_bytes()
+        add(PAGE + ending, Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS))
+    for path, target in _REDIRECTS.items():
+        add(path, RedirectResponse(target, status_code=307))
     return app
 
 
-class StatusMiddleware:
-    """The page inside the engine's own server: answers the page's paths itself and hands everything else on.
+async def _watch(sampler: Sampler) -> None:
+    while True:
+        await sampler.refresh()
+        await asyncio.sleep(sampler.interval)
 
-    Both engines take an ASGI middleware without being changed: vLLM by its flag ``--middleware``, SGLang by
-    ``add_middleware`` of its application. A reading is taken when somebody looks, so that a page that nobody has open
-    costs nothing.
+
+class StatusMiddleware:
+    """The page inside the engine's own server: an ASGI middleware that answers the page's paths.
+
+    Both engines take a middleware without being changed: vLLM by its flag ``--middleware``, SGLang by
+    ``add_middleware`` of its application. A reading is taken on request, so a page that nobody has open costs nothing.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -85,23 +93,47 @@ class StatusMiddleware:
         await (self._page if is_ours else self._app)(scope, receive, send)
 
 
-async def _watch(sampler: Sampler) -> None:
-    while True:
-        await sampler.refresh()
-        await asyncio.sleep(sampler.interval)
+def serve(
+    server: str,
+    host: str,
+    port: int,
+    interval: float = INTERVAL,
+    machine: str | None = None,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Serve the page of a server until stopped.
+
+    Args:
+        server: the server's address.
+        host: address that the page listens on.
+        port: port of the page; 0 takes a free one.
+        interval: seconds between two readings.
+        machine: name or file of the server's hardware profile, which attention's speed is compared with.
+        tell: gets the page's address.
+
+    Raises:
+        EngineError: an address cannot be used.
+        ConfigError: there is no such hardware profile.
+    """
+    import uvicorn
+
+    url = metrics_url(server)
+    if not 0.2 <= interval <= 3600:
+        raise EngineError(f"--interval {interval} is not between 0.2 and 3600 seconds")
+    hardware = None if machine is None else find_hardware(machine)
+    listener = _listen(host, port)
+    app = application(Sampler(from_server(url), url, interval, machine=hardware), watching=True)
+    app.add_api_route("/", lambda: RedirectResponse(PAGE.lstrip("/"), status_code=307), methods=["GET"])
+    shown = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    tell(f"status of {url} on http://{shown}:{listener.getsockname()[1]}{PAGE}")
+    with listener, suppress(KeyboardInterrupt):  # uvicorn raises KeyboardInterrupt again after its shutdown.
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)).run(sockets=[listener])
 
 
-def _file(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
-    content = (files("hybrid_backend.tools.status") / "page" / name).read_bytes()
-
-    async def answer() -> Response:
-        return Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
-
-    return answer
-
-
-def _redirect(target: str) -> Callable[[], Awaitable[Response]]:
-    async def answer() -> Response:
-        return RedirectResponse(target, status_code=307)
-
-    return answer
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        # Python adds the address in parentheses to the operating system's words.
+        reason, hint = str(getattr(error, "strerror", error)), "give another address with --host, --port"
+        raise EngineError(f"cannot listen on {host}:{port}: {reason.partition(' (')[0]}; {hint}") from error

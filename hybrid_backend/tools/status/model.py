@@ -1,188 +1,201 @@
-"""The JSON of the status page. All ratios are 0..1, all times Unix seconds, all rates per second of wall clock.
+"""The JSON of the status page. Ratios are 0..1, times are Unix seconds, rates are per second of wall clock.
 
-``null`` stands for "nothing was measured": a layer that attended nothing, a metric that the engine does not have.
+``null`` means "not measured": a layer that attended nothing, or a metric that the engine does not have.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Number = Annotated[float, AfterValidator(lambda value: round(value, 5))]
+PerLayer = tuple[Number | None, ...]
+Level = Literal["good", "fair", "bad", "unknown"]
+State = Literal["starting", "silent", "idle", "prompts", "decoding"]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Rates(_Part):
-    """Means over the last ``seconds`` before a reading, of all layers together."""
+class Rates(_Model):
+    """Means over a window that ends at a reading, all layers together. Shares are shares of time.
 
-    seconds: float
-    """At most 15, or one interval where that is longer; less after a start."""
-    running: float | None
-    """Requests in the engine's batch, mean of the readings."""
-    most_running: float | None
-    """The most of them at any reading."""
-    generated_per_second: float | None
-    prompt_per_second: float | None
-    """Prompt tokens; SGLang's without those found in its prefix cache."""
-    prefix_hit_ratio: float | None
-    """Share of the prompts' tokens that the engine found in its prefix cache."""
-    first_token_seconds: float | None
-    """From a request's arrival to its first token (TTFT), mean of the first tokens of this time."""
-    token_seconds: float | None
-    """Between two tokens of one request (TPOT), mean of the tokens of this time."""
-    recalled_per_second: float
-    """Pages recalled into frames."""
-    copied_bytes_per_second: float | None
-    """From the host pool to the device tier."""
-    wait_share: float
-    """Share of the time in which the device tier waited for CPU partials."""
-    attention_share: float | None
-    """Share of the time that decoding rows' attention took, where the CPU attends in place."""
-    attention_bytes_per_second: float | None
-    """K and V that were read per second of that attention."""
+    Attributes:
+        seconds: length of the window: 15, or one interval if that is longer; less after a start.
+        prompt_per_second: prompt tokens. SGLang's figure excludes tokens from the prefix cache.
+        first_token_seconds: time from a request's arrival to its first token (TTFT).
+        token_seconds: time between two tokens of one request (TPOT).
+        wait_share: the device tier waits for CPU partials.
+        attention_share: attention of decode rows, where the CPU attends in place.
+        attention_bytes_per_second: bytes of K and V read per second of that attention.
+    """
+
+    seconds: Number
+    running: Number | None
+    most_running: Number | None
+    generated_per_second: Number | None
+    prompt_per_second: Number | None
+    prefix_hit_ratio: Number | None
+    first_token_seconds: Number | None
+    token_seconds: Number | None
+    recalled_per_second: Number
+    copied_bytes_per_second: Number | None
+    wait_share: Number
+    attention_share: Number | None
+    attention_bytes_per_second: Number | None
 
     @property
     def request_speed(self) -> float | None:
-        """Tokens per second of one running request, those whose prompts are read included."""
+        """Generated tokens per second of one running request, including requests that are still in prefill."""
         generated, running = self.generated_per_second, self.running
         return generated / max(running, 1.0) if generated and running else None
 
 
-class Column(_Part):
-    """An interval between two readings, which is a column of the heat maps."""
+class Column(_Model):
+    """The interval between two readings, drawn as one column of the heat maps.
 
-    time: float
-    """End of the interval."""
-    seconds: float
-    """Its length."""
-    running: float | None
-    """Requests in the engine's batch at its end."""
-    waiting: float | None
-    """Requests in the engine's queue at its end."""
-    pool_fill: float | None
-    """Share of the host pool in use at its end."""
-    frames_in_use: float | None
-    resident_requests: float | None
+    Attributes:
+        time: end of the interval, at which requests, host pool and frames were read.
+        attended: share of the contexts' tokens that were attended in the interval.
+        residency: share of the selected pages that were resident.
+        cpu_ratio: share of the attended tokens that the CPU workers attended.
+    """
+
+    time: Number
+    seconds: Number
+    running: Number | None
+    waiting: Number | None
+    pool_fill: Number | None
+    frames_in_use: Number | None
+    resident_requests: Number | None
     rates: Rates
-    attended: tuple[float | None, ...]
-    """Per layer: share of the contexts' tokens that were attended in the interval."""
-    residency: tuple[float | None, ...]
-    """Per layer: share of the selected pages that were resident."""
-    cpu_ratio: tuple[float | None, ...]
-    """Per layer: share of the attended tokens that the CPU workers attended."""
+    attended: PerLayer
+    residency: PerLayer
+    cpu_ratio: PerLayer
 
 
-class Layer(_Part):
-    """A layer over the last 15 seconds; ratios are of the last 15 in which it attended, quality is since start."""
+class Layer(_Model):
+    """A layer over the last 15 seconds. Ratios are of the last 15 seconds in which the layer attended anything.
+
+    Attributes:
+        lead_share: seconds per second by which CPU partials started before they were needed.
+        query_cosine: mean since the server's start, as is ``mass_recall``.
+    """
 
     layer: int
-    attended: float | None
-    residency: float | None
-    cpu_ratio: float | None
-    attended_tokens_per_second: float
-    recalled_per_second: float
-    wait_share: float
-    lead_share: float
-    """Seconds per second by which CPU partials started before they were needed."""
-    attention_share: float | None
-    query_cosine: float | None
-    mass_recall: float | None
+    attended: Number | None
+    residency: Number | None
+    cpu_ratio: Number | None
+    attended_tokens_per_second: Number
+    recalled_per_second: Number
+    wait_share: Number
+    lead_share: Number
+    attention_share: Number | None
+    query_cosine: Number | None
+    mass_recall: Number | None
 
 
-Level = Literal["good", "fair", "bad", "unknown"]
-
-
-State = Literal["starting", "silent", "idle", "prompts", "decoding"]
-
-
-class Headline(_Part):
-    """The server's state in one line."""
+@dataclass(frozen=True)
+class Headline:
+    """The server's state in one line. In the state ``silent`` all other figures are as old as the last reading."""
 
     state: State
-    """silent: the server gives no readings any more, and everything else is as old as the last one."""
     level: Level
     title: str
     detail: str
 
 
-class Answer(_Part):
-    """A judged question of the glance."""
+@dataclass(frozen=True)
+class Change:
+    """A recommended change: a key as ``--set`` takes it, or a flag, with its value, or the command that computes one.
 
-    question: str
-    verdict: str
-    """A few words."""
-    text: str
-    """The numbers behind the verdict."""
-    level: Level
-
-
-class Change(_Part):
-    """Something to change, the most pressing first."""
+    ``others`` are other ways out of the same problem.
+    """
 
     problem: str
-    """A word or two."""
     change: str
-    """A key as ``--set`` takes it, or a flag, each with its value; or the command that reckons one."""
-    others: tuple[str, ...]
-    """Other ways out of the same problem."""
+    others: tuple[str, ...] = ()
 
 
-class Tile(_Part):
-    """A number in words."""
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a question about the server, and the change that would help.
+
+    The verdict has a few words, and ``text`` the numbers behind it.
+    """
+
+    verdict: str
+    text: str
+    level: Level
+    change: Change | None = None
+    question: str = ""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number with its name and unit; ``share`` is for a number that is drawn as a bar, which ends at 1."""
 
     name: str
     value: str
     unit: str
     share: float | None = None
-    """0..1, where the number is a share of a whole that can be drawn as a bar."""
 
 
-class TileGroup(_Part):
-    """Tiles of one span of time."""
+@dataclass(frozen=True)
+class TileGroup:
+    """Tiles of one span of time, such as "mean of the last 15 s"."""
 
     window: str
-    """The time that the numbers are of, such as "mean of the last 15 s"."""
     tiles: tuple[Tile, ...]
 
 
-class Status(_Part):
-    """Everything that the page shows. ``columns`` are those after the ``after`` of the request, oldest first."""
+@dataclass(frozen=True)
+class Table:
+    """The table of layers as the page shows it: the titles of the columns, and one row of texts per layer."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Status(_Model):
+    """The whole page.
+
+    Attributes:
+        started: begin of this history. If it changes, the client drops the columns that it has.
+        max_columns: number of columns that the history holds at most.
+        stale_seconds: age of the last reading if the server gives no newer one; None while readings are fresh.
+        problem: reason for which there is no fresh reading, or what the reading lacks, in one line.
+        in_place: True if the CPU attends all tokens in the host pool: no frames, no copies, no CPU workers.
+        glance: the three answers; empty before the first interval, and while the server is silent.
+        changes: recommended changes, the most pressing first.
+        columns: the columns later than the ``after`` of the request, oldest first.
+    """
 
     version: str
-    """Version of hybrid_backend."""
     source: str
-    """Address or name of the numbers' source."""
-    started: float
-    """Begin of this history; another value means that the client's columns are void."""
-    now: float
+    started: Number
+    current_time: Number = Field(alias="now")
     interval: float
-    """Seconds between readings, at least."""
-    kept: int
-    """Columns that are kept."""
-    read: float | None
-    """Time of the last reading."""
-    stale_seconds: float | None
-    """Age of the last reading where the server gives no newer one; None: the numbers are fresh."""
+    max_columns: int = Field(alias="kept")
+    read: Number | None
+    stale_seconds: Number | None
     problem: str | None
-    """Reason for which there is no fresh reading, or what the reading lacks, in one line."""
     engine: str | None
     model: str | None
-    preemptions: float | None
-    """Since the server's start."""
+    preemptions: Number | None
     in_place: bool
-    """True if everything attended since start lay where it was attended: no frames, no copies, no CPU workers."""
-    host_pool_pages: float | None
-    device_bytes: float | None
-    digest_bytes: float | None
-    frame_bytes: float | None
-    context_cache_bytes: float | None
+    host_pool_pages: Number | None
+    device_bytes: Number | None
+    digest_bytes: Number | None
+    frame_bytes: Number | None
+    context_cache_bytes: Number | None
     headline: Headline
     glance: tuple[Answer, ...]
-    """The answers, in a user's order; empty before the first interval, and while the server is silent."""
     changes: tuple[Change, ...]
-    """Empty: nothing should be changed, as far as is measured."""
     tiles: tuple[TileGroup, ...]
     layers: tuple[Layer, ...]
+    table: Table
     columns: tuple[Column, ...]

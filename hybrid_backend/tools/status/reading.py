@@ -1,87 +1,50 @@
-"""A reading of a server's /metrics: the few numbers that the page shows, out of the engine's many."""
+"""A reading of a server's /metrics: the few numbers that the page shows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hybrid_backend.errors import EngineError
 
-# What each engine calls the same thing. Counters are totals since start.
-RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
-WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
-POOL_FILL = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
-GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
-PROMPTED = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
-PREEMPTED = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
-FIRST_TOKEN = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
-TOKEN_GAP = ("vllm:inter_token_latency_seconds", "sglang:inter_token_latency_seconds")
-PREFIX_HITS, PREFIX_QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
-SGLANG_TOKENS = "sglang:realtime_tokens_total"
-"""Tokens by ``mode``, counted at every step. SGLang counts those of GENERATED and PROMPTED when a request ends."""
-
-_COUNTS = {
-    "hybrid_selected_tokens_total": "selected_tokens",
-    "hybrid_context_tokens_total": "context_tokens",
-    "hybrid_cpu_tokens_total": "cpu_tokens",
-    "hybrid_recalled_pages_total": "recalled_pages",
-    "hybrid_resident_hits_total": "resident_hits",
-    "hybrid_resident_lookups_total": "resident_lookups",
+_ENGINE_METRICS = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "pool_fill": ("vllm:kv_cache_usage_perc", "sglang:token_usage"),
+    "generated_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+    "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
+    "prefix_hits": ("vllm:prefix_cache_hits_total",),
+    "prefix_queries": ("vllm:prefix_cache_queries_total",),
+    "preemptions": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
+    "first_token_seconds": ("vllm:time_to_first_token_seconds_sum", "sglang:time_to_first_token_seconds_sum"),
+    "first_tokens": ("vllm:time_to_first_token_seconds_count", "sglang:time_to_first_token_seconds_count"),
+    "token_gap_seconds": ("vllm:inter_token_latency_seconds_sum", "sglang:inter_token_latency_seconds_sum"),
+    "token_gaps": ("vllm:inter_token_latency_seconds_count", "sglang:inter_token_latency_seconds_count"),
 }
-_SECONDS = {
-    "hybrid_wait_seconds_total": "wait_seconds",
-    "hybrid_lead_seconds_total": "lead_seconds",
-    "hybrid_attention_seconds_total": "attention_seconds",
+"""Names of vLLM's and SGLang's metrics by attribute of `Reading`."""
+_SGLANG_TOKENS = "sglang:realtime_tokens_total"
+"""Tokens by ``mode``, counted at each step. SGLang's other token counters stand still until a request ends."""
+_QUEUES = {*_ENGINE_METRICS["running"], *_ENGINE_METRICS["waiting"]}
+_NAMES = {_SGLANG_TOKENS}.union(*_ENGINE_METRICS.values())
+_SAMPLED = {"hybrid_predicted_query_cosine": "query_cosine", "hybrid_attention_mass_recall": "mass_recall"}
+_UNBOUNDED = "hybrid_quality_budget_tokens"
+"""The gauge that may be infinite, which says that all tokens are attended."""
+# Joins of the ranks' gauges. The ranks publish the same value of all gauges that are not listed.
+_SUMMED = ("frames_in_use", "digest_bytes", "frame_bytes", "device_bytes", "context_cache_bytes", "copied_bytes")
+_JOINS: dict[str, Callable[[Iterable[float]], float]] = {
+    **{f"hybrid_{name}": sum for name in (*_SUMMED, "bus_bytes_per_second")},
+    **{name: min for name in ("hybrid_quality_mass", _UNBOUNDED)},
 }
-_SAMPLED = {
-    "hybrid_predicted_query_cosine": "query_cosine",
-    "hybrid_attention_mass_recall": "mass_recall",
-}
-_EVERY_LAYER = "hybrid_selected_tokens_total"  # written for every layer from the start, the others once they count
-_SUMMED = (
-    "hybrid_frames_in_use",
-    "hybrid_digest_bytes",
-    "hybrid_frame_bytes",
-    "hybrid_device_bytes",
-    "hybrid_context_cache_bytes",
-    "hybrid_copied_bytes",
-    "hybrid_bus_bytes_per_second",
-)
-_SAME_ON_EVERY_RANK = (
-    "hybrid_resident_requests",
-    "hybrid_host_pool_pages",
-    "hybrid_quality_min_mass",
-    "hybrid_quality_max_kl",
-    # The configuration as it is served: what can be changed.
-    "hybrid_budget_tokens",
-    "hybrid_frames_per_request",
-    "hybrid_recall_interval",
-    "hybrid_page_tokens",
-    "hybrid_host_pool_bytes",
-    "hybrid_max_requests",
-    "hybrid_worker_threads",
-    "hybrid_worker_cpus",
-)
-_LEAST_OF_RANKS = (  # each watches its own heads, and promises the same
-    "hybrid_quality_mass",
-    "hybrid_quality_budget_tokens",
-)
-_MAY_BE_INFINITE = ("hybrid_quality_budget_tokens",)  # which says that everything is attended
-_WANTED = (
-    *(name for names in (RUNNING, WAITING, POOL_FILL, GENERATED, PROMPTED, PREEMPTED) for name in names),
-    *(f"{name}_{part}" for names in (FIRST_TOKEN, TOKEN_GAP) for name in names for part in ("sum", "count")),
-    PREFIX_HITS, PREFIX_QUERIES, SGLANG_TOKENS,
-    *_COUNTS, *_SECONDS, *_SAMPLED, *_SUMMED, *_SAME_ON_EVERY_RANK, *_LEAST_OF_RANKS,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Totals of one layer since the server started; ``None`` where nothing was sampled yet.
+    """Totals of one layer since the server's start, or between two readings. A figure that was never sampled is None.
 
-    Tokens and pages are summed over ranks; seconds are the slowest rank's, because ranks wait at the same time.
+    Tokens and pages are summed over ranks. Seconds are the slowest rank's, because ranks wait at the same time.
     """
 
     selected_tokens: float = 0.0
@@ -96,28 +59,32 @@ class LayerCounts:
     query_cosine: float | None = None
     mass_recall: float | None = None
 
-
-@dataclass(frozen=True)
-class Durations:
-    """Totals of one of the engine's histograms since the server started."""
-
-    seconds: float
-    count: float
+    def since(self, earlier: LayerCounts) -> LayerCounts:
+        """Return the totals counted after ``earlier``; sampled figures stay means since the server's start."""
+        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in COUNTERS})
 
     @property
-    def mean(self) -> float | None:
-        """Seconds; None if nothing was observed."""
-        return self.seconds / self.count if self.count > 0 else None
+    def attended(self) -> float | None:
+        """Share of the contexts' tokens that were attended."""
+        return ratio(self.selected_tokens, self.context_tokens)
 
-    def since(self, before: Durations | None) -> Durations:
-        """Return the totals of what was observed after ``before``."""
-        return self if before is None else Durations(self.seconds - before.seconds, self.count - before.count)
+    @property
+    def residency(self) -> float | None:
+        """Share of the selected pages that were resident."""
+        return ratio(self.resident_hits, self.resident_lookups)
+
+    @property
+    def cpu_ratio(self) -> float | None:
+        """Share of the attended tokens that the CPU workers attended."""
+        return ratio(self.cpu_tokens, self.selected_tokens)
+
+
+COUNTERS = [attribute.name for attribute in fields(LayerCounts) if attribute.default is not None]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The server at one moment. ``time``: Unix seconds; ``pool_fill``: 0..1; ``gauges``: by metric name;
-    ``replicas``: data-parallel ones, whose requests are added up."""
+    """The server's metrics at one time. Data-parallel replicas are summed; counters are totals since the start."""
 
     time: float
     engine: str | None = None
@@ -127,149 +94,128 @@ class Reading:
     pool_fill: float | None = None
     generated_tokens: float | None = None
     prompt_tokens: float | None = None
-    preemptions: float | None = None
     prefix_hits: float | None = None
-    """Prompt tokens whose KV was in the engine's prefix cache."""
     prefix_queries: float | None = None
-    """Prompt tokens that were looked up there."""
-    first_token: Durations | None = None
-    """From a request's arrival to its first token (TTFT)."""
-    token_gap: Durations | None = None
-    """Between two tokens of one request (TPOT)."""
+    preemptions: float | None = None
+    first_token_seconds: float | None = None
+    """Sum of the times from a request's arrival to its first token (TTFT), of ``first_tokens`` requests."""
+    first_tokens: float | None = None
+    token_gap_seconds: float | None = None
+    """Sum of the times between two tokens of one request (TPOT), of ``token_gaps`` pairs."""
+    token_gaps: float | None = None
     layers: tuple[LayerCounts, ...] = ()
     gauges: Mapping[str, float] = field(default_factory=dict)
     replicas: int = 1
 
+    def gauge(self, name: str) -> float | None:
+        """Return the gauge ``hybrid_{name}``; None if the server does not publish it."""
+        return self.gauges.get(f"hybrid_{name}")
+
+    def growth(self, earlier: Reading, name: str) -> float | None:
+        """Return the growth of a counter since ``earlier``. A counter that was not published yet began at zero."""
+        before, after = (r.gauge(name) if name == "copied_bytes" else getattr(r, name) for r in (earlier, self))
+        return None if after is None else after - (before or 0.0)
+
     @property
     def is_in_place(self) -> bool:
-        """True if all that was attended so far lay where it was attended: no frames, no copies, no CPU workers."""
+        """True if the CPU attended all tokens in the host pool so far: no frames, no copies, no CPU workers."""
         moves = sum(layer.cpu_tokens + layer.wait_seconds + layer.recalled_pages for layer in self.layers)
-        frames, copied = self.gauges.get("hybrid_frame_bytes"), self.gauges.get("hybrid_copied_bytes", 0.0)
-        return bool(self.layers) and frames == 0 and not copied and not moves
+        return bool(self.layers) and self.gauge("frame_bytes") == 0 and not self.gauge("copied_bytes") and not moves
 
     @property
     def token_bytes(self) -> float | None:
-        """K and V of one token in one layer, mean of the layers; None if the server does not publish its pool."""
-        pool, pages, tokens = (
-            self.gauges.get(f"hybrid_{name}") for name in ("host_pool_bytes", "host_pool_pages", "page_tokens")
-        )
+        """Bytes of K and V of one token in one layer, mean of the layers; None if the pool is not published."""
+        pool, pages, tokens = (self.gauge(name) for name in ("host_pool_bytes", "host_pool_pages", "page_tokens"))
         return pool / (pages * tokens * len(self.layers)) if pool and pages and tokens and self.layers else None
 
 
-@dataclass(frozen=True)
-class _Sample:
-    name: str
-    labels: Mapping[str, str]
-    value: float
+def ratio(share: float, whole: float) -> float | None:
+    """Divide within 0..1, because a reading may fall between the publication of two counters."""
+    return min(max(share / whole, 0.0), 1.0) if whole > 0 else None
 
 
 def read(text: str, time: float) -> Reading:
-    """The reading in a Prometheus text; metrics of neither engine nor plugin are skipped unread.
+    """Return the reading in a Prometheus text. Metrics of neither the engine nor the plugin are skipped unparsed.
 
-    Raises EngineError if a line that is needed cannot be understood.
+    Raises:
+        EngineError: a line that is needed cannot be parsed.
     """
-    samples = list(_samples(text))
-    by_name: dict[str, list[_Sample]] = {}
-    for sample in samples:
-        by_name.setdefault(sample.name, []).append(sample)
-    present = {name: _total_over_replicas(same_name) for name, same_name in by_name.items() if ":" in name}
-
-    def engines(names: tuple[str, str]) -> float | None:
-        return next((present[name] for name in names if name in present), None)
-
-    def durations(names: tuple[str, str]) -> Durations | None:
-        return next(
-            (Durations(present[f"{n}_sum"], present[f"{n}_count"]) for n in names if f"{n}_count" in present), None
-        )
-
-    tokens = _tokens_by_mode(by_name.get(SGLANG_TOKENS, ()))
-    cached, computed = tokens.get("prefill_cache", 0.0), tokens.get("prefill_compute", 0.0)
-    fill = [s.value for name in POOL_FILL for s in by_name.get(name, ())]
-    replicas = len(_by_replica(s for name in RUNNING for s in by_name.get(name, ())))
-    gauges = {name: sum(s.value for s in by_name[name]) for name in _SUMMED if name in by_name}
-    gauges |= {name: max(s.value for s in by_name[name]) for name in _SAME_ON_EVERY_RANK if name in by_name}
-    gauges |= {name: min(s.value for s in by_name[name]) for name in _LEAST_OF_RANKS if name in by_name}
-    engine_samples = [s for s in samples if ":" in s.name]
+    samples = _samples(text)
+    engine_samples = [sample for name in samples if ":" in name for sample in samples[name]]
+    figures: dict[str, Any] = {}
+    for figure, names in _ENGINE_METRICS.items():
+        replicas = _by_replica(sample for name in names for sample in samples.get(name, ()))
+        join = max if figure == "pool_fill" else sum
+        figures[figure] = join(replicas.values()) if replicas else None
+        figures |= {"replicas": len(replicas)} if figure == "running" and replicas else {}
+    if _SGLANG_TOKENS in samples:
+        figures |= _sglang_tokens(samples[_SGLANG_TOKENS])
     return Reading(
         time=time,
-        engine=next((s.name.partition(":")[0] for s in engine_samples), None),
-        model=next((s.labels["model_name"] for s in engine_samples if s.labels.get("model_name")), None),
-        running=engines(RUNNING),
-        waiting=engines(WAITING),
-        pool_fill=max(fill) if fill else None,
-        generated_tokens=tokens.get("decode", 0.0) if tokens else engines(GENERATED),
-        prompt_tokens=computed if tokens else engines(PROMPTED),
-        preemptions=engines(PREEMPTED),
-        prefix_hits=cached if tokens else present.get(PREFIX_HITS),
-        prefix_queries=cached + computed if tokens else present.get(PREFIX_QUERIES),
-        first_token=durations(FIRST_TOKEN),
-        token_gap=durations(TOKEN_GAP),
-        layers=_layers(by_name),
-        gauges=gauges,
-        replicas=max(replicas, 1),
+        engine=next((sample.name.partition(":")[0] for sample in engine_samples), None),
+        model=next(filter(None, (sample.labels.get("model_name") for sample in engine_samples)), None),
+        layers=_layers(samples),
+        gauges={
+            name: _JOINS.get(name, max)(sample.value for sample in same_name)
+            for name, same_name in samples.items()
+            if name.startswith("hybrid_") and "layer" not in same_name[0].labels
+        },
+        **figures,
     )
 
 
-def _samples(text: str) -> Iterator[_Sample]:
+def _samples(text: str) -> dict[str, list[Any]]:
+    """Parse the samples that the page needs, by metric name."""
     # Imported late: an engine that shares its metrics among processes must say so before the first import.
     from prometheus_client.parser import text_string_to_metric_families
 
-    lines = (line for line in text.splitlines() if line.startswith(_WANTED))
+    by_name: dict[str, list[Any]] = defaultdict(list)
+    lines = (line for line in text.splitlines() if line.startswith(("hybrid_", *_NAMES)))
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
-                if sample.name in _WANTED and _is_said(sample.name, sample.value) and not _is_repeated(sample):
-                    yield _Sample(sample.name, sample.labels, float(sample.value))
+                # SGLang publishes the totals of its queues, and the same requests again by priority.
+                is_repeated = sample.name in _QUEUES and sample.labels.get("priority")
+                is_number = math.isfinite(sample.value) or (sample.name == _UNBOUNDED and sample.value > 0)
+                if is_number and not is_repeated:
+                    by_name[sample.name].append(sample)
     except (ValueError, KeyError, IndexError) as error:
         raise EngineError(f"the server's /metrics is not Prometheus text: {error}") from error
+    return by_name
 
 
-def _is_repeated(sample: Any) -> bool:
-    """Return whether a sample is part of a total that stands beside it: SGLang repeats its queues by priority."""
-    return sample.name in (*RUNNING, *WAITING) and bool(sample.labels.get("priority"))
+def _sglang_tokens(samples: Iterable[Any]) -> dict[str, float]:
+    """Return the tokens that SGLang's schedulers counted, by attribute of `Reading`."""
+    by_mode: dict[str, float] = defaultdict(float)
+    for labels, value in _by_replica(samples).items():
+        by_mode[dict(labels).get("mode", "")] += value
+    cached, computed = by_mode["prefill_cache"], by_mode["prefill_compute"]
+    prompts = {"prompt_tokens": computed, "prefix_hits": cached, "prefix_queries": cached + computed}
+    return prompts | {"generated_tokens": by_mode["decode"]}
 
 
-def _is_said(name: str, value: float) -> bool:
-    return math.isfinite(value) or (value == math.inf and name in _MAY_BE_INFINITE)
-
-
-def _tokens_by_mode(samples: Iterable[_Sample]) -> dict[str, float]:
-    """Tokens of SGLang's schedulers by what they were computed for: decode, prefill_compute, prefill_cache."""
-    by_mode: dict[str, list[_Sample]] = {}
+def _by_replica(samples: Iterable[Any]) -> dict[tuple[tuple[str, str], ...], float]:
+    """Return the value of each data-parallel replica, whose tensor- and pipeline-parallel ranks report the same."""
+    replicas: dict[tuple[tuple[str, str], ...], float] = {}
     for sample in samples:
-        by_mode.setdefault(sample.labels.get("mode", ""), []).append(sample)
-    return {mode: _total_over_replicas(of_mode) for mode, of_mode in by_mode.items()}
+        labels = sample.labels.items()
+        key = tuple(sorted(label for label in labels if label[0] not in ("tp_rank", "pp_rank", "pid")))
+        replicas[key] = max(replicas.get(key, 0.0), sample.value)
+    return replicas
 
 
-def _total_over_replicas(samples: Iterable[_Sample]) -> float:
-    return sum(_by_replica(samples).values())
+def _layers(samples: Mapping[str, list[Any]]) -> tuple[LayerCounts, ...]:
+    """Join the ranks' figures of each layer. The plugin publishes selected tokens of all layers from the start."""
+    layers: dict[int, dict[str, float]] = defaultdict(dict)
+    for metric, name in ({f"hybrid_{name}_total": name for name in COUNTERS} | _SAMPLED).items():
+        join = min if metric in _SAMPLED else max if name.endswith("seconds") else float.__add__
+        for sample in samples.get(metric, ()):
+            counts, value = layers[_layer_of(sample)], float(sample.value)
+            counts[name] = join(counts[name], value) if name in counts else value
+    return tuple(LayerCounts(**layers[layer]) for layer in range(max(layers, default=-1) + 1))
 
 
-def _by_replica(samples: Iterable[_Sample]) -> dict[tuple[str, ...], float]:
-    """Data-parallel replicas add up; tensor- and pipeline-parallel ranks report the same requests."""
-    groups: dict[tuple[str, ...], float] = {}
-    for sample in samples:
-        key = tuple(sorted(f"{k}={v}" for k, v in sample.labels.items() if k not in ("tp_rank", "pp_rank", "pid")))
-        groups[key] = max(groups.get(key, 0.0), sample.value)
-    return groups
-
-
-def _layers(by_name: Mapping[str, list[_Sample]]) -> tuple[LayerCounts, ...]:
-    fields: dict[int, dict[str, float]] = {_layer_of(sample): {} for sample in by_name.get(_EVERY_LAYER, ())}
-    for names, join in ((_COUNTS, _add), (_SECONDS, max), (_SAMPLED, min)):
-        for name, attribute in names.items():
-            for sample in by_name.get(name, ()):
-                layer = _layer_of(sample)
-                entry = fields.setdefault(layer, {})
-                entry[attribute] = join(entry[attribute], sample.value) if attribute in entry else sample.value
-    return tuple(LayerCounts(**fields.get(layer, {})) for layer in range(max(fields, default=-1) + 1))
-
-
-def _add(a: float, b: float) -> float:
-    return a + b
-
-
-def _layer_of(sample: _Sample) -> int:
+def _layer_of(sample: Any) -> int:
     text = sample.labels.get("layer", "")
     if not (text.isascii() and text.isdigit() and len(text) <= 4):
         raise EngineError(f"the server's /metrics is not of this version: {sample.name} has layer={text!r}")

@@ -9,28 +9,30 @@ from collections.abc import Callable
 from hybrid_backend import __version__
 from hybrid_backend.errors import EngineError
 from hybrid_backend.hardware import Hardware
-from hybrid_backend.tools.status.glance import judge
+from hybrid_backend.tools.status.glance import judge, unjudged
 from hybrid_backend.tools.status.history import History
 from hybrid_backend.tools.status.model import Status
 from hybrid_backend.tools.status.reading import Reading, read
 from hybrid_backend.tools.status.source import Source
-from hybrid_backend.tools.status.tiles import tile_groups
+from hybrid_backend.tools.status.speed import Load
+from hybrid_backend.tools.status.tiles import table, tile_groups
 
 INTERVAL = 2.0  # seconds; the plugin publishes every half second
-KEPT = 300  # columns: ten minutes
+MAX_COLUMNS = 300  # ten minutes
 _LONGEST_GAP = 10  # intervals that one column may cover
-_STALE = 5  # intervals after which a reading is old although none failed: one is still awaited
-_PATIENCE = 1.0  # seconds that a viewer waits for a reading in flight
+_STALE = 5  # intervals without a reading after which the server counts as silent
+_PATIENCE = 1.0  # seconds that a viewer waits for a reading
+_SHOWN_GAUGES = ("host_pool_pages", "device_bytes", "digest_bytes", "frame_bytes", "context_cache_bytes")
 
 
 class Sampler:
-    """The server's history, read from ``source`` at most every ``interval`` seconds, whoever asks how often.
+    """The server's history, read at most once an interval, however many viewers ask.
 
     Args:
         source: returns a Prometheus text or raises EngineError.
-        name: what the page calls the source.
+        name: name of the source on the page.
         interval: seconds between two readings, at least.
-        kept: columns of the history, at most.
+        max_columns: columns of the history, at most.
         clock: returns Unix seconds.
         machine: a hardware profile of the server's machine.
     """
@@ -40,95 +42,82 @@ class Sampler:
         source: Source,
         name: str,
         interval: float = INTERVAL,
-        kept: int = KEPT,
+        max_columns: int = MAX_COLUMNS,
         clock: Callable[[], float] = time.time,
         machine: Hardware | None = None,
     ) -> None:
         self.interval = interval
-        self._source = source
-        self._name = name
-        self._clock = clock
-        self._machine = machine
-        self._history = History(kept, _LONGEST_GAP * interval)
+        self._source, self._name, self._clock, self._machine = source, name, clock, machine
+        self._history = History(max_columns, _LONGEST_GAP * interval)
         self._problem: str | None = None
         self._is_silent = False
         self._started = clock()
-        self._asked = float("-inf")
-        self._reading: asyncio.Task[None] | None = None
+        self._last_request = float("-inf")
+        self._task: asyncio.Task[None] | None = None
 
     async def refresh(self) -> None:
-        """Begin a reading if the last one is old enough, and wait a moment for the one in flight.
+        """Start a reading if the last one is old enough, and wait a moment for the reading in flight.
 
-        A server that answers slowly does not make its viewers wait: they see the age of what is known instead.
+        A server that answers slowly does not make its viewers wait: they see the age of the last reading instead.
         """
-        if self._reading is None or self._reading.done():
-            elapsed = self._clock() - self._asked
-            if 0 <= elapsed < self.interval:
+        if self._task is None or self._task.done():
+            if 0 <= self._clock() - self._last_request < self.interval:
                 return
-            self._asked = self._clock()
-            self._reading = asyncio.create_task(self._read())
-        await asyncio.wait({self._reading}, timeout=_PATIENCE)
+            self._last_request = self._clock()
+            self._task = asyncio.create_task(self._read())
+        await asyncio.wait({self._task}, timeout=_PATIENCE)
 
     def status(self, after: float = 0.0) -> Status:
-        """Return what is known, with the columns later than ``after`` (Unix seconds)."""
-        current = self._clock()
-        last, rates, layers = self._history.last, self._history.rates, self._history.layers
+        """Return the page's JSON, with the columns later than ``after`` (Unix seconds)."""
+        history, current = self._history, self._clock()
+        last, rates, layers = history.last, history.rates, history.layers
         shown = last or Reading(time=0.0)
-        stale = self._stale_seconds(current)
-        glance = judge(last, rates, layers, self._machine, stale, self._problem)
-        gauge = shown.gauges.get
+        elapsed = max(current - (self._started if last is None else last.time), 0.0)
+        stale = elapsed if self._is_silent or elapsed > _STALE * self.interval else None
+        if last is None or rates is None or stale is not None:
+            glance = unjudged(last is not None, stale, self._problem)
+        else:
+            glance = judge(Load(last, rates, layers, self._machine))
         return Status(
             version=__version__,
             source=self._name,
-            started=round(self._started, 3),
-            now=round(current, 3),
+            started=self._started,
+            now=current,
             interval=self.interval,
-            kept=self._history.kept,
-            read=None if last is None else round(last.time, 3),
-            stale_seconds=None if stale is None else round(stale, 3),
+            kept=history.columns.maxlen or 0,
+            read=None if last is None else last.time,
+            stale_seconds=stale,
             problem=self._problem,
             engine=shown.engine,
             model=shown.model,
             preemptions=shown.preemptions,
             in_place=shown.is_in_place,
-            host_pool_pages=gauge("hybrid_host_pool_pages"),
-            device_bytes=gauge("hybrid_device_bytes"),
-            digest_bytes=gauge("hybrid_digest_bytes"),
-            frame_bytes=gauge("hybrid_frame_bytes"),
-            context_cache_bytes=gauge("hybrid_context_cache_bytes"),
+            **{name: shown.gauge(name) for name in _SHOWN_GAUGES},
             headline=glance.headline,
             glance=glance.answers,
             changes=glance.changes,
             tiles=() if last is None else tile_groups(last, rates, layers),
             layers=layers,
-            columns=tuple(column for column in self._history.columns if column.time > after),
+            table=table(layers, shown.is_in_place),
+            columns=tuple(column for column in history.columns if column.time > after),
         )
 
     async def _read(self) -> None:
         try:
-            text = await self._source()
-            reading = await asyncio.to_thread(read, text, self._clock())
-        except EngineError as error:
-            self._problem, self._is_silent = str(error), True
+            reading = await asyncio.to_thread(read, await self._source(), self._clock())
+        except Exception as error:  # Nobody awaits this task, so nobody else would report the reason.
+            reason = f"{self._name} cannot be read: {type(error).__name__}: {error}"
+            self._problem, self._is_silent = str(error) if isinstance(error, EngineError) else reason, True
             return
-        except Exception as error:  # Nobody awaits this task, so nobody else would tell the reason.
-            self._problem = f"{self._name} cannot be read: {type(error).__name__}: {error}"
-            self._is_silent = True
-            return
-        self._history = self._history.add(reading)
+        self._history.add(reading)
         self._problem, self._is_silent = _missing(reading), False
-
-    def _stale_seconds(self, current: float) -> float | None:
-        """Return the age of the last reading if a newer one failed or is long overdue."""
-        last = self._history.last
-        elapsed = max(current - (self._started if last is None else last.time), 0.0)
-        return elapsed if self._is_silent or elapsed > _STALE * self.interval else None
 
 
 def _missing(reading: Reading) -> str | None:
+    """Return what the page needs and the metrics do not have, in one line."""
     if reading.engine is None and not reading.layers:
         return "the server's /metrics has nothing of vLLM, SGLang or this plugin; SGLang needs --enable-metrics"
-    if not reading.layers and "hybrid_host_pool_pages" not in reading.gauges:
+    if not reading.layers and reading.gauge("host_pool_pages") is None:
         return (
             "the server publishes no hybrid_* metrics: it runs without this plugin, or its workers do not share their "
             "metrics (set PROMETHEUS_MULTIPROC_DIR, as `hybrid serve` does)"

@@ -1,4 +1,4 @@
-"""Sources of a Prometheus text: a server's address, or the process of the server itself."""
+"""Sources of a Prometheus text: the address of a server, or the process of the server itself."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ import httpx
 from hybrid_backend.errors import EngineError
 
 Source = Callable[[], Coroutine[Any, Any, str]]
-"""Returns a Prometheus text, or raises EngineError."""
+"""A function that returns a Prometheus text, or raises EngineError."""
 DEADLINE = 10.0
-"""Seconds for the whole of an answer, from the name's look-up to the last byte: a busy server answers late."""
+"""Seconds for a whole answer, from the name's look-up to the last byte. A busy server answers late."""
 LONGEST_TEXT = 16 * 2**20
 """Bytes of an answer at most. A real /metrics has some hundred kilobytes."""
 
 
 def metrics_url(server: str) -> str:
-    """``http://host:port/metrics`` of a server's address as a user writes it. Raises EngineError if it is none."""
+    """Return ``http://host:port/metrics`` for a server's address as a user writes it.
+
+    Raises:
+        EngineError: the text is no address.
+    """
     url = server.strip()
     url = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        address = urlsplit(url)
+        is_usable = address.scheme in ("http", "https") and address.hostname and address.port != 0
     except ValueError:
-        usable = False
-    if not usable or any(c.isspace() for c in url):
+        is_usable = False
+    if not is_usable or any(c.isspace() for c in url):
         raise EngineError(f"{server!r} is not a server's address; write it as http://localhost:8000")
-    path = parts.path.rstrip("/")
-    for ending in ("/metrics", "/v1"):
-        path = path.removesuffix(ending)
-    return urlunsplit((parts.scheme, parts.netloc, f"{path}/metrics", "", ""))
+    path = address.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
+    return urlunsplit((address.scheme, address.netloc, f"{path}/metrics", "", ""))
 
 
 def from_server(url: str, deadline: float = DEADLINE) -> Source:
-    """Return a source that asks ``url`` (of /metrics) and gives up after ``deadline`` seconds."""
+    """Return a source that reads ``url`` (of /metrics) and gives up after ``deadline`` seconds."""
 
     async def fetch() -> str:
         try:
-            async with asyncio.timeout(deadline):
-                return (await _body(url, deadline)).decode("utf-8", "replace")
+            async with asyncio.timeout(deadline), httpx.AsyncClient(timeout=deadline, follow_redirects=True) as client:
+                return (await _body(client, url)).decode("utf-8", "replace")
         except TimeoutError as error:
             raise EngineError(f"{url} cannot be read: no whole answer within {deadline:g} seconds") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
@@ -52,13 +54,9 @@ def from_server(url: str, deadline: float = DEADLINE) -> Source:
     return fetch
 
 
-async def _body(url: str, deadline: float) -> bytes:
-    headers = {"Accept": "text/plain", "Accept-Encoding": "identity"}
+async def _body(client: httpx.AsyncClient, url: str) -> bytes:
     text = bytearray()
-    async with (
-        httpx.AsyncClient(timeout=deadline, follow_redirects=True) as client,
-        client.stream("GET", url, headers=headers) as answer,
-    ):
+    async with client.stream("GET", url, headers={"Accept": "text/plain", "Accept-Encoding": "identity"}) as answer:
         if answer.status_code != httpx.codes.OK:
             raise EngineError(f"{url} cannot be read: HTTP {answer.status_code} {answer.reason_phrase}".rstrip())
         async for piece in answer.aiter_raw():
@@ -69,7 +67,7 @@ async def _body(url: str, deadline: float) -> bytes:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the operating system's own words if it refused: httpx says "All connection attempts failed"."""
+    """Return the operating system's words for a refusal; httpx says "All connection attempts failed"."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ConnectionError) and cause.errno:
@@ -81,17 +79,13 @@ def _reason(error: BaseException) -> str:
 
 
 async def from_this_process() -> str:
-    """Return the metrics of the server in whose process this runs, its workers' among them."""
-    return await asyncio.to_thread(_collect)
-
-
-def _collect() -> str:
-    # Imported late: see reading.read.
+    """Return the metrics of the server in whose process this runs, including its workers' metrics."""
+    # Imported late: see `reading._samples`.
     from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
-        return generate_latest(REGISTRY).decode()
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    return generate_latest(registry).decode()
+    registry = REGISTRY
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return (await asyncio.to_thread(generate_latest, registry)).decode()

@@ -8,25 +8,26 @@ from dataclasses import dataclass
 from hybrid_backend.hardware import Hardware
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.status import advice
-from hybrid_backend.tools.status.model import Answer, Change, Layer, Level, Rates, State
+from hybrid_backend.tools.status.model import Answer, Layer, Rates, State
 from hybrid_backend.tools.status.reading import Reading
-from hybrid_backend.tools.status.words import bandwidth, duration, mean, number, rate
+from hybrid_backend.tools.status.words import duration, mean, number, rate, size
 
 READING_SPEED, CRAWLING = 5.0, 2.0
-"""Tokens per second of one request. A person reads 238 words a minute (Brysbaert 2019), about 5 tokens a second: from
-there on a request is fast. Below the second number it is very slow."""
+"""Tokens per second of one request from which it is fast, and below which it is very slow.
+
+A person reads 238 words a minute (Brysbaert 2019), which is about 5 tokens a second.
+"""
 WAITS = 0.1
 """Share of the time that the device tier waits for CPU workers, above which they hold the server back."""
 FULL = 0.9
 """Share of the host pool in use from which requests are said to wait for memory."""
 MOSTLY = 0.5
-"""Share of the time from which attention in place, or copies on the bus, hold the server back; share of the computed
-tokens from which prompts do; share of the memory's bandwidth from which attention is bound by it."""
+"""Share above which a part is said to be most of a whole: of the time, of computed tokens, of a memory's bandwidth."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The server's work in the time of ``rates``, and the machine that it runs on."""
+    """The last reading, what happened in the seconds before it, and the server's machine if it is known."""
 
     last: Reading
     rates: Rates
@@ -35,48 +36,30 @@ class Load:
 
     @property
     def state(self) -> State:
-        """The server's activity. A request that runs without any token counted is read, or its step is long."""
+        """The server's activity. If requests run and no token is counted, a prompt is read, or the step is long."""
         if self.rates.generated_per_second:
             return "decoding"
         is_busy = self.last.running or self.last.waiting or self.rates.prompt_per_second
         return "prompts" if is_busy else "idle"
 
     @property
-    def fill(self) -> float:
-        """Share of the host pool in use."""
-        return self.last.pool_fill or 0.0
+    def is_slow(self) -> bool:
+        """True if a request gets fewer tokens than a person reads."""
+        return (self.rates.request_speed or READING_SPEED) < READING_SPEED
 
     @property
-    def prompt_share(self) -> float:
-        """Share of the computed tokens that were prompts'."""
-        prompts, generated = self.rates.prompt_per_second or 0.0, self.rates.generated_per_second or 0.0
-        return prompts / (prompts + generated) if prompts else 0.0
-
-    @property
-    def counts_waits(self) -> bool:
-        """True if waits for CPU partials can occur: `scout` has an interval of recalls, others have waited before."""
-        return (
-            "hybrid_recall_interval" in self.last.gauges
-            or any(layer.wait_seconds or layer.cpu_tokens for layer in self.last.layers)
-            or self.rates.wait_share > 0
-        )
-
-    @property
-    def copied(self) -> float:
-        """Bytes per second that were copied to the device tier."""
-        return self.rates.copied_bytes_per_second or 0.0
-
-    @property
-    def bus(self) -> float | None:
-        """Share of the time that the copies take at the bus's speed; None if that speed is not known."""
-        carried = self.last.gauges.get("hybrid_bus_bytes_per_second")
-        return self.copied / carried if carried else None
+    def bus_share(self) -> float | None:
+        """Share of the time that the copies take at the bus's speed; None if that speed is not published."""
+        bus = self.last.gauge("bus_bytes_per_second")
+        return (self.rates.copied_bytes_per_second or 0.0) / bus if bus else None
 
     @property
     def is_held_by_bus(self) -> bool:
-        """True if copies take most of the time and longer than the CPU is waited for. Copies go on beside the step, and
-        nobody counts what is waited for them, so the two times are compared."""
-        return self.bus is not None and self.bus > max(MOSTLY, self.rates.wait_share)
+        """True if copies take most of the time, and longer than the wait for the CPU.
+
+        Copies overlap the step, and the wait for copies is not counted, so the two times are compared.
+        """
+        return self.bus_share is not None and self.bus_share > max(MOSTLY, self.rates.wait_share)
 
     @property
     def bandwidth_share(self) -> float | None:
@@ -85,144 +68,138 @@ class Load:
         return reads / self.machine.host_read_achieved if reads and self.machine else None
 
 
+# --- is it fast? ---
+
+
 def fast(load: Load) -> Answer:
     """Judge the speed of one request by how fast a person reads."""
-
-    def answer(verdict: str, text: str, level: Level) -> Answer:
-        return Answer(question="Is it fast?", verdict=verdict, text=text, level=level)
-
     if load.state == "idle":
-        return answer("Idle", "No request runs or waits: there is nothing to judge.", "unknown")
+        return Answer("Idle", "No request runs or waits: there is nothing to judge.", "unknown")
     if load.state == "prompts":
-        return answer("No token yet", f"{_reading_prompts(load)}{_latencies(load.rates)}", "unknown")
+        return Answer("No token yet", f"{_prompts_text(load)}{_latencies(load.rates)}", "unknown")
     speed = load.rates.request_speed
     text = f"{rate(load.rates.generated_per_second)} tokens/s"
     if speed is None:
-        return answer("Not known", f"{text}; how many requests share them is not published.", "unknown")
-    level: Level = "good" if speed >= READING_SPEED else "fair" if speed >= CRAWLING else "bad"
-    verdict = {"good": "Faster than reading", "fair": "Slow", "bad": "Very slow"}[level]
+        return Answer("Not known", f"{text}; how many requests share them is not published.", "unknown")
     running = counted(load.rates.running or 0, "request")
     text += f", {rate(speed)} for each of {running}; a person reads about {READING_SPEED:.0f}."
-    return answer(verdict, f"{text}{_latencies(load.rates)}{_machine_speed(load)}", level)
-
-
-def limit(load: Load, budget_may_fall: bool) -> tuple[Answer, Change | None]:
-    """Name what the server's time goes to, and what would change that."""
-    verdict, text, level, change = _limit(load, budget_may_fall)
-    return Answer(question="What holds it back?", verdict=verdict, text=text, level=level), change
-
-
-_Limit = tuple[str, str, Level, Change | None]
-
-
-def _limit(load: Load, budget_may_fall: bool) -> _Limit:
-    last, waits = load.last, load.rates.wait_share
-    if last.waiting and load.fill >= FULL:
-        text = f"{_waiting(load)}, and the host pool is {load.fill:.0%} full."
-        return "Host memory", text, "fair", advice.more_memory(last)
-    if load.is_held_by_bus:
-        text = (
-            f"Copies, {load.copied / 1e6:,.0f} MB/s, take about {load.bus:.0%} of the time; the device tier waits "
-            f"{waits:.0%} of it for the CPU."
-        )
-        return "The bus", text, "fair", advice.less_copying(last, budget_may_fall)
-    if waits > WAITS:
-        share = mean(layer.cpu_ratio for layer in load.layers) or 0.0
-        text = f"The device tier waits {waits:.0%} of the time for them; they attend {share:.0%} of the tokens."
-        return "CPU workers", text, "fair", advice.less_waiting(last, budget_may_fall)
-    if last.waiting:
-        return _queue(load)
-    if load.state == "idle":
-        return "Nothing", "No request runs or waits.", "unknown", None
-    if load.state == "prompts":
-        return "Prompts", _reading_prompts(load), "unknown", None
-    is_slow = (load.rates.request_speed or READING_SPEED) < READING_SPEED
-    if is_slow and load.prompt_share > MOSTLY:
-        text = (
-            f"{load.prompt_share:.0%} of the computed tokens were prompts', and a step that reads a piece of a prompt "
-            "takes longer for all."
-        )
-        return "Prompts", text, "fair", advice.shorter_prompt_steps(last)
-    if load.rates.attention_share:
-        return _in_place(load, is_slow, budget_may_fall)
-    if load.copied and load.bus is None and not waits:
-        text = (
-            f"{load.copied / 1e6:,.0f} MB/s are copied to the device tier; how long it waits for them is not counted. "
-            "hybrid profile --hardware measures what the bus carries."
-        )
-        return "Not measured", text, "unknown", None
-    if is_slow:
-        text = "No request waits, and nothing that is measured here takes the time: the rest of the model does."
-        return "The model's matrices", text, "fair", None
-    return "Nothing", "No request waits, and nothing that is measured here takes most of the time.", "good", None
-
-
-def _queue(load: Load) -> _Limit:
-    """Judge requests that wait although the host pool has room."""
-    most, full = advice.most_requests(load.last), f"the host pool is {load.fill:.0%} full"
-    if most is None or (load.rates.most_running or 0.0) >= most:
-        return "The batch", f"{_waiting(load)}, and {full}.", "fair", advice.larger_batch(load.last)
-    text = f"{_waiting(load)} although only {load.rates.most_running or 0.0:,.0f} of {most:,.0f} run and {full}"
-    if load.rates.prompt_per_second:
-        return "Prompts", f"{text}; most likely those before them are being read.", "fair", None
-    return "Not known", f"{text}.", "fair", None
-
-
-def _in_place(load: Load, is_slow: bool, budget_may_fall: bool) -> _Limit:
-    attention, contexts = load.rates.attention_share or 0.0, mean(layer.attended for layer in load.layers)
-    text = f"Attention takes {attention:.0%} of the time"
-    text += "" if contexts is None else f" for {contexts:.0%} of the contexts' tokens"
-    if attention > MOSTLY:
-        share = load.bandwidth_share
-        if share is not None and share > MOSTLY:
-            text += f", and it is bound by the memory, of whose bandwidth it reaches {share:.0%}"
-        elif share is not None:
-            text += f"; the memory, of whose bandwidth it reaches {share:.0%}, is not what it waits for"
-        return "Attention", f"{text}.", "fair", advice.less_attention(load.last, budget_may_fall)
-    if is_slow:
-        return "The model's matrices", f"{text}; the rest goes to the model's matrices and the engine.", "fair", None
-    return "Nothing", f"{text}; no request waits.", "good", None
-
-
-def _waiting(load: Load) -> str:
-    waiting = load.last.waiting or 0.0
-    return f"{counted(waiting, 'request')} wait{'s' if round(waiting) == 1 else ''}"
-
-
-def _reading_prompts(load: Load) -> str:
-    running = load.last.running
-    who = f"{counted(running, 'request')} run{'s' if round(running) == 1 else ''}" if running else "No request decodes"
-    if load.rates.prompt_per_second:
-        return f"{who}; prompts are read at {number(load.rates.prompt_per_second)} tokens/s."
-    return (
-        f"{who} and no token was counted: a prompt is read, or one step takes longer than {load.rates.seconds:.0f} s."
-    )
+    text += _latencies(load.rates) + _machine_speed(load)
+    if not load.is_slow:
+        return Answer("Faster than reading", text, "good")
+    return Answer("Slow", text, "fair") if speed >= CRAWLING else Answer("Very slow", text, "bad")
 
 
 def _latencies(rates: Rates) -> str:
     """Write TTFT and TPOT, where the engine measured any."""
-    text = ""
-    if rates.token_seconds is not None:
-        text += f" Between two tokens {duration(rates.token_seconds)} passed (TPOT)."
-    if rates.first_token_seconds is not None:
-        text += f" First tokens came after {duration(rates.first_token_seconds)} (TTFT)."
-    return text
+    gap, first = rates.token_seconds, rates.first_token_seconds
+    text = "" if gap is None else f" Between two tokens {duration(gap)} passed (TPOT)."
+    return text if first is None else f"{text} First tokens came after {duration(first)} (TTFT)."
 
 
 def _machine_speed(load: Load) -> str:
-    """Say how near the server is to what its machine can do, or why that is not known."""
-    if not load.last.is_in_place:
+    """Compare the server's speed with its machine's, or say why the comparison is not possible."""
+    last, waits, reads = load.last, load.rates.wait_share, load.rates.attention_bytes_per_second
+    if not last.is_in_place:
         if load.is_held_by_bus:
-            return f" Copies take about {load.bus:.0%} of the time."
-        if not load.counts_waits:
-            return " No wait was counted by which the device tier could be judged."
-        return f" The device tier waits {load.rates.wait_share:.1%} of the time for the CPU."
-    reads = load.rates.attention_bytes_per_second
+            return f" Copies take about {load.bus_share:.0%} of the time."
+        # `scout` publishes the interval of its recalls. Of other methods, a wait of 0 may mean that nothing can wait.
+        if (
+            last.gauge("recall_interval")
+            or waits
+            or any(layer.wait_seconds or layer.cpu_tokens for layer in last.layers)
+        ):
+            return f" The device tier waits {waits:.1%} of the time for the CPU."
+        return " No wait was counted by which the device tier could be judged."
     if reads is None:
         return " What share of this machine's speed that is, is not known: the server does not time its attention."
-    text = f" Attention reads {bandwidth(reads)} of K and V while it runs"
+    text = f" Attention reads {size(reads)}/s of K and V while it runs"
     if load.machine is None:
-        return (
-            f"{text}; what this machine's memory can is unknown (hybrid profile --hardware, hybrid top --machine FILE)."
-        )
-    return f"{text}, {load.bandwidth_share:.0%} of the {bandwidth(load.machine.host_read_achieved)} of its memory."
+        hint = "hybrid profile --hardware, hybrid top --machine FILE"
+        return f"{text}; what this machine's memory can is unknown ({hint})."
+    return f"{text}, {load.bandwidth_share:.0%} of the {size(load.machine.host_read_achieved)}/s of its memory."
+
+
+def _prompts_text(load: Load) -> str:
+    """Describe a server that generates nothing."""
+    running, speed = load.last.running, load.rates.prompt_per_second
+    text = f"{counted(running, 'request')} run{'s' if round(running) == 1 else ''}" if running else "No request decodes"
+    if speed:
+        return f"{text}; prompts are read at {number(speed)} tokens/s."
+    reason = f"a prompt is read, or one step takes longer than {load.rates.seconds:.0f} s"
+    return f"{text} and no token was counted: {reason}."
+
+
+# --- what holds it back? ---
+
+
+def limit(load: Load, can_lower_budget: bool) -> Answer:
+    """Name what holds the server back: the first rule that applies.
+
+    Args:
+        load: the server's activity.
+        can_lower_budget: False if a larger budget is recommended already.
+    """
+    answer = _waits(load, can_lower_budget)
+    if answer is not None:
+        return answer
+    if load.state == "idle":
+        return Answer("Nothing", "No request runs or waits.", "unknown")
+    if load.state == "prompts":
+        return Answer("Prompts", _prompts_text(load), "unknown")
+    prompts, generated = load.rates.prompt_per_second or 0.0, load.rates.generated_per_second or 0.0
+    prompt_share = prompts / (prompts + generated)
+    if load.is_slow and prompt_share > MOSTLY:
+        text = f"{prompt_share:.0%} of the computed tokens were prompts', and a step that reads a piece of a prompt "
+        return Answer("Prompts", f"{text}takes longer for all.", "fair", advice.shorter_prompt_steps(load.last))
+    if load.rates.attention_share:
+        return _in_place(load, load.rates.attention_share, can_lower_budget)
+    copied = load.rates.copied_bytes_per_second
+    if copied and load.bus_share is None and not load.rates.wait_share:
+        text = f"{copied / 1e6:,.0f} MB/s are copied to the device tier; how long it waits for them is not counted. "
+        return Answer("Not measured", f"{text}hybrid profile --hardware measures what the bus carries.", "unknown")
+    text = "No request waits, and nothing that is measured here takes"
+    if load.is_slow:
+        return Answer("The model's matrices", f"{text} the time: the rest of the model does.", "fair")
+    return Answer("Nothing", f"{text} most of the time.", "good")
+
+
+def _waits(load: Load, can_lower_budget: bool) -> Answer | None:
+    """Judge what requests, or the device tier, wait for."""
+    last, rates, fill = load.last, load.rates, load.last.pool_fill or 0.0
+    pool, waiting = f"the host pool is {fill:.0%} full", last.waiting or 0.0
+    text = f"{counted(waiting, 'request')} wait{'s' if round(waiting) == 1 else ''}"
+    if waiting and fill >= FULL:
+        return Answer("Host memory", f"{text}, and {pool}.", "fair", advice.more_memory(last))
+    waits = f"the device tier waits {rates.wait_share:.0%} of"
+    if load.is_held_by_bus:
+        copies = f"Copies, {(rates.copied_bytes_per_second or 0) / 1e6:,.0f} MB/s, take about {load.bus_share:.0%}"
+        change = advice.less_copying(last, can_lower_budget)
+        return Answer("The bus", f"{copies} of the time; {waits} it for the CPU.", "fair", change)
+    if rates.wait_share > WAITS:
+        share = mean(layer.cpu_ratio for layer in load.layers) or 0.0
+        text = f"T{waits[1:]} the time for them; they attend {share:.0%} of the tokens."
+        return Answer("CPU workers", text, "fair", advice.less_waiting(last, can_lower_budget))
+    if not waiting:
+        return None
+    running, most = rates.most_running or 0.0, advice.most_requests(last)
+    if most is None or running >= most:
+        return Answer("The batch", f"{text}, and {pool}.", "fair", advice.larger_batch(last))
+    text += f" although only {running:,.0f} of {most:,.0f} run and {pool}"
+    if rates.prompt_per_second:
+        return Answer("Prompts", f"{text}; most likely those before them are being read.", "fair")
+    return Answer("Not known", f"{text}.", "fair")
+
+
+def _in_place(load: Load, attention: float, can_lower_budget: bool) -> Answer:
+    contexts, share = mean(layer.attended for layer in load.layers), load.bandwidth_share
+    text = f"Attention takes {attention:.0%} of the time"
+    text += "" if contexts is None else f" for {contexts:.0%} of the contexts' tokens"
+    if attention > MOSTLY:
+        if share is not None and share > MOSTLY:
+            text += f", and it is bound by the memory, of whose bandwidth it reaches {share:.0%}"
+        elif share is not None:
+            text += f"; the memory, of whose bandwidth it reaches {share:.0%}, is not what it waits for"
+        return Answer("Attention", f"{text}.", "fair", advice.less_attention(load.last, can_lower_budget))
+    if load.is_slow:
+        return Answer("The model's matrices", f"{text}; the rest goes to the model's matrices and the engine.", "fair")
+    return Answer("Nothing", f"{text}; no request waits.", "good")

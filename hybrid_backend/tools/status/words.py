@@ -1,9 +1,11 @@
-"""Numbers as the page writes them."""
+"""Texts of numbers on the status page."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+
+from rich.filesize import decimal
 
 UNKNOWN = "–"
 
@@ -14,13 +16,18 @@ def number(value: float | None, digits: int = 0) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Write a number per second: one digit after the point below 100."""
+    """Write a number per second, with one digit after the point below 100."""
     return number(value, 1 if value and abs(value) < 100 else 0)
 
 
 def percent(share: float | None) -> str:
     """Write a share of 0..1 as a percentage."""
     return UNKNOWN if share is None else f"{number(100 * share, 1)} %"
+
+
+def millis(share: float | None) -> str:
+    """Write a share of time in milliseconds per second."""
+    return UNKNOWN if share is None else number(1000 * share, 2 if 0 < share < 0.01 else 0)
 
 
 def duration(seconds: float | None) -> str:
@@ -31,25 +38,15 @@ def duration(seconds: float | None) -> str:
 
 
 def age(seconds: float) -> str:
-    """Write how long ago something was, in one unit."""
+    """Write the age of a reading in one unit."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def bytes_text(value: float | None) -> str:
+def size(value: float | None) -> str:
     """Write a number of bytes in decimal units."""
-    if value is None:
-        return UNKNOWN
-    power = 0
-    while value >= 1000 and power < 4:
-        value, power = value / 1000, power + 1
-    return f"{number(value, 1 if power and value < 100 else 0)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
-def bandwidth(bytes_per_second: float) -> str:
-    """Write a memory's speed in GB/s."""
-    return f"{bytes_per_second / 1e9:.1f} GB/s"
+    return UNKNOWN if value is None else decimal(int(value))
 
 
 def mass(share: float) -> str:
@@ -58,7 +55,7 @@ def mass(share: float) -> str:
 
 
 def lowered(text: str) -> str:
-    """Return ``text`` for the middle of a sentence: names in capitals stay."""
+    """Return ``text`` for the middle of a sentence: names in capitals stay as they are."""
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybrid_backend.hardware import Hardware
 from hybrid_backend.tools.status.glance import Glance, judge
 from hybrid_backend.tools.status.model import Layer, Rates
 from hybrid_backend.tools.status.reading import LayerCounts, Reading
+from hybrid_backend.tools.status.speed import Load
 
 NO_RATES: dict[str, Any] = dict.fromkeys(Rates.model_fields) | {
     "seconds": 15,
@@ -42,15 +44,22 @@ def in_place(**more: Any) -> Reading:
     return Reading(**{"time": 1, "running": 2, "waiting": 0, "layers": (counts,), "gauges": IN_PLACE} | more)
 
 
+def judged_of(
+    last: Reading, rates: Rates | None = None, layers: tuple[Layer, ...] = (), machine: Hardware | None = None
+) -> Glance:
+    """Judge a server; without ``rates`` nothing was measured but the running requests."""
+    return judge(Load(last, rates or rates_of(last.running), layers, machine))
+
+
 def told(
-    last: Reading, rates: Rates | None = None, layers: tuple[Layer, ...] = (), **more: Any
+    last: Reading, rates: Rates | None = None, layers: tuple[Layer, ...] = (), machine: Hardware | None = None
 ) -> dict[str, tuple[str, str, str]]:
     """Return verdict, level and text by the last word of the question: faithful, fast, back."""
-    judged = judge(last, rates or rates_of(last.running), layers, **more)
+    judged = judged_of(last, rates, layers, machine)
     return {a.question.rstrip("?").split()[-1]: (a.verdict, a.level, a.text) for a in judged.answers}
 
 
 def advised(last: Reading, rates: Rates | None = None, mass: float = 0.99, cpu: float = 0.25) -> list[str]:
     """Return the recommended change with its problem, then the other ways, then what comes after."""
-    judged: Glance = judge(last, rates or rates_of(last.running), (layer(0, mass, cpu=cpu),))
+    judged = judged_of(last, rates, (layer(0, mass, cpu=cpu),))
     return [text for change in judged.changes for text in (f"{change.problem}: {change.change}", *change.others)]

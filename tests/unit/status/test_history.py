@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_backend.tools.status.history import History
-from hybrid_backend.tools.status.reading import Durations, LayerCounts, Reading
+from hybrid_backend.tools.status.reading import LayerCounts, Reading
 
 GROWTH = st.integers(0, 10**6)
 
@@ -42,14 +42,21 @@ def after(reading: Reading, step: tuple[float, int, int, int, int, float]) -> Re
 START = Reading(time=100.0, running=1.0, generated_tokens=0.0, layers=(LayerCounts(), LayerCounts()))
 
 
+def history_of(*readings: Reading, kept: int = 9, longest: float = 60) -> History:
+    history = History(kept, longest)
+    for reading in readings:
+        history.add(reading)
+    return history
+
+
 @given(st.lists(increments(), max_size=30), st.integers(1, 8))
 def test_the_history_is_bounded_and_says_what_happened(
     steps: list[tuple[float, int, int, int, int, float]], kept: int
 ) -> None:
-    history, reading = History(kept, longest=60).add(START), START
+    history, reading = history_of(START, kept=kept), START
     for seconds, selected, cpu, lookups, hits, wait in steps:
         reading = after(reading, (seconds, selected, cpu, lookups, hits, wait))
-        history = history.add(reading)
+        history.add(reading)
         column = history.columns[-1]
         assert column.seconds == pytest.approx(seconds, abs=1e-3)
         expected = cpu / selected if selected else None
@@ -69,35 +76,31 @@ def test_the_history_is_bounded_and_says_what_happened(
 
 def test_a_server_that_was_started_again_begins_anew() -> None:
     busy = after(START, (2.0, 100, 50, 10, 5, 0.1))
-    history = History(9, 60).add(START).add(busy)
     again = replace(START, time=busy.time + 2)
-    history = history.add(again)
+    history = history_of(START, busy, again)
     assert len(history.columns) == 1 and history.layers == (), "no column of negative rates"
-    assert len(history.add(after(again, (2.0, 1, 1, 1, 1, 0.0))).columns) == 2
+    history.add(after(again, (2.0, 1, 1, 1, 1, 0.0)))
+    assert len(history.columns) == 2
 
 
-def test_fewer_layers_are_another_server() -> None:
-    history = History(9, 60).add(START).add(replace(START, time=102.0, layers=START.layers[:1]))
-    assert history.columns == ()
-
-
-def test_a_long_gap_is_left_out_instead_of_averaged() -> None:
-    history = History(9, longest=20).add(START).add(after(START, (20.5, 100, 0, 0, 0, 0.0)))
-    assert history.columns == ()
-    assert history.last is not None and history.last.time == 120.5
-
-
-def test_time_that_stands_still_or_runs_back_gives_no_column() -> None:
-    for seconds in (0.0, -5.0):
-        assert History(9, 20).add(START).add(replace(START, time=100.0 + seconds)).columns == ()
+@pytest.mark.parametrize(
+    "later",
+    [
+        replace(START, time=102.0, layers=START.layers[:1]),
+        after(START, (20.5, 100, 0, 0, 0, 0.0)),
+        START,
+        replace(START, time=95.0),
+    ],
+    ids=["fewer layers: another server", "a long gap, not to be averaged", "no time passed", "time ran back"],
+)
+def test_no_column_is_made_of_what_is_no_interval(later: Reading) -> None:
+    history = history_of(START, later, longest=20)
+    assert not history.columns and history.last == later
 
 
 def test_ratios_of_an_idle_layer_stay_and_its_rates_fall_to_zero() -> None:
     busy = after(START, (2.0, 100, 25, 10, 5, 0.1))
-    history = History(9, 60).add(START).add(busy)
-    for _ in range(8):
-        assert history.last is not None
-        history = history.add(replace(busy, time=history.last.time + 2))
+    history = history_of(START, busy, *(replace(busy, time=busy.time + 2 * step) for step in range(1, 9)))
     layer = history.layers[0]
     assert layer.cpu_ratio == 0.25 and layer.residency == 0.5
     assert layer.attended_tokens_per_second == 0 and layer.wait_share == 0
@@ -105,12 +108,13 @@ def test_ratios_of_an_idle_layer_stay_and_its_rates_fall_to_zero() -> None:
 
 
 def test_latencies_are_those_of_the_window_and_prefix_hits_too() -> None:
-    first = replace(START, first_token=Durations(50.0, 5), prefix_hits=10, prefix_queries=100)
-    second = replace(first, time=102.0, first_token=Durations(54.0, 7), prefix_hits=40, prefix_queries=160)
-    history = History(9, 60).add(first).add(second)
+    first = replace(START, first_token_seconds=50.0, first_tokens=5, prefix_hits=10, prefix_queries=100)
+    second = replace(first, time=102.0, first_token_seconds=54.0, first_tokens=7, prefix_hits=40, prefix_queries=160)
+    history = history_of(first, second)
     rates = history.columns[-1].rates
     assert rates.first_token_seconds == 2.0 and rates.prefix_hit_ratio == 0.5 and rates.token_seconds is None
-    rates = history.add(replace(second, time=120.0)).columns[-1].rates
+    history.add(replace(second, time=120.0))
+    rates = history.columns[-1].rates
     assert rates.first_token_seconds is None and rates.prefix_hit_ratio is None, "nothing began since"
 
 
@@ -118,20 +122,18 @@ def test_bytes_of_attention_in_place_are_those_of_its_time() -> None:
     gauges = {"hybrid_host_pool_bytes": 8e6, "hybrid_host_pool_pages": 100.0, "hybrid_page_tokens": 16.0}
     first = replace(START, gauges=gauges)
     layers = tuple(LayerCounts(selected_tokens=1000, attention_seconds=0.5) for _ in range(2))
-    rates = History(9, 60).add(first).add(replace(first, time=102.0, layers=layers)).columns[-1].rates
-    assert (
-        first.token_bytes == 2500
-        and rates.attention_bytes_per_second == 2 * 1000 * 2500
-        and rates.attention_share == 0.5
-    )
+    rates = history_of(first, replace(first, time=102.0, layers=layers)).columns[-1].rates
+    assert first.token_bytes == 2500
+    assert rates.attention_bytes_per_second == 2 * 1000 * 2500 and rates.attention_share == 0.5
 
 
 def test_rates_of_a_server_that_was_started_again_are_not_those_of_the_one_before() -> None:
     """Nor those from before a gap: both begin with their second reading."""
     busy = after(START, (2.0, 100, 50, 10, 5, 0.1))
-    history = History(9, 20).add(START).add(busy)
-    assert history.rates is not None
     for later in (replace(START, time=busy.time + 2), replace(busy, time=busy.time + 90)):
-        again = history.add(later)
-        assert again.rates is None and again.columns
-        assert again.add(after(later, (2.0, 1, 1, 1, 1, 0.0))).rates is not None
+        history = history_of(START, busy, longest=20)
+        assert history.rates is not None
+        history.add(later)
+        assert history.rates is None and history.columns
+        history.add(after(later, (2.0, 1, 1, 1, 1, 0.0)))
+        assert history.rates is not None

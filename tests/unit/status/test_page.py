@@ -32,7 +32,7 @@ CSS = (files("hybrid_backend.tools.status") / "page" / "status.css").read_text()
 def theme(dark: bool, stale: bool = False) -> dict[str, str]:
     """The colours by name; ``stale``: those of a page whose numbers are old."""
     light, dark_rules = [], []
-    for selector in (":root", "body.stale") if stale else (":root",):
+    for selector in (":root", ".stale") if stale else (":root",):
         blocks = re.findall(rf"^ *{re.escape(selector)} {{([^}}]*--one:[^}}]*)}}", CSS, re.M)
         assert len(blocks) == 2, f"{selector}: one block for each theme"
         light.append(blocks[0])
@@ -108,11 +108,11 @@ def test_the_page_shows_the_numbers_of_its_json(page: str, tmp_path: Path) -> No
     cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in body]
     for layer, row in enumerate(cells):
         expected = ["0.0 %", "100.0 %"] if layer % 2 else ["100.0 %", "0.0 %"]
-        assert row[:7] == [str(layer), "25.0 %", *expected, "500", "–", "1.0"], row
-    assert re.search(r'data-columns="\d+"', dom) and 'id="problem" role="alert" hidden' in dom
-    shown = re.findall(r'<canvas[^>]*aria-label="([^"]*)"', dom)
+        assert row[:6] == [str(layer), "25.0 %", *expected, "500", "1.0"], row
+    assert 'data-columns="60"' in dom and re.search(r'id="problem"[^>]* role="alert" hidden', dom)
+    shown = re.findall(r'role="img" aria-label="([^"]*)"', dom)
     assert all(shown) and len(shown) == 14, "all plots but the one of a server in place"
-    assert "30 layers over" in dom and dom.count("<canvas") == 15
+    assert "30 layers over" in dom and dom.count("<canvas") == 3
     keys = dict(re.findall(r"<b>([^<]*)</b><span class=\"key one\">([^<]*)</span>", dom))
     assert keys["Decoded tokens/s"] == "50" and keys["Requests"] == "running 12", "a line ends in its tile's number"
     assert keys["Waits, share of time"] == "1.5 %" and "Waits 1.5 % of the time" in tiles
@@ -136,7 +136,7 @@ def test_each_state_is_told_in_words_and_in_a_colour(name: str, level: str, titl
     changes = {"slowed": "Prompts:", "memory": "Faithfulness:"}
     assert re.search(r'id="change"[^>]* hidden', dom) if name not in changes else changes[name] in part(dom, "change")
     assert not re.search(r'<span class="age">[^<]', dom) and 'class="stale' not in dom
-    assert ('<body class="in-place"' in dom) == (name not in ("memory", "separate"))
+    assert ('id="residency"' in dom) == (name in ("memory", "separate"))
 
 
 def test_a_server_in_place_shows_what_happens_there() -> None:
@@ -145,18 +145,18 @@ def test_a_server_in_place_shows_what_happens_there() -> None:
     tiles = part(dom, "tiles")
     assert "Attention 17.5 % of the time, at" in tiles and "On CPU" not in tiles and "TPOT" in tiles
     assert "Attention reads" in part(dom, "glance") and "Attention takes 18% of the time" in part(dom, "glance")
-    assert dom.count("aria-label=") == 10, "the glance, one map, eight courses"
+    assert dom.count('role="img"') == 9, "one map, eight courses"
 
 
 def test_what_a_silent_server_said_last_is_marked_with_its_age() -> None:
     dom = dom_of("gone")
-    assert re.search(r'<body class="[^"]*stale', dom) and 'id="headline" class="wide bad"' in dom
+    assert '<div id="page" class="stale"' in dom and 'id="headline" class="wide bad"' in dom
     assert part(dom, "title", "h2") == "No answer for 28 s"
     assert part(dom, "detail", "p").startswith(
         "http://localhost:8000/metrics cannot be read: Connection refused. Every"
     )
     ages = re.findall(r'<span class="age">([^<]*)</span>', dom)
-    assert len(ages) == 6 and all(age.startswith("28 s old, of ") for age in ages)
+    assert len(ages) == 4 and all(age.startswith("28 s old, of ") for age in ages)
     assert "<article" not in dom and re.search(r'id="change"[^>]* hidden', dom), "nothing is judged or recommended"
 
 
@@ -212,8 +212,41 @@ def test_a_page_whose_own_server_ends_says_so(tmp_path: Path) -> None:
 
     with serving(app) as url:
         dom, _ = browse(url + PAGE, tmp_path, "--dump-dom")
-    assert re.search(r'<body class="[^"]*stale', dom) and "<article" not in dom
+    assert '<div id="page" class="stale"' in dom and "<article" not in dom
     assert "This page's own server does not answer (status.json: HTTP 503)" in part(dom, "detail", "p")
+
+
+KEYS_AND_POINTER = b"""
+setTimeout(() => {
+  const [map, other] = ["residency", "cpu_ratio"].map((name) => document.querySelector(`#${name} canvas`));
+  map.focus();
+  for (const key of ["ArrowUp", "ArrowDown", "ArrowDown", "ArrowLeft"]) {
+    map.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  }
+  document.body.dataset.told = document.querySelector("#residency output").textContent;
+  document.body.dataset.focus = document.activeElement === map;
+  const { right, bottom } = other.getBoundingClientRect();
+  other.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, clientX: right - 3, clientY: bottom - 3 }));
+}, 3000);
+"""
+
+
+def test_the_maps_are_read_by_the_keyboard_and_by_pointing(tmp_path: Path) -> None:
+    app = application(STATES["separate"](), watching=False)
+
+    @app.middleware("http")
+    async def act(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        if not request.url.path.endswith(".js"):
+            return await answer(request)
+        script = (files("hybrid_backend.tools.status") / "page" / "status.js").read_bytes()
+        return Response(script + KEYS_AND_POINTER, media_type="text/javascript")
+
+    with serving(app) as url:
+        dom, console = browse(url + PAGE, tmp_path, "--dump-dom")
+    assert not console, console
+    told = re.search(r"<body[^>]*>", dom)
+    assert told and re.search(r'data-told="Layer 2, [\d:]+ 96 % resident".* data-focus="true"', told[0]), told
+    assert re.search(r"<output>Layer 29, [\d:]+: 48.3 % on the CPU workers</output>", dom)
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -83,15 +83,15 @@ def test_tokens_of_sglang_are_those_of_its_steps_not_of_its_finished_requests() 
 def test_latencies_and_prefix_hits_are_read_from_both_engines() -> None:
     text = (DATA / "vllm.txt").read_text()
     reading = read(text, 0.0)
-    assert reading.first_token is not None and reading.first_token.count == 5 and reading.first_token.mean
+    assert reading.first_tokens == 5 and reading.first_token_seconds
     assert reading.prefix_hits == 0 and reading.prefix_queries == 4396
     streamed = [
         f'sglang:{name}{{is_streaming="{kind}"}} {value}'
         for name, value in (("time_to_first_token_seconds_sum", 3), ("time_to_first_token_seconds_count", 2))
         for kind in ("true", "false")
     ]
-    first = read("\n".join(streamed), 0.0).first_token
-    assert first is not None and first.count == 4 and first.mean == 1.5
+    reading = read("\n".join(streamed), 0.0)
+    assert (reading.first_token_seconds, reading.first_tokens) == (6, 4)
 
 
 def test_a_real_vllm_is_read() -> None:
@@ -132,20 +132,20 @@ def test_a_layer_that_is_none_is_refused(layer: str) -> None:
         read(f'hybrid_cpu_tokens_total{{layer="{layer}"}} 1\n', 0.0)
 
 
-def test_a_budget_without_bound_is_read_and_nothing_else_that_is_infinite() -> None:
-    text = 'hybrid_quality_budget_tokens{rank="0"} +Inf\nhybrid_quality_mass{rank="0"} +Inf\n'
-    assert read(text, 0.0).gauges == {"hybrid_quality_budget_tokens": math.inf}
-
-
-def test_of_ranks_that_watch_their_own_heads_the_one_that_keeps_least_is_told() -> None:
-    text = 'hybrid_quality_mass{rank="0"} 0.99\nhybrid_quality_mass{rank="1"} 0.97\n'
-    assert read(text, 0.0).gauges == {"hybrid_quality_mass": 0.97}
-
-
-@pytest.mark.parametrize(("other", "told"), [("1024", 1024), ("+Inf", math.inf)])
-def test_everything_is_attended_only_where_every_rank_attends_everything(other: str, told: float) -> None:
-    text = f'hybrid_quality_budget_tokens{{rank="0"}} +Inf\nhybrid_quality_budget_tokens{{rank="1"}} {other}\n'
-    assert read(text, 0.0).gauges == {"hybrid_quality_budget_tokens": told}
+@pytest.mark.parametrize(
+    ("name", "ranks", "told"),
+    [
+        ("quality_mass", ("0.99", "0.97"), 0.97),
+        ("quality_mass", ("+Inf",), None),
+        ("quality_budget_tokens", ("+Inf", "1024"), 1024),
+        ("quality_budget_tokens", ("+Inf", "+Inf"), math.inf),
+    ],
+    ids=["least of ranks", "no other is infinite", "one rank has a budget", "all is attended"],
+)
+def test_the_rank_that_keeps_least_is_told(name: str, ranks: tuple[str, ...], told: float | None) -> None:
+    """Everything is attended only where every rank attends everything."""
+    text = "\n".join(f'hybrid_{name}{{rank="{rank}"}} {value}' for rank, value in enumerate(ranks))
+    assert read(text, 0.0).gauge(name) == told
 
 
 def test_what_is_not_a_number_is_left_out() -> None:

@@ -1,220 +1,320 @@
-// Polls status.json and shows it. What the numbers mean is decided by the server; this page draws. No library, nothing
-// from elsewhere.
-import { course, element, heat, known, percent, short } from "./status-plots.js";
+// Polls status.json and draws it. The server computes and judges all numbers. No library, nothing from elsewhere.
+const SHORTEST = 60; // seconds on a time axis, at least
+const MAP_WIDTH = 1200; // columns of pixels in a heat map, which the style sheet scales to the page
 
-const $ = (id) => document.getElementById(id);
-const state = { status: null, columns: [], received: 0, silence: null };
-
-const number = (value, digits = 0) =>
-  known(value) ? value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }) : "–";
-const rate = (value) => number(value, known(value) && value !== 0 && Math.abs(value) < 10 ? 1 : 0);
-const millis = (share) => (known(share) ? number(1000 * share, share && share < 0.01 ? 2 : 0) : "–");
+const state = { status: null, columns: [], received: 0, silence: null, cursor: null };
+const page = document.getElementById("page");
+const known = (value) => value !== null && value !== undefined;
 const clock = (time) => new Date(1000 * time).toLocaleTimeString("en-GB");
+const percent = (share) => (known(share) ? `${+(100 * share).toFixed(1)} %` : "–");
+const duration = (seconds) => (seconds < 1 ? `${short(1000 * seconds)} ms` : `${+seconds.toFixed(1)} s`);
 const age = (seconds) =>
   seconds < 120 ? `${Math.round(seconds)} s` : seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
-const sign = () => element("span", { class: "mark", "aria-hidden": "true" });
 
-// Changes a text only when it differs, so that what is selected or read aloud stays.
-function write(node, text) {
-  if (node.textContent !== text) node.textContent = text;
+function short(value) {
+  const [unit, letter] = [[1e9, "G"], [1e6, "M"], [1e3, "k"]].find(([size]) => value >= Math.max(size, 1e4)) || [1, ""];
+  return `${+(value / unit).toFixed(value < 100 || letter ? 1 : 0)}${letter}`;
 }
 
-// --- what is said first ---
+// --- building the page ---
 
-// Seconds since the last reading if it is old: by the server's word, or because this page's server is silent itself.
-function staleSeconds() {
-  const { status, silence, received } = state;
-  if (!status) return null;
-  if (silence === null) return status.stale_seconds;
-  return (status.read === null ? 0 : status.now - status.read) + (performance.now() - received) / 1000;
+// The page's Content-Security-Policy forbids style attributes, but not styles that a script sets.
+function set(node, name, value) {
+  if (name === "style") node.style.cssText = value;
+  else node.setAttribute(name, value);
 }
 
-function drawHeadline(status) {
-  const old = staleSeconds();
-  const headline = state.silence === null ? status.headline : {
-    level: "bad", title: `No answer for ${age(old)}`,
-    detail: `This page's own server does not answer (${state.silence}); everything below is as old as the last reading.`,
-  };
-  $("headline").className = `wide ${headline.level}`;
-  write($("title"), headline.title);
-  write($("detail"), headline.detail);
-  document.title = `${headline.title} · hybrid status`;
-  document.body.classList.toggle("stale", old !== null);
-  for (const tag of document.querySelectorAll(".age")) {
-    write(tag, old === null || status.read === null ? "" : `${age(old)} old, of ${clock(status.read)}`);
-  }
+function element(tag, attributes = {}, ...children) {
+  const isDrawing = tag === "svg" || tag === "path";
+  const node = isDrawing ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) if (known(value)) set(node, name, value);
+  node.append(...children);
+  return node;
 }
 
-function drawGlance(status) {
-  const cards = state.silence === null ? status.glance : [];
-  if ($("glance").children.length !== cards.length) {
-    $("glance").replaceChildren(...cards.map(() => element("article", {},
-      element("h3"), element("p", { class: "verdict" }, sign(), element("span")), element("p"))));
-  }
-  $("glance").hidden = !cards.length;
-  cards.forEach(({ question, verdict, text, level }, index) => {
-    const card = $("glance").children[index];
-    card.className = `answer ${level}`;
-    write(card.children[0], question);
-    write(card.children[1].lastChild, verdict);
-    if (card.dataset.text !== text) card.children[2].replaceChildren(...withCode(text));
-    card.dataset.text = text;
-  });
+// Changes `node` into `fresh` piece by piece, so that the selection, the focus and open details stay.
+function update(node, fresh) {
+  if (node.isEqualNode(fresh)) return;
+  if (node.nodeName !== fresh.nodeName || !(node instanceof Element)) { node.replaceWith(fresh); return; }
+  for (const { name, value } of fresh.attributes) set(node, name, value);
+  for (const name of node.getAttributeNames()) if (name !== "open" && !fresh.hasAttribute(name)) node.removeAttribute(name);
+  const [before, after] = [[...node.childNodes], [...fresh.childNodes]];
+  before.forEach((child, index) => (index < after.length ? update(child, after[index]) : child.remove()));
+  node.append(...after.slice(before.length));
 }
 
 // Keys with values, flags and commands stand out.
 function withCode(text) {
-  const commands = /[a-z_]+(?:\.[a-z_]+)*=[^\s,;)]+|--[a-z-]+ \d+|--[a-z-]+|hybrid (?:plan|profile|top|bench)(?: (?:--[a-z-]+|[A-Z]+|[\w.]+=\w+|throughput))*/g;
-  const pieces = [];
-  let end = 0;
-  for (const match of text.matchAll(commands)) {
-    pieces.push(text.slice(end, match.index), element("code", {}, match[0]));
-    end = match.index + match[0].length;
-  }
-  return [...pieces, text.slice(end)];
+  const commands = /([a-z_]+(?:\.[a-z_]+)*=[^\s,;)]+|--[a-z-]+ \d+|--[a-z-]+|hybrid (?:plan|profile|top|bench)(?: (?:--[a-z-]+|[A-Z]+|[\w.]+=\w+|throughput))*)/;
+  return text.split(commands).map((piece, index) => (index % 2 ? element("code", {}, piece) : piece));
 }
 
-function drawChange(status) {
-  const changes = state.silence === null ? status.changes : [];
-  const key = JSON.stringify(changes);
-  if ($("change").dataset.key === key) return; // so that opened details stay open
-  $("change").dataset.key = key;
-  $("change").hidden = !changes.length;
-  if (!changes.length) return;
-  const [first, ...later] = changes;
-  $("change-text").replaceChildren(element("b", {}, `${first.problem}: `), ...withCode(first.change));
+// --- what is said first ---
+
+// Seconds since the last reading if it is old: by the server's word, or because this page's own server is silent.
+function staleSeconds() {
+  const { status, silence, received } = state;
+  if (silence === null) return status.stale_seconds;
+  return (status.read === null ? 0 : status.now - status.read) + (performance.now() - received) / 1000;
+}
+
+const sign = () => element("span", { class: "mark", "aria-hidden": "true" });
+
+function headline({ level, title, detail }) {
+  return element("section", { id: "headline", class: `wide ${level}`, "aria-labelledby": "title" }, sign(),
+    element("div", {}, element("h2", { id: "title", "aria-live": "polite" }, title), element("p", { id: "detail" }, detail)));
+}
+
+function glance(answers) {
+  return element("section", { id: "glance", class: "wide", "aria-label": "At a glance", hidden: answers.length ? null : "" },
+    ...answers.map(({ question, verdict, text, level }) => element("article", { class: `answer ${level}` },
+      element("h3", {}, question), element("p", { class: "verdict" }, sign(), verdict), element("p", {}, ...withCode(text)))));
+}
+
+function change([first, ...later]) {
+  if (!first) return element("section", { id: "change", hidden: "" });
   const others = [
     ...first.others.map((way) => element("li", {}, ...withCode(way))),
     ...later.map((next) => element("li", {}, element("b", {}, `${next.problem}, after that: `), ...withCode(next.change))),
   ];
-  $("change-more").hidden = !others.length;
-  $("change-more").querySelector("ul").replaceChildren(...others);
-  write($("change-more").querySelector("summary"), `Other ways (${others.length})`);
+  return element("section", { id: "change", class: "wide" }, element("h2", {}, "Recommended change"),
+    element("p", { id: "change-text" }, element("b", {}, `${first.problem}: `), ...withCode(first.change)),
+    element("details", { hidden: others.length ? null : "" },
+      element("summary", {}, `Other ways (${others.length})`), element("ul", {}, ...others)));
 }
 
 // --- the numbers ---
 
-function drawTiles(groups) {
-  const list = $("tiles");
-  const shape = groups.map((group) => group.tiles.length).join();
-  if (list.dataset.shape !== shape) {
-    list.dataset.shape = shape;
-    list.replaceChildren(...groups.map((group) => element("div", { class: "group" }, element("h3"), element("dl", {},
-      ...group.tiles.map(() => element("div", { class: "tile" }, element("dt"),
-        element("dd", {}, element("span"), element("span", { class: "bar", "aria-hidden": "true" }, element("i")), element("small"))))))));
-  }
-  groups.forEach((group, index) => {
-    const [title, tiles] = list.children[index].children;
-    write(title, group.window);
-    group.tiles.forEach(({ name, value, unit, share }, at) => {
-      const [dt, dd] = tiles.children[at].children;
-      const [text, bar, small] = dd.children;
-      write(dt, name);
-      write(text, value);
-      write(small, unit);
-      bar.hidden = !known(share);
-      bar.firstChild.style.width = `${100 * Math.min(share || 0, 1)}%`;
-    });
-  });
+function section(id, title, note, ...content) {
+  const [{ status }, old] = [state, staleSeconds()];
+  const mark = old === null || status.read === null ? "" : `${age(old)} old, of ${clock(status.read)}`;
+  return element("section", { id, class: "wide data" },
+    element("h2", {}, `${title} `, element("span", { class: "age" }, mark)), element("p", { class: "what" }, note), ...content);
 }
 
-function drawTable(layers) {
-  const body = $("layers").tBodies[0];
-  const heads = Array.from($("layers").tHead.rows[0].cells);
-  if (body.rows.length !== layers.length) {
-    body.replaceChildren(...layers.map((entry) => {
-      const cells = heads.slice(1).map((head) => element("td", { class: head.className }));
-      return element("tr", {}, element("th", { scope: "row" }, String(entry.layer)), ...cells);
-    }));
-  }
-  layers.forEach((entry, index) => {
-    const texts = [
-      percent(entry.attended), percent(entry.residency), percent(entry.cpu_ratio),
-      number(entry.attended_tokens_per_second), millis(entry.attention_share), rate(entry.recalled_per_second),
-      millis(entry.wait_share), millis(entry.lead_share),
-      number(entry.query_cosine, 3), number(entry.mass_recall, 3),
-    ];
-    texts.forEach((text, cell) => write(body.rows[index].cells[cell + 1], text));
-  });
+function tile({ name, value, unit, share }) {
+  const bar = element("span", { class: "bar", "aria-hidden": "true", hidden: known(share) ? null : "" },
+    element("i", { style: `width: ${100 * (share || 0)}%` }));
+  return element("div", { class: "tile" }, element("dt", {}, name), element("dd", {}, value, bar, element("small", {}, unit)));
 }
 
-const asPercent = (share) => `${+(100 * share).toFixed(1)} %`;
-const asSeconds = (seconds) => (seconds < 1 ? `${short(1000 * seconds)} ms` : `${+seconds.toFixed(1)} s`);
-const single = (key, text) => [{ name: "", value: (column) => column.rates[key], text }];
-const plots = [
-  heat(state, $("attended"), "attended", "attended", ["--low-0", "--high-0"], "Nothing was decoded."),
-  heat(state, $("residency"), "residency", "resident", ["--low-0", "--high-0"],
-    "No page was selected by a budget: contexts fit, or the method has no frames."),
-  heat(state, $("cpu"), "cpu_ratio", "on the CPU workers", ["--low-1", "--high-1"], "Nothing was decoded."),
-  ...[
-    ["Requests", [
-      { name: "running ", value: (column) => column.running, text: short },
-      { name: "waiting ", value: (column) => column.waiting, text: short },
-    ]],
-    ["Decoded tokens/s", single("generated_per_second", short)],
-    ["Prompt tokens/s", single("prompt_per_second", short)],
-    ["First token (TTFT)", single("first_token_seconds", asSeconds)],
-    ["Between tokens (TPOT)", single("token_seconds", asSeconds)],
-    ["Prefix cache hits", single("prefix_hit_ratio", asPercent)],
-    ["Attention, share of time", single("attention_share", asPercent), "placed"],
-    ["Waits, share of time", single("wait_share", asPercent), "moved"],
-    ["Recalled pages/s", single("recalled_per_second", short), "moved"],
-    ["Copied bytes/s", single("copied_bytes_per_second", short), "moved"],
-    ["Host pool in use", [{ name: "", value: (column) => column.pool_fill, text: asPercent }]],
-    ["Frames in use", [{ name: "", value: (column) => column.frames_in_use, text: short }], "moved"],
-  ].map(([title, lines, where]) => course(state, $("courses"), title, lines, where)),
-];
+const tiles = (groups) => element("div", { id: "tiles" }, ...groups.map(({ window: title, tiles: list }) =>
+  element("div", { class: "group" }, element("h3", {}, title), element("dl", {}, ...list.map(tile)))));
 
-// --- polling ---
+function table({ head, rows }) {
+  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Layers" }, element("table", {},
+    element("thead", {}, element("tr", {}, ...head.map((title) => element("th", { scope: "col" }, title)))),
+    element("tbody", {}, ...rows.map(([layer, ...cells]) =>
+      element("tr", {}, element("th", { scope: "row" }, layer), ...cells.map((cell) => element("td", {}, cell)))))));
+}
+
+// --- plots ---
+
+// The axis ends at the current time, so that a server that fell silent leaves a gap that grows.
+function timeAxis() {
+  const { columns, status } = state;
+  const last = columns.length ? columns.at(-1).time : status.now;
+  const end = Math.max(last, (status.read || last) + (staleSeconds() || 0));
+  const first = columns.length ? columns[0].time - columns[0].seconds : end;
+  const span = Math.min(Math.max(end - first, SHORTEST), status.kept * status.interval);
+  return { start: end - span, span };
+}
+
+// The area of a plot with labels at its left and below: `rows` are pairs of a share of the height and a text.
+function plot(area, rows, { span }) {
+  const times = [0, 0.5, 1].map((share) => [share, share === 1 ? "now" : `−${age(span * (1 - share))}`]);
+  const labels = (pairs, side) => element("div", { class: side, "aria-hidden": "true" },
+    ...pairs.map(([share, text]) => element("span", { style: `${side}: ${100 * share}%` }, text)));
+  return element("div", { class: "plot" }, labels(rows, "top"), area, labels(times, "left"));
+}
+
+const MAPS = {
+  attended: { title: "Attended", word: "attended", empty: "Nothing was decoded.",
+    note: "Share of the contexts' tokens that decode steps attended, per layer and interval; the rest was left out." },
+  residency: { title: "Residency", word: "resident", empty: "No page was selected by a budget: contexts fit, or the method has no frames.",
+    note: "Share of the selected pages that were in frames, per layer and interval." },
+  cpu_ratio: { title: "CPU ratio", word: "on the CPU workers", empty: "Nothing was decoded.",
+    note: "Share of the attended tokens that CPU workers attended, per layer and interval." },
+};
+const IN_PLACE = " The CPU attends them where they lie, in the host pool: there are no frames to fill, nothing is copied, and nobody waits for CPU workers.";
+
+const layerCount = (key) => state.columns.reduce((most, column) => Math.max(most, column[key].length), 0);
+const columnAt = (time) => state.columns.findIndex((column) => column.time >= time);
+
+function heat(key) {
+  const { columns, cursor } = state;
+  const { title, note, word, empty } = MAPS[key];
+  const [axis, layers] = [timeAxis(), layerCount(key)];
+  const isMeasured = columns.some((column) => column[key].some(known));
+  const label = isMeasured ? `${layers} layers over ${Math.round(axis.span)} seconds: share ${word}. The table below has each layer.` : empty;
+  const canvas = element("canvas", { tabindex: "0", role: "img", "aria-label": label, "data-key": key, width: MAP_WIDTH, height: Math.max(layers, 1) });
+  const area = element("div", { class: "area" }, canvas);
+  if (!isMeasured) area.append(element("p", {}, columns.length ? empty : "The first interval is being measured."));
+  const column = cursor && cursor.key === key ? columns[columnAt(cursor.time)] : null;
+  if (column) {
+    const place = { left: (column.time - column.seconds - axis.start) / axis.span, width: column.seconds / axis.span, top: cursor.layer / layers, height: 1 / layers };
+    area.append(element("i", { class: "cursor", style: Object.entries(place).map(([side, share]) => `${side}: ${100 * share}%`).join("; ") }));
+  }
+  const numbers = Array.from({ length: layers }, (_, layer) => layer).filter((layer) => layer % Math.ceil(layers / 15) === 0);
+  const rows = numbers.map((layer) => [(layer + 0.5) / layers, String(layer)]);
+  return section(key, title, note + (state.status.in_place ? IN_PLACE : ""), element("figure", { class: "heat" }, plot(area, rows, axis),
+    element("div", { class: "scale", "aria-hidden": "true" }, "0\u00a0%", element("i", { class: "ramp" }), "100\u00a0%",
+      element("span", {}, element("i"), "not\u00a0measured")),
+    element("output", {}, column
+      ? `Layer ${cursor.layer}, ${clock(column.time)}: ${percent(column[key][cursor.layer])} ${word}`
+      : "Point at a cell, or focus the map and use the arrow keys.")));
+}
+
+// Paints the cells of a map, one row of pixels per layer: the high colour over the low one, as opaque as its share.
+function paint(canvas) {
+  const [pen, axis, style] = [canvas.getContext("2d"), timeAxis(), getComputedStyle(canvas)];
+  const x = (time) => (MAP_WIDTH * (time - axis.start)) / axis.span;
+  pen.clearRect(0, 0, canvas.width, canvas.height);
+  for (const colour of ["--low", "--high"]) {
+    pen.fillStyle = style.getPropertyValue(colour);
+    for (const column of state.columns) {
+      const from = Math.round(x(column.time - column.seconds));
+      column[canvas.dataset.key].forEach((share, layer) => {
+        if (!known(share)) return;
+        pen.globalAlpha = colour === "--low" ? 1 : share;
+        pen.fillRect(from, layer, Math.round(x(column.time)) - from, 1);
+      });
+    }
+  }
+}
+
+// The next round number: 1, 2, 4, 5 or 10 times a power of ten.
+function ceiling(value) {
+  if (value <= 0) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return power * [1, 2, 4, 5, 10].find((step) => step * power >= value * 0.999);
+}
+
+// The drawn lines of a plot, broken where nothing was measured. The round end of a line makes a single point visible.
+function paths(value, { start, span }, top, kind) {
+  const runs = [];
+  let end = null;
+  for (const column of state.columns) {
+    if (column.time < start || !known(value(column))) continue;
+    if (end === null || column.time - column.seconds - end > 0.001) runs.push([]);
+    runs.at(-1).push([(100 * (column.time - start)) / span, 100 - (100 * value(column)) / top].map((x) => x.toFixed(2)));
+    end = column.time;
+  }
+  return runs.flatMap((run) => [
+    element("path", { class: kind, d: `M${run.map((point) => point.join(" ")).join("L")}h0` }),
+    element("path", { class: `${kind} fill`, d: `M${run.map((point) => point.join(" ")).join("L")}V100H${run[0][0]}Z` }),
+  ]);
+}
+
+// A plot of one or two lines, each with its name and its value in a column.
+function course(title, text, ...lines) {
+  const axis = timeAxis();
+  const highest = Math.max(...state.columns.flatMap((column) => lines.map(([, value]) => value(column) || 0)), 0);
+  const top = ceiling(highest);
+  const kinds = ["one", "two"];
+  const keys = lines.map(([name, value]) => {
+    const latest = state.columns.length ? value(state.columns.at(-1)) : null;
+    return `${name}${known(latest) ? text(latest) : "–"}`;
+  });
+  const drawing = element("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img",
+    "aria-label": `${title}: ${keys.join(", ")}; highest ${text(highest)}` },
+    element("path", { class: "grid", d: "M0 0H100M0 50H100M0 100H100" }),
+    ...lines.flatMap(([, value], index) => paths(value, axis, top, kinds[index])));
+  return element("figure", {}, element("figcaption", {}, element("b", {}, title),
+    ...keys.map((key, index) => element("span", { class: `key ${kinds[index]}` }, key))),
+  plot(drawing, [0, 0.5, 1].map((share) => [share, text(top * (1 - share))]), axis));
+}
+
+function courses(isInPlace) {
+  const rate = (title, key, text = short) => course(title, text, ["", (column) => column.rates[key]]);
+  return element("div", { id: "courses" },
+    course("Requests", short, ["running ", (column) => column.running], ["waiting ", (column) => column.waiting]),
+    rate("Decoded tokens/s", "generated_per_second"), rate("Prompt tokens/s", "prompt_per_second"),
+    rate("First token (TTFT)", "first_token_seconds", duration), rate("Between tokens (TPOT)", "token_seconds", duration),
+    rate("Prefix cache hits", "prefix_hit_ratio", percent),
+    ...(isInPlace ? [rate("Attention, share of time", "attention_share", percent)] : [
+      rate("Waits, share of time", "wait_share", percent), rate("Recalled pages/s", "recalled_per_second"),
+      rate("Copied bytes/s", "copied_bytes_per_second"), course("Frames in use", short, ["", (column) => column.frames_in_use])]),
+    course("Host pool in use", percent, ["", (column) => column.pool_fill]));
+}
+
+// --- the whole page ---
+
+function view() {
+  const { status, columns, silence } = state;
+  if (!status) return [element("p", { class: "problem", role: "alert" }, silence ? `This page's server does not answer: ${silence}` : "Waiting for the first reading…")];
+  const engine = { vllm: "vLLM", sglang: "SGLang" }[status.engine] || "no engine yet";
+  const problem = silence === null && status.headline.state !== "silent" ? status.problem : null;
+  const ours = { level: "bad", title: `No answer for ${age(staleSeconds())}`,
+    detail: `This page's own server does not answer (${silence}); everything below is as old as the last reading.` };
+  const shown = silence === null ? status : { headline: ours, glance: [], changes: [] };
+  document.title = `${shown.headline.title} · hybrid status`;
+  const seconds = columns.length ? Math.round(columns.at(-1).rates.seconds) : 15;
+  const header = element("header", {}, element("h1", {}, "hybrid status"),
+    element("p", {}, `${status.model || "model unknown"} on ${engine}, hybrid_backend ${status.version}`),
+    element("p", { id: "fresh" }, status.read === null ? "" : `Read ${clock(status.read)} from ${status.source}`));
+  const maps = status.in_place ? ["attended"] : ["attended", "residency", "cpu_ratio"];
+  return [header, element("p", { id: "problem", class: "problem", role: "alert", hidden: problem ? null : "" }, problem || ""), element("main", {},
+    headline(shown.headline), glance(shown.glance), change(shown.changes), section("numbers", "Numbers", "", tiles(status.tiles)),
+    section("course", "Course", `Rates and durations are means of the ${seconds} s before each point; requests, host pool and frames are as read.`, courses(status.in_place)),
+    ...maps.map(heat),
+    section("layers", "Layers", "The last 15 seconds; ratios are of the last 15 seconds in which the layer decoded; cosine and mass are means since start; – is not measured.", table(status.table)))];
+}
 
 function draw() {
   const { status, columns } = state;
-  if (!status) return;
-  const engine = { vllm: "vLLM", sglang: "SGLang" }[status.engine] || "no engine yet";
-  write($("about"), `${status.model || "model unknown"} on ${engine}, hybrid_backend ${status.version}`);
-  write($("fresh"), status.read === null ? "" : `Read ${clock(status.read)} from ${status.source}`);
-  document.body.classList.toggle("in-place", status.in_place);
-  drawHeadline(status);
-  drawGlance(status);
-  drawChange(status);
-  drawTiles(status.tiles);
-  if (columns.length) write($("window"), String(Math.round(columns[columns.length - 1].rates.seconds)));
-  for (const plot of plots) plot(staleSeconds());
-  drawTable(status.layers);
-  document.body.dataset.columns = String(columns.length);
+  update(page, element("div", { id: "page", class: status && staleSeconds() !== null ? "stale" : "", "data-columns": columns.length }, ...view()));
+  page.querySelectorAll("canvas").forEach(paint);
 }
 
-function complain(text) {
-  $("problem").hidden = !text;
-  write($("problem"), text || "");
+// --- reading a map by pointing and by the keyboard ---
+
+function moveCursor(cursor) {
+  if (JSON.stringify(cursor) === JSON.stringify(state.cursor)) return;
+  state.cursor = cursor;
+  draw();
 }
 
-function accept(status) {
-  if (state.status && state.status.started !== status.started) {
-    state.columns = [];
-    state.status = null;
-    return false; // another history: ask for all of it
-  }
-  state.columns = state.columns.concat(status.columns).slice(-status.kept);
-  Object.assign(state, { status, received: performance.now(), silence: null });
-  return true;
-}
+page.addEventListener("pointermove", ({ target, offsetX, offsetY }) => {
+  const { key } = target.dataset;
+  if (!key) { moveCursor(null); return; }
+  const axis = timeAxis();
+  const column = state.columns[columnAt(axis.start + (axis.span * offsetX) / target.clientWidth)];
+  moveCursor(column ? { key, layer: Math.floor((layerCount(key) * offsetY) / target.clientHeight), time: column.time } : null);
+});
+page.addEventListener("keydown", (event) => {
+  const { columns, cursor } = state;
+  const { key } = event.target.dataset;
+  const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+  if (!key || !move || !columns.length) return;
+  event.preventDefault();
+  const old = cursor && cursor.key === key ? cursor : null;
+  const limit = (value, most) => Math.min(Math.max(value, 0), most);
+  const index = old ? limit(columnAt(old.time) + move[1], columns.length - 1) : columns.length - 1;
+  moveCursor({ key, layer: old ? limit(old.layer + move[0], layerCount(key) - 1) : 0, time: columns[index].time });
+});
+
+// --- polling ---
 
 async function refresh() {
-  const last = state.columns.length ? state.columns[state.columns.length - 1].time : 0;
   try {
+    const last = state.columns.length ? state.columns.at(-1).time : 0;
     const answer = await fetch(`status.json?after=${last}`, { cache: "no-store", signal: AbortSignal.timeout(10000) });
     if (!answer.ok) throw new Error(`status.json: HTTP ${answer.status}`);
-    if (!accept(await answer.json())) return refresh();
-    complain(state.status.headline.state === "silent" ? null : state.status.problem);
+    const status = await answer.json();
+    if (state.status && state.status.started !== status.started) { // another history: all of its columns are needed
+      Object.assign(state, { columns: [], status: null });
+      return refresh();
+    }
+    const columns = state.columns.concat(status.columns).slice(-status.kept);
+    Object.assign(state, { status, columns, received: performance.now(), silence: null });
   } catch (error) {
     state.silence = error.message;
-    complain(state.status ? null : `This page's server does not answer: ${error.message}`);
   }
   draw();
 }
 
-let timer = null; // null while a question is under way
+let timer = null; // null while a request is under way
 async function poll() {
   window.clearTimeout(timer);
   timer = null;
@@ -222,7 +322,7 @@ async function poll() {
   timer = window.setTimeout(poll, 1000 * Math.max(state.status ? state.status.interval : 2, 0.2));
 }
 
-new ResizeObserver(draw).observe(document.body);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 document.addEventListener("visibilitychange", () => { if (!document.hidden && timer !== null) poll(); });
+draw();
 poll();
