@@ -74,7 +74,6 @@ UNCONVERTED = (
     "hybrid_backend/tools/plan/*.py",
     "hybrid_backend/tools/plan/hardware/*.py",
     "hybrid_backend/tools/plan/simulate/*.py",
-    "hybrid_backend/tools/profile/*.py",
     "hybrid_backend/tools/status/*.py",
     "hybrid_backend/workers/*.py",
     "kernels/*.py",

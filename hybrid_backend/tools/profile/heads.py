@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
 from hybrid_backend.config import HeadScores
-from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.profile.network import Network
 from hybrid_backend.tools.profile.summary import Measures
 
@@ -21,41 +19,32 @@ def head_scores(
     gates: Mapping[str, Sequence[Sequence[float]]],
     prefetch_bytes: int = 0,
 ) -> HeadScores:
-    """Return the scores that CLO (arXiv 2511.14510) decides by, for every head.
+    """Return the scores that CLO (arXiv 2511.14510) decides by, for every head of every layer.
+
+    Layers with a sliding window get importance 0 and similarity 1: nothing of them is offloaded, and no rule would
+    ever keep or load one of their heads.
 
     Args:
-        model: its name.
-        network: for its layers and heads.
-        windows: similarity is their mean.
+        model: name of the model.
+        network: the model.
+        windows: measurements whose mean similarity is taken.
         gates: of ``kv_head`` and of ``query_head``, ``[full layers][heads]``.
-        prefetch_bytes: of Eq. 12, 0 where the hardware is not known.
-
-    Returns:
-        All layers of the model. Those with a sliding window have importance 0 and similarity 1: nothing of them is
-        offloaded, and no rule would ever keep or load one of their heads.
+        prefetch_bytes: value of Eq. 12, 0 where the hardware is not known.
     """
 
-    def of_all_layers(rows: Sequence[Sequence[float]], heads: int, otherwise: float) -> Rows:
-        row_of_layer = {layer.index: row for layer, row in zip(network.full_layers, rows, strict=True)}
-        rows_of_layers = (row_of_layer.get(layer.index, (otherwise,) * heads) for layer in network.layers)
-        return tuple(tuple(round(value, 5) for value in row) for row in rows_of_layers)
+    def rows_of(full_layers: Sequence[Sequence[float]], otherwise: float) -> Rows:
+        rows = {layer.index: row for layer, row in zip(network.full_layers, full_layers, strict=True)}
+        sliding = [otherwise] * len(full_layers[0])
+        return tuple(tuple(round(score, 5) for score in rows.get(layer.index, sliding)) for layer in network.layers)
 
     similarity = [
-        [fmean(head) for head in zip(*(m.similarity for m in layers), strict=True)]
+        list(map(fmean, zip(*(layer.similarity for layer in layers), strict=True)))
         for layers in zip(*windows, strict=True)
     ]
     return HeadScores(
         model=model,
-        importance=of_all_layers(gates["query_head"], network.heads, 0.0),
-        kv_importance=of_all_layers(gates["kv_head"], network.kv_heads, 0.0),
-        similarity=of_all_layers(similarity, network.kv_heads, 1.0),
+        importance=rows_of(gates["query_head"], 0.0),
+        kv_importance=rows_of(gates["kv_head"], 0.0),
+        similarity=rows_of(similarity, 1.0),
         prefetch_bytes=prefetch_bytes,
     )
-
-
-def write_heads(path: Path, scores: HeadScores) -> None:
-    """Write the file that `read_heads` reads."""
-    try:
-        path.write_text(scores.model_dump_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); give another --out") from None

@@ -1,7 +1,7 @@
-"""The share of a layer's attended tokens that the CPU computes, step by step, for every recall interval at once.
+"""Simulation of the share of a layer's attended tokens that the CPU computes, for every recall interval at once.
 
-The residency is the engine's own: the same operations in the order in which method ``scout`` runs them, with one row
-per interval, so that all are simulated on the same selections.
+The residency is the engine's own: the same operations in the order in which method ``scout`` runs them. Each interval
+is a row, so that all intervals are simulated on the same selections.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.tiers.state import StepState
 
 NEVER = 0
-"""The "interval" of a simulation without recall."""
+"""Interval that stands for a simulation without recall."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Inputs of one layer over consecutive decode steps of one sequence: N steps, P pages at the end.
+    """Inputs of one layer over N consecutive decode steps of one sequence with P pages at the end.
 
-    ``scores``: ``[N, lists, P]`` fp32 (`Operations.page_scores`); ``seq_lens``: ``[N]`` int32, each one more than the
-    last; ``admission``: logical pages and their importance when the sequence began to decode.
+    Attributes:
+        scores: ``[N, lists, P]`` fp32 (`Operations.page_scores`).
+        seq_lens: ``[N]`` int32, rising by one.
+        admission: logical pages and their importance when the sequence began to decode.
     """
 
     scores: Tensor
@@ -45,10 +47,12 @@ def cpu_ratios(
     """Simulate the residency of one layer.
 
     Args:
+        operations: implementation of the operations.
         config: page size, budget, sinks and recent pages.
+        decoded: inputs of the decode steps.
         frames: pages that stay on the device.
         intervals: decode steps between recalls; `NEVER` for none.
-        phase: the layer's index: layers take turns.
+        phase: index of the layer; layers recall in different steps.
 
     Returns:
         ``[intervals, N]``: tokens attended on the CPU over tokens attended.
