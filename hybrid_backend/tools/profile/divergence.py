@@ -9,7 +9,7 @@ alike.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,13 +35,10 @@ Sparse = Collection[int] | Mapping[int, int]
 
 @dataclass(frozen=True)
 class Probe:
-    """A prompt whose answers are compared.
+    """A prompt of kind ``lookups`` or ``text``, whose answers are compared.
 
-    Attributes:
-        kind: ``lookups`` or ``text``.
-        ids: the tokens. Those from ``prompt_tokens`` on are decoded one by one.
-        prompt_tokens: length of the prompt that is prefilled.
-        compared: places in ``ids`` of the tokens whose distributions are compared.
+    The first ``prompt_tokens`` tokens are prefilled, the others are decoded one by one. ``compared``: places in ``ids``
+    of the tokens whose distributions are compared.
     """
 
     kind: str
@@ -93,29 +90,22 @@ def lookup_probes(encode: Encode, context: int, count: int, seed: int = 0) -> li
 class Reference:
     """The dense pass over a probe, from which every sparse pass begins and with which it is compared.
 
-    Attributes:
-        cache: keys and values of the prompt in every layer.
-        dense: ``[compared, vocabulary]`` log probabilities.
-        bytes: size of the tensors, nearly all of it keys and values.
+    ``dense``: ``[compared, vocabulary]`` log probabilities. ``bytes``: size of the tensors, mostly keys and values.
     """
 
-    def __init__(self, network: Network, probe: Probe, advance: Callable[[], None] = lambda: None) -> None:
-        """Run the whole probe, all layers dense. ``advance`` is called for each layer of the prefill."""
+    def __init__(self, network: Network, probe: Probe) -> None:
         self.network, self.probe, self.cache = network, probe, DynamicCache()
         self._outputs: list[Any] = []
         with torch.inference_mode():
-            with network.watched(lambda *_: advance()):
-                network.hidden(probe.ids[: probe.prompt_tokens], past_key_values=self.cache, use_cache=True)
-            with network.attending(_SparseAttention(network).attend), network.recorded() as outputs:
+            network.hidden(probe.ids[: probe.prompt_tokens], past_key_values=self.cache, use_cache=True)
+            with network.attending(_SparseAttention(network).attend):
                 self.dense = self.log_probabilities(0)
-        self._outputs = outputs
         self.bytes = self.dense.nbytes + sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
     def log_probabilities(self, first: int) -> Tensor:
-        """Decode the tokens after the prompt; the layers before ``first`` repeat what they returned in the dense pass.
+        """Decode the tokens after the prompt; return ``[compared, vocabulary]`` log probabilities.
 
-        Returns:
-            ``[compared, vocabulary]`` log probabilities.
+        The layers before ``first`` repeat what they returned in the dense pass.
         """
         start = self.probe.prompt_tokens
         for layer in self.cache.layers:
@@ -123,7 +113,7 @@ class Reference:
                 layer.crop(-beyond)
         ids = torch.tensor([self.probe.ids[start:]], device=self.network.device)
         predicting = torch.tensor(self.probe.compared, device=ids.device) - start - 1
-        with self.network.replaying(self._outputs[:first]):
+        with self.network.replaying(self._outputs, first):
             step = self.network.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=predicting)
         return torch.log_softmax(step.logits[0].float(), -1)
 
@@ -138,10 +128,10 @@ class References:
     def __contains__(self, probe: Probe) -> bool:
         return probe in self._measured
 
-    def get(self, probe: Probe, advance: Callable[[], None] = lambda: None) -> Reference:
-        """Return the dense pass over ``probe``; the first call measures it, and calls ``advance`` for each layer."""
+    def get(self, probe: Probe) -> Reference:
+        """Return the dense pass over ``probe``; the first call measures it."""
         if probe not in self._measured:
-            reference = Reference(self._network, probe, advance)
+            reference = Reference(self._network, probe)
             while self._measured and sum(old.bytes for old in self._measured.values()) + reference.bytes > self._limit:
                 del self._measured[next(iter(self._measured))]
             self._measured[probe] = reference
@@ -151,11 +141,8 @@ class References:
 def divergence(reference: Reference, config: HybridConfig, sparse: Sparse, predicted: Collection[int] = ()) -> float:
     """Measure the KL of the dense distributions to those with sparse layers, in nats per compared token.
 
-    Args:
-        reference: the dense pass over the probe.
-        config: budget, page size, selection.
-        sparse: the sparse layers; the true query selects in them.
-        predicted: layers that select by the query that follows from the input of the layer before, if they are sparse.
+    The true query selects in the ``sparse`` layers; if they are ``predicted``, too, the query that follows from the
+    input of the layer before.
     """
     budgets = sparse if isinstance(sparse, Mapping) else dict.fromkeys(sparse, config.budget_tokens)
     configs = {index: config.model_copy(update={"budget_tokens": tokens}) for index, tokens in budgets.items()}
@@ -168,12 +155,9 @@ def divergence(reference: Reference, config: HybridConfig, sparse: Sparse, predi
 
 @dataclass
 class _SparseAttention:
-    """Attention of decode steps in which some layers attend selected pages only.
+    """Attention of decode steps in which the layers of ``configs`` attend selected pages only.
 
-    Attributes:
-        network: the model.
-        configs: configuration of each sparse layer.
-        predicted: layers that select by the query that the input of the layer before predicts.
+    Those of them that are ``predicted`` select by the query that the input of the layer before predicts.
     """
 
     network: Network
@@ -190,7 +174,6 @@ class _SparseAttention:
         self._previous = x
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend as `network.Attend` says."""
         allowed = visible(q.shape[2], k.shape[2], window, q.device)[None]
         if index in self.configs:
             query = q[0] if self._query is None else self._query
@@ -202,11 +185,7 @@ class _SparseAttention:
 def _selected(config: HybridConfig, scale: float, q: Tensor, k: Tensor) -> Tensor:
     """Return the tokens that a decode step at each of the last positions selects, ``[1 | kv_heads, queries, tokens]``.
 
-    Args:
-        config: page size, budget, selection.
-        scale: factor of the logits.
-        q: ``[heads, queries, dim]``.
-        k: ``[kv_heads, tokens, dim]``.
+    Shapes: q ``[heads, queries, dim]``, k ``[kv_heads, tokens, dim]``.
     """
     keys = k.transpose(0, 1).cpu()
     digests = page_digests(keys, config.page_size, config.selection.digest)

@@ -13,9 +13,10 @@ distance is relative to the length of the hidden states, so that one weight of t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -23,7 +24,9 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.nn import functional as F
 
+from hybrid_backend.config import HeadScores
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.profile.measure import Measures
 from hybrid_backend.tools.profile.network import Attend, Network, visible
 from hybrid_backend.tools.profile.texts import Encode
 
@@ -38,18 +41,10 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class GateOptions:
-    """Options of the training.
+    """Options of the training. ``samples``: prompts of ``context`` tokens, each with ``passkeys`` lists of ``words``.
 
-    Attributes:
-        steps: training steps per kind of head.
-        context: tokens of a prompt.
-        sink: first tokens that streaming attention sees.
-        recent: last tokens that streaming attention sees.
-        rate: Adam's learning rate.
-        weight: factor of the L1 term, the mean of all gates.
-        samples: prompts, taken in turn.
-        passkeys: lists of words in a prompt.
-        words: words of a list.
+    Streaming attention sees ``sink`` first and ``recent`` last tokens; ``weight`` is the factor of the L1 term, which
+    is the mean of all gates.
     """
 
     steps: int = 20
@@ -123,16 +118,8 @@ def train(
 ) -> GateState:
     """Train the gates, from ``state`` if there is one; deterministic, so that an interrupted run ends as a whole one.
 
-    Args:
-        network: the model.
-        prompts: taken in turn.
-        kind: heads that have a gate.
-        options: of the training.
-        state: of an interrupted training.
-        save: called with the state after each step.
-
-    Returns:
-        The last state; its gates are the importance of each head, 0 (streaming suffices) to 1.
+    ``save`` is called with the state after each step. The gates of the last state, which is returned, are the
+    importance of each head, 0 (streaming suffices) to 1.
     """
     shape = (len(network.full_layers), network.kv_heads if kind == "kv_head" else network.heads)
     if state is None:
@@ -200,3 +187,34 @@ def gated_attention(network: Network, options: GateOptions, gates: Tensor | None
         return share * out + (1 - share) * streaming
 
     return attend
+
+
+def head_scores(
+    model: str,
+    network: Network,
+    windows: Measures,
+    gates: Mapping[str, Sequence[Sequence[float]]],
+    prefetch_bytes: int = 0,
+) -> HeadScores:
+    """Return the scores that CLO (arXiv 2511.14510) decides by, for every head of every layer.
+
+    Layers with a sliding window get importance 0 and similarity 1: nothing of them is offloaded, and no rule would
+    ever keep or load one of their heads. ``prefetch_bytes`` is 0 where the hardware is not known.
+    """
+
+    def rows_of(full_layers: Sequence[Sequence[float]], otherwise: float) -> tuple[tuple[float, ...], ...]:
+        rows = {layer.index: row for layer, row in zip(network.full_layers, full_layers, strict=True)}
+        sliding = [otherwise] * len(full_layers[0])
+        return tuple(tuple(round(score, 5) for score in rows.get(layer.index, sliding)) for layer in network.layers)
+
+    similarity = [
+        list(map(fmean, zip(*(layer.similarity for layer in layers), strict=True)))
+        for layers in zip(*windows, strict=True)
+    ]
+    return HeadScores(
+        model=model,
+        importance=rows_of(gates["query_head"], 0.0),
+        kv_importance=rows_of(gates["kv_head"], 0.0),
+        similarity=rows_of(similarity, 1.0),
+        prefetch_bytes=prefetch_bytes,
+    )

@@ -7,6 +7,7 @@ it are the ones that decoding would attend. So one pass gives many decode steps 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,15 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.execution.admission import best_pages
+from hybrid_backend.execution.admission import best_pages, place
 from hybrid_backend.execution.operations import resolve_operations
 from hybrid_backend.kernels import oracle
+from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.tiers.sizes import DigestKind, digest_store
+from hybrid_backend.tiers.state import StepState
 from hybrid_backend.tools.profile.network import Layer, Network, Rope
-from hybrid_backend.tools.profile.recall import NEVER, Decoded, cpu_ratios
 from hybrid_backend.tools.profile.texts import Window
 
+NEVER = 0
+"""Interval that stands for a simulation without recall."""
 SPARSITY_ROWS = 16
 """Positions whose weights are sorted: sorting is the slowest part."""
 _ELEMENTS = 1 << 24
@@ -61,6 +65,10 @@ class LayerMeasure(BaseModel):
     similarity: tuple[float, ...]
 
 
+Measures = Sequence[Sequence[LayerMeasure]]
+"""Measurements of each window, of each full-attention layer."""
+
+
 def measure_window(
     network: Network,
     config: HybridConfig,
@@ -73,15 +81,8 @@ def measure_window(
 ) -> list[LayerMeasure]:
     """Measure all full-attention layers over the last ``positions`` tokens of the window.
 
-    Args:
-        network: the model.
-        config: page size, budget, selection, frames.
-        window: the text.
-        positions: decode steps that are measured.
-        intervals: decode steps between recalls that are simulated.
-        least_cosine: smallest cosine of predicted and true queries with which the predicted ones select.
-        advance: called after each layer.
-        budgets: tokens of layers that have a budget of their own; all layers have equally many frames.
+    ``advance`` is called after each layer; ``budgets`` has the tokens of layers with a budget of their own, while all
+    layers have equally many frames; the other arguments are those of `measure_layer`.
     """
     measured: list[LayerMeasure] = []
     previous: list[Tensor] = []  # input of the previous layer at the measured positions
@@ -121,7 +122,7 @@ def measure_layer(
     """Measure one layer.
 
     Args:
-        layer: for its index and scale.
+        layer: the layer.
         config: page size, budget, selection, frames.
         prompt: ``[1, heads, head_dim]``, the true query before ``q``: it chooses the pages that are resident at first.
         q: ``[N, heads, head_dim]``, the true queries of the last N positions.
@@ -167,14 +168,10 @@ def measure_layer(
 
 
 def adjacent_cosine(q: Tensor, kv_heads: int) -> Tensor:
-    """Similarity of the queries of adjacent decode steps (s^ of CLO, arXiv 2511.14510, section 3.3), ``[kv_heads]``.
+    """Return the similarity of the queries of adjacent decode steps (s^ of CLO, section 3.3), ``[kv_heads]``.
 
-    Args:
-        q: ``[N, heads, head_dim]`` of consecutive positions, N >= 2, after the rotary embedding.
-        kv_heads: number of KV heads; the query heads of one KV head are neighbours.
-
-    Returns:
-        Mean cosine of a query and the next one of its head, over the N - 1 pairs and the query heads of a KV head.
+    It is the mean cosine of a query of ``q`` ``[N, heads, head_dim]`` and the next one of its head, over the N - 1
+    pairs and the query heads of a KV head, which are neighbours.
     """
     cosines = torch.cosine_similarity(q[1:], q[:-1], dim=-1)
     means: Tensor = cosines.unflatten(1, (kv_heads, -1)).mean((0, 2))
@@ -279,3 +276,74 @@ def _slices(rows: int, elements: int) -> list[slice]:
 
 def _rounded(values: Iterable[Tensor]) -> tuple[float, ...]:
     return tuple(round(float(value), 5) for value in values)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Inputs of one layer over N consecutive decode steps of one sequence with P pages at the end.
+
+    Attributes:
+        scores: ``[N, lists, P]`` fp32 (`Operations.page_scores`).
+        seq_lens: ``[N]`` int32, rising by one.
+        admission: logical pages and their importance when the sequence began to decode.
+    """
+
+    scores: Tensor
+    seq_lens: Tensor
+    admission: tuple[Tensor, Tensor]
+
+
+def cpu_ratios(
+    operations: Operations,
+    config: HybridConfig,
+    decoded: Decoded,
+    frames: int,
+    intervals: Sequence[int],
+    phase: int = 0,
+) -> Tensor:
+    """Simulate the residency of one layer with so many frames; ``phase``: index of the layer.
+
+    The residency is the engine's own: the same operations in the order in which method ``scout`` runs them. Each
+    interval is a row, so that all intervals are simulated on the same selections.
+
+    Returns:
+        ``[intervals, N]``: tokens attended on the CPU over tokens attended.
+    """
+    (steps, lists, pages), rows, page = decoded.scores.shape, len(intervals), config.page_size
+    most = min(pages, max(config.budget_pages, frames))
+    state = StepState.make(rows, pages, frames, min(config.budget_pages * lists, frames), 1, torch.device("cpu"))
+    maps, copies = state.maps.of(0), state.copies.of(0)
+    requests = torch.arange(rows, dtype=torch.int32)
+    none, still = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    for index in range(rows):
+        place(maps, index, *decoded.admission)
+    table = requests.new_zeros(rows, pages)  # no page is ever read
+    budgets = torch.full_like(requests, config.budget_pages)
+    ratios = torch.zeros(rows, steps)
+    for step in range(steps):
+        seq_lens = decoded.seq_lens[step].expand(rows).int().contiguous()
+        num_pages, ages = (seq_lens + page - 1) // page, torch.full_like(requests, step)
+        operations.commit_pages(state.maps, state.copies, still)
+        operations.open_pages(state.maps, requests, none, seq_lens - 1, page, config.sinks)
+        scores = decoded.scores[step].expand(rows, -1, -1).contiguous()
+        selected = operations.select_pages(
+            scores, num_pages, seq_lens, budgets, requests, maps.frame_of, table, page, config.sinks, config.recent,
+            most
+        )  # fmt: skip
+        on_cpu, on_device = selected.missing_listed.sum(1) * page, selected.tokens.sum(1)
+        ratios[:, step] = on_cpu / (on_cpu + on_device)
+        absent, listed, best = selected.absent, selected.missing_listed, scores
+        if lists > 1:
+            absent, listed, best = operations.union_pages(absent, listed, scores)
+        sinks, recent = config.sinks, config.recent
+        for row, interval in enumerate(intervals):
+            one = slice(row, row + 1)
+            if interval == NEVER:
+                operations.note_scores(maps, best[one], num_pages[one], budgets[one], requests[one], sinks, recent)
+                continue
+            operations.plan_recall(
+                maps, copies.of(one), best[one], table[one], (selected.frames[one],
+                selected.frames_listed[one]), (absent[one], listed[one]), num_pages[one], budgets[one],
+                requests[one], none[one], ages[one], sinks, recent, interval, phase, state.keep[0],
+            )  # fmt: skip
+    return ratios

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +32,7 @@ _STOP, _OURS = "hybrid_backend_stop", "hybrid_backend_profile"
 
 
 class _Reached(Exception):
-    """Signal that leaves a layer's forward at its attention, with the queries and keys."""
-
-    def __init__(self, query: Tensor, key: Tensor) -> None:
-        super().__init__("attention is reached")
-        self.query, self.key = query, key
+    """Signal that leaves a layer's forward at its attention; the arguments are the queries and keys."""
 
 
 def _stop(module: nn.Module, query: Tensor, key: Tensor, *_: Any, **__: Any) -> NoReturn:
@@ -64,31 +61,27 @@ class Layer:
     window: int | None
 
     @property
-    def attention(self) -> Any:
-        return self.module.self_attn
-
-    @property
     def scale(self) -> float:
         return float(self.attention.scaling)
 
-    def queries_and_keys(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Return the queries and keys that this layer's attention gets if ``x`` is the layer's input.
+    @property
+    def attention(self) -> Any:
+        return self.module.self_attn
 
-        Args:
-            x: ``[tokens, hidden]``; the input of an earlier layer gives the predicted query.
-            rope: rotary embedding of these tokens.
+    def queries_and_keys(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return the queries and keys that this layer's attention gets if ``x`` ``[tokens, hidden]`` is its input.
+
+        The input of an earlier layer gives the predicted query.
 
         Returns:
             ``[tokens, heads, head_dim]`` and ``[tokens, kv_heads, head_dim]``, both after the rotary embedding.
-
-        Raises:
-            ModelError: the layer's code does not look its attention up by name.
         """
         with _implementation(self.attention.config, _STOP):
             try:
                 self.module.forward(x[None], position_embeddings=rope, attention_mask=None)
             except _Reached as reached:
-                return reached.query[0].transpose(0, 1), reached.key[0].transpose(0, 1)
+                query, key = reached.args
+                return query[0].transpose(0, 1), key[0].transpose(0, 1)
         raise ModelError(f"{type(self.module).__name__} does not look its attention up, so it cannot be profiled")
 
 
@@ -147,38 +140,27 @@ class Network:
             yield
 
     @contextmanager
-    def recorded(self) -> Iterator[list[Any]]:
-        """Yield a list that receives the output of every decoder layer, in order."""
-        outputs: list[Any] = []
-        with ExitStack() as hooks:
+    def replaying(self, outputs: list[Any], first: int) -> Iterator[None]:
+        """Let the layers before ``first`` return their ``outputs`` without computing; their cache stays as it is.
+
+        The other layers compute, and append their output if ``outputs`` does not have it yet.
+        """
+
+        def forward(index: int, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = outputs[index] if index < first else usual(*args, **kwargs)
+            if index == len(outputs):
+                outputs.append(output)
+            return output
+
+        with ExitStack() as patches:
             for layer in self.layers:
-                handle = layer.module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-                hooks.callback(handle.remove)
-            yield outputs
-
-    @contextmanager
-    def replaying(self, outputs: Sequence[Any]) -> Iterator[None]:
-        """Let the first decoder layers return ``outputs``, one each, without computing; their cache stays as it is."""
-        replayed = [layer.module for layer in self.layers[: len(outputs)]]
-        for module, output in zip(replayed, outputs, strict=True):
-            module.forward = partial(_replay, output)
-        try:
+                wrapped = partial(forward, layer.index, layer.module.forward)
+                patches.enter_context(patch.object(layer.module, "forward", wrapped))
             yield
-        finally:
-            for module in replayed:
-                del module.forward  # The instance's attribute hides the class's forward.
-
-
-def _replay(output: Any, *_: Any, **__: Any) -> Any:
-    return output
 
 
 def visible(queries: int, tokens: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which of the ``tokens`` each of the last ``queries`` sees: causal, in a sliding window if there is one.
-
-    Returns:
-        ``[queries, tokens]`` bool.
-    """
+    """Return which tokens the last ``queries`` see, causally and in a sliding window: ``[queries, tokens]`` bool."""
     key = torch.arange(tokens, device=device)
     distance = key[tokens - queries :, None] - key
     return (distance >= 0) & (distance < (tokens if window is None else window))

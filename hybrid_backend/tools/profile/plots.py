@@ -7,9 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hybrid_backend.tools.profile.recall import NEVER
+from hybrid_backend.tools.profile.measure import NEVER, Measures
 from hybrid_backend.tools.profile.report import Profile
-from hybrid_backend.tools.profile.summary import Measures
 
 
 def draw(stem: Path, windows: Measures, profile: Profile) -> list[Path]:
@@ -27,7 +26,7 @@ def draw(stem: Path, windows: Measures, profile: Profile) -> list[Path]:
         "sparsity": Figure(figsize=(9, 3)),
     }
     _draw_layers(figures["layers"].subplots(), profile)
-    _draw_ratios(*figures["cpu-ratio"].subplots(2, 1), windows, profile)
+    _draw_ratios(figures["cpu-ratio"].subplots(2, 1), windows, profile)
     _draw_heads(figures["sparsity"].subplots(), heads, layers, "share of tokens with 90 % of the mass")
     if gates:
         figures["heads"] = Figure(figsize=(9, 3 * len(gates)))
@@ -57,7 +56,8 @@ def _draw_layers(axes: Any, profile: Profile) -> None:
     axes.legend()
 
 
-def _draw_ratios(upper: Any, lower: Any, windows: Measures, profile: Profile) -> None:
+def _draw_ratios(both_axes: Any, windows: Measures, profile: Profile) -> None:
+    upper, lower = both_axes
     sparse = {layer.layer: layer for layer in profile.sparse or profile.layers}
     measures = [m for window in windows for m in window if m.layer in sparse]
     without = [m.curves[profile.frames][NEVER] for m in measures]
@@ -66,7 +66,7 @@ def _draw_ratios(upper: Any, lower: Any, windows: Measures, profile: Profile) ->
     upper.plot(list(map(fmean, zip(*recalled, strict=True))), label="with recall")
     lower.plot(list(sparse), [layer.ratio_without for layer in sparse.values()], "o-")
     lower.plot(list(sparse), [layer.ratio for layer in sparse.values()], "o-")
-    for axes in (upper, lower):
+    for axes in both_axes:
         axes.axhline(profile.tau[0], color="0.5", linewidth=0.7, linestyle=":")
         axes.set(ylabel="CPU ratio")
     upper.set(xlabel="decode step (mean of sparse layers)")

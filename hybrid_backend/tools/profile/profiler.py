@@ -17,41 +17,19 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.base import frames_per_request
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.pictures import can_draw
+from hybrid_backend.tools.profile import report
+from hybrid_backend.tools.profile import session as stages
 from hybrid_backend.tools.profile.divergence import Probe, References, lookup_probes, text_probe
-from hybrid_backend.tools.profile.gates import Passkey, passkeys
-from hybrid_backend.tools.profile.heads import head_scores
+from hybrid_backend.tools.profile.gates import Passkey, head_scores, passkeys
+from hybrid_backend.tools.profile.measure import Measures
 from hybrid_backend.tools.profile.network import Network, load
 from hybrid_backend.tools.profile.options import Options, check_options, needed_tokens
 from hybrid_backend.tools.profile.plots import draw
 from hybrid_backend.tools.profile.progress import Progress, Work
-from hybrid_backend.tools.profile.report import (
-    Profile,
-    check_table,
-    comments_of,
-    exact_lines,
-    frames_line,
-    gate_line,
-    layer_table,
-    to_yaml,
-)
-from hybrid_backend.tools.profile.session import (
-    ALONE,
-    BUDGETS,
-    KINDS,
-    PREDICTED,
-    TOGETHER,
-    Session,
-    gates_title,
-    window_title,
-)
+from hybrid_backend.tools.profile.report import Profile
+from hybrid_backend.tools.profile.session import Session
 from hybrid_backend.tools.profile.store import Store
-from hybrid_backend.tools.profile.summary import (
-    Measures,
-    chosen_intervals,
-    covered_mass,
-    fewest_frames,
-    summarise,
-)
+from hybrid_backend.tools.profile.summary import chosen_intervals, covered_mass, fewest_frames, summarise
 from hybrid_backend.tools.profile.texts import Encode, Texts, Window, default_texts, read_texts, windows_of
 
 _BUDGETS = (1, 2, 4)
@@ -184,10 +162,10 @@ def _plan(config: HybridConfig, options: Options, inputs: _Inputs, work: Work) -
     plan: dict[str, float] = {}
 
     def windows(prefix: str, windows: Sequence[Window]) -> None:
-        plan.update({prefix + window_title(window): work.window(len(window.ids)) for window in windows})
+        plan.update({prefix + stages.window_title(window): work.window(len(window.ids)) for window in windows})
 
     def kl(prefix: str) -> None:
-        plan.update({prefix + ALONE: prefill + singles, prefix + TOGETHER: _SETS_TOGETHER * whole})
+        plan.update({prefix + stages.ALONE: prefill + singles, prefix + stages.TOGETHER: _SETS_TOGETHER * whole})
 
     for trial in budgets:
         kl(_budget_prefix(trial))
@@ -201,10 +179,12 @@ def _plan(config: HybridConfig, options: Options, inputs: _Inputs, work: Work) -
     if inputs.unseen:
         kl(_HELD_OUT)
     if options.gates is not None:
-        plan.update({gates_title(kind): options.gates.steps * work.training(options.gates) for kind in KINDS})
-    plan[PREDICTED] = singles + _SETS_TOGETHER * whole
+        plan.update(
+            {stages.gates_title(kind): options.gates.steps * work.training(options.gates) for kind in stages.KINDS}
+        )
+    plan[stages.PREDICTED] = singles + _SETS_TOGETHER * whole
     if options.spread and inputs.lookups:
-        plan[BUDGETS] = 2 * singles + 2 * whole
+        plan[stages.BUDGETS] = 2 * singles + 2 * whole
     return plan
 
 
@@ -326,9 +306,9 @@ def _write(session: Session, inputs: _Inputs, profile: Profile, windows: Measure
         f"{profile.model}, written by `hybrid profile`; every key and its range: docs/configuration.md.",
         f"measured {where}.",
         "Raw numbers: the .json beside this file. Keys left out keep their default.",
-        *(gate_line(kind, gates, profile.layers) for kind, gates in profile.gates.items()),
+        *(report.gate_line(kind, gates, profile.layers) for kind, gates in profile.gates.items()),
     ]
-    files = {target: to_yaml(profile.config, comments_of(profile), head)}
+    files = {target: report.to_yaml(profile.config, report.comments_of(profile), head)}
     if profile.heads is not None:
         files[target.with_suffix(".heads.json")] = profile.heads.model_dump_json() + "\n"
     for path, text in files.items():
@@ -344,14 +324,14 @@ def _write(session: Session, inputs: _Inputs, profile: Profile, windows: Measure
 
 def _show(profile: Profile, inputs: _Inputs, console: Console) -> None:
     """Print the tables, and what is not as it should be."""
-    lines = exact_lines(profile.exact)
+    lines = report.exact_lines(profile.exact)
     console.print(f"KL to dense, nats per token (at most {profile.options.max_kl:g}):", highlight=False)
     console.print(*(f"  {line}" for line in lines), sep="\n", highlight=False, soft_wrap=True)
-    console.print(layer_table(profile))
+    console.print(report.layer_table(profile))
     if not all(layer.below for layer in profile.sparse):
-        console.print(f"! not below {profile.aim:g} at any interval; {frames_line(profile)}", highlight=False)
+        console.print(f"! not below {profile.aim:g} at any interval; {report.frames_line(profile)}", highlight=False)
     if profile.checks:
-        console.print(check_table(profile, list(dict.fromkeys(window.text for window in inputs.unseen))))
+        console.print(report.check_table(profile, list(dict.fromkeys(window.text for window in inputs.unseen))))
         console.print(f"exact layers by the same rule on the held-out text: {profile.unseen_exact}", highlight=False)
     if profile.heads is None:
         console.print("no heads file for method clo: it holds the gates; --gates trains them and writes it")

@@ -60,11 +60,9 @@ class Work:
     network: Network
 
     def forward(self, tokens: int) -> float:
-        """Return the operations of a dense forward pass over a prompt."""
         return self._operations(tokens, tokens / 2)
 
     def window(self, tokens: int) -> float:
-        """Return the operations of a window: all layers with selections, masses and simulated residency."""
         return _WINDOW * self.forward(tokens)
 
     def sparse(self, probe: Probe, sparse: Sparse) -> float:
@@ -74,7 +72,6 @@ class Work:
         return _SPARSE * share * self._operations(context - probe.prompt_tokens, context)
 
     def training(self, gates: GateOptions) -> float:
-        """Return the operations of one step of training gates."""
         return _TRAINING * self.forward(gates.context)
 
     def time(self, clock: Clock = clock) -> tuple[float, Seconds]:
@@ -108,15 +105,7 @@ class Progress:
         clock: Clock = clock,
         tick_seconds: float = 1.0,
     ) -> None:
-        """Plan the stages.
-
-        Args:
-            console: for all lines.
-            plan: operations of each stage, by title.
-            timed: operations and seconds of a short forward pass.
-            clock: reads the clocks.
-            tick_seconds: time between two checks whether a log is due for a line.
-        """
+        """Plan the stages: ``plan`` has the operations of each by title, ``timed`` is the result of `Work.time`."""
         self._console, self._clock, self._tick_seconds = console, clock, tick_seconds
         self._plan, self._stages, self._number, self._title = dict(plan), len(plan), 0, ""
         # Once steps are measured, the first estimate counts as if it were a measurement of this size.
@@ -145,10 +134,7 @@ class Progress:
     def stage(self, title: str, steps: int, noun: str) -> Iterator[Advance]:
         """Begin the stage of that title, or go on with it; stages that were planned before it are left out.
 
-        Args:
-            title: title of the stage.
-            steps: number of steps that will be measured.
-            noun: name of a step, as in ``layer 7 of 30``.
+        ``noun`` is the name of one of its ``steps``, as in ``layer 7 of 30``.
         """
         if title != self._title:
             self._begin(title)

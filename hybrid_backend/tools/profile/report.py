@@ -209,39 +209,55 @@ def gate_line(kind: str, gates: Sequence[Sequence[float]], layers: Sequence[Laye
 
 def layer_table(profile: Profile) -> Table:
     """Return the table of all layers."""
-    title = f"layers (KL alone; tau {profile.tau[0]:g}, intervals chosen below {profile.aim:g})"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    kinds = [f"KL {kind}" for kind in profile.exact.alone]
-    budgets = ["budget"] if profile.tokens else []
-    for name in ("layer", "cosine", "mass", "best", *kinds, *budgets, "interval", "CPU ratio"):
-        table.add_column(name, justify="right")
+    rows = []
     for layer in profile.layers:
-        budget = [str(profile.tokens.get(layer.layer, "-"))] if profile.tokens else []
         ratio = f"{layer.ratio:.3f}{'' if layer.below else ' !'}"
-        recall = ("exact", "+".join(layer.why)) if layer.why else (str(layer.interval), ratio)
-        masses = (f"{layer.mass:.3f}", f"{layer.mass_best:.3f}")
-        table.add_row(*_names(layer), *masses, *(f"{nats:.4f}" for nats in layer.kl.values()), *budget, *recall)
-    return table
+        rows.append(
+            {
+                **_names(layer),
+                "best": f"{layer.mass_best:.3f}",
+                **{f"KL {kind}": f"{nats:.4f}" for kind, nats in layer.kl.items()},
+                **({"budget": str(profile.tokens.get(layer.layer, "-"))} if profile.tokens else {}),
+                "interval": "exact" if layer.why else str(layer.interval),
+                "CPU ratio": "+".join(layer.why) if layer.why else ratio,
+            }
+        )
+    return _table(f"layers (KL alone; tau {profile.tau[0]:g}, intervals chosen below {profile.aim:g})", rows)
 
 
 def check_table(profile: Profile, texts: Sequence[str]) -> Table:
     """Return the table of the sparse layers on the held-out texts."""
-    tau, profiled = profile.tau[0], {layer.layer: layer.ratio for layer in profile.layers}
-    table = Table(title=f"held out: {', '.join(texts)} (tau {tau:g})")
-    for name in ("layer", "cosine", "mass", "interval", "profiled", "held out", "below tau"):
+    checks, tau = profile.checks, profile.tau[0]
+    profiled = {layer.layer: layer.ratio for layer in profile.layers}
+    rows = [
+        {
+            **_names(layer),
+            "interval": str(layer.interval),
+            "profiled": f"{profiled[layer.layer]:.3f}",
+            "held out": f"{layer.ratio:.3f}",
+            "below tau": "yes" if layer.ratio < tau else "NO",
+        }
+        for layer in checks
+    ]
+    mean = {
+        "layer": "mean",
+        "mass": f"{fmean(layer.mass for layer in checks):.3f}",
+        "profiled": f"{fmean(profiled[layer.layer] for layer in checks):.3f}",
+        "held out": f"{fmean(layer.ratio for layer in checks):.3f}",
+        "below tau": f"{sum(layer.ratio < tau for layer in checks)} of {len(checks)}",
+    }
+    return _table(f"held out: {', '.join(texts)} (tau {tau:g})", [*rows, mean])
+
+
+def _names(layer: LayerSummary) -> dict[str, str]:
+    cosine = "-" if layer.cosine is None else f"{layer.cosine:.3f}"
+    return {"layer": str(layer.layer), "cosine": cosine, "mass": f"{layer.mass:.3f}"}
+
+
+def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in rows[0]:
         table.add_column(name, justify="right")
-    rows = [(layer.mass, profiled[layer.layer], layer.ratio) for layer in profile.checks]
-    for layer, row in zip(profile.checks, rows, strict=True):
-        mass, before, ratio = (f"{number:.3f}" for number in row)
-        holds = "yes" if layer.ratio < tau else "NO"
-        table.add_row(*_names(layer), mass, str(layer.interval), before, ratio, holds)
-    if rows:
-        mass, before, ratio = (f"{fmean(column):.3f}" for column in zip(*rows, strict=True))
-        holding = sum(layer.ratio < tau for layer in profile.checks)
-        table.add_section()
-        table.add_row("mean", "", mass, "", before, ratio, f"{holding} of {len(rows)}")
+    for row in rows:
+        table.add_row(*(row.get(name, "") for name in rows[0]))
     return table
-
-
-def _names(layer: LayerSummary) -> tuple[str, str]:
-    return str(layer.layer), "-" if layer.cosine is None else f"{layer.cosine:.3f}"

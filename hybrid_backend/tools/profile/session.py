@@ -75,7 +75,7 @@ class Session:
         key = stage_key(
             "window, admitted by the last query",
             self.model,
-            window.digest(),
+            window.ids,
             positions,
             intervals,
             settings,
@@ -98,16 +98,9 @@ class Session:
     def diverge(
         self, title: str, probes: Sequence[Probe], sparse: Sequence[Sparse], predicted: Sequence[Collection[int]] = ()
     ) -> dict[str, list[float]]:
-        """Measure the KL of sets of sparse layers.
+        """Measure sets of sparse layers; return, by kind of probe, the mean KL of each set.
 
-        Args:
-            title: title of the stage.
-            probes: prompts.
-            sparse: sets of layers, or tokens of each layer of a set.
-            predicted: layers of each set that select by predicted queries; none if it is empty.
-
-        Returns:
-            By kind of probe the mean KL of each set.
+        ``predicted``: the layers of each set that select by predicted queries; empty: none.
         """
         config = self.config
         settings = (config.page_size, config.budget_tokens, config.sinks, config.recent, config.selection)

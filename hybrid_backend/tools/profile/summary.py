@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.tools.profile.measure import LayerMeasure
+from hybrid_backend.tools.profile.measure import NEVER, Measures
 from hybrid_backend.tools.profile.options import Options
-from hybrid_backend.tools.profile.recall import NEVER
 
 INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Decode steps between recalls that are tried."""
@@ -23,8 +22,6 @@ _AT_ONCE = 4
 
 KL = Mapping[str, float]
 """KL to dense in nats per token, by kind of probe."""
-Measures = Sequence[Sequence[LayerMeasure]]
-"""Measurements of each window, of each full-attention layer."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +71,8 @@ class KLSearch:
 def exact_count(together: Sequence[KL], max_kl: float, outliers: bool) -> int | None:
     """Return how many layers are exact: the KL of the others is at most ``max_kl``.
 
-    With ``outliers`` the next layer is exact, too, if it more than halves what is left in a kind of probe.
-
-    Returns:
-        None if more must be measured.
+    With ``outliers`` the next layer is exact, too, if it more than halves what is left in a kind of probe. None means
+    that more must be measured.
     """
     for count, left in enumerate(together):
         if max(left.values(), default=0.0) > max_kl:
@@ -98,25 +93,18 @@ def own_count(together: Sequence[KL], true: KL, max_kl: float) -> int | None:
     The cosine of both queries does not show it: one layer of Qwen2.5-Coder-0.5B with a cosine of 0.97 has more KL than
     all others together, one with 0.76 has none (docs/profile.md).
 
-    Args:
-        together: KL of all sparse layers by predicted queries, with one layer more by its own query at a time.
-        true: KL of all sparse layers by true queries.
-        max_kl: limit of the KL of sparse layers.
+    ``together`` is the KL of all sparse layers by predicted queries, with one layer more by its own query at a time;
+    ``true`` is their KL by true queries.
     """
     most = {kind: max(PREDICTION_FACTOR * kl, LITTLE * max_kl) for kind, kl in true.items()}
     return next((n for n, left in enumerate(together) if all(kl <= most[kind] for kind, kl in left.items())), None)
 
 
 def longest_interval(ratios: Sequence[Mapping[int, float]], tau: float) -> tuple[int, bool]:
-    """Return the longest interval whose mean CPU ratio stays below ``tau`` (ScoutAttention, section 3.4).
+    """Return the longest interval whose mean CPU ratio stays below ``tau`` (ScoutAttention, section 3.4), and True.
 
-    Args:
-        ratios: mean CPU ratio by interval, of each window. An interval must stay below on every window: what holds for
-            the mean of texts need not hold for the next text.
-        tau: ``recall.threshold``.
-
-    Returns:
-        The interval, and whether it stays below. If none does, the one with the lowest ratio on its worst window.
+    It must stay below on every window: what holds for the mean of texts need not hold for the next text. If none does,
+    the one with the lowest ratio on its worst window is returned, and False.
     """
     worst = {interval: max(window[interval] for window in ratios) for interval in ratios[0]}
     below = [interval for interval, ratio in worst.items() if ratio < tau]
@@ -145,7 +133,6 @@ class LayerSummary:
     cosine: float | None
     is_predicted: bool
     mass: float
-    mass_true: float
     mass_best: float
     kl: KL
     why: tuple[str, ...]
@@ -153,8 +140,6 @@ class LayerSummary:
     below: bool
     ratio: float
     ratio_without: float
-    tokens90: float
-    tokens95: float
 
     @property
     def skips(self) -> bool:
@@ -170,15 +155,9 @@ def summarise(
     exact: KLSearch,
     intervals: Mapping[int, int] | None = None,
 ) -> list[LayerSummary]:
-    """Summarise the measurements of each layer with so many frames.
+    """Summarise the measurements of each layer with so many frames per request.
 
-    Args:
-        windows: measurements.
-        options: thresholds.
-        tau: largest CPU ratio.
-        frames: frames per request.
-        exact: search for the exact layers.
-        intervals: recall intervals of the layers to summarise; None: all layers, by the rule of `longest_interval`.
+    ``intervals``: recall intervals of the layers to summarise; None: all layers, by the rule of `longest_interval`.
     """
     summaries = []
     for measures in zip(*windows, strict=True):
@@ -195,7 +174,6 @@ def summarise(
                 cosine=cosine,
                 is_predicted=cosine is not None and cosine >= options.min_cosine,
                 mass=mass,
-                mass_true=fmean(m.mass_true for m in measures),
                 mass_best=fmean(m.mass_best for m in measures),
                 kl={kind: by_layer[index] for kind, by_layer in exact.alone.items()},
                 why=("KL",) * (index in exact.chosen) + ("mass",) * (mass < options.min_mass),
@@ -203,8 +181,6 @@ def summarise(
                 below=below,
                 ratio=fmean(window[interval] for window in ratios),
                 ratio_without=fmean(window[NEVER] for window in ratios),
-                tokens90=fmean(share for m in measures for share in m.tokens90),
-                tokens95=fmean(share for m in measures for share in m.tokens95),
             )
         )
     return summaries

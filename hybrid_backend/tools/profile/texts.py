@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from hybrid_backend.config.reading import read_text
@@ -31,10 +30,6 @@ class Window:
     def label(self) -> str:
         """Name of the window in messages."""
         return f"{self.text} @{self.start} +{len(self.ids)}"
-
-    def digest(self) -> str:
-        """Return a hash of the tokens."""
-        return sha256(repr(self.ids).encode()).hexdigest()[:16]
 
 
 def default_texts() -> Texts:
