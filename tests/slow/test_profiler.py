@@ -50,7 +50,7 @@ def run(
     network: Network, out: Path, options: Options = OPTIONS, config: HybridConfig = CONFIG, told: StringIO | None = None
 ) -> Profile:
     console = Console(file=told or StringIO(), width=200)
-    return profiler.profile("tiny-gemma3", out, config, options, network=network, encode=encode, console=console)
+    return profiler.profile("tiny-gemma3", out, config, options, console, network, encode)
 
 
 def stages(out: Path) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def profile(
     )
     target = out or Path(f"{name}.yaml")
     try:
-        profile(model, target, settings, options, console=console)
+        profile(model, target, settings, options, console)
     except KeyboardInterrupt:
         again = "the same command without --fresh" if fresh else "the same command"
         stored = target.with_suffix(".json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from hybrid_backend.config import HybridConfig, config_from_mapping, resolve_config
+from hybrid_backend.config import HybridConfig, config_from_mapping
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.reading import is_folder
 from hybrid_backend.errors import ConfigError
@@ -42,12 +41,11 @@ _HELD_OUT = "held-out text: "
 def profile(
     model: str,
     out: str | Path,
-    config: HybridConfig | None = None,
-    options: Options | None = None,
-    *,
+    config: HybridConfig,
+    options: Options,
+    console: Console,
     network: Network | None = None,
     encode: Encode | None = None,
-    console: Console | None = None,
 ) -> Profile:
     """Profile a model.
 
@@ -55,22 +53,20 @@ def profile(
         model: catalog name, directory or hub id.
         out: the YAML file; ``.json``, ``.heads.json`` and ``-*.png`` of the same name are written next to it. What the
             JSON has already is not measured again.
-        config: budget, page size, selection, frames; None: the shipped configuration of the model. Its budgets per
-            layer do not count: measurements begin with equal budgets.
+        config: budget, page size, selection, frames. Its budgets per layer do not count: measurements begin with
+            equal budgets.
         options: options of the profile.
+        console: for progress and tables.
         network: the loaded model, if the caller has it.
         encode: function from text to token ids; None: the model's tokenizer.
-        console: for progress and tables.
 
     Raises:
         ConfigError: options that do not fit each other, unreadable texts, an ``out`` that cannot be written.
         ModelError: a model that cannot be loaded or predicted.
     """
-    options, console = options or Options(), console or Console(stderr=True)
     target = user_path(out)
     if target.suffix not in (".yaml", ".yml") or not is_folder(target.parent):
         raise ConfigError(f"--out {out}: expected a .yaml file in a directory that exists")
-    config = config if config is not None else resolve_config(model, None, os.environ)[0]
     config = config.model_copy(update={"budget_factors": ()})
     check_options(config, options)
     options = replace(options, plots=options.plots and can_draw(console))
@@ -111,11 +107,7 @@ def _tokenizer(directory: str) -> Encode:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
-
-    def encode(text: str) -> list[int]:
-        return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
-
-    return encode
+    return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 @dataclass(frozen=True)

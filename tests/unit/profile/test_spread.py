@@ -157,7 +157,7 @@ def run(
 ) -> tuple[profiler.Profile, str]:
     file = StringIO()
     console = Console(file=file, width=200)
-    found = profiler.profile("tiny", out, config, options, network=network, encode=words, console=console)
+    found = profiler.profile("tiny", out, config, options, console, network, words)
     (*_, line) = [line for line in file.getvalue().splitlines() if line.startswith("budgets per layer")] or [""]
     return found, line
 
