@@ -22,24 +22,10 @@ from hybrid_backend.tools.profile.summary import KL, KLSearch, LayerSummary
 class Profile:
     """Decisions of a profile and the measurements that they follow from.
 
-    Attributes:
-        model: name of the model.
-        config: the configuration that is written.
-        options: options of the profile.
-        layers: full-attention layers.
-        checks: the sparse layers on text that decided nothing, with their intervals; empty without ``--check``.
-        exact: search for the exact layers.
-        unseen_exact: layers that would be exact by the same rule on text that decided nothing.
-        true: KL of all sparse layers by true queries, None if no query is predicted.
-        own: search for the layers that select by their own query, None if no query is predicted.
-        spread: measurements of budgets per layer, None if there are none.
-        gates: per kind of head, ``[full layers][heads]`` from 0 to 1.
-        heads: content of the heads file, None without gates.
-        tau: largest CPU ratio, and its source.
-        aim: the CPU ratio below which intervals are chosen, tau less the margin.
-        frames: frames per request.
-        fewest: fewest frames with which every sparse layer stays below the aim, None if none do.
-        files: paths of the written files.
+    ``checks``: the sparse layers on text that decided nothing (``--check``), ``unseen_exact``: the layers that the same
+    rule makes exact on it. ``true``: KL of all sparse layers by true queries, ``own``: search for those that select by
+    their own query; both are None if no query is predicted. ``tau``: largest CPU ratio and its source, ``aim``: the
+    ratio below which intervals are chosen. ``fewest``: fewest frames with which every sparse layer stays below it.
     """
 
     model: str

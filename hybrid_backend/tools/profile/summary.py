@@ -118,15 +118,9 @@ def longest_interval(ratios: Sequence[Mapping[int, float]], tau: float) -> tuple
 class LayerSummary:
     """Decisions about a full-attention layer, and the means over windows that they follow from.
 
-    Attributes:
-        cosine: None where nothing is predicted.
-        is_predicted: the predicted query selects: nothing says that the layer's own query must.
-        kl: KL of this layer alone.
-        why: reasons why the layer is exact, "KL" or "mass"; empty if it is sparse.
-        interval: decode steps between recalls.
-        below: the interval keeps the CPU ratio below tau on every window.
-        ratio: mean CPU ratio at ``interval``.
-        ratio_without: mean CPU ratio without recall.
+    ``is_predicted``: the predicted query selects. ``kl``: of this layer alone. ``why``: "KL" or "mass" where the layer
+    is exact. ``below``: ``interval`` keeps the CPU ratio below tau on every window. ``ratio``: the mean CPU ratio at
+    ``interval``; ``ratio_without``: without recall.
     """
 
     layer: int
