@@ -16,20 +16,27 @@ from rich.console import Console
 from hybrid_backend.config import HybridConfig, config_from_mapping, load_config, read_heads
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import find_hardware
-from hybrid_backend.tools.profile import ahead, measuring, profiler
+from hybrid_backend.tools.profile import profiler, session, summary
 from hybrid_backend.tools.profile.gates import GateOptions
 from hybrid_backend.tools.profile.network import Network, wrap
 from hybrid_backend.tools.profile.options import Options
-from hybrid_backend.tools.profile.profiler import Profile
-from hybrid_backend.tools.profile.summary import Thresholds
+from hybrid_backend.tools.profile.report import Profile
 from hybrid_backend.tools.profile.tau import tau_of
 from hybrid_backend.tools.profile.texts import default_texts
 from tests.support.models import llama_8b
 from tests.unit.profile.models import build, encode
 
-GATES = GateOptions(steps=4, context=400, sink=4, recent=16, samples=2, passkeys=2, words=3, save_every=2)
+GATES = GateOptions(steps=4, context=400, sink=4, recent=16, samples=2, passkeys=2, words=3)
 OPTIONS = Options(
-    contexts=(320,), positions=24, windows=1, lookups=0, limits=Thresholds(0.5, 0.2, 10.0), gates=GATES, plots=False
+    contexts=(320,),
+    positions=24,
+    windows=1,
+    lookups=0,
+    min_cosine=0.5,
+    min_mass=0.2,
+    max_kl=10.0,
+    gates=GATES,
+    plots=False,
 )
 CONFIG = config_from_mapping({"page_size": 16, "budget_tokens": 96, "selection": {"aggregate": "max"}}, "test")
 
@@ -39,9 +46,11 @@ def network() -> Network:
     return wrap(build("gemma3"))
 
 
-def run(network: Network, out: Path, options: Options = OPTIONS, config: HybridConfig = CONFIG) -> Profile:
-    console = Console(file=StringIO())
-    return profiler.profile("tiny-gemma3", out, config, options, network=network, encode=encode, console=console)
+def run(
+    network: Network, out: Path, options: Options = OPTIONS, config: HybridConfig = CONFIG, told: StringIO | None = None
+) -> Profile:
+    console = Console(file=told or StringIO(), width=200)
+    return profiler.profile("tiny-gemma3", out, config, options, console, network, encode)
 
 
 def stages(out: Path) -> dict[str, Any]:
@@ -76,14 +85,10 @@ def test_the_yaml_says_what_was_found_and_loads(network: Network, tmp_path: Path
 
 
 def test_without_gates_there_is_no_heads_file_and_one_line_says_how_to_get_it(network: Network, tmp_path: Path) -> None:
-    console = Console(file=StringIO())
-    options = replace(OPTIONS, gates=None)
-    found = profiler.profile(
-        "tiny", tmp_path / "a.yaml", CONFIG, options, network=network, encode=encode, console=console
-    )
+    told = StringIO()
+    found = run(network, tmp_path / "a.yaml", replace(OPTIONS, gates=None), told=told)
     assert found.heads is None and not (tmp_path / "a.heads.json").exists()
-    assert isinstance(console.file, StringIO)
-    (line,) = (line for line in console.file.getvalue().splitlines() if "heads file" in line)
+    (line,) = (line for line in told.getvalue().splitlines() if "heads file" in line)
     assert "--gates" in line
 
 
@@ -92,7 +97,7 @@ def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
 ) -> None:
     whole = run(network, tmp_path / "whole.yaml")
     again = tmp_path / "again.yaml"
-    measure, train, calls = measuring.measure_window, measuring.train, []
+    measure, train, calls = session.measure_window, session.train, []
 
     def dying(*args: Any) -> Any:
         calls.append("window")
@@ -101,23 +106,23 @@ def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
         return measure(*args)
 
     def dying_training(*args: Any) -> Any:
-        *most, save, advance = args
+        *most, save = args
 
         def die(state: Any) -> None:
             save(state)
             raise KeyboardInterrupt
 
-        return train(*most, die, advance)
+        return train(*most, die)
 
-    monkeypatch.setattr(measuring, "measure_window", dying)
+    monkeypatch.setattr(session, "measure_window", dying)
     with pytest.raises(KeyboardInterrupt):
         run(network, again)
     assert len(stages(again)) == 1
-    monkeypatch.setattr(measuring, "train", dying_training)
+    monkeypatch.setattr(session, "train", dying_training)
     with pytest.raises(KeyboardInterrupt):
         run(network, again)
     assert len(calls) == 3  # the finished window was not measured again
-    monkeypatch.setattr(measuring, "train", train)
+    monkeypatch.setattr(session, "train", train)
     assert run(network, again).config == whole.config
     assert len(calls) == 3
     assert stages(again) == stages(tmp_path / "whole.yaml")
@@ -126,24 +131,22 @@ def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
 def test_an_interrupted_measurement_of_layers_goes_on_with_the_next_layer(
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options, usual = replace(OPTIONS, gates=None), measuring.divergences
+    options, usual = replace(OPTIONS, gates=None), session.divergence
     whole = run(network, tmp_path / "whole.yaml", options)
     out, measured = tmp_path / "again.yaml", list[int]()
 
-    def dying(reference: Any, config: Any, sparse: Any, advance: Any, predicted: Any) -> Any:
-        def once(kl: float) -> None:
-            advance(kl)
-            measured.append(1)
+    def dying(*args: Any) -> float:
+        measured.append(1)
+        if len(measured) == 2:
             raise KeyboardInterrupt
+        return usual(*args)
 
-        return usual(reference, config, sparse, once, predicted)
-
-    monkeypatch.setattr(measuring, "divergences", dying)
+    monkeypatch.setattr(session, "divergence", dying)
     with pytest.raises(KeyboardInterrupt):
         run(network, out, options)
     (kept,) = (stage["kl"] for key, stage in stages(out).items() if key.startswith("divergence"))
     assert len(kept) == 1, "one of two layers"
-    monkeypatch.setattr(measuring, "divergences", usual)
+    monkeypatch.setattr(session, "divergence", usual)
     assert run(network, out, options).config == whole.config
     assert stages(out) == stages(tmp_path / "whole.yaml")
 
@@ -151,10 +154,9 @@ def test_an_interrupted_measurement_of_layers_goes_on_with_the_next_layer(
 def test_the_time_it_takes_is_told_first_and_each_stage_once_with_what_is_left(
     network: Network, tmp_path: Path
 ) -> None:
-    console = Console(file=StringIO(), width=200)
-    profiler.profile("tiny", tmp_path / "a.yaml", CONFIG, OPTIONS, network=network, encode=encode, console=console)
-    assert isinstance(console.file, StringIO)
-    estimate, *lines = console.file.getvalue().splitlines()
+    told = StringIO()
+    run(network, tmp_path / "a.yaml", told=told)
+    estimate, *lines = told.getvalue().splitlines()
     planned = re.fullmatch(r"about \d+ (s|min) on \d+ threads?, in (\d+) stages", estimate)
     assert planned is not None, estimate
     stage = [re.fullmatch(r"(\d+) of (\d+): (.+); about \d+ (s|min) left", line) for line in lines]
@@ -169,13 +171,9 @@ def test_without_matplotlib_the_profile_is_written_and_one_line_says_that_pictur
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    console = Console(file=StringIO(), width=200)
-    options = replace(OPTIONS, gates=None, plots=True)
-    found = profiler.profile(
-        "tiny", tmp_path / "a.yaml", CONFIG, options, network=network, encode=encode, console=console
-    )
-    assert isinstance(console.file, StringIO)
-    assert console.file.getvalue().count("pictures are left out: matplotlib is not installed") == 1
+    told = StringIO()
+    found = run(network, tmp_path / "a.yaml", replace(OPTIONS, gates=None, plots=True), told=told)
+    assert told.getvalue().count("pictures are left out: matplotlib is not installed") == 1
     assert {path.suffix for path in found.files} == {".yaml", ".json"} and load_config(tmp_path / "a.yaml")
 
 
@@ -184,20 +182,20 @@ def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_co
 ) -> None:
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
     run(network, out, options)
-    measure, calls = measuring.measure_window, []
+    measure, calls = session.measure_window, []
 
     def counted(*args: Any) -> Any:
         calls.append(args)
         return measure(*args)
 
-    monkeypatch.setattr(measuring, "measure_window", counted)
-    strict = run(network, out, replace(options, limits=Thresholds(0.5, 0.99999, 10.0), tau=(0.05, "test")))
+    monkeypatch.setattr(session, "measure_window", counted)
+    strict = run(network, out, replace(options, min_mass=0.99999, tau=(0.05, "test")))
     assert not calls and strict.config.exact_layers == (2, 5) and strict.config.recall.threshold == 0.05
     run(network, out, options, CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 2
     run(network, out, replace(options, fresh=True), CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 4
-    own = run(network, out, replace(options, limits=Thresholds(0.99999, 0.2, 10.0)))
+    own = run(network, out, replace(options, min_cosine=0.99999))
     assert len(calls) == 6
     predicted = [layer.layer for layer in own.layers if layer.cosine is not None and not layer.why]
     assert own.config.lookahead.skip_layers == tuple(predicted) and 5 in predicted
@@ -211,16 +209,17 @@ def test_for_a_kl_the_budget_is_chosen_that_attends_the_fewest_tokens_and_the_ma
     budgets, kl, attended, sparse = (64, 128), {}, {}, [0.0]
     for budget in budgets:
         run(network, tmp_path / f"{budget}.yaml", options, CONFIG.model_copy(update={"budget_tokens": budget}))
-        costs = json.loads((tmp_path / f"{budget}.json").read_text())["costs"]
+        costs = json.loads((tmp_path / f"{budget}.json").read_text())["exact"]
         kl[budget] = costs["together"][0]["text"]
     between, ample = 0.5 * (kl[64] + kl[128]), 2 * kl[64]
     for most in (between, ample, 1e-12):  # the larger budget, the smaller one, all exact
-        limits = replace(options.limits, kl=most, outliers=False)
         config = small.model_copy(update={"quality": small.quality.model_copy(update={"max_kl": most})})
         found = run(network, tmp_path / "a.yaml", options, config)
         for budget in budgets:
             fixed = CONFIG.model_copy(update={"budget_tokens": budget})
-            exact = run(network, tmp_path / "b.yaml", replace(options, limits=limits), fixed).config.exact_layers
+            exact = run(
+                network, tmp_path / "b.yaml", replace(options, max_kl=most, outliers=False), fixed
+            ).config.exact_layers
             attended[budget] = 320 * len(exact) + budget * (2 - len(exact))
         assert attended[found.config.budget_tokens] == min(attended.values())
         if most in (between, ample):
@@ -248,13 +247,11 @@ def test_for_an_attention_mass_the_smallest_budget_that_keeps_it_is_written(netw
     assert 0 < less < more < 1
     for promise, budget in ((0.5 * less, 64), (0.5 * (less + more), 128), (0.5 * (more + 1), 128)):
         config = small.model_copy(update={"quality": small.quality.model_copy(update={"min_mass": promise})})
-        said = StringIO()
-        out = tmp_path / f"{promise:.4f}.yaml"
-        console = Console(file=said, width=200)
-        found = profiler.profile("tiny-gemma3", out, config, options, network=network, encode=encode, console=console)
+        told, out = StringIO(), tmp_path / f"{promise:.4f}.yaml"
+        found = run(network, out, options, config, told)
         assert found.config.budget_tokens == budget and found.config.quality.min_mass == promise
         assert load_config(out) == found.config
-        text = said.getvalue()
+        text = told.getvalue()
         assert ("is not kept by any budget" in text) == (promise > more)
         assert ("128: " in text) == (budget == 128), "no more is tried than needed"
         assert f"(quality.min_mass: {promise:g})" in text
@@ -267,45 +264,45 @@ def test_for_an_attention_mass_the_smallest_budget_that_keeps_it_is_written(netw
 def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(
     at_once: int, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring, "_AT_ONCE", at_once)  # two layers only: with 1, the search takes several batches
-    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, windows=2)
+    monkeypatch.setattr(summary, "_AT_ONCE", at_once)  # two layers only: with 1, the search takes several batches
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, windows=2, min_mass=0.0)
 
     def costs() -> tuple[dict[int, float], list[float]]:
-        held = json.loads(out.with_suffix(".json").read_text())["costs"]
+        held = json.loads(out.with_suffix(".json").read_text())["exact"]
         return {int(i): kl for i, kl in held["alone"]["text"].items()}, [x["text"] for x in held["together"]]
 
-    run(network, out, replace(options, limits=Thresholds(0.5, 0.0, 0.0)))
+    run(network, out, replace(options, max_kl=0.0))
     alone, together = costs()
     first = max(alone, key=lambda i: alone[i])
     assert together[0] > together[1] > together[2] == pytest.approx(0, abs=1e-6)
     for most, exact in ((together[0], ()), (together[1], (first,)), (together[1] / 2, (2, 5))):
-        found = run(network, out, replace(options, limits=Thresholds(0.5, 0.0, most, outliers=False)))
+        found = run(network, out, replace(options, max_kl=most, outliers=False))
         assert found.config.exact_layers == exact
         assert costs()[1] == together[: len(exact) + 1]
-    found = run(network, out, replace(options, limits=Thresholds(0.5, 0.0, together[0])))
+    found = run(network, out, replace(options, max_kl=together[0]))
     stands_out, rest_stands_out = 2 * together[1] < together[0], together[1] > 0.1 * together[0]  # nothing is left then
     assert found.config.exact_layers == (() if not stands_out else (2, 5) if rest_stands_out else (first,))
-    found = run(network, out, replace(options, limits=Thresholds(0.5, 0.0, together[1], outliers=False)))
+    found = run(network, out, replace(options, max_kl=together[1], outliers=False))
     assert f"layers {first} exact: KL {together[1]:.4f} (text)" in out.read_text()
 
 
 def test_layers_whose_predicted_query_costs_too_much_select_by_their_own(
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, limits=Thresholds(-1.0, 0.0, 10.0))
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, min_cosine=-1.0, min_mass=0.0)
     assert run(network, out, options).config.lookahead.skip_layers == ()
-    measured = json.loads(out.with_suffix(".json").read_text())["ahead"]
-    assert set(measured["alone"]["text"]) == {"2", "5"} and len(measured["together"]) == 1
+    measured = json.loads(out.with_suffix(".json").read_text())
+    assert set(measured["own"]["alone"]["text"]) == {"2", "5"} and len(measured["own"]["together"]) == 1
     assert "true -> predicted" not in out.read_text()
-    monkeypatch.setattr(profiler, "LITTLE", 0.0)
-    monkeypatch.setattr(ahead, "TIMES", 0.0)  # nothing is good enough
+    monkeypatch.setattr(summary, "LITTLE", 0.0)
+    monkeypatch.setattr(summary, "PREDICTION_FACTOR", 0.0)  # nothing is good enough
     assert run(network, out, options).config.lookahead.skip_layers == (2, 5)
-    every = json.loads(out.with_suffix(".json").read_text())["ahead"]["together"]
+    every = json.loads(out.with_suffix(".json").read_text())["own"]["together"]
     assert len(every) == 3 and every[2]["text"] == pytest.approx(measured["true"]["text"])
     assert "layer 5 alone, true -> predicted query: KL" in out.read_text()
     still = config_from_mapping({**CONFIG.model_dump(mode="json"), "lookahead": {"enabled": False}}, "test")
     assert run(network, out, options, still).config.lookahead.skip_layers == ()
-    assert json.loads(out.with_suffix(".json").read_text())["ahead"] is None
+    assert json.loads(out.with_suffix(".json").read_text())["own"] is None
 
 
 def test_slots_are_raised_until_every_layer_is_below_tau_if_asked_for(network: Network, tmp_path: Path) -> None:
@@ -345,6 +342,9 @@ def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_pat
             run(network, out, options)
     with pytest.raises(ConfigError, match="--out"):
         run(network, tmp_path / "nowhere" / "a.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"folder.yaml: cannot be written .* give another --out"):
+        run(network, tmp_path / "folder.yaml", replace(OPTIONS, gates=None))
     out.with_suffix(".json").write_text("{}")
     with pytest.raises(ConfigError, match="--fresh"):
         run(network, out)

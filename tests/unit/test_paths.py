@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybrid_backend.config.paths import write_whole
-from hybrid_backend.tools.profile.store import Store
+from hybrid_backend.tools.profile.store import Measurement, Store
 
 
 def test_a_file_is_replaced_whole_and_not_through_a_link_under_its_temporary_name(
@@ -24,6 +24,6 @@ def test_a_stored_profile_does_not_write_through_a_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / ".m.json.part").symlink_to(victim)
-    Store(tmp_path / "m.json").put("divergence:0", {"kl": [0.5], "seconds": 1.0})
+    Store(tmp_path / "m.json").put("divergence:0", Measurement(kl=[0.5]))
     assert victim.read_text() == "precious"
-    assert Store(tmp_path / "m.json").get("divergence:0") == {"kl": [0.5], "seconds": 1.0}
+    assert Store(tmp_path / "m.json").get("divergence:0").kl == [0.5]

@@ -64,7 +64,6 @@ UNCONVERTED = (
     "hybrid_backend/methods/*.py",
     "hybrid_backend/methods/apex/*.py",
     "hybrid_backend/tiers/*.py",
-    "hybrid_backend/tools/profile/*.py",
     "hybrid_backend/workers/*.py",
 )
 PATHS = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -1,10 +1,10 @@
-"""``hybrid profile``, ready for typer. What it needs is imported when it runs."""
+"""The command ``hybrid profile``. What it needs is imported when it runs."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,7 +12,6 @@ from rich.console import Console
 from hybrid_backend.config import resolve_config
 from hybrid_backend.errors import ConfigError
 
-T = TypeVar("T")
 _NAME_COLUMNS = 36
 """Columns of the model's name in a line of 80."""
 
@@ -85,35 +84,43 @@ def profile(
     settings = resolve_config(model, config, os.environ, overrides or ())[0]
     check_model(model)
     console = Console()
-    _tell_begin(model, console)
-    # Read when torch is imported, which is below: threads that wait by spinning take the core from those that compute
-    # if another program runs beside (docs/profile.md#beside-other-programs).
+    name = Path(model.rstrip("/")).name
+    shown = name if len(name) <= _NAME_COLUMNS else f"{name[: _NAME_COLUMNS - 1]}…"
+    # Imports and the model's loading take their time, so the first lines come before them.
+    for line in (
+        f"measuring attention and KL of each layer of {shown}",
+        "a forward pass is timed first, for the estimate",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    # Torch reads this variable when it is imported, which is below. Threads that wait by spinning would take the core
+    # from those that compute if another program runs at the same time (docs/profile.md#beside-other-programs).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from hybrid_backend.tools.profile.gates import GateOptions
     from hybrid_backend.tools.profile.options import Options
     from hybrid_backend.tools.profile.profiler import profile
-    from hybrid_backend.tools.profile.summary import Thresholds
 
-    contexts = tuple(context or (4096,))
+    contexts, repeats = tuple(context or (4096,)), 2 if thorough else 1
     tau, prefetch_bytes = None, 0
     if machine is not None:
         from hybrid_backend.hardware import find_hardware
         from hybrid_backend.tools.plan.model import find_shape
         from hybrid_backend.tools.profile.tau import prefetch_bytes_of, tau_of
 
-        where = find_hardware(machine), find_shape(model, "auto"), settings, max(contexts), batch
-        share, prefetch_bytes = tau_of(*where), prefetch_bytes_of(*where)
+        inputs = find_hardware(machine), find_shape(model, "auto"), settings, max(contexts), batch
+        share, prefetch_bytes = tau_of(*inputs), prefetch_bytes_of(*inputs)
         tau = (share, f"from {machine}: the CPU's partial takes as long as the device's layer, batch {batch}")
     options = Options(
         contexts=contexts,
         positions=positions,
-        windows=_chosen(windows, 2 if thorough else 1),
+        windows=repeats if windows is None else windows,
+        lookups=repeats if lookups is None else lookups,
+        spread=spread,
         texts=tuple(map(str, text or ())),
         held_out=tuple(map(str, check or ())),
-        limits=Thresholds(cosine=min_cosine, mass=min_mass, kl=max_kl),
-        lookups=_chosen(lookups, 2 if thorough else 1),
-        spread=spread,
-        gates=GateOptions(steps=gate_steps, context=gate_context) if _chosen(gates, thorough) else None,
+        min_cosine=min_cosine,
+        min_mass=min_mass,
+        max_kl=max_kl,
+        gates=GateOptions(steps=gate_steps, context=gate_context) if (thorough if gates is None else gates) else None,
         tau=tau,
         prefetch_bytes=prefetch_bytes,
         margin=margin,
@@ -121,27 +128,12 @@ def profile(
         fresh=fresh,
         device="cpu" if device == "auto" else device,
     )
-    target = out or Path(f"{Path(model.rstrip('/')).name}.yaml")
+    target = out or Path(f"{name}.yaml")
     try:
-        profile(model, target, settings, options, console=console)
+        profile(model, target, settings, options, console)
     except KeyboardInterrupt:
         again = "the same command without --fresh" if fresh else "the same command"
         stored = target.with_suffix(".json")
         more = f"; {stored} holds what was measured" if stored.exists() else ""
         typer.echo(f"\nstopped; {again} goes on from here{more}", err=True)
         raise typer.Exit(130) from None
-
-
-def _tell_begin(model: str, console: Console) -> None:
-    """Say what will be measured, before anything is imported or loaded that takes its time."""
-    name = Path(model.rstrip("/")).name
-    name = name if len(name) <= _NAME_COLUMNS else f"{name[: _NAME_COLUMNS - 1]}…"
-    for line in (
-        f"measuring attention and KL of each layer of {name}",
-        "a forward pass is timed first, for the estimate",
-    ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _chosen(option: T | None, default: T) -> T:
-    return default if option is None else option

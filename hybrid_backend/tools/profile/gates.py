@@ -13,22 +13,24 @@ distance is relative to the length of the hidden states, so that one weight of t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from statistics import fmean
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.nn import functional as F
 
+from hybrid_backend.config import HeadScores
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.tools.profile.network import Network
+from hybrid_backend.tools.profile.measure import Measures
+from hybrid_backend.tools.profile.network import Attend, Network, visible
 from hybrid_backend.tools.profile.texts import Encode
 
 Kind = Literal["kv_head", "query_head"]
-_MARK = "hybrid_gates"
 _WORDS = (
     "apple", "river", "stone", "window", "garden", "silver", "morning", "letter",
     "bridge", "candle", "forest", "winter", "market", "doctor", "orange", "paper",
@@ -39,8 +41,11 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class GateOptions:
-    """``context``: tokens of a prompt; ``sink``, ``recent``: tokens of streaming attention; ``weight``: of the L1 term
-    (the mean of all gates); ``samples``: prompts, taken in turn."""
+    """Options of the training. ``samples``: prompts of ``context`` tokens, each with ``passkeys`` lists of ``words``.
+
+    Streaming attention sees ``sink`` first and ``recent`` last tokens; ``weight`` is the factor of the L1 term, which
+    is the mean of all gates.
+    """
 
     steps: int = 20
     context: int = 512
@@ -51,11 +56,10 @@ class GateOptions:
     samples: int = 8
     passkeys: int = 3
     words: int = 8
-    save_every: int = 10
 
 
 class GateState(BaseModel):
-    """Training after ``step`` steps, exactly: gates ``[full layers][heads]`` and Adam's two moments."""
+    """State of the training after ``step`` steps: gates ``[full layers][heads]``, Adam's moments, the distances."""
 
     model_config = ConfigDict(frozen=True)
     step: int
@@ -67,14 +71,14 @@ class GateState(BaseModel):
 
 @dataclass(frozen=True)
 class Passkey:
-    """A prompt; the loss looks at the hidden states that predict its last ``answer`` tokens."""
+    """A prompt. The loss compares the hidden states that predict its last ``answer`` tokens."""
 
     ids: tuple[int, ...]
     answer: int
 
 
 def passkeys(text: str, encode: Encode, options: GateOptions, seed: int = 0) -> list[Passkey]:
-    """Prompts of ``options.context`` tokens: lists of words hidden in prose, all of them asked for at the end.
+    """Return prompts of ``options.context`` tokens: lists of words, hidden in prose and all asked for at the end.
 
     Raises:
         ConfigError: the context is too short for them, or the text for the context.
@@ -111,112 +115,106 @@ def train(
     options: GateOptions,
     state: GateState | None = None,
     save: Callable[[GateState], None] = lambda state: None,
-    advance: Callable[[], None] = lambda: None,
 ) -> GateState:
-    """Train the gates, from ``state`` if given; deterministic, so that an interrupted run ends where a whole one does.
+    """Train the gates, from ``state`` if there is one; deterministic, so that an interrupted run ends as a whole one.
 
-    Returns:
-        The last state; its gates are the importance of each head, 0 (streaming suffices) to 1.
+    ``save`` is called with the state after each step. The gates of the last state, which is returned, are the
+    importance of each head, 0 (streaming suffices) to 1.
     """
-    heads = network.kv_heads if kind == "kv_head" else network.heads
-    shape = (len(network.full_layers), heads)
-    gates = torch.ones(shape) if state is None else torch.tensor(state.gates)
-    first = torch.zeros(shape) if state is None else torch.tensor(state.first)
-    second = torch.zeros(shape) if state is None else torch.tensor(state.second)
-    losses = [] if state is None else list(state.losses)
-    begin = 0 if state is None else state.step
-    dense: dict[int, Tensor] = {}
-    with _gated(network, options) as mix:
-        for step in range(begin, options.steps):
-            sample = step % len(prompts)
-            if sample not in dense:
-                mix(None)
-                with torch.no_grad():
-                    dense[sample] = _answers(network, prompts[sample])
-            leaf = gates.to(network.device).requires_grad_()
-            mix(leaf)
-            target = dense[sample]
-            distance = (_answers(network, prompts[sample]) - target).pow(2).sum() / target.pow(2).sum()
-            loss = distance + options.weight * leaf.mean()
-            (gradient,) = torch.autograd.grad(loss, leaf)
-            rate = options.rate * _warmth(step, options.steps)
-            gates, first, second = _adam(gates, gradient.cpu(), first, second, step, rate)
-            losses.append(float(distance.detach()))
-            advance()
-            if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
-                state = GateState(
-                    step=step + 1, gates=gates.tolist(), first=first.tolist(), second=second.tolist(), losses=losses
-                )
-                save(state)
-    assert state is not None
+    shape = (len(network.full_layers), network.kv_heads if kind == "kv_head" else network.heads)
+    if state is None:
+        zeros = torch.zeros(shape).tolist()
+        state = GateState(step=0, gates=torch.ones(shape).tolist(), first=zeros, second=zeros, losses=[])
+    gates = torch.tensor(state.gates, device=network.device, requires_grad=True)
+    adam = torch.optim.Adam([gates])
+    moments = {"exp_avg": torch.tensor(state.first), "exp_avg_sq": torch.tensor(state.second)}
+    adam.state[gates] = {name: moment.to(gates.device) for name, moment in moments.items()}
+    adam.state[gates]["step"] = torch.tensor(float(state.step))
+
+    @cache
+    def dense(sample: int) -> Tensor:
+        with torch.no_grad():
+            return _answers(network, prompts[sample], gated_attention(network, options))
+
+    for step in range(state.step, options.steps):
+        sample = step % len(prompts)
+        answers = _answers(network, prompts[sample], gated_attention(network, options, gates))
+        distance = (answers - dense(sample)).pow(2).sum() / dense(sample).pow(2).sum()
+        adam.zero_grad()
+        (distance + options.weight * gates.mean()).backward()
+        adam.param_groups[0]["lr"] = options.rate * _warmth(step, options.steps)
+        adam.step()
+        with torch.no_grad():
+            gates.clamp_(0, 1)
+        state = GateState(
+            step=step + 1,
+            gates=gates.tolist(),
+            first=adam.state[gates]["exp_avg"].tolist(),
+            second=adam.state[gates]["exp_avg_sq"].tolist(),
+            losses=[*state.losses, distance.item()],
+        )
+        save(state)
     return state
 
 
 def _warmth(step: int, steps: int) -> float:
-    """DuoAttention's schedule: a fifth of the steps up from a tenth, a fifth down."""
+    """Return DuoAttention's factor of the learning rate: it rises from a tenth for a fifth of the steps, and falls."""
     fifth = max(1, steps // 5)
     return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))
 
 
-def _adam(
-    gates: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, rate: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Take one step of Adam with its usual decay rates, then clamp the gates to 0..1."""
-    first = 0.9 * first + 0.1 * gradient
-    second = 0.999 * second + 0.001 * gradient.pow(2)
-    mean, square = first / (1 - 0.9 ** (step + 1)), second / (1 - 0.999 ** (step + 1))
-    return (gates - rate * mean / (square.sqrt() + 1e-8)).clamp(0, 1), first, second
+def _answers(network: Network, prompt: Passkey, attend: Attend) -> Tensor:
+    """Return the last hidden states that predict the answer, ``[answer, hidden]``."""
+    with network.attending(attend):
+        return network.hidden(prompt.ids)[-prompt.answer - 1 : -1]
 
 
-def _answers(network: Network, prompt: Passkey) -> Tensor:
-    """The last hidden states that predict the answer, ``[answer, hidden]``."""
-    out = network.decoder(torch.tensor([prompt.ids], device=network.device), use_cache=False)
-    hidden: Tensor = out.last_hidden_state[0, -prompt.answer - 1 : -1]
-    return hidden
+def gated_attention(network: Network, options: GateOptions, gates: Tensor | None = None) -> Attend:
+    """Return attention that ``gates`` ``[full layers, heads]`` mix of full and streaming attention; None: all full."""
+    row_of_layer = {layer.index: row for row, layer in enumerate(network.full_layers)}
+
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        tokens = q.shape[2]
+        allowed = visible(tokens, tokens, window, q.device)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
+        if gates is None or index not in row_of_layer:
+            return out
+        streamed = visible(tokens, tokens, options.recent, q.device)
+        streamed[:, : options.sink] = allowed[:, : options.sink]
+        streaming = F.scaled_dot_product_attention(q, k, v, attn_mask=streamed, scale=scale, enable_gqa=True)
+        row = gates[row_of_layer[index]]
+        share = row.repeat_interleave(q.shape[1] // len(row))[:, None, None]
+        return share * out + (1 - share) * streaming
+
+    return attend
 
 
-@contextmanager
-def _gated(network: Network, options: GateOptions) -> Iterator[Callable[[Tensor | None], None]]:
-    """The model with our attention. The yielded function sets the gates ``[full layers, heads]``; None: all full."""
+def head_scores(
+    model: str,
+    network: Network,
+    windows: Measures,
+    gates: Mapping[str, Sequence[Sequence[float]]],
+    prefetch_bytes: int = 0,
+) -> HeadScores:
+    """Return the scores that CLO (arXiv 2511.14510) decides by, for every head of every layer.
 
-    def mix(gates: Tensor | None) -> None:
-        for row, layer in enumerate(network.full_layers):
-            setattr(layer.attention, _MARK, None if gates is None else (gates[row], options.sink, options.recent))
-
-    with network.attending(_attention, _MARK):
-        mix(None)
-        yield mix
-
-
-def _attention(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **more: Any
-) -> tuple[Tensor, None]:
-    """Attend as Transformers' attention functions do, mixed by the module's gates.
-
-    Args:
-        module: the attention module; it carries the gates under `_MARK`.
-        q: ``[1, heads, tokens, dim]``.
-        k: ``[1, kv_heads, tokens, dim]``.
-        v: ``[1, kv_heads, tokens, dim]``.
-        mask: is not used.
-        scaling: factor of the logits.
-        more: of which ``sliding_window`` is used.
+    Layers with a sliding window get importance 0 and similarity 1: nothing of them is offloaded, and no rule would
+    ever keep or load one of their heads. ``prefetch_bytes`` is 0 where the hardware is not known.
     """
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    position = torch.arange(q.shape[2], device=q.device)
-    distance = position[:, None] - position
-    gated = getattr(module, _MARK, None)
-    window = more.get("sliding_window")
-    if window is not None:
-        allowed = (distance >= 0) & (distance < window)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling)
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
-    if gated is not None:
-        gates, sink, recent = gated
-        allowed = (distance >= 0) & ((distance < recent) | (position < sink))
-        streaming = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling)
-        share = gates.repeat_interleave(q.shape[1] // len(gates))[:, None, None]
-        out = share * out + (1 - share) * streaming
-    return out.transpose(1, 2), None
+
+    def rows_of(full_layers: Sequence[Sequence[float]], otherwise: float) -> tuple[tuple[float, ...], ...]:
+        rows = {layer.index: row for layer, row in zip(network.full_layers, full_layers, strict=True)}
+        sliding = [otherwise] * len(full_layers[0])
+        return tuple(tuple(round(score, 5) for score in rows.get(layer.index, sliding)) for layer in network.layers)
+
+    similarity = [
+        list(map(fmean, zip(*(layer.similarity for layer in layers), strict=True)))
+        for layers in zip(*windows, strict=True)
+    ]
+    return HeadScores(
+        model=model,
+        importance=rows_of(gates["query_head"], 0.0),
+        kv_importance=rows_of(gates["kv_head"], 0.0),
+        similarity=rows_of(similarity, 1.0),
+        prefetch_bytes=prefetch_bytes,
+    )

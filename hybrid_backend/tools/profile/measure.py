@@ -1,13 +1,14 @@
 """Measurements of every full-attention layer over the last positions of one window, in one pass through the model.
 
-Prefill is teacher forced: the query of position p is the one that decoding token p would have, and the keys before it
-are the ones that it would find. So one pass gives as many decode steps as wanted, all layers at once.
+The prefill is teacher forced. The query of position p is the one that decoding token p would have, and the keys before
+it are the ones that decoding would attend. So one pass gives many decode steps of all layers at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -16,29 +17,38 @@ from torch.nn import functional as F
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels import oracle
-from hybrid_backend.step.admission import best_pages
+from hybrid_backend.kernels.operations import Operations
+from hybrid_backend.step.admission import best_pages, place
 from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.step.operations import resolve_operations
 from hybrid_backend.tiers.sizes import DigestKind, digest_store
+from hybrid_backend.tiers.state import StepState
 from hybrid_backend.tools.profile.network import Layer, Network, Rope
-from hybrid_backend.tools.profile.recall import NEVER, Decoded, cpu_ratios
 from hybrid_backend.tools.profile.texts import Window
 
+NEVER = 0
+"""Interval that stands for a simulation without recall."""
 SPARSITY_ROWS = 16
-"""Positions of which the weights are sorted: sorting is the slowest part."""
+"""Positions whose weights are sorted: sorting is the slowest part."""
 _ELEMENTS = 1 << 24
-"""Attention weights held at once."""
+"""Attention weights in memory at once."""
 
 
 class LayerMeasure(BaseModel):
     """Measurements of one layer on one window: means over positions, and over heads unless each head has a value.
 
-    ``cosine``: predicted and true query, None for the first layer. ``mass``: attention mass on the pages that the
-    backend selects; ``mass_true``: on those that the true query selects; ``mass_best``: on the best pages of the
-    budget by the true weights. ``ratios[frames][interval]``: mean share of attended tokens on the CPU (interval 0:
-    without recall); ``curves[frames][interval]``: the same step by step. ``tokens90``, ``tokens95``: per query head,
-    the smallest share of the tokens that holds that much of the mass. ``similarity``: per KV head, `adjacent_cosine` of
-    the queries that the backend would look up by.
+    Attributes:
+        layer: index in the model.
+        cosine: cosine of predicted and true query, None for the first layer.
+        cosine_heads: the same per query head.
+        mass: attention mass on the pages that the backend selects.
+        mass_true: attention mass on the pages that the true query selects.
+        mass_best: attention mass on the best pages of the budget by the true weights.
+        ratios: ``[frames][interval]`` mean share of attended tokens on the CPU; interval 0 is without recall.
+        curves: ``[frames][interval]`` the same step by step.
+        tokens90: per query head, the smallest share of the tokens that has 90 % of the mass.
+        tokens95: the same for 95 %.
+        similarity: per KV head, `adjacent_cosine` of the queries that the backend selects by.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -55,6 +65,10 @@ class LayerMeasure(BaseModel):
     similarity: tuple[float, ...]
 
 
+Measures = Sequence[Sequence[LayerMeasure]]
+"""Measurements of each window, of each full-attention layer."""
+
+
 def measure_window(
     network: Network,
     config: HybridConfig,
@@ -67,39 +81,32 @@ def measure_window(
 ) -> list[LayerMeasure]:
     """Measure all full-attention layers over the last ``positions`` tokens of the window.
 
-    Args:
-        network: the model.
-        config: page size, budget, selection, frames.
-        window: the text.
-        positions: decode steps that are measured.
-        intervals: decode steps between recalls that are simulated.
-        least_cosine: of predicted and true queries; below, the true ones select.
-        advance: called after each layer.
-        budgets: tokens of layers that have their own budget; their frames are as many as all have.
+    ``advance`` is called after each layer; ``budgets`` has the tokens of layers with a budget of their own, while all
+    layers have equally many frames; the other arguments are those of `measure_layer`.
     """
     measured: list[LayerMeasure] = []
-    before: list[Tensor] = []  # the input of the layer before, at the measured positions
+    previous: list[Tensor] = []  # input of the previous layer at the measured positions
 
-    def seen(index: int, x: Tensor, rope: Rope) -> None:
+    def watch(index: int, x: Tensor, rope: Rope) -> None:
         layer, late = network.layers[index], x[-positions:]
         if layer.window is None:
-            late_rope = (rope[0][:, -positions:], rope[1][:, -positions:])
             q, k = layer.queries_and_keys(x, rope)
-            q = q[-positions - 1 :]
-            ahead = layer.queries_and_keys(before[0], late_rope)[0].cpu() if before else None
-            prompt, decoded = q.cpu().split([len(q) - positions, positions])
-            own = config if budgets is None else _with_budget(config, budgets.get(index, config.budget_tokens))
+            prompt, decoded = q[-positions - 1 :].cpu().split([1, positions])
+            ahead = None
+            if previous:
+                late_rope = (rope[0][:, -positions:], rope[1][:, -positions:])
+                ahead = layer.queries_and_keys(previous[0], late_rope)[0].cpu()
+            own = config
+            if budgets is not None:
+                frames, tokens = frames_per_request(config), budgets.get(index, config.budget_tokens)
+                own = config.model_copy(update={"budget_tokens": tokens, "frames_per_request": frames})
             measured.append(measure_layer(layer, own, prompt, decoded, ahead, k.cpu(), intervals, least_cosine))
-        before[:] = [late]
+        previous[:] = [late]
         advance()
 
-    with torch.inference_mode(), network.watched(seen):
-        network.decoder(torch.tensor([window.ids], device=network.device), use_cache=False)
+    with torch.inference_mode(), network.watched(watch):
+        network.hidden(window.ids)
     return measured
-
-
-def _with_budget(config: HybridConfig, tokens: int) -> HybridConfig:
-    return config.model_copy(update={"budget_tokens": tokens, "frames_per_request": frames_per_request(config)})
 
 
 def measure_layer(
@@ -112,68 +119,59 @@ def measure_layer(
     intervals: Sequence[int],
     least_cosine: float = -1.0,
 ) -> LayerMeasure:
-    """
+    """Measure one layer.
+
     Args:
-        layer: for its index and scale.
+        layer: the layer.
         config: page size, budget, selection, frames.
-        prompt: ``[1, heads, head_dim]``, the true query before those: it chooses what is resident at first.
+        prompt: ``[1, heads, head_dim]``, the true query before ``q``: it chooses the pages that are resident at first.
         q: ``[N, heads, head_dim]``, the true queries of the last N positions.
-        ahead: the predicted ones, None if there are none.
+        ahead: the predicted queries of the same positions, None if there are none.
         k: ``[tokens, kv_heads, head_dim]``.
-        intervals: that are simulated, beside `NEVER`.
-        least_cosine: of predicted and true queries; below, the true ones select.
+        intervals: recall intervals that are simulated, in addition to `NEVER`.
+        least_cosine: smallest cosine of predicted and true queries with which the predicted ones select.
     """
     seq_lens = torch.arange(len(k) - len(q) + 1, len(k) + 1)
-    kind = config.selection.digest
-    digests = page_digests(k, config.page_size, "minmax_int8" if kind == "auto" else kind)
+    digests = page_digests(k, config.page_size, config.selection.digest)
     cosines = None if ahead is None else torch.cosine_similarity(ahead, q, dim=-1).mean(0)
     looks_ahead = cosines is not None and config.lookahead.enabled is not False and bool(cosines.mean() >= least_cosine)
-    by = ahead if ahead is not None and looks_ahead else q
-    chosen, scores = select(by, digests, seq_lens, config, layer.scale)
-    true = select(q, digests, seq_lens, config, layer.scale)[0] if looks_ahead else chosen
+    selecting = ahead if ahead is not None and looks_ahead else q
+    chosen, scores = select(selecting, digests, seq_lens, config, layer.scale)
+    chosen_by_true = select(q, digests, seq_lens, config, layer.scale)[0] if looks_ahead else chosen
     shares = page_shares(q, k, seq_lens, config.page_size, layer.scale)
     best = _best_pages(shares, chosen.shape[1], config.budget_pages)
     simulated_intervals, operations = [NEVER, *intervals], resolve_operations(config, torch.device("cpu"))
     table, first = torch.arange(len(digests), dtype=torch.int32)[None], -(-int(seq_lens[0]) // config.page_size)
-    curves = {}
+    ratios: dict[int, dict[int, float]] = {}
+    curves: dict[int, dict[int, tuple[float, ...]]] = {}
     for frames in frames_tried(config, int(seq_lens[0])):
         admission = best_pages(operations, config, prompt, digests, table[:, :first], first, frames, layer.scale)
         decoded = Decoded(scores, seq_lens, admission)
-        curves[frames] = cpu_ratios(operations, config, decoded, frames, simulated_intervals, layer.index)
+        steps = cpu_ratios(operations, config, decoded, frames, simulated_intervals, layer.index)
+        ratios[frames] = dict(zip(simulated_intervals, _rounded(steps.mean(1)), strict=True))
+        curves[frames] = dict(zip(simulated_intervals, map(_rounded, steps), strict=True))
     tokens90, tokens95 = _sparsity(q, k, seq_lens, layer.scale)
+    mass, mass_true, mass_best = (_covered(shares, pages) for pages in (chosen, chosen_by_true, best))
     return LayerMeasure(
         layer=layer.index,
-        cosine=None if cosines is None else _round(cosines.mean()),
-        cosine_heads=() if cosines is None else tuple(map(_round, cosines)),
-        mass=_covered(shares, chosen),
-        mass_true=_covered(shares, true),
-        mass_best=_covered(shares, best),
-        ratios={
-            frames: dict(zip(simulated_intervals, map(_round, shares_by_interval.mean(1)), strict=True))
-            for frames, shares_by_interval in curves.items()
-        },
-        curves={
-            frames: {
-                interval: tuple(map(_round, curve))
-                for interval, curve in zip(simulated_intervals, shares_by_interval, strict=True)
-            }
-            for frames, shares_by_interval in curves.items()
-        },
+        cosine=None if cosines is None else round(float(cosines.mean()), 5),
+        cosine_heads=() if cosines is None else _rounded(cosines),
+        mass=mass,
+        mass_true=mass_true,
+        mass_best=mass_best,
+        ratios=ratios,
+        curves=curves,
         tokens90=tokens90,
         tokens95=tokens95,
-        similarity=tuple(map(_round, adjacent_cosine(by, k.shape[1]))),
+        similarity=_rounded(adjacent_cosine(selecting, k.shape[1])),
     )
 
 
 def adjacent_cosine(q: Tensor, kv_heads: int) -> Tensor:
-    """Similarity of the queries of adjacent decode steps (s^ of CLO, arXiv 2511.14510, section 3.3), ``[kv_heads]``.
+    """Return the similarity of the queries of adjacent decode steps (s^ of CLO, section 3.3), ``[kv_heads]``.
 
-    Args:
-        q: ``[N, heads, head_dim]`` of consecutive positions, N >= 2, after the rotary embedding.
-        kv_heads: query heads of one KV head are neighbours.
-
-    Returns:
-        Mean cosine of each query and the next one of its head, over the N - 1 pairs and the query heads of a KV head.
+    It is the mean cosine of a query of ``q`` ``[N, heads, head_dim]`` and the next one of its head, over the N - 1
+    pairs and the query heads of a KV head, which are neighbours.
     """
     cosines = torch.cosine_similarity(q[1:], q[:-1], dim=-1)
     means: Tensor = cosines.unflatten(1, (kv_heads, -1)).mean((0, 2))
@@ -181,22 +179,25 @@ def adjacent_cosine(q: Tensor, kv_heads: int) -> Tensor:
 
 
 def frames_tried(config: HybridConfig, tokens: int) -> tuple[int, ...]:
-    """Frames per request that are simulated: what the configuration means, and up to twice as many, as long as a
-    sequence of so many tokens does not fit them."""
+    """Return the frames per request that are simulated: those of the configuration, and up to twice as many.
+
+    Frames that hold a whole sequence of ``tokens`` are left out.
+    """
     frames = frames_per_request(config)
     more = [-(-frames * quarters // 4) for quarters in (5, 6, 8)]
     return (frames, *(count for count in more if count * config.page_size < tokens))
 
 
-def page_digests(k: Tensor, page_size: int, kind: DigestKind) -> Tensor:
+def page_digests(k: Tensor, page_size: int, kind: DigestKind | Literal["auto"]) -> Tensor:
     """Return the digest of every page, of one kind. The last page may be partly filled.
 
-    A page's digest is the final one, also for steps at which it was still growing: those pages are always attended.
+    A page's digest is the final one, also for steps at which the page is still growing: those pages are always
+    attended.
     """
     padding, (_, kv_heads, dim) = -len(k) % page_size, k.shape
     filled = torch.cat([k, k[-1:].expand(padding, -1, -1)])
     pages = torch.arange(len(filled) // page_size, dtype=torch.int32)
-    shape, dtype = digest_store(kind, k.dtype, len(pages), kv_heads, dim)
+    shape, dtype = digest_store("minmax_int8" if kind == "auto" else kind, k.dtype, len(pages), kv_heads, dim)
     digests = torch.empty(shape, dtype=dtype)
     oracle.extend_digests(filled, digests, pages, 0, page_size)
     return digests
@@ -207,7 +208,7 @@ def select(q: Tensor, digests: Tensor, seq_lens: Tensor, config: HybridConfig, s
     operations, selection, pages = resolve_operations(config, torch.device("cpu")), config.selection, len(digests)
     per_head, budget = selection.granularity == "kv_head", config.budget_pages
     chosen, scores = [], []
-    for part in _parts(len(q), digests.numel()):
+    for part in _slices(len(q), digests.numel()):
         lens = seq_lens[part].int()
         num_pages, rows = (lens + config.page_size - 1) // config.page_size, len(lens)
         table, budgets = torch.arange(pages, dtype=torch.int32).repeat(rows, 1), torch.full_like(lens, budget)
@@ -227,16 +228,16 @@ def select(q: Tensor, digests: Tensor, seq_lens: Tensor, config: HybridConfig, s
 
 
 def page_shares(q: Tensor, k: Tensor, seq_lens: Tensor, page_size: int, scale: float) -> Tensor:
-    """Attention mass of each page by the true weights, ``[N, kv_heads, group, P]``."""
+    """Return the attention mass of each page by the true weights, ``[N, kv_heads, group, P]``."""
     shares = []
-    for part in _parts(len(q), q.shape[1] * len(k)):
+    for part in _slices(len(q), q.shape[1] * len(k)):
         weights = _weights(q[part], k, seq_lens[part], scale)
         shares.append(F.pad(weights, (0, -len(k) % page_size)).unflatten(-1, (-1, page_size)).sum(-1))
     return torch.cat(shares)
 
 
 def _weights(q: Tensor, k: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
-    """``[N, kv_heads, group, tokens]`` fp32; the queries see ``seq_lens`` tokens."""
+    """Return ``[N, kv_heads, group, tokens]`` fp32 attention weights; the queries see ``seq_lens`` tokens."""
     grouped = q.float().unflatten(1, (k.shape[1], -1))
     logits = torch.einsum("nhgd,thd->nhgt", grouped, k.float()) * scale
     later = torch.arange(len(k)) >= seq_lens[:, None]
@@ -244,37 +245,105 @@ def _weights(q: Tensor, k: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
 
 
 def _best_pages(shares: Tensor, lists: int, budget: int) -> Tensor:
-    """The pages with the most mass, one list per layer or per KV head: ``[N, lists, P]`` bool."""
+    """Return the pages with the most mass, one list per layer or per KV head: ``[N, lists, P]`` bool."""
     mass = shares.sum(2) if lists > 1 else shares.sum((1, 2))[:, None]
     index = mass.topk(min(budget, mass.shape[-1]), -1).indices
     return torch.zeros_like(mass, dtype=torch.bool).scatter_(2, index, True)
 
 
 def _covered(shares: Tensor, chosen: Tensor) -> float:
-    """Mean over positions and heads of the mass on the chosen pages."""
-    return _round((shares * chosen[:, :, None]).sum(-1).mean())
+    """Return the mass on the chosen pages, mean over positions and heads."""
+    return round(float((shares * chosen[:, :, None]).sum(-1).mean()), 5)
 
 
-def _sparsity(q: Tensor, k: Tensor, seq_lens: Tensor, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Per query head: the smallest share of the tokens with 90 %, with 95 % of the mass; mean over some positions."""
+def _sparsity(q: Tensor, k: Tensor, seq_lens: Tensor, scale: float) -> list[tuple[float, ...]]:
+    """Return, for 90 % and for 95 % of the mass, the smallest share of the tokens that has it, per query head."""
     rows = torch.linspace(0, len(q) - 1, min(SPARSITY_ROWS, len(q))).long()
-    needed_shares = []
-    for part in _parts(len(rows), q.shape[1] * len(k)):
-        some = rows[part]
-        cumulated_mass = (
-            _weights(q[some], k, seq_lens[some], scale).flatten(1, 2).sort(-1, descending=True).values.cumsum(-1)
-        )
-        needed = torch.stack([(cumulated_mass < share).sum(-1) + 1 for share in (0.90, 0.95)])
-        needed_shares.append(needed / seq_lens[some][None, :, None])
-    nineties, ninety_fives = torch.cat(needed_shares, 1).mean(1)
-    return tuple(map(_round, nineties)), tuple(map(_round, ninety_fives))
+    shares = []
+    for part in _slices(len(rows), q.shape[1] * len(k)):
+        some, lens = q[rows[part]], seq_lens[rows[part]]
+        mass = _weights(some, k, lens, scale).flatten(1, 2).sort(-1, descending=True).values.cumsum(-1)
+        tokens = torch.stack([(mass < share).sum(-1) + 1 for share in (0.90, 0.95)])
+        shares.append(tokens / lens[None, :, None])
+    return [_rounded(heads) for heads in torch.cat(shares, 1).mean(1)]
 
 
-def _parts(rows: int, elements: int) -> list[slice]:
-    """Slices of ``rows`` with about `_ELEMENTS` elements at ``elements`` per row."""
+def _slices(rows: int, elements: int) -> list[slice]:
+    """Return slices of ``rows`` with about `_ELEMENTS` elements at ``elements`` per row."""
     step = max(1, _ELEMENTS // elements)
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
-def _round(value: Any) -> float:
-    return round(float(value), 5)
+def _rounded(values: Iterable[Tensor]) -> tuple[float, ...]:
+    return tuple(round(float(value), 5) for value in values)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Inputs of one layer over N consecutive decode steps of one sequence with P pages at the end.
+
+    Attributes:
+        scores: ``[N, lists, P]`` fp32 (`Operations.page_scores`).
+        seq_lens: ``[N]`` int32, rising by one.
+        admission: logical pages and their importance when the sequence began to decode.
+    """
+
+    scores: Tensor
+    seq_lens: Tensor
+    admission: tuple[Tensor, Tensor]
+
+
+def cpu_ratios(
+    operations: Operations,
+    config: HybridConfig,
+    decoded: Decoded,
+    frames: int,
+    intervals: Sequence[int],
+    phase: int = 0,
+) -> Tensor:
+    """Simulate the residency of one layer with so many frames; ``phase``: index of the layer.
+
+    The residency is the engine's own: the same operations in the order in which method ``scout`` runs them. Each
+    interval is a row, so that all intervals are simulated on the same selections.
+
+    Returns:
+        ``[intervals, N]``: tokens attended on the CPU over tokens attended.
+    """
+    (steps, lists, pages), rows, page = decoded.scores.shape, len(intervals), config.page_size
+    most = min(pages, max(config.budget_pages, frames))
+    state = StepState.make(rows, pages, frames, min(config.budget_pages * lists, frames), 1, torch.device("cpu"))
+    maps, copies = state.maps.of(0), state.copies.of(0)
+    requests = torch.arange(rows, dtype=torch.int32)
+    none, still = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    for index in range(rows):
+        place(maps, index, *decoded.admission)
+    table = requests.new_zeros(rows, pages)  # no page is ever read
+    budgets = torch.full_like(requests, config.budget_pages)
+    ratios = torch.zeros(rows, steps)
+    for step in range(steps):
+        seq_lens = decoded.seq_lens[step].expand(rows).int().contiguous()
+        num_pages, ages = (seq_lens + page - 1) // page, torch.full_like(requests, step)
+        operations.commit_pages(state.maps, state.copies, still)
+        operations.open_pages(state.maps, requests, none, seq_lens - 1, page, config.sinks)
+        scores = decoded.scores[step].expand(rows, -1, -1).contiguous()
+        selected = operations.select_pages(
+            scores, num_pages, seq_lens, budgets, requests, maps.frame_of, table, page, config.sinks, config.recent,
+            most
+        )  # fmt: skip
+        on_cpu, on_device = selected.missing_listed.sum(1) * page, selected.tokens.sum(1)
+        ratios[:, step] = on_cpu / (on_cpu + on_device)
+        absent, listed, best = selected.absent, selected.missing_listed, scores
+        if lists > 1:
+            absent, listed, best = operations.union_pages(absent, listed, scores)
+        sinks, recent = config.sinks, config.recent
+        for row, interval in enumerate(intervals):
+            one = slice(row, row + 1)
+            if interval == NEVER:
+                operations.note_scores(maps, best[one], num_pages[one], budgets[one], requests[one], sinks, recent)
+                continue
+            operations.plan_recall(
+                maps, copies.of(one), best[one], table[one], (selected.frames[one],
+                selected.frames_listed[one]), (absent[one], listed[one]), num_pages[one], budgets[one],
+                requests[one], none[one], ages[one], sinks, recent, interval, phase, state.keep[0],
+            )  # fmt: skip
+    return ratios

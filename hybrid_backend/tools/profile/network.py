@@ -1,17 +1,18 @@
-"""A Hugging Face model, layer by layer: what goes into each decoder layer, and the queries and keys that follow.
+"""A Hugging Face model that can be profiled: inputs, queries and keys of its decoder layers, and attention of our own.
 
-As in `attention.lookahead`, a layer's own code is run as far as its attention, which here is a function that
-transformers looks up by name.
+As in `attention.lookahead`, a layer's own code runs up to its attention, which is a function that transformers looks up
+by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,36 @@ from transformers import AttentionInterface
 
 from hybrid_backend.errors import ModelError
 
-Rope = tuple[Tensor, Tensor]  # cosines and sines
-Attention = Callable[..., tuple[Tensor, None]]  # as transformers calls it
-Seen = Callable[[int, Tensor, Rope], None]  # layer, its input [tokens, hidden], its rotary embedding
+Rope = tuple[Tensor, Tensor]
+"""Cosines and sines of the rotary embedding, ``[1, tokens, rotary]``."""
+Watch = Callable[[int, Tensor, Rope], None]
+"""Function of a layer's index, its input ``[tokens, hidden]`` and its rotary embedding."""
+Attend = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
+"""Function of a layer's index, q ``[1, heads, queries, dim]``, k and v ``[1, kv_heads, tokens, dim]``, the scale and
+the sliding window in tokens; it returns ``[1, heads, queries, dim]``."""
+
+_STOP, _OURS = "hybrid_backend_stop", "hybrid_backend_profile"
+
+
+class _Reached(Exception):
+    """Signal that leaves a layer's forward at its attention; the arguments are the queries and keys."""
+
+
+def _stop(module: nn.Module, query: Tensor, key: Tensor, *_: Any, **__: Any) -> NoReturn:
+    raise _Reached(query, key)
+
+
+AttentionInterface.register(_STOP, _stop)
+
+
+@contextmanager
+def _implementation(config: Any, name: str) -> Iterator[None]:
+    """Let the model of ``config`` use the attention function that is registered under ``name``."""
+    usual, config._attn_implementation = config._attn_implementation, name
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
 
 
 @dataclass(frozen=True)
@@ -33,50 +61,28 @@ class Layer:
     window: int | None
 
     @property
-    def attention(self) -> Any:
-        return self.module.self_attn
-
-    @property
     def scale(self) -> float:
         return float(self.attention.scaling)
 
-    def queries_and_keys(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Return the queries and keys that this layer's attention gets if ``x`` is the layer's input.
+    @property
+    def attention(self) -> Any:
+        return self.module.self_attn
 
-        Args:
-            x: ``[tokens, hidden]``; the input of an earlier layer gives the predicted query.
-            rope: cosines and sines, ``[1, tokens, rotary]``.
+    def queries_and_keys(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return the queries and keys that this layer's attention gets if ``x`` ``[tokens, hidden]`` is its input.
+
+        The input of an earlier layer gives the predicted query.
 
         Returns:
             ``[tokens, heads, head_dim]`` and ``[tokens, kv_heads, head_dim]``, both after the rotary embedding.
         """
-        config = self.attention.config
-        usual, config._attn_implementation = config._attn_implementation, _STOP
-        try:
-            self.module.forward(x[None], position_embeddings=rope, attention_mask=None)
-        except _Reached as reached:
-            return reached.query[0].transpose(0, 1), reached.key[0].transpose(0, 1)
-        finally:
-            config._attn_implementation = usual
+        with _implementation(self.attention.config, _STOP):
+            try:
+                self.module.forward(x[None], position_embeddings=rope, attention_mask=None)
+            except _Reached as reached:
+                query, key = reached.args
+                return query[0].transpose(0, 1), key[0].transpose(0, 1)
         raise ModelError(f"{type(self.module).__name__} does not look its attention up, so it cannot be profiled")
-
-
-_STOP = "hybrid_backend_stop"
-
-
-class _Reached(Exception):
-    """Not an error: how a layer's forward is left."""
-
-    def __init__(self, query: Tensor, key: Tensor) -> None:
-        super().__init__("attention is reached")
-        self.query, self.key = query, key
-
-
-def _stop(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any) -> NoReturn:
-    raise _Reached(query, key)
-
-
-AttentionInterface.register(_STOP, _stop)
 
 
 @dataclass(frozen=True)
@@ -99,83 +105,80 @@ class Network:
     def full_layers(self) -> tuple[Layer, ...]:
         return tuple(layer for layer in self.layers if layer.window is None)
 
+    def hidden(self, ids: Sequence[int], **arguments: Any) -> Tensor:
+        """Return the last hidden states ``[tokens, hidden]`` of one sequence; ``arguments`` go to the decoder."""
+        states = self.decoder(torch.tensor([ids], device=self.device), **{"use_cache": False, **arguments})
+        hidden: Tensor = states.last_hidden_state[0]
+        return hidden
+
     @contextmanager
-    def watched(self, seen: Seen) -> Iterator[None]:
-        """``seen`` is called at the input of every decoder layer, in order."""
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Call ``watch`` at the input of every decoder layer, in order."""
 
-        def hook_of(index: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                x = args[0] if args else kwargs["hidden_states"]
-                seen(index, x[0], kwargs["position_embeddings"])
+        def hook(index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs["hidden_states"]
+            watch(index, x[0], kwargs["position_embeddings"])
 
-            return hook
-
-        handles = [
-            layer.module.register_forward_pre_hook(hook_of(layer.index), with_kwargs=True) for layer in self.layers
-        ]
-        try:
+        with ExitStack() as hooks:
+            for layer in self.layers:
+                handle = layer.module.register_forward_pre_hook(partial(hook, layer.index), with_kwargs=True)
+                hooks.callback(handle.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
-    def attending(self, attention: Attention, mark: str) -> Iterator[None]:
-        """All layers attend by ``attention``. What it is told of a layer with full attention is kept in its attention
-        module as ``mark``, and is gone afterwards."""
-        AttentionInterface.register(mark, attention)
-        config = self.decoder.config
-        usual, config._attn_implementation = config._attn_implementation, mark
-        try:
+    def attending(self, attend: Attend) -> Iterator[None]:
+        """Let all layers attend by ``attend``."""
+
+        def attention(
+            module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **arguments: Any
+        ) -> tuple[Tensor, None]:
+            out = attend(module.layer_idx, q, k, v, scaling, arguments.get("sliding_window"))
+            return out.transpose(1, 2), None
+
+        AttentionInterface.register(_OURS, attention)
+        with _implementation(self.decoder.config, _OURS):
             yield
-        finally:
-            config._attn_implementation = usual
-            for layer in self.full_layers:
-                vars(layer.attention).pop(mark, None)
 
     @contextmanager
-    def recorded(self) -> Iterator[list[Any]]:
-        """Yield a list that receives what every decoder layer returns, in order."""
-        outputs: list[Any] = []
-        handles = [
-            layer.module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-            for layer in self.layers
-        ]
-        try:
-            yield outputs
-        finally:
-            for handle in handles:
-                handle.remove()
+    def replaying(self, outputs: list[Any], first: int) -> Iterator[None]:
+        """Let the layers before ``first`` return their ``outputs`` without computing; their cache stays as it is.
 
-    @contextmanager
-    def replaying(self, outputs: Sequence[Any]) -> Iterator[None]:
-        """The first decoder layers return ``outputs``, one each, and compute nothing; their cache stays as it is."""
-        replayed = [layer.module for layer in self.layers[: len(outputs)]]
-        for module, output in zip(replayed, outputs, strict=True):
-            module.forward = partial(_replay, output)
-        try:
+        The other layers compute, and append their output if ``outputs`` does not have it yet.
+        """
+
+        def forward(index: int, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = outputs[index] if index < first else usual(*args, **kwargs)
+            if index == len(outputs):
+                outputs.append(output)
+            return output
+
+        with ExitStack() as patches:
+            for layer in self.layers:
+                wrapped = partial(forward, layer.index, layer.module.forward)
+                patches.enter_context(patch.object(layer.module, "forward", wrapped))
             yield
-        finally:
-            for module in replayed:
-                del module.forward  # the class's own forward is back
 
 
-def _replay(output: Any, *_arguments: Any, **_more: Any) -> Any:
-    return output
+def visible(queries: int, tokens: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which tokens the last ``queries`` see, causally and in a sliding window: ``[queries, tokens]`` bool."""
+    key = torch.arange(tokens, device=device)
+    distance = key[tokens - queries :, None] - key
+    return (distance >= 0) & (distance < (tokens if window is None else window))
 
 
 def wrap(model: Any) -> Network:
-    """A loaded causal language model as a `Network`.
+    """Return a loaded causal language model as a `Network`.
 
     Raises:
-        ModelError: a model with other layers than attention, or without full attention.
+        ModelError: the model has layers other than attention, or no full attention.
     """
     config = model.config.get_text_config()
     decoder = model.get_decoder()
     modules = list(decoder.layers)
     window = getattr(config, "sliding_window", None)
-    everywhere = "full_attention" if window is None else "sliding_attention"  # as Mistral's first models
-    kinds = getattr(config, "layer_types", None) or [everywhere] * len(modules)
+    # Configurations without layer types, as those of the first Mistral models, have one kind of layer.
+    default = "full_attention" if window is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [default] * len(modules)
     layers = []
     for index, (module, kind) in enumerate(zip(modules, kinds, strict=True)):
         attention = getattr(module, "self_attn", None)
@@ -199,12 +202,16 @@ def wrap(model: Any) -> Network:
 
 
 def load(directory: str | Path, device: str = "cpu") -> Network:
-    """The model in ``directory`` (or a hub id) in fp32, frozen."""
+    """Load the model in ``directory`` (or of a hub id) in fp32, frozen.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # It warns of sampling defaults, which a profile does not use.
+    logging.set_verbosity_error()  # Transformers warns of sampling defaults, which a profile does not use.
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:

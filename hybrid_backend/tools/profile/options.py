@@ -1,4 +1,4 @@
-"""Options of a profile, and checks that refuse those that cannot be."""
+"""Options of a profile, and checks that refuse options that cannot be measured with."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from hybrid_backend.methods.registry import AUTO
 from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.plan.hardware.measure import torch_device
 from hybrid_backend.tools.profile.gates import GateOptions
-from hybrid_backend.tools.profile.summary import Thresholds
 
 
 @dataclass(frozen=True)
 class Options:
-    """``contexts``: tokens per window; ``windows``: per text and context; ``positions``: decode steps of a window.
+    """Options of a profile; those of the command line have its names and are explained by its help.
 
-    ``lookups``: prompts of the longest context in which entries are looked up. ``spread``: look for budgets per layer,
-    where there are lookups and the method can have them. ``texts``, ``held_out``: files; without texts the reference
-    and the source code that come with Python. ``gates``: None for none. ``tau``: with its source; None takes
-    ``recall.threshold``. ``prefetch_bytes``: for the heads file, 0 where the hardware is not known.
-    ``margin``: intervals are chosen this share below tau, because the next text is not the profiled one.
-    ``fit_frames``: set ``frames_per_request`` to the fewest simulated frames that keep every sparse layer below tau, if
-    there are such.
+    Attributes:
+        held_out: files of ``--check``.
+        outliers: make a layer exact, too, that has more than half of the KL that is left below ``max_kl``.
+        gates: options of the gates' training, None for no gates.
+        tau: largest CPU ratio and its source; None takes ``recall.threshold``.
+        prefetch_bytes: entry of the heads file, 0 where the hardware is not known.
     """
 
     contexts: tuple[int, ...] = (4096,)
@@ -34,7 +32,10 @@ class Options:
     spread: bool = True
     texts: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
-    limits: Thresholds = field(default_factory=Thresholds)
+    min_cosine: float = 0.9
+    min_mass: float = 0.0
+    max_kl: float = 0.05
+    outliers: bool = True
     gates: GateOptions | None = field(default_factory=GateOptions)
     tau: tuple[float, str] | None = None
     prefetch_bytes: int = 0
@@ -54,40 +55,36 @@ def check_options(config: HybridConfig, options: Options) -> None:
     """Refuse options that cannot be measured with, before a model is loaded.
 
     Raises:
-        ConfigError: a number out of range, or a context that leaves nothing to select.
+        ConfigError: a number is out of range, or a context leaves nothing to select.
     """
-    method, limits = method_of(config), options.limits
+    method = method_of(config)
     torch_device(options.device)
-    if not -1 <= limits.cosine <= 1:
-        raise ConfigError(f"--min-cosine: got {limits.cosine}, expected a number from -1 to 1")
-    if not 0 <= limits.mass <= 1:
-        raise ConfigError(f"--min-mass: got {limits.mass}, expected a number from 0 to 1")
-    if not limits.kl >= 0:
-        raise ConfigError(f"--max-kl: got {limits.kl}, expected a number >= 0")
-    if options.positions < 2:
-        raise ConfigError(f"--positions: got {options.positions}, expected an integer >= 2")
-    if not 0 <= options.margin < 1:
-        raise ConfigError(f"--margin: got {options.margin}, expected a number from 0 up to 1, without 1")
-    if options.lookups < 0:
-        raise ConfigError(f"--lookups: got {options.lookups}, expected an integer >= 0")
-    if options.gates is not None and options.gates.steps < 1:
-        raise ConfigError(f"--gate-steps: got {options.gates.steps}, expected an integer >= 1, or --no-gates")
-    for key, is_given in (("max_kl", config.quality.max_kl != "none"), ("min_mass", config.quality.promise > 0)):
-        if is_given and not method.budgets_vary:
+    gate_steps = 1 if options.gates is None else options.gates.steps
+    for flag, value, is_valid, expected in (
+        ("--min-cosine", options.min_cosine, -1 <= options.min_cosine <= 1, "a number from -1 to 1"),
+        ("--min-mass", options.min_mass, 0 <= options.min_mass <= 1, "a number from 0 to 1"),
+        ("--max-kl", options.max_kl, options.max_kl >= 0, "a number >= 0"),
+        ("--positions", options.positions, options.positions >= 2, "an integer >= 2"),
+        ("--margin", options.margin, 0 <= options.margin < 1, "a number from 0 up to 1, without 1"),
+        ("--lookups", options.lookups, options.lookups >= 0, "an integer >= 0"),
+        ("--gate-steps", gate_steps, gate_steps >= 1, "an integer >= 1"),
+        ("--windows", options.windows, options.windows >= 1, "an integer >= 1"),
+    ):
+        if not is_valid:
+            raise ConfigError(f"{flag}: got {value}, expected {expected}")
+    for key, is_set in (("max_kl", config.quality.max_kl != "none"), ("min_mass", config.quality.promise > 0)):
+        if is_set and not method.budgets_vary:
             raise ConfigError(
                 f"quality.{key}: {config.method} has no budget that could keep it; write method: scout, or none"
             )
-    if options.windows < 1 or not options.contexts:
-        raise ConfigError("--windows, --context: expected at least one window of one context")
-    for context in options.contexts:
-        needed = needed_tokens(config, options)
-        if context <= needed:
-            raise ConfigError(
-                f"--context {context}: everything is resident up to {needed - options.positions} tokens; take "
-                f"more than {needed} tokens, or a smaller budget with --set budget_tokens=N"
-            )
+    needed = needed_tokens(config, options)
+    if min(options.contexts) <= needed:
+        raise ConfigError(
+            f"--context {min(options.contexts)}: everything is resident up to {needed - options.positions} tokens; "
+            f"take more than {needed} tokens, or a smaller budget with --set budget_tokens=N"
+        )
 
 
 def needed_tokens(config: HybridConfig, options: Options) -> int:
-    """Tokens that no window is shorter than: beyond what is resident, as many as decode steps."""
+    """Return the tokens that every window must exceed: the resident ones, and one for each decode step."""
     return max(frames_per_request(config), config.budget_pages) * config.page_size + options.positions

@@ -1,85 +1,81 @@
-"""The pictures beside the YAML."""
+"""Plots of a profile beside its YAML."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from hybrid_backend.tools.profile.recall import NEVER
-from hybrid_backend.tools.profile.summary import LayerSummary, Measures, Thresholds
+from hybrid_backend.tools.profile.measure import NEVER, Measures
+from hybrid_backend.tools.profile.report import Profile
 
 
-def draw(
-    stem: Path,
-    windows: Measures,
-    layers: Sequence[LayerSummary],
-    limits: Thresholds,
-    tau: float,
-    frames: int,
-    gates: Mapping[str, Sequence[Sequence[float]]],
-) -> list[Path]:
-    """``STEM-layers.png``, ``-cpu-ratio.png``, ``-sparsity.png`` and, with gates, ``-heads.png``; the paths."""
-    from matplotlib.figure import Figure  # without pyplot: no display, no state
+def draw(stem: Path, windows: Measures, profile: Profile) -> list[Path]:
+    """Draw ``STEM-layers.png``, ``-cpu-ratio.png``, ``-sparsity.png`` and, with gates, ``-heads.png``."""
+    from matplotlib.figure import Figure  # Without pyplot matplotlib needs no display and keeps no state.
 
-    drawn = []
+    layers = [layer.layer for layer in profile.layers]
+    heads = [
+        list(map(fmean, zip(*(m.tokens90 for m in measures), strict=True))) for measures in zip(*windows, strict=True)
+    ]
+    gates = {f"gate per {kind.replace('_', ' ')}": values for kind, values in profile.gates.items()}
+    figures: dict[str, Any] = {
+        "layers": Figure(figsize=(9, 4)),
+        "cpu-ratio": Figure(figsize=(9, 6)),
+        "sparsity": Figure(figsize=(9, 3)),
+    }
+    _draw_layers(figures["layers"].subplots(), profile)
+    _draw_ratios(figures["cpu-ratio"].subplots(2, 1), windows, profile)
+    _draw_heads(figures["sparsity"].subplots(), heads, layers, "share of tokens with 90 % of the mass")
+    if gates:
+        figures["heads"] = Figure(figsize=(9, 3 * len(gates)))
+        for axes, (title, values) in zip(figures["heads"].subplots(len(gates), 1), gates.items(), strict=True):
+            _draw_heads(axes, values, layers, title)
+    paths = []
+    for name, figure in figures.items():
+        figure.tight_layout()
+        paths.append(stem.with_name(f"{stem.name}-{name}.png"))
+        figure.savefig(paths[-1], dpi=110, bbox_inches="tight")
+    return paths
 
-    def save(figure: Any, name: str) -> None:
-        path = stem.with_name(f"{stem.name}-{name}.png")
-        figure.savefig(path, dpi=110, bbox_inches="tight")
-        drawn.append(path)
 
-    figure = Figure(figsize=(9, 4))
-    axes = figure.subplots()
-    indices = [x.layer for x in layers]
-    cosines = {x.layer: x.cosine for x in layers if x.cosine is not None}
+def _draw_layers(axes: Any, profile: Profile) -> None:
+    layers = [layer.layer for layer in profile.layers]
+    cosines = {layer.layer: layer.cosine for layer in profile.layers if layer.cosine is not None}
     axes.plot(list(cosines), list(cosines.values()), "o-", label="cosine of predicted query")
-    axes.plot(indices, [x.mass for x in layers], "s-", label="mass on selected pages")
-    axes.plot(indices, [x.mass_best for x in layers], "--", label="mass on the best pages")
-    axes.axhline(limits.cosine, color="C0", linewidth=0.7, linestyle=":")
-    if limits.mass:
-        axes.axhline(limits.mass, color="C1", linewidth=0.7, linestyle=":")
-    for x in layers:
-        if x.why:
-            axes.axvspan(x.layer - 0.4, x.layer + 0.4, color="0.9")
+    axes.plot(layers, [layer.mass for layer in profile.layers], "s-", label="mass on selected pages")
+    axes.plot(layers, [layer.mass_best for layer in profile.layers], "--", label="mass on the best pages")
+    axes.axhline(profile.options.min_cosine, color="C0", linewidth=0.7, linestyle=":")
+    if profile.options.min_mass:
+        axes.axhline(profile.options.min_mass, color="C1", linewidth=0.7, linestyle=":")
+    for layer in profile.layers:
+        if layer.why:
+            axes.axvspan(layer.layer - 0.4, layer.layer + 0.4, color="0.9")
     axes.set(xlabel="layer (grey: exact)", ylim=(0, 1.02))
     axes.legend()
-    save(figure, "layers")
 
-    figure = Figure(figsize=(9, 6))
-    upper, lower = figure.subplots(2, 1)
-    sparse = [x for x in layers if not x.why] or list(layers)
-    by_layer = {group[0].layer: group for group in zip(*windows, strict=True)}
-    for label, interval_of in (("without recall", lambda x: NEVER), ("with recall", lambda x: x.interval)):
-        curves = [m.curves[frames][interval_of(x)] for x in sparse for m in by_layer[x.layer]]
-        upper.plot([sum(step) / len(curves) for step in zip(*curves, strict=True)], label=label)
-        lower.plot([x.layer for x in sparse], [x.ratio_without if "out" in label else x.ratio for x in sparse], "o-")
-    for axes in (upper, lower):
-        axes.axhline(tau, color="0.5", linewidth=0.7, linestyle=":")
+
+def _draw_ratios(both_axes: Any, windows: Measures, profile: Profile) -> None:
+    upper, lower = both_axes
+    sparse = {layer.layer: layer for layer in profile.sparse or profile.layers}
+    measures = [m for window in windows for m in window if m.layer in sparse]
+    without = [m.curves[profile.frames][NEVER] for m in measures]
+    recalled = [m.curves[profile.frames][sparse[m.layer].interval] for m in measures]
+    upper.plot(list(map(fmean, zip(*without, strict=True))), label="without recall")
+    upper.plot(list(map(fmean, zip(*recalled, strict=True))), label="with recall")
+    lower.plot(list(sparse), [layer.ratio_without for layer in sparse.values()], "o-")
+    lower.plot(list(sparse), [layer.ratio for layer in sparse.values()], "o-")
+    for axes in both_axes:
+        axes.axhline(profile.tau[0], color="0.5", linewidth=0.7, linestyle=":")
         axes.set(ylabel="CPU ratio")
     upper.set(xlabel="decode step (mean of sparse layers)")
     lower.set(xlabel="layer (mean of steps)")
     upper.legend()
-    figure.tight_layout()
-    save(figure, "cpu-ratio")
-
-    heads = [[sum(h) / len(h) for h in zip(*(m.tokens90 for m in group), strict=True)] for group in by_layer.values()]
-    save(_map(Figure(figsize=(9, 3)), heads, indices, "share of tokens with 90 % of the mass", None), "sparsity")
-    if gates:
-        figure = Figure(figsize=(9, 3 * len(gates)))
-        for place, (kind, values) in enumerate(gates.items(), 1):
-            axes = figure.add_subplot(len(gates), 1, place)
-            _map(figure, values, indices, f"gate per {kind.replace('_', ' ')}", axes)
-        figure.tight_layout()
-        save(figure, "heads")
-    return drawn
 
 
-def _map(figure: Any, values: Sequence[Sequence[float]], layers: Sequence[int], title: str, axes: Any) -> Any:
-    """``values``: per layer, per head."""
-    axes = figure.subplots() if axes is None else axes
-    image = axes.imshow(list(zip(*values, strict=True)), aspect="auto", vmin=0, vmax=1, cmap="viridis")
+def _draw_heads(axes: Any, heads: Sequence[Sequence[float]], layers: Sequence[int], title: str) -> None:
+    image = axes.imshow(list(zip(*heads, strict=True)), aspect="auto", vmin=0, vmax=1, cmap="viridis")
     axes.set(xlabel="layer", ylabel="head", title=title)
-    axes.set_xticks(range(len(layers)), [str(layer) for layer in layers], fontsize=7)
-    figure.colorbar(image, ax=axes)
-    return figure
+    axes.set_xticks(range(len(layers)), list(map(str, layers)), fontsize=7)
+    axes.figure.colorbar(image, ax=axes)

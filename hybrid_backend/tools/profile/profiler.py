@@ -1,521 +1,331 @@
-"""``profile``: measures a model and writes its YAML, all raw measurements as JSON, its heads file, and plots."""
+"""Profile of a model: measurements, decisions, and the files that `hybrid profile` writes."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from hybrid_backend.config import HeadScores, HybridConfig, config_from_mapping, resolve_config
+from hybrid_backend.config import HybridConfig, config_from_mapping
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.reading import is_folder
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.step.method import frames_per_request, looks_ahead
+from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.pictures import can_draw
-from hybrid_backend.tools.profile.ahead import Ahead
+from hybrid_backend.tools.profile import report
+from hybrid_backend.tools.profile import session as stages
 from hybrid_backend.tools.profile.divergence import Probe, References, lookup_probes, text_probe
-from hybrid_backend.tools.profile.gates import passkeys
-from hybrid_backend.tools.profile.heads import head_scores, write_heads
-from hybrid_backend.tools.profile.measuring import ALONE, TOGETHER, Measuring, gates_title, longer, window_title
+from hybrid_backend.tools.profile.gates import Passkey, head_scores, passkeys
+from hybrid_backend.tools.profile.measure import Measures
 from hybrid_backend.tools.profile.network import Network, load
-from hybrid_backend.tools.profile.options import Options, check_options, method_of, needed_tokens
-from hybrid_backend.tools.profile.report import (
-    ahead_kinds,
-    check_table,
-    comments_of,
-    exact_table,
-    frames_line,
-    gate_line,
-    layer_table,
-    spread_kinds,
-    to_yaml,
-)
-from hybrid_backend.tools.profile.spread import Spread, factors_of, pages_of, sizes_of, spread
-from hybrid_backend.tools.profile.stages import Clock, Stage, Stages, Work
+from hybrid_backend.tools.profile.options import Options, check_options, needed_tokens
+from hybrid_backend.tools.profile.plots import draw
+from hybrid_backend.tools.profile.progress import Progress, Work
+from hybrid_backend.tools.profile.report import Profile
+from hybrid_backend.tools.profile.session import Session
 from hybrid_backend.tools.profile.store import Store
-from hybrid_backend.tools.profile.summary import (
-    LITTLE,
-    Check,
-    LayerSummary,
-    Measures,
-    SparsityKL,
-    check,
-    chosen_intervals,
-    fewest_frames,
-    kept_mass,
-    summarise,
-)
+from hybrid_backend.tools.profile.summary import chosen_intervals, covered_mass, fewest_frames, summarise
 from hybrid_backend.tools.profile.texts import Encode, Texts, Window, default_texts, read_texts, windows_of
 
 _BUDGETS = (1, 2, 4)
-"""Times budget_tokens that are tried for `quality`."""
+"""Factors of budget_tokens that are tried for `quality`."""
 _SETS_TOGETHER = 6
 """Sets of exact layers that are usually tried until the KL of the others is low enough; for the estimate."""
 _HELD_OUT = "held-out text: "
-PREDICTED, BUDGETS = "KL by predicted queries", "KL of larger and smaller budgets"
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Results of a profile. ``gates``: per kind of head, ``[full layers][heads]`` from 0 to 1; ``heads``: what
-    the heads file holds, None without gates; ``spread``: measurements of budgets per layer, None if nothing."""
-
-    config: HybridConfig
-    layers: list[LayerSummary]
-    checks: list[Check]
-    gates: dict[str, list[list[float]]]
-    heads: HeadScores | None
-    spread: Spread | None
-    files: tuple[Path, ...]
 
 
 def profile(
     model: str,
     out: str | Path,
-    config: HybridConfig | None = None,
-    options: Options | None = None,
-    *,
+    config: HybridConfig,
+    options: Options,
+    console: Console,
     network: Network | None = None,
     encode: Encode | None = None,
-    console: Console | None = None,
 ) -> Profile:
     """Profile a model.
 
     Args:
         model: catalog name, directory or hub id.
-        out: the YAML file; ``.json``, ``.heads.json`` and ``-*.png`` of the same name come beside it. Stages that
-            the JSON holds already are not measured again.
-        config: budget, page size, selection, frames; None: the shipped configuration of the model. Its budgets per
-            layer do not count: what is measured begins with all alike.
-        options: see `Options`.
-        network: the loaded model, if the caller has it.
-        encode: text to token ids; None: the model's tokenizer.
+        out: the YAML file; ``.json``, ``.heads.json`` and ``-*.png`` of the same name are written next to it. What the
+            JSON has already is not measured again.
+        config: budget, page size, selection, frames. Its budgets per layer do not count: measurements begin with
+            equal budgets.
+        options: options of the profile.
         console: for progress and tables.
+        network: the loaded model, if the caller has it.
+        encode: function from text to token ids; None: the model's tokenizer.
 
     Raises:
         ConfigError: options that do not fit each other, unreadable texts, an ``out`` that cannot be written.
         ModelError: a model that cannot be loaded or predicted.
     """
-    options, console = options or Options(), console or Console(stderr=True)
     target = user_path(out)
     if target.suffix not in (".yaml", ".yml") or not is_folder(target.parent):
         raise ConfigError(f"--out {out}: expected a .yaml file in a directory that exists")
-    config = config if config is not None else resolve_config(model, None, os.environ)[0]
     config = config.model_copy(update={"budget_factors": ()})
     check_options(config, options)
-    draws = options.plots and can_draw(console)
+    options = replace(options, plots=options.plots and can_draw(console))
     texts = read_texts("--text", options.texts) or default_texts()
     held_out = read_texts("--check", options.held_out)
     if config.quality.max_kl != "none":
-        options = replace(options, limits=replace(options.limits, kl=config.quality.max_kl, outliers=False))
+        options = replace(options, max_kl=config.quality.max_kl, outliers=False)
     if network is None or encode is None:
         from hybrid_backend.tools.hub import resolve_model
 
         directory = resolve_model(model)
         network = network or load(directory, options.device)
         encode = encode or _tokenizer(directory)
-    return _Run(model, target, config, options, network, encode, console, draws).run(texts, held_out)
+    longest = max(options.contexts)
+    if longest > network.max_context:
+        raise ConfigError(f"--context {longest}: the model's window is {network.max_context} tokens")
+    config.validate_for(len(network.layers))
+    store = Store(target.with_suffix(".json"), options.fresh)
+    inputs = _Inputs.read(texts, held_out, encode, options)
+    work = Work(network)
+    progress = Progress(console, _plan(config, options, inputs, work), work.time())
+    progress.announce(torch.get_num_threads())
+    if store.stages:
+        stored = counted(len(store.stages), "measurement")
+        progress.line(f"{store.path} holds {stored}; those of this run are not repeated")
+    session = Session(model, config, options, network, store, progress, References(network))
+    budgets = _budgets(config, options)
+    if budgets:
+        session = replace(session, config=_promised(session, inputs, budgets))
+    result, measures = _measured(session, inputs)
+    result = replace(result, config=_decided(session, inputs, result, measures))
+    result = replace(result, files=_write(session, inputs, result, measures, target))
+    _show(result, inputs, console)
+    return result
 
 
 def _tokenizer(directory: str) -> Encode:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
-
-    def encode(text: str) -> list[int]:
-        return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
-
-    return encode
+    return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Texts of the measurements. ``unseen``: windows that decide nothing; ``text``: of the gates' training."""
+    """Inputs of the measurements. ``unseen``: windows that decide nothing; ``prompts``: of the gates' training."""
 
     used: list[Window]
     unseen: list[Window]
-    asked: list[Probe]
-    text: str
+    lookups: list[Probe]
+    prompts: list[Passkey]
+
+    @classmethod
+    def read(cls, texts: Texts, held_out: Texts, encode: Encode, options: Options) -> _Inputs:
+        used, unseen = (
+            [w for context in options.contexts for w in windows_of(files, encode, context, options.windows)]
+            for files in (texts, held_out)
+        )
+        lookups = lookup_probes(encode, max(options.contexts), options.lookups)
+        prompts = [] if options.gates is None else passkeys(texts[0][1], encode, options.gates)
+        return cls(used, unseen, lookups, prompts)
 
     def probes(self, windows: Sequence[Window]) -> list[Probe]:
-        return [*map(text_probe, windows), *self.asked]
+        return [*map(text_probe, windows), *self.lookups]
 
 
-@dataclass(frozen=True)
-class _Findings:
-    layers: list[LayerSummary]
-    sparsity_kl: SparsityKL
-    checks: list[Check]
-    gates: dict[str, list[list[float]]]
-    heads: HeadScores | None
-    spread: Spread | None
-    ahead: Ahead | None
-    tau: float
-    aim: float
-    tau_source: str
-    frames: int
-    fewest: int | None
+def _budgets(config: HybridConfig, options: Options) -> list[HybridConfig]:
+    """Return the configurations that are tried for `quality`; none where it promises nothing."""
+    if config.quality.max_kl == "none" and not config.quality.promise:
+        return []
+    configs = [config.model_copy(update={"budget_tokens": factor * config.budget_tokens}) for factor in _BUDGETS]
+    return configs[:1] + [larger for larger in configs[1:] if needed_tokens(larger, options) < min(options.contexts)]
 
 
-def _prefix(config: HybridConfig) -> str:
-    """Return what the stages' titles begin with where several budgets are tried."""
+def _budget_prefix(config: HybridConfig) -> str:
     return f"budget {config.budget_tokens:,}: "
 
 
-@dataclass(frozen=True)
-class _Run:
-    model: str
-    target: Path
-    config: HybridConfig
-    options: Options
-    network: Network
-    encode: Encode
-    console: Console
-    draws: bool
+def _plan(config: HybridConfig, options: Options, inputs: _Inputs, work: Work) -> dict[str, float]:
+    """Return the stages that this run can have, in order, and an estimate of the operations of each."""
+    layers, probes, budgets = work.network.full_layers, inputs.probes(inputs.used), _budgets(config, options)
+    whole = sum(work.sparse(probe, [0]) for probe in probes)
+    singles = sum(work.sparse(probe, [layer.index]) for probe in probes for layer in layers)
+    prefill = sum(work.forward(probe.prompt_tokens) for probe in probes)
+    plan: dict[str, float] = {}
 
-    def run(self, texts: Texts, held_out: Texts) -> Profile:
-        options = self.options
-        longest = max(options.contexts)
-        if longest > self.network.max_context:
-            raise ConfigError(f"--context {longest}: the model's window is {self.network.max_context} tokens")
-        self.config.validate_for(len(self.network.layers))
-        store = Store(self.target.with_suffix(".json"), options.fresh)
-        used = [w for context in options.contexts for w in windows_of(texts, self.encode, context, options.windows)]
-        unseen = [w for c in options.contexts for w in windows_of(held_out, self.encode, c, options.windows)]
-        if options.gates is not None:
-            passkeys(texts[0][1], self.encode, options.gates)  # refuses a short context now, not after the rest
-        inputs = _Inputs(used, unseen, lookup_probes(self.encode, longest, options.lookups), texts[0][1])
-        work = Work(self.network)
-        clock = Clock()
-        stages = Stages(self.console, self._planned(work, inputs), work.pace(clock), clock)
-        stages.announce(torch.get_num_threads())
-        if store.stages:
-            self.console.print(
-                f"{store.path} holds {counted(store.stages, 'measurement')}; those of this run are not repeated",
-                highlight=False, markup=False, soft_wrap=True,
-            )  # fmt: skip
-        references = References(self.network)
-        measuring = Measuring(self.model, self.config, options, self.network, self.encode, store, stages, references)
-        if self._budgets:
-            config = self._with_promise(measuring, inputs, longest)
-            return replace(self, config=config)._profile(replace(measuring, config=config), inputs)
-        return self._profile(measuring, inputs)
+    def windows(prefix: str, windows: Sequence[Window]) -> None:
+        plan.update({prefix + stages.window_title(window): work.window(len(window.ids)) for window in windows})
 
-    @property
-    def _budgets(self) -> list[HybridConfig]:
-        """The configurations that are tried for `quality`; empty where it promises nothing."""
-        if self.config.quality.max_kl == "none" and not self.config.quality.promise:
-            return []
-        configs = [
-            self.config.model_copy(update={"budget_tokens": times * self.config.budget_tokens}) for times in _BUDGETS
-        ]
-        shortest = min(self.options.contexts)
-        return configs[:1] + [config for config in configs[1:] if needed_tokens(config, self.options) < shortest]
+    def kl(prefix: str) -> None:
+        plan.update({prefix + stages.ALONE: prefill + singles, prefix + stages.TOGETHER: _SETS_TOGETHER * whole})
 
-    def _planned(self, work: Work, inputs: _Inputs) -> list[Stage]:
-        """Return the stages that this run can have, each with an estimate of its work."""
-        layers, probes = len(self.network.full_layers), inputs.probes(inputs.used)
-        prefilled = sum(work.forward(probe.given) for probe in probes)
-        whole = sum(work.sparse(probe, 1) for probe in probes)
-        half = whole / 2  # a layer alone is computed from there on
-
-        def windows(prefix: str, windows: Sequence[Window]) -> list[Stage]:
-            return [Stage(window_title(prefix, window), work.window(len(window.ids))) for window in windows]
-
-        def kl_stages(prefix: str) -> list[Stage]:
-            alone = Stage(prefix + ALONE, prefilled + layers * half)
-            return [alone, Stage(prefix + TOGETHER, _SETS_TOGETHER * whole)]
-
-        stages: list[Stage] = []
-        by_mass = self.config.quality.max_kl == "none"
-        for config in self._budgets:
-            stages += kl_stages(_prefix(config)) + (windows(_prefix(config), inputs.used) if by_mass else [])
-        if not self._budgets or not by_mass:
-            stages += windows("", inputs.used)
-        stages += windows("", inputs.unseen)
-        if not self._budgets:
-            stages += kl_stages("")
-        if inputs.unseen:
-            stages += kl_stages(_HELD_OUT)
-        gates = self.options.gates
-        if gates is not None:
-            stages += [
-                Stage(gates_title(kind), gates.steps * work.training(gates)) for kind in ("kv_head", "query_head")
-            ]
-        stages.append(Stage(PREDICTED, layers * half + _SETS_TOGETHER * whole))
-        if self.options.spread and inputs.asked:
-            stages.append(Stage(BUDGETS, 2 * layers * half + 2 * whole))
-        return stages
-
-    def _profile(self, measuring: Measuring, inputs: _Inputs) -> Profile:
-        """Profile with the budget that the configuration has."""
-        options, used, unseen = self.options, inputs.used, inputs.unseen
-        windows = [measuring.window(window) for window in used]
-        others = [measuring.window(window) for window in unseen]
-        sparsity_kl = measuring.measure_kl(inputs.probes(used))
-        held_out = replace(measuring, prefix=_HELD_OUT)
-        unseen_kl = held_out.measure_kl(inputs.probes(unseen)) if others else sparsity_kl
-        states = measuring.gates(inputs.text) if options.gates else {}
-        tau, source = options.tau or (
-            self.config.recall.threshold,
-            "ScoutAttention (arXiv 2603.27138): 0.12, or as set",
+    for trial in budgets:
+        kl(_budget_prefix(trial))
+        if config.quality.max_kl == "none":
+            windows(_budget_prefix(trial), inputs.used)
+    if not budgets or config.quality.max_kl != "none":
+        windows("", inputs.used)
+    windows("", inputs.unseen)
+    if not budgets:
+        kl("")
+    if inputs.unseen:
+        kl(_HELD_OUT)
+    if options.gates is not None:
+        plan.update(
+            {stages.gates_title(kind): options.gates.steps * work.training(options.gates) for kind in stages.KINDS}
         )
-        aim = tau * (1 - options.margin)
-        fewest = fewest_frames(windows, options.limits, aim, sparsity_kl)
-        frames = fewest if options.fit_frames and fewest else frames_per_request(self.config)
-        layers = summarise(windows, options.limits, aim, frames, sparsity_kl)
-        checks = check(others, layers, tau, frames) if others else []
-        ahead = self._ahead(measuring, inputs, layers)
-        if ahead is not None and ahead.own:
-            layers = [replace(x, predicted=x.predicted and x.layer not in ahead.own) for x in layers]
-        budgets = self._spread(measuring, inputs, layers)
-        taken = budgets if budgets is not None and budgets.helps else None
-        sparse = {layer.layer for layer in layers if not layer.why}
-        config = self._decided(layers, tau, frames, self._kept_mass(measuring, used, windows, sparse, taken), taken)
-        gates = {kind: state.gates for kind, state in states.items()}
-        name = Path(self.model).name
-        heads = head_scores(name, self.network, windows, gates, options.prefetch_bytes) if gates else None
-        findings = _Findings(
-            layers, sparsity_kl, checks, gates, heads, budgets, ahead, tau, aim, source, frames, fewest
+    plan[stages.PREDICTED] = singles + _SETS_TOGETHER * whole
+    if options.spread and inputs.lookups:
+        plan[stages.BUDGETS] = 2 * singles + 2 * whole
+    return plan
+
+
+def _promised(session: Session, inputs: _Inputs, budgets: Sequence[HybridConfig]) -> HybridConfig:
+    """Return the configuration with the budget that keeps `quality` and attends the fewest tokens.
+
+    The tokens are those of the longest context, in all layers together, with the layers that are exact at that budget.
+    """
+    quality, context = session.config.quality, max(session.options.contexts)
+    promised_mass = quality.promise if quality.max_kl == "none" else 0.0
+    trials: list[tuple[int, float, HybridConfig]] = []
+    for config in budgets:
+        trial, mass = replace(session, config=config, prefix=_budget_prefix(config)), 1.0
+        exact = trial.exact_layers(inputs.probes(inputs.used))
+        sparse = set(exact.ranking) - set(exact.chosen)
+        if promised_mass:
+            mass = covered_mass([trial.window(window) for window in inputs.used], sparse)
+        attended = len(exact.chosen) * context + len(sparse) * min(config.budget_tokens, context)
+        trials.append((attended, mass, config))
+        if promised_mass and mass >= promised_mass:
+            break  # A larger budget only covers more.
+    keeping = [trial for trial in trials if trial[1] >= promised_mass]
+    if not keeping:
+        session.progress.line(
+            f"! quality.min_mass: {promised_mass:g} is not kept by any budget that was tried, the largest is "
+            "taken; a server will raise it, or attend everything for a while"
         )
-        files = self._write(measuring.store, config, windows, findings, self._where(used, frames))
-        self.console.print(exact_table(sparsity_kl, options.limits))
-        self.console.print(layer_table(layers, tau, aim, taken.tokens if taken else None))
-        if not all(layer.below or layer.why for layer in layers):
-            self.console.print(f"! not below {aim:g} at any interval; {frames_line(frames, fewest)}", highlight=False)
-        if checks:
-            self.console.print(check_table(checks, tau, list(dict.fromkeys(window.text for window in unseen))))
-            again = [x.layer for x in summarise(others, options.limits, aim, frames, unseen_kl) if x.why]
-            self.console.print(f"exact layers by the same rule on the held-out text: {again}", highlight=False)
-        if heads is None:
-            self.console.print("no heads file for method clo: it holds the gates; --gates trains them and writes it")
-        self.console.print(f"written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
-        return Profile(config, layers, checks, gates, heads, budgets, files)
+    texts = [f"{c.budget_tokens}: {n:,}" + (f" (mass {mass:g})" if promised_mass else "") for n, mass, c in trials]
+    session.progress.line(f"tokens attended of {context:,}, all layers together, by budget_tokens: {', '.join(texts)}")
+    return min(keeping or trials[-1:], key=lambda trial: trial[0])[2]  # Of equal ones the smallest budget is first.
 
-    def _kept_mass(
-        self,
-        measuring: Measuring,
-        used: Sequence[Window],
-        windows: Measures,
-        sparse: Collection[int],
-        taken: Spread | None,
-    ) -> float:
-        """Return the attention mass that the sparse layers keep; print it if `quality` promises one."""
-        quality = self.config.quality
-        promised = quality.max_kl == "none" and quality.promise
-        if taken is not None and (promised or quality.max_kl != "none"):
-            windows = [measuring.window(window, taken.tokens) for window in used]
-        mass = kept_mass(windows, sparse)
-        if promised:
-            self.console.print(f"attention mass kept: {mass:g} (quality.min_mass: {promised:g})", highlight=False)
-        return mass
 
-    def _with_promise(self, measuring: Measuring, inputs: _Inputs, context: int) -> HybridConfig:
-        """Return the configuration with the budget that keeps `quality` and that, with the layers that are then exact,
-        attends the fewest tokens of ``context``."""
-        quality = self.config.quality
-        by_mass = quality.max_kl == "none"
-        tried_budgets: list[tuple[int, float, HybridConfig]] = []
-        for config in self._budgets:
-            trial, mass = replace(measuring, config=config, prefix=_prefix(config)), 1.0
-            sparsity_kl = trial.measure_kl(inputs.probes(inputs.used))
-            if by_mass:
-                windows = [trial.window(window) for window in inputs.used]
-                mass = kept_mass(windows, set(sparsity_kl.ranking) - set(sparsity_kl.exact))
-            tried_budgets.append((sparsity_kl.attended(context, config.budget_tokens), mass, config))
-            if by_mass and mass >= quality.promise:
-                break  # more tokens only keep more
-        promising = [entry for entry in tried_budgets if not by_mass or entry[1] >= quality.promise]
-        if not promising:
-            self.console.print(
-                f"! quality.min_mass: {quality.promise:g} is not kept by any budget that was tried, the largest is "
-                "taken; a server will raise it, or attend everything for a while",
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
-        # Among equal budgets `min` takes the smallest, which comes first.
-        _, _, config = min(promising or tried_budgets[-1:], key=lambda entry: entry[0])
-        tried = ", ".join(
-            f"{trial_config.budget_tokens}: {attended:,}" + (f" (mass {mass:g})" if by_mass else "")
-            for attended, mass, trial_config in tried_budgets
-        )
-        self.console.print(
-            f"tokens attended of {context:,}, all layers together, by budget_tokens: {tried}", highlight=False
-        )
-        return config
+def _measured(session: Session, inputs: _Inputs) -> tuple[Profile, Measures]:
+    """Measure with the budget of the session's configuration, and decide.
 
-    def _ahead(self, measuring: Measuring, inputs: _Inputs, layers: Sequence[LayerSummary]) -> Ahead | None:
-        """Measure the KL by predicted queries and print the result; None if nothing is predicted.
+    Returns:
+        The profile, whose configuration is still the session's, and the measurements of all windows.
+    """
+    config, options, network = session.config, session.options, session.network
+    probes = inputs.probes(inputs.used)
+    windows = [session.window(window) for window in inputs.used]
+    unseen = [session.window(window) for window in inputs.unseen]
+    exact = unseen_exact = session.exact_layers(probes)
+    if unseen:
+        unseen_exact = replace(session, prefix=_HELD_OUT).exact_layers(inputs.probes(inputs.unseen))
+    gates = session.gates(inputs.prompts)
+    tau = options.tau or (config.recall.threshold, "ScoutAttention (arXiv 2603.27138): 0.12, or as set")
+    aim = tau[0] * (1 - options.margin)
+    fewest = fewest_frames(windows, options, aim, exact)
+    frames = fewest if options.fit_frames and fewest else frames_per_request(config)
+    layers = summarise(windows, options, aim, frames, exact)
+    intervals = {layer.layer: layer.interval for layer in layers if not layer.why}
+    checks = summarise(unseen, options, aim, frames, exact, intervals)
+    unseen_layers = summarise(unseen, options, aim, frames, unseen_exact)
+    true, own = session.predicted_layers(probes, layers) or (None, None)
+    if own is not None:
+        layers = [replace(x, is_predicted=x.is_predicted and x.layer not in own.chosen) for x in layers]
+    spread = session.spread(probes, layers) if options.spread else None
+    name = Path(session.model.rstrip("/")).name
+    profile = Profile(
+        model=name,
+        config=config,
+        options=options,
+        layers=layers,
+        checks=checks,
+        exact=exact,
+        unseen_exact=[layer.layer for layer in unseen_layers if layer.why],
+        true=true,
+        own=own,
+        spread=spread,
+        gates=gates,
+        heads=head_scores(name, network, windows, gates, options.prefetch_bytes) if gates else None,
+        tau=tau,
+        aim=aim,
+        frames=frames,
+        fewest=fewest,
+    )
+    return profile, windows
 
-        Each layer is measured alone, then all together, with one layer more by its own query at a time until the KL is
-        low enough.
-        """
-        sparse = [layer for layer in layers if not layer.why]
-        foreseen = [layer.layer for layer in sparse if layer.predicted]
-        method = method_of(self.config)
-        if not foreseen or not looks_ahead(method, self.config):
-            return None
-        probes, everything = inputs.probes(inputs.used), tuple(layer.layer for layer in sparse)
-        true = {layer.layer: layer.kl for layer in sparse}
-        diverge = partial(measuring.diverge, PREDICTED, probes)
-        singles = [(layer,) for layer in foreseen]
-        alone = {
-            kind: {layer: (true[layer][kind], kl[index]) for index, layer in enumerate(foreseen)}
-            for kind, kl in diverge(singles, singles).items()
-        }
-        (base,) = zip(*diverge([everything]).values(), strict=True)
-        ahead = Ahead(alone, dict(zip(alone, base, strict=True)), LITTLE * self.options.limits.kl)
 
-        def predicted(sets: list[tuple[int, ...]]) -> dict[str, list[float]]:
-            return diverge([everything] * len(sets), sets)
+def _decided(session: Session, inputs: _Inputs, profile: Profile, windows: Measures) -> HybridConfig:
+    """Return the configuration with all decisions; print the attention mass that the sparse layers cover if promised.
 
-        while (own := ahead.own) is None:
-            ahead = replace(ahead, together=longer(ahead.together, ahead.ranking, predicted))
-        ahead = replace(ahead, together=ahead.together[: len(own) + 1])
-        self.console.print(f"predicted queries: {ahead_kinds(ahead)}", highlight=False, soft_wrap=True)
-        return ahead
+    The mass is that with the budgets per layer that are written.
+    """
+    config, quality = session.config, session.config.quality
+    if profile.tokens and (quality.max_kl != "none" or quality.promise):
+        windows = [session.window(window, profile.tokens) for window in inputs.used]
+    mass = covered_mass(windows, {layer.layer for layer in profile.sparse})
+    data = config.model_dump(mode="json", exclude_defaults=True)
+    if not config.model.specificity(session.model):
+        data["model"] = {"match": f"*{profile.model.lower()}*"}
+    data["exact_layers"] = [layer.layer for layer in profile.layers if layer.why]
+    if profile.spread is not None and profile.spread.helps:
+        data["budget_factors"] = list(profile.spread.factors)
+    skipped = [layer.layer for layer in profile.layers if layer.skips]
+    data["lookahead"] = {**data.get("lookahead", {}), "skip_layers": skipped}
+    if profile.frames != frames_per_request(config):
+        data["frames_per_request"] = profile.frames
+    intervals = list(chosen_intervals(profile.layers, len(session.network.layers), config))
+    data["recall"] = {**data.get("recall", {}), "threshold": profile.tau[0], "intervals": intervals}
+    if quality.max_kl != "none":
+        data["quality"] = {**data["quality"], "min_mass": mass}
+    elif quality.promise:
+        session.progress.line(f"attention mass kept: {mass:g} (quality.min_mass: {quality.promise:g})")
+    return config_from_mapping(data, profile.model)
 
-    def _spread(self, measuring: Measuring, inputs: _Inputs, layers: Sequence[LayerSummary]) -> Spread | None:
-        """Budgets per layer: each sparse layer alone with less and with more, then all of them together, all alike and
-        spread. Says what came of it."""
-        config, sparse = self.config, [layer for layer in layers if not layer.why]
-        if not self.options.spread:
-            return None
-        least = config.sinks + config.recent + 1
-        sizes, why_not = sizes_of(config.budget_pages, least, self._most_pages()), ""
-        if not method_of(config).budgets_vary:
-            why_not = f"method {config.method} has none"
-        elif not inputs.asked:
-            why_not = "they are found by lookups, too; write --lookups 1 or more"
-        elif len(sparse) < 2:
-            why_not = "fewer than two layers are sparse"
-        elif sizes is None:
-            why_not = f"no room for less and for more than {config.budget_tokens} tokens"
-        if why_not or sizes is None:
-            self.console.print(f"budgets per layer: not measured, {why_not}", highlight=False, soft_wrap=True)
-            return None
-        probes, (low, budget, high) = inputs.probes(inputs.used), (size * config.page_size for size in sizes)
-        diverge = partial(measuring.diverge, BUDGETS, probes)
-        others = [{layer.layer: tokens} for layer in sparse for tokens in (low, high)]
-        alone = {
-            kind: {x.layer: (kl[2 * i], x.kl[kind], kl[2 * i + 1]) for i, x in enumerate(sparse)}
-            for kind, kl in diverge(others).items()
-        }
-        pages = spread(alone, sizes)
-        factors = factors_of(pages, config.budget_pages, len(self.network.layers))
-        attended = pages_of(config.model_copy(update={"budget_factors": factors}), pages)
-        tokens = {layer: count * config.page_size for layer, count in attended.items()}
-        both = diverge([dict.fromkeys(tokens, budget), tokens])
-        even, apart = ({kind: kl[index] for kind, kl in both.items()} for index in (0, 1))
-        measured = Spread((low, budget, high), alone, tokens, factors, even, apart)
-        gained = "" if measured.helps else "none, they gain too little: "
-        self.console.print(f"budgets per layer: {gained}{spread_kinds(measured)}", highlight=False, soft_wrap=True)
-        return measured
 
-    def _most_pages(self) -> int:
-        """The largest budget, up to twice the configured one, that every window is longer than as it must be."""
-        budget = self.config.budget_pages
-        for pages in range(2 * budget, budget, -1):
-            tried = self.config.model_copy(update={"budget_tokens": pages * self.config.page_size})
-            if needed_tokens(tried, self.options) < min(self.options.contexts):
-                return pages
-        return budget
-
-    def _where(self, used: Sequence[Window], frames: int) -> str:
-        """The conditions of all measurements, in words."""
-        config, options = self.config, self.options
-        texts = " and ".join(dict.fromkeys(window.text for window in used))
-        contexts = " and ".join(f"{context:,}" for context in options.contexts)
-        return (
-            f"on {len(used)} windows of {contexts} tokens of {texts}, {options.positions} decode steps each, budget "
-            f"{config.budget_tokens}, pages of {config.page_size}, {frames} frames"
-        )
-
-    def _write(
-        self,
-        store: Store,
-        config: HybridConfig,
-        windows: Measures,
-        findings: _Findings,
-        where: str,
-    ) -> tuple[Path, ...]:
-        limits = self.options.limits
-        head = [
-            f"{Path(self.model).name}, written by `hybrid profile`; every key and its range: docs/configuration.md."
-        ]
-        head += [f"measured {where}.", "Raw numbers: the .json beside this file. Keys left out keep their default."]
-        comments = comments_of(
-            findings.layers,
-            findings.sparsity_kl,
-            limits,
-            findings.aim,
-            findings.tau_source,
-            findings.frames,
-            findings.fewest,
-            findings.spread,
-            findings.ahead,
-        )
-        for kind, gates in findings.gates.items():
-            head.append(gate_line(kind, gates, [layer.index for layer in self.network.full_layers]))
-        text = to_yaml(config, comments, head)
+def _write(session: Session, inputs: _Inputs, profile: Profile, windows: Measures, target: Path) -> tuple[Path, ...]:
+    """Write the YAML, the JSON, the heads file and the plots; return their paths."""
+    config, options = session.config, session.options
+    texts = " and ".join(dict.fromkeys(window.text for window in inputs.used))
+    contexts = " and ".join(f"{context:,}" for context in options.contexts)
+    where = (
+        f"on {len(inputs.used)} windows of {contexts} tokens of {texts}, {options.positions} decode steps each, budget "
+        f"{config.budget_tokens}, pages of {config.page_size}, {profile.frames} frames"
+    )
+    head = [
+        f"{profile.model}, written by `hybrid profile`; every key and its range: docs/configuration.md.",
+        f"measured {where}.",
+        "Raw numbers: the .json beside this file. Keys left out keep their default.",
+        *(report.gate_line(kind, gates, profile.layers) for kind, gates in profile.gates.items()),
+    ]
+    files = {target: report.to_yaml(profile.config, report.comments_of(profile), head)}
+    if profile.heads is not None:
+        files[target.with_suffix(".heads.json")] = profile.heads.model_dump_json() + "\n"
+    for path, text in files.items():
         try:
-            self.target.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--out {self.target}: cannot be written ({error.strerror}); give another file") from None
-        store.finish(
-            {
-                "model": self.model,
-                "where": where,
-                "config": self.config.model_dump(mode="json"),
-                "options": asdict(self.options),
-                "tau": findings.tau,
-                "aim": findings.aim,
-                "frames": findings.frames,
-                "fewest_frames": findings.fewest,
-                "costs": asdict(findings.sparsity_kl),
-                "spread": None if findings.spread is None else asdict(findings.spread),
-                "ahead": None if findings.ahead is None else asdict(findings.ahead),
-                "layers": [asdict(layer) for layer in findings.layers],
-                "checks": [asdict(item) for item in findings.checks],
-                "gates": findings.gates,
-            }
-        )
-        files = [self.target, store.path]
-        if findings.heads is not None:
-            files.append(self.target.with_suffix(".heads.json"))
-            write_heads(files[-1], findings.heads)
-        if not self.draws:
-            return tuple(files)
-        from hybrid_backend.tools.profile.plots import draw
+            raise ConfigError(f"{path}: cannot be written ({error.strerror}); give another --out") from None
+    results = {key: value for key, value in asdict(profile).items() if key not in ("config", "heads", "files")}
+    session.store.finish({"where": where, "config": config.model_dump(mode="json"), **results})
+    plots = draw(target.with_suffix(""), windows, profile) if options.plots else []
+    return (target, session.store.path, *list(files)[1:], *plots)
 
-        pictures = draw(
-            self.target.with_suffix(""), windows, findings.layers, limits, findings.tau, findings.frames, findings.gates
-        )
-        return (*files, *pictures)
 
-    def _decided(
-        self, layers: Sequence[LayerSummary], tau: float, frames: int, mass: float, taken: Spread | None
-    ) -> HybridConfig:
-        """The configuration with what the profile decides; ``mass``: what `quality.max_kl` needs; ``taken``: budgets
-        per layer, if they help."""
-        data = self.config.model_dump(mode="json", exclude_defaults=True)
-        name = Path(self.model.rstrip("/")).name.lower()
-        match = self.config.model.match if self.config.model.specificity(self.model) else f"*{name}*"
-        data["model"] = {"match": list(match) if isinstance(match, tuple) else match}
-        data["exact_layers"] = [layer.layer for layer in layers if layer.why]
-        if taken is not None:
-            data["budget_factors"] = list(taken.factors)
-        skipped = [layer.layer for layer in layers if layer.skips]
-        data["lookahead"] = {**data.get("lookahead", {}), "skip_layers": skipped}
-        intervals = chosen_intervals(layers, len(self.network.layers), self.config)
-        if frames != frames_per_request(self.config):
-            data["frames_per_request"] = frames
-        data["recall"] = {**data.get("recall", {}), "threshold": tau, "intervals": list(intervals)}
-        if self.config.quality.max_kl != "none":
-            data["quality"] = {**data["quality"], "min_mass": mass}
-        return config_from_mapping(data, str(self.target))
+def _show(profile: Profile, inputs: _Inputs, console: Console) -> None:
+    """Print the tables, and what is not as it should be."""
+    lines = report.exact_lines(profile.exact)
+    console.print(f"KL to dense, nats per token (at most {profile.options.max_kl:g}):", highlight=False)
+    console.print(*(f"  {line}" for line in lines), sep="\n", highlight=False, soft_wrap=True)
+    console.print(report.layer_table(profile))
+    if not all(layer.below for layer in profile.sparse):
+        console.print(f"! not below {profile.aim:g} at any interval; {report.frames_line(profile)}", highlight=False)
+    if profile.checks:
+        console.print(report.check_table(profile, list(dict.fromkeys(window.text for window in inputs.unseen))))
+        console.print(f"exact layers by the same rule on the held-out text: {profile.unseen_exact}", highlight=False)
+    if profile.heads is None:
+        console.print("no heads file for method clo: it holds the gates; --gates trains them and writes it")
+    paths = ", ".join(map(str, profile.files))
+    console.print(f"written: {paths}", highlight=False, markup=False, soft_wrap=True)

@@ -1,14 +1,14 @@
-"""Finished stages of a profile, in one JSON file: a second run goes on where the first one stopped."""
+"""Finished measurements of a profile in one JSON file: a second run goes on where the first one stopped."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel
 
 from hybrid_backend.config.paths import write_whole
 from hybrid_backend.config.reading import read_object, reading
@@ -16,73 +16,63 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.tools.profile.gates import GateState
 from hybrid_backend.tools.profile.measure import LayerMeasure
 
-FORMAT = 1
 _FIX = "move it away, or start anew with --fresh"
 
 
 def stage_key(kind: str, *inputs: object) -> str:
-    """Return a name that changes with everything that the stage's result depends on."""
-    return f"{kind}:{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
+    """Return a name that changes with everything that the measurement depends on."""
+    return f"{kind}:{sha256(repr(inputs).encode()).hexdigest()[:16]}"
 
 
-def _check(key: str, stage: Any) -> None:
-    """Raise an error of any kind unless ``stage`` is what a profile stores under a `stage_key` of this kind."""
-    kind = key.partition(":")[0]
-    if kind == "divergence":
-        TypeAdapter(list[float]).validate_python(stage["kl"], strict=True)
-    elif kind == "gates":
-        GateState.model_validate(stage["state"])
-    else:
-        TypeAdapter(list[LayerMeasure]).validate_python(stage["layers"])
-    TypeAdapter(float).validate_python(stage["seconds"], strict=True)
+class Measurement(BaseModel):
+    """Raw result of a stage, as far as it is measured: layers of a window, KL of sets of layers, or a gate training."""
+
+    label: str = ""
+    seconds: float = 0.0
+    layers: list[LayerMeasure] = []
+    sparse: Any = None
+    kl: list[float] = []
+    state: GateState | None = None
+
+
+class _File(BaseModel):
+    format: Literal[1]
+    stages: dict[str, Measurement]
 
 
 class Store:
-    """``stages[key]``: the raw result of a stage, as JSON holds it. `put` writes at once, whole or not at all."""
+    """The measurements in a profile's JSON file. `put` writes at once, whole or not at all."""
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
-        self.path = path
-        self._head: dict[str, Any] = {}
-        self._stages: dict[str, Any] = {}
-        if not fresh and path.exists():
-            self._stages = self._read()
-
-    def _read(self) -> dict[str, Any]:
-        data = read_object(self.path, _FIX)
-        stages = data.get("stages")
-        if data.get("format") != FORMAT or not isinstance(stages, dict):
-            raise ConfigError(f"{self.path}: is not a profile of this version; {_FIX}")
-        return stages
-
-    @property
-    def stages(self) -> int:
-        """Number of results in the file."""
-        return len(self._stages)
-
-    def get(self, key: str) -> Any:
-        """Return the stage's result, None if it is still to do.
+        """Read the measurements in ``path``, unless it does not exist or all is measured afresh.
 
         Raises:
-            ConfigError: the file holds something else under ``key``.
+            ConfigError: the file has other content than a profile of this version.
         """
-        stage = self._stages.get(key)
-        if stage is not None:
-            with reading(f"{self.path}: {key}", _FIX, form="result"):
-                _check(key, stage)
-        return stage
+        self.path, self.stages = path, dict[str, Measurement]()
+        self._head: dict[str, Any] = {}
+        if path.exists() and not fresh:
+            content = read_object(path, _FIX)
+            with reading(path, _FIX, form="profile of this version"):
+                self.stages = _File.model_validate(content).stages
 
-    def put(self, key: str, result: Any) -> None:
-        self._stages[key] = result
+    def get(self, key: str) -> Measurement:
+        """Return a copy of what is measured under ``key``, which may be nothing yet."""
+        return self.stages.get(key, Measurement()).model_copy(deep=True)
+
+    def put(self, key: str, measurement: Measurement) -> None:
+        """Store a measurement."""
+        self.stages[key] = measurement
         self._write()
 
     def finish(self, head: Mapping[str, Any]) -> None:
-        """Add what the profile was made with and decided. Stages of other options stay: they may be asked for again."""
+        """Add the options and decisions of the profile. Measurements with other options stay for later runs."""
         self._head = dict(head)
         self._write()
 
     def _write(self) -> None:
-        text = json.dumps({"format": FORMAT, **self._head, "stages": self._stages})
+        stages = {key: stage.model_dump(mode="json", exclude_defaults=True) for key, stage in self.stages.items()}
         try:
-            write_whole(self.path, text.encode())
+            write_whole(self.path, json.dumps({"format": 1, **self._head, "stages": stages}).encode())
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); give another --out") from None

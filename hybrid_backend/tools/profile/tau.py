@@ -1,9 +1,12 @@
-"""From a hardware profile: tau, the largest share of attended tokens that the CPU can compute unnoticed, and the bytes
-that cross the bus while a layer computes."""
+"""Two numbers from a hardware profile: tau, and the bytes that cross the bus while a layer computes.
+
+Tau is the largest share of attended tokens that the CPU can compute unnoticed.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
@@ -11,9 +14,12 @@ from hybrid_backend.hardware import Hardware
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.simulate.costs import Costs
 
+_LEAST, _STEPS = 100, 10_000
+"""Least share of attended tokens that is tried, in steps; a share of 1 is so many steps."""
+
 
 def tau_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context: int, batch: int = 1) -> float:
-    """The share at which the CPU's partial takes as long as the device's layer, between 0.01 and 1.
+    """Return the share at which the CPU's partial takes as long as the device's layer, between 0.01 and 1.
 
     With a lookahead of one layer the workers have one layer of the device's time (ScoutAttention, section 3.4):
     projections, prediction, scoring, attention of the resident share, the rest of the layer.
@@ -27,45 +33,39 @@ def tau_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context:
             f"{hardware.name}: its device tier is the CPU itself, so nothing runs beside it and tau cannot follow; "
             "give the profile of a machine with a GPU, or recall.threshold"
         )
-    step_costs = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
+    layer = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
 
-    def spare(share: float) -> float:
-        answered = step_costs.cpu_attention(_attended(step_costs) * share) + step_costs.copy(
-            step_costs.answer_bytes, step_costs.answer_bytes
-        )
-        return _device_seconds(step_costs, 1 - share) - answered
+    def late_seconds(steps: int) -> float:
+        share = steps / _STEPS
+        cpu = layer.cpu_attention(_attended(layer) * share) + layer.copy(layer.answer_bytes, layer.answer_bytes)
+        return cpu - _device_seconds(layer, 1 - share)
 
-    low, high = 0.01, 1.0
-    if spare(low) <= 0:
+    in_time = bisect_right(range(_LEAST, _STEPS + 1), 0.0, key=late_seconds)
+    if not in_time:
         raise ConfigError(
             f"{hardware.name}: its CPU needs longer for one percent of the budget than its device for a layer; "
             "a larger batch or recall.threshold may help"
         )
-    if spare(high) >= 0:
-        return high
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if spare(middle) > 0 else (low, middle)
-    return round(low, 4)
+    return (_LEAST + in_time - 1) / _STEPS
 
 
 def prefetch_bytes_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context: int, batch: int = 1) -> int:
-    """T_comp * B_PCIe of CLO (arXiv 2511.14510, Eq. 12 as meant: printed with B in the denominator).
+    """Return T_comp * B_PCIe of CLO (arXiv 2511.14510, Eq. 12 as meant: printed with B in the denominator).
 
     Returns:
         Bytes that one device's bus moves while the device computes one layer of one step, for all of its sequences
         together; at the link's best rate, since the device reads the pages by itself and sets up no copies.
     """
-    step_costs = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
-    return int(_device_seconds(step_costs, 1.0) * hardware.link_achieved(math.inf))
+    layer = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
+    return int(_device_seconds(layer, 1.0) * hardware.link_achieved(math.inf))
 
 
-def _attended(step_costs: Costs) -> float:
-    """Bytes of K and V that one layer attends."""
-    return step_costs.kv(float(min(step_costs.config.budget_tokens, step_costs.context)))
+def _attended(layer: Costs) -> float:
+    """Return the bytes of K and V that one layer attends."""
+    return layer.kv(float(min(layer.config.budget_tokens, layer.context)))
 
 
-def _device_seconds(step_costs: Costs, share: float) -> float:
-    """The device's time for one layer with a prediction, of which it attends that share of the selected tokens."""
-    linear = step_costs.projections + step_costs.prediction + step_costs.rest
-    return linear + step_costs.scoring(step_costs.digest_bytes) + step_costs.attention(_attended(step_costs) * share)
+def _device_seconds(layer: Costs, share: float) -> float:
+    """Return the device's time for one layer with a prediction that attends that share of the selected tokens."""
+    linear = layer.projections + layer.prediction + layer.rest
+    return linear + layer.scoring(layer.digest_bytes) + layer.attention(_attended(layer) * share)

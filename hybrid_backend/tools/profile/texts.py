@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,14 +13,14 @@ from hybrid_backend.tools.counts import counted
 
 Encode = Callable[[str], list[int]]
 Texts = Sequence[tuple[str, str]]
-"""Name and text of each."""
-# Modules of the standard library, written in Python in every CPython from 3.10 on.
+"""Pairs of a name and a text."""
+# CPython has these modules of the standard library in Python from 3.10 on.
 SOURCES = ("inspect", "tarfile", "typing", "pickle", "subprocess", "configparser")
 
 
 @dataclass(frozen=True)
 class Window:
-    """``ids``: the tokens; ``text`` names the file, ``start`` is the first token's place in it."""
+    """Consecutive tokens of a text. ``text``: the file's name; ``start``: place of the first token in the text."""
 
     text: str
     start: int
@@ -29,16 +28,14 @@ class Window:
 
     @property
     def label(self) -> str:
+        """Name of the window in messages."""
         return f"{self.text} @{self.start} +{len(self.ids)}"
-
-    def digest(self) -> str:
-        return hashlib.sha256(repr(self.ids).encode()).hexdigest()[:16]
 
 
 def default_texts() -> Texts:
     """Return the texts of every CPython: its reference (about 120k tokens of English prose) and source code (100k).
 
-    Two kinds, because what holds for prose need not hold for code: see docs/profile.md.
+    What holds for prose need not hold for code: see docs/profile.md.
     """
     try:
         from pydoc_data.topics import topics
@@ -52,20 +49,16 @@ def default_texts() -> Texts:
 
 
 def read_texts(flag: str, files: Sequence[str | Path]) -> Texts:
-    """The texts of files; ``flag``: what named them.
+    """Return the texts of ``files``, which the command-line option ``flag`` named.
 
     Raises:
         ConfigError: a file cannot be read.
     """
-    texts = []
-    for file in files:
-        text = read_text(file, "give a UTF-8 text file", name=f"{flag} {file}")
-        texts.append((Path(file).name, text))
-    return texts
+    return [(Path(file).name, read_text(file, "give a UTF-8 text file", name=f"{flag} {file}")) for file in files]
 
 
 def windows_of(texts: Texts, encode: Encode, context: int, count: int) -> list[Window]:
-    """``count`` windows of ``context`` tokens from each text, evenly spread; they overlap only in a short text.
+    """Return ``count`` windows of ``context`` tokens from each text, evenly spread; in a short text they overlap.
 
     Raises:
         ConfigError: a text has fewer tokens than one window.
@@ -79,6 +72,6 @@ def windows_of(texts: Texts, encode: Encode, context: int, count: int) -> list[W
                 "give a longer text or a shorter context"
             )
         room = len(ids) - context
-        starts = [room * i // max(1, count - 1) for i in range(count)] if count > 1 else [room // 2]
+        starts = [room * i // (count - 1) for i in range(count)] if count > 1 else [room // 2]
         windows += [Window(name, start, tuple(ids[start : start + context])) for start in dict.fromkeys(starts)]
     return windows

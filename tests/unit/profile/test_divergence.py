@@ -12,8 +12,8 @@ from transformers import AttentionInterface
 
 from hybrid_backend.config import config_from_mapping
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.tools.profile import divergence
-from hybrid_backend.tools.profile.divergence import Probe, Reference, References, divergences, lookup_probes, text_probe
+from hybrid_backend.tools.profile import divergence as module
+from hybrid_backend.tools.profile.divergence import Probe, Reference, References, divergence, lookup_probes, text_probe
 from hybrid_backend.tools.profile.measure import page_digests, select
 from hybrid_backend.tools.profile.network import wrap
 from hybrid_backend.tools.profile.texts import Window
@@ -29,14 +29,13 @@ def test_where_everything_is_selected_nothing_is_lost_and_elsewhere_something_is
     network = wrap(build(family))
     full = [layer.index for layer in network.full_layers]
     sets = [*((layer,) for layer in full), full, ()]
-    reference = Reference.measure(network, PROBE)
-    whole = divergences(reference, CONFIG.model_copy(update={"budget_tokens": 320}), sets)
-    *sparse, nothing = divergences(reference, CONFIG, sets)
+    reference = Reference(network, PROBE)
+    whole = [divergence(reference, CONFIG.model_copy(update={"budget_tokens": 320}), layers) for layers in sets]
+    *sparse, nothing = [divergence(reference, CONFIG, layers) for layers in sets]
     assert max(map(abs, whole)) < 1e-6
     assert min(sparse) > 1e-6
     assert abs(nothing) < 1e-6 and sparse[-1] > max(sparse[:-1])
     assert network.decoder.config._attn_implementation == "sdpa"
-    assert not any(hasattr(layer.attention, "hybrid_selects") for layer in network.layers)
 
 
 def test_the_cost_is_that_of_the_model_with_the_unselected_pages_masked() -> None:
@@ -45,7 +44,8 @@ def test_the_cost_is_that_of_the_model_with_the_unselected_pages_masked() -> Non
     network = wrap(model)
     sets: list[tuple[int, ...]] = [(layer.index,) for layer in network.full_layers]
     sets.append(tuple(layer.index for layer in network.full_layers))
-    found = divergences(Reference.measure(network, PROBE), CONFIG, sets)
+    reference = Reference(network, PROBE)
+    found = [divergence(reference, CONFIG, layers) for layers in sets]
     position, key = torch.arange(300)[:, None], torch.arange(300)
     masked: tuple[int, ...] = ()
 
@@ -55,7 +55,7 @@ def test_the_cost_is_that_of_the_model_with_the_unselected_pages_masked() -> Non
             tokens = k[0].transpose(0, 1)
             digests = page_digests(tokens, 16, "minmax_int8")
             pages = select(q[0].transpose(0, 1), digests, torch.arange(1, 301), CONFIG, scaling)[0][:, 0]
-            allowed = allowed & (pages[:, key // 16] | (position < PROBE.given))
+            allowed = allowed & (pages[:, key // 16] | (position < PROBE.prompt_tokens))
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling).transpose(1, 2), None
 
@@ -78,34 +78,33 @@ def test_layers_may_have_budgets_of_their_own(family: str) -> None:
     network = wrap(build(family))
     one, *others = (layer.index for layer in network.full_layers)
     layers = (one, *others)
-    reference = Reference.measure(network, PROBE)
-    alike, other, mixed, alone, nothing = divergences(
-        reference,
-        CONFIG,
-        [dict.fromkeys(layers, 64), dict.fromkeys(layers, 96), {**dict.fromkeys(layers, 64), one: 96}, {one: 96}, {}],
-    )
-    as_configured = divergences(reference, CONFIG, [layers])
-    at_96 = divergences(reference, CONFIG.model_copy(update={"budget_tokens": 96}), [layers, (one,)])
-    assert as_configured == [alike] and at_96 == [other, alone]
+    reference = Reference(network, PROBE)
+    budgets = [dict.fromkeys(layers, 64), dict.fromkeys(layers, 96), {**dict.fromkeys(layers, 64), one: 96}, {one: 96}]
+    alike, other, mixed, alone = [divergence(reference, CONFIG, tokens) for tokens in budgets]
+    nothing = divergence(reference, CONFIG, {})
+    larger = CONFIG.model_copy(update={"budget_tokens": 96})
+    assert divergence(reference, CONFIG, layers) == alike
+    assert [divergence(reference, larger, layers), divergence(reference, larger, (one,))] == [other, alone]
     assert len({alike, other, mixed, alone}) == 4 and abs(nothing) < 1e-6
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_layers_before_the_first_sparse_one_are_not_computed_again_and_no_cost_changes(family: str) -> None:
     network = wrap(build(family))
-    reference, last = Reference.measure(network, PROBE), network.full_layers[-1].index
+    reference, last = Reference(network, PROBE), network.full_layers[-1].index
+    fresh = Reference(network, PROBE)
     computed: list[int] = []
     usual = network.replaying
 
-    def counted(outputs: Any) -> Any:
-        computed.append(len(network.layers) - len(outputs))
-        return usual(outputs)
+    def counted(outputs: Any, first: int) -> Any:
+        computed.append(len(network.layers) - first)
+        return usual(outputs, first)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(network), "replaying", lambda _, outputs: counted(outputs))
-        replayed = divergences(reference, CONFIG, [(last,), ()])
-        patch.setattr(type(network), "replaying", lambda _, outputs: usual([]))
-        whole = divergences(Reference.measure(network, PROBE), CONFIG, [(last,), ()])
+        patch.setattr(type(network), "replaying", lambda _, *args: counted(*args))
+        replayed = [divergence(reference, CONFIG, layers) for layers in [(last,), ()]]
+        patch.setattr(type(network), "replaying", lambda _, *args: usual([], 0))
+        whole = [divergence(fresh, CONFIG, layers) for layers in [(last,), ()]]
     assert computed == [len(network.layers) - last, 0]
     assert replayed == pytest.approx(whole, abs=1e-7) and replayed[0] > 1e-6
 
@@ -114,18 +113,18 @@ def test_dense_passes_are_kept_as_far_as_they_fit() -> None:
     network = wrap(build("llama"))
     probes = [Probe("text", TOKENS[start:], 200, (201, 202)) for start in range(3)]
     large = References(network)
-    first = large.of(probes[0])
-    assert large.of(probes[1]) is not first and large.of(probes[0]) is first
+    first = large.get(probes[0])
+    assert large.get(probes[1]) is not first and large.get(probes[0]) is first
     small = References(network, limit=2 * first.bytes)
-    passes = [small.of(probe) for probe in probes]
-    assert small.of(probes[1]) is passes[1] and small.of(probes[2]) is passes[2]
-    assert small.of(probes[0]) is not passes[0]
+    passes = [small.get(probe) for probe in probes]
+    assert small.get(probes[1]) is passes[1] and small.get(probes[2]) is passes[2]
+    assert small.get(probes[0]) is not passes[0]
 
 
 def test_lookups_ask_for_entries_of_their_register_and_compare_the_answers() -> None:
     (probe, other) = lookup_probes(encode, 3000, 2)
     text = bytes(probe.ids).decode()
-    register, questions = text[: probe.given], text[probe.given :]
+    register, questions = text[: probe.prompt_tokens], text[probe.prompt_tokens :]
     assert len(probe.ids) <= 3000 and other.ids != probe.ids
     asked = questions.strip().split("\n")
     assert len(asked) == 4
@@ -145,7 +144,7 @@ def test_a_context_that_holds_too_few_entries_is_refused() -> None:
 
 def test_of_a_text_its_last_tokens_are_compared() -> None:
     probe = text_probe(Window("a", 0, TOKENS))
-    assert (probe.kind, probe.given, probe.compared) == ("text", 235, tuple(range(236, 300)))
+    assert (probe.kind, probe.prompt_tokens, probe.compared) == ("text", 235, tuple(range(236, 300)))
     assert text_probe(Window("a", 0, TOKENS[:100])).compared == tuple(range(75, 100))
 
 
@@ -153,9 +152,9 @@ def test_of_a_text_its_last_tokens_are_compared() -> None:
 def test_a_predicted_query_selects_in_the_layers_that_are_named_and_in_no_others(family: str) -> None:
     network = wrap(build(family))
     first, second, *_ = [layer.index for layer in network.full_layers]
-    reference = Reference.measure(network, PROBE)
-    true, ahead, other, none = divergences(reference, CONFIG, [(second,)] * 4, predicted=[(), (second,), (first,), ()])
-    assert true == other == none and abs(ahead - true) > 1e-7
+    reference = Reference(network, PROBE)
+    true, ahead, other = [divergence(reference, CONFIG, (second,), layers) for layers in [(), (second,), (first,)]]
+    assert true == other and abs(ahead - true) > 1e-7
     # Selected by what `Layer.queries_and_keys` says of the input of the layer before.
     seen: dict[int, Tensor] = {}
 
@@ -165,15 +164,15 @@ def test_a_predicted_query_selects_in_the_layers_that_are_named_and_in_no_others
         seen[index] = x if index != second else seen[second]
 
     chosen: list[Tensor] = []
-    usual = divergence._selected
+    usual = module._selected
 
     def spied(config: Any, scale: float, q: Tensor, k: Tensor) -> Tensor:
         chosen.append(q)
         return usual(config, scale, q, k)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(divergence, "_selected", spied)
-        divergences(reference, CONFIG, [(second,)], predicted=[(second,)])
+        patch.setattr(module, "_selected", spied)
+        divergence(reference, CONFIG, (second,), (second,))
     with torch.inference_mode(), network.watched(watch):
         network.decoder(torch.tensor([PROBE.ids]), use_cache=False)
-    assert torch.allclose(chosen[0].transpose(0, 1), seen[second][PROBE.given :], atol=1e-4)
+    assert torch.allclose(chosen[0].transpose(0, 1), seen[second][PROBE.prompt_tokens :], atol=1e-4)

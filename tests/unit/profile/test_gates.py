@@ -6,11 +6,19 @@ import pytest
 import torch
 
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.tools.profile.gates import GateOptions, GateState, Kind, Passkey, passkeys, train
+from hybrid_backend.tools.profile.gates import (
+    GateOptions,
+    GateState,
+    Kind,
+    Passkey,
+    gated_attention,
+    passkeys,
+    train,
+)
 from hybrid_backend.tools.profile.network import Network, wrap
 from tests.unit.profile.models import VOCABULARY, build, encode
 
-OPTIONS = GateOptions(steps=40, context=160, sink=2, recent=8, rate=0.1, weight=0.02, samples=2, save_every=10)
+OPTIONS = GateOptions(steps=40, context=160, sink=2, recent=8, rate=0.1, weight=0.02, samples=2)
 LAYER, HEAD = 1, 2  # the only query head whose output goes anywhere; its KV head is 1
 
 
@@ -36,7 +44,6 @@ def prompts() -> list[Passkey]:
 def test_the_one_head_that_matters_is_found(kind: Kind, head: int) -> None:
     gates = torch.tensor(train(one_head(), prompts(), kind, OPTIONS).gates)
     others = gates.flatten()[torch.arange(gates.numel()) != LAYER * gates.shape[1] + head]
-    print(gates)
     assert gates[LAYER, head] > 0.5
     assert others.max() < 0.05
 
@@ -52,8 +59,8 @@ def test_an_interrupted_training_ends_where_a_whole_one_does() -> None:
     network = wrap(build("llama"))
     saved: list[GateState] = []
     whole = train(network, prompts(), "kv_head", OPTIONS, save=saved.append)
-    assert [state.step for state in saved] == [10, 20, 30, 40]
-    middle = GateState.model_validate_json(saved[1].model_dump_json())
+    assert [state.step for state in saved] == [*range(1, 41)]
+    middle = GateState.model_validate_json(saved[16].model_dump_json())
     assert train(network, prompts(), "kv_head", OPTIONS, middle) == whole
 
 
@@ -65,9 +72,7 @@ def test_sliding_layers_keep_their_window_and_have_no_gate() -> None:
     ids = torch.tensor([prompts()[0].ids])
     with torch.no_grad():
         own = network.decoder(ids, use_cache=False).last_hidden_state
-        from hybrid_backend.tools.profile.gates import _gated
-
-        with _gated(network, OPTIONS):
+        with network.attending(gated_attention(network, OPTIONS)):
             ours = network.decoder(ids, use_cache=False).last_hidden_state
     assert (own - ours).abs().max() < 1e-4
 

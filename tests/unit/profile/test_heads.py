@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from math import sqrt
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, read_heads
-from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import find_hardware
-from hybrid_backend.tools.profile.heads import head_scores, write_heads
+from hybrid_backend.tools.profile.gates import head_scores
 from hybrid_backend.tools.profile.measure import LayerMeasure, adjacent_cosine, measure_window
 from hybrid_backend.tools.profile.network import Network, Rope, wrap
 from hybrid_backend.tools.profile.tau import prefetch_bytes_of
@@ -37,51 +31,20 @@ def config(enabled: bool) -> HybridConfig:
 
 
 def plain_cosines(q: Tensor, kv_heads: int) -> list[float]:
-    """``[positions, heads, head_dim]`` -> one mean per KV head, in plain fp64 arithmetic."""
-    queries, group = q.double().tolist(), q.shape[1] // kv_heads
-    means = []
-    for kv_head in range(kv_heads):
-        found = []
-        for now, then in zip(queries[1:], queries, strict=False):
-            for head in range(kv_head * group, (kv_head + 1) * group):
-                a, b = now[head], then[head]
-                dot = sum(x * y for x, y in zip(a, b, strict=True))
-                found.append(dot / sqrt(sum(x * x for x in a)) / sqrt(sum(y * y for y in b)))
-        means.append(sum(found) / len(found))
-    return means
+    """``[positions, heads, head_dim]`` -> one mean per KV head."""
+    directions = q.double() / q.double().norm(dim=-1, keepdim=True)
+    cosines = (directions[1:] * directions[:-1]).sum(-1)
+    return [float(group.mean()) for group in cosines.chunk(kv_heads, 1)]
 
 
-def true_queries(network: Network) -> dict[int, Tensor]:
-    """What each layer's attention is given for the window, ``[tokens, heads, head_dim]``."""
-    seen: dict[int, Tensor] = {}
-
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Any:
-        seen[module.layer_idx] = q[0].transpose(0, 1).clone()
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **more)
-
-    AttentionInterface.register("watched_by_head_tests", attention)
-    AttentionMaskInterface.register("watched_by_head_tests", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])  # sliding windows
-    before = network.decoder.config._attn_implementation
-    network.decoder.config._attn_implementation = "watched_by_head_tests"
-    with torch.no_grad():
-        network.decoder(torch.tensor([WINDOW.ids]), use_cache=False)
-    network.decoder.config._attn_implementation = before
-    return seen
-
-
-def predicted_queries(network: Network) -> dict[int, Tensor]:
-    """Of every layer but the first, from the input of the layer before."""
-    inputs: dict[int, tuple[Tensor, Rope]] = {}
-
-    def seen(index: int, x: Tensor, rope: Rope) -> None:
-        inputs[index] = (x.clone(), rope)
-
-    with torch.no_grad(), network.watched(seen):
-        network.decoder(torch.tensor([WINDOW.ids]), use_cache=False)
+def queries(network: Network, is_predicted: bool) -> dict[int, Tensor]:
+    """The query of each layer from its own input, or from the input of the layer before where there is one."""
+    inputs: list[tuple[Tensor, Rope]] = []
+    with torch.no_grad(), network.watched(lambda _, x, rope: inputs.append((x.clone(), rope))):
+        network.hidden(WINDOW.ids)
         return {
-            index: network.layers[index].queries_and_keys(inputs[index - 1][0], rope)[0]
-            for index, (_, rope) in inputs.items()
-            if index
+            index: network.layers[index].queries_and_keys(inputs[max(0, index - is_predicted)][0], rope)[0]
+            for index, (_, rope) in enumerate(inputs)
         }
 
 
@@ -92,15 +55,13 @@ def measured(network: Network, enabled: bool) -> list[LayerMeasure]:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_similarity_is_the_mean_cosine_of_the_queries_that_are_looked_up(family: str, enabled: bool) -> None:
-    """Those that the model's attention sees, or with the lookahead the predicted ones; at the measured positions."""
+    """The true queries, or with the lookahead the predicted ones; at the measured positions."""
     network = wrap(build(family))
-    queries = true_queries(network)
-    if enabled:
-        queries |= predicted_queries(network)
+    selecting = queries(network, enabled)
     found = measured(network, enabled)
     assert [m.layer for m in found] == [layer.index for layer in network.full_layers]
     for layer in found:
-        expected = plain_cosines(queries[layer.layer][-POSITIONS:], network.kv_heads)
+        expected = plain_cosines(selecting[layer.layer][-POSITIONS:], network.kv_heads)
         assert layer.similarity == pytest.approx(expected, abs=2e-5)
         assert len(set(layer.similarity)) == network.kv_heads  # heads that are told apart
 
@@ -115,7 +76,7 @@ def test_a_query_that_never_turns_has_similarity_one_and_its_opposite_minus_one(
 def test_the_written_file_is_read_back_with_a_row_for_every_layer(tmp_path: Path) -> None:
     network, path = wrap(build("gemma3")), tmp_path / "tiny.heads.json"
     windows = [measured(network, True), measured(network, False)]
-    write_heads(path, head_scores("tiny", network, windows, GATES, 12345))
+    path.write_text(head_scores("tiny", network, windows, GATES, 12345).model_dump_json())
     scores = read_heads(path, len(network.layers), network.heads, network.kv_heads)
     assert (scores.model, scores.prefetch_bytes) == ("tiny", 12345)
     assert scores.similarity is not None
@@ -127,13 +88,6 @@ def test_the_written_file_is_read_back_with_a_row_for_every_layer(tmp_path: Path
     for layer in (0, 1, 3, 4):  # sliding: nothing to load, nothing to keep
         assert scores.importance[layer] == (0,) * 4 and scores.kv_importance[layer] == (0, 0)
         assert scores.similarity[layer] == (1, 1)
-
-
-def test_a_heads_file_that_cannot_be_written_is_an_error_of_one_line(tmp_path: Path) -> None:
-    network = wrap(build("gemma3"))
-    scores = head_scores("tiny", network, [measured(network, False)], GATES)
-    with pytest.raises(ConfigError, match=r"nowhere.*cannot be written .*--out"):
-        write_heads(tmp_path / "nowhere" / "a.heads.json", scores)
 
 
 def test_prefetched_bytes_are_those_of_a_layers_time_on_the_link() -> None:

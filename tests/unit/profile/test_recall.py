@@ -10,9 +10,8 @@ from torch import Tensor
 
 from hybrid_backend.kernels import oracle
 from hybrid_backend.step.method import frames_per_request
-from hybrid_backend.tools.profile.measure import measure_layer
+from hybrid_backend.tools.profile.measure import NEVER, Decoded, cpu_ratios, measure_layer
 from hybrid_backend.tools.profile.network import Layer
-from hybrid_backend.tools.profile.recall import NEVER, Decoded, cpu_ratios
 from tests.support.harness import PAGE, Engine, config, spec
 
 STEPS = 60

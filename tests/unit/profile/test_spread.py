@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, load_config
-from hybrid_backend.tools.profile import measuring, profiler
+from hybrid_backend.tools.profile import profiler, session
 from hybrid_backend.tools.profile.network import Network, wrap
 from hybrid_backend.tools.profile.options import Options
 from hybrid_backend.tools.profile.spread import Spread, factors_of, pages_of, sizes_of, spread
-from hybrid_backend.tools.profile.summary import Thresholds
 from tests.unit.profile.models import VOCABULARY, build
 
 SIZES = (16, 32, 64)
@@ -128,7 +127,8 @@ OPTIONS = Options(
     windows=1,
     lookups=1,
     texts=(__file__,),
-    limits=Thresholds(0.5, 0.0, 1e9),
+    min_cosine=0.5,
+    max_kl=1e9,
     gates=None,
     plots=False,
 )
@@ -157,7 +157,7 @@ def run(
 ) -> tuple[profiler.Profile, str]:
     file = StringIO()
     console = Console(file=file, width=200)
-    found = profiler.profile("tiny", out, config, options, network=network, encode=words, console=console)
+    found = profiler.profile("tiny", out, config, options, console, network, words)
     (*_, line) = [line for line in file.getvalue().splitlines() if line.startswith("budgets per layer")] or [""]
     return found, line
 
@@ -174,7 +174,7 @@ def test_the_profile_writes_budgets_that_help_and_says_what_was_measured(
     assert fmean(apart.tokens.values()) == 128
     for kind, layers in apart.alone.items():
         assert {layer.layer: layer.kl[kind] for layer in found.layers} == {i: kl[1] for i, kl in layers.items()}
-    costs = json.loads(out.with_suffix(".json").read_text())["costs"]["together"][0]
+    costs = json.loads(out.with_suffix(".json").read_text())["exact"]["together"][0]
     assert apart.even == pytest.approx(costs)
     changes = ", ".join(f"{apart.even[kind]:.4f} -> {apart.spread[kind]:.4f} ({kind})" for kind in ("text", "lookups"))
     assert json.loads(out.with_suffix(".json").read_text())["spread"]["spread"] == apart.spread
@@ -191,7 +191,7 @@ def test_what_was_measured_is_not_measured_again_and_given_budgets_do_not_count(
     network: Network, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, line = run(network, out)
-    monkeypatch.setattr(measuring, "divergences", None)
+    monkeypatch.setattr(session, "divergence", None)
     given_factors = CONFIG.model_copy(update={"budget_factors": (2.0, 0.5, 0.5)})
     again, same = run(network, out, config=given_factors)
     assert (again.config, again.spread, same) == (found.config, found.spread, line)
@@ -202,7 +202,7 @@ def test_where_they_cannot_be_measured_one_line_says_why(network: Network, out: 
     tiny, other = {**KEYS, "budget_tokens": 64}, {**KEYS, "method": "hgca"}
     for options, keys, why in [
         (replace(OPTIONS, lookups=0), KEYS, "they are found by lookups, too; write --lookups 1 or more"),
-        (replace(OPTIONS, limits=Thresholds(0.5, 1.0, 1e9)), KEYS, "fewer than two layers are sparse"),
+        (replace(OPTIONS, min_mass=1.0), KEYS, "fewer than two layers are sparse"),
         (OPTIONS, tiny, "no room for less and for more than 64 tokens"),
         (OPTIONS, other, "method hgca has none"),
         (replace(OPTIONS, spread=False), KEYS, ""),
