@@ -1,251 +1,28 @@
-"""What each method takes of the device's and of the host's memory for a context and a batch.
+"""Old place of `memory_plan.footprint`, until tools/plan and bench import it from there."""
 
-Sizes of tiers come from the code that allocates them (`TierLayout.memory`, `Method.own_memory`), so they are exact:
-what the runtime then reports is what stands here (`MethodMemory.gauges`). What the engine takes beside weights and KV
-is an estimate, and marked so.
-"""
+from hybrid_backend.memory_plan.footprint import (
+    UTILIZATION,
+    Candidate,
+    Item,
+    Memory,
+    MemoryRoom,
+    MethodMemory,
+    Place,
+    StockMemory,
+    default_chunk,
+    largest,
+)
 
-from __future__ import annotations
-
-import math
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
-
-import torch
-
-from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm.blocks import Blocks, window_blocks
-from hybrid_backend.errors import HybridError
-from hybrid_backend.methods import resolve_method
-from hybrid_backend.model import ModelShape, spec_of
-
-Place = Literal["device", "host"]
-Kind = Literal["exact", "at most", "estimate"]
-
-UTILIZATION = 0.92
-"""Share of the device's memory that the engine takes (vLLM 0.32, config/cache.py, ``gpu_memory_utilization``)."""
-DEVICE_OVERHEAD = 1536 * 2**20
-"""CUDA context, library workspaces, captured graphs: a general figure, to be replaced by what the engine logs."""
-HOST_OVERHEAD = 4 * 2**30
-"""The server's processes beside the KV: a general figure, not measured."""
-BATCHES_IN_FLIGHT = 2
-"""vLLM 0.32 schedules one step ahead (``VllmConfig.max_concurrent_batches`` with asynchronous scheduling)."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """What there is. ``device`` 0: the device tier is the host's own memory."""
-
-    device: int
-    host: int
-    chunk_tokens: int  # of one step (``--max-num-batched-tokens``)
-    device_overhead: int = DEVICE_OVERHEAD
-    host_overhead: int = HOST_OVERHEAD
-    utilization: float = UTILIZATION
-
-    @property
-    def on_host(self) -> bool:
-        return self.device == 0
-
-    @property
-    def in_flight(self) -> int:
-        return BATCHES_IN_FLIGHT * self.chunk_tokens
-
-    def limit(self, place: Place) -> int:
-        """Bytes that the server may take there."""
-        return self.host if place == "host" else int(self.device * self.utilization)
-
-
-def default_chunk(device_bytes: int) -> int:
-    """vLLM 0.32's ``--max-num-batched-tokens`` of a server (engine/arg_utils.py, ``get_batch_defaults``)."""
-    return 8192 if device_bytes >= 70 * 2**30 else 2048
-
-
-@dataclass(frozen=True)
-class Item:
-    """One piece of memory, in bytes."""
-
-    name: str
-    place: Place
-    bytes: int
-    kind: Kind
-
-
-@dataclass(frozen=True)
-class Memory:
-    """All that serving takes."""
-
-    pages: int  # of the KV pool: the host pool, and for stock the device's
-    items: tuple[Item, ...]
-
-    def at(self, place: Place) -> int:
-        return sum(item.bytes for item in self.items if item.place == place)
-
-    def missing(self, room: Room) -> str | None:
-        """Why it does not fit; None if it does."""
-        places: tuple[Place, ...] = ("host",) if room.on_host else ("device", "host")
-        for place in places:
-            short = self.at(place) - room.limit(place)
-            if short > 0:
-                most = max((item for item in self.items if item.place == place), key=lambda item: item.bytes)
-                return f"{place}: {short / 2**30:.1f} GiB short ({most.name} takes {most.bytes / 2**30:.1f} GiB)"
-        return None
-
-
-@dataclass(frozen=True)
-class StockMemory:
-    """The engine by itself: the whole KV cache in the device's memory."""
-
-    shape: ModelShape
-    blocks: Blocks
-    room: Room
-    name: str = "stock"
-
-    def memory(self, context: int, batch: int) -> Memory:
-        pages = self.blocks.pool(context, batch, self.room.in_flight)
-        place: Place = "host" if self.room.on_host else "device"
-        kv = Item("KV cache", place, pages * self.blocks.block_bytes, "exact")
-        return Memory(pages, (*engine_items(self.shape, self.room, batch), kv))
-
-    def cpu_requests(self, context: int, batch: int) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class MethodMemory:
-    """One of our methods: the KV cache is the host pool, what the method needs is on the device."""
-
-    shape: ModelShape
-    blocks: Blocks
-    room: Room
-    config: HybridConfig
-
-    @property
-    def name(self) -> str:
-        return self.config.method
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu" if self.room.on_host else "cuda")
-
-    def refusal(self) -> str | None:
-        """Why the configuration cannot serve this model with this method; None if it can."""
-        try:
-            layers = len(self.shape.attention_windows)
-            self.config.validate_for(layers)
-            method = resolve_method(self.config.method)
-            method.check(self.config, self.device, layers, self.shape.kv_heads)
-        except HybridError as error:
-            return str(error)
-        return None if self.shape.full_layers else "no layer has full attention: nothing to offload"
-
-    def gauges(self, pages: int, batch: int, max_tokens: int | None = None) -> dict[str, int]:
-        """What the runtime reports at start (`HybridRuntime.gauges`) over a host pool of ``pages`` pages.
-
-        Args:
-            batch: requests that run at once, at most (``--max-num-seqs``).
-            max_tokens: of the longest sequence, where the engine tells the runtime.
-        """
-        model, method = spec_of(self.shape, max_tokens), resolve_method(self.config.method)
-        tiers = method.layout(self.config, model, self.device).memory(self.config, model, pages, batch)
-        own = method.own_memory(self.config, model, self.device, pages, batch)
-        return {
-            "hybrid_host_pool_pages": pages,
-            "hybrid_digest_bytes": tiers.digests,
-            "hybrid_frame_bytes": tiers.frames,
-            "hybrid_device_bytes": own.device + (tiers.total if tiers.separate else 0),
-            "hybrid_context_cache_bytes": own.host,
-        }
-
-    def cpu_requests(self, context: int, batch: int) -> int:
-        """Of ``batch`` requests of ``context`` tokens those that are not on the device, where requests are there whole
-        or not at all."""
-        model, method = spec_of(self.shape, context), resolve_method(self.config.method)
-        layout = method.layout(self.config, model, self.device)
-        if not layout.shares_frames:
-            return 0
-        return batch - min(batch, layout.shared_pages(batch) // -(-context // self.config.page_size))
-
-    def windows(self, batch: int) -> int:
-        """Bytes of the device for layers with a sliding window, which stay there whole; on a CPU the host pool has
-        them."""
-        if self.room.on_host:
-            return 0
-        page = self.config.page_size
-        return sum(
-            layers * self.shape.page_bytes(page) * window_blocks(window, page, batch, self.room.in_flight)
-            for window, layers in Counter(self.shape.attention_windows).items()
-            if window is not None
-        )
-
-    def memory(self, context: int, batch: int) -> Memory:
-        blocks = self.blocks if self.room.on_host else self.blocks.offloaded
-        pages = blocks.pool(context, batch, self.room.in_flight)
-        model, method = spec_of(self.shape, context), resolve_method(self.config.method)
-        tiers = method.layout(self.config, model, self.device).memory(self.config, model, pages, batch)
-        own = method.own_memory(self.config, model, self.device, pages, batch)
-        grown = batch * method.grown_bytes(self.config, model, self.device, context)
-        tier: Place = "host" if self.room.on_host or not tiers.separate else "device"
-        own_tier: Place = "host" if self.room.on_host else "device"
-        items = (
-            *engine_items(self.shape, self.room, batch),
-            Item("host pool", "host", pages * self.blocks.block_bytes, "exact"),
-            Item("sliding windows", "device", self.windows(batch), "exact"),
-            Item("digests", tier, tiers.digests, "exact"),
-            Item("frames", tier, tiers.frames, "exact"),
-            Item("whole layers", tier, tiers.whole_layers, "exact"),
-            Item("staging", tier, tiers.staging, "exact"),
-            Item("method, device", own_tier, own.device, "exact"),
-            Item("method, host", "host", own.host, "exact"),
-            Item("growth", "host", grown, "at most"),
-        )
-        return Memory(pages, tuple(item for item in items if item.bytes))
-
-
-Candidate = StockMemory | MethodMemory
-
-
-def engine_items(shape: ModelShape, room: Room, batch: int) -> tuple[Item, ...]:
-    """What the engine takes whoever attends.
-
-    Activations: the larger of one MLP's over a step's tokens (residual, norm, gate, up and their product) and the
-    logits of the batch (in the model's type, and the sampler's copy in fp32).
-    """
-    place: Place = "host" if room.on_host else "device"
-    mlp = room.chunk_tokens * (2 * shape.hidden + 3 * shape.intermediate) * shape.dtype_bytes
-    logits = batch * shape.vocab * (shape.dtype_bytes + 4)
-    overhead = () if room.on_host else (Item("engine overhead", "device", room.device_overhead, "estimate"),)
-    return (
-        Item("weights", place, shape.weight_bytes, "at most" if shape.weights_are_counted else "exact"),
-        *((Item("state of other layers", place, batch * shape.state_bytes, "estimate"),) if shape.state_bytes else ()),
-        Item("activations", place, max(mlp, logits), "estimate"),
-        *overhead,
-        Item("server", "host", room.host_overhead, "estimate"),
-    )
-
-
-def largest(spare: Callable[[int], int], limit: int) -> int:
-    """The largest number from 1 to ``limit`` that fits, 0 if none does.
-
-    Args:
-        spare: bytes that so many leave over, negative: that are missing. More never leave more over. Where it is nearly
-            a line, as memory is, few numbers are tried.
-    """
-    low, high = 1, limit
-    left, short = spare(low), spare(high)
-    if left < 0:
-        return 0
-    if short >= 0:
-        return limit
-    tried, found, least = low, left, 1
-    while high - low > 1 and (low == 1 or high == limit):  # by lines: then it lies near `tried`
-        step = math.floor(found * (high - low) / (left - short))
-        tried = min(max(tried + (max(step, least) if found >= 0 else min(step, -least)), low + 1), high - 1)
-        found, least = spare(tried), 4 * least
-        low, left, high, short = (tried, found, high, short) if found >= 0 else (low, left, tried, found)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if spare(middle) >= 0 else (low, middle)
-    return low
+Room = MemoryRoom
+__all__ = [
+    "UTILIZATION",
+    "Candidate",
+    "Item",
+    "Memory",
+    "MethodMemory",
+    "Place",
+    "Room",
+    "StockMemory",
+    "default_chunk",
+    "largest",
+]
