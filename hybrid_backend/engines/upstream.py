@@ -16,8 +16,6 @@ from logging import Logger
 from pathlib import Path
 from typing import NamedTuple
 
-from packaging.version import Version
-
 from hybrid_backend.errors import EngineError
 
 _DEPTH = 6
@@ -46,12 +44,18 @@ class Range:
 
     def warning(self, engine: str, version: str) -> str | None:
         """Return a warning about a version that was not tested; None if it was tested."""
-        release, lowest, highest = (Version(text).release for text in (version, self.lowest, self.highest))
+        release, lowest, highest = map(_release, (version, self.lowest, self.highest))
         if release[: len(lowest)] < lowest:
             return f"{engine} {version} is older than what was tested ({self})"
         if release[: len(highest)] > highest:
             return f"{engine} {version} is newer than what was tested ({self})"
         return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: 0.32.0 of 0.32.0rc1 and of 0.32.0.dev3."""
+    match = re.match(r"[\d.]*\d", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,1 +1,1 @@
-"""What fits the memory of a machine: KV blocks, host pools, frames, whole layers and requests. Imports no engine."""
+"""Memory of a machine shared out: KV blocks, host pools, frames, whole layers and requests. Imports no engine."""

@@ -76,7 +76,7 @@ def default_chunk(device_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Item:
-    """One named piece of memory, in bytes."""
+    """A named piece of memory, in bytes."""
 
     name: str
     place: Place

@@ -35,7 +35,7 @@ def check_engine(*, warns: bool = False) -> None:
     Raises:
         EngineError: something that the adapter uses is missing.
     """
-    warning = SGLANG.check(installed() or "0", SGLANG.missing())
+    warning = SGLANG.check(installed() or "?", SGLANG.missing())
     if warning is not None and warns:
         logging.getLogger(__name__).warning(warning)
 

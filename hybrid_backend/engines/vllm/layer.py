@@ -1,4 +1,4 @@
-"""One attention layer of vLLM: gives its tokens to the runtime, and its decoder layer's input to the lookahead."""
+"""Attention layer of vLLM, which gives its tokens to the runtime, and its decoder layer's input to the lookahead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HybridMetadata:
 
 
 class HybridImpl(AttentionImpl):
-    """One attention layer. `bind` connects it to the runtime when the KV memory is allocated."""
+    """An attention layer. `bind` connects it to the runtime when the KV memory is allocated."""
 
     def __init__(
         self,
