@@ -3,7 +3,7 @@
     make simulate
 
 Qwen3-14B with its shipped configuration, 65,536 tokens, 32 sequences or as many as the GPU serves. Whole layers and
-frames are what the code at start would choose (`engines/vllm/card.py`). Rates are those of data sheets: nothing of the
+frames are what the code at start would choose (`memory_plan/device.py`). Rates are those of data sheets: nothing of the
 tables of docs/cuda.md was measured on these GPUs.
 """
 
@@ -15,10 +15,10 @@ from functools import lru_cache
 
 from bench.simulate_runs import gpu_table, own_runs, validation_error
 from hybrid_backend.config import HybridConfig, resolve_config
-from hybrid_backend.engines.vllm.blocks import Blocks
-from hybrid_backend.engines.vllm.card import Card
-from hybrid_backend.engines.vllm.footprint import Room, default_chunk
 from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
+from hybrid_backend.memory_plan.blocks import Blocks
+from hybrid_backend.memory_plan.device import DevicePlan
+from hybrid_backend.memory_plan.footprint import MemoryRoom, default_chunk
 from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.plan.model import find_shape
 from hybrid_backend.tools.plan.report import Request, make_plan
@@ -57,9 +57,9 @@ def served(name: str, pool: int) -> Served:
     """Return what serves at most `BATCH` sequences on the machine of that name."""
     machine = find_hardware(name)
     device, blocks = int(machine.device_memory_bytes.value), Blocks.of(QWEN3_14B, CONFIG.page_size)
-    room = Room(device, int(machine.host_ram_bytes.value), default_chunk(device))
+    room = MemoryRoom(device, int(machine.host_ram_bytes.value), default_chunk(device))
     host = blocks.pool(CONTEXT, pool, room.in_flight) * blocks.block_bytes
-    card = Card(QWEN3_14B, blocks, room, host, CONTEXT)
+    card = DevicePlan(QWEN3_14B, blocks, room, host, CONTEXT)
     config, _ = card.with_whole_layers(CONFIG, BATCH)
     requests = card.requests(config, min(BATCH, pool))
     return Served(machine, card.filled(config, requests), pool, requests)

@@ -1,8 +1,9 @@
-"""The address that a server will listen on, taken before its engine is even imported."""
+"""Address of a server, which is taken before its engine is imported."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import socket
 from collections.abc import MutableMapping, Sequence
 from typing import Self
@@ -15,14 +16,16 @@ _THIS_MACHINE = (LOOPBACK, "localhost", "::1")
 
 
 def reach_this_machine_directly(environment: MutableMapping[str, str]) -> None:
-    """Have HTTP clients ask servers on this machine without the proxy that ``environment`` may name."""
+    """Have HTTP clients reach servers on this machine without the proxy that ``environment`` may name."""
     names = [name for key in ("no_proxy", "NO_PROXY") for name in environment.get(key, "").split(",") if name]
     environment["no_proxy"] = environment["NO_PROXY"] = ",".join(dict.fromkeys([*names, *_THIS_MACHINE]))
 
 
 class ServerAddress:
-    """The address of one server: a socket that listens on it, until the engine gets the socket or binds its own. As a
-    context manager it gives the address free at the end, whatever the server ended with."""
+    """Address of one server: a socket that listens on it until the engine gets the socket or binds its own.
+
+    As a context manager it frees the address at the end.
+    """
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
@@ -33,20 +36,20 @@ class ServerAddress:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def take(self, extra: Sequence[str], port: int, elsewhere: Sequence[str]) -> None:
+    def take(self, extra: Sequence[str], port: int, elsewhere: Sequence[str]) -> Self:
         """Listen on the address that the engine flags name, so that no second server starts on it.
 
         Args:
             extra: engine flags.
             port: the engine's default.
-            elsewhere: flags with which only the engine can tell where it listens; nothing is taken then.
+            elsewhere: flags with which only the engine knows where it listens; no address is taken then.
 
         Raises:
             EngineError: the address cannot be used.
         """
         self.release()
         if (address := _address_of(extra, port, elsewhere)) is None:
-            return
+            return self
         host, port = address
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
@@ -57,6 +60,7 @@ class ServerAddress:
             listener.close()
             raise EngineError(why_not(host, port, error)) from error
         self._listener = listener
+        return self
 
     def hand_over(self) -> socket.socket | None:
         """Return the listening socket, which from then on is the caller's; None if no address is taken."""
@@ -71,10 +75,10 @@ class ServerAddress:
 
 def _address_of(extra: Sequence[str], port: int, elsewhere: Sequence[str]) -> tuple[str, int] | None:
     """Return host and port that the engine flags ``extra`` name; None if one of ``elsewhere`` is among them."""
-    host, flags = LOOPBACK, list(extra)
-    for i, flag in enumerate(flags):
-        name, _, value = flag.partition("=")
-        value = value or (flags[i + 1] if i + 1 < len(flags) else "")
+    host, words = LOOPBACK, [*extra, ""]
+    for word, following in itertools.pairwise(words):
+        name, _, value = word.partition("=")
+        value = value or following
         if name in elsewhere:
             return None
         if name == "--host":

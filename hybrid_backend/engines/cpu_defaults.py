@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -14,18 +15,20 @@ from typing import Any
 
 from hybrid_backend.model import has_delta_nets, weights_to_load
 
-# What /proc/cpuinfo calls instructions that multiply bf16: AVX-512, AMX, AArch64. (AVX-NE-CONVERT only converts.)
+# AVX-512, AMX and AArch64 as /proc/cpuinfo spells them. AVX-NE-CONVERT is left out, because it only converts bf16.
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
+"""vLLM's variable for the CPUs of each rank."""
+_OWN_BINDING = (BIND, "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_SIM_MULTI_NUMA", "CPU_VISIBLE_MEMORY_NODES")
 FEW_CORES = 4
-"""Up to so many physical cores, one kept free for vLLM's front end costs more prefill than it gains elsewhere, and
+"""Physical cores up to which a core kept free for vLLM's front end costs more prefill than it gains elsewhere, and
 compiling takes minutes."""
-LAYER_NAME, AOT = "VLLM_USE_LAYERNAME", "VLLM_USE_AOT_COMPILE"
-"""vLLM's switches: whether compiled code names a layer by an object that only Python can pass on; whether it is saved
-with what Dynamo traced."""
+LAYER_NAME = "VLLM_USE_LAYERNAME"
+"""vLLM's switch for naming a layer in compiled code by an object, which only Python can pass on."""
+AOT = "VLLM_USE_AOT_COMPILE"
+"""vLLM's switch for saving compiled code together with what Dynamo traced."""
 _PRELOAD = "LD_PRELOAD"
-# How a user says whether, and how, vLLM compiles.
-_COMPILATION = (
+_COMPILATION_FLAGS = (
     "--enforce-eager",
     "--no-enforce-eager",
     "--optimization-level",
@@ -45,7 +48,7 @@ def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def float32_line(model: Any, path: str, available: int) -> str | None:
-    """Tell whether to serve in fp32 a model whose dtype the user left open, by `float32_is_better`.
+    """Decide by `float32_is_better` whether to serve a model in fp32, if the user left the dtype open.
 
     Args:
         model: the engine's configuration of the model; both engines' have ``dtype``, ``hf_config``, ``revision`` and
@@ -54,7 +57,7 @@ def float32_line(model: Any, path: str, available: int) -> str | None:
         available: bytes of memory for weights and host pool.
 
     Returns:
-        what to log if it is to be served in fp32, None if in its own dtype.
+        a line for the log if the model is to be served in fp32, None if in its own dtype.
     """
     dtype, config = str(model.dtype).removeprefix("torch."), model.hf_config.to_dict()
     weights, _ = weights_to_load(path, config, dtype, model.revision)
@@ -68,13 +71,15 @@ def float32_line(model: Any, path: str, available: int) -> str | None:
 
 
 def float32_is_better(dtype: str, weight_bytes: int, available: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """bf16 and fp16 are emulated on a CPU without bf16 instructions (prefill was five times slower there), so fp32 is
-    better if its weights leave most of the memory.
+    """Tell whether fp32 is better than half precision, which a CPU without bf16 instructions emulates.
+
+    Prefill was five times slower with emulation. So fp32 is better if its weights leave most of the memory free.
 
     Args:
-        dtype: of the model, as torch names it, without ``torch.``.
-        weight_bytes: of the weights in ``dtype``, 0 if that is not known.
+        dtype: dtype of the model, as torch names it, without ``torch.``.
+        weight_bytes: bytes of the weights in ``dtype``, 0 if unknown.
         available: bytes of memory for weights and host pool.
+        cpuinfo: file that lists the CPU's instructions.
     """
     fits = 0 < 2 * weight_bytes <= available // 3
     return dtype in ("bfloat16", "float16") and fits and not has_bf16(cpuinfo)
@@ -87,53 +92,64 @@ def cores_to_bind(
     engines: int = 1,
     nodes: int = 1,
 ) -> str | None:
-    """`BIND` for a machine of few cores: all of them; for ranks that would share a NUMA node, which vLLM refuses
-    (tensor parallelism) or binds to the same cores (replicas): a part for each. None: vLLM's own choice stays.
+    """Return `BIND` for a machine of few cores, or for ranks that would share a NUMA node.
+
+    A single rank on few cores gets all of them. vLLM refuses ranks of one engine that share a node, and binds replicas
+    to the same cores; so each rank gets cores of its own.
 
     Args:
         cores: one logical CPU of each physical core that this process may use.
-        ranks: of all ``engines`` (replicas) on this machine.
+        environment: variables of the server, which may hold the user's own binding.
+        ranks: ranks of all ``engines`` on this machine.
+        engines: replicas on this machine.
         nodes: NUMA nodes of these cores.
+
+    Returns:
+        the value of the variable; None if vLLM's own choice stays.
     """
     listed = sorted(cores)
-    if not {BIND, "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_SIM_MULTI_NUMA", "CPU_VISIBLE_MEMORY_NODES"}.isdisjoint(
-        environment
-    ):
+    if not environment.keys().isdisjoint(_OWN_BINDING):
         return None
     if ranks == 1:
         return ",".join(map(str, listed)) if 1 < len(listed) <= FEW_CORES else None
     if engines == 1 and ranks <= nodes:
         return None
-    parts = [listed[len(listed) * rank // ranks : len(listed) * (rank + 1) // ranks] for rank in range(ranks)]
-    parts = [part[:-1] if len(part) > FEW_CORES else part for part in parts]  # one for vLLM's front end
-    return "|".join(",".join(map(str, part or [listed[rank % len(listed)]])) for rank, part in enumerate(parts))
+    bounds = [len(listed) * rank // ranks for rank in range(ranks + 1)]
+    shares = [listed[first:end] for first, end in itertools.pairwise(bounds)]
+    # A large share leaves one core to vLLM's front end. Ranks without a share use a core of another rank.
+    shares = [share[:-1] if len(share) > FEW_CORES else share for share in shares]
+    return "|".join(",".join(map(str, share or [listed[rank % len(listed)]])) for rank, share in enumerate(shares))
 
 
 def intel_openmp(environment: Mapping[str, str] = os.environ, distribution: str = "intel-openmp") -> dict[str, str]:
-    """The variable that preloads Intel's OpenMP, which vLLM's wheel for x86 CPUs requires and its documentation tells
-    users to preload. Empty: it is not installed, or the user preloads an OpenMP."""
+    """Return the variable that preloads Intel's OpenMP, as vLLM's documentation asks for on x86 CPUs.
+
+    Returns:
+        an empty dict if Intel's OpenMP is not installed, or if the user preloads an OpenMP.
+    """
     preloaded = environment.get(_PRELOAD, "")
     if any(name in preloaded for name in ("libiomp", "libomp", "libgomp")):
         return {}
     try:
-        found = [file.locate() for file in files(distribution) or () if file.name == "libiomp5.so"]
+        libraries = [file.locate() for file in files(distribution) or () if file.name == "libiomp5.so"]
     except PackageNotFoundError:
         return {}
-    path = os.path.realpath(str(found[0])) if found else ""
-    if not os.path.isfile(path) or re.search(r"[\s:]", path):  # which separate the names in the variable
+    path = os.path.realpath(str(libraries[0])) if libraries else ""
+    if not os.path.isfile(path) or re.search(r"[\s:]", path):  # Spaces and colons separate the names in the variable.
         return {}
     return {_PRELOAD: f"{path}:{preloaded}" if preloaded else path}
 
 
 def compiler_lacks(environment: Mapping[str, str] = os.environ, include: str | None = None) -> str | None:
-    """Return what torch.compile lacks on this CPU, in words; None if nothing.
+    """Return what torch.compile lacks on this CPU, in words; None if it lacks nothing.
 
     Args:
+        environment: variables that choose a compiler.
         include: the folder of Python's headers; None: this Python's.
     """
     chosen = environment.get("CXX", "")
     try:
-        compiler = shlex.split(chosen) or ["g++"]  # as Inductor chooses it
+        compiler = shlex.split(chosen) or ["g++"]  # Inductor chooses the compiler in the same way.
     except ValueError as error:
         return f"a C++ compiler (CXX={chosen!r} is no command line: {error})"
     if shutil.which(compiler[0], path=environment.get("PATH")) is None:
@@ -147,10 +163,12 @@ def starts_eager(cores: int, flags: Collection[str]) -> bool:
     """Tell whether a server on so many physical cores starts without compiling the model.
 
     Args:
+        cores: physical cores.
         flags: names of the engine flags that the user wrote.
     """
     return cores <= FEW_CORES and not says_how_to_compile(flags)
 
 
 def says_how_to_compile(flags: Collection[str]) -> bool:
-    return any(flag.startswith(_COMPILATION) for flag in flags)
+    """Tell whether the user's flags say how, or whether, vLLM compiles."""
+    return any(flag.startswith(_COMPILATION_FLAGS) for flag in flags)

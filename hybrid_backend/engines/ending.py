@@ -1,4 +1,4 @@
-"""An HTTP server that was told to end, and is answering what it has begun."""
+"""Middleware of an HTTP server that was told to end and still answers the requests in flight."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 
 class RefuseWhileEnding:
-    """ASGI middleware: after `hybrid serve` got its first signal, new requests are answered with status 503, upon
-    which clients try again elsewhere. Else a server under load would never have answered all of them."""
+    """ASGI middleware that answers new requests with status 503 after the first signal.
+
+    Clients then try again elsewhere. Without it, a server under load would never have answered all requests.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Tables of what an adapter refuses. They are checked at start, and docs/support.md is written from them."""
+"""Refusals at start: tables of settings, from which docs/support.md is written, and the checks that engines share."""
 
 from __future__ import annotations
 
@@ -6,35 +6,57 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hybrid_backend.errors import EngineError
+import torch
 
-Asked = TypeVar("Asked")
+from hybrid_backend.config import HybridConfig
+from hybrid_backend.errors import EngineError
+from hybrid_backend.methods import resolve_method
+from hybrid_backend.step.operations import check_shape
+
+Start = TypeVar("Start")
 
 
 @dataclass(frozen=True)
-class Refusal(Generic[Asked]):
+class Refusal(Generic[Start]):
     """A setting that is refused.
 
-    ``what`` and ``fix`` are words of the error; ``found`` returns the exact setting, where ``what`` leaves it open.
+    Attributes:
+        what: the setting in words of the error.
+        is_set: tells whether a start uses the setting.
+        fix: the way out.
+        value: returns the exact setting, if ``what`` leaves it open.
     """
 
     what: str
-    is_asked: Callable[[Asked], object]
+    is_set: Callable[[Start], object]
     fix: str
-    found: Callable[[Asked], object] | None = None
+    value: Callable[[Start], object] | None = None
 
 
-def refuse(table: Iterable[Refusal[Asked]], asked: Asked, where: str = "") -> None:
-    """Raise EngineError for the first entry that was asked for."""
-    for each in table:
-        if each.is_asked(asked):
-            exactly = f" ({each.found(asked)})" if each.found else ""
-            raise EngineError(f"the hybrid backend does not support {each.what}{exactly}{where}; {each.fix}")
+def refuse(table: Iterable[Refusal[Start]], start: Start, where: str = "") -> None:
+    """Raise EngineError for the first entry of a table whose setting a start uses."""
+    for refusal in table:
+        if refusal.is_set(start):
+            value = f" ({refusal.value(start)})" if refusal.value else ""
+            raise EngineError(f"the hybrid backend does not support {refusal.what}{value}{where}; {refusal.fix}")
 
 
-def other_backend(stock: str) -> EngineError:
-    """The error of `hybrid serve` when the engine flags ask for another attention backend. ``stock``: the engine's own
-    command."""
-    return EngineError(
-        f"--attention-backend: `hybrid serve` serves with ours; leave it out, or use `{stock}` for others"
-    )
+def check_model(
+    config: HybridConfig, device: torch.device, layers: int, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Check that the method and the kernels can serve a model.
+
+    Args:
+        config: our configuration.
+        device: the device tier.
+        layers: decoder layers that keep keys and values.
+        heads: query heads of one rank.
+        kv_heads: KV heads of one rank.
+        head_dim: size of a head.
+
+    Raises:
+        ConfigError: a key of the configuration does not fit the model.
+    """
+    config.validate_for(layers)
+    resolve_method(config.method).check(config, device, layers, kv_heads)
+    check_shape(config, heads, kv_heads, head_dim, device)

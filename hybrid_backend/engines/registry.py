@@ -1,4 +1,4 @@
-"""Engines by name, as `hybrid serve --engine` knows them. Engines are imported when they are asked for."""
+"""Engines by the names that `hybrid serve --engine` takes. An engine is imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Server(Protocol):
 
 
 def resolve_server(name: str) -> Server:
-    """The engine called ``name``.
+    """Return the ``serve`` module of an engine.
 
     Raises:
-        ConfigError: no such engine.
+        ConfigError: no engine has this name.
     """
     if name not in _MODULES:
         raise ConfigError(f"--engine: got {name!r}, expected one of {', '.join(_MODULES)}")
@@ -47,7 +47,7 @@ def resolve_server(name: str) -> Server:
 
 
 def installed_version(package: str) -> str | None:
-    """None: it is not installed."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

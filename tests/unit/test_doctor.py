@@ -14,8 +14,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hybrid_backend.engines.probe import Engine
 from hybrid_backend.engines.registry import installed_version
+from hybrid_backend.engines.upstream import Engine
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.host_memory import System
 from hybrid_backend.kernels.cpu import library

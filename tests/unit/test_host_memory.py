@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, parse_size
 from hybrid_backend.engines.sglang.settings import host_pool_bytes
-from hybrid_backend.engines.vllm.nodes import rank_nodes
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import RESERVE, System, check_pool, numbers, room, uncached_bytes
+from hybrid_backend.memory_plan.numa import rank_nodes
 from hybrid_backend.model import stored_bytes, weights_to_load
 from hybrid_backend.tools.doctor.memory import check_ram
 

@@ -19,6 +19,7 @@ LAYERS = [
     ["engines"],
     ["warm_up"],
     ["runtime"],
+    ["memory_plan"],
     ["methods"],
     ["in_place"],
     ["step"],

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.support_page import FEATURES, page
-from hybrid_backend.engines.probe import Engine, Range
 from hybrid_backend.engines.refusal import Refusal, refuse
 from hybrid_backend.engines.sglang import checks as sglang_checks
 from hybrid_backend.engines.sglang import compat as sglang
 from hybrid_backend.engines.sglang.compat import SGLANG
+from hybrid_backend.engines.upstream import Engine, Range
 from hybrid_backend.engines.vllm import compat as vllm
 from hybrid_backend.engines.vllm.checks import LAYER_REFUSALS, REFUSALS, Layer
 from hybrid_backend.engines.vllm.compat import VLLM
 from hybrid_backend.errors import EngineError
+from bench.support_page import FEATURES, page
 
 ROOT = Path(__file__).parents[2]
 

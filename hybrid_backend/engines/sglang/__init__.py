@@ -1,4 +1,6 @@
 """SGLang: plugin, platform, KV pool, attention backend, lookahead hooks."""
 
 BACKEND = "hybrid"
-OWN_BACKEND = "use SGLang's own attention backend for this model (`sglang serve`)"  # the way out, in errors
+"""Name of our attention backend."""
+OWN_BACKEND = "use SGLang's own attention backend for this model (`sglang serve`)"
+"""The way out, in errors."""

@@ -19,7 +19,7 @@ from hybrid_backend.errors import EngineError
 
 
 class HybridBackend(AttentionBackend):
-    """Selected by ``--attention-backend hybrid``; built when the model and the KV pool are there."""
+    """The backend of ``--attention-backend hybrid``, built when the model and the KV pool are allocated."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class HybridBackend(AttentionBackend):
         if runner.device != "cpu":
             raise EngineError(f"the hybrid backend of this version runs on SGLang's CPU device, not on {runner.device}")
         patches.verify()
-        # Models find the pools by their backend (forward_context.py), if only to ask whether they fit a fused kernel.
+        # Models read the pools from their backend (forward_context.py), if only to ask whether they fit a fused kernel.
         self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
         config = config_of(resolved_view(runner.server_args))
         layers = attention_layers(runner.model)
@@ -39,17 +39,15 @@ class HybridBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.session.begin_step(forward_batch)
 
-    # Graphs of decode steps: launches over buffers that stay where they are (execution/step.py).
-
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """SGLang captures no more rows than ``--max-running-requests``, for which the runtime has its buffers."""
+        """Allocate nothing: graphs have at most ``--max-running-requests`` rows, for which the runtime has buffers."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of a padding row, which `Session` leaves out."""
+        """Return the sequence length of a padding row, which `Session` leaves out."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a capture: a step whose rows own nothing. Before a replay: the inputs of the real step."""
+        """Begin a step without requests for a capture, or the real step for a replay."""
         if in_capture:
             self.session.capture_step(forward_batch.batch_size)
         else:
@@ -65,7 +63,11 @@ class HybridBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """``q``: ``[tokens, heads * dim]``; ``k``, ``v``: ``[tokens, kv_heads, dim]``; returns a tensor like ``q``."""
+        """Store the new tokens and attend; return a tensor like ``q``.
+
+        ``q`` is ``[tokens, heads * dim]``, ``k`` and ``v`` are ``[tokens, kv_heads, dim]``. Tokens that the model has
+        stored itself (``save_kv_cache=False``) and further kinds of attention (``kwargs``) are refused.
+        """
         unknown = sorted(name for name, value in kwargs.items() if value is not None)
         if k is None or v is None or not save_kv_cache or unknown:
             what = f"attention with {', '.join(unknown)}" if unknown else "a model that writes its KV by itself"
@@ -75,7 +77,7 @@ class HybridBackend(AttentionBackend):
         self.session.forward(layer.layer_id, heads, k, v, out)
         return out.view(out.shape[0], -1)
 
-    # One and the same: the step knows which rows decode.
+    # Prefill and decode share one entry point, because the step records which rows decode.
     forward_decode = forward_extend
 
     def support_triton(self) -> bool:

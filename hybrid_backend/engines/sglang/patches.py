@@ -1,15 +1,14 @@
-"""Everything that we hook inside SGLang, by its own `HookRegistry`.
+"""All hooks inside SGLang, by its own `HookRegistry`.
 
-* around ``KVCacheConfigurator._profile_available_bytes``: the pool is sized from the host budget, not from free device
-  memory;
-* after ``ReqToTokenPool.free_rows``: the one door through which finished, aborted and retracted requests give their row
-  back;
-* after ``ReqToTokenPool.clear``: flushing the cache takes all rows back, of idle streaming sessions too;
-* around ``uvicorn.Server.serve``, in the process of `hybrid serve` alone: SGLang's HTTP server accepts connections on
+* Around ``KVCacheConfigurator._profile_available_bytes``: the pool is sized from the host budget, not from free device
+  memory.
+* After ``ReqToTokenPool.free_rows``: finished, aborted and retracted requests all give their row back by this function.
+* After ``ReqToTokenPool.clear``: flushing the cache takes all rows back, also those of idle streaming sessions.
+* Around ``uvicorn.Server.serve``, in the process of `hybrid serve` alone: SGLang's HTTP server accepts connections on
   the socket that listens since the start, where it would bind one of its own after the engine has started, and refuses
   new requests once it was told to end.
 
-SGLang logs a hook that it cannot apply and goes on; `verify` looks at the functions themselves.
+SGLang logs a hook that it cannot apply and goes on. So `verify` examines the functions themselves.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ from hybrid_backend.errors import EngineError
 if TYPE_CHECKING:
     import socket
 
-LISTENER = "hybrid_rows_freed"  # attribute of a ReqToTokenPool: called with the rows that were given back
-_BUDGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
-_FREE_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows"
-_CLEAR = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear"
+LISTENER = "hybrid_rows_freed"
+"""Attribute of a ReqToTokenPool: a function that is called with the rows that were given back."""
 _SERVE = "uvicorn.Server.serve"
 
 
@@ -54,13 +51,23 @@ def _all_freed(_: None, pool: Any) -> None:
     _rows_freed(None, pool, list(range(len(pool.req_generation))))
 
 
+_CACHE = "sglang.srt.mem_cache"
+_HOOKS = {
+    f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": (_host_budget, "AROUND"),
+    f"{_CACHE}.memory_pool.ReqToTokenPool.free_rows": (_rows_freed, "AFTER"),
+    f"{_CACHE}.memory_pool.ReqToTokenPool.clear": (_all_freed, "AFTER"),
+}
+"""Hooks in every process, and their kinds."""
+
+
 async def _serve_on(
     address: ServerAddress,
     original: Callable[..., Awaitable[None]],
     server: Any,
     sockets: list[socket.socket] | None = None,
 ) -> None:
-    application = "loaded_app" if server.config.loaded else "app"  # SGLang loads it itself where it serves TLS.
+    # To serve TLS, SGLang loads the application itself.
+    application = "loaded_app" if server.config.loaded else "app"
     setattr(server.config, application, RefuseWhileEnding(getattr(server.config, application)))
     listener = address.hand_over()
     await original(server, sockets=sockets if listener is None else [listener])
@@ -70,19 +77,18 @@ def register() -> None:
     """Hand the hooks to SGLang, which applies them once all plugins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_BUDGET, _host_budget, HookType.AROUND)
-    HookRegistry.register(_FREE_ROWS, _rows_freed, HookType.AFTER)
-    HookRegistry.register(_CLEAR, _all_freed, HookType.AFTER)
+    for target, (hook, kind) in _HOOKS.items():
+        HookRegistry.register(target, hook, HookType[kind])
 
 
 def verify() -> None:
     """Raise EngineError unless the hooks of `register` are in place in this process."""
-    for target, hook in ((_BUDGET, _host_budget), (_FREE_ROWS, _rows_freed), (_CLEAR, _all_freed)):
+    for target, (hook, _) in _HOOKS.items():
         _verify(target, hook)
 
 
 def register_address(address: ServerAddress) -> None:
-    """Have SGLang's HTTP server listen on ``address``. Must be called before SGLang's plugins are loaded."""
+    """Have SGLang's HTTP server listen on ``address``; must be called before SGLang's plugins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_SERVE, partial(_serve_on, address), HookType.AROUND)
@@ -99,7 +105,7 @@ def _verify(target: str, hook: Callable[..., Any]) -> None:
 
 
 def _wraps(function: Any, hook: Callable[..., Any]) -> bool:
-    """Return whether ``hook``, or a `partial` of it, is in a chain of HookRegistry wrappers.
+    """Tell whether ``hook``, or a `partial` of it, is in a chain of HookRegistry wrappers.
 
     Each wrapper keeps its hook in a closure cell.
     """

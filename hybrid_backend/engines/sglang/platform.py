@@ -1,7 +1,7 @@
-"""A CPU platform for SGLang without sgl_kernel; with ``--attention-backend hybrid`` its token pool is the host pool.
+"""CPU platform for SGLang without sgl_kernel; with ``--attention-backend hybrid`` its token pool is the host pool.
 
 SGLang's plain CPU device needs sgl_kernel's CPU build, which no package offers. An out-of-tree platform runs every
-operator in torch instead, so that stock backends (torch_native) can be served here too.
+operator in torch instead, so that stock backends (torch_native) can be served on it too.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from hybrid_backend.host_memory import System
 if TYPE_CHECKING:
     from hybrid_backend.engines.sglang.pool import HostTokenPool
 
-MAX_RUNNING_REQUESTS = 64  # SGLang's own default of at least 2048 would reserve frames for each of them
+MAX_RUNNING_REQUESTS = 64
+"""Default of ``--max-running-requests``: SGLang's own, at least 2048, would reserve frames for each request."""
 
 
 class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """Capabilities stay at their defaults: no Triton, no graphs."""
+    """CPU platform. Its capabilities stay at their defaults: no Triton, no graphs."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Called while SGLang resolves its arguments: what we cannot serve is refused here, before any process."""
+        """Set defaults and refuse what cannot work, while SGLang resolves its arguments and before any process."""
         if not chosen(server_args):
             return
         config = config_of(server_args)
@@ -40,13 +41,13 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.page_size = config.page_size
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MAX_RUNNING_REQUESTS
-        server_args.sleep_on_idle = True  # the CPU is the device: an idle scheduler must not keep a core busy
+        server_args.sleep_on_idle = True  # The CPU is the device: an idle scheduler must not keep a core busy.
         if server_args.dtype == "auto" and not has_bf16():
             _choose_dtype(server_args)
         check_arguments(server_args, config)
 
     def get_device(self, device_id: int | None = 0) -> str:
-        """The name: ``sglang.srt.utils.get_device`` promises one, and hands on what a platform returns."""
+        """Return the name of the device, which ``sglang.srt.utils.get_device`` passes on."""
         return "cpu"
 
     def get_default_attention_backend(self) -> str:
@@ -62,6 +63,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def get_kv_pool_cls(self, *, kind: str) -> type[HostTokenPool] | None:
+        """Return the host pool's class if the user chose our backend, None for SGLang's own."""
         from sglang.srt.runtime_context import get_exec
 
         if kind != "mha" or not chosen(get_exec().kernel):
@@ -72,7 +74,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _choose_dtype(server_args: Any) -> None:
-    """fp32 where bf16 would be emulated."""
+    """Choose fp32 if bf16 would be emulated."""
     import torch
     from sglang.srt.arg_groups.overrides import model_config_of
 
@@ -80,5 +82,5 @@ def _choose_dtype(server_args: Any) -> None:
     line = float32_line(model, str(model.model_path), System().available())
     if line is not None:
         server_args.dtype = "float32"
-        model.dtype = torch.float32  # what was read before is kept
+        model.dtype = torch.float32  # SGLang has read the configuration before, and does not read it again.
         logging.getLogger(__name__).warning(line)

@@ -1,4 +1,4 @@
-"""SGLang's entry points. It calls them in every process (launcher, scheduler, detokenizer)."""
+"""SGLang's entry points, which it calls in every process (launcher, scheduler, detokenizer)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hybrid_backend.engines.sglang import BACKEND, compat, patches
 
 
 def register() -> None:
-    """``sglang.srt.plugins``: the name ``hybrid``, its backend, and the hooks of `patches.register`.
+    """Register the name ``hybrid``, its backend, and the hooks of `patches.register`.
 
-    SGLang only logs what this raises, so nothing here may fail quietly: without the name, SGLang refuses the flag;
-    without a hook, `patches.verify` refuses to serve.
+    The entry point of ``sglang.srt.plugins``. SGLang only logs what this function raises, so nothing in it may fail
+    quietly: without the name, SGLang refuses the flag; without a hook, `patches.verify` refuses to serve.
     """
     join_server()
     if not compat.can_register():
@@ -24,20 +24,22 @@ def register() -> None:
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([BACKEND])
     register_attention_backend(BACKEND)(_create)
-    if not compat.missing():  # else the backend says what is
+    if not compat.SGLANG.missing():  # Otherwise the backend says what is missing.
         patches.register()
 
 
 def _create(runner: Any) -> Any:
-    """SGLang's factory of the backend, called when the model and the KV pool are there."""
+    """Build the backend, when the model and the KV pool are allocated."""
     from hybrid_backend.engines.sglang.backend import HybridBackend
 
     return HybridBackend(runner)
 
 
 def activate() -> str | None:
-    """``sglang.srt.platforms``: where there is no accelerator, the class path of a platform on which SGLang runs
-    without sgl_kernel; None where SGLang has a platform of its own."""
+    """Return the class path of a platform on which SGLang runs without sgl_kernel, if there is no accelerator.
+
+    The entry point of ``sglang.srt.platforms``. It returns None if SGLang has a platform of its own.
+    """
     import torch
 
     if torch.accelerator.is_available() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":

@@ -1,4 +1,4 @@
-"""SGLang's token pool as the host pool: its slot ids, allocator and radix cache stay; only the storage is ours."""
+"""SGLang's token pool as the host pool: its slot ids, allocator and radix cache stay, and only the storage is ours."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from hybrid_backend.errors import EngineError
 
 
 class HostTokenPool(MHATokenToKVPool):
-    """``pages[layer]``: ``[pages, kv_heads, 2, page_size, head_dim]``. Slot s lies in page ``s // page_size``; page 0
-    is SGLang's dummy. Only the runtime reads and writes it, so SGLang's own accessors raise."""
+    """Token pool in host memory. Only the runtime reads and writes it, so SGLang's own accessors raise.
+
+    Attributes:
+        pages: per layer ``[pages, kv_heads, 2, page_size, head_dim]``. Slot s lies in page ``s // page_size``; page 0
+            is SGLang's dummy.
+    """
 
     pages: list[Tensor]
 
@@ -25,31 +29,13 @@ class HostTokenPool(MHATokenToKVPool):
         self.pages = [torch.zeros(shape, dtype=self.dtype, device="cpu") for _ in range(self.layer_num)]
         self.k_buffer = [page[:, :, 0] for page in self.pages]
         self.v_buffer = [page[:, :, 1] for page in self.pages]
-        self._kv_buffer_descs: list[Any] = []  # for PD transfer, which is refused
+        self._kv_buffer_descs: list[Any] = []  # For PD transfer, which is refused.
 
-    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse()
-
-    def get_key_buffer(self, layer_id: int) -> Tensor:
-        self._refuse()
-
-    def get_value_buffer(self, layer_id: int) -> Tensor:
-        self._refuse()
-
-    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        self._refuse()
-
-    def get_cpu_copy(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse()
-
-    def load_cpu_copy(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse()
-
-    def move_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise EngineError(
             "this model or feature reads or writes SGLang's KV pool by itself, which the hybrid backend does not "
             f"support; {OWN_BACKEND}"
         )
+
+    set_kv_buffer = get_key_buffer = get_value_buffer = get_kv_buffer = _refuse
+    get_cpu_copy = load_cpu_copy = move_kv_cache = _refuse

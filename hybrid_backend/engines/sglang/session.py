@@ -24,7 +24,7 @@ from hybrid_backend.runtime import HybridRuntime
 
 
 def attention_layers(model: nn.Module) -> list[Layer]:
-    """All attention layers of the decoder, in order."""
+    """Return all attention layers of the decoder, in order."""
     modules = dict(model.named_modules())
     layers = []
     for path, module in modules.items():
@@ -36,9 +36,15 @@ def attention_layers(model: nn.Module) -> list[Layer]:
 
 
 class Session:
-    """Owns the runtime. ``step`` is the step that is running, None between steps."""
+    """Owner of the runtime. It knows which request each row belongs to.
+
+    Attributes:
+        runtime: the runtime of this scheduler.
+        step: the step that runs; None between steps.
+    """
 
     def __init__(self, runner: Any, config: HybridConfig, layers: list[Layer]) -> None:
+        """Build the runtime over the token pool of ``runner``, SGLang's model runner."""
         pool = runner.token_to_kv_pool
         if not isinstance(pool, HostTokenPool):
             raise EngineError(
@@ -78,7 +84,7 @@ class Session:
         setattr(self._rows, patches.LISTENER, self._freed)
 
     def begin_step(self, forward_batch: Any) -> None:
-        """Start the runtime's step for SGLang's batch. If a graph is replayed, no layer of it is seen here."""
+        """Begin the runtime's step for SGLang's batch. A replayed graph does not call `forward`."""
         rows = real_rows(forward_batch)
         ids = self._request_ids(rows)
         decode = decoding(forward_batch, ids, self._answering)
@@ -87,7 +93,7 @@ class Session:
         self._publish()
 
     def capture_step(self, rows: int) -> None:
-        """The layers that follow are captured in a graph of so many decoding rows."""
+        """Begin a step whose layers are captured in a graph of ``rows`` decode rows."""
         self.step = captured_step(rows)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -100,7 +106,7 @@ class Session:
             self.runtime.end_step(step)
             self._publish()
             failure = self.runtime.failure(step)
-            if failure is not None:  # SGLang has no way to take one step back
+            if failure is not None:  # SGLang cannot compute a step again.
                 raise failure.error
 
     def _publish(self, force: bool = False) -> None:
@@ -108,13 +114,16 @@ class Session:
             self._publisher.publish(force=force)
 
     def _request_ids(self, rows: Tensor) -> list[str]:
-        """A request is its row and the row's generation, which SGLang counts up whenever it hands the row out: an id
-        is never used twice, whatever names clients give their requests."""
+        """Return an id for the request of each row, made of the row and its generation.
+
+        SGLang counts the generation up whenever it hands the row out. So no id is used twice, whatever names clients
+        give their requests.
+        """
         generations = self._rows.req_generation[rows].tolist()
         return [f"{row}.{generation}" for row, generation in zip(rows.tolist(), generations, strict=True)]
 
     def _freed(self, rows: list[int]) -> None:
-        """Rows of requests that finished, were aborted or retracted. SGLang gives a row out again only after this."""
+        """Release the requests of rows that SGLang takes back: finished, aborted or retracted."""
         ids = self._request_ids(torch.tensor(rows))
         self._answering.difference_update(ids)
         self.runtime.release(ids)
@@ -122,16 +131,21 @@ class Session:
 
 
 def real_rows(fb: Any) -> Tensor:
-    """``[rows]`` int64 rows of ``req_to_token`` that a batch has, without the padding of a graph's replay."""
+    """Return a batch's rows of ``req_to_token``, ``[rows]`` int64, without the padding rows of a graph's replay."""
     return fb.req_pool_indices[: len(fb.req_pool_indices) - getattr(fb, "num_padding", 0)].long()
 
 
 def decoding(fb: Any, request_ids: list[str], answering: set[str]) -> list[bool]:
-    """Tell which rows of a batch generate: one token each, after their whole prompt.
+    """Tell which rows of a batch are decode rows: one token each, after the whole prompt.
 
-    With ``--enable-mixed-chunk`` running rows come at the end of a batch of prompts, as such of one token, and SGLang
-    says "extend" of all. What tells them from the last token of a prompt is that their prompt has ended, in an earlier
-    batch: ``answering`` holds the requests of which that is known, and takes those whose prompt ends in this one.
+    With ``--enable-mixed-chunk`` running rows come at the end of a batch of prompts, with one token each, and SGLang
+    calls all rows "extend". A decode row differs from the last token of a prompt in one way: its prompt has ended in an
+    earlier batch.
+
+    Args:
+        fb: SGLang's ForwardBatch.
+        request_ids: request of each row.
+        answering: requests whose prompt has ended. Those whose prompt ends in this batch are added.
     """
     if fb.forward_mode.is_decode():
         return [True] * len(request_ids)
@@ -139,7 +153,7 @@ def decoding(fb: Any, request_ids: list[str], answering: set[str]) -> list[bool]
         length == 1 and request in answering
         for request, length in zip(request_ids, fb.extend_seq_lens_cpu, strict=True)
     ]
-    # A prompt's whole length, or of a retracted request, which computes its answer again, that of the chunk's end.
+    # The length of the whole prompt. A retracted request computes its answer again as a part of its prompt.
     whole_lengths = fb.orig_seq_lens.tolist()
     answering.update(
         r for r, done, whole in zip(request_ids, _lengths(fb), whole_lengths, strict=True) if done >= whole
@@ -148,7 +162,7 @@ def decoding(fb: Any, request_ids: list[str], answering: set[str]) -> list[bool]
 
 
 def _lengths(fb: Any) -> list[int]:
-    """Tokens of each row's sequence including this step's, padding rows with them."""
+    """Return the length of each row's sequence with this step's tokens, padding rows included."""
     lengths: Tensor = fb.seq_lens if fb.seq_lens_cpu is None else fb.seq_lens_cpu
     return [int(length) for length in lengths.tolist()]
 
@@ -156,13 +170,15 @@ def _lengths(fb: Any) -> list[int]:
 def batch_of(
     fb: Any, request_ids: list[str], decode: list[bool], req_to_token: Tensor, rows: Tensor, page_size: int
 ) -> Batch:
-    """SGLang's batch in the runtime's words. ``fb``: a ForwardBatch, or the view of one that a graph's replay makes;
-    ``decode`` as of `decoding`."""
+    """Return SGLang's ForwardBatch, or the view of one that a graph's replay makes, as the runtime's batch.
+
+    ``decode`` is the result of `decoding`, ``rows`` of `real_rows`.
+    """
     seq_lens = _lengths(fb)[: len(rows)]
     query_start = [0]
     for length in [1] * len(rows) if fb.forward_mode.is_decode() else fb.extend_seq_lens_cpu:
         query_start.append(query_start[-1] + length)
-    # Slots of a page are consecutive: every page_size-th one names the page.
+    # The slots of a page are consecutive, so every page_size-th slot names a page.
     slots = req_to_token[:, : max(seq_lens) : page_size].index_select(0, rows)
     return Batch(
         request_ids=request_ids,

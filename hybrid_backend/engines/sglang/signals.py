@@ -1,4 +1,4 @@
-"""The end of an SGLang server at a signal. SGLang alone waits for requests without limit, and polls every 5 s."""
+"""End of an SGLang server at a signal. SGLang by itself waits for requests without limit, and polls every 5 s."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _POLL_SECONDS = 0.1
 
 
 def register(server: ServerProcess) -> None:
-    """Have SGLang's process for HTTP end as ``server`` does, by SGLang's own `HookRegistry`. Must be called before
-    SGLang's plugins are loaded."""
+    """Have SGLang's process for HTTP end as ``server`` does, by SGLang's own `HookRegistry`.
+
+    Must be called before SGLang's plugins are loaded.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_MANAGER}.auto_create_handle_loop", partial(_handle_signals, server), HookType.AROUND)

@@ -1,4 +1,4 @@
-"""vLLM's attention backend contract: what it supports, and how a batch becomes a step of the runtime."""
+"""vLLM's attention backend contract: what the backend supports, and how a batch becomes a step of the runtime."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class HybridBackend(AttentionBackend):
-    """Selected by ``--attention-backend CUSTOM``."""
+    """The backend of ``--attention-backend CUSTOM``."""
 
     # One call per layer stores the new tokens and attends.
     forward_includes_kv_cache_update: bool = True
@@ -51,13 +51,14 @@ class HybridBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """One page: a block of the engine, which may be wider, holds a whole number of them."""
+        """Return the page size: a block of the engine, which may be wider, holds a whole number of pages."""
         vllm_config = get_current_vllm_config_or_none()
         return [MultipleOf(16)] if vllm_config is None else [attached_config(vllm_config).page_size]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return []  # any
+        """Return an empty list, which means any size."""
+        return []
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -77,7 +78,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Full graphs of decode steps, where the method's step is nothing but launches."""
+        """Return support for full graphs of decode steps, if the method's step consists of kernel launches only."""
         config, device = attached_config(vllm_config), torch.device(vllm_config.device_config.device_type)
         if device.type == "cuda" and are_launches(config, device):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -89,44 +90,48 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if device.type not in ("cpu", "cuda"):
             raise EngineError(f"the hybrid backend runs on vLLM's CPU and CUDA engines, not on {device.type}")
-        self.session: Session | None = None  # set by the worker when the KV memory is there
+        self.session: Session | None = None  # The worker sets it when the KV memory is allocated.
         self._is_captured = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HybridMetadata:
-        m = common_attn_metadata
+        """Begin a step of the runtime for a batch of the scheduler; other batches have no step."""
+        metadata = common_attn_metadata
         if self.session is None or not self.session.is_scheduled:
-            return HybridMetadata(None, m.num_actual_tokens)
-        query_start = m.query_start_loc_cpu.tolist()
-        if m.is_prefilling is None:
+            return HybridMetadata(None, metadata.num_actual_tokens)
+        query_start = metadata.query_start_loc_cpu.tolist()
+        if metadata.is_prefilling is None:
             raise EngineError("vLLM did not say which rows are prefilling (CommonAttentionMetadata.is_prefilling)")
         counts = [end - start for start, end in itertools.pairwise(query_start)]
-        # A batch of single tokens replays the graph of a decode step, also where one is the last token of a prompt.
+        # A batch of single tokens replays the graph of a decode step, also if a row's token is the last of a prompt.
         is_replayed = self._is_captured and max(counts) == 1
-        request_ids = self.session.request_ids(m)
+        request_ids = self.session.request_ids(metadata)
         batch = Batch(
             request_ids=request_ids,
             query_start=query_start,
-            seq_lens=_lengths(m).tolist(),
+            seq_lens=_sequence_lengths(metadata).tolist(),
             decode=[
-                count == 1 and (is_replayed or not prefilling)
-                for count, prefilling in zip(counts, m.is_prefilling.tolist(), strict=False)
+                count == 1 and (is_replayed or not is_prefilling)
+                for count, is_prefilling in zip(counts, metadata.is_prefilling.tolist(), strict=False)
             ],
-            page_table=m.block_table_tensor,
-            slot_mapping=m.slot_mapping[: query_start[-1]],
+            page_table=metadata.block_table_tensor,
+            slot_mapping=metadata.slot_mapping[: query_start[-1]],
             budgets=self.session.budgets(request_ids),
         )
-        return HybridMetadata(self.session.step_for(self.layer_names, batch), m.num_actual_tokens)
+        return HybridMetadata(self.session.step_for(self.layer_names, batch), metadata.num_actual_tokens)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> HybridMetadata:
-        """A step of as many decoding rows, whose inputs are those of whatever step is replayed."""
+        """Return a step of as many decode rows, whose inputs are those of whichever step is replayed."""
         return HybridMetadata(captured_step(common_attn_metadata.num_reqs), common_attn_metadata.num_actual_tokens)
 
 
-def _lengths(m: CommonAttentionMetadata) -> Tensor:
-    """``[rows]`` tokens of each sequence. On a GPU the host's own count, for which the device need not be waited for:
-    without speculative decoding, which is refused, it is exact."""
-    if m.seq_lens.device.type == "cpu" or m.seq_lens_cpu_upper_bound is None:
-        return m.seq_lens
-    return m.seq_lens_cpu_upper_bound
+def _sequence_lengths(metadata: CommonAttentionMetadata) -> Tensor:
+    """Return ``[rows]`` tokens of each sequence.
+
+    On a GPU the host's own count is used, for which nothing waits for the device. It is exact without speculative
+    decoding, which is refused.
+    """
+    if metadata.seq_lens.device.type == "cpu" or metadata.seq_lens_cpu_upper_bound is None:
+        return metadata.seq_lens
+    return metadata.seq_lens_cpu_upper_bound

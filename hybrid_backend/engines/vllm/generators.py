@@ -3,8 +3,8 @@
 The runner samples for every row. ``GPUModelRunner._bookkeeping_sync`` (v1/worker/gpu_model_runner.py) drops the token
 of a prompt that is not computed to its end (``discard_request_mask``), and sets the row's generator back by
 ``Generator.set_offset``. PyTorch's CPU generator has no offset: "CPU Generator does not use offset" ends the engine.
-Without a generator in ``InputBatch.generators`` a row is sampled like an unseeded one, and nothing has to be set back.
-docs/upstream.md reports the defect; this file can go once vLLM has mended it.
+A row without a generator in ``InputBatch.generators`` is sampled like an unseeded one, and no generator is set back.
+docs/upstream.md reports the defect. Delete this file when vLLM has corrected it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 
 
 @contextmanager
-def draws_nothing_for_chunks(runner: Any) -> Iterator[None]:
-    """Take generators that cannot be set back out of the batch, of rows whose token is dropped, while vLLM samples.
+def without_generators_of_chunks(runner: Any) -> Iterator[None]:
+    """Take generators that cannot be set back out of the batch, for rows whose token is dropped, while vLLM samples.
 
     Args:
-        runner: vLLM's model runner. Its V2 has no ``discard_request_mask``, and is left alone.
+        runner: vLLM's model runner. The V2 runner has no ``discard_request_mask``, and is left alone.
     """
     has_mask = hasattr(runner, "discard_request_mask")
     generators: dict[int, torch.Generator] = runner.input_batch.generators if has_mask else {}
     dropped = [row for row in generators if runner.discard_request_mask.np[row]]
-    taken = {row: generators.pop(row) for row in dropped if not has_offset(generators[row])}
+    removed = {row: generators.pop(row) for row in dropped if not has_offset(generators[row])}
     try:
         yield
     finally:
-        generators.update(taken)
+        generators.update(removed)
 
 
 def has_offset(generator: torch.Generator) -> bool:

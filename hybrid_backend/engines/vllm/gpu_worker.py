@@ -1,9 +1,10 @@
 """vLLM's CUDA worker with its KV cache in pinned host memory.
 
-There is no seam for the memory that the KV cache is made of. Both model runners make it by ``allocate_kv_cache``
+vLLM has no seam for the memory of the KV cache. Both model runners allocate it by ``allocate_kv_cache``
 (vllm/v1/worker/utils.py), with one ``torch.zeros(..., dtype=torch.int8)``, inside the context that
-``Worker._maybe_get_memory_pool_context("kv_cache")`` returns. Within it that function is called once for the groups
-that are offloaded, whose memory is redirected, and once for each group that stays on the device (`device_groups`).
+``Worker._maybe_get_memory_pool_context("kv_cache")`` returns. In this context we replace the function: it is called
+once for the groups that are offloaded, whose memory is redirected, and once for each group that stays on the device
+(`device_groups`).
 """
 
 from __future__ import annotations
@@ -36,20 +37,23 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.worker.worker_base import CompilationTimes
 
-_ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
-"""V1's and V2's model runner: where `allocate_kv_cache` is called, by a name of the module's own."""
-
-
+_ALLOCATING_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
+"""Modules of the V1 and the V2 model runner that call `allocate_kv_cache` by a name of their own."""
 NULL_PAGE = 0
-"""vLLM's block pool keeps its first block for itself (``null_block`` in v1/core/block_pool.py); no request reads it."""
+"""First block of vLLM's pool, which no request reads (``null_block`` in v1/core/block_pool.py)."""
 
 
 class HybridGPUWorker(HybridWorker, Worker):
-    """vLLM's CUDA worker. The host pool is pinned memory that the device reads and writes by the same addresses."""
+    """vLLM's CUDA worker. The host pool is pinned memory that the device reads and writes by the same addresses.
+
+    Attributes:
+        memory: memory of the host pool.
+        device_view: the same memory as a tensor of the device.
+    """
 
     worker_cls = GPU_WORKER
     memory: HostMemory | None = None
-    device_view: Tensor  # the same memory as a tensor of the device
+    device_view: Tensor
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return on_device(super().get_kv_cache_spec(), self.vllm_config)
@@ -59,7 +63,7 @@ class HybridGPUWorker(HybridWorker, Worker):
             return super().compile_or_warm_up_model()
         self.is_warming_up = True
         try:
-            warm_up(self.session.runtime, NULL_PAGE)  # before: at its end vLLM begins to warn of what is compiled late
+            warm_up(self.session.runtime, NULL_PAGE)  # Afterwards vLLM begins to warn of late compilation.
             times = super().compile_or_warm_up_model()
             self.session.runtime.forget_counts()
             return times
@@ -83,18 +87,21 @@ class HybridGPUWorker(HybridWorker, Worker):
 
     @contextmanager
     def _split_allocation(self) -> Iterator[None]:
+        """Replace `allocate_kv_cache` in the context."""
+
         def ours(kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
             return allocate(allocate_kv_cache, partial(_redirected, self._host_pool), kv_cache_config, *args, **kwargs)
 
-        with ExitStack() as patched:
-            for runner in _ALLOCATING:
-                if runner in sys.modules:
-                    patched.enter_context(patch.object(sys.modules[runner], "allocate_kv_cache", ours))
+        with ExitStack() as patches:
+            for module in _ALLOCATING_MODULES:
+                if module in sys.modules:
+                    patches.enter_context(patch.object(sys.modules[module], "allocate_kv_cache", ours))
             yield
 
     def _host_pool(self, nbytes: int) -> Tensor:
+        """Allocate the host pool, and return it as a tensor of the device."""
         if self.memory is not None:
-            return self.device_view[:nbytes]  # made once more, for an estimate
+            return self.device_view[:nbytes]  # vLLM allocates once more, for an estimate.
         numa = self.hybrid_config.workers.numa
         node = node_of_gpu(self.device) if numa == "auto" else int(numa)
         with _progress(nbytes, f"pinning the host pool of rank {self.rank}") as advance:
@@ -107,14 +114,14 @@ class HybridGPUWorker(HybridWorker, Worker):
     def on_host(self, view: Tensor) -> Tensor:
         if self.memory is None:
             raise EngineError("this vLLM allocated its KV cache in a way that the hybrid backend cannot redirect")
-        first = view.data_ptr() - self.device_view.data_ptr()
-        whole = self.memory.tensor[first:]
-        whole = whole[: whole.numel() // view.dtype.itemsize * view.dtype.itemsize].view(view.dtype)
-        return whole.as_strided(view.size(), view.stride())
+        remaining = self.memory.tensor[view.data_ptr() - self.device_view.data_ptr() :]
+        whole_bytes = remaining.numel() // view.dtype.itemsize * view.dtype.itemsize
+        return remaining[:whole_bytes].view(view.dtype).as_strided(view.size(), view.stride())
 
     def shutdown(self) -> None:
         if self.session is not None:
-            torch.cuda.synchronize(self.device)  # what still runs asks the CPU workers, which go now
+            # Kernels that still run wait for the CPU workers, which end below.
+            torch.cuda.synchronize(self.device)
         super().shutdown()
         if self.memory is not None:
             self.memory.close()
@@ -122,6 +129,8 @@ class HybridGPUWorker(HybridWorker, Worker):
 
 
 class _Redirect(TorchFunctionMode):
+    """Replaces the device's zeroed int8 buffers by those that a function makes."""
+
     def __init__(self, make: Callable[[int], Tensor]) -> None:
         super().__init__()
         self._make = make
@@ -141,6 +150,7 @@ def _redirected(make: Callable[[int], Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar, and yield a function that takes the bytes that are done."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total)

@@ -1,10 +1,9 @@
-"""Hooks before decoder layers: layer l tells the attention of layer l+1 its input (lookahead), or has rows of its own
-input changed (rows that go on from an earlier step).
+"""Hooks before decoder layers, for the lookahead and for rows that continue from an earlier step.
 
-A pre-hook calls an opaque custom op, which survives torch.compile because it says what it mutates: its inputs, or a
-token tensor; what it does with them is invisible to the compiler. In piecewise graphs the lookahead is part of a piece,
-which was captured without a step, and does nothing; rows that go on must do so there too, so pieces end before
-`LAYER_INPUT`.
+A pre-hook calls an opaque custom op. torch.compile keeps the op, because it declares what it mutates: a token tensor
+(lookahead), or the layer's input (rows that continue). What the op does with its inputs is invisible to the compiler.
+A piece of a piecewise graph is captured without a step. A lookahead inside a piece therefore does nothing. Rows that
+continue must be written in every step, so pieces end before `LAYER_INPUT`.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ LAYER_INPUT = "hybrid_backend::layer_input"
 _LIBRARY = torch.library.Library("hybrid_backend", "FRAGMENT")
 
 
-def _found(layer_name: str) -> tuple[Any, Any]:
-    """The attention layer and the step's metadata for it; None: profiling, no step."""
+def _impl_and_metadata(layer_name: str) -> tuple[Any, Any]:
+    """Return an attention layer and the step's metadata for it; the latter is None while vLLM profiles."""
     context = get_forward_context()
     metadata = context.attn_metadata.get(layer_name) if isinstance(context.attn_metadata, dict) else None
     return context.no_compile_layers[layer_name].impl, metadata
@@ -34,43 +33,35 @@ def _found(layer_name: str) -> tuple[Any, Any]:
 def _lookahead(
     positions: Tensor | None, hidden_states: Tensor, residual: Tensor | None, token: Tensor, layer_name: str
 ) -> None:
-    impl, metadata = _found(layer_name)
+    impl, metadata = _impl_and_metadata(layer_name)
     if metadata is not None:
         impl.lookahead(metadata, positions, hidden_states, residual)
 
 
-def _lookahead_fake(
-    positions: Tensor | None, hidden_states: Tensor, residual: Tensor | None, token: Tensor, layer_name: str
-) -> None:
-    return None
-
-
-# vLLM's wrapper, which reads these annotations, knows torch.Tensor by this name.
+# vLLM's `eager_break_during_capture` reads these annotations, and knows torch.Tensor by this name only.
 def _layer_input(hidden_states: torch.Tensor, residual: torch.Tensor | None, layer_name: str) -> None:
-    impl, metadata = _found(layer_name)
+    impl, metadata = _impl_and_metadata(layer_name)
     if metadata is not None:
         impl.layer_input(metadata, hidden_states, residual)
 
 
-def _layer_input_fake(hidden_states: Tensor, residual: Tensor | None, layer_name: str) -> None:
-    return None
+def _nothing(*args: object, **kwargs: object) -> None:
+    """Stand in for both operations while torch.compile traces: they return nothing."""
 
 
 direct_register_custom_op(
     "lookahead",
     _lookahead,
     mutates_args=["token"],
-    fake_impl=_lookahead_fake,
+    fake_impl=_nothing,
     target_lib=_LIBRARY,
     dispatch_key="CompositeExplicitAutograd",
 )
-
-
 direct_register_custom_op(
     "layer_input",
     eager_break_during_capture(_layer_input),
     mutates_args=["hidden_states", "residual"],
-    fake_impl=_layer_input_fake,
+    fake_impl=_nothing,
     target_lib=_LIBRARY,
     dispatch_key="CompositeExplicitAutograd",
 )
@@ -79,7 +70,7 @@ Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 def lookahead_hook(decoder: nn.Module, layer_name: str, device: torch.device) -> Hook:
-    """A pre-hook for ``decoder``, which announces its input to the attention layer ``layer_name``."""
+    """Return a pre-hook for ``decoder``, which announces its input to the attention layer ``layer_name``."""
     token, names = torch.zeros(1, device=device), tuple(call_names(decoder))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,7 +81,7 @@ def lookahead_hook(decoder: nn.Module, layer_name: str, device: torch.device) ->
 
 
 def input_hook(decoder: nn.Module, layer_name: str) -> Hook:
-    """A pre-hook for ``decoder``, the layer of ``layer_name``, which may change rows of its input."""
+    """Return a pre-hook for ``decoder``, the layer of ``layer_name``, which may change rows of its input."""
     names = tuple(call_names(decoder))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,6 +92,6 @@ def input_hook(decoder: nn.Module, layer_name: str) -> Hook:
 
 
 def _inputs(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Positions, hidden states and residual of a decoder layer's call."""
-    given = named(names, args, kwargs)
-    return [given.get(name) for name in ("positions", "hidden_states", "residual")]
+    """Return positions, hidden states and residual of a decoder layer's call."""
+    arguments = named(names, args, kwargs)
+    return [arguments.get(name) for name in ("positions", "hidden_states", "residual")]

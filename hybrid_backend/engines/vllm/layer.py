@@ -1,4 +1,4 @@
-"""One attention layer of vLLM: hands its tokens to the runtime, and its decoder layer's input to the lookahead."""
+"""Attention layer of vLLM, which gives its tokens to the runtime, and its decoder layer's input to the lookahead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from hybrid_backend.batch import Step
 from hybrid_backend.engines.refusal import refuse
 from hybrid_backend.engines.vllm.checks import LAYER_REFUSALS, Layer
-from hybrid_backend.engines.vllm.outputs import UnheardRank
+from hybrid_backend.engines.vllm.outputs import UnreadRank
 from hybrid_backend.runtime import HybridRuntime
 
 if TYPE_CHECKING:
@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class HybridMetadata:
-    """What vLLM carries from the builder to the layers. No step: the rows are made up, nothing is attended."""
+    """Metadata that vLLM carries from the builder to the layers.
+
+    Attributes:
+        step: the runtime's step; None for rows that vLLM made up, for which nothing is attended.
+        num_actual_tokens: tokens without padding.
+        causal: always True; vLLM reads it.
+    """
 
     step: Step | None
     num_actual_tokens: int
@@ -28,7 +34,7 @@ class HybridMetadata:
 
 
 class HybridImpl(AttentionImpl):
-    """One attention layer. ``bind`` connects it to the runtime when the KV memory is there."""
+    """An attention layer. `bind` connects it to the runtime when the KV memory is allocated."""
 
     def __init__(
         self,
@@ -51,19 +57,20 @@ class HybridImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
-        self.sinks = sinks  # a parameter, whose weights are loaded later
+        self.sinks = sinks  # A parameter, whose weights are loaded later.
         self.layer_index = -1
         self.runtime: HybridRuntime | None = None
-        self.unheard: UnheardRank | None = None
+        self.unread_rank: UnreadRank | None = None
         self.predictor: Predictor | None = None
 
-    def bind(self, runtime: HybridRuntime, layer_index: int, unheard: UnheardRank | None) -> None:
-        self.runtime, self.layer_index, self.unheard = runtime, layer_index, unheard
+    def bind(self, runtime: HybridRuntime, layer_index: int, unread_rank: UnreadRank | None) -> None:
+        """Connect the layer to the runtime; ``unread_rank`` is set if vLLM does not read this rank's errors."""
+        self.runtime, self.layer_index, self.unread_rank = runtime, layer_index, unread_rank
 
     def lookahead(
         self, metadata: HybridMetadata, positions: Tensor | None, hidden: Tensor, residual: Tensor | None
     ) -> None:
-        """The input of an earlier layer is known (`hooks.lookahead_hook`)."""
+        """Predict this layer's query from an earlier layer's input (`hooks.lookahead_hook`)."""
         runtime, step = self.runtime, metadata.step
         if runtime is None or self.predictor is None or step is None:
             return
@@ -72,13 +79,13 @@ class HybridImpl(AttentionImpl):
         rows = step.decode
         assert rows is not None
         residual = rows.gather(residual) if residual is not None and self.predictor.adds_residual else None
-        if positions is not None:  # of several axes (rotary embedding of images), tokens are the last dimension
+        if positions is not None:  # Rotary embeddings of images have several axes; tokens are the last dimension.
             positions = rows.gather(positions.movedim(-1, 0)).movedim(0, -1)
         inputs = {"positions": positions, "hidden_states": rows.gather(hidden), "residual": residual}
         runtime.lookahead(self.layer_index, step, self.predictor(inputs))
 
     def layer_input(self, metadata: HybridMetadata, hidden: Tensor, residual: Tensor | None) -> None:
-        """What this layer's decoder layer is about to compute with (`hooks.input_hook`)."""
+        """Give the runtime the input of this layer's decoder layer, which it may change (`hooks.input_hook`)."""
         if self.runtime is not None and metadata.step is not None:
             self.runtime.layer_input(self.layer_index, metadata.step, hidden, residual)
 
@@ -94,11 +101,15 @@ class HybridImpl(AttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """``query``, ``output``: ``[tokens, heads, dim]``; ``key``, ``value``: ``[tokens, kv_heads, dim]``."""
+        """Store the new tokens and attend.
+
+        ``query`` and ``output`` are ``[tokens, heads, dim]``, ``key`` and ``value`` ``[tokens, kv_heads, dim]``.
+        ``attn_metadata`` is None while vLLM profiles or warms up.
+        """
         if attn_metadata is None or attn_metadata.step is None or self.runtime is None:
-            return output.zero_()  # profiling, warm-up
+            return output.zero_()
         step = attn_metadata.step
         self.runtime.forward(self.layer_index, step, query, key, value, output)
-        if self.unheard is not None and step.error is not None:  # before other ranks add what is missing here
-            self.unheard.end(str(step.error))
+        if self.unread_rank is not None and step.error is not None:  # Other ranks must not add an incomplete output.
+            self.unread_rank.end(str(step.error))
         return output

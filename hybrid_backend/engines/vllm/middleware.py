@@ -10,7 +10,7 @@ from fastapi import HTTPException
 
 from hybrid_backend.engines.ending import RefuseWhileEnding
 from hybrid_backend.engines.lifecycle import is_served, served_address
-from hybrid_backend.engines.vllm.asked import BUDGET, budget_of
+from hybrid_backend.engines.vllm.request_budget import BUDGET, budget_of
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -37,7 +37,7 @@ class Middleware(RefuseWhileEnding):
 def _announced(send: Send) -> Send:
     """Wrap ``send`` so that the log says when the application has started."""
 
-    async def sent(message: Message) -> None:
+    async def announce(message: Message) -> None:
         await send(message)
         if message["type"] == "lifespan.startup.complete":
             logger.info(
@@ -45,14 +45,14 @@ def _announced(send: Send) -> Send:
                 served_address(),
             )
 
-    return sent
+    return announce
 
 
 def _checked(receive: Receive) -> Receive:
-    """Wrap ``receive`` so that it raises when the whole body is there and names a wrong budget."""
+    """Wrap ``receive`` so that it raises when the whole body has arrived and names a wrong budget."""
     body = bytearray()
 
-    async def received() -> Message:
+    async def check() -> Message:
         message = await receive()
         if message["type"] == "http.request":
             body.extend(message.get("body", b""))
@@ -61,12 +61,14 @@ def _checked(receive: Receive) -> Receive:
                 body.clear()
         return message
 
-    return received
+    return check
 
 
 def _check_body(body: bytearray) -> None:
-    """Raise HTTPException, which FastAPI passes on from a middleware, if the JSON in ``body`` names a wrong budget, or
-    names one where nothing reads it."""
+    """Raise HTTPException if the JSON in ``body`` names a wrong budget, or names one in a wrong place.
+
+    FastAPI turns an HTTPException from a middleware into an answer.
+    """
     if BUDGET.encode() not in body:
         return
     try:

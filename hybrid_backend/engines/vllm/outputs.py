@@ -1,4 +1,4 @@
-"""What a worker tells the scheduler of a step beside its tokens: whose may not be used, whose are yet to come."""
+"""Output of a worker's step besides its tokens: whose tokens may not be used, and whose are yet to come."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ _logger = init_logger("vllm.hybrid_backend")
 
 @dataclass
 class HybridOutput(ModelRunnerOutput):
-    """The step's output, in which the tokens of ``failed`` requests are wrong, and ``blocks`` hold wrong KV, since CPU
-    partials missed the deadline or could not be computed (``why``); the rows of ``unfinished`` ones wait for a later
-    step (`HybridRuntime.unfinished`). Read by our schedulers; fields, since the engine's core may be another process.
+    """Output of a step that failed in part, or whose rows wait in part. Our schedulers read it.
+
+    The additions are fields, because the engine's core may be another process.
+
+    CPU partials missed the deadline or could not be computed (``why``). So the tokens of the requests ``failed`` and
+    the KV of ``blocks`` are wrong. The rows of the requests ``unfinished`` wait (`HybridRuntime.unfinished`).
     """
 
     why: str = ""
-    failed: list[str] = field(default_factory=list)  # request ids
+    failed: list[str] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    unfinished: list[str] = field(default_factory=list)  # request ids
+    unfinished: list[str] = field(default_factory=list)
 
 
 class CheckedOutput(AsyncModelRunnerOutput):
-    """An output that is on its way from the device: whether it may be used is known when it is there."""
+    """An output on its way from the device, which is checked when it has arrived."""
 
     def __init__(self, output: AsyncModelRunnerOutput, failure: Callable[[], StepFailure | None]) -> None:
-        """``failure``: of the step, asked when the output is there."""
         self._output, self._failure = output, failure
 
     def get_output(self) -> ModelRunnerOutput:
@@ -39,37 +41,37 @@ class CheckedOutput(AsyncModelRunnerOutput):
         return checked(output, self._failure())
 
     def get_kv_connector_output(self) -> Any:
-        """Asked by vLLM 0.33 and later."""
+        """Return the connector's output, which vLLM 0.33 and later fetch separately."""
         return self._output.get_kv_connector_output()
 
 
-class UnheardRank:
-    """A rank whose output vLLM does not ask for, nor its errors (v1/executor/multiproc_executor.py,
-    ``WorkerProc._execute_worker_rpc``), while the others go on with what it gave them."""
+class UnreadRank:
+    """A rank whose outputs and errors vLLM does not read, while other ranks go on with what it computed.
+
+    The source is v1/executor/multiproc_executor.py, ``WorkerProc._execute_worker_rpc``.
+    """
 
     def __init__(self) -> None:
-        self._on_its_way: AsyncModelRunnerOutput | None = None
+        self._pending: AsyncModelRunnerOutput | None = None
 
     def check(self, output: ModelRunnerOutput | AsyncModelRunnerOutput | None) -> None:
-        """``output``: of the last step, `checked` or a `CheckedOutput`. The latter is looked at when the next comes,
-        so that the device has its work meanwhile. None: there is no step.
+        """Raise SystemExit if the output of the last step, None if there was none, may not be used.
 
-        Raises:
-            SystemExit: it may not be used.
+        A `CheckedOutput` is read when the next output comes, so that the device has its work meanwhile.
         """
-        before, self._on_its_way = self._on_its_way, None
-        there = [] if before is None else [before.get_output()]
+        before, self._pending = self._pending, None
+        arrived = [] if before is None else [before.get_output()]
         if isinstance(output, AsyncModelRunnerOutput):
-            self._on_its_way = output
+            self._pending = output
         elif output is not None:
-            there.append(output)
-        for each in there:
-            if isinstance(each, HybridOutput) and each.failed:
-                self.end(each.why)
+            arrived.append(output)
+        for result in arrived:
+            if isinstance(result, HybridOutput) and result.failed:
+                self.end(result.why)
 
     @staticmethod
     def end(why: str) -> NoReturn:
-        """vLLM ends the engine when one of its workers has ended."""
+        """End this worker. vLLM ends the engine when one of its workers has ended."""
         _logger.error("%s; vLLM does not ask this rank, so it ends, and the engine with it", why)
         raise SystemExit(1)
 
@@ -77,10 +79,11 @@ class UnheardRank:
 def checked(
     output: ModelRunnerOutput, failure: StepFailure | None, unfinished: Sequence[str] = ()
 ) -> ModelRunnerOutput:
+    """Return ``output``, as a `HybridOutput` if its step failed or rows wait."""
     if failure is None and not unfinished:
         return output
-    same = {each.name: getattr(output, each.name) for each in fields(ModelRunnerOutput)}
-    told = HybridOutput(**same, unfinished=list(unfinished))
+    stock = {entry.name: getattr(output, entry.name) for entry in fields(ModelRunnerOutput)}
+    result = HybridOutput(**stock, unfinished=list(unfinished))
     if failure is not None:
-        told.why, told.failed, told.blocks = str(failure.error), failure.request_ids, failure.pages
-    return told
+        result.why, result.failed, result.blocks = str(failure.error), failure.request_ids, failure.pages
+    return result

@@ -1,4 +1,4 @@
-"""Whether rows may wait from one step to the next (`methods.apex.parking`) in an engine of this configuration."""
+"""Decision whether rows may wait from one step to the next (`execution.parking`) in an engine's configuration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.refusal import Refusal
+from hybrid_backend.engines.vllm.settings import add_option
 from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.step.method import may_park, needs_parking
@@ -14,68 +16,79 @@ from hybrid_backend.step.method import may_park, needs_parking
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_KEY = "hybrid_parks"
+"""Key beside our configuration, and so among the options that vLLM's compile-cache key is made of: the compiled graphs
+differ by their hooks."""
+_FIX = "choose another model"
 
-_PARKS = "hybrid_parks"  # beside our configuration
+OBSTACLES: tuple[Refusal[VllmConfig], ...] = (
+    Refusal(
+        "vLLM's V2 model runner, which keeps the lengths of sequences on the GPU",
+        lambda config: config.use_v2_model_runner,
+        "set VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+    Refusal(
+        "tensor parallelism",
+        lambda config: config.parallel_config.tensor_parallel_size > 1,
+        "use --tensor-parallel-size 1",
+    ),
+    Refusal("LoRA", lambda config: config.lora_config is not None, "leave out --enable-lora"),
+    Refusal("KV connectors", lambda config: config.kv_transfer_config is not None, "leave out --kv-transfer-config"),
+    Refusal(
+        "quantised weights, whose scales may be shared by rows",
+        lambda config: config.model_config.quantization is not None,
+        _FIX,
+    ),
+    Refusal("sliding-window layers", lambda config: config.model_config.get_sliding_window() is not None, _FIX),
+    Refusal(
+        "layers of other kinds than attention, whose state takes every token once",
+        lambda config: config.model_config.is_hybrid,
+        _FIX,
+    ),
+    Refusal(
+        "models that run as Transformers code", lambda config: config.model_config.using_transformers_backend(), _FIX
+    ),
+)
 
 
 def parks_rows(vllm_config: VllmConfig) -> bool:
-    """Whether they do, in a configuration that our platform has prepared."""
-    return bool(vllm_config.additional_config.get(_PARKS))
+    """Tell whether rows may wait, in a configuration that our platform has prepared."""
+    return bool(vllm_config.additional_config.get(_KEY))
 
 
 def choose_parking(vllm_config: VllmConfig, config: HybridConfig) -> bool:
-    """Whether the method may have rows wait. Asynchronous scheduling is turned off then: the scheduler must know which
-    rows yielded a token before it gives them the next one.
+    """Decide whether rows may wait, and turn asynchronous scheduling off if they may.
+
+    The scheduler must know which rows yielded a token before it gives them the next one.
 
     Raises:
-        EngineError: the configuration asks for it, and this engine cannot.
+        EngineError: the configuration asks for rows that wait, and this engine cannot have them.
     """
     can_wait = may_park(resolve_method(config.method), config)
-    obstacle = _obstacle(vllm_config) if can_wait else None
+    obstacle = next((entry for entry in OBSTACLES if can_wait and entry.is_set(vllm_config)), None)
     parks = can_wait and obstacle is None
-    # Among the options that vLLM's compile-cache key is made of: the graphs differ by their hooks.
-    vllm_config.additional_config = {**vllm_config.additional_config, _PARKS: parks}
+    add_option(vllm_config, _KEY, parks)
     if parks and vllm_config.scheduler_config.async_scheduling:
         vllm_config.scheduler_config.async_scheduling = False
         init_logger("vllm.hybrid_backend").info_once(
             f"{config.method}.strategy: asynchronous scheduling is off, so that rows may wait from one step to the next"
         )
     if obstacle is not None:
-        forgo_parking(vllm_config, config, *obstacle)
+        forgo_parking(vllm_config, config, obstacle.what, obstacle.fix)
     return parks
 
 
-def forgo_parking(vllm_config: VllmConfig, config: HybridConfig, what: str, fix: str = "choose another model") -> None:
-    """Rows are waited for in every layer, because of ``what``.
+def forgo_parking(vllm_config: VllmConfig, config: HybridConfig, what: str, fix: str = _FIX) -> None:
+    """Have every layer wait for the CPU, because of ``what``.
 
     Raises:
-        EngineError: the configuration does not leave it open.
+        EngineError: the configuration does not leave this open.
     """
-    asked = f"{config.method}.strategy"
+    key = f"{config.method}.strategy"
     if needs_parking(resolve_method(config.method), config):
-        raise EngineError(f"{asked}: overlap does not work with {what}; {fix}, or write auto or lockstep")
-    vllm_config.additional_config = {**vllm_config.additional_config, _PARKS: False}
+        raise EngineError(f"{key}: overlap does not work with {what}; {fix}, or write auto or lockstep")
+    add_option(vllm_config, _KEY, False)
     init_logger("vllm.hybrid_backend").info_once(
-        f"{asked}: auto: requests on the CPU are waited for in every layer (lockstep), as overlap does not "
+        f"{key}: auto: requests on the CPU are waited for in every layer (lockstep), as overlap does not "
         f"work with {what}; {fix} for it"
     )
-
-
-def _obstacle(vllm_config: VllmConfig) -> tuple[str, str] | None:
-    """What was asked for, and the way out."""
-    model, stock = vllm_config.model_config, "choose another model"
-    found = [
-        (
-            vllm_config.use_v2_model_runner,
-            "vLLM's V2 model runner, which keeps the lengths of sequences on the GPU",
-            "set VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
-        (vllm_config.parallel_config.tensor_parallel_size > 1, "tensor parallelism", "use --tensor-parallel-size 1"),
-        (vllm_config.lora_config is not None, "LoRA", "leave out --enable-lora"),
-        (vllm_config.kv_transfer_config is not None, "KV connectors", "leave out --kv-transfer-config"),
-        (model.quantization is not None, "quantised weights, whose scales may be shared by rows", stock),
-        (model.get_sliding_window() is not None, "sliding-window layers", stock),
-        (model.is_hybrid, "layers of other kinds than attention, whose state takes every token once", stock),
-        (model.using_transformers_backend(), "models that run as Transformers code", stock),
-    ]
-    return next(((what, fix) for is_there, what, fix in found if is_there), None)

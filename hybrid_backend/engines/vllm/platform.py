@@ -1,4 +1,4 @@
-"""vLLM's platforms, with differences that show only when ``--attention-backend CUSTOM`` is asked for."""
+"""vLLM's CPU platform, with differences that show only when ``--attention-backend CUSTOM`` is chosen."""
 
 from __future__ import annotations
 
@@ -10,21 +10,38 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import ASYNC_SCHEDULER, CPU_WORKER, PARKING_SCHEDULER, SCHEDULER
-from hybrid_backend.engines.vllm.asked import add_middleware, check_asked
 from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.compat import check_engine
 from hybrid_backend.engines.vllm.memory import size_host_pool
 from hybrid_backend.engines.vllm.parking import choose_parking
+from hybrid_backend.engines.vllm.request_budget import add_middleware, check_budgets
 from hybrid_backend.engines.vllm.settings import attach_config, chosen
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.platforms.interface import Platform as _Platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.selector import AttentionSelectorConfig
+else:
+    _Platform = object
 
 
-class HybridCpuPlatform(CpuPlatform):
-    """The stock platform ignores the backend that the user names (platforms/cpu.py, get_attn_backend_cls)."""
+class RequestHooks(_Platform):
+    """Mixin for the platforms of all devices: requests may name a budget."""
+
+    @classmethod
+    def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        super().pre_register_and_update(parser)
+        add_middleware(parser)
+
+    @classmethod
+    def validate_request(cls, *arguments: Any, **keywords: Any) -> None:
+        super().validate_request(*arguments, **keywords)
+        check_budgets(*arguments, **keywords)
+
+
+class HybridCpuPlatform(RequestHooks, CpuPlatform):
+    """vLLM's CPU platform. The stock one ignores the user's backend (platforms/cpu.py, ``get_attn_backend_cls``)."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -41,16 +58,6 @@ class HybridCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         prepare(vllm_config, super().check_and_update_config, CPU_WORKER)
 
-    @classmethod
-    def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        super().pre_register_and_update(parser)
-        add_middleware(parser)
-
-    @classmethod
-    def validate_request(cls, *request: Any, **named: Any) -> None:
-        super().validate_request(*request, **named)
-        check_asked(*request, **named)
-
 
 def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker_cls: str) -> HybridConfig | None:
     """Carry out ``check_and_update_config``: attach our configuration, size the pool, refuse what cannot work.
@@ -61,7 +68,7 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
         worker_cls: class path of our worker for this device.
 
     Returns:
-        Our configuration; None where the user chose another attention backend.
+        Our configuration; None if the user chose another attention backend.
     """
     if not chosen(vllm_config):
         stock(vllm_config)
@@ -69,7 +76,7 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
     config = attach_config(vllm_config)
     check_engine(vllm_config)
     if vllm_config.parallel_config.worker_cls == "auto":
-        # The stock platform would put vLLM's own worker here.
+        # The stock platform would put vLLM's own worker into its place.
         vllm_config.parallel_config.worker_cls = worker_cls
     cache = vllm_config.cache_config
     if not cache.user_specified_block_size:
@@ -78,12 +85,12 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
     stock(vllm_config)
     check_engine_config(vllm_config, config, worker_cls)
     if vllm_config.kv_transfer_config is not None:
-        # Not at the top: vLLM's connectors ask for the platform, which is being made when this module is imported.
+        # A late import: vLLM's connectors ask for the platform, which is being made when this module is imported.
         from hybrid_backend.engines.vllm.connectors import adopt
 
         adopt(vllm_config)
     size_host_pool(vllm_config, config, on_cpu=worker_cls == CPU_WORKER)
-    scheduler = vllm_config.scheduler_config  # after the stock platform, which may turn asynchronous scheduling off
+    scheduler = vllm_config.scheduler_config  # The stock platform may have turned asynchronous scheduling off.
     if choose_parking(vllm_config, config):
         scheduler.scheduler_cls = PARKING_SCHEDULER
     else:

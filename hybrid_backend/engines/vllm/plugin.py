@@ -1,4 +1,4 @@
-"""vLLM's entry points. It calls them in every process (API server, engine core, workers); imports are late."""
+"""vLLM's entry points, which it calls in every process (API server, engine core, workers). Imports are late."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybrid_backend.engines.vllm.compat import can_register
 
 
 def register() -> None:
-    """Register ``--attention-backend CUSTOM``, vLLM's one name for plugins, and ``hybrid`` as another name for it.
+    """Register ``--attention-backend CUSTOM``, vLLM's only name for plugins, and ``hybrid`` as another name for it.
 
     The entry point of ``vllm.general_plugins``. A backend that is registered under a name of its own would not survive
     unpickling in the engine core; an alias does, since CUSTOM is what is pickled.
@@ -23,8 +23,10 @@ def register() -> None:
 
 
 def detect() -> str | None:
-    """``vllm.platform_plugins``: the class path of our platform where vLLM would pick its plain CPU or CUDA platform,
-    None elsewhere."""
+    """Return the class path of our platform if vLLM would pick its plain CPU or CUDA platform, None otherwise.
+
+    The entry point of ``vllm.platform_plugins``.
+    """
     if not can_register():
         return None
     from vllm.platforms import cpu_platform_plugin, cuda_platform_plugin

@@ -1,14 +1,15 @@
-"""vLLM's schedulers, which do not use a token that was computed without the CPU's part.
+"""vLLM's schedulers, which do not use a token that was computed without the CPU's partials.
 
 A step that failed (`outputs.HybridOutput`) is taken back: its requests are preempted, their output of this step and of
-those already under way is dropped, and they are computed again from what the prefix cache holds of their right tokens.
+later steps under way is dropped, and they are computed again from the prefix cache's blocks of their correct tokens.
 vLLM does the same when the prefix cache is reset under running requests (``Scheduler.reset_prefix_cache``). A request
-whose step fails again at the same token ends with an error. Nobody else's request is touched.
+whose step fails again at the same token ends with an error. Other requests are not touched.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -28,11 +29,11 @@ _logger = init_logger("vllm.hybrid_backend")
 
 
 class Recomputing(Scheduler):
-    """Mixed into both of vLLM's schedulers."""
+    """Mixin for both of vLLM's schedulers, which takes failed steps back."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._failed_at: dict[str, int] = {}  # of requests whose step failed, how many tokens they had then
+        self._tokens_at_failure: dict[str, int] = {}  # The lengths of requests when their last step failed.
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -42,65 +43,80 @@ class Recomputing(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _take_back(self, output: HybridOutput) -> None:
-        """Before the output is used."""
-        mine = [self.requests[name] for name in output.failed if name in self.requests]
-        # Output that was given up already, when an earlier step failed, does not fail once more.
-        mine = [each for each in mine if not (each.is_finished() or (_is_stale(each) and each.drop_stale_output))]
-        bad = set(output.blocks)
-        # Others may have found such a block in the prefix cache since.
-        victims = {each.request_id: each for each in mine}
-        victims |= {each.request_id: each for each in self.running if bad.intersection(self._blocks(each))}
-        self.kv_cache_manager.evict_blocks(bad)
+        failed = [self.requests[name] for name in output.failed if name in self.requests]
+        # Output that was given up when an earlier step failed does not fail again.
+        failed = [
+            request
+            for request in failed
+            if not (request.is_finished() or (_is_stale(request) and request.drop_stale_output))
+        ]
+        bad_blocks = set(output.blocks)
+        # Other requests may have got such a block from the prefix cache since.
+        sharing = [request for request in self.running if bad_blocks.intersection(self._host_blocks(request))]
+        victims = {request.request_id: request for request in (*failed, *sharing)}
+        self.kv_cache_manager.evict_blocks(bad_blocks)
         for request in victims.values():
-            if not bad.intersection(self._blocks(request)):
-                continue
-            # The step wrote to every group, and names the pages of the one with full attention.
-            for group in self.kv_cache_manager.coordinator.single_type_managers:
-                blocks = [block.block_id for block in group.req_to_blocks.get(request.request_id, ())]
-                shared = group.block_pool is self.kv_cache_manager.block_pool
-                first = next((at for at, block in enumerate(blocks) if shared and block in bad), 0)
-                group.block_pool.evict_blocks(set(blocks[first:]))
-        given_up = [each.request_id for each in mine if self._failed_at.get(each.request_id) == each.num_tokens]
-        self._failed_at = {name: tokens for name, tokens in self._failed_at.items() if name in self.requests}
-        self._failed_at |= {each.request_id: each.num_tokens for each in mine}
-        now = time.monotonic()
-        for request in reversed(list(victims.values())):  # each goes to the front of the queue
+            if bad_blocks.intersection(self._host_blocks(request)):
+                self._evict_blocks_after(request, bad_blocks)
+        lengths = {request.request_id: request.num_tokens for request in failed}
+        ended = [name for name, tokens in lengths.items() if self._tokens_at_failure.get(name) == tokens]
+        earlier = {name: tokens for name, tokens in self._tokens_at_failure.items() if name in self.requests}
+        self._tokens_at_failure = earlier | lengths
+        self._preempt(victims.values())
+        self.prev_step_scheduled_req_ids.difference_update(victims)
+        end_with_error(self, ended)
+        again = [name for name in victims if name not in ended]
+        _logger.error("%s; computed again: %s; ended with an error: %s", output.why, again, ended)
+
+    def _evict_blocks_after(self, request: Request, bad_blocks: set[int]) -> None:
+        """Evict a request's blocks of every group from the first bad block on.
+
+        The step wrote to every group, but names only blocks of the full-attention group. A group with a pool of its own
+        loses all blocks.
+        """
+        for group in self.kv_cache_manager.coordinator.single_type_managers:
+            blocks = [block.block_id for block in group.req_to_blocks.get(request.request_id, ())]
+            is_shared = group.block_pool is self.kv_cache_manager.block_pool
+            bad_indices = [index for index, block in enumerate(blocks) if is_shared and block in bad_blocks]
+            group.block_pool.evict_blocks(set(blocks[bad_indices[0] if bad_indices else 0 :]))
+
+    def _preempt(self, requests: Iterable[Request]) -> None:
+        timestamp = time.monotonic()
+        for request in reversed(list(requests)):  # Each preempted request goes to the front of the queue.
             if request.status == RequestStatus.RUNNING:
                 self.running.remove(request)
-                self._preempt_request(request, now, drop_stale_output=True)
-            else:  # preempted since; what is on its way would still be delivered
+                self._preempt_request(request, timestamp, drop_stale_output=True)
+            else:
+                # The request was preempted since. Its output on the way would still be delivered.
                 request.drop_stale_output = True
-        self.prev_step_scheduled_req_ids.difference_update(victims)
-        end_with_error(self, given_up)
-        again = [name for name in victims if name not in given_up]
-        _logger.error("%s; computed again: %s; ended with an error: %s", output.why, again, given_up)
 
-    def _blocks(self, request: Request) -> list[int]:
-        """Of the groups in the host pool, which is the one whose pages a step names."""
+    def _host_blocks(self, request: Request) -> list[int]:
+        """Return a request's blocks in the host pool, which are the blocks that a failed step names."""
         manager, name = self.kv_cache_manager, request.request_id
-        groups = [each for each in manager.coordinator.single_type_managers if each.block_pool is manager.block_pool]
+        groups = [group for group in manager.coordinator.single_type_managers if group.block_pool is manager.block_pool]
         return [block.block_id for group in groups for block in group.req_to_blocks.get(name, ())]
 
 
 def _is_stale(request: Request) -> bool:
+    """Tell whether output is on its way that was computed before the request was preempted."""
     return request.num_stale_output_tokens > 0
 
 
 class RecomputingScheduler(Recomputing):
-    pass
+    """vLLM's synchronous scheduler, which takes failed steps back."""
 
 
 class RecomputingAsyncScheduler(Recomputing, AsyncScheduler):
-    pass
+    """vLLM's asynchronous scheduler, which takes failed steps back."""
 
 
 class ParkingScheduler(RecomputingScheduler):
-    """Scheduler of rows that yield their token some steps after they got it to compute (`methods.apex.parking`).
+    """Scheduler for rows that yield their token some steps after it was scheduled (`execution.parking`).
 
-    vLLM takes a scheduled token for computed. Here a row that is unfinished gets the same one again. And a block is
-    given to the prefix cache only when its last token is done, not when it is scheduled: until then some layers of it
-    are empty. There is no seam for that: ``KVCacheManager.allocate_slots`` (v1/core/kv_cache_manager.py) is called in
-    the middle of ``Scheduler.schedule``, and told to delay.
+    vLLM takes a scheduled token for computed. Here an unfinished row gets the same token again. A block is given to the
+    prefix cache when its last token is done, not when it is scheduled: until then some layers of the block are empty.
+    vLLM has no seam for that: ``KVCacheManager.allocate_slots`` (v1/core/kv_cache_manager.py) is called in the middle
+    of ``Scheduler.schedule``, and told to delay.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -109,7 +125,7 @@ class ParkingScheduler(RecomputingScheduler):
         self.kv_cache_manager.allocate_slots = self._allocate_slots
 
     def _allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        if num_new_tokens == 1:  # more are a prompt's, or computed again as one, and never wait
+        if num_new_tokens == 1:  # Several tokens are a prompt's, or are computed again as a prompt, and never wait.
             kwargs["delay_cache_blocks"] = True
         return self._allocate(request, num_new_tokens, *args, **kwargs)
 

@@ -10,10 +10,9 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.address import LOOPBACK, ServerAddress, who_can_reach, why_not
@@ -29,54 +28,58 @@ from hybrid_backend.engines.cpu_defaults import (
     says_how_to_compile,
     starts_eager,
 )
-from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, ServerProcess, is_ending, served
-from hybrid_backend.engines.refusal import other_backend
+from hybrid_backend.engines.flags import (
+    RefusingParser,
+    engine_errors,
+    flag_names,
+    help_flags,
+    refuse_other_backend,
+    served_name,
+)
+from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, ServerProcess, environment, is_ending, served
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, compat
 from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.environment import check_environment
 from hybrid_backend.engines.vllm.settings import attached_config, chosen
-from hybrid_backend.errors import EngineError, HybridError
+from hybrid_backend.errors import EngineError
 from hybrid_backend.host_memory import System
 from hybrid_backend.model import has_delta_nets
 from hybrid_backend.workers.cpus import Topology
 
 NAME = "vLLM"
-_METRICS, _SOCKETS = "PROMETHEUS_MULTIPROC_DIR", "VLLM_RPC_BASE_PATH"
+_FOLDERS = ("PROMETHEUS_MULTIPROC_DIR", "VLLM_RPC_BASE_PATH")
+"""Variables for the folders of metrics and of sockets. The first one joins the worker's metrics with the API server's;
+prometheus_client reads it when it is imported."""
 
 
 def engine_arguments(model: str, served_as: str, config_json: str, page_size: int, extra: Sequence[str]) -> list[str]:
-    """vLLM's command line for ``model``. What the user wrote after ``--`` comes last and wins."""
+    """Return vLLM's command line for ``model``. The user's flags after ``--`` come last and win."""
     arguments = ["--model", model, "--attention-backend", BACKEND, "--block-size", str(page_size)]
     arguments += ["--additional-config", config_json]
     arguments += ["--host", LOOPBACK, "--shutdown-timeout", str(DRAIN_SECONDS)]
-    if model != served_as and "--served-model-name" not in _flags(extra):
-        arguments += ["--served-model-name", served_as]
-    return [*arguments, *extra]
+    return [*arguments, *served_name(model, served_as, extra), *extra]
 
 
 def check_installation() -> None:
-    """Raise EngineError unless a vLLM is installed that has what we lean on and can read the environment, before it is
-    imported."""
+    """Raise EngineError unless a usable vLLM is installed that can read the environment, before it is imported."""
     installed = compat.installed()
     if installed is None:
         raise EngineError(f"vLLM is not installed; {compat.VLLM.fix}, or run `make serve`")
-    compat.VLLM.check(installed, compat.VLLM.missing())  # a version that was not tested is warned of when it starts
+    compat.VLLM.check(installed, compat.VLLM.missing())  # A warning about an untested version comes when it starts.
     check_environment()
 
 
 def take_address(extra: Sequence[str]) -> ServerAddress:
-    """Take the server's address before the engine is even imported. Raise EngineError if it cannot be used."""
-    address = ServerAddress()
-    address.take(extra, 8000, elsewhere=("--uds", "--config"))
-    return address
+    """Take the server's address before the engine is imported. Raise EngineError if it cannot be used."""
+    return ServerAddress().take(extra, 8000, elsewhere=("--uds", "--config"))
 
 
 def run(model: str | Path, served_as: str, config: HybridConfig, extra: Sequence[str], address: ServerAddress) -> None:
     """Serve ``model`` on ``address`` until stopped; the engine flags ``extra`` come last and win."""
-    if _help_flags(extra):
+    if help_flags(extra):
         print("vLLM's own flags (importing it takes some seconds):", file=sys.stderr, flush=True)
     additional = json.dumps({ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")})
-    with served() as server, _shared_folder(server.folder):
+    with served() as server, environment({name: os.environ.get(name, str(server.folder)) for name in _FOLDERS}):
         flags = _with_flags_of_file(extra)
         arguments = engine_arguments(str(model), served_as, additional, config.page_size, flags)
         try:
@@ -104,7 +107,7 @@ def _serve(arguments: Sequence[str], server: ServerProcess, address: ServerAddre
     server.set_address(url)
 
     class Loop(uvloop.Loop):
-        """An event loop that ends at once at a second signal, or at a deadline: vLLM's own handlers know neither."""
+        """Event loop that ends at once at a second signal, or at a deadline: vLLM's own handlers know neither."""
 
         def add_signal_handler(  # type: ignore[override]
             self, sig: int, callback: Callable[..., Any], *args: Any
@@ -120,45 +123,31 @@ def _serve(arguments: Sequence[str], server: ServerProcess, address: ServerAddre
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
-    """Tell whether a record is more than the news that the engine of a server that ends has ended: vLLM's reader of
-    its answers may see that before it is cancelled. `ServerProcess` tells of a crash."""
+    """Tell whether a record is more than vLLM's error that the engine has ended, in a server that was told to end.
+
+    vLLM's reader of answers may see the end before it is cancelled. `ServerProcess` tells of a crash.
+    """
     error = record.exc_info[0] if record.exc_info else None
     return not (is_ending() and error is not None and error.__name__ == "EngineDeadError")
 
 
-@contextmanager
-def _shared_folder(folder: Path) -> Iterator[None]:
-    """Have the server's processes put what they share (metrics, sockets) into ``folder``."""
-    before = {name: os.environ.get(name) for name in (_METRICS, _SOCKETS)}
-    # Joins the worker's metrics with the API server's; read when prometheus_client is first imported.
-    os.environ.setdefault(_METRICS, str(folder))
-    os.environ.setdefault(_SOCKETS, str(folder))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
 def _with_flags_of_file(extra: Sequence[str]) -> list[str]:
-    """Replace ``--config FILE`` by the flags in that file, which come first. vLLM would put them before our own flags,
-    which would then overrule them."""
-    named = [i for i, flag in enumerate(extra) if flag.partition("=")[0] == "--config"]
-    if not named or _help_flags(extra):
+    """Replace ``--config FILE`` by the flags in that file, which come first.
+
+    vLLM would put them before our own flags, which would then overrule them.
+    """
+    indices = [i for i, flag in enumerate(extra) if flag.partition("=")[0] == "--config"]
+    if not indices or help_flags(extra):
         return list(extra)
-    first = named[0]
+    first = indices[0]
     _, is_one_word, path = extra[first].partition("=")
     rest = list(extra[first + 1 :])
     if not is_one_word:
         path = rest.pop(0) if rest else ""
-    if len(named) > 1 or not path:
+    if len(indices) > 1 or not path:
         raise EngineError("--config: expected one file of engine flags, as --config engine.yaml")
-    try:
+    with engine_errors(logging.getLogger(__name__), f"--config: vLLM cannot read {path}"):
         flags: list[str] = _parser().load_config_file(path)
-    except Exception as error:  # whatever YAML and vLLM raise
-        raise EngineError(f"--config: vLLM cannot read {path}: {_reason(error)}") from error
     if "--model" in flags:
         raise EngineError(f"--config: {path} names a model; leave it out, `hybrid serve MODEL` names it")
     return [*flags, *extra[:first], *rest]
@@ -181,29 +170,22 @@ def _prepare(arguments: Sequence[str], address: ServerAddress) -> tuple[Any, str
         logger.warning(
             "the hybrid backend's CUDA tier has run on one GPU only, and served nobody yet: see docs/cuda.md"
         )
-    try:
+    with engine_errors(logger, f"vLLM cannot serve {arguments[arguments.index('--model') + 1]}"):
         parsed = _parse(arguments)
         _refuse_other_servers(parsed)
         _, _, validate = compat.command_line()
         validate(parsed)
-        choices = list(_choose_for_cpu(parsed, _flags(arguments))) if device == "cpu" else []
+        choices = list(_choose_for_cpu(parsed, flag_names(arguments))) if device == "cpu" else []
         config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
-        if not chosen(config):
-            raise other_backend("vllm serve")
+        refuse_other_backend(chosen(config), "vllm serve")
         check_engine_config(config, attached_config(config), GPU_WORKER if device == "cuda" else CPU_WORKER)
         if device == "cpu":
             _refuse_dtype(config.model_config)
-        for line in choices:  # now vLLM's logging is set up
+        for line in choices:  # vLLM has set its logging up by this time.
             logger.info(line)
         url, listener = _listen(parsed, address)
         if not parsed.uds:
             logger.info(who_can_reach(parsed.host, parsed.port))
-    except HybridError:
-        raise
-    except Exception as error:  # vLLM raises everything from ValueError to KeyError for flags that it cannot use
-        logger.debug("refused by vLLM", exc_info=True)
-        model = arguments[arguments.index("--model") + 1]
-        raise EngineError(f"vLLM cannot serve {model}: {_reason(error)}") from error
     return parsed, url, listener
 
 
@@ -227,20 +209,21 @@ def _listen(parsed: Any, address: ServerAddress) -> tuple[str, socket.socket]:
 
 
 def _refuse_other_servers(parsed: Any) -> None:
-    """`vllm serve` starts others than the one HTTP server that we start, when it is told to."""
-    others = ("headless", "grpc", "data_parallel_multi_port_external_lb")
-    asked = [name for name in others if getattr(parsed, name, False)]
+    """Refuse flags with which `vllm serve` starts another server than the one HTTP server that we start."""
+    names = [
+        name for name in ("headless", "grpc", "data_parallel_multi_port_external_lb") if getattr(parsed, name, False)
+    ]
     if (parsed.api_server_count or 1) > 1:
-        asked.append("api_server_count")
-    if asked:
+        names.append("api_server_count")
+    if names:
         raise EngineError(
-            f"--{asked[0].replace('_', '-')}: `hybrid serve` starts one HTTP server; leave it out, or use vLLM's own "
+            f"--{names[0].replace('_', '-')}: `hybrid serve` starts one HTTP server; leave it out, or use vLLM's own "
             "command line (docs/vllm.md)"
         )
 
 
 def _refuse_dtype(model: Any) -> None:
-    """vLLM 0.32 would start, and end at the first request (`cpu_gdn_attention_core` asserts bf16)."""
+    """Refuse a dtype with which vLLM 0.32 ends at the first request (`cpu_gdn_attention_core` asserts bf16)."""
     dtype = str(model.dtype).removeprefix("torch.")
     if has_delta_nets(model.hf_config.to_dict()) and dtype != "bfloat16":
         raise EngineError(
@@ -249,32 +232,42 @@ def _refuse_dtype(model: Any) -> None:
 
 
 def _choose_for_cpu(parsed: Any, flags: Collection[str]) -> Iterator[str]:
-    """Set dtype, cores and compilation where the user did not; a line for the log of each."""
+    """Set dtype, cores and compilation if the user did not; yield a line for the log about each choice."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    ranks = parsed.tensor_parallel_size * parsed.pipeline_parallel_size * parsed.data_parallel_size
     if parsed.dtype == "auto" and "--dtype" not in flags and not has_bf16():
         model = AsyncEngineArgs.from_cli_args(parsed).create_model_config()
-        available = System().available() // parsed.data_parallel_size  # each replica has weights of its own
+        available = System().available() // parsed.data_parallel_size  # Each replica has weights of its own.
         line = float32_line(model, str(model.model), available)
         if line is not None:
             parsed.dtype = "float32"
             yield line
     topology = Topology.read()
     cores = topology.one_per_core(os.sched_getaffinity(0))
-    engines = parsed.data_parallel_size_local or parsed.data_parallel_size
-    here = ranks // parsed.data_parallel_size * engines
-    bound = cores_to_bind(
-        cores, os.environ, here, engines, sum(not node.isdisjoint(cores) for node in topology.nodes.values())
-    )
-    if bound is not None:
-        os.environ[BIND] = bound
-        why = "all cores compute, where vLLM would keep one of so few for itself"
-        yield f"{BIND}={bound}: {why if here == 1 else 'each rank computes on cores of its own'}"
+    nodes = sum(not node.isdisjoint(cores) for node in topology.nodes.values())
+    yield from _choose_cores(parsed, cores, nodes)
     for name, value in intel_openmp().items():
         os.environ[name] = value
         yield f"{name}={value}: Intel's OpenMP, which hands work to a waiting core sooner than GNU's"
-    if starts_eager(len(cores), flags):
+    yield from _choose_compilation(parsed, flags, len(cores))
+
+
+def _choose_cores(parsed: Any, cores: Collection[int], nodes: int) -> Iterator[str]:
+    """Bind ranks to cores if vLLM's own binding is worse (`cores_to_bind`)."""
+    engines = parsed.data_parallel_size_local or parsed.data_parallel_size
+    ranks = parsed.tensor_parallel_size * parsed.pipeline_parallel_size * engines
+    binding = cores_to_bind(cores, os.environ, ranks, engines, nodes)
+    if binding is not None:
+        os.environ[BIND] = binding
+        why = "all cores compute, where vLLM would keep one of so few for itself"
+        yield f"{BIND}={binding}: {why if ranks == 1 else 'each rank computes on cores of its own'}"
+
+
+def _choose_compilation(parsed: Any, flags: Collection[str], cores: int) -> Iterator[str]:
+    """Choose whether, and how, the model is compiled."""
+    from vllm.envs import environment_variables
+
+    if starts_eager(cores, flags):
         parsed.enforce_eager = True
         yield (
             "--enforce-eager: the first start is one or two minutes shorter; with --no-enforce-eager it decodes about "
@@ -283,17 +276,12 @@ def _choose_for_cpu(parsed: Any, flags: Collection[str]) -> Iterator[str]:
     elif not says_how_to_compile(flags) and (lacking := compiler_lacks()):
         parsed.enforce_eager = True
         yield f"--enforce-eager: vLLM cannot compile here without {lacking}; with it, it decodes about a third faster"
-    elif not parsed.enforce_eager:
-        yield from _choose_how_to_compile(parsed.compilation_config.inductor_compile_config)
-
-
-def _choose_how_to_compile(inductor: dict[str, Any]) -> Iterator[str]:
-    """Where the user did not."""
-    from vllm.envs import environment_variables
-
-    # An object as a layer's name, which the C++ wrapper cannot pass on, came with this switch.
-    named_by_text = LAYER_NAME in environment_variables and os.environ.setdefault(LAYER_NAME, "0") == "0"
-    if named_by_text and inductor.setdefault("cpp_wrapper", True):
+    if parsed.enforce_eager:
+        return
+    inductor = parsed.compilation_config.inductor_compile_config
+    # Where the switch exists, an object may name a layer, which the C++ wrapper cannot pass on.
+    uses_text = LAYER_NAME in environment_variables and os.environ.setdefault(LAYER_NAME, "0") == "0"
+    if uses_text and inductor.setdefault("cpp_wrapper", True):
         yield (
             f"cpp_wrapper, {LAYER_NAME}=0: operators are called from C++ instead of Python; "
             """if this model does not compile with it: -cc.inductor_compile_config='{"cpp_wrapper": false}'"""
@@ -305,22 +293,17 @@ def _choose_how_to_compile(inductor: dict[str, Any]) -> Iterator[str]:
 def _parser() -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise EngineError(f"{message}; engine flags are listed by `hybrid serve MODEL -- --help`")
+    class Parser(RefusingParser, FlexibleArgumentParser):
+        pass
 
     _, make_parser, _ = compat.command_line()
     return make_parser(Parser(prog="hybrid serve MODEL --"))
 
 
-def _help_flags(flags: Sequence[str]) -> list[str]:
-    return [flag for flag in flags if flag == "-h" or flag.startswith("--help")]
-
-
 def _parse(arguments: Sequence[str]) -> Any:
-    # Where help is asked for, vLLM's parser lacks --model, so it must see nothing else.
-    parsed = _parser().parse_args(_help_flags(arguments) or list(arguments))
-    # A second --additional-config replaces the first; ours must survive one that is meant for other plugins.
+    # With a help flag, vLLM's parser has no --model, and must see nothing else.
+    parsed = _parser().parse_args(help_flags(arguments) or list(arguments))
+    # A second --additional-config replaces the first. Ours must survive the user's, which is for other plugins.
     name = "--additional-config"
     if not isinstance(parsed.additional_config, dict):
         raise EngineError(f"{name}: got {parsed.additional_config!r}, expected a JSON object")
@@ -330,18 +313,3 @@ def _parse(arguments: Sequence[str]) -> Any:
             **parsed.additional_config,
         }
     return parsed
-
-
-def _reason(error: Exception) -> str:
-    """The message of any exception. A pydantic ValidationError's str() is many lines with types and links."""
-    errors = getattr(error, "errors", None)
-    if isinstance(error, ValueError) and callable(errors):
-        return "; ".join(str(item["msg"]).removeprefix("Value error, ") for item in errors())
-    if isinstance(error, KeyError) and error.args:
-        return str(error.args[0])
-    return str(error) or type(error).__name__
-
-
-def _flags(extra: Sequence[str]) -> set[str]:
-    """Names of the flags, spelled with dashes as vLLM does."""
-    return {flag.partition("=")[0].replace("_", "-") for flag in extra if flag.startswith("-")}

@@ -1,4 +1,4 @@
-"""Where vLLM carries our configuration: ``additional_config["hybrid"]``, which is part of its compile-cache key."""
+"""Our configuration in vLLM's: ``additional_config["hybrid"]``, which is part of vLLM's compile-cache key."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 
 def chosen(vllm_config: VllmConfig) -> bool:
-    """Whether the user asked for our backend."""
+    """Tell whether the user chose our backend."""
     backend = vllm_config.attention_config.backend
     return backend is not None and backend.name == BACKEND
 
 
 def attach_config(vllm_config: VllmConfig) -> HybridConfig:
-    """Resolve the configuration once, in the process that reads the user's flags, and store it for all others.
+    """Resolve the configuration in the process that reads the user's flags, and store it for all other processes.
 
     Sources, best first: ``--additional-config '{"hybrid": PATH or MAPPING}'``, ``HYBRID_CONFIG``, the model's name.
     """
-    given: Any = vllm_config.additional_config
-    if not isinstance(given, dict):
+    additional: Any = vllm_config.additional_config
+    if not isinstance(additional, dict):
         raise ConfigError(
             "--additional-config: expected a JSON object, as the hybrid backend stores its settings there"
         )
     model = vllm_config.model_config.served_model_name or vllm_config.model_config.model
     name = model[0] if isinstance(model, list) else model
-    explicit = given.get(ADDITIONAL_CONFIG_KEY)
+    explicit = additional.get(ADDITIONAL_CONFIG_KEY)
     if explicit is None or isinstance(explicit, str):
         config, _ = resolve_config(str(name), explicit, os.environ)
     else:
@@ -53,13 +53,17 @@ def _with_method(vllm_config: VllmConfig, config: HybridConfig) -> HybridConfig:
 
 
 def replace_config(vllm_config: VllmConfig, config: HybridConfig) -> None:
-    """What `attach_config` stored becomes this."""
-    stored = {ADDITIONAL_CONFIG_KEY: config.model_dump(mode="json")}
-    vllm_config.additional_config = {**vllm_config.additional_config, **stored}
+    """Store ``config`` in the place of the configuration that `attach_config` stored."""
+    add_option(vllm_config, ADDITIONAL_CONFIG_KEY, config.model_dump(mode="json"))
+
+
+def add_option(vllm_config: VllmConfig, key: str, value: object) -> None:
+    """Set a key beside our configuration in a copy of ``additional_config``: all processes of vLLM get it."""
+    vllm_config.additional_config = {**vllm_config.additional_config, key: value}
 
 
 def attached_config(vllm_config: VllmConfig) -> HybridConfig:
-    """The configuration that `attach_config` stored."""
+    """Return the configuration that `attach_config` stored."""
     stored = vllm_config.additional_config
     mapping = stored.get(ADDITIONAL_CONFIG_KEY) if isinstance(stored, dict) else None
     if not isinstance(mapping, dict):

@@ -1,4 +1,4 @@
-"""Attention sinks as the kernels read them, which follow vLLM's parameters."""
+"""Attention sinks as the kernels read them: copies of vLLM's parameters, refreshed before each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid_backend.engines.vllm.layer import HybridImpl
 
 
 class Sinks:
-    """fp32 copies of the attention sinks of all layers, in memory that stays where it is.
+    """fp32 copies of the attention sinks of all layers, at addresses that do not change.
 
     The parameters of a running engine may change: by a reload, by a trainer that sends weights, by ``apply_model``.
     Nothing announces a change. vLLM's loaders write through ``Parameter.data``, which counts no versions, and trainers

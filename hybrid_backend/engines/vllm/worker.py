@@ -1,4 +1,4 @@
-"""What the workers of all devices share: the runtime beside vLLM's model runner."""
+"""Mixin for vLLM's workers of all devices, which runs the runtime beside vLLM's model runner."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from vllm.logger import init_logger
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.start import start_lines
 from hybrid_backend.engines.vllm.checks import check_engine_config
+from hybrid_backend.engines.vllm.model_hooks import attach_inputs, attach_lookahead, check_groups
 from hybrid_backend.engines.vllm.parking import parks_rows
-from hybrid_backend.engines.vllm.session import Session, attach_inputs, attach_lookahead, check_groups, global_rank
+from hybrid_backend.engines.vllm.session import Session, global_rank
 from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.observe.metrics import Publisher
 
@@ -26,16 +27,16 @@ else:
 
 
 class HybridWorker(_Worker):
-    """Mixed into the worker of each device."""
+    """Mixin for the worker of each device. ``session`` is set once the KV memory is allocated."""
 
-    worker_cls: ClassVar[str]  # class path of the worker
+    worker_cls: ClassVar[str]
     hybrid_config: HybridConfig
     session: Session | None = None
     publisher: Publisher | None = None
-    is_warming_up = False  # what is served then is no request's
+    is_warming_up = False
 
     def init_device(self) -> None:
-        # vLLM goes on deriving settings after it has asked the platform, such as a connector for KV offloading.
+        """Check the final configuration: vLLM derives settings after it has asked the platform."""
         check_engine_config(self.vllm_config, attached_config(self.vllm_config), self.worker_cls)
         super().init_device()
 
@@ -52,23 +53,21 @@ class HybridWorker(_Worker):
         self.session = Session(
             self.model_runner, self.vllm_config, self.hybrid_config, self.device, on_host=self.on_host
         )
-        runtime = self.session.runtime
+        runtime, rank = self.session.runtime, global_rank(self.vllm_config.parallel_config)
         if has_kv_transfer_group():
             connector = get_kv_transfer_group()
             is_stock = getattr(connector, "brings_stock_pages", False)
             connector.imported = self.session.imported if is_stock else runtime.imported
-        if global_rank(self.vllm_config.parallel_config) == 0:
-            # On a GPU each KV cache group has a pool of its own (`device_groups`); on a CPU all share one.
+        if rank == 0:
+            # On a GPU each KV cache group has a pool of its own (`device_groups`); on a CPU all groups share one.
             groups = 1 if self.device.type == "cuda" else len(kv_cache_config.kv_cache_groups)
             for level, line in start_lines(runtime, groups):
                 init_logger("vllm.hybrid_backend").log(level, line)
-        self.publisher = Publisher(
-            runtime.stats, runtime.gauges, global_rank(self.vllm_config.parallel_config), REGISTRY
-        )
+        self.publisher = Publisher(runtime.stats, runtime.gauges, rank, REGISTRY)
         self.publisher.publish()
 
     def on_host(self, view: Tensor) -> Tensor:
-        """The host's tensor over the memory of a layer's KV cache."""
+        """Return the host's tensor over the memory of a layer's KV cache."""
         return view
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -76,9 +75,9 @@ class HybridWorker(_Worker):
         if session is None or publisher is None:
             return super().execute_model(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or set()
-        session.runtime.preempt(preempted)  # vLLM delivers the tokens that a step under way has for them
+        session.runtime.preempt(preempted)  # vLLM delivers the tokens that a step under way computes for them.
         session.runtime.release(scheduler_output.finished_req_ids)
-        session.hear(scheduler_output)
+        session.note_budgets(scheduler_output)
         try:
             with session.scheduled():
                 return super().execute_model(scheduler_output)

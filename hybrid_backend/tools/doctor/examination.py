@@ -11,8 +11,8 @@ from rich.text import Text
 
 from hybrid_backend.engines.cpu_defaults import compiler_lacks
 from hybrid_backend.engines.registry import installed_version
-from hybrid_backend.engines.vllm.nodes import KVCACHE_SPACE, rank_nodes
 from hybrid_backend.host_memory import System
+from hybrid_backend.memory_plan.numa import KVCACHE_SPACE, rank_nodes
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.doctor import machine, memory, software
 from hybrid_backend.tools.doctor.finding import Finding

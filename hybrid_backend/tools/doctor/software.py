@@ -18,8 +18,8 @@ from hybrid_backend.config import (
     load_mapping,
     source_of,
 )
-from hybrid_backend.engines.probe import Engine
 from hybrid_backend.engines.sglang.compat import SGLANG
+from hybrid_backend.engines.upstream import Engine
 from hybrid_backend.engines.vllm.compat import VLLM
 from hybrid_backend.errors import EngineError, HybridError
 from hybrid_backend.tools.doctor.finding import Finding, State

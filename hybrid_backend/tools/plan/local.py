@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 
 from hybrid_backend.engines.registry import installed_version
-from hybrid_backend.engines.vllm.nodes import rank_nodes
 from hybrid_backend.hardware import Hardware, Number, hardware_of_gpu
 from hybrid_backend.host_memory import System, room
+from hybrid_backend.memory_plan.numa import rank_nodes
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.plan.simulate import WhatIf
 from hybrid_backend.workers.cpus import cpu_quota

@@ -9,21 +9,21 @@ from functools import partial
 import torch
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm.blocks import Blocks
-from hybrid_backend.engines.vllm.card import Card
-from hybrid_backend.engines.vllm.footprint import (
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware import Hardware
+from hybrid_backend.memory_plan.blocks import Blocks
+from hybrid_backend.memory_plan.device import DevicePlan
+from hybrid_backend.memory_plan.footprint import (
     Candidate,
     Item,
     Memory,
+    MemoryRoom,
     MethodMemory,
     Place,
-    Room,
     StockMemory,
     default_chunk,
     largest,
 )
-from hybrid_backend.errors import ConfigError
-from hybrid_backend.hardware import Hardware
 from hybrid_backend.methods import method_names, resolve_method, with_method
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.simulate import StepTime, WhatIf, decode_step, simulated_methods
@@ -199,7 +199,7 @@ def serve_flags(row: Row, plan: Plan) -> list[str]:
     ]
 
 
-def _room(request: Request, devices: int) -> Room:
+def _room(request: Request, devices: int) -> MemoryRoom:
     hardware, gpu_mem, ram = request.hardware, request.gpu_mem, request.ram
     if gpu_mem is None:
         if hardware is None:
@@ -210,11 +210,11 @@ def _room(request: Request, devices: int) -> Room:
             raise ConfigError("--ram: is missing; give --ram 128GiB or --machine NAME")
         ram = int(hardware.host_ram_bytes.value)
     overheads = {"device_overhead": request.device_overhead, "host_overhead": request.host_overhead}
-    room = Room(gpu_mem, ram // devices, request.chunk_tokens or default_chunk(gpu_mem))
+    room = MemoryRoom(gpu_mem, ram // devices, request.chunk_tokens or default_chunk(gpu_mem))
     return replace(room, **{name: size for name, size in overheads.items() if size is not None})
 
 
-def _row(candidate: Candidate, request: Request, room: Room, devices: int) -> Row:
+def _row(candidate: Candidate, request: Request, room: MemoryRoom, devices: int) -> Row:
     refused = candidate.refusal() if isinstance(candidate, MethodMemory) else None
     if refused is not None:
         return Row(candidate.name, refused=refused)
@@ -253,7 +253,7 @@ def _row(candidate: Candidate, request: Request, room: Room, devices: int) -> Ro
     )
 
 
-def _spare(candidate: Candidate, room: Room, context: int, batch: int, places: tuple[Place, ...]) -> int:
+def _spare(candidate: Candidate, room: MemoryRoom, context: int, batch: int, places: tuple[Place, ...]) -> int:
     """Return the free bytes of the place that has the fewest."""
     memory = candidate.memory(context, batch)
     return min(room.limit(place) - memory.at(place) for place in places)
@@ -264,7 +264,7 @@ def _otherwise(candidate: Candidate, memory: Memory, context: int, batch: int) -
     if not isinstance(candidate, MethodMemory):
         return None
     pool = memory.pages * candidate.blocks.block_bytes
-    card = Card(candidate.shape, candidate.blocks, candidate.room, pool, context)
+    card = DevicePlan(candidate.shape, candidate.blocks, candidate.room, pool, context)
     config, _ = card.with_whole_layers(candidate.config, batch)
     layers = config.whole_layers
     if layers == "auto" or len(layers) == len(config.exact_layers):

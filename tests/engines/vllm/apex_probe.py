@@ -35,7 +35,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.sampling_params import StructuredOutputsParams
 
 from hybrid_backend.engines.vllm import BACKEND
-from hybrid_backend.engines.vllm.session import attention_layers
+from hybrid_backend.engines.vllm.model_hooks import attention_layers
 from hybrid_backend.tools.hub import fetch
 from tests.engines.texts import tokens_of_prose
 from tests.support.garbage import leave_out_what_was_imported

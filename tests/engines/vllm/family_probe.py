@@ -45,7 +45,7 @@ from vllm.model_executor.models import ModelRegistry
 from hybrid_backend.attention.lookahead import proven_predictor
 from hybrid_backend.engines.vllm import BACKEND, worker
 from hybrid_backend.engines.vllm.hooks import lookahead_hook
-from hybrid_backend.engines.vllm.session import attention_layers, layer_inputs
+from hybrid_backend.engines.vllm.model_hooks import attention_layers, layer_inputs
 from hybrid_backend.errors import EngineError
 from tests.engines.vllm import gated_delta
 from tests.engines.vllm.families import (

@@ -298,13 +298,13 @@ def planned(llm: Any) -> dict[str, int]:
 
 
 def planner(llm: Any) -> Any:
-    from hybrid_backend.engines.vllm.blocks import Blocks
-    from hybrid_backend.engines.vllm.footprint import MethodMemory, Room
+    from hybrid_backend.memory_plan.blocks import Blocks
+    from hybrid_backend.memory_plan.footprint import MemoryRoom, MethodMemory
     from hybrid_backend.model import read_json, shape_from_config
 
     runtime = llm.llm_engine.model_executor.driver_worker.worker.session.runtime
     shape = shape_from_config(read_json(Path(llm.llm_engine.model_config.model, "config.json")), "")
-    return MethodMemory(shape, Blocks.of(shape, BLOCK), Room(simulated_gpu.TOTAL, 0, CHUNK), runtime.config)
+    return MethodMemory(shape, Blocks.of(shape, BLOCK), MemoryRoom(simulated_gpu.TOTAL, 0, CHUNK), runtime.config)
 
 
 def ask_twice(llm: Any) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import BACKEND
 from hybrid_backend.engines.vllm.memory import room_of, size_host_pool
-from hybrid_backend.engines.vllm.nodes import rank_nodes
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import RESERVE, System
+from hybrid_backend.memory_plan.numa import rank_nodes
 from tests.unit.test_host_memory import GIB, TWO, limited, machine
 
 Made = Callable[[Path, float], System]  # a folder, GiB that were taken since the start

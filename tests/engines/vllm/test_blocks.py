@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_backend.engines.vllm.blocks import Blocks
+from hybrid_backend.memory_plan.blocks import Blocks
 from hybrid_backend.model import DTYPES
 from tests.unit.plan.test_blocks import PATTERNS, shape_with
 

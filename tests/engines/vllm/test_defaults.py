@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from hybrid_backend.engines.flags import flag_names
 from hybrid_backend.errors import EngineError
 from tests.engines.commands import TINY_MODELS
 
@@ -32,7 +33,7 @@ def chosen(folder: Path, patch: pytest.MonkeyPatch, *flags: str, bf16: bool = Fa
     patch.setattr(Topology, "read", classmethod(lambda cls: Topology(tuple(frozenset([n]) for n in range(64)), {})))
     arguments = serve.engine_arguments(str(folder), "tiny", "{}", 16, flags)
     parsed = serve._parse(arguments)
-    return parsed, list(serve._choose_for_cpu(parsed, serve._flags(arguments)))
+    return parsed, list(serve._choose_for_cpu(parsed, flag_names(arguments)))
 
 
 def what(lines: list[str]) -> list[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hybrid_backend.config import resolve_config
-from hybrid_backend.engines.vllm.blocks import Blocks
-from hybrid_backend.engines.vllm.footprint import MethodMemory, Room
+from hybrid_backend.memory_plan.blocks import Blocks
+from hybrid_backend.memory_plan.footprint import MemoryRoom, MethodMemory
 from hybrid_backend.tools.plan.model import find_shape
 from hybrid_backend.tools.plan.report import Request, make_plan, serve_flags
 from tests.engines.server import MODEL, executable, free_port, running
@@ -31,7 +31,7 @@ def test_metrics_of_a_real_server_are_the_plans(tmp_path: Path, model_dir: Path)
     with running(command, port, tmp_path / "server.log") as server:
         assert server.complete("The capital of France is", 4)
         real = {name: sum(values.values()) for name, values in server.metrics().items()}
-    memory = MethodMemory(shape, Blocks.of(shape, config.page_size), Room(0, 16 * GIB, 2048), config)
+    memory = MethodMemory(shape, Blocks.of(shape, config.page_size), MemoryRoom(0, 16 * GIB, 2048), config)
     expected = memory.gauges(row.pages, batch=3, max_tokens=3000)
     assert {name: real[name] for name in expected} == expected
     assert row.pages == 3 * -(-3000 // config.page_size) + 1

@@ -17,8 +17,9 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from hybrid_backend.batch import StepFailure
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm.layer import HybridImpl
-from hybrid_backend.engines.vllm.outputs import CheckedOutput, UnheardRank, checked
-from hybrid_backend.engines.vllm.session import Session, attach_inputs
+from hybrid_backend.engines.vllm.model_hooks import attach_inputs
+from hybrid_backend.engines.vllm.outputs import CheckedOutput, UnreadRank, checked
+from hybrid_backend.engines.vllm.session import Session
 from hybrid_backend.engines.vllm.sinks import Sinks
 from hybrid_backend.errors import DeadlineError
 from tests.support.harness import PAGE, Engine, config, spec
@@ -30,7 +31,7 @@ def test_a_forward_that_raised_abandons_its_step() -> None:
     """Its CPU jobs are given up and the step is not ended as if all layers had run; the next one is exact."""
     engine = Engine(config(sparse="never", frames_per_request=4), spec(layers=3))
     session = Session.__new__(Session)  # of an engine that is this test
-    session.runtime, session._step, session._unheard, session._sinks = engine.runtime, None, None, Sinks([])
+    session.runtime, session._step, session._unread_rank, session._sinks = engine.runtime, None, None, Sinks([])
     abandoned, method = [], engine.runtime.method
     method.abandon = abandoned.append  # type: ignore[method-assign]
     try:
@@ -53,7 +54,7 @@ def test_a_step_attends_with_the_attention_sinks_that_the_engine_has_by_then(kin
     parameter = nn.Parameter(torch.zeros(4, dtype=kind), requires_grad=False)
     impl = HybridImpl(4, 32, 1.0, 2, None, None, "auto", sinks=parameter)
     session = Session.__new__(Session)
-    session._unheard, session._sinks = None, Sinks([object(), impl])
+    session._unread_rank, session._sinks = None, Sinks([object(), impl])
     before, sinks = session._sinks.layers
     assert before is None and sinks is not None and sinks.dtype == torch.float32
     address = sinks.data_ptr()  # native decoders and captured graphs keep it
@@ -77,14 +78,14 @@ LATE = StepFailure(DeadlineError("late"), ["a"], [7])
 
 
 def test_a_rank_that_is_not_asked_ends_with_output_that_may_not_be_used() -> None:
-    rank = UnheardRank()
+    rank = UnreadRank()
     rank.check(ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}))
     with pytest.raises(SystemExit):
         rank.check(checked(ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}), LATE))
 
 
 def test_a_rank_that_is_not_asked_waits_for_an_output_only_when_the_next_step_is_under_way() -> None:
-    rank, outputs = UnheardRank(), [_OnItsWay() for _ in range(3)]
+    rank, outputs = UnreadRank(), [_OnItsWay() for _ in range(3)]
     rank.check(CheckedOutput(outputs[0], lambda: None))
     assert not outputs[0].asked
     rank.check(CheckedOutput(outputs[1], lambda: LATE))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybrid_backend.engines.vllm.blocks import Blocks
+from hybrid_backend.memory_plan.blocks import Blocks
 from hybrid_backend.model import ModelShape
 from tests.unit.plan.test_memory import SHAPE
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm.blocks import Blocks
-from hybrid_backend.engines.vllm.footprint import MethodMemory, Room, StockMemory, largest
 from hybrid_backend.kernels import cpu
+from hybrid_backend.memory_plan.blocks import Blocks
+from hybrid_backend.memory_plan.footprint import MemoryRoom, MethodMemory, StockMemory, largest
 from hybrid_backend.methods import method_names
 from hybrid_backend.model import ModelShape, spec_of
 from tests.support.harness import PAGE, Engine, config
@@ -48,7 +48,7 @@ OF_METHOD: dict[str, dict[str, Any]] = {
 
 
 def planned(shape: ModelShape, cfg: HybridConfig) -> MethodMemory:
-    return MethodMemory(shape, Blocks.of(shape, cfg.page_size), Room(0, 2**34, 512), cfg)
+    return MethodMemory(shape, Blocks.of(shape, cfg.page_size), MemoryRoom(0, 2**34, 512), cfg)
 
 
 def gauges_agree(shape: ModelShape, cfg: HybridConfig, pages: int = PAGES, requests: int = REQUESTS) -> None:
@@ -195,7 +195,7 @@ def test_pages_that_are_kept_to_select_among_never_outgrow_the_plan(granularity:
 
 def test_tiers_lie_on_the_device_only_where_they_are_copies() -> None:
     cfg = config(method="infinigen")
-    on_gpu = MethodMemory(SHAPE, Blocks.of(SHAPE, PAGE), Room(2**34, 2**34, 512), cfg).memory(2048, 4)
+    on_gpu = MethodMemory(SHAPE, Blocks.of(SHAPE, PAGE), MemoryRoom(2**34, 2**34, 512), cfg).memory(2048, 4)
     on_cpu = planned(SHAPE, cfg).memory(2048, 4)
     places = {x.name: x.place for x in on_gpu.items}
     assert places["frames"] == places["digests"] == places["staging"] == places["weights"] == "device"
@@ -205,7 +205,7 @@ def test_tiers_lie_on_the_device_only_where_they_are_copies() -> None:
 
 def test_stock_holds_all_kv_where_it_attends() -> None:
     blocks = Blocks.of(SHAPE, PAGE)
-    memory = StockMemory(SHAPE, blocks, Room(2**34, 2**34, 512)).memory(context=100, batch=3)
+    memory = StockMemory(SHAPE, blocks, MemoryRoom(2**34, 2**34, 512)).memory(context=100, batch=3)
     assert memory.pages == 3 * 7 + 1  # 100 tokens are 7 pages of 16; the engine keeps one block back
     kv = next(x for x in memory.items if x.name == "KV cache")
     assert (kv.place, kv.bytes) == ("device", 22 * 4 * SHAPE.page_bytes(PAGE))

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
 from hybrid_backend.config import HybridConfig, config_from_mapping
-from hybrid_backend.engines.vllm.footprint import UTILIZATION
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import find_hardware
 from hybrid_backend.host_memory import System
+from hybrid_backend.memory_plan.footprint import UTILIZATION
 from hybrid_backend.methods import method_names
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.command import memory, plan, tokens

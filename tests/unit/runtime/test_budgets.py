@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_backend.batch import Step
-from hybrid_backend.engines.vllm.asked import asked_budget
 from hybrid_backend.engines.vllm.middleware import Middleware
+from hybrid_backend.engines.vllm.request_budget import requested_budget
 from hybrid_backend.step.budgets import LayerBudgets
 from tests.support.attended import Attended
 from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
@@ -190,7 +190,7 @@ def test_a_preempted_request_keeps_its_budget_and_a_new_one_under_its_name_does_
 @pytest.mark.parametrize("given", [0, -16, 1.5, True, "2048", [2048], float("nan"), float("inf")])
 def test_what_is_no_number_of_tokens_is_refused_with_the_value(given: object) -> None:
     with pytest.raises(ValueError, match=r"budget_tokens: got .*, expected a whole number of tokens, 1 or more"):
-        asked_budget(Params(budget_tokens=given))
+        requested_budget(Params(budget_tokens=given))
 
 
 @pytest.fixture(scope="module")
@@ -260,5 +260,5 @@ def test_bodies_in_pieces_are_checked_as_a_whole(asked_over_http: TestClient) ->
     ("given", "expected"), [(512, 512), (512.0, 512), (None, 0), (1e30, 2**31 - 1), (2**63, 2**31 - 1)]
 )
 def test_tokens_are_taken_as_json_has_them(given: object, expected: int) -> None:
-    assert asked_budget(Params(budget_tokens=given)) == expected
-    assert asked_budget(Params()) == asked_budget(Params(other=1)) == asked_budget(object()) == 0
+    assert requested_budget(Params(budget_tokens=given)) == expected
+    assert requested_budget(Params()) == requested_budget(Params(other=1)) == requested_budget(object()) == 0

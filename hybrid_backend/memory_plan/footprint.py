@@ -1,8 +1,8 @@
-"""What each method takes of the device's and of the host's memory for a context and a batch.
+"""Memory that each method, and the engine by itself, takes of device and host for a context and a batch.
 
-Sizes of tiers come from the code that allocates them (`TierLayout.memory`, `Method.own_memory`), so they are exact:
-what the runtime then reports is what stands here (`MethodMemory.gauges`). What the engine takes beside weights and KV
-is an estimate, and marked so.
+Sizes of tiers come from the code that allocates them (`TierLayout.memory`, `Method.own_memory`). So they are exact:
+the runtime's gauges report the same numbers (`MethodMemory.gauges`). The engine's own memory besides weights and KV is
+an estimate, and marked as one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm.blocks import Blocks, window_blocks
 from hybrid_backend.errors import HybridError
+from hybrid_backend.memory_plan.blocks import Blocks, window_blocks
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.model import ModelShape, spec_of
 
@@ -27,45 +27,56 @@ Kind = Literal["exact", "at most", "estimate"]
 UTILIZATION = 0.92
 """Share of the device's memory that the engine takes (vLLM 0.32, config/cache.py, ``gpu_memory_utilization``)."""
 DEVICE_OVERHEAD = 1536 * 2**20
-"""CUDA context, library workspaces, captured graphs: a general figure, to be replaced by what the engine logs."""
+"""Bytes of a device for the CUDA context, library workspaces and captured graphs: a general figure, not measured."""
 HOST_OVERHEAD = 4 * 2**30
-"""The server's processes beside the KV: a general figure, not measured."""
+"""Bytes of the host for the server's processes besides the KV cache: a general figure, not measured."""
 BATCHES_IN_FLIGHT = 2
-"""vLLM 0.32 schedules one step ahead (``VllmConfig.max_concurrent_batches`` with asynchronous scheduling)."""
+"""Batches under way: vLLM 0.32 schedules one step ahead (``VllmConfig.max_concurrent_batches``)."""
 
 
 @dataclass(frozen=True)
-class Room:
-    """What there is. ``device`` 0: the device tier is the host's own memory."""
+class MemoryRoom:
+    """Memory of one device and of its share of the host.
+
+    Attributes:
+        device: bytes of the device; 0 if the device tier is the host's own memory.
+        host: bytes of the host.
+        chunk_tokens: tokens of one step (``--max-num-batched-tokens``).
+        device_overhead: bytes of the device that the engine takes besides weights, KV and activations.
+        host_overhead: bytes of the host that the server takes besides the host pool.
+        utilization: share of the device that the server may take.
+    """
 
     device: int
     host: int
-    chunk_tokens: int  # of one step (``--max-num-batched-tokens``)
+    chunk_tokens: int
     device_overhead: int = DEVICE_OVERHEAD
     host_overhead: int = HOST_OVERHEAD
     utilization: float = UTILIZATION
 
     @property
     def on_host(self) -> bool:
+        """Tell whether the device tier is the host's own memory."""
         return self.device == 0
 
     @property
     def in_flight(self) -> int:
+        """Tokens that are scheduled and not yet settled."""
         return BATCHES_IN_FLIGHT * self.chunk_tokens
 
     def limit(self, place: Place) -> int:
-        """Bytes that the server may take there."""
+        """Return the bytes of a place that the server may take."""
         return self.host if place == "host" else int(self.device * self.utilization)
 
 
 def default_chunk(device_bytes: int) -> int:
-    """vLLM 0.32's ``--max-num-batched-tokens`` of a server (engine/arg_utils.py, ``get_batch_defaults``)."""
+    """Return vLLM 0.32's ``--max-num-batched-tokens`` of a server (engine/arg_utils.py, ``get_batch_defaults``)."""
     return 8192 if device_bytes >= 70 * 2**30 else 2048
 
 
 @dataclass(frozen=True)
 class Item:
-    """One piece of memory, in bytes."""
+    """A named piece of memory, in bytes."""
 
     name: str
     place: Place
@@ -75,16 +86,22 @@ class Item:
 
 @dataclass(frozen=True)
 class Memory:
-    """All that serving takes."""
+    """All memory that serving takes.
 
-    pages: int  # of the KV pool: the host pool, and for stock the device's
+    Attributes:
+        pages: pages of the KV pool, which is the host pool, or the device's for the stock engine.
+        items: the pieces that add up to the whole.
+    """
+
+    pages: int
     items: tuple[Item, ...]
 
     def at(self, place: Place) -> int:
+        """Return the bytes of all items in a place."""
         return sum(item.bytes for item in self.items if item.place == place)
 
-    def missing(self, room: Room) -> str | None:
-        """Why it does not fit; None if it does."""
+    def missing(self, room: MemoryRoom) -> str | None:
+        """Say which place is too small, by how much, and what takes most of it; None if everything fits."""
         places: tuple[Place, ...] = ("host",) if room.on_host else ("device", "host")
         for place in places:
             short = self.at(place) - room.limit(place)
@@ -96,42 +113,46 @@ class Memory:
 
 @dataclass(frozen=True)
 class StockMemory:
-    """The engine by itself: the whole KV cache in the device's memory."""
+    """Memory of the engine by itself, whose whole KV cache is in the device's memory."""
 
     shape: ModelShape
     blocks: Blocks
-    room: Room
+    room: MemoryRoom
     name: str = "stock"
 
     def memory(self, context: int, batch: int) -> Memory:
+        """Return what ``batch`` sequences of ``context`` tokens take."""
         pages = self.blocks.pool(context, batch, self.room.in_flight)
         place: Place = "host" if self.room.on_host else "device"
         kv = Item("KV cache", place, pages * self.blocks.block_bytes, "exact")
         return Memory(pages, (*engine_items(self.shape, self.room, batch), kv))
 
     def cpu_requests(self, context: int, batch: int) -> int:
+        """Return 0: the engine by itself attends every request on its device."""
         return 0
 
 
 @dataclass(frozen=True)
 class MethodMemory:
-    """One of our methods: the KV cache is the host pool, what the method needs is on the device."""
+    """Memory of one method: the KV cache is the host pool, the method's own tensors are on the device."""
 
     shape: ModelShape
     blocks: Blocks
-    room: Room
+    room: MemoryRoom
     config: HybridConfig
 
     @property
     def name(self) -> str:
+        """Name of the method."""
         return self.config.method
 
     @property
     def device(self) -> torch.device:
+        """Kind of the device tier."""
         return torch.device("cpu" if self.room.on_host else "cuda")
 
     def refusal(self) -> str | None:
-        """Why the configuration cannot serve this model with this method; None if it can."""
+        """Say why the configuration cannot serve this model with this method; None if it can."""
         try:
             layers = len(self.shape.attention_windows)
             self.config.validate_for(layers)
@@ -142,11 +163,12 @@ class MethodMemory:
         return None if self.shape.full_layers else "no layer has full attention: nothing to offload"
 
     def gauges(self, pages: int, batch: int, max_tokens: int | None = None) -> dict[str, int]:
-        """What the runtime reports at start (`HybridRuntime.gauges`) over a host pool of ``pages`` pages.
+        """Return the gauges that the runtime reports at start (`HybridRuntime.gauges`).
 
         Args:
+            pages: pages of the host pool.
             batch: requests that run at once, at most (``--max-num-seqs``).
-            max_tokens: of the longest sequence, where the engine tells the runtime.
+            max_tokens: tokens of the longest sequence, if the engine tells the runtime.
         """
         model, method = spec_of(self.shape, max_tokens), resolve_method(self.config.method)
         tiers = method.layout(self.config, model, self.device).memory(self.config, model, pages, batch)
@@ -160,8 +182,7 @@ class MethodMemory:
         }
 
     def cpu_requests(self, context: int, batch: int) -> int:
-        """Of ``batch`` requests of ``context`` tokens those that are not on the device, where requests are there whole
-        or not at all."""
+        """Count the requests that the CPU attends, of a method that has a request on the device whole or not at all."""
         model, method = spec_of(self.shape, context), resolve_method(self.config.method)
         layout = method.layout(self.config, model, self.device)
         if not layout.shares_frames:
@@ -169,18 +190,18 @@ class MethodMemory:
         return batch - min(batch, layout.shared_pages(batch) // -(-context // self.config.page_size))
 
     def windows(self, batch: int) -> int:
-        """Bytes of the device for layers with a sliding window, which stay there whole; on a CPU the host pool has
-        them."""
+        """Return the device's bytes for sliding-window layers, which stay on a GPU whole."""
         if self.room.on_host:
             return 0
-        page = self.config.page_size
+        page_size = self.config.page_size
         return sum(
-            layers * self.shape.page_bytes(page) * window_blocks(window, page, batch, self.room.in_flight)
+            layers * self.shape.page_bytes(page_size) * window_blocks(window, page_size, batch, self.room.in_flight)
             for window, layers in Counter(self.shape.attention_windows).items()
             if window is not None
         )
 
     def memory(self, context: int, batch: int) -> Memory:
+        """Return what ``batch`` sequences of ``context`` tokens take."""
         blocks = self.blocks if self.room.on_host else self.blocks.offloaded
         pages = blocks.pool(context, batch, self.room.in_flight)
         model, method = spec_of(self.shape, context), resolve_method(self.config.method)
@@ -207,10 +228,10 @@ class MethodMemory:
 Candidate = StockMemory | MethodMemory
 
 
-def engine_items(shape: ModelShape, room: Room, batch: int) -> tuple[Item, ...]:
-    """What the engine takes whoever attends.
+def engine_items(shape: ModelShape, room: MemoryRoom, batch: int) -> tuple[Item, ...]:
+    """Return the engine's own memory, which does not depend on the attention backend.
 
-    Activations: the larger of one MLP's over a step's tokens (residual, norm, gate, up and their product) and the
+    Activations are the larger of one MLP's over a step's tokens (residual, norm, gate, up and their product) and the
     logits of the batch (in the model's type, and the sampler's copy in fp32).
     """
     place: Place = "host" if room.on_host else "device"
@@ -227,11 +248,12 @@ def engine_items(shape: ModelShape, room: Room, batch: int) -> tuple[Item, ...]:
 
 
 def largest(spare: Callable[[int], int], limit: int) -> int:
-    """The largest number from 1 to ``limit`` that fits, 0 if none does.
+    """Return the largest number from 1 to ``limit`` that fits, 0 if none does.
 
     Args:
-        spare: bytes that so many leave over, negative: that are missing. More never leave more over. Where it is nearly
-            a line, as memory is, few numbers are tried.
+        spare: returns the bytes that a number leaves over, negative if they are missing. More never leave more over.
+            Memory is nearly linear, so that interpolation tries few numbers.
+        limit: the end of the search.
     """
     low, high = 1, limit
     left, short = spare(low), spare(high)
@@ -239,12 +261,15 @@ def largest(spare: Callable[[int], int], limit: int) -> int:
         return 0
     if short >= 0:
         return limit
-    tried, found, least = low, left, 1
-    while high - low > 1 and (low == 1 or high == limit):  # by lines: then it lies near `tried`
-        step = math.floor(found * (high - low) / (left - short))
-        tried = min(max(tried + (max(step, least) if found >= 0 else min(step, -least)), low + 1), high - 1)
-        found, least = spare(tried), 4 * least
-        low, left, high, short = (tried, found, high, short) if found >= 0 else (low, left, tried, found)
+    tried, tried_spare, least_step = low, left, 1
+    while high - low > 1 and (low == 1 or high == limit):  # Interpolate: afterwards the answer is near `tried`.
+        step = math.floor(tried_spare * (high - low) / (left - short))
+        step = max(step, least_step) if tried_spare >= 0 else min(step, -least_step)
+        tried = min(max(tried + step, low + 1), high - 1)
+        tried_spare, least_step = spare(tried), 4 * least_step
+        low, left, high, short = (
+            (tried, tried_spare, high, short) if tried_spare >= 0 else (low, left, tried, tried_spare)
+        )
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if spare(middle) >= 0 else (low, middle)

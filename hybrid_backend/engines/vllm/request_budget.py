@@ -1,7 +1,7 @@
-"""What a request may ask of the backend: ``SamplingParams.extra_args``, over HTTP ``vllm_xargs``.
+"""Budget that a request names for itself: ``budget_tokens`` in ``SamplingParams.extra_args``, over HTTP ``vllm_xargs``.
 
-``budget_tokens``: tokens attended per layer, in the mean, and decode step instead of the configuration's
-(`Batch.budgets`), a whole number of tokens, at least 1.
+It is a whole number of tokens, at least 1: tokens attended per decode step, in the mean over the sparse layers,
+instead of the configuration's budget (`Batch.budgets`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 BUDGET = "budget_tokens"
 MIDDLEWARE = "hybrid_backend.engines.vllm.middleware.Middleware"
 """Class path for vLLM's ``--middleware``."""
-_EVERYTHING = 2**31 - 1  # tokens; more would not fit the kernels' numbers
+_MAX_BUDGET = 2**31 - 1
+"""Largest budget in tokens that fits the kernels' integers."""
 
 
-def asked_budget(params: Any) -> int:
-    """Return the tokens that a request's parameters ask for; 0 if they name no budget, as those of pooling never do.
+def requested_budget(params: Any) -> int:
+    """Return the budget in tokens that sampling parameters name; 0 if they name none, as those of pooling.
 
     Raises:
         ValueError: the budget is no number of tokens.
@@ -24,7 +25,7 @@ def asked_budget(params: Any) -> int:
 
 
 def budget_of(extra_args: Any) -> int:
-    """Return the tokens that ``budget_tokens`` of a mapping asks for; 0 if the mapping names no budget.
+    """Return the budget in tokens that extra arguments name; 0 if they name none.
 
     Raises:
         ValueError: the budget is no number of tokens.
@@ -36,26 +37,26 @@ def budget_of(extra_args: Any) -> int:
     tokens = int(value) if isinstance(value, float) and value.is_integer() else value
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"{BUDGET}: got {value!r}, expected a whole number of tokens, 1 or more, such as 2048")
-    return min(tokens, _EVERYTHING)
+    return min(tokens, _MAX_BUDGET)
 
 
-def check_asked(*request: Any, **named: Any) -> None:
-    """Check the arguments of a platform's ``validate_request``, which differ between versions of vLLM.
+def check_budgets(*arguments: Any, **keywords: Any) -> None:
+    """Check the budgets in the arguments of a platform's ``validate_request``, which differ between versions of vLLM.
 
     Raises:
-        VLLMValidationError: `asked_budget` refuses the parameters; the server answers with status 400.
+        VLLMValidationError: a budget is no number of tokens; the server answers with status 400.
     """
     from vllm.exceptions import VLLMValidationError
 
-    for argument in (*request, *named.values()):
+    for argument in (*arguments, *keywords.values()):
         try:
-            asked_budget(argument)
+            requested_budget(argument)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter=BUDGET) from None
 
 
 def add_middleware(parser: Any) -> None:
-    """Make `Middleware` a default of the server's ``--middleware``, beside which users' own are added.
+    """Make `Middleware` a default of the server's ``--middleware``, to which users' own are added.
 
     Args:
         parser: the parser that vLLM hands to a platform; None, or one without ``--middleware``, outside of a server.
