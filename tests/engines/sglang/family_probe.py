@@ -46,7 +46,6 @@ ALONE = PROMPTS[1:2]
 _EXACT = {
     "model": {"match": "*"},
     "method": "scout",
-    "method": "scout",
     "page_size": PAGE,
     "metrics": {"sample_interval": 1},  # every step: the lookahead runs although everything is resident
     "host_pool": {"size": "64MiB"},

@@ -154,7 +154,7 @@ class Serving:
 
     @property
     def parking(self) -> Any:
-        return self.runtime.executor.parking
+        return self.runtime.executor.waiting
 
     @property
     def questions(self) -> Any:
@@ -194,7 +194,7 @@ class Serving:
             **{name: gauges[name] for name in names},
             "indices": self.runtime.tiers.frames.running,
             "questions": len(self.questions._tickets),
-            "pages on the device": self.runtime.executor.shared.placement.used,
+            "pages on the device": self.runtime.method._residency.placement.used,
             "parked since": len(self.parking._since),
         }
 

@@ -87,7 +87,6 @@ _SERVED = {"model": {"match": "*"}, "page_size": PAGE}  # all else as on a CPU b
 _EXACT = {
     **_SERVED,
     "method": "scout",
-    "method": "scout",
     "budget_tokens": 4 * PAGE,
     "frames_per_request": 24,
     "lookahead": {"enabled": True},
@@ -205,7 +204,7 @@ def tiers(w: Any) -> dict[str, Any]:
 def never_in_time_on_second(w: Any) -> None:
     """From now on the CPU workers of the second rank are late in every step."""
     if w.rank == 1:
-        w.session.runtime.executor.partials._deadline = 0.0
+        w.session.runtime.executor.cpu_attention._deadline = 0.0
 
 
 def watch_own_input(w: Any) -> dict[int, list[float]]:

@@ -19,7 +19,7 @@ from tests.support.streams import STREAMS
 
 if TYPE_CHECKING:
     from hybrid_backend.methods.clo import Clo
-    from hybrid_backend.step import StepDriver, Toolbox
+    from hybrid_backend.step import Toolbox
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Watch:
 
     def compare(self, step: Any, layer: int, q: Tensor, out: Tensor, chosen: Any) -> None:
         """``q``, ``out``: ``[rows, heads, head_dim]``; ``chosen``: `Selection`; fp64 over the host pool."""
-        host, now, page_size = _near(step._tiers.host.views[layer]), step.inputs, step._config.page_size
+        host, now, page_size = _near(step._tiers.host.views[layer]), step.buffers.inputs, step._config.page_size
         table, lengths, counts = (_near(x) for x in (now.table, now.seq_lens, now.num_pages))
         requests, generations = _near(now.requests), _near(now.generations)
         pages, listed = _near(chosen.pages), _near(chosen.pages_listed)
@@ -70,23 +70,23 @@ class Watch:
 def watch_attention() -> Watch:
     """From now on, in this process."""
     from hybrid_backend.methods.clo import Clo
-    from hybrid_backend.step import StepDriver
+    from hybrid_backend.step import StepDriver, Toolbox
 
-    seen, select, merge = Watch(), StepDriver.select, StepDriver.merge
+    seen, select, merge = Watch(), Toolbox.select, Toolbox.merge
     chosen: dict[tuple[int, int], Any] = {}
     now: dict[int, tuple[int, Tensor]] = {}
 
-    def selecting(self: StepDriver, layer: int, q: Tensor) -> Any:
+    def selecting(self: Toolbox, layer: int, q: Tensor) -> Any:
         chosen[id(self), layer] = select(self, layer, q)
         return chosen[id(self), layer]
 
-    resident = StepDriver.attend_resident
+    resident = Toolbox.attend_resident
 
-    def attending(self: StepDriver, layer: int, q: Tensor) -> Any:
+    def attending(self: Toolbox, layer: int, q: Tensor) -> Any:
         now[id(self)] = layer, q
         return resident(self, layer, q)
 
-    def merging(self: StepDriver, *args: Any) -> Tensor:
+    def merging(self: Toolbox, *args: Any) -> Tensor:
         out = merge(self, *args)
         if id(self) in now:
             layer, q = now.pop(id(self))
@@ -98,7 +98,7 @@ def watch_attention() -> Watch:
 
     def decoding_whole(self: StepDriver, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = decode_whole(self, layer, q, k, v)
-        seen.launch(lambda: seen.compare(self, layer, _near(q), _near(out), _every_page(self)))
+        seen.launch(lambda: seen.compare(self.toolbox, layer, _near(q), _near(out), _every_page(self.toolbox)))
         return out
 
     attend = Clo.attend
@@ -109,8 +109,8 @@ def watch_attention() -> Watch:
         seen.launch(lambda: seen.compare(step, layer, _near(q), _near(out), _by_head(self, step, layer, persistent)))
         return out
 
-    StepDriver.select, StepDriver.merge = selecting, merging  # type: ignore[method-assign]
-    StepDriver.attend_resident = attending  # type: ignore[method-assign]
+    Toolbox.select, Toolbox.merge = selecting, merging  # type: ignore[method-assign]
+    Toolbox.attend_resident = attending  # type: ignore[method-assign]
     StepDriver._decode_whole = decoding_whole  # type: ignore[method-assign]
     Clo.attend = attending_by_head  # type: ignore[method-assign]
     return seen
@@ -121,14 +121,14 @@ class _Pages(NamedTuple):
     pages_listed: Tensor  # [rows, 1 | kv_heads]
 
 
-def _every_page(step: StepDriver) -> _Pages:
-    counts = _near(step.inputs.num_pages)
+def _every_page(step: Toolbox) -> _Pages:
+    counts = _near(step.buffers.inputs.num_pages)
     return _Pages(torch.arange(max(1, int(counts.max()))).expand(len(counts), 1, -1), counts[:, None])
 
 
 def _by_head(method: Clo, step: Any, layer: int, persistent: Any) -> _Pages:
     """What CLO's heads have: the whole context, or sinks, cached and recent pages, or what the true query selected."""
-    now, config, every = step.inputs, method.config, method.model.num_kv_heads
+    now, config, every = step.buffers.inputs, method.config, method.model.num_kv_heads
     counts, budgets, requests = (_near(x).tolist() for x in (now.num_pages, now.budgets, now.requests))
     if layer not in method._row:  # exact
         budgets = counts
