@@ -10,13 +10,12 @@ import os
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 
 from hybrid_backend.config.paths import user_path, write_whole
@@ -140,25 +139,15 @@ def torch_device(name: str) -> torch.device:
 def _medians(todo: list[Probe], rounds: int, console: Console | None) -> Rates:
     """Return the medians of ``rounds`` rounds, after a first round that does not count."""
     measured: dict[tuple[str, float], list[float]] = defaultdict(list)
-    with _progress(console, len(todo) * (rounds + 1)) as advance:
-        for number in range(rounds + 1):
-            for probe in random.sample(todo, len(todo)):
-                value = probe.run()
-                if number:
-                    measured[probe.name, probe.x].append(value)
-                advance.advance(advance.task_ids[0])
+    runs = [(number, probe) for number in range(rounds + 1) for probe in random.sample(todo, len(todo))]
+    for number, probe in track(runs, "measuring", console=console, disable=console is None):
+        value = probe.run()
+        if number:
+            measured[probe.name, probe.x].append(value)
     rates: Rates = defaultdict(dict)
     for (name, x), values in sorted(measured.items()):
         rates[name][x] = statistics.median(values)
     return rates
-
-
-@contextmanager
-def _progress(console: Console | None, total: int) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=console is None) as progress:
-        progress.add_task("measuring", total=total)
-        yield progress
 
 
 def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, rounds: int) -> Hardware:
@@ -172,7 +161,7 @@ def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, ro
     def number(value: float, source: str) -> Number:
         return Number(value=value, source=source)
 
-    is_cuda = tier.type == "cuda"
+    is_cuda, side = tier.type == "cuda", probes.GEMM[tier.type]
     best_read = max(rates["host_read"].values())
     label = torch.cuda.get_device_name(tier) if is_cuda else f"CPU device tier, {_processor()}"
     total = torch.cuda.get_device_properties(tier).total_memory if is_cuda else int(ram.value)
@@ -184,7 +173,7 @@ def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, ro
         device_memory_bytes=number(total, "the driver" if is_cuda else "/proc/meminfo: device tier and host are one"),
         hbm_bytes_per_s=number(rates["device_memory"][1] if is_cuda else best_read, f"{method}: reads"),
         hbm_efficiency=number(1.0, "the bandwidth is itself measured"),
-        bf16_flops_per_s=number(rates["gemm"][1], f"{method}: bf16 product of {probes.GEMM} x {probes.GEMM} matrices"),
+        bf16_flops_per_s=number(rates["gemm"][1], f"{method}: bf16 product of {side} x {side} matrices"),
         flops_efficiency=number(1.0, "the rate is itself measured"),
         linear_bytes_per_s=curve("linear", f"torch, bf16, layers of {shape.layer_weight_bytes / 1e6:.0f} MB, by rows"),
         device_attention_bytes_per_s=curve(
