@@ -132,7 +132,7 @@ def missing_symbols(package: str, table: Table, folder: Path | None = None, adap
     folder = folder or package_folder(package)
     if folder is None:
         return [f"{package}: it cannot be imported"]
-    sources = Sources(folder)
+    sources = Sources(folder, package)
     problems = []
     for purpose, symbols in table.items():
         for path, need in symbols.items():
@@ -159,11 +159,10 @@ class Definition(NamedTuple):
 
 
 class Sources:
-    """Parsed modules of a package. Each module is parsed once."""
+    """Parsed modules of a package, which lies in a folder. Each module is parsed once."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read from the folder that holds the package."""
-        self._folder = folder
+    def __init__(self, folder: Path, package: str) -> None:
+        self._folder, self._package = folder, package
         self.tree = cache(self._parse)
         self.text = cache(self._read)
 
@@ -193,14 +192,13 @@ class Sources:
             for base in reversed(definition.node.bases):
                 parent = self.find(definition.module, _name(base))
                 members |= self.members(parent, depth - 1) if parent else {}
-            members |= self._attributes(definition) | dict(_bindings(definition.node.body))
+            members |= self._attributes(definition.module, definition.node) | dict(_bindings(definition.node.body))
         return members
 
-    def _attributes(self, definition: Definition) -> dict[str, ast.AST]:
+    def _attributes(self, module: str, node: ast.ClassDef) -> dict[str, ast.AST]:
         """Return the attributes that methods of a class set on ``self``. Its text is searched faster than its tree."""
-        node = definition.node
-        lines = self.text(definition.module).splitlines()[node.lineno - 1 : node.end_lineno]
-        return dict.fromkeys(re.findall(r"self\.(\w+)(?=[^=()\n]*=(?!=))", "\n".join(lines)), node)
+        text = "\n".join(self.text(module).splitlines()[node.lineno - 1 : node.end_lineno])
+        return dict.fromkeys(re.findall(r"self\.(\w+)(?=[^=()\n]*=(?!=))", text), node)
 
     def _module(self, module: str) -> Definition | None:
         tree = self.tree(module)
@@ -211,7 +209,8 @@ class Sources:
         return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
     def _parse(self, module: str) -> ast.Module | None:
-        return ast.parse(self.text(module)) if self._file(module).is_file() else None
+        is_own = module.partition(".")[0] == self._package and self._file(module).is_file()
+        return ast.parse(self.text(module)) if is_own else None
 
     def _read(self, module: str) -> str:
         return self._file(module).read_text(errors="replace")
@@ -288,8 +287,12 @@ def _adapter_problems(sources: Sources, package: str, file: Path) -> Iterator[st
     """Yield the imports and overrides of an adapter's module that do not fit the engine."""
     tree = ast.parse(file.read_text())
     # Imports for type checkers may fail, and those inside ``try`` have other places in other versions.
-    conditional = [node for node in ast.walk(tree) if isinstance(node, ast.Try | ast.If)]
-    optional = {child for node in conditional for child in ast.walk(node)}
+    optional = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try) or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        for child in ast.walk(node)
+    }
     parents: dict[str, Definition] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
