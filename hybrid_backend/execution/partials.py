@@ -178,7 +178,7 @@ class MailboxPartials:
         if missing is not None and not is_told:
             box.ids[:rows].copy_(missing, non_blocking=True)
             box.counts[:rows].copy_(listed, non_blocking=True)
-        self._signal.ask(q, box.q, box.asked, number, self._arrived[layer], listed, counters)
+        self._signal.ask(q, box.q, box.asked_flag, number, self._arrived[layer], listed, counters)
 
     def answer(self, layer: int, rows: int, number: Tensor, counters: Tensor) -> tuple[Tensor, Tensor] | None:
         box = self.boxes.layers[layer]
