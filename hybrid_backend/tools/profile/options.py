@@ -51,6 +51,7 @@ def check_options(config: HybridConfig, options: Options) -> None:
     Raises:
         ConfigError: a number is out of range, or a context leaves nothing to select.
     """
+    method = resolve_method(config.method)
     torch_device(options.device)
     gate_steps = 1 if options.gates is None else options.gates.steps
     for flag, value, is_valid, expected in (
@@ -66,7 +67,7 @@ def check_options(config: HybridConfig, options: Options) -> None:
         if not is_valid:
             raise ConfigError(f"{flag}: got {value}, expected {expected}")
     for key, is_set in (("max_kl", config.quality.max_kl != "none"), ("min_mass", config.quality.promise > 0)):
-        if is_set and not resolve_method(config.method).budgets_vary:
+        if is_set and not method.budgets_vary:
             raise ConfigError(
                 f"quality.{key}: {config.method} has no budget that could keep it; write method: scout, or none"
             )
