@@ -18,13 +18,13 @@ pytestmark = pytest.mark.engine
 Served = tuple[Server, list[str]]
 
 
-@pytest.fixture(scope="module", params=["separate", "unified"])
+@pytest.fixture(scope="module", params=["scout", "quest"])
 def hybrid(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_dir: Path, engine: ModuleType
 ) -> Iterator[Served]:
     with engine.exact_server(tmp_path_factory.mktemp(request.param), model_dir, request.param) as server:
-        # Unified tiers without the one of 6,950 tokens, which takes minutes.
-        yield server, engine.prompts()[: None if request.param == "separate" else -1]
+        # Quest without the prompt of 6,950 tokens, which takes minutes.
+        yield server, engine.prompts()[: None if request.param == "scout" else -1]
 
 
 def test_tokens_equal_the_stock_backends_alone_with_chunked_prefill(hybrid: Served, stock: StockAnswers) -> None:
@@ -44,11 +44,11 @@ def test_tokens_equal_the_stock_backends_four_at_once_with_prefix_cache_hits(
 
 
 @only("vllm", "SGLang retracts in sglang/test_serving.py")
-@pytest.mark.parametrize("hybrid", ["unified"], indirect=True, scope="module")
+@pytest.mark.parametrize("hybrid", ["quest"], indirect=True, scope="module")
 def test_tokens_equal_the_stock_backends_through_a_forced_preemption(
     hybrid: Served, stock: StockAnswers, engine: ModuleType
 ) -> None:
-    """(Separate tiers: vllm/test_simulated_gpu.py.)"""
+    """Scout is preempted in vllm/test_simulated_gpu.py."""
     server, _ = hybrid
     before = server.total("vllm:num_preemptions_total")
     answers = server.complete_all(engine.crowd(), engine.CROWD_TOKENS, extra_body={"ignore_eos": True})

@@ -45,6 +45,8 @@ PROMPTS = [20, 200, 500, 90]
 ALONE = PROMPTS[1:2]
 _EXACT = {
     "model": {"match": "*"},
+    "method": "scout",
+    "method": "scout",
     "page_size": PAGE,
     "metrics": {"sample_interval": 1},  # every step: the lookahead runs although everything is resident
     "host_pool": {"size": "64MiB"},

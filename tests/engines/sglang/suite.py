@@ -45,15 +45,15 @@ def stock(folder: Path, model_dir: Path) -> AbstractContextManager[Server]:
 
 
 @contextmanager
-def exact_server(folder: Path, model_dir: Path, tiers: str) -> Iterator[Server]:
-    """Separate tiers as `hybrid serve` starts them; unified ones by SGLang's own command line and a file."""
-    if tiers == "separate":
-        config = {"frames_per_request": 440, "host_pool.size": POOL}
+def exact_server(folder: Path, model_dir: Path, method: str) -> Iterator[Server]:
+    """Start scout as `hybrid serve` does; quest by SGLang's own command line and a file."""
+    if method == "scout":
+        config = {"method": "scout", "frames_per_request": 440, "host_pool.size": POOL}
         with hybrid_server(folder, config, [*FLAGS, "--max-running-requests", "4"]) as server:
             yield server
         return
     file = folder / "hybrid.yaml"
-    file.write_text(f"page_size: {PAGE}\nframes_per_request: 440\nhost_pool: {{size: {POOL}}}\n")
+    file.write_text(f"page_size: {PAGE}\nbudget_tokens: {440 * PAGE}\nhost_pool: {{size: {POOL}}}\n")
     flags = ["--attention-backend", "hybrid", "--enable-metrics", *FLAGS]
     with sglang_server(folder, model_dir, flags, {"HYBRID_CONFIG": str(file)}) as server:
         yield server

@@ -39,6 +39,7 @@ EXACT_LAYERS = set(CONFIG.exact_layers)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = {
+        "method": "scout",
         "frames_per_request": SLOTS,
         "budget_tokens": 1024,
         "selection.digest": "codes",

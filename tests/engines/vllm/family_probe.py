@@ -86,6 +86,8 @@ BLOCKS = {"lfm2": 40, "nemotron_h": 40, "granite4": 24, "qwen3_next": 40}
 _SERVED = {"model": {"match": "*"}, "page_size": PAGE}  # all else as on a CPU by default: in place
 _EXACT = {
     **_SERVED,
+    "method": "scout",
+    "method": "scout",
     "budget_tokens": 4 * PAGE,
     "frames_per_request": 24,
     "lookahead": {"enabled": True},
@@ -376,11 +378,11 @@ def kept_state(model: Path) -> dict[str, Any]:
     return found
 
 
-def other_tiers(model: Path) -> dict[str, Any]:
+def by_method(model: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for kind in ("separate", "unified"):
-        with engine(model, _EXACT | {"tiers": kind}) as llm:
-            found[kind] = served(llm)
+    for method in ("scout", "quest"):
+        with engine(model, _EXACT | {"method": method, "budget_tokens": 24 * PAGE}) as llm:
+            found[method] = served(llm)
     return found
 
 
@@ -434,7 +436,7 @@ def compiled(model: Path) -> dict[str, Any]:
 # "MODEL" or "MODEL.PROBE" -> what to do with the model
 _PROBES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "": family,
-    "tiers": other_tiers,
+    "methods": by_method,
     "state": kept_state,
     "parallel": parallel,
     "mostly_full": mostly_full,

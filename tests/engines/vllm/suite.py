@@ -60,8 +60,9 @@ def stock(folder: Path, model_dir: Path) -> AbstractContextManager[Server]:
     return stock_server(folder, model_dir, flags)
 
 
-def exact_server(folder: Path, model_dir: Path, tiers: str) -> AbstractContextManager[Server]:
-    config = {"tiers": tiers, "frames_per_request": 512, "host_pool.size": POOL}
+def exact_server(folder: Path, model_dir: Path, method: str) -> AbstractContextManager[Server]:
+    # All pages of the longest context are resident (scout), or within the budget (quest).
+    config = {"method": method, "frames_per_request": 512, "budget_tokens": 16384, "host_pool.size": POOL}
     flags = ["--dtype", "float32", "--max-num-seqs", "4", "--max-num-batched-tokens", "1024", "--enforce-eager"]
     return hybrid_server(folder, config, flags)
 

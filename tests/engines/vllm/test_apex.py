@@ -1,7 +1,7 @@
 """APEX in vLLM: requests beyond the device's memory are attended by CPU workers, and their rows wait from one iteration
 to the next. Whatever happens to them, fp32 tokens are those of the stock backend.
 
-One process serves the demo model, stock and with separate tiers (apex_probe.py), which the first test waits for; then
+One process serves the demo model, stock and with apex (apex_probe.py), which the first test waits for; then
 there is a server, unified and traced as a graph, over HTTP.
 """
 
@@ -180,7 +180,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_streams_over_http_come_in_order_and_equal_stock_s(seen: Probe, server: Server) -> None:
-    """Three on the CPU and one on the device, unified tiers, traced."""
+    """Three on the CPU and one on the device, traced."""
     stock = seen("stock")
 
     def stream(prompt: list[int], tokens: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Compiled, in bf16, with unified tiers: native decoding in place."""
+"""Compiled, in bf16, with method quest: native decoding in place."""
 
 from __future__ import annotations
 

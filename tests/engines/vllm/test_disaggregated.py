@@ -32,6 +32,7 @@ LENGTHS = (5, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 2, 130, 333)
 LONG = (900, 1000)
 KEYS = {
     "page_size": PAGE,
+    "method": "scout",
     "frames_per_request": 12,  # 384 tokens; of longer ones 256 are attended
     "budget_tokens": 256,
     "exact_layers": [0],

@@ -163,7 +163,7 @@ def test_sparse_runs_end_and_attend_less(seen: Probe, family: str) -> None:
 @pytest.mark.parametrize("family", EXACT)
 def test_answers_follow_the_weights_that_a_running_engine_gets(seen: Probe, family: str) -> None:
     """After a reload of every weight, and a move of every parameter: in place as the stock backend after the same; in
-    separate tiers, sparse and by predicted queries, as an engine that starts with the new weights, where the stock
+    scout, sparse and by predicted queries, as an engine that starts with the new weights, where the stock
     backend does. The first request fits the budget, so that its answer is the stock backend's in any case."""
     results = seen(family)
     stock, in_place, sparse, started = (
@@ -207,11 +207,11 @@ def test_answers_equal_the_stock_backends_while_rows_wait_from_one_step_to_the_n
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("tiers", ["separate", "unified"])
-def test_answers_equal_the_stock_backends_in_other_tiers(seen: Probe, family: str, tiers: str) -> None:
-    found = seen(f"{family}.tiers")[tiers]
+@pytest.mark.parametrize("method", ["scout", "quest"])
+def test_answers_equal_the_stock_backends_with_scout_and_quest(seen: Probe, family: str, method: str) -> None:
+    found = seen(f"{family}.methods")[method]
     assert_same_answers(found, seen(family)["stock"])
-    assert bool(found["frames"]) == (tiers == "separate")
+    assert bool(found["frames"]) == (method == "scout")
     assert sum(found["on_cpu"]) == 0
 
 

@@ -25,4 +25,4 @@ def test_the_offline_example_answers_with_our_backend(tmp_path: Path) -> None:
     )
     log = done.stdout + done.stderr
     assert done.returncode == 0 and "Tokyo" in done.stdout, log
-    assert log.count("hybrid backend: method scout") == 1, log
+    assert log.count("hybrid backend: method quest") == 1, log

@@ -16,7 +16,7 @@ from tests.engines.server import MODEL, executable, free_port, running
 pytestmark = pytest.mark.engine
 GIB = 2**30
 # Copies in frames, two staging buffers and digests, as on a GPU; few enough that this machine has them.
-KEYS = ("tiers=separate", "budget_tokens=512", "frames_per_request=40")
+KEYS = ("method=scout", "budget_tokens=512", "frames_per_request=40")
 
 
 def test_metrics_of_a_real_server_are_the_plans(tmp_path: Path, model_dir: Path) -> None:

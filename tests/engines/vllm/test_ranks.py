@@ -23,6 +23,7 @@ LENGTHS = (5, 31, 130, 333, 700)
 # the true query, so that nothing is approximate and both ranks' workers have their part.
 KEYS = {
     "page_size": 16,
+    "method": "scout",
     "frames_per_request": 12,
     "budget_tokens": 2048,
     "lookahead.partial_query": "real",

@@ -39,6 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags += ["--shutdown-timeout", "240"]  # a busy machine answers slowly
     config = {
         "host_pool.size": "512MiB",
+        "method": "scout",
         "frames_per_request": 80,
         "lookahead.partial_query": "predicted",
     }
