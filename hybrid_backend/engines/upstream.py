@@ -202,7 +202,7 @@ class Sources:
 
     def _module(self, module: str) -> Definition | None:
         tree = self.tree(module)
-        return tree and Definition(module, tree)
+        return None if tree is None else Definition(module, tree)
 
     def _file(self, module: str) -> Path:
         path = self._folder.joinpath(*module.split("."))
@@ -247,7 +247,9 @@ def _place_problems(sources: Sources, place: str, need: str) -> Iterator[str]:
     """Yield what is wrong with a symbol at one of its places."""
     module, _, qualified = place.partition(":")
     name, _, method = qualified.partition(".")
-    definition = sources.find(module, name) if name else sources.find(*module.rsplit(".", 1))
+    if not name:
+        module, _, name = module.rpartition(".")
+    definition = sources.find(module, name)
     members = sources.members(definition) if definition else {}
     function = members.get(method or "__init__", None if method else definition and definition.node)
     if definition is None or function is None:

@@ -14,7 +14,7 @@ SGLang logs a hook that it cannot apply and goes on. So `verify` examines the fu
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ def _all_freed(_: None, pool: Any) -> None:
 
 
 _CACHE = "sglang.srt.mem_cache"
-_HOOKS = {
+_HOOKS: Mapping[str, tuple[Callable[..., Any], str]] = {
     f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": (_host_budget, "AROUND"),
     f"{_CACHE}.memory_pool.ReqToTokenPool.free_rows": (_rows_freed, "AFTER"),
     f"{_CACHE}.memory_pool.ReqToTokenPool.clear": (_all_freed, "AFTER"),
