@@ -296,7 +296,7 @@ class QualityConfig(Section):
     the budget where they fall below, attends everything where the largest budget does not suffice, and lowers the
     budget where less than half of the loss is used. budget_tokens is where it begins: `hybrid profile` finds the
     smallest (once, twice or four times budget_tokens) that keeps it. Needs metrics.sample_interval, which says how fast
-    it follows; method scout. Source: default (none)."""
+    it follows; methods scout and quest. Source: default (none)."""
     max_kl: Annotated[float | Literal["none"], auto_or(number(0), "none")] = "none"
     """Nats per token by which answers may differ from dense attention's (KL), in the mean of texts' continuations and
     of lookups: `hybrid profile` finds the budget (once, twice or four times budget_tokens) and the exact layers that
@@ -330,7 +330,7 @@ class HybridConfig(Section):
     budget_factors: Annotated[tuple[float, ...], list_of(number(0, 16))] = ()
     """What each layer attends in proportion to the others, one number per layer of the model: budget_tokens is the mean
     over the layers that select. In whole pages, at least sinks + recent + 1; a larger budget has more frames. Without
-    them all layers are alike. Of method scout; others do not use them.
+    them all layers are alike. Of methods scout and quest.
     Source: default (none; `hybrid profile` measures them per model)."""
     sinks: Annotated[int, integer(0)] = 1
     """First pages of a sequence that are always attended.

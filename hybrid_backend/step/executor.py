@@ -10,7 +10,7 @@ from hybrid_backend.batch import PrefillRow, Step, StepFailure
 
 
 class Executor(Protocol):
-    """Decode steps of one rank (`DecodeStep`, `in_place.step.InPlaceStep`)."""
+    """Decode steps of one rank (`StepDriver`, `in_place.step.InPlaceStep`)."""
 
     def begin(self, step: Step) -> None:
         """Open a step that has decoding rows; one that was open is forgotten."""

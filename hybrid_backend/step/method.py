@@ -69,7 +69,7 @@ class Method(ABC):
         check_operations(config, device)
         if config.quality.promise and not cls.budgets_vary:
             raise ConfigError(
-                f"quality.min_mass: {config.method} has no budget that could follow it; write method: scout, or none"
+                f"quality.min_mass: {config.method} has no budget that could follow it; write method: auto, or none"
             )
         if config.quality.max_kl != "none" and not config.quality.promise:
             limit = f"{config.quality.max_kl:g}"

@@ -50,7 +50,7 @@ def profile(
             show_default=False,
         ),
     ] = None,
-    spread: Annotated[bool, typer.Option(help="budgets per layer, by KL; with lookups, method scout")] = True,
+    spread: Annotated[bool, typer.Option(help="budgets per layer, by KL; with lookups")] = True,
     gates: Annotated[
         bool | None,
         typer.Option("--gates/--no-gates", help="importance of heads, by training; default: with --thorough"),

@@ -75,7 +75,7 @@ def check_options(config: HybridConfig, options: Options) -> None:
     for key, is_set in (("max_kl", config.quality.max_kl != "none"), ("min_mass", config.quality.promise > 0)):
         if is_set and not method.budgets_vary:
             raise ConfigError(
-                f"quality.{key}: {config.method} has no budget that could keep it; write method: scout, or none"
+                f"quality.{key}: {config.method} has no budget that could keep it; write method: auto, or none"
             )
     needed = needed_tokens(config, options)
     if min(options.contexts) <= needed:

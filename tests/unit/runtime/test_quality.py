@@ -151,7 +151,7 @@ def test_a_promise_that_cannot_be_watched_is_refused_with_the_fix() -> None:
         config(quality={"min_mass": 0.9}, metrics={"sample_interval": 0})
     with pytest.raises(ConfigError, match=r"quality.min_mass: got 1.5"):
         config(quality={"min_mass": 1.5})
-    with pytest.raises(ConfigError, match=r"quality.min_mass: hgca has no budget .* write method: scout, or none"):
+    with pytest.raises(ConfigError, match=r"quality.min_mass: hgca has no budget .* write method: auto, or none"):
         resolve_method("hgca").check(config(method="hgca", quality={"min_mass": 0.9}), torch.device("cpu"), 3, 2)
     with pytest.raises(ConfigError, match=r"quality.max_kl: 0.01 says nothing .* --set quality.max_kl=0.01 and serve"):
         resolve_method("scout").check(config(quality={"max_kl": 0.01}), torch.device("cpu"), 3, 2)
