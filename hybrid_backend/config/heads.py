@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.reading import read_text, reading
 from hybrid_backend.config.rules import Rule, did_you_mean, fail, integer, rule, show
-from hybrid_backend.config.schema import Section
+from hybrid_backend.config.section import Section
 
 _KEY = "clo.heads"
 _FIX = "write the file with `hybrid profile MODEL`"

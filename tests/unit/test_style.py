@@ -60,6 +60,7 @@ UNCONVERTED = (
     "hybrid_backend/step/*.py",
     "hybrid_backend/methods/*.py",
     "hybrid_backend/methods/apex/*.py",
+    "hybrid_backend/methods/clo/*.py",
     "hybrid_backend/tiers/*.py",
     "hybrid_backend/workers/*.py",
 )

@@ -245,7 +245,7 @@ def _headinfer(layer: _Layer) -> LayerWork:
 
 
 class Method(NamedTuple):
-    """How a method is simulated.
+    """Simulation of a method.
 
     Attributes:
         work: returns the work of a layer.

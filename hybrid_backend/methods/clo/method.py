@@ -27,12 +27,12 @@ from torch import Tensor
 
 from hybrid_backend.attention.quality import covered_tokens
 from hybrid_backend.batch import DecodeRows, ModelSpec, Step
-from hybrid_backend.config import HybridConfig, format_size
-from hybrid_backend.config.heads import HeadScores, read_heads
+from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels.operations import Selection
+from hybrid_backend.methods.clo.heads import cached_pages, choose_persistent, head_policy, head_scores
 from hybrid_backend.methods.selective import Selective
-from hybrid_backend.step.method import OwnMemory, by_layer, frames_per_request, named_heads
+from hybrid_backend.step.method import OwnMemory, frames_per_request, named_heads
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.heads import resident_bytes
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
@@ -87,7 +87,7 @@ class Clo(Selective):
                 f"frames_per_request: {config.frames_per_request} is less than the budget of {config.budget_pages} "
                 f"pages, which {config.method} keeps on the device; write auto, or {config.budget_pages} or more"
             )
-        scores = _scores(config, num_layers, None, num_kv_heads)
+        scores = head_scores(config, num_layers, None, num_kv_heads)
         if not isinstance(config.clo.persistent, str):
             named_heads("clo.persistent", config.clo.persistent, num_layers, num_kv_heads)
         elif config.clo.persistent == "auto" and scores is not None and scores.similarity is None:
@@ -98,7 +98,7 @@ class Clo(Selective):
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        _policy(config, model)  # a file of other heads is refused before anything is allocated
+        head_policy(config, model)  # a file of other heads is refused before anything is allocated
         return super().layout(config, model, device)
 
     @classmethod
@@ -107,7 +107,7 @@ class Clo(Selective):
     ) -> OwnMemory:
         step, layout = super().own_memory(config, model, device, pages, max_requests), cls.layout(config, model, device)
         state, lists = _buffers(config, model, layout, pages, max_requests, torch.device("meta"))
-        stores = resident_bytes(_persistent(config, model, layout, pages), model, config.page_size, pages)
+        stores = resident_bytes(choose_persistent(config, model, layout, pages), model, config.page_size, pages)
         return replace(step, device=step.device + stores + sum(x.nbytes for x in (*state, *lists)))
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
@@ -115,17 +115,17 @@ class Clo(Selective):
         layers = tiers.layout.digest_layers(config, model)
         pages = len(tiers.host.layers[tiers.layout.full_layers(model)[0]])
         self._row = {layer: row for row, layer in enumerate(layers)}
-        heads = _persistent(config, model, tiers.layout, pages)
+        heads = choose_persistent(config, model, tiers.layout, pages)
         self._persistent = tiers.keep_heads(heads, model)
         self._state, self._lists = _buffers(config, model, tiers.layout, pages, tiers.frames.requests, tiers.device)
         self._first = dict[int, _Lists]()  # by rows
-        thresholds, weights = _policy(config, model)
+        thresholds, weights = head_policy(config, model)
         for layer, row in self._row.items():
             thresholds[layer, list(heads.get(layer, ()))] = -math.inf
             self._state.thresholds[row], self._state.weights[row] = thresholds[layer], weights[layer]
         # 1 for each list of a head that loads; its complement for persistent ones.
         self._loads = {layer: (self._state.thresholds[row] > -math.inf).int() for layer, row in self._row.items()}
-        self._cached = slice(config.sinks, config.sinks + _cached(config))  # of a selection, which is ascending
+        self._cached = slice(config.sinks, config.sinks + cached_pages(config))  # of a selection, which is ascending
         self._under_way = dict[int, tuple[Tensor, ...]]()  # what a copy reads until it is awaited
         self._looked_up: set[int] = set()
         self._by_true_query: Selection | None = None
@@ -137,7 +137,7 @@ class Clo(Selective):
 
     @property
     def pages_per_load(self) -> int:
-        return _cached(self.config)
+        return cached_pages(self.config)
 
     def budgets(self, rows: DecodeRows) -> Tensor:
         """A head's frames are of the configuration's budget: a request's own is not heeded."""
@@ -323,103 +323,12 @@ class Clo(Selective):
         return min(frames, config.budget_pages) if config.sparse == "always" else frames
 
 
-def threshold(importance: float, eta: float, power: float) -> float:
-    """tau, the similarity from which on a head of ``importance`` (0..1) keeps what it has loaded (equations 7 to 9)."""
-    share = importance**power
-    return math.cos(share * math.acos(eta) + (1 - share) * math.pi)
-
-
-def persistent_heads(
-    tau: list[list[float]], similarity: list[list[float]], tolerance: float, prefetched: int
-) -> list[tuple[float, int, int]]:
-    """Heads that are hard to reuse, the hardest first (equations 11 and 13).
-
-    Args:
-        tau, similarity: ``[layers][kv_heads]``: thresholds, and mean cosines of adjacent queries.
-        prefetched: heads whose pages cross the bus while a layer computes (equation 12).
-
-    Returns:
-        ``(difficulty, layer, head)`` of each.
-    """
-    found: list[tuple[float, int, int]] = []
-    for layer, heads in enumerate(zip(tau, similarity, strict=True)):
-        hard = sorted(
-            ((t - (s - tolerance), layer, head) for head, (t, s) in enumerate(zip(*heads, strict=True))), reverse=True
-        )
-        hard = [x for x in hard if x[0] > 0]
-        found += hard[: max(0, len(hard) - prefetched)]
-    return sorted(found, reverse=True)
-
-
-def _cached(config: HybridConfig) -> int:
-    """Pages that a head caches beside sinks and recent ones."""
-    return config.budget_pages - config.sinks - config.recent
-
-
-def _scores(config: HybridConfig, layers: int, heads: int | None, kv_heads: int) -> HeadScores | None:
-    """None: all heads have importance 1."""
-    return None if config.clo.heads == "uniform" else read_heads(config.clo.heads, layers, heads, kv_heads)
-
-
-def _tau(config: HybridConfig, scores: HeadScores) -> list[list[float]]:
-    """``[layers][kv_heads]``"""
-    return [[threshold(s, config.clo.eta, config.clo.power) for s in layer] for layer in scores.kv_importance]
-
-
-def _policy(config: HybridConfig, model: ModelSpec) -> tuple[Tensor, Tensor]:
-    """``([layers, kv_heads] thresholds, [layers, heads] weights)``, fp32."""
-    scores = _scores(config, model.num_layers, model.num_heads, model.num_kv_heads)
-    if scores is None:
-        return (
-            torch.full((model.num_layers, model.num_kv_heads), config.clo.eta),
-            torch.ones(model.num_layers, model.num_heads),
-        )
-    return torch.tensor(_tau(config, scores)), torch.tensor(scores.importance)
-
-
-def _persistent(config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int) -> dict[int, tuple[int, ...]]:
-    """By layer, over a host pool of ``pages`` pages.
-
-    Raises:
-        ConfigError: those that are named take more than `clo.persistent_size`.
-    """
-    layers, every, clo = layout.digest_layers(config, model), model.num_kv_heads, config.clo
-    if clo.persistent == "none" or config.sparse == "never":
-        return {}
-    if clo.persistent == "auto":
-        first = [(layout.full_layers(model)[0], head) for head in range(every)]
-        hard = [(layer, head) for _, layer, head in _hard_heads(config, model)]
-        wanted = [x for x in dict.fromkeys(first + hard) if x[0] in layers]
-    else:
-        named = named_heads("clo.persistent", clo.persistent, model.num_layers, every)
-        wanted = [x for x in named if x[0] in layers]
-    a_head = resident_bytes({0: (0,)}, model, config.page_size, pages)
-    if clo.persistent_size != "auto" and len(wanted) * a_head > clo.persistent_size:
-        if clo.persistent != "auto":
-            raise ConfigError(
-                f"clo.persistent: {len(wanted)} heads take {len(wanted) * a_head / 2**20:.0f} MiB over a host pool of "
-                f"{pages} pages, more than clo.persistent_size {format_size(clo.persistent_size)}; name "
-                f"{clo.persistent_size // a_head} or fewer, or raise it"
-            )
-        wanted = wanted[: clo.persistent_size // a_head]
-    return by_layer(sorted(wanted))
-
-
-def _hard_heads(config: HybridConfig, model: ModelSpec) -> list[tuple[float, int, int]]:
-    scores = _scores(config, model.num_layers, model.num_heads, model.num_kv_heads)
-    if scores is None or scores.similarity is None:
-        return []
-    a_load = _cached(config) * model.page_bytes(config.page_size) // model.num_kv_heads
-    similarity = [list(layer) for layer in scores.similarity]
-    return persistent_heads(_tau(config, scores), similarity, config.clo.tolerance, scores.prefetch_bytes // a_load)
-
-
 def _buffers(
     config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int, rows: int, device: torch.device
 ) -> tuple[_State, _Lists]:
     """On ``meta``, to learn their size."""
     every, columns, frames = model.num_kv_heads, pages_of_a_sequence(config, model, pages), layout.frames_per_request
-    layers, lists, cached = len(layout.digest_layers(config, model)), rows * every, _cached(config)
+    layers, lists, cached = len(layout.digest_layers(config, model)), rows * every, cached_pages(config)
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)

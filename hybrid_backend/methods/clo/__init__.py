@@ -1,0 +1,6 @@
+"""Method ``clo`` (CLO, arXiv 2511.14510): its policy, and how its KV heads are told apart."""
+
+from hybrid_backend.methods.clo.heads import persistent_heads, threshold
+from hybrid_backend.methods.clo.method import Clo
+
+__all__ = ["Clo", "persistent_heads", "threshold"]
