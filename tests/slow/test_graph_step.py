@@ -221,7 +221,7 @@ def test_a_late_step_waits_once_and_fails_its_own_requests_only() -> None:
         held.append(before.number + 2)  # `StepInputs.number` of the next step
         made.step({"c": 1, "a": 1}, tolerance=None)
         late = made.ran
-        assert len(waited) == layers and sum(waited) == partials._allowed
+        assert len(waited) == layers and sum(waited) == partials._allowed_ns
         made.step({"b": 1})
         failure = made.runtime.failure(late)
         assert failure is not None and isinstance(failure.error, DeadlineError)

@@ -10,7 +10,6 @@ from tests.unit.runtime.test_metrics_paths import KERNELS, MORE, check_figures
 
 PATHS: dict[str, dict[str, object]] = {
     "kernels": KERNELS,
-    "unified, kernels": {"method": "quest", "device_kernels": "triton"},
     "far device": {},
 }
 CASES = [(path, ahead, "as is") for path in PATHS for ahead in (True, False)]

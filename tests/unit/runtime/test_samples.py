@@ -13,10 +13,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.attention.quality import kept_mass
-from hybrid_backend.batch import samples
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.methods import resolve_method
+from hybrid_backend.step import samples
 from hybrid_backend.step.samples import BoxSamples, HostSamples
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.harness import PAGE, Engine, config, decode_step, spec
