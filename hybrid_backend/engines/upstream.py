@@ -247,9 +247,8 @@ def _place_problems(sources: Sources, place: str, need: str) -> Iterator[str]:
     """Yield what is wrong with a symbol at one of its places."""
     module, _, qualified = place.partition(":")
     name, _, method = qualified.partition(".")
-    if not name:
-        module, _, name = module.rpartition(".")
-    definition = sources.find(module, name)
+    parent, _, leaf = module.rpartition(".")
+    definition = sources.find(module, name) if name else sources.find(parent, leaf)
     members = sources.members(definition) if definition else {}
     function = members.get(method or "__init__", None if method else definition and definition.node)
     if definition is None or function is None:
