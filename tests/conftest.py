@@ -1,6 +1,7 @@
 """Settings shared by all tests."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from hybrid_backend.engines.address import reach_this_machine_directly
 from tests.support.interpreter import interpret_triton
+from tests.support.opened import close_all
 
 
 def keep_to_own_cores() -> None:
@@ -47,6 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer | None:
     # Not --dist loadgroup, whose groups pytest-xdist 3.8 loses with pytest 9.2 (pytest-xdist issue 1386).
     return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(autouse=True)
+def close_engines() -> Iterator[None]:
+    """Close the engines that a test has started and left open."""
+    yield
+    close_all()
 
 
 @pytest.fixture(scope="session")

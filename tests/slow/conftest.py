@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.gpu import DEVICE, ON_GPU
+from tests.support.opened import close_all
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,8 @@ def device(guard: None) -> Iterator[torch.device]:
     if ON_GPU:
         with torch.no_grad():
             yield DEVICE
+            close_all()
         return
     with far_device() as device:
         yield device
+        close_all()  # before the device is gone

@@ -3,14 +3,13 @@ move, are aborted, preempted and left out of steps. Every token is the model's, 
 
 from __future__ import annotations
 
-import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybrid_backend.methods.apex.parking import Parking
 from tests.support.harness import PAGE, config
-from tests.support.tiny_engine import TinyEngine, TinyModel
+from tests.support.tiny_engine import TinyEngine, TinyModel, random_prompt
 
 LAYERS, MAX_REQUESTS = 3, 5
 MODEL = TinyModel(LAYERS, seed=3)
@@ -50,8 +49,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: len(self.engine.requests) < MAX_REQUESTS)
     @rule(length=st.integers(1, 5 * PAGE), seed=st.integers(0, 99))
     def arrive(self, length: int, seed: int) -> None:
-        rng = torch.Generator().manual_seed(seed)
-        self.engine.add(f"r{self.count}", torch.randint(0, 50, (length,), generator=rng).tolist())
+        self.engine.add(f"r{self.count}", random_prompt(length, seed))
         self.count += 1
 
     @precondition(lambda self: self.engine.requests)
@@ -64,8 +62,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.requests)
     @rule(times=st.integers(1, 3 * LAYERS))
     def step_all(self, times: int) -> None:
-        for _ in range(times):
-            self.engine.step()
+        self.engine.advance(times)
 
     @rule(late=st.booleans(), strategy=st.sampled_from(["overlap", "overlap", "lockstep"]))
     def change(self, late: bool, strategy: str) -> None:
@@ -86,9 +83,7 @@ class Lives(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         assert self.engine.failed == []
-        for name, request in self.engine.requests.items():
-            if request.answer:
-                assert request.answer == MODEL.follow(request.tokens)[request.prompt - 1 : -1], name
+        self.engine.check_answers()
 
     @invariant()
     def frames_are_those_of_requests_on_the_device(self) -> None:

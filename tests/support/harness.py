@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from hybrid_backend.step.driver import StepDriver
 from tests.support.attended import Attended, Witness
 from tests.support.far_device import views
 from tests.support.gpu import DEVICE, ON_GPU
+from tests.support.opened import OPENED
 
 PAGE = 16
 WITNESSED = 2e-5  # of outputs in fp32, against fp64
@@ -68,7 +70,7 @@ class Sequence:
     donor: Sequence | None = None  # whose next token is the last of a page that this one begins with
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
     """Hands out pages, builds batches, drives the runtime through whole steps and checks every output."""
 
@@ -95,6 +97,7 @@ class Engine:
         self.witness = Witness(self.runtime) if self.is_witnessed else None
         self.free = list(range(self.num_pages - 1, 0, -1))
         self.refs = [0] * self.num_pages
+        OPENED.append(self)
 
     # --- requests ---
 
@@ -114,6 +117,22 @@ class Engine:
                 self.refs[page] += 1
         self.sequences[name] = sequence
         return sequence
+
+    def admit(self, name: str, prompt: int, chunk: int = 10**6, shared_with: str | None = None) -> Sequence:
+        """Add a request and compute its prompt in chunks of ``chunk`` tokens."""
+        sequence = self.add(name, prompt, shared_with)
+        self.prefill(name, chunk)
+        return sequence
+
+    def add_twin(self, name: str, donor: str, tokens: int) -> Sequence:
+        """Add a request whose ``tokens`` so far lie in the pages of ``donor``, which fills the last of them in the next
+        step."""
+        first, twin = self.sequences[donor], self.add(name, tokens)
+        twin.donor, twin.pages, twin.tokens = first, list(first.pages), tokens
+        twin.kv = [list(layer) for layer in first.kv]
+        for page in twin.pages:
+            self.refs[page] += 1
+        return twin
 
     def add_imported(self, name: str, tokens: int, prompt: int) -> Sequence:
         """A new request whose first ``tokens`` (whole pages) another engine computed; ``prompt`` are in its prompt."""
@@ -282,8 +301,20 @@ class Engine:
         while s.tokens < s.prompt:
             self.step({name: min(chunk, s.prompt - s.tokens)})
 
+    def decode(self, *names: str, steps: int = 1, noise: float = 0.0, tolerance: float | None = 1e-4) -> Tensor:
+        """Decode one token of each request in each of ``steps`` steps.
+
+        Returns:
+            The outputs of the last layer, ``[steps, names, heads, head_dim]``.
+        """
+        outs = [self.step(dict.fromkeys(names, 1), noise, tolerance) for _ in range(steps)]
+        return torch.stack([torch.cat([out[name] for name in names]) for out in outs])
+
     def close(self) -> None:
-        self.runtime.close()
+        """Stop the runtime's threads. A second call does nothing."""
+        if self in OPENED:
+            OPENED.remove(self)
+            self.runtime.close()
 
 
 def decode_step(engine: Engine) -> StepDriver:
@@ -303,3 +334,20 @@ def resident(engine: Engine, name: str, layer: int) -> set[int]:
     executor = decode_step(engine)
     held = executor.buffers.maps.page_of[executor.buffers.layers[layer].position, index :: frames.requests].cpu()
     return {page for page in held.tolist() if page >= 0}
+
+
+def watch(
+    owner: Any, name: str, *, before: Callable[..., object] | None = None, after: Callable[..., object] | None = None
+) -> None:
+    """Call ``before(*args)`` and ``after(result, *args)`` around every later call of ``owner.name``."""
+    call = getattr(owner, name)
+
+    def watched(*args: Any, **keys: Any) -> Any:
+        if before is not None:
+            before(*args, **keys)
+        result = call(*args, **keys)
+        if after is not None:
+            after(result, *args, **keys)
+        return result
+
+    setattr(owner, name, watched)

@@ -69,7 +69,7 @@ def model(
     return ModelSpec(count, kv_heads * group, kv_heads, dim, dim**-0.5, dtype, windows)
 
 
-@dataclass
+@dataclass(eq=False)
 class CheckedEngine(Engine):
     """Runs lives as `Engine` does. Every decoding row of the layers in ``checked`` (None: all) is held to the oracle.
 
@@ -133,12 +133,7 @@ class CheckedEngine(Engine):
         fills the last of these pages in the next step."""
         donor, size = self.sequences[donor_name], self.cfg.page_size
         assert donor.tokens % size == size - 1 and donor.tokens >= donor.prompt
-        request = self.add(name, donor.tokens + 1)
-        request.donor, request.pages, request.tokens = donor, list(donor.pages), donor.tokens + 1
-        request.kv = [list(layer) for layer in donor.kv]
-        for page in request.pages:
-            self.refs[page] += 1
-        return request
+        return self.add_twin(name, donor_name, donor.tokens + 1)
 
     def prefill(self, name: str, chunk: int = 10**6) -> None:
         """Compute the rest of a prompt in chunks, without a look at its outputs."""

@@ -17,8 +17,15 @@ from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step.driver import StepDriver
 from tests.support.far_device import busy, views
 from tests.support.gpu import ON_GPU
+from tests.support.opened import OPENED
 
 HIDDEN, HEADS, KV_HEADS, DIM, VOCAB = 24, 4, 2, 16, 50
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    rng = torch.Generator().manual_seed(length + 1000 * seed)
+    tokens: list[int] = torch.randint(VOCAB, (length,), generator=rng).tolist()
+    return tokens
 
 
 class TinyModel:
@@ -89,7 +96,7 @@ class Request:
         return self.tokens[self.prompt :]
 
 
-@dataclass
+@dataclass(eq=False)
 class TinyEngine:
     """Continuous batching with greedy decoding. What rows compute that yield no token becomes NaN."""
 
@@ -111,6 +118,7 @@ class TinyEngine:
         self.requests: dict[str, Request] = {}
         self.steps = 0
         self.failed: list[str] = []
+        OPENED.append(self)
 
     @property
     def executor(self) -> StepDriver:
@@ -147,6 +155,17 @@ class TinyEngine:
         self.runtime.end_step(step)
         self.steps += 1
         return self._finish(step, names, counts, sampled)
+
+    def advance(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def check_answers(self) -> None:
+        """Check that every request has the tokens that the model itself gives it."""
+        for name, request in self.requests.items():
+            if request.answer:
+                expected = self.model.follow(request.tokens)[request.prompt - 1 : -1]
+                assert request.answer == expected, f"{name} is wrong"
 
     def forward(self, step: Step, tokens: Tensor) -> Tensor:
         """``[tokens]`` in, on the device; what comes greedily after each. Does not wait for the device."""
@@ -210,10 +229,13 @@ class TinyEngine:
         return self.runtime.begin_step(Batch(names, query_start, seq_lens, decode, *there)), counts
 
     def close(self) -> None:
-        self.runtime.close()
+        """Stop the runtime's threads. A second call does nothing."""
+        if self in OPENED:
+            OPENED.remove(self)
+            self.runtime.close()
 
 
-@dataclass
+@dataclass(eq=False)
 class CapturedEngine(TinyEngine):
     """On a device: decoding steps replay one graph of the whole model, with as many rows as there can be. Without
     ``captures`` they are launched like prompts."""

@@ -29,10 +29,7 @@ def without_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
 
 def lines(groups: int = 1, **keys: object) -> list[tuple[int, str]]:
     engine = Engine(config(**keys), spec(), num_pages=200)
-    try:
-        return list(start_lines(engine.runtime, groups))
-    finally:
-        engine.close()
+    return list(start_lines(engine.runtime, groups))
 
 
 def test_one_line_names_what_serves() -> None:

@@ -53,10 +53,7 @@ def planned(shape: ModelShape, cfg: HybridConfig) -> MethodMemory:
 
 def gauges_agree(shape: ModelShape, cfg: HybridConfig, pages: int = PAGES, requests: int = REQUESTS) -> None:
     engine = Engine(cfg, spec_of(shape), num_pages=pages, max_requests=requests)
-    try:
-        real = engine.runtime.gauges()
-    finally:
-        engine.close()
+    real = engine.runtime.gauges()
     expected = planned(shape, cfg).gauges(pages, requests)
     assert {name: real[name] for name in expected} == expected
 
@@ -100,10 +97,7 @@ def test_the_device_kernels_state_is_planned_too(method: str, keys: dict[str, An
     gauges_agree(SHAPES["bf16"], cfg, pages=200, requests=5)
     limited = replace(spec_of(SHAPE), max_tokens=10 * PAGE)
     engine = Engine(cfg, limited, num_pages=PAGES, max_requests=REQUESTS)
-    try:
-        real = engine.runtime.gauges()
-    finally:
-        engine.close()
+    real = engine.runtime.gauges()
     expected = planned(SHAPE, cfg).gauges(PAGES, REQUESTS, max_tokens=10 * PAGE)
     assert {name: real[name] for name in expected} == expected
     assert expected["hybrid_device_bytes"] < planned(SHAPE, cfg).gauges(PAGES, REQUESTS)["hybrid_device_bytes"]
@@ -145,7 +139,6 @@ def test_context_caches_never_outgrow_the_plan(requests: int) -> None:
         engine.step({name: tokens}, tolerance=None)
         engine.step({name: 1}, tolerance=None)
     real = engine.runtime.gauges()["hybrid_context_cache_bytes"]
-    engine.close()
     start = memory.gauges(128, 2)["hybrid_context_cache_bytes"]
     item = next(x for x in memory.memory(tokens + 1, requests).items if x.name == "growth")
     assert item.kind == "at most"
@@ -168,7 +161,6 @@ def test_second_level_digests_never_outgrow_the_plan(pages: int) -> None:
     engine.step({"long": pages * PAGE}, tolerance=None)
     engine.step({"long": 1}, tolerance=None)
     real = engine.runtime.gauges()["hybrid_context_cache_bytes"]
-    engine.close()
     items = {x.name: x.bytes for x in planned(SHAPE, cfg).memory(pages * PAGE + 1, 1).items}
     assert real <= items["growth"]
     if pages == 129:
@@ -183,12 +175,10 @@ def test_pages_that_are_kept_to_select_among_never_outgrow_the_plan(granularity:
     engine = Engine(cfg, spec_of(SHAPE), num_pages=64, max_requests=1)
     engine.add("long", 40 * PAGE)
     engine.step({"long": 40 * PAGE}, tolerance=None)
-    for _ in range(3):
-        engine.step({"long": 1}, tolerance=None)
+    engine.decode("long", steps=3, tolerance=None)
     real = engine.runtime.gauges()["hybrid_context_cache_bytes"]
     engine.drop("long")
     assert engine.runtime.gauges()["hybrid_context_cache_bytes"] == 0
-    engine.close()
     items = {x.name: x.bytes for x in planned(SHAPE, cfg).memory(40 * PAGE + 1, 1).items}
     assert 0 < real <= items["growth"]
 

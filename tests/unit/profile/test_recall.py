@@ -49,7 +49,6 @@ def test_the_simulation_counts_what_the_engine_counts(interval: int, granularity
         engine.step({"a": 1}, tolerance=None)
         for entry, log_of in zip(engine.runtime.stats.layers, counted, strict=True):
             log_of.append((entry.selected_tokens, entry.cpu_tokens))
-    engine.close()
     assert sum(total for total, _ in counted[1]) > 0
     for index in range(2):
         real = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(counted[index], counted[index][1:], strict=False)]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_backend.attention.partial import PageList, Partial, empty_partial, paged_partial, with_sinks
+from hybrid_backend.attention.partial import PageList, Partial, with_sinks
 from hybrid_backend.attention.prefill import KVBlock, gather_tokens, windowed
 from hybrid_backend.attention.prompts import TorchPrompts
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
@@ -28,10 +28,6 @@ INF = float("inf")
 def random_pool(seed: int, pages: int, kv_heads: int, page_size: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(pages, kv_heads, 2, page_size, dim, generator=generator).to(dtype)
-
-
-def merge(a: Partial, b: Partial) -> Partial:
-    return Partial(*oracle.merge_partials(a.out[:, :, None], a.lse[:, :, None], b))
 
 
 @st.composite
@@ -86,28 +82,6 @@ def test_partial_attention_equals_the_oracle_for_ragged_and_empty_lists(
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=1e-5)
 
 
-@given(seed=st.integers(0, 999), split=st.integers(0, 6))
-def test_merging_two_partials_equals_attention_over_the_union(seed: int, split: int) -> None:
-    pool = random_pool(seed, 6, 2, 16, 16, torch.float32)
-    q = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(seed))
-    ids = torch.arange(6)[None, None]
-    valid = torch.full_like(ids, 16)
-    whole = reference.paged_attention(q, pool, ids, valid, 0.25)
-    parts = [
-        paged_partial(q, pool, PageList(ids[..., cut], valid[..., cut]), 0.25)
-        for cut in (slice(0, split), slice(split, 6))
-    ]
-    merged = merge(*parts)
-    torch.testing.assert_close(merged.out.double(), whole[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(merged.lse.double(), whole[1], atol=1e-5, rtol=1e-5)
-
-
-def test_merging_empty_partials_gives_the_empty_partial_without_nan() -> None:
-    q = torch.zeros(2, 4, 8)
-    merged = merge(empty_partial(q), empty_partial(q))
-    assert merged.out.eq(0).all() and merged.lse.eq(-INF).all()
-
-
 @given(seed=st.integers(0, 999), spread=st.sampled_from([1.0, 100.0, 3e4]))
 def test_a_sink_is_one_more_key_without_a_value(seed: int, spread: float) -> None:
     """Of an empty partial too; a logit of -inf changes nothing."""
@@ -122,14 +96,6 @@ def test_a_sink_is_one_more_key_without_a_value(seed: int, spread: float) -> Non
     torch.testing.assert_close(found.out.double(), out * shares, atol=1e-6, rtol=1e-5 + 4e-7 * spread)
     torch.testing.assert_close(found.lse.double(), logits.logsumexp(-1), atol=1e-5, rtol=1e-6)
     assert torch.equal(found.out[:, 1], out[:, 1]) and torch.equal(found.lse[:, 1], lse[:, 1])
-
-
-@pytest.mark.parametrize("lse", [(-1e30, 0.0), (3e4, 3e4), (-3e4, 3e4)])
-def test_merge_stands_extreme_scores(lse: tuple[float, float]) -> None:
-    a, b = (Partial(torch.full((1, 1, 4), float(i)), torch.tensor([[x]])) for i, x in enumerate(lse, 1))
-    merged = merge(a, b)
-    assert merged.out.isfinite().all() and merged.lse.isfinite().all()
-    assert merged.out.min() >= 1 and merged.out.max() <= 2
 
 
 @given(

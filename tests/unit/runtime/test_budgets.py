@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -37,18 +38,15 @@ def test_each_row_attends_the_budget_that_its_request_asked_for(method: str) -> 
     engine = Engine(config(**keys), spec(), num_pages=200, is_witnessed=True)
     asked = {"none": 0, "less": 3 * PAGE - 5, "more": 8 * PAGE, "all": 1000 * PAGE, "least": 1}
     expected = {"none": 4, "less": 3, "more": 8, "all": PAGES + 1 if method == "quest" else 10, "least": 3}
-    try:
-        for name, budget in asked.items():
-            engine.add(name, PAGES * PAGE).budget = budget
-            engine.prefill(name)
-        engine.step(dict.fromkeys(asked, 1), tolerance=None)
-        assert engine.witness is not None and engine.ran.decode is not None
-        for name, pages in expected.items():
-            row = engine.ran.decode.request_ids.index(name)
-            attended = engine.witness.of(1, engine.ran, row).tokens
-            assert int(attended[0].sum()) == (pages - 1) * PAGE + 1, name  # the growing page has one token
-    finally:
-        engine.close()
+    for name, budget in asked.items():
+        engine.add(name, PAGES * PAGE).budget = budget
+        engine.prefill(name)
+    engine.step(dict.fromkeys(asked, 1), tolerance=None)
+    assert engine.witness is not None and engine.ran.decode is not None
+    for name, pages in expected.items():
+        row = engine.ran.decode.request_ids.index(name)
+        attended = engine.witness.of(1, engine.ran, row).tokens
+        assert int(attended[0].sum()) == (pages - 1) * PAGE + 1, name  # the growing page has one token
 
 
 @pytest.mark.parametrize("method", ["quest", "scout", "infinigen"])
@@ -73,18 +71,15 @@ def test_each_layer_of_scout_attends_its_factor_of_every_rows_budget(
         return found
 
     monkeypatch.setattr(engine.witness, "of", noted)
-    try:
-        for name, budget in asked.items():
-            engine.add(name, 2 * PAGE if name == "short" else PAGES * PAGE).budget = budget
-            engine.prefill(name)
-        engine.step(dict.fromkeys(asked, 1), tolerance=None)
-        assert engine.ran.decode is not None
-        for name, pages in expected.items():
-            row = engine.ran.decode.request_ids.index(name)
-            found = [seen[row, layer] for layer in range(4)]
-            assert found == [(each - 1) * PAGE + 1 for each in pages], name  # the growing page has one token
-    finally:
-        engine.close()
+    for name, budget in asked.items():
+        engine.add(name, 2 * PAGE if name == "short" else PAGES * PAGE).budget = budget
+        engine.prefill(name)
+    engine.step(dict.fromkeys(asked, 1), tolerance=None)
+    assert engine.ran.decode is not None
+    for name, pages in expected.items():
+        row = engine.ran.decode.request_ids.index(name)
+        found = [seen[row, layer] for layer in range(4)]
+        assert found == [(each - 1) * PAGE + 1 for each in pages], name  # the growing page has one token
 
 
 @given(
@@ -119,23 +114,19 @@ def test_a_layer_has_as_many_more_frames_as_its_budget_is_larger(frames: int, ex
     cfg = config(frames_per_request=frames, exact_layers=[3], budget_factors=[0.5, 1.5, 1, 1])
     engine = Engine(cfg, spec(layers=4), num_pages=200, max_requests=2)
     tiers = engine.runtime.tiers
-    try:
-        assert [len(tiers.frames.layers[layer]) for layer in range(4)] == [2 * each for each in expected]
-        assert tiers.frames.nbytes == tiers.layout.memory(cfg, engine.model, 200, 2).frames
-        for name in ("a", "b"):
-            engine.add(name, PAGES * PAGE)
-            engine.prefill(name)
-        engine.step({"a": 1, "b": 1}, tolerance=None)
-        assert engine.ran.decode is not None
-        under_way = (decode_step(engine).buffers.state.copies.frames >= 0).sum(2)
-        for row, name in enumerate(engine.ran.decode.request_ids):
-            held = [len(resident(engine, name, layer)) + int(under_way[layer, row]) for layer in range(4)]
-            assert held == expected
-        assert engine.runtime.gauges()["hybrid_frames_in_use"] == 2 * sum(expected)
-        engine.drop("a")
-        assert engine.runtime.gauges()["hybrid_frames_in_use"] == sum(expected)
-    finally:
-        engine.close()
+    assert [len(tiers.frames.layers[layer]) for layer in range(4)] == [2 * each for each in expected]
+    assert tiers.frames.nbytes == tiers.layout.memory(cfg, engine.model, 200, 2).frames
+    for name in ("a", "b"):
+        engine.admit(name, PAGES * PAGE)
+    engine.step({"a": 1, "b": 1}, tolerance=None)
+    assert engine.ran.decode is not None
+    under_way = (decode_step(engine).buffers.state.copies.frames >= 0).sum(2)
+    for row, name in enumerate(engine.ran.decode.request_ids):
+        held = [len(resident(engine, name, layer)) + int(under_way[layer, row]) for layer in range(4)]
+        assert held == expected
+    assert engine.runtime.gauges()["hybrid_frames_in_use"] == 2 * sum(expected)
+    engine.drop("a")
+    assert engine.runtime.gauges()["hybrid_frames_in_use"] == sum(expected)
 
 
 @pytest.mark.slow
@@ -153,38 +144,76 @@ def test_a_row_that_fits_the_frames_is_exact_and_asks_nobody_whatever_its_layers
             compare(name, *given)
 
     monkeypatch.setattr(engine, "_compare", only_a)
-    try:
-        for name, pages in (("a", 8), ("b", 20)):
-            engine.add(name, pages * PAGE - 2)
-            engine.prefill(name)
-        for work in ({"a": 1}, {"a": 1, "b": 1}, {"b": 1, "a": 1}, {"a": 1}):
-            engine.step(work, lookahead_noise=0.3)
-            asked.append(sum(layer.cpu_tokens for layer in engine.runtime.stats.layers))
-        assert asked[0] == 0
-        if kernels == "native":  # counted as the step runs
-            assert asked[1] > 0 and asked[3] == asked[2]
-    finally:
-        engine.close()
+    for name, pages in (("a", 8), ("b", 20)):
+        engine.admit(name, pages * PAGE - 2)
+    for work in ({"a": 1}, {"a": 1, "b": 1}, {"b": 1, "a": 1}, {"a": 1}):
+        engine.step(work, lookahead_noise=0.3)
+        asked.append(sum(layer.cpu_tokens for layer in engine.runtime.stats.layers))
+    assert asked[0] == 0
+    if kernels == "native":  # counted as the step runs
+        assert asked[1] > 0 and asked[3] == asked[2]
 
 
 def test_a_preempted_request_keeps_its_budget_and_a_new_one_under_its_name_does_not() -> None:
     engine = Engine(config(sparse="always"), spec(), num_pages=80, is_witnessed=True)
-    try:
-        engine.add("a", 20 * PAGE).budget = 6 * PAGE
+    engine.add("a", 20 * PAGE).budget = 6 * PAGE
+    engine.prefill("a")
+    engine.step({"a": 1}, tolerance=None)
+    engine.preempt("a")
+    engine.prefill("a")
+    engine.step({"a": 1}, tolerance=None)
+    assert engine.witness is not None
+    assert int(engine.witness.of(1, engine.ran, 0).tokens[0].sum()) == 5 * PAGE + 2
+    engine.drop("a")
+    engine.admit("a", 20 * PAGE)
+    engine.step({"a": 1}, tolerance=None)
+    assert int(engine.witness.of(1, engine.ran, 0).tokens[0].sum()) == 3 * PAGE + 1
+
+
+def test_clo_does_not_heed_the_budget_of_a_request() -> None:
+    """A head's frames are of the configuration's."""
+    keys = {"method": "clo", "sparse": "always", "clo": {"persistent": "none"}}
+    seen = []
+    for asked in (0, 20):
+        engine = Engine(config(**keys), spec(), num_pages=200, seed=3, is_witnessed=True)
+        engine.add("a", 30 * PAGE).budget = asked * PAGE
         engine.prefill("a")
-        engine.step({"a": 1}, tolerance=None)
-        engine.preempt("a")
-        engine.prefill("a")
-        engine.step({"a": 1}, tolerance=None)
-        assert engine.witness is not None
-        assert int(engine.witness.of(1, engine.ran, 0).tokens[0].sum()) == 5 * PAGE + 2
-        engine.drop("a")
-        engine.add("a", 20 * PAGE)
-        engine.prefill("a")
-        engine.step({"a": 1}, tolerance=None)
-        assert int(engine.witness.of(1, engine.ran, 0).tokens[0].sum()) == 3 * PAGE + 1
-    finally:
-        engine.close()
+        engine.decode("a", steps=5, tolerance=None)
+        seen.append(engine.witness.of(0, engine.ran, 0).tokens.sum(1).tolist())
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("method", ["quest", "scout"])
+def test_a_promise_is_not_judged_by_requests_with_budgets_of_their_own(method: str) -> None:
+    keys = {
+        "sparse": "always", "method": method, "quality": {"min_mass": 0.5}, "metrics": {"sample_interval": 1},
+        "budget_tokens": 12 * PAGE, "frames_per_request": 28,
+    }  # fmt: skip
+    budgets = []
+    for own in (0, PAGE):
+        engine = Engine(config(**keys), spec(), num_pages=120)
+        for name in "ab":
+            engine.admit(name, 30 * PAGE)
+        engine.sequences["b"].budget = own
+        engine.decode("a", "b", steps=60, tolerance=None)
+        budgets.append(engine.runtime.gauges()["hybrid_quality_budget_tokens"])
+    assert budgets[0] == budgets[1]
+
+
+@pytest.mark.parametrize("method", ["quest", "scout"])
+def test_a_promise_is_kept_after_a_request_whose_logits_were_no_numbers(method: str) -> None:
+    keys = {"sparse": "always", "method": method, "quality": {"min_mass": 0.9}, "metrics": {"sample_interval": 1}}
+    engine = Engine(config(**keys), spec(), num_pages=120)
+    engine.admit("bad", 20 * PAGE)
+    for kv in engine.kv:
+        kv[engine.sequences["bad"].pages[3], :, 0, 0, 0] = float("inf")
+    with suppress(AssertionError):  # its answer is none
+        engine.step({"bad": 1}, tolerance=None)
+    engine.drop("bad")
+    engine.admit("a", 20 * PAGE)
+    engine.decode("a", steps=30, tolerance=None)
+    gauges = engine.runtime.gauges()
+    assert 0 < gauges["hybrid_quality_mass"] <= 1 and gauges["hybrid_quality_budget_tokens"] > 4 * PAGE
 
 
 @pytest.mark.parametrize("given", [0, -16, 1.5, True, "2048", [2048], float("nan"), float("inf")])

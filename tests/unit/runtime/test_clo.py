@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hybrid_backend.config import format_size
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.clo import Clo, persistent_heads, threshold
 from hybrid_backend.tiers.stream import head_pages
-from tests.support.harness import PAGE, Engine, config, decode_step, spec
+from tests.support.harness import PAGE, Engine, config, spec, watch
 
 LAYERS, KV_HEADS, HEADS, DIM = 3, 2, 4, 16
 LONG, CACHED, BUDGET = 12 * PAGE, 2, 4  # the budget holds one sink, one recent and two cached pages
@@ -24,10 +25,8 @@ EVERY = [f"{layer}:{head}" for layer in range(LAYERS) for head in range(KV_HEADS
 
 
 def engine(seed: int = 0, clo: dict[str, object] | None = None, long: int = LONG, **keys: object) -> Engine:
-    keys = {**keys}
     running = Engine(config(method="clo", clo=clo or {}, **keys), spec(layers=LAYERS), seed=seed, is_witnessed=True)
-    running.add("a", long)
-    running.prefill("a")
+    running.admit("a", long)
     return running
 
 
@@ -37,9 +36,7 @@ def method_of(running: Engine) -> Clo:
 
 
 def run(running: Engine, steps: int, noise: float = 0.0) -> list[Tensor]:
-    outs = [running.step({"a": 1}, lookahead_noise=noise, tolerance=None)["a"] for _ in range(steps)]
-    running.close()
-    return outs
+    return list(running.decode("a", steps=steps, noise=noise, tolerance=None))
 
 
 def heads_file(folder: Path, importance: float, similarity: float | None, **more: object) -> str:
@@ -81,29 +78,6 @@ def test_persistent_are_the_hardest_heads_that_cannot_be_loaded_in_time() -> Non
 # --- what is attended, loaded and counted ---
 
 
-@pytest.mark.parametrize("persistent", ["none", ["1:1", "2:0"], EVERY], ids=["none", "some", "all"])
-def test_every_row_attends_its_sinks_recent_and_cached_pages_exactly(persistent: object) -> None:
-    """The engine's witness checks each layer against fp64 attention over those pages; the context grows over pages."""
-    running = engine(clo={"persistent": persistent, "eta": 0.3})
-    run(running, 3 * PAGE, noise=0.5)
-    assert running.witness is not None and running.witness.sparse_rows == 3 * PAGE * LAYERS
-
-
-def test_what_fits_is_dense() -> None:
-    running = engine(long=2 * PAGE, frames_per_request=6)
-    for _ in range(3 * PAGE):  # up to five pages of six frames
-        running.step({"a": 1})
-    stats = running.runtime.stats
-    assert sum(layer.head_lookups for layer in stats.layers) == 0
-    running.close()
-
-
-def test_a_context_that_outgrows_its_frames_goes_on_sparse() -> None:
-    running = engine(long=4 * PAGE, frames_per_request=6)
-    run(running, 4 * PAGE)
-    assert running.witness is not None and 0 < running.witness.sparse_rows < 4 * PAGE * LAYERS
-
-
 def test_with_eta_one_every_step_attends_what_a_fresh_selection_would() -> None:
     """Against persistent heads, which select by the same (true) query in every step: first all, then one per layer."""
     for ahead, persistent in ((False, EVERY), (True, EVERY[::2])):
@@ -136,8 +110,7 @@ def test_copied_bytes_are_those_of_the_heads_that_missed(eta: float) -> None:
 def test_every_cached_page_is_its_host_page_bit_by_bit() -> None:
     running = engine(clo={"eta": 0.3, "persistent": "none"})
     method, tiers = method_of(running), running.runtime.tiers
-    running.add("b", LONG + 5)
-    running.prefill("b")
+    running.admit("b", LONG + 5)
     for _ in range(20):
         running.step({"b": 1, "a": 1}, lookahead_noise=0.5, tolerance=None)
         for name in ("a", "b"):
@@ -150,7 +123,6 @@ def test_every_cached_page_is_its_host_page_bit_by_bit() -> None:
                         assert 1 <= page < len(pages) - 1
                         frame = frames[request + (1 + i) * tiers.frames.requests, head]
                         assert torch.equal(frame, host[pages[page], head])
-    running.close()
 
 
 def test_persistent_heads_copy_nothing_and_their_stores_are_the_host_pool() -> None:
@@ -176,7 +148,6 @@ def test_pages_that_a_connector_wrote_reach_the_stores_of_persistent_heads() -> 
     stores = method_of(running)._persistent.stores
     assert torch.equal(stores[0][pages, 0], running.kv[0][pages, 1])
     assert torch.equal(stores[1][pages, 0], running.kv[1][pages, 0])
-    running.close()
 
 
 def test_the_first_layer_is_persistent_and_a_size_bounds_what_else_is(tmp_path: Path) -> None:
@@ -192,17 +163,14 @@ def test_the_first_layer_is_persistent_and_a_size_bounds_what_else_is(tmp_path: 
 
 def test_a_request_that_comes_after_an_aborted_one_finds_no_label_of_it() -> None:
     running = engine(clo={"eta": 1e-6, "persistent": "none"})
-    for _ in range(3):
-        running.step({"a": 1}, tolerance=None)
+    running.decode("a", steps=3, tolerance=None)
     index = running.runtime.tiers.frames.indices(["a"])[0]
     running.drop("a")
-    running.add("b", LONG)
-    running.prefill("b")
+    running.admit("b", LONG)
     before = [layer.head_hits for layer in running.runtime.stats.layers]
     running.step({"b": 1}, tolerance=None)
     assert running.runtime.tiers.frames.indices(["b"]) == [index]
     assert [layer.head_hits for layer in running.runtime.stats.layers] == before
-    running.close()
 
 
 def test_a_request_whose_prompt_is_computed_again_leaves_no_label() -> None:
@@ -212,7 +180,6 @@ def test_a_request_whose_prompt_is_computed_again_leaves_no_label() -> None:
     sequence.prompt = sequence.tokens + 3  # the engine goes on with a chunk, and never says that it took its KV away
     running.step({"a": 3})
     assert not method_of(running)._state.labels.any()
-    running.close()
 
 
 @pytest.mark.parametrize("pages", [5, 6, 7])
@@ -225,8 +192,7 @@ def test_exact_layers_attend_everything_whatever_fits_the_frames(pages: int) -> 
 def test_layers_with_a_sliding_window_have_a_pool_of_their_own() -> None:
     keys = config(method="clo", clo={"persistent": "none"})
     running = Engine(keys, spec(layers=3, windows=(32, None, None)), is_witnessed=True)
-    running.add("a", LONG)
-    running.prefill("a")
+    running.admit("a", LONG)
     run(running, 10)
     assert sorted(method_of(running)._row) == [1, 2]
 
@@ -242,23 +208,10 @@ def test_a_step_that_failed_half_way_leaves_no_label() -> None:
 def test_a_hit_selects_nothing() -> None:
     """Lists of heads that hit are padding to the operations that score and select."""
     running = engine(clo={"eta": 1e-6, "persistent": "none"}, lookahead={"enabled": False})
-    operations, scored = running.runtime.tiers.operations, list[int]()
-    step = decode_step(running)
-    del step
-
-    class Watched:
-        def __getattr__(self, name: str) -> object:
-            found = getattr(operations, name)
-            if name != "page_scores":
-                return found
-
-            def page_scores(q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, *rest: object) -> Tensor:
-                scored.append(int((num_pages > 0).sum()))
-                return found(q, digests, table, num_pages, *rest)
-
-            return page_scores
-
-    running.runtime.tiers.operations = Watched()  # type: ignore[assignment]
+    operations, scored = SimpleNamespace(**vars(running.runtime.tiers.operations)), list[int]()
+    running.runtime.tiers.operations = operations  # type: ignore[assignment]
+    watch(operations, "page_scores", before=lambda q, digests, table, num_pages, *_: scored.append(
+        int((num_pages > 0).sum())))  # fmt: skip
     method_of(running)._state.thresholds.fill_(-1.0)
     run(running, 3)
     assert scored == [KV_HEADS] * LAYERS + [0] * 2 * LAYERS

@@ -13,14 +13,13 @@ from torch import Tensor
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.headinfer import HeadInfer
-from hybrid_backend.step import Toolbox
 from hybrid_backend.tiers.sizes import staging_shape
 from hybrid_backend.tiers.stream import cut
-from tests.support.harness import PAGE, Engine, config, spec
+from tests.support.harness import PAGE, Engine, config, spec, watch
 
 
 def engine(layers: int = 3, **keys: object) -> Engine:
-    return Engine(config(method="headinfer", **{**keys}), spec(layers=layers))
+    return Engine(config(method="headinfer", **keys), spec(layers=layers))
 
 
 def headinfer(running: Engine) -> HeadInfer:
@@ -29,29 +28,11 @@ def headinfer(running: Engine) -> HeadInfer:
     return method
 
 
-@pytest.mark.parametrize("staging", [PAGE, 3 * PAGE, 64 * PAGE])
-@pytest.mark.parametrize("thresholds", [[10**6], [2 * PAGE, 4 * PAGE]])
-@pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_every_step_is_exact_whatever_the_buffers_hold(kernels: str, staging: int, thresholds: list[int]) -> None:
-    """Chunked prompts and decoding of two requests, down to buffers of one page."""
-    heads = {"group_thresholds": thresholds, "resident_heads": ["1:1", "2:1", "2:0"]}
-    running = engine(staging_tokens=staging, headinfer=heads, device_kernels=kernels)
-    running.add("a", 8 * PAGE + 3)
-    running.prefill("a", chunk=37)
-    running.add("b", 5)
-    running.step({"a": 1, "b": 5})
-    for _ in range(20):
-        running.step({"b": 1, "a": 1})
-    assert running.runtime.stats.cpu_ratio() == 0
-    running.close()
-
-
 def test_the_device_holds_two_groups_of_heads_and_nothing_else() -> None:
     tokens = 5 * PAGE
     running = engine(staging_tokens=tokens, headinfer={"group_thresholds": [tokens]})
     m, method = running.model, headinfer(running)
-    running.add("a", 2 * tokens - 1)
-    running.prefill("a", chunk=50)
+    running.admit("a", 2 * tokens - 1, chunk=50)
     running.step({"a": 1})
     context = running.sequences["a"].tokens - 1
     group = m.num_kv_heads // method.groups(context)
@@ -59,7 +40,6 @@ def test_the_device_holds_two_groups_of_heads_and_nothing_else() -> None:
     # 2 x group size x tokens x head_dim x 2 x element size, beside what every decode step keeps: its inputs
     held = running.runtime.gauges()["hybrid_device_bytes"] - running.runtime.executor.device_bytes
     assert held == 2 * group * (2 * tokens) * m.head_dim * 2 * 4
-    running.close()
 
 
 def test_the_papers_table_llama_3_8b_at_one_million_tokens() -> None:
@@ -74,7 +54,6 @@ def test_groups_double_beyond_each_threshold() -> None:
     running = engine()
     method = headinfer(running)
     assert [method.groups(n) for n in (1, 500_000, 500_001, 1_000_000, 2_000_000, 4_000_000)] == [1, 1, 2, 2, 4, 8]
-    running.close()
 
 
 @pytest.mark.parametrize("staging", [2 * PAGE, 64 * PAGE], ids=["many pieces", "one piece"])
@@ -84,27 +63,21 @@ def test_the_next_layers_first_piece_is_fetched_while_this_layer_is_attended(
     """Not beside a prompt, whose chunks pass through the same buffers before the next layer decodes; nothing is fetched
     twice."""
     running = engine(staging_tokens=staging)
-    running.add("a", 8 * PAGE)
-    running.prefill("a")
+    running.admit("a", 8 * PAGE)
     running.add("b", 2 * PAGE)
     running.step({"b": PAGE})
-    copy_pages, attend = running.runtime.tiers.operations.copy_pages, running.runtime.method.attend
     fetched: list[tuple[int, int]] = []  # layer, and how many layers were attended before
-    attended = [0]
+    attended: list[int] = []
 
-    def log_copy(host: Tensor, *args: Tensor, **more: Tensor) -> None:
+    def note(host: Tensor, *_: Tensor, **__: Tensor) -> None:
         layer = next(i for i, kv in enumerate(running.kv) if kv.data_ptr() == host.data_ptr())
         if host.shape[3] == PAGE:  # a prompt's copies are of K or V
-            fetched.append((layer, attended[0]))
-        copy_pages(host, *args, **more)
+            fetched.append((layer, len(attended)))
 
-    def log_attend(step: Toolbox, layer: int, q: Tensor) -> Tensor:
-        out = attend(step, layer, q)
-        attended[0] += 1
-        return out
-
-    monkeypatch.setattr(running.runtime.tiers.operations, "copy_pages", log_copy)
-    monkeypatch.setattr(running.runtime.method, "attend", log_attend)
+    operations = running.runtime.tiers.operations
+    monkeypatch.setattr(operations, "copy_pages", operations.copy_pages)  # whatever watches it goes with the test
+    watch(operations, "copy_pages", before=note)
+    watch(running.runtime.method, "attend", after=lambda out, step, layer, q: attended.append(layer))
     running.step({"a": 1})
     firsts = [min(before for each, before in fetched if each == layer) for layer in range(3)]
     assert firsts == [0, 0, 1], "layer l's first copy starts before layer l-1 is done"
@@ -112,15 +85,13 @@ def test_the_next_layers_first_piece_is_fetched_while_this_layer_is_attended(
     assert alone == 3 * (1 if staging > 8 * PAGE else 4)
     running.step({"a": 1, "b": PAGE})
     assert [(layer, before - 3) for layer, before in fetched[alone:]] == [(x, x) for x, _ in fetched[:alone]]
-    running.close()
 
 
 def test_resident_heads_never_cross_the_bus_and_count_as_device_memory() -> None:
     plain, resident = (engine(headinfer={"resident_heads": heads}) for heads in ([], ["0:0", "0:1", "1:1"]))
     copied = []
     for running in (plain, resident):
-        running.add("a", 6 * PAGE)
-        running.prefill("a")
+        running.admit("a", 6 * PAGE)
         before = running.runtime.tiers.copied_bytes
         running.step({"a": 1})
         copied.append(running.runtime.tiers.copied_bytes - before)
@@ -131,8 +102,6 @@ def test_resident_heads_never_cross_the_bus_and_count_as_device_memory() -> None
     store = headinfer(resident)._stores[1]
     for page in resident.sequences["a"].pages[:-1]:
         assert torch.equal(store[page, 0], resident.kv[1][page, 1])
-    for running in (plain, resident):
-        running.close()
 
 
 @pytest.mark.parametrize(("sinks", "recent"), [(1, 1), (2, 2), (0, 3)])
@@ -147,14 +116,8 @@ def test_streaming_heads_attend_sinks_and_recent_pages_only(sinks: int, recent: 
     for name in names:
         running.prefill(name)
     method, seen = headinfer(running), []
-    attend, before = method.attend, running.runtime.tiers.copied_bytes
-
-    def log_attend(step: Toolbox, layer: int, q: Tensor) -> Tensor:
-        out = attend(step, layer, q)
-        seen.append((q.double(), out.double()))
-        return out
-
-    method.attend = log_attend  # type: ignore[method-assign]
+    before = running.runtime.tiers.copied_bytes
+    watch(method, "attend", after=lambda out, step, layer, q: seen.append((q.double(), out.double())))
     tokens_attended = pages_attended = copied = 0
     for step in range(8):
         running.step(dict.fromkeys(names, 1), tolerance=None)
@@ -177,7 +140,6 @@ def test_streaming_heads_attend_sinks_and_recent_pages_only(sinks: int, recent: 
     page_of_a_head = running.model.page_bytes(PAGE) // 2
     moved = running.runtime.gauges()["hybrid_copied_bytes"] - before
     assert moved == copied * page_of_a_head
-    running.close()
 
 
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=7), capacity=st.integers(1, 8), spare=st.integers(0, 20))
@@ -208,9 +170,7 @@ def test_a_step_that_died_half_way_leaves_nothing_in_the_buffers() -> None:
     running.runtime.forward(0, step, q, kv, kv, torch.empty_like(q))
     running.runtime.abandon(step)
     running.step({"b": 3 * PAGE})
-    for _ in range(2):
-        running.step({"a": 1})
-    running.close()
+    running.decode("a", steps=2)
 
 
 def test_a_head_that_the_model_lacks_is_refused() -> None:

@@ -29,8 +29,6 @@ def kernel(request: pytest.FixtureRequest) -> str:
 def engines() -> Iterator[list[Engine]]:
     made: list[Engine] = []
     yield made
-    for engine in made:
-        engine.close()
 
 
 def engine(kernel: str, windows: tuple[int | None, ...], engines: list[Engine]) -> Engine:
@@ -44,8 +42,7 @@ def test_rows_of_unlike_length_are_exact_at_every_place_of_the_window(kernel: st
     """Windows that begin in the middle of a page, at its edge, or before the sequence; one of a single token."""
     e = engine(kernel, (None, 24, 2 * PAGE, 1, 1000), engines)
     for name, prompt in {"a": 1, "b": PAGE, "c": 3 * PAGE + 5, "d": 150}.items():
-        e.add(name, prompt)
-        e.prefill(name)
+        e.admit(name, prompt)
     for _ in range(PAGE + 2):  # every offset of a page comes by; `step` compares all layers with fp64
         e.step(dict.fromkeys("abcd", 1))
     e.add("late", 40)
@@ -110,8 +107,7 @@ def operations(e: Engine, names: str) -> int:
 def test_a_decode_step_of_a_local_layer_does_nothing_row_by_row(kernel: str, engines: list[Engine]) -> None:
     e = engine(kernel, (None, 24), engines)
     for name in "abcdefgh":
-        e.add(name, 20 + ord(name) % 7)
-        e.prefill(name)
+        e.admit(name, 20 + ord(name) % 7)
     assert operations(e, "abcdefgh") <= operations(e, "ab")
 
 
@@ -122,8 +118,7 @@ def test_a_decode_step_of_local_layers_is_one_native_call_per_layer(
     """Append included: between them torch does nothing."""
     e = engine("native", (None, 24, 24, 40), engines)
     for name in "abcde":
-        e.add(name, 30)
-        e.prefill(name)
+        e.admit(name, 30)
     real, calls = cpu.Decoder.layer, []
 
     def counted(self: cpu.Decoder, index: int, *args: Any, **keys: Any) -> None:

@@ -36,7 +36,7 @@ KERNELS: dict[str, object] = {"device_kernels": "triton"}
 PATHS: dict[str, dict[str, object]] = {
     "quest": {"method": "quest"},
     "native": {},
-    "torch": {**TORCH},
+    "torch": TORCH,
 }
 MORE: dict[str, dict[str, object]] = {
     "as is": {},
@@ -157,16 +157,13 @@ class Watched(Engine):
 def run(settings: HybridConfig, device: torch.device) -> Watched:
     """A request in chunks grows out of its frames beside short ones, which come and go; pages are recalled."""
     made = Watched(settings, spec(LAYERS), num_pages=64, max_requests=3, device=device)
-    made.add("a", FRAMES * PAGE - 1)
-    made.prefill("a", CHUNK)
-    made.add("b", 2 * PAGE + 3)
-    made.prefill("b")
+    made.admit("a", FRAMES * PAGE - 1, chunk=CHUNK)
+    made.admit("b", 2 * PAGE + 3)
     for step in range(STEPS):
         if step == STEPS // 2:
             made.drop("b")
             made.held = {key: pages for key, pages in made.held.items() if key[0] != "b"}
-            made.add("c", PAGE)
-            made.prefill("c")
+            made.admit("c", PAGE)
         made.step(
             dict.fromkeys(["a", "b"] if step < STEPS // 2 else ["c", "a"], 1), lookahead_noise=0.3, tolerance=None
         )
@@ -187,10 +184,7 @@ def check_figures(keys: dict[str, object], ahead: bool, device: torch.device | N
     settings = config(**BASE | keys | {"lookahead": {"enabled": ahead}})
     began = time.perf_counter()
     made = run(settings, device or torch.device("cpu"))
-    try:
-        check(made, elapsed=time.perf_counter() - began)
-    finally:
-        made.close()
+    check(made, elapsed=time.perf_counter() - began)
 
 
 def check(made: Watched, elapsed: float) -> None:
@@ -262,15 +256,11 @@ def test_before_anything_is_decoded_nothing_is_said_of_residency(path: str) -> N
     """No ratio of 1.0 that nobody measured; of every layer there is the count of attended tokens, which is 0."""
     keys = BASE | (KERNELS if path == "kernels" else PATHS[path])
     made, registry = Engine(config(**keys), spec(LAYERS)), CollectorRegistry()
-    try:
-        made.add("a", 3 * PAGE)
-        made.prefill("a")
-        Publisher(made.runtime.stats, made.runtime.gauges, 0, registry).publish(force=True)
-        for layer in range(LAYERS):
-            assert value(registry, "hybrid_resident_hit_ratio", layer) is None
-            assert value(registry, "hybrid_selected_tokens_total", layer) == 0
-    finally:
-        made.close()
+    made.admit("a", 3 * PAGE)
+    Publisher(made.runtime.stats, made.runtime.gauges, 0, registry).publish(force=True)
+    for layer in range(LAYERS):
+        assert value(registry, "hybrid_resident_hit_ratio", layer) is None
+        assert value(registry, "hybrid_selected_tokens_total", layer) == 0
 
 
 WHOLE: dict[str, dict[str, object]] = {
@@ -287,43 +277,35 @@ WHOLE: dict[str, dict[str, object]] = {
 def test_methods_without_frames_attend_whole_contexts_where_they_lie(name: str) -> None:
     """Where the device tier is the host pool every page is there; where it is not, what streams is not."""
     made = Engine(config(**WHOLE[name]), spec(2), num_pages=64)
-    try:
-        made.add("a", 3 * PAGE + 5)
-        made.add("b", PAGE)
-        for request in ("a", "b"):
-            made.prefill(request)
-        lengths = [(3 * PAGE + 5 + step, PAGE + step) for step in range(3)]
-        for _ in lengths:
-            made.step({"a": 1, "b": 1})
-        tokens = sum(before + 1 for step in lengths for before in step)
-        pages = sum(before // PAGE + 1 for step in lengths for before in step)
-        whole = sum(before // PAGE for step in lengths for before in step)  # the last page is attended where it lies
-        share = {"headinfer": 1.0, "headinfer, a head of four stays": 0.5}.get(name, 0.0)
-        for entry in made.runtime.stats.layers:
-            assert (entry.selected_tokens, entry.cpu_tokens) == (tokens, 0)
-            assert (entry.resident_lookups, entry.resident_hits) == (pages, (1 - share) * pages)
-            assert (entry.recalled_pages, entry.wait_seconds, entry.lead_seconds) == (0, 0, 0)
-        copied = made.runtime.gauges()["hybrid_copied_bytes"]
-        assert copied == share * whole * made.model.num_layers * made.model.page_bytes(PAGE)
-    finally:
-        made.close()
+    made.add("a", 3 * PAGE + 5)
+    made.add("b", PAGE)
+    for request in ("a", "b"):
+        made.prefill(request)
+    lengths = [(3 * PAGE + 5 + step, PAGE + step) for step in range(3)]
+    for _ in lengths:
+        made.step({"a": 1, "b": 1})
+    tokens = sum(before + 1 for step in lengths for before in step)
+    pages = sum(before // PAGE + 1 for step in lengths for before in step)
+    whole = sum(before // PAGE for step in lengths for before in step)  # the last page is attended where it lies
+    share = {"headinfer": 1.0, "headinfer, a head of four stays": 0.5}.get(name, 0.0)
+    for entry in made.runtime.stats.layers:
+        assert (entry.selected_tokens, entry.cpu_tokens) == (tokens, 0)
+        assert (entry.resident_lookups, entry.resident_hits) == (pages, (1 - share) * pages)
+        assert (entry.recalled_pages, entry.wait_seconds, entry.lead_seconds) == (0, 0, 0)
+    copied = made.runtime.gauges()["hybrid_copied_bytes"]
+    assert copied == share * whole * made.model.num_layers * made.model.page_bytes(PAGE)
 
 
 def test_hgca_counts_tokens_and_looks_no_page_up() -> None:
     """What its heads keep lies in no page. Its CPU is asked when its device begins, and its pages are copied once."""
     ring = 2
     made = Engine(config(method="hgca", sparse="never", hgca={"window_tokens": ring * PAGE}), spec(2))
-    try:
-        made.add("a", 4 * PAGE)
-        made.prefill("a")
-        for _ in range(3):
-            made.step({"a": 1})
-        for entry in made.runtime.stats.layers:
-            assert entry.selected_tokens == sum(4 * PAGE + step for step in (1, 2, 3))
-            assert entry.cpu_tokens == 3 * (5 - ring - made.cfg.sinks) * PAGE
-            assert entry.resident_lookups == entry.resident_hits == entry.recalled_pages == entry.mass_samples == 0
-            assert entry.wait_seconds > 0 and entry.lead_seconds > 0
-        copied = (ring + made.cfg.sinks) * 2 * made.model.page_bytes(PAGE)
-        assert made.runtime.gauges()["hybrid_copied_bytes"] == copied
-    finally:
-        made.close()
+    made.admit("a", 4 * PAGE)
+    made.decode("a", steps=3)
+    for entry in made.runtime.stats.layers:
+        assert entry.selected_tokens == sum(4 * PAGE + step for step in (1, 2, 3))
+        assert entry.cpu_tokens == 3 * (5 - ring - made.cfg.sinks) * PAGE
+        assert entry.resident_lookups == entry.resident_hits == entry.recalled_pages == entry.mass_samples == 0
+        assert entry.wait_seconds > 0 and entry.lead_seconds > 0
+    copied = (ring + made.cfg.sinks) * 2 * made.model.page_bytes(PAGE)
+    assert made.runtime.gauges()["hybrid_copied_bytes"] == copied

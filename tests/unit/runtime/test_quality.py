@@ -1,4 +1,4 @@
-"""`quality.min_mass`: the budget follows the sampled attention mass (`execution.quality`)."""
+"""`quality.min_mass`: the budget follows the sampled attention mass (`step.quality`)."""
 
 from __future__ import annotations
 
@@ -108,29 +108,25 @@ def test_a_running_request_comes_to_attend_what_the_promise_needs(method: str) -
     promise = {"min_mass": 0.9, "max_kl": 0.02}
     keys = {"sparse": "always", "method": method, "quality": promise, "metrics": {"sample_interval": 1}}
     engine = Engine(config(**keys), spec(), num_pages=80, is_witnessed=True)
-    try:
-        engine.add("a", 30 * PAGE)
-        engine.prefill("a")
-        seen, masses = [], []
-        for _ in range(25):
-            engine.step({"a": 1}, tolerance=None)
-            gauges = engine.runtime.gauges()
-            assert gauges["hybrid_quality_max_kl"] == 0.02
-            seen.append(gauges["hybrid_quality_budget_tokens"])
-            masses.append(gauges["hybrid_quality_mass"])
-        assert seen[0] == 4 * PAGE and masses[1] < 0.9
-        # Frames hold seven pages, and then everything is attended; in place the budget grows to all pages. From time to
-        # time less is tried.
-        assert math.isinf(max(seen)) == (method == "scout") and max(seen) >= 30 * PAGE
-        has, had = seen[-1], seen[-2]
-        for _ in range(25):
-            if has >= 40 * PAGE and (has > had or math.isinf(has)):  # it has just grown: less is not tried yet
-                break
-            engine.step({"a": 1}, tolerance=None)
-            has, had = engine.runtime.gauges()["hybrid_quality_budget_tokens"], has
-        engine.step({"a": 1}, tolerance=1e-4)  # as dense attention
-    finally:
-        engine.close()
+    engine.admit("a", 30 * PAGE)
+    seen, masses = [], []
+    for _ in range(25):
+        engine.step({"a": 1}, tolerance=None)
+        gauges = engine.runtime.gauges()
+        assert gauges["hybrid_quality_max_kl"] == 0.02
+        seen.append(gauges["hybrid_quality_budget_tokens"])
+        masses.append(gauges["hybrid_quality_mass"])
+    assert seen[0] == 4 * PAGE and masses[1] < 0.9
+    # Frames hold seven pages, and then everything is attended; in place the budget grows to all pages. From time to
+    # time less is tried.
+    assert math.isinf(max(seen)) == (method == "scout") and max(seen) >= 30 * PAGE
+    has, had = seen[-1], seen[-2]
+    for _ in range(25):
+        if has >= 40 * PAGE and (has > had or math.isinf(has)):  # it has just grown: less is not tried yet
+            break
+        engine.step({"a": 1}, tolerance=None)
+        has, had = engine.runtime.gauges()["hybrid_quality_budget_tokens"], has
+    engine.step({"a": 1}, tolerance=1e-4)  # as dense attention
 
 
 def test_a_budget_falls_again_where_rows_attend_all_of_their_pages() -> None:

@@ -1,4 +1,4 @@
-"""Samples that a device hands over (`execution.samples`): its kernels run under Triton's interpreter, or on a GPU."""
+"""Samples that a device hands over (`step.samples`): its kernels run under Triton's interpreter, or on a GPU."""
 
 from __future__ import annotations
 
@@ -39,17 +39,13 @@ def made(kernels: str, captured: bool = False, **keys: object) -> Engine:
 def engine() -> Iterator[Engine]:
     """One request that leaves pages out has decoded a token, of which nothing is counted yet."""
     found = made("triton")
-    try:
-        begin(found)
-        found.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
-        yield found
-    finally:
-        found.close()
+    begin(found)
+    found.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
+    yield found
 
 
 def begin(engine: Engine) -> None:
-    engine.add("a", 8 * PAGE)
-    engine.prefill("a")
+    engine.admit("a", 8 * PAGE)
 
 
 def counted(engine: Engine) -> tuple[int, int]:
@@ -73,61 +69,46 @@ def test_what_is_sampled_is_what_the_host_samples(keys: dict[str, object], captu
     """Of a row that leaves pages out beside one that does not, and then of two in turn; the device's rows are padded
     where its step is a graph's."""
     engines = made("native", **keys), made("triton", captured, **keys)
-    try:
-        for each in engines:
-            begin(each)
-            each.add("b", 6 * PAGE - 1)
-            each.prefill("b")
-            for names in ("ba", "ab", "ba"):
-                each.step(dict.fromkeys(names, 1), lookahead_noise=0.3, tolerance=None)
-            decode_step(each).samples.finish()
-        assert isinstance(decode_step(engines[0]).samples, HostSamples)
-        assert isinstance(decode_step(engines[1]).samples, BoxSamples)
-        here, there = (each.runtime.stats.layers for each in engines)
-        looks_ahead = "lookahead" not in keys
-        assert (here[1].mass_samples, here[1].cosine_samples) == (3, 3 * looks_ahead)
-        assert 0 < here[1].mass_sum < 3
-        for mine, layer in zip(here, there, strict=True):
-            assert (mine.mass_samples, mine.cosine_samples) == (layer.mass_samples, layer.cosine_samples)
-            assert mine.mass_sum == pytest.approx(layer.mass_sum, abs=1e-4)
-            assert mine.cosine_sum == pytest.approx(layer.cosine_sum, abs=1e-4)
-    finally:
-        for each in engines:
-            each.close()
+    for each in engines:
+        begin(each)
+        each.admit("b", 6 * PAGE - 1)
+        for names in ("ba", "ab", "ba"):
+            each.step(dict.fromkeys(names, 1), lookahead_noise=0.3, tolerance=None)
+        decode_step(each).samples.finish()
+    assert isinstance(decode_step(engines[0]).samples, HostSamples)
+    assert isinstance(decode_step(engines[1]).samples, BoxSamples)
+    here, there = (each.runtime.stats.layers for each in engines)
+    looks_ahead = "lookahead" not in keys
+    assert (here[1].mass_samples, here[1].cosine_samples) == (3, 3 * looks_ahead)
+    assert 0 < here[1].mass_sum < 3
+    for mine, layer in zip(here, there, strict=True):
+        assert (mine.mass_samples, mine.cosine_samples) == (layer.mass_samples, layer.cosine_samples)
+        assert mine.mass_sum == pytest.approx(layer.mass_sum, abs=1e-4)
+        assert mine.cosine_sum == pytest.approx(layer.cosine_sum, abs=1e-4)
 
 
 def test_rows_that_fit_have_cosines_and_no_mass() -> None:
     found = made("triton")
-    try:
-        found.add("a", 2 * PAGE)
-        found.prefill("a")
-        found.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
-        assert counted(found) == (0, 1)
-    finally:
-        found.close()
+    found.admit("a", 2 * PAGE)
+    found.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
+    assert counted(found) == (0, 1)
 
 
 def test_most_layers_and_steps_are_not_sampled() -> None:
     found = made("triton", metrics={"sample_interval": 4})
-    try:
-        begin(found)
-        step = decode_step(found)
-        wanted = []
-        for _ in range(5):
-            found.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
-            wanted.append(step.buffers.inputs.sampled.tolist())
-        assert wanted == [[0, int((found.ran.number - 4 + i + 1) % 4 == 0)] for i in range(5)]
-        assert counted(found) == (sum(row[1] for row in wanted),) * 2
-    finally:
-        found.close()
+    begin(found)
+    step = decode_step(found)
+    wanted = []
+    for _ in range(5):
+        found.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
+        wanted.append(step.buffers.inputs.sampled.tolist())
+    assert wanted == [[0, int((found.ran.number - 4 + i + 1) % 4 == 0)] for i in range(5)]
+    assert counted(found) == (sum(row[1] for row in wanted),) * 2
 
 
 def test_where_nothing_is_sampled_nothing_is_launched_and_no_box_is_made() -> None:
     found = made("triton", metrics={"sample_interval": 0})
-    try:
-        assert isinstance(decode_step(found).samples, HostSamples)
-    finally:
-        found.close()
+    assert isinstance(decode_step(found).samples, HostSamples)
 
 
 @pytest.mark.parametrize("returns", ["gone", "preempted"])
@@ -203,25 +184,20 @@ def test_a_promise_is_kept_by_a_budget_that_grows_and_then_by_everything(capture
     is dense attention's."""
     promise = {"quality": {"min_mass": 0.9}, "sparse": "always", "exact_layers": [], "frames_per_request": 7}
     found = made("triton", captured, **promise)
-    try:
-        found.add("a", 13 * PAGE + 2)
-        found.prefill("a")
-        seen: list[float] = []
-        while not seen or seen[-1] != float("inf"):
-            found.step({"a": 1}, tolerance=None)
-            decode_step(found).samples.finish()
-            seen.append(found.runtime.gauges()["hybrid_quality_budget_tokens"])
-            assert len(seen) < 8
-        assert seen[0] == 4 * PAGE and set(seen[1:-1]) == {7 * PAGE}
-        attended = [layer.selected_tokens for layer in found.runtime.stats.layers]
-        for _ in range(2):
-            found.step({"a": 1})
-        tokens = found.sequences["a"].tokens
-        after = [layer.selected_tokens for layer in found.runtime.stats.layers]
-        assert [new - old for old, new in zip(attended, after, strict=True)] == [tokens + tokens - 1] * LAYERS
-        assert found.runtime.gauges()["hybrid_quality_mass"] < 0.9
-    finally:
-        found.close()
+    found.admit("a", 13 * PAGE + 2)
+    seen: list[float] = []
+    while not seen or seen[-1] != float("inf"):
+        found.step({"a": 1}, tolerance=None)
+        decode_step(found).samples.finish()
+        seen.append(found.runtime.gauges()["hybrid_quality_budget_tokens"])
+        assert len(seen) < 8
+    assert seen[0] == 4 * PAGE and set(seen[1:-1]) == {7 * PAGE}
+    attended = [layer.selected_tokens for layer in found.runtime.stats.layers]
+    found.decode("a", steps=2)
+    tokens = found.sequences["a"].tokens
+    after = [layer.selected_tokens for layer in found.runtime.stats.layers]
+    assert [new - old for old, new in zip(attended, after, strict=True)] == [tokens + tokens - 1] * LAYERS
+    assert found.runtime.gauges()["hybrid_quality_mass"] < 0.9
 
 
 def test_samples_of_an_earlier_budget_do_not_judge_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +217,6 @@ def test_samples_of_an_earlier_budget_do_not_judge_the_new_one(monkeypatch: pyte
         assert counted(found)[0] == 2, "that of the second step, and the one that was made up"
     finally:
         goes_on.set()
-        found.close()
 
 
 def test_a_gpu_serves_a_promise() -> None:

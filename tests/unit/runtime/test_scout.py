@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import threading
@@ -12,79 +11,46 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybrid_backend.attention.partial import PageList, Partial, empty_partial, paged_partial
+from hybrid_backend.attention.partial import paged_partial
 from hybrid_backend.kernels import reference
 from hybrid_backend.step.cpu_attention import PoolCpuAttention
 from hybrid_backend.step.driver import StepDriver
 from hybrid_backend.workers.pool import TorchPool
-from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
+from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec, watch
 
 LONG = 12 * PAGE
 CPUS = sorted(os.sched_getaffinity(0))
 
 
-def long_context(engine: Engine, name: str = "a") -> None:
-    engine.add(name, LONG)
-    engine.prefill(name)
-
-
 def test_cpu_partials_start_a_layer_before_they_are_merged() -> None:
     """Layer l's job is submitted at layer l-1's input: by the time that layer l needs it, layer l-1 has run."""
     engine = Engine(config(recall={"enabled": False}), spec(layers=4))
-    long_context(engine)
+    engine.admit("a", LONG)
     engine.step({"a": 1}, tolerance=None)
     partials, method, events = decode_step(engine).cpu_attention, engine.runtime.method, []
     assert isinstance(partials, PoolCpuAttention)
-    ask, attend = partials.ask, method.attend
 
-    def log_ask(layer, q, pages, counts, in_mailbox=False):  # type: ignore[no-untyped-def]
-        if counts.max() > 0:
+    def note(layer: int, q: torch.Tensor, pages: object, counts: torch.Tensor, in_mailbox: bool = False) -> None:
+        if counts.max() > 0:  # else no job is submitted
             events.append(("submit", layer))
-        ask(layer, q, pages, counts, in_mailbox)
 
-    def log_attend(step, layer, q):  # type: ignore[no-untyped-def]
-        events.append(("attend", layer))
-        return attend(step, layer, q)
-
-    partials.ask, method.attend = log_ask, log_attend  # type: ignore[method-assign]
-    for _ in range(40):
-        engine.step({"a": 1}, lookahead_noise=0.5, tolerance=None)
+    watch(partials, "ask", before=note)
+    watch(method, "attend", before=lambda step, layer, q: events.append(("attend", layer)))
+    engine.decode("a", steps=40, noise=0.5, tolerance=None)
     ahead = [layer for what, layer in events if what == "submit" and layer > 0]
     assert len(ahead) > 20, "a moving query must miss pages"
-    for now, after in itertools.pairwise(events):
-        if now[0] == "submit" and now[1] > 0:
-            assert after == ("attend", now[1] - 1), "a layer's job starts before the layer before it attends"
-    engine.close()
-
-
-def test_workers_run_at_the_same_time_as_the_caller() -> None:
-    """A slow job does not hold up the submission; several jobs sleep side by side."""
-
-    def slow(q, layer, pages, scale):  # type: ignore[no-untyped-def]
-        time.sleep(0.3)
-        return empty_partial(q)
-
-    pool = TorchPool(4, CPUS, slow)
-    started = time.perf_counter()
-    ticket = pool.submit(torch.zeros(4, 2, 8), torch.zeros(1), _lists(4), 1.0, "test")
-    assert time.perf_counter() - started < 0.2, "a submission returns at once"
-    ticket.wait(5)
-    assert time.perf_counter() - started < 0.9, "four jobs of 0.3 s took more than one after another would half take"
-    pool.close()
-
-
-def _lists(rows: int) -> PageList:
-    return PageList(torch.zeros(rows, 1, 1, dtype=torch.int64), torch.ones(rows, 1, 1, dtype=torch.int64))
+    for (what, layer), following in itertools.pairwise(events):
+        if what == "submit" and layer > 0:
+            assert following == ("attend", layer - 1), "a layer's job starts before the layer before it attends"
 
 
 def test_removing_the_cpu_partials_changes_the_output() -> None:
     engine = Engine(config(recall={"enabled": False}, sparse="never", frames_per_request=5), spec())
-    long_context(engine)
+    engine.admit("a", LONG)
     engine.step({"a": 1})  # with them: dense
     decode_step(engine).toolbox.take_cpu = lambda layer, rows: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="is off by"):
         engine.step({"a": 1})
-    engine.close()
 
 
 @pytest.mark.parametrize("query", ["predicted", "real"])
@@ -94,82 +60,57 @@ def test_a_layer_that_is_not_to_be_predicted_selects_by_its_own_query(query: str
     outputs = []
     for noise in (0.0, 3.0):
         engine = Engine(config(lookahead=ahead, recall={"intervals": 2}), spec(layers=3), seed=5)
-        long_context(engine)
-        method, asked, seen = engine.runtime.method, set[int](), dict[int, list[torch.Tensor]]()
-        lookahead, attend = method.lookahead, method.attend
-
-        def log_lookahead(step, layer, q, lookahead=lookahead, asked=asked):  # type: ignore[no-untyped-def]
-            asked.add(layer)
-            lookahead(step, layer, q)
-
-        def log_attend(step, layer, q, attend=attend, seen=seen):  # type: ignore[no-untyped-def]
-            seen.setdefault(layer, []).append(attend(step, layer, q).clone())
-            return seen[layer][-1]
-
-        method.lookahead, method.attend = log_lookahead, log_attend  # type: ignore[method-assign]
-        for _ in range(8):
-            engine.step({"a": 1}, lookahead_noise=noise, tolerance=None)
-        assert asked == {2} and engine.runtime.stats.cpu_ratio() > 0.02
-        outputs.append({layer: torch.stack(out) for layer, out in seen.items()})
-        engine.close()
+        engine.admit("a", LONG)
+        predicted, attended = list[int](), list[torch.Tensor]()
+        watch(engine.runtime.method, "lookahead", before=lambda step, layer, q, log=predicted: log.append(layer))
+        watch(engine.runtime.method, "attend", after=lambda out, *_, log=attended: log.append(out.clone()))
+        engine.decode("a", steps=8, noise=noise, tolerance=None)
+        assert set(predicted) == {2} and engine.runtime.stats.cpu_ratio() > 0.02
+        outputs.append(torch.stack(attended).unflatten(0, (8, 3)))
     exact, guessed = outputs
-    torch.testing.assert_close(guessed[1], exact[1], atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(guessed[2], exact[2], atol=1e-3), "the others do follow the prediction"
+    torch.testing.assert_close(guessed[:, 1], exact[:, 1], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(guessed[:, 2], exact[:, 2], atol=1e-3), "other layers follow the prediction"
 
 
-def test_a_sparse_step_attends_exactly_the_selected_pages() -> None:
-    """With a perfect prediction the output is the oracle's attention over the pages that Quest selects."""
+def test_a_sparse_step_selects_the_pages_of_quest() -> None:
+    """With a perfect prediction. That these pages are attended is what a witnessed engine checks."""
     quest = {"granularity": "layer", "aggregate": "sum", "bound": 1, "digest": "minmax"}
     cfg = config(recall={"intervals": 2}, selection=quest)
-    engine = Engine(cfg, spec(layers=2))
-    long_context(engine)
-    step, method, seen = decode_step(engine).toolbox, engine.runtime.method, {}
-    attend = method.attend
-
-    def log_attend(_, layer, q):  # type: ignore[no-untyped-def]
-        out, chosen = attend(step, layer, q), step.selection(layer)
-        seen[layer] = (q, out, chosen.pages[0, 0, : chosen.pages_listed[0, 0]].long())
-        return out
-
-    method.attend = log_attend  # type: ignore[method-assign]
+    engine = Engine(cfg, spec(layers=2), is_witnessed=True)
+    engine.admit("a", LONG)
+    assert engine.witness is not None
+    queries = dict[int, torch.Tensor]()
+    watch(engine.runtime.method, "attend", before=lambda step, layer, q: queries.update({layer: q[0]}))
     for _ in range(20):
         engine.step({"a": 1}, tolerance=None)
-        rows = engine.ran.decode
-        assert rows is not None
-        for layer, (q, out, selected) in seen.items():
+        pages = engine.sequences["a"].pages
+        for layer, q in queries.items():
+            chosen = engine.witness._selected[layer]
+            selected = chosen.pages[0, 0, : chosen.pages_listed[0, 0]].tolist()
             assert len(selected) == cfg.budget_pages
-            tail = int(rows.seq_lens[0] - (rows.num_pages[0] - 1) * PAGE)
-            valid = torch.where(selected == rows.num_pages[0] - 1, tail, PAGE)[None, None]
-            pages = rows.page_table[0][selected][None, None]
-            expected, _ = reference.paged_attention(q, engine.kv[layer], pages, valid, engine.model.scale)
-            torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-            digests = torch.stack([reference.digest(engine.kv[layer][p], PAGE) for p in rows.page_table[0][:-1]])
-            scores = reference.digest_scores(q[0], digests).sum(0)
-            free = [j for j in range(1, len(scores)) if j < int(rows.num_pages[0]) - cfg.recent]
-            best = sorted(free, key=lambda j: -float(scores[j]))[: cfg.budget_pages - cfg.sinks - cfg.recent]
-            assert set(best) <= set(selected.tolist())
-    engine.close()
+            digests = torch.stack([reference.digest(engine.kv[layer][page], PAGE) for page in pages[:-1]])
+            scores = reference.digest_scores(q, digests).sum(0)
+            free = sorted(range(cfg.sinks, len(pages) - cfg.recent), key=lambda page: -float(scores[page]))
+            assert set(free[: cfg.budget_pages - cfg.sinks - cfg.recent]) <= set(selected)
 
 
 def drifting(engine: Engine, steps: int) -> float:
-    """Decode with queries that change slowly, as a real model's do; the share of tokens that the CPU attended."""
+    """Decode with queries that change slowly, as a real model's do. Returns the CPU's share of the attended tokens."""
     m = engine.model
     base = torch.randn(m.num_layers, 1, m.num_heads, m.head_dim, generator=engine.rng)
     normal = torch.randn
 
-    def slow_queries(*size, generator=None):  # type: ignore[no-untyped-def]
+    def slow_queries(*size: int, generator: torch.Generator | None = None) -> torch.Tensor:
         nonlocal base
-        if size == tuple(base.shape):
-            base = 0.98 * base + 0.2 * normal(*size, generator=generator)
-            return base
-        return normal(*size, generator=generator)
+        drawn = normal(*size, generator=generator)
+        if size != tuple(base.shape):
+            return drawn
+        base = 0.98 * base + 0.2 * drawn
+        return base
 
-    torch.randn = slow_queries  # type: ignore[assignment]
-    try:
-        for _ in range(steps):
-            engine.step({"a": 1}, tolerance=None)
-    finally:
-        torch.randn = normal
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randn", slow_queries)
+        engine.decode("a", steps=steps, tolerance=None)
     return engine.runtime.stats.cpu_ratio()
 
 
@@ -178,17 +119,16 @@ def test_recall_brings_the_cpu_share_down() -> None:
     for enabled in (False, True):
         keys = {"recall": {"enabled": enabled, "intervals": 4}, "frames_per_request": 6}
         engine = Engine(config(**keys), spec(layers=4), seed=3)
-        long_context(engine)
+        engine.admit("a", LONG)
         ratios[enabled] = drifting(engine, 128)
         assert (sum(layer.recalled_pages for layer in engine.runtime.stats.layers) > 0) == enabled
-        engine.close()
     print(f"CPU share of attended tokens over 128 steps: {ratios[False]:.3f} without recall, {ratios[True]:.3f} with")
     assert ratios[True] < 0.7 * ratios[False]
 
 
 def test_a_recalled_page_equals_its_host_page_and_is_visible_from_the_next_step() -> None:
     engine = Engine(config(recall={"intervals": 1}), spec(layers=3))
-    long_context(engine)
+    engine.admit("a", LONG)
     step, frames, seen = decode_step(engine), engine.runtime.tiers.frames, 0
     for _ in range(30):
         engine.step({"a": 1}, lookahead_noise=0.5, tolerance=None)
@@ -203,7 +143,6 @@ def test_a_recalled_page_equals_its_host_page_and_is_visible_from_the_next_step(
             assert step.buffers.maps.frame_of[row, 0, page] == frame
             seen += 1
     assert seen > 20
-    engine.close()
 
 
 def _copies(step: StepDriver, row: int) -> list[tuple[int, int, int]]:
@@ -215,19 +154,17 @@ def _copies(step: StepDriver, row: int) -> list[tuple[int, int, int]]:
 
 def test_a_copy_planned_for_a_released_request_is_never_visible() -> None:
     engine = Engine(config(recall={"intervals": 1}), spec(layers=3), max_requests=1)
-    long_context(engine)
+    engine.admit("a", LONG)
     step = decode_step(engine)
     while not any(_copies(step, row) for row in range(3)):
         engine.step({"a": 1}, lookahead_noise=0.5, tolerance=None)
     engine.drop("a")
     assert (step.buffers.maps.page_of == -1).all()
-    engine.add("b", 3 * PAGE)  # takes over the index; exact while it fits
-    engine.prefill("b")
+    engine.admit("b", 3 * PAGE)  # takes over the index; exact while it fits
     for _ in range(2 * PAGE):
         engine.step({"b": 1})
-        assert all(resident(engine, "b", layer) == set(range(-(-engine.sequences["b"].tokens // PAGE)))
-                   for layer in range(3))  # fmt: skip
-    engine.close()
+        written = set(range(-(-engine.sequences["b"].tokens // PAGE)))
+        assert all(resident(engine, "b", layer) == written for layer in range(3))
 
 
 @pytest.mark.parametrize("chunk", [100, LONG + 4])
@@ -237,15 +174,8 @@ def test_a_request_begins_with_the_pages_that_its_prompt_attends_most(kernels: s
     nothing is known, has the last pages."""
     cfg = config(device_kernels=kernels, exact_layers=[0], frames_per_request=6)
     engine, queries = Engine(cfg, spec(layers=3)), {}
-    forward = engine.runtime.forward
-
-    def log(layer, step, q, *rest):  # type: ignore[no-untyped-def]
-        queries[layer] = q[-1:].clone()
-        forward(layer, step, q, *rest)
-
-    engine.runtime.forward = log  # type: ignore[method-assign]
-    engine.add("a", LONG + 5)
-    engine.prefill("a", chunk=chunk)
+    watch(engine.runtime, "forward", before=lambda layer, step, q, *_: queries.update({layer: q[-1:].clone()}))
+    engine.admit("a", LONG + 5, chunk=chunk)
     engine._begin({"a": 1})
     count = LONG // PAGE + 1
     for layer in (1, 2):
@@ -260,7 +190,6 @@ def test_a_request_begins_with_the_pages_that_its_prompt_attends_most(kernels: s
         always = {*range(cfg.sinks), *range(count - cfg.recent, count)}
         assert resident(engine, "a", layer) == always | set(free[: 6 - len(always)]), f"layer {layer}"
     assert resident(engine, "a", 0) == {0, *range(count - 5, count)}
-    engine.close()
 
 
 def test_a_recall_is_due_in_a_requests_first_step_and_then_every_interval_of_its_own() -> None:
@@ -275,34 +204,13 @@ def test_a_recall_is_due_in_a_requests_first_step_and_then_every_interval_of_its
         return plan(*args)
 
     step._ops = SimpleNamespace(**{**vars(step._ops), "plan_recall": log})  # type: ignore[assignment]
-    long_context(engine, "a")
-    for _ in range(3):
-        engine.step({"a": 1}, lookahead_noise=0.5, tolerance=None)
+    engine.admit("a", LONG)
+    engine.decode("a", steps=3, noise=0.5, tolerance=None)
     assert due == [[True], [True], [False], [False], [False], [False]]
-    long_context(engine, "b")
+    engine.admit("b", LONG)
     due.clear()
-    engine.step({"a": 1, "b": 1}, lookahead_noise=0.5, tolerance=None)
-    engine.step({"a": 1, "b": 1}, lookahead_noise=0.5, tolerance=None)
+    engine.decode("a", "b", steps=2, noise=0.5, tolerance=None)
     assert due == [[False, True], [True, True], [True, False], [False, False]]
-    engine.close()
-
-
-def test_a_worker_that_fails_or_hangs_turns_into_an_error_that_names_the_layer() -> None:
-    from hybrid_backend.errors import DeadlineError, WorkerError
-
-    def broken(q, layer, pages, scale):  # type: ignore[no-untyped-def]
-        raise ValueError("bad page")
-
-    def hanging(q, layer, pages, scale):  # type: ignore[no-untyped-def]
-        time.sleep(1.5)
-        return paged_partial(q, layer, pages, scale)
-
-    for kernel, error, text in ((broken, WorkerError, "layer 7.*bad page"), (hanging, DeadlineError, "layer 7")):
-        pool = TorchPool(1, CPUS, kernel)
-        ticket = pool.submit(torch.zeros(1, 2, 8), torch.zeros(1), _lists(1), 1.0, "layer 7")
-        with pytest.raises(error, match=text):
-            ticket.wait(0.2)
-        pool.close()
 
 
 @pytest.mark.parametrize("fault", ["slow", "broken"])
@@ -326,7 +234,7 @@ def test_a_step_whose_workers_fail_goes_on_without_them_and_fails_its_requests_o
     assert isinstance(partials, PoolCpuAttention)
     partials._workers = engine.runtime.workers
     for name in ("a", "b", "c"):
-        long_context(engine, name)
+        engine.admit(name, LONG)
     engine.step({"a": 1, "b": 1, "c": 1})
     assert engine.runtime.failure(engine.ran) is None
     held.set()
@@ -346,26 +254,3 @@ def test_a_step_whose_workers_fail_goes_on_without_them_and_fails_its_requests_o
         engine.prefill(name)
     engine.step({"a": 1, "b": 1, "c": 1})
     assert engine.runtime.failure(engine.ran) is None
-    engine.close()
-
-
-def test_results_of_many_sequences_come_back_in_order() -> None:
-    def own_number(q, layer, pages, scale):  # type: ignore[no-untyped-def]
-        time.sleep(0.002 * float(5 - q[0, 0, 0]))
-        return Partial(q.clone(), q[..., 0].clone())
-
-    pool = TorchPool(3, CPUS, own_number)
-    q = torch.arange(5.0)[:, None, None].expand(5, 2, 4).contiguous()
-    assert torch.equal(pool.submit(q, torch.zeros(1), _lists(5), 1.0, "test").wait(5).out, q)
-    pool.close()
-
-
-def test_a_prefill_row_beside_decoding_rows_is_dense() -> None:
-    engine = Engine(config(), dataclasses.replace(spec(), dtype=torch.float32))
-    engine.add("a", 10)
-    engine.prefill("a")
-    engine.add("b", 100)
-    for chunk in (1, 30, 1, 40, 28):
-        engine.step({"a": 1, "b": chunk})
-    engine.step({"b": 1, "a": 1}, tolerance=None)
-    engine.close()

@@ -25,13 +25,8 @@ def model(heads: int, kv_heads: int, dim: int) -> ModelSpec:
 @pytest.mark.parametrize("keys", SERVING.values(), ids=SERVING)
 def test_every_method_serves_what_the_native_kernels_lack(keys: dict[str, Any], shape: tuple[int, int, int]) -> None:
     engine = Engine(config(**keys), model(*shape), num_pages=16)
-    try:
-        engine.add("a", 2 * PAGE - 1)
-        engine.prefill("a")
-        for _ in range(3):  # fills a page, and begins one
-            engine.step({"a": 1})
-    finally:
-        engine.close()
+    engine.admit("a", 2 * PAGE - 1)
+    engine.decode("a", steps=3)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

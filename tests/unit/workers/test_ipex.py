@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import PageList, Partial
 from hybrid_backend.config import WorkersConfig
-from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
+from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.kernels import reference
 from hybrid_backend.workers import Owners, kernel_names, make_pool, resolve_kernel
 from hybrid_backend.workers.ipex import IpexPool
@@ -138,25 +138,6 @@ def test_several_submitters(pool: IpexPool) -> None:
         thread.join(120)
         assert not thread.is_alive()
     assert not wrong
-
-
-def test_deadline_names_the_job(pool: IpexPool) -> None:
-    arguments = job(1)
-    os.kill(pool.process_id, signal.SIGSTOP)
-    try:
-        ticket = pool.submit(*arguments, "layer 7")
-        with pytest.raises(DeadlineError, match=r"layer 7 within workers.deadline_seconds=0.1"):
-            ticket.wait(0.1)
-    finally:
-        os.kill(pool.process_id, signal.SIGCONT)
-    assert_right(pool.submit(*arguments, "layer 8").wait(30), arguments)
-
-
-def test_abandoned_jobs_do_not_delay_others(pool: IpexPool) -> None:
-    for seed in range(20):
-        pool.submit(*job(seed, rows=8), "a job").abandon()
-    arguments = job(6)
-    assert_right(pool.submit(*arguments, "a job").wait(30), arguments)
 
 
 def test_stale_rows_are_dropped(pool: IpexPool) -> None:
