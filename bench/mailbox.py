@@ -63,7 +63,7 @@ def questions(
         box.counts.fill_(pages)
         mail.requests.copy_(torch.arange(rows))
         mail.generations[live:] = -1
-        asked, answered, taken = flag(box.asked), flag(box.answered), []
+        asked, answered, taken = flag(box.asked_flag), flag(box.answered), []
         for number in range(1, rounds + 1):
             wait_for(gap)
             began = time.perf_counter()

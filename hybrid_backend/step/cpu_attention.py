@@ -175,7 +175,7 @@ class MailboxCpuAttention:
             box.ids[:rows].copy_(pages, non_blocking=True)
             box.counts[:rows].copy_(counts, non_blocking=True)
         number, counters = self._buffers.inputs.number, self._buffers.layers[layer].counters
-        self._signal.ask(q, box.q, box.asked, number, self._arrived[layer], counts, counters)
+        self._signal.ask(q, box.q, box.asked_flag, number, self._arrived[layer], counts, counters)
 
     def take(self, layer: int, rows: int) -> tuple[Tensor, Tensor] | None:
         box, number, counters = (

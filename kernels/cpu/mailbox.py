@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 _LINE = 16  # int32 of a cache line; each flag has a line of its own
 STEPS = CONSTANTS["HB_MAIL_STEPS"]
 """Steps whose failures are remembered; a power of two."""
-_FLAGS = 4 * (2 * _LINE + STEPS)  # bytes of asked, answered and failed
+_FLAGS = 4 * (2 * _LINE + STEPS)  # bytes of asked_flag, answered and failed
 
 
 @dataclass(frozen=True)
 class Mailbox:
     """Questions and answers of one layer, in pinned memory where there is a GPU.
 
-    The device writes the query and the lists (unless the host keeps them), then the step's number to ``asked``. The
-    server writes the partial, then the same number to ``answered``. Numbers go up. The partial crosses the bus in the
-    dtype of the cache; the sum that it is merged into is rounded to that dtype as well.
+    The device writes the query and the lists (unless the host keeps them), then the step's number to ``asked_flag``.
+    The server writes the partial, then the same number to ``answered``. Numbers go up. The partial crosses the bus in
+    the dtype of the cache; the sum that it is merged into is rounded to that dtype as well.
 
     A row without pages, or of a request that was released, gets the empty partial: ``lse`` is -inf, and ``out`` keeps
     its old content. So ``out`` must not be used where ``lse`` is -inf, not even times 0, as it may be NaN.
@@ -47,7 +47,7 @@ class Mailbox:
     """``[rows, heads, head_dim]`` in the dtype of the cache; undefined where ``lse`` is -inf."""
     lse: Tensor
     """``[rows, heads]`` fp32, natural log."""
-    asked: Tensor
+    asked_flag: Tensor
     """``[16]`` int32, of which the first is the flag."""
     answered: Tensor
     """``[16]`` int32, of which the first is the flag."""
@@ -79,7 +79,7 @@ class RequestBoxes:
     """``[requests, heads, head_dim]`` in the dtype of the cache; 0 where ``lse`` is -inf."""
     lse: Tensor
     """``[requests, heads]`` fp32, natural log."""
-    asked: Tensor
+    asked_flag: Tensor
     """``[requests, 16]`` int32, of which the first of each request is the flag."""
     answered: Tensor
     """``[requests, 16]`` int32, of which the first of each request is the flag."""
@@ -163,7 +163,7 @@ class _Server:
 
 
 class Mailboxes(_Server):
-    """One mailbox per layer, and the native thread that serves them together with a pool.
+    """Mailboxes of the layers, one each, and the native thread that serves them together with a pool.
 
     Args:
         pool: pool whose threads help.
@@ -207,7 +207,7 @@ class Mailboxes(_Server):
                 counts=_pinned(rows, lists[layer][0]),
                 out=_pinned(rows, heads, dim, dtype=first.dtype),
                 lse=_pinned(rows, heads, dtype=torch.float32),
-                asked=_pinned(_LINE),
+                asked_flag=_pinned(_LINE),
                 answered=_pinned(_LINE),
                 failed=_pinned(STEPS),
             )
@@ -217,7 +217,7 @@ class Mailboxes(_Server):
         for args, (layer, box) in zip(boxes, self.layers.items(), strict=True):
             args.cache = lib.cache_of(layers[layer])
             args.rows, args.lists, args.capacity = box.ids.shape
-            for name in ("q", "ids", "counts", "out", "lse", "asked", "answered", "failed"):
+            for name in ("q", "ids", "counts", "out", "lse", "asked_flag", "answered", "failed"):
                 setattr(args, name, getattr(box, name).data_ptr())  # an empty tensor's address is 0
             if layer in kept_tokens:
                 args.lists, args.capacity = kv_heads, len(layers[layer]) // rows
@@ -244,7 +244,7 @@ class Mailboxes(_Server):
 
 
 class QuestionBoxes(RequestBoxes, _Server):
-    """One question at a time for each running request, about any layer, and the native thread that serves them.
+    """Boxes of running requests, for one question each at a time, and the native thread that serves them.
 
     A question may be answered many steps later. A question that is asked before the last one was answered replaces it,
     so the device compares the numbers of the answers (`kernels.triton.questions`). The whole pool serves one box after
@@ -280,7 +280,7 @@ class QuestionBoxes(RequestBoxes, _Server):
             layer=_pinned(requests),
             out=_pinned(requests, heads, dim, dtype=first.dtype),
             lse=_pinned(requests, heads, dtype=torch.float32),
-            asked=_pinned(requests, _LINE),
+            asked_flag=_pinned(requests, _LINE),
             answered=_pinned(requests, _LINE),
             failed=_pinned(requests, STEPS),
         )

@@ -105,8 +105,8 @@ def ask_rows(
     """
     if len(q):
         _ask_rows_kernel[(len(q),)](
-            boxes.q, boxes.ids, boxes.counts, boxes.layer, boxes.asked, q, table, listed, requests, row_mask, position,
-            numbers, table.stride(0), boxes.ids.shape[1], q.shape[1] * q.shape[2], boxes.asked.shape[1],
+            boxes.q, boxes.ids, boxes.counts, boxes.layer, boxes.asked_flag, q, table, listed, requests, row_mask,
+            position, numbers, table.stride(0), boxes.ids.shape[1], q.shape[1] * q.shape[2], boxes.asked_flag.shape[1],
             not triton.knobs.runtime.interpret, _block(q.shape[1] * q.shape[2]), num_warps=1,
         )  # fmt: skip
 

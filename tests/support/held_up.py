@@ -52,10 +52,11 @@ class HeldUp(_Between):
         served = partials.boxes.layers
         pinned = torch.cuda.is_available()
         mine = {
-            layer: replace(box, asked=torch.zeros_like(box.asked, pin_memory=pinned)) for layer, box in served.items()
+            layer: replace(box, asked_flag=torch.zeros_like(box.asked_flag, pin_memory=pinned))
+            for layer, box in served.items()
         }
         partials.boxes.layers = mine
-        super().__init__([(mine[layer].asked, box.asked) for layer, box in served.items()])
+        super().__init__([(mine[layer].asked_flag, box.asked_flag) for layer, box in served.items()])
 
     def passes(self, box: int, number: int) -> bool:
         return not self._holds(number)
@@ -68,9 +69,9 @@ class HeldQuestions(_Between):
     def __init__(self, questions: BoxQuestions) -> None:
         self.holds: set[int] = set()
         self.spoils: set[int] = set()
-        self._boxes, real = questions.boxes, questions.boxes.asked
-        self._boxes.asked = torch.zeros_like(real, pin_memory=torch.cuda.is_available())
-        super().__init__(list(zip(self._boxes.asked, real, strict=True)))
+        self._boxes, real = questions.boxes, questions.boxes.asked_flag
+        self._boxes.asked_flag = torch.zeros_like(real, pin_memory=torch.cuda.is_available())
+        super().__init__(list(zip(self._boxes.asked_flag, real, strict=True)))
 
     def passes(self, box: int, number: int) -> bool:
         if box in self.spoils:

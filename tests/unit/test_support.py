@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.support_page import FEATURES, page
 from hybrid_backend.engines.refusal import Refusal, refuse
 from hybrid_backend.engines.sglang import checks as sglang_checks
 from hybrid_backend.engines.sglang import compat as sglang
@@ -17,7 +18,6 @@ from hybrid_backend.engines.vllm import compat as vllm
 from hybrid_backend.engines.vllm.checks import LAYER_REFUSALS, REFUSALS, Layer
 from hybrid_backend.engines.vllm.compat import VLLM
 from hybrid_backend.errors import EngineError
-from bench.support_page import FEATURES, page
 
 ROOT = Path(__file__).parents[2]
 

@@ -125,7 +125,7 @@ void hb_ticket_free(hb_ticket* ticket);  // waits for the threads that work on t
 // --- mailboxes: jobs that the device raises by itself ---------------------------------------------------------
 
 // A mailbox belongs to one layer, or to one request with questions about any layer. It lies in pinned memory, which the
-// device reads and writes. The device writes its question, then a new number to `asked` (release, system scope). The
+// device reads and writes. The device writes its question, then a new number to `asked_flag` (release, system scope). The
 // server thread computes and writes the partial, then the same number to `answered`. Boxes are served in turn, so a box
 // waits for at most one question of each other box.
 enum { HB_MAIL_STEPS = 16 };
@@ -142,7 +142,7 @@ typedef struct hb_mailbox {
   // 0 in a box that has `layer`. In all other boxes, where many rows may be empty, out keeps its old content there.
   char* out;
   float* lse;
-  const uint32_t* asked;
+  const uint32_t* asked_flag;
   uint32_t* answered;
   uint32_t* failed;  // [HB_MAIL_STEPS] numbers of failed jobs, whose answers are the empty partial
   const int32_t* layer;  // index into `caches` of the question's layer, which replaces `cache`; or null

@@ -41,7 +41,7 @@ MailServer::MailServer(Pool& pool, const hb_model& model, const hb_mailbox* boxe
     if (box.rows < 1 || box.capacity < 1) throw std::invalid_argument("a mailbox has rows and room for pages");
     if (!box.ids && !box.request)
       throw std::invalid_argument("lists that the host keeps are found by the rows' requests");
-    answered_[b] = look_at(box.asked);
+    answered_[b] = look_at(box.asked_flag);
   }
   thread_ = std::thread([this, cpu] { loop(cpu); });
 }
@@ -62,7 +62,7 @@ void MailServer::loop(int cpu) {
   for (unsigned looks = 0; !stop_.load(std::memory_order_relaxed); looks++) {
     bool has_served = false;
     for (size_t b = 0; b < boxes_.size(); b++) {
-      const uint32_t number = look_at(boxes_[b].asked);
+      const uint32_t number = look_at(boxes_[b].asked_flag);
       if (number == answered_[b]) continue;
       serve(b, number);
       answered_[b] = number;
@@ -80,7 +80,7 @@ void MailServer::loop(int cpu) {
 
 bool MailServer::any_asks() const {
   for (size_t b = 0; b < boxes_.size(); b++)
-    if (look_at(boxes_[b].asked) != answered_[b]) return true;
+    if (look_at(boxes_[b].asked_flag) != answered_[b]) return true;
   return false;
 }
 

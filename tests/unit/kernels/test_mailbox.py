@@ -63,7 +63,7 @@ def write(mail: cpu.Mailboxes, layer: int, seed: int) -> tuple[Tensor, Tensor, T
 
 
 def ask(mail: cpu.Mailboxes, layer: int, number: int) -> None:
-    mail.layers[layer].asked[0] = number
+    mail.layers[layer].asked_flag[0] = number
 
 
 def answer(mail: cpu.Mailboxes, layer: int, number: int, deadline: float = 20.0) -> bool:
@@ -278,7 +278,7 @@ def test_the_devices_own_kernels_ask_and_wait(mail: cpu.Mailboxes, layers: list[
         # The query comes from the device, in rows that lie apart.
         q = torch.stack([letters.q] * 2, 1).to(number.device)[:, 1]
         letters.q.fill_(float("nan"))
-        signal.ask(q, letters.q, letters.asked, number, arrived)
+        signal.ask(q, letters.q, letters.asked_flag, number, arrived)
         signal.await_answer(letters.answered, number, timed_out, time_left)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -297,7 +297,7 @@ def test_a_server_that_never_answers_makes_the_step_time_out_and_does_not_hang(m
         number, timed_out, time_left = number.cuda(), timed_out.pin_memory(), time_left.cuda()
     for layer in range(LAYERS):
         letters = mail.layers[layer]
-        signal.ask(letters.q.clone().to(number.device), letters.q, letters.asked, number, torch.zeros_like(number))
+        signal.ask(letters.q.clone().to(number.device), letters.q, letters.asked_flag, number, torch.zeros_like(number))
         before = time.monotonic()
         signal.await_answer(mail.layers[layer].answered, number, timed_out, time_left)
         assert int(time_left) == 0
@@ -323,7 +323,7 @@ def test_the_devices_kernels_count_how_long_they_waited_and_how_early_they_asked
         number = torch.full((1,), step, dtype=torch.int32, device=device)
         listed = torch.full((ROWS, 1), pages, dtype=torch.int32, device=device)
         q = letters.q.clone().to(device)
-        signal.ask(q, letters.q, letters.asked, number, torch.zeros_like(number), listed, counters)
+        signal.ask(q, letters.q, letters.asked_flag, number, torch.zeros_like(number), listed, counters)
         if device == "cuda":
             torch.cuda.synchronize()
         time.sleep(0.02)

@@ -97,11 +97,11 @@ def finish() -> None:
 def held(boxes: cpu.QuestionBoxes) -> cpu.RequestBoxes:
     """The same boxes, but what is asked reaches the workers only when `pass_on` says so."""
     tensors: dict[str, Any] = {field.name: getattr(boxes, field.name) for field in fields(cpu.RequestBoxes)}
-    return cpu.RequestBoxes(**tensors | {"asked": torch.zeros_like(boxes.asked, pin_memory=DEVICE == "cuda")})
+    return cpu.RequestBoxes(**tensors | {"asked_flag": torch.zeros_like(boxes.asked_flag, pin_memory=DEVICE == "cuda")})
 
 
 def pass_on(before: cpu.RequestBoxes, boxes: cpu.QuestionBoxes, request: int) -> None:
-    boxes.asked[request, 0] = int(before.asked[request, 0])
+    boxes.asked_flag[request, 0] = int(before.asked_flag[request, 0])
 
 
 @pytest.fixture(scope="module")
