@@ -2,7 +2,7 @@
 
     python -m bench.clo [--context 1536] [--budgets 240,512] [--etas 1,0.8,0.6]
 
-The engine follows prose token by token (teacher forced) with ``tiers: separate``; layer 0 is exact, no head is
+The engine follows prose token by token (teacher forced) with separate tiers, as on a GPU; layer 0 is exact, no head is
 persistent, all have importance 1. Eta 1 selects afresh in every step. Mass is of the dense attention weights, sampled
 by the server. Writes bench/out/clo.json.
 """

@@ -3,7 +3,7 @@
     python -m bench.compare [--methods dense,scout,hgca,infinigen,clo,headinfer] [--context 6900] [--budget 1024]
 
 A stock server gives the dense distributions; then one hybrid server per method follows the same texts (teacher forced)
-with ``tiers: separate``, as on a GPU: slots, staging and copies are real, though both tiers are RAM here. Per-token
+with separate tiers, as on a GPU: slots, staging and copies are real, though both tiers are RAM here. Per-token
 figures are differences between a long and a short answer to the same cached prompt, so prefill is not in them. Writes
 bench/out/compare.json.
 """

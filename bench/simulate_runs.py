@@ -119,7 +119,7 @@ def own_runs() -> list[Run]:
         machine = own_machine(shape, rows)
         for context, batch, stock, hybrid in rows:
             is_fitted = context == rows[0][0] or (context, batch) == (rows[-1][0], 1)
-            for method, measured in (("stock", stock), ("scout", hybrid)):
+            for method, measured in (("stock", stock), ("quest", hybrid)):
                 simulated = decode_step(machine, shape, config, method, context, batch).tokens_per_s
                 fitted = is_fitted and measured is stock
                 results.append(Run(name, context, batch, method, measured, simulated, fitted))

@@ -20,8 +20,11 @@ class InPlacePrompts:
 
     @classmethod
     def of(cls, model: ModelSpec, layers: Sequence[Tensor]) -> InPlacePrompts | None:
-        """None if the native kernels cannot serve them here, or PyTorch serves them better: its products of bf16
-        matrices take AMX for any head_dim, ours for multiples of 32 (every CPU with AMX has AVX512_BF16, too)."""
+        """Return the native attention of prompts; None if the kernels lack the shape or PyTorch is faster.
+
+        PyTorch's products of bf16 matrices take AMX for any head_dim, the native ones for multiples of 32. Every CPU
+        with AMX has AVX512_BF16, too.
+        """
         shape = model.num_heads, model.num_kv_heads, model.head_dim
         if not cpu.available() or not all(cpu.decodes(*shape, layer.shape[3]) for layer in layers):
             return None
@@ -30,9 +33,11 @@ class InPlacePrompts:
         return cls(model, layers)
 
     def attend(self, layer: int, row: PrefillRow, q: Tensor, out: Tensor) -> None:
-        """The chunk of a row, whose keys and values are in its pages already.
+        """Attend a prompt chunk, whose keys and values are in the row's pages already.
 
         Args:
+            layer: layer of the model.
+            row: the request's chunk.
             q: ``[tokens, heads, head_dim]`` of the batch.
             out: as ``q``; the row's tokens are written.
         """

@@ -34,16 +34,20 @@ class _Plan:
 
 
 def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
-    """Memory of the second level of digests of a sequence of ``pages`` pages, at most: a row of bytes for every 8 whole
-    pages, in arrays that double when they grow (kernels/cpu/src/digest.h, `SpanDigests`)."""
+    """Return the largest memory of the second level of digests of a sequence of ``pages`` pages.
+
+    Every 8 whole pages have a row of bytes, in arrays that double when they grow (kernels/cpu/src/digest.h,
+    `SpanDigests`).
+    """
     spans = max(0, pages - 1) // 8
     return layers * byte_row(model.num_kv_heads, model.head_dim) * (2 ** (spans - 1).bit_length() if spans else 0)
 
 
 def kept_bytes(config: HybridConfig, model: ModelSpec, pages: int, layers: int) -> int:
-    """Memory of the pages that a sequence of ``pages`` pages selects among until the next look at all of them
-    (`selection.interval`), at most: four bytes a page, in arrays that double when they grow; with codes the best of
-    these once more."""
+    """Return the largest memory of the shortlist of a sequence of ``pages`` pages (`selection.interval`).
+
+    A page takes four bytes, in arrays that double when they grow. With codes the best pages are stored once more.
+    """
     lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
     lists *= 2 if config.selection.digest == "codes" else 1
     return 8 * lists * pages * layers if config.selection.steps_between_looks > 1 else 0
@@ -198,8 +202,10 @@ class InPlaceStep:
         return [self._decoder.selected(r, head).long() for head in range(self._model.num_kv_heads)]
 
     def _sample(self, layer: int, rows: DecodeRows, q: Tensor, selecting: Tensor, turn: int) -> None:
-        """Attention mass that one of the selecting rows covers. Shares are of the keys; a sink, which is always
-        attended, has none."""
+        """Record the attention mass that one of the selecting rows covers.
+
+        Shares are of the keys; an attention sink, which is always attended, has none.
+        """
         if not len(selecting):
             return
         r = int(selecting[turn % len(selecting)])

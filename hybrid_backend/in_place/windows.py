@@ -31,7 +31,7 @@ class LocalLayers:
 
     @classmethod
     def of(cls, model: ModelSpec, layers: Sequence[Tensor]) -> LocalLayers | None:
-        """None if no layer has a window, or the native kernels cannot serve them here."""
+        """Return the native decoding of sliding windows; None if no layer has one or the kernels lack the shape."""
         sizes = {x.shape[3] for x, window in zip(layers, model.windows, strict=False) if window is not None}
         shape = model.num_heads, model.num_kv_heads, model.head_dim
         if not sizes or not cpu.available() or not all(cpu.decodes(*shape, size) for size in sizes):
@@ -39,8 +39,16 @@ class LocalLayers:
         return cls(model, layers)
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Append, attend. ``q``, ``out``: ``[tokens, heads, head_dim]``; ``k``, ``v``: ``[tokens, kv_heads,
-        head_dim]``; only the decoding rows' tokens are touched."""
+        """Append and attend the tokens of the decode rows.
+
+        Args:
+            layer: layer of the model, which has a sliding window.
+            step: the open step.
+            q: ``[tokens, heads, head_dim]`` of the batch.
+            k: ``[tokens, kv_heads, head_dim]``.
+            v: like ``k``.
+            out: like ``q``; only tokens of decode rows are written.
+        """
         rows, window, page_size = step.decode, self._windows[layer], self._page_sizes[layer]
         assert rows is not None and window is not None
         decoder, attended = self._decoders[page_size], window_rows(step, window, page_size)
@@ -64,7 +72,9 @@ def decode_windows(
     Args:
         q: ``[rows, heads, head_dim]``.
         blocks: ``[pages * kv_heads * 2, page_size, head_dim]`` (`HostPool.blocks`); the rows' tokens are in it already.
-        attended: what each row attends.
+        attended: tokens and pages of each row's window.
+        kv_heads: KV heads of the layer.
+        scale: factor of the logits.
         sinks: ``[heads]`` fp32 (`with_sinks`).
 
     Returns:

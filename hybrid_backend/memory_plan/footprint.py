@@ -158,6 +158,7 @@ class MethodMemory:
             self.config.validate_for(layers)
             method = resolve_method(self.config.method)
             method.check(self.config, self.device, layers, self.shape.kv_heads)
+            method.layout(self.config, spec_of(self.shape), self.device)
         except HybridError as error:
             return str(error)
         return None if self.shape.full_layers else "no layer has full attention: nothing to offload"

@@ -122,4 +122,20 @@ def test_every_file_names_the_same_versions_of_python() -> None:
 
 def test_ruffs_exceptions_are_of_files_that_exist() -> None:
     lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
-    assert [pattern for pattern in lint["per-file-ignores"] if not list(ROOT.glob(pattern))] == []
+    patterns = [pattern for braced in lint["per-file-ignores"] for pattern in alternatives(braced)]
+    assert [pattern for pattern in patterns if not list(ROOT.glob(pattern))] == []
+
+
+def test_ruffs_exceptions_are_of_no_other_folder() -> None:
+    """In ruff's patterns ``*`` matches a slash too, so a pattern of the package's own files would cover its folders."""
+    lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    assert not {"hybrid_backend/*", "hybrid_backend/*.py", "hybrid_backend/tools/*.py"} & set(lint["per-file-ignores"])
+
+
+def alternatives(pattern: str) -> list[str]:
+    """Return the patterns without braces that a pattern with braces stands for."""
+    before, brace, rest = pattern.partition("{")
+    if not brace:
+        return [pattern]
+    inside, _, after = rest.partition("}")
+    return [path for choice in inside.split(",") for path in alternatives(before + choice + after)]

@@ -147,7 +147,7 @@ def make_plan(request: Request) -> Plan:
     settled = with_method(request.config, shape.heads, shape.kv_heads, shape.head_dim, device)
     request = replace(request, config=settled)
     candidates: list[Candidate] = [StockMemory(request.shape, blocks, room)]
-    for name in request.methods or tuple(method_names()):
+    for name in request.methods or _planned_methods(settled.method, device):
         resolve_method(name)
         config = request.config.model_copy(update={"method": name})
         candidates.append(MethodMemory(request.shape, blocks, room, config))
@@ -169,6 +169,14 @@ def make_plan(request: Request) -> Plan:
         rows=rows,
         has_times=request.hardware is not None,
     )
+
+
+def _planned_methods(configured: str, device: torch.device) -> list[str]:
+    """Name the methods that run on the device, and the configured one, so that its refusal is shown."""
+    names = method_names()
+    if device.type == "cpu":
+        return names
+    return [name for name in names if name == configured or not resolve_method(name).attends_in_place]
 
 
 def changed(request: Request, what_if: WhatIf) -> Request:

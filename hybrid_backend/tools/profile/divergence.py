@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from hybrid_backend.config import HybridConfig
@@ -179,7 +179,7 @@ class _SparseAttention:
             query = q[0] if self._query is None else self._query
             pages = _selected(self.configs[index], scale, query, k[0])
             allowed = allowed & pages.repeat_interleave(q.shape[1] // len(pages), 0)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[None], scale=scale, enable_gqa=True)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed[None], scale=scale, enable_gqa=True)
 
 
 def _selected(config: HybridConfig, scale: float, q: Tensor, k: Tensor) -> Tensor:

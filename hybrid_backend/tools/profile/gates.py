@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from hybrid_backend.config import HeadScores
 from hybrid_backend.errors import ConfigError
@@ -176,12 +176,12 @@ def gated_attention(network: Network, options: GateOptions, gates: Tensor | None
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         tokens = q.shape[2]
         allowed = visible(tokens, tokens, window, q.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
         if gates is None or index not in row_of_layer:
             return out
         streamed = visible(tokens, tokens, options.recent, q.device)
         streamed[:, : options.sink] = allowed[:, : options.sink]
-        streaming = F.scaled_dot_product_attention(q, k, v, attn_mask=streamed, scale=scale, enable_gqa=True)
+        streaming = functional.scaled_dot_product_attention(q, k, v, attn_mask=streamed, scale=scale, enable_gqa=True)
         row = gates[row_of_layer[index]]
         share = row.repeat_interleave(q.shape[1] // len(row))[:, None, None]
         return share * out + (1 - share) * streaming

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels import oracle
@@ -232,7 +232,7 @@ def page_shares(q: Tensor, k: Tensor, seq_lens: Tensor, page_size: int, scale: f
     shares = []
     for part in _slices(len(q), q.shape[1] * len(k)):
         weights = _weights(q[part], k, seq_lens[part], scale)
-        shares.append(F.pad(weights, (0, -len(k) % page_size)).unflatten(-1, (-1, page_size)).sum(-1))
+        shares.append(functional.pad(weights, (0, -len(k) % page_size)).unflatten(-1, (-1, page_size)).sum(-1))
     return torch.cat(shares)
 
 

@@ -31,12 +31,12 @@ the sliding window in tokens; it returns ``[1, heads, queries, dim]``."""
 _STOP, _OURS = "hybrid_backend_stop", "hybrid_backend_profile"
 
 
-class _Reached(Exception):
+class _AttentionReachedError(Exception):
     """Signal that leaves a layer's forward at its attention; the arguments are the queries and keys."""
 
 
 def _stop(module: nn.Module, query: Tensor, key: Tensor, *_: Any, **__: Any) -> NoReturn:
-    raise _Reached(query, key)
+    raise _AttentionReachedError(query, key)
 
 
 AttentionInterface.register(_STOP, _stop)
@@ -79,7 +79,7 @@ class Layer:
         with _implementation(self.attention.config, _STOP):
             try:
                 self.module.forward(x[None], position_embeddings=rope, attention_mask=None)
-            except _Reached as reached:
+            except _AttentionReachedError as reached:
                 query, key = reached.args
                 return query[0].transpose(0, 1), key[0].transpose(0, 1)
         raise ModelError(f"{type(self.module).__name__} does not look its attention up, so it cannot be profiled")

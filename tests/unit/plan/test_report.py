@@ -48,8 +48,22 @@ def planned() -> Plan:
 
 
 def test_every_method_has_a_row_beside_stock(planned: Plan) -> None:
-    assert [row.name for row in planned.rows] == ["stock", *method_names()]
+    """Only `quest`, which no GPU runs, has none, unless it is configured."""
+    gpu_methods = [name for name in method_names() if name != "quest"]
+    assert [row.name for row in planned.rows] == ["stock", *gpu_methods]
     assert all(row.refused is None for row in planned.rows)
+    configured = make_plan(request(config=CONFIG.model_copy(update={"method": "quest"}))).row("quest")
+    assert configured.refused is not None and "not on a GPU; write method: scout" in configured.refused
+    on_cpu = make_plan(request(hardware=None, gpu_mem=0, ram=256 * GIB))
+    assert [row.name for row in on_cpu.rows] == ["stock", *method_names()] and on_cpu.configured == "quest"
+    assert all(row.refused is None for row in on_cpu.rows)
+
+
+def test_a_shape_without_native_kernels_is_refused_for_quest_and_planned_with_scout() -> None:
+    odd = replace(LLAMA, heads=30, kv_heads=3, head_dim=40)
+    planned = make_plan(request(shape=odd, hardware=None, gpu_mem=0, ram=256 * GIB))
+    assert planned.configured == "scout" and planned.row("scout").refused is None
+    assert "needs the native CPU kernels" in str(planned.row("quest").refused)
 
 
 def fits(row: Row, **changes: Any) -> bool:
@@ -246,7 +260,11 @@ def test_a_configuration_that_every_method_refuses_is_an_error_of_one_line(
 def test_of_several_reasons_the_configured_methods_own_is_told() -> None:
     keys = {"quality": {"min_mass": 0.9}, "selection": {"digest": "minmax_int8", "aggregate": "max"}}
     with pytest.raises(ConfigError, match=r"selection.digest: minmax_int8 needs"):
-        make_plan(request(config=config_from_mapping(keys, "test"), gpu_mem=0, ram=64 * GIB))
+        make_plan(
+            request(
+                config=config_from_mapping(keys, "test"), gpu_mem=0, ram=64 * GIB, methods=("infinigen", "quest", "clo")
+            )
+        )
 
 
 def test_a_promise_on_a_gpu_is_planned_with_room_for_lists_of_all_pages() -> None:

@@ -203,7 +203,7 @@ def test_clo_loads_the_selections_of_the_heads_that_miss_but_for_sinks_and_recen
 
 def in_place_digests(**selection: Any) -> float:
     """Return the bytes that one layer scores per step in place, from the simulated time."""
-    step = decode_step(ON_CPU, SHAPE, keys(selection=selection), "scout", 50_000, 4)
+    step = decode_step(ON_CPU, SHAPE, keys(selection=selection), "quest", 50_000, 4)
     rate = CODE_RATE if "digest" in selection else DIGEST_RATE
     return step.part_seconds["digests"] / SHAPE.layers * rate * ON_CPU.hbm_achieved
 
@@ -255,12 +255,19 @@ def test_exact_layers_that_are_whole_leave_nothing_to_anybody(method: str) -> No
     assert whole.part_seconds["waits"] < 1e-4 and whole.seconds > sparse.seconds
 
 
-def test_where_the_device_is_the_cpu_everything_is_one_queue() -> None:
-    in_place = decode_step(ON_CPU, SHAPE, CONFIG, "scout", 50_000, 4)
+def test_on_a_cpu_quest_waits_for_nobody_and_scouts_workers_take_turns_with_the_device() -> None:
+    in_place, separate, none_away = (
+        decode_step(ON_CPU, SHAPE, keys(recall={"enabled": False}), method, 50_000, 4, cpu_share=share)
+        for method, share in (("quest", None), ("scout", 0.5), ("scout", 0.0))
+    )
     assert in_place.cpu_bytes == in_place.pcie_bytes == in_place.part_seconds["waits"] == 0
-    separate = decode_step(ON_CPU, SHAPE, HybridConfig(), "scout", 50_000, 4)
-    assert separate.cpu_bytes > 0
-    assert separate.seconds > in_place.seconds
+    assert separate.cpu_bytes > 0 == separate.part_seconds["waits"]
+    assert separate.seconds > max(none_away.seconds, in_place.seconds)
+
+
+def test_quest_attends_all_pages_up_to_its_budget() -> None:
+    dense, short = (decode_step(ON_CPU, SHAPE, CONFIG, method, 2048, 4) for method in ("dense", "quest"))
+    assert short == dense and decode_step(ON_CPU, SHAPE, CONFIG, "quest", 2049, 4).part_seconds["digests"] > 0
 
 
 def test_replicas_share_the_batch_and_the_host() -> None:
@@ -327,8 +334,12 @@ def test_auto_overlaps_where_the_rule_says_so_and_a_batch_without_a_row_on_the_d
     assert 0 < apex("auto", 4, machine, 32768, 0).tokens_per_s < apex("auto", 0, machine, 32768, 4).tokens_per_s
 
 
-def test_where_tiers_are_unified_apex_has_no_other_place() -> None:
-    assert apex("overlap", 20, ON_CPU) == apex("overlap", 0, ON_CPU, device_rows=30)
+@pytest.mark.parametrize(("strategy", "layers_a_step"), [("lockstep", 8), ("overlap", 1)])
+def test_on_a_cpu_the_workers_of_apex_take_turns_with_the_device(strategy: str, layers_a_step: int) -> None:
+    step, alone = apex(strategy, 20, ON_CPU), apex(strategy, 0, ON_CPU)
+    answer = Costs(ON_CPU, SHAPE, CONFIG, 4000, 20).cpu_attention(20 * 4000 * SHAPE.token_bytes)
+    attention = alone.part_seconds["attention"] + layers_a_step * answer
+    assert step.part_seconds["attention"] == pytest.approx(attention) and step.part_seconds["waits"] == 0
 
 
 @pytest.mark.parametrize(

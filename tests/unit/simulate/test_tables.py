@@ -40,7 +40,7 @@ def test_our_own_runs_are_predicted_as_well_as_is_said() -> None:
     assert mean < 0.12 and worst < 0.40
     text = (DOCS / "simulator.md").read_text()
     assert f"Mean error of the other 21: {100 * mean:.0f} %, largest {100 * worst:.0f} %" in text
-    assert not any(run.fitted for run in own_runs() if run.method == "scout")
+    assert not any(run.fitted for run in own_runs() if run.method == "quest")
 
 
 def test_the_runs_are_those_of_the_documentation() -> None:

@@ -81,6 +81,11 @@ class LayerSizes:
             limit = min(limit, self.config.budget_tokens)
         return self.context <= limit or self.config.sparse == "never"
 
+    @property
+    def fits_budget(self) -> bool:
+        """True if a step that attends pages in place attends all of them."""
+        return self.context <= self.config.budget_tokens or self.config.sparse == "never"
+
     def kv(self, tokens: float) -> float:
         """Bytes of K and V of ``tokens`` tokens of each sequence."""
         return tokens * self.shape.token_bytes * self.rows

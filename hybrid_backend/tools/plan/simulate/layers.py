@@ -144,8 +144,8 @@ def _resident(layer: _Layer) -> LayerWork:
 
 
 def _in_place(layer: _Layer) -> LayerWork:
-    """Return attention on a CPU that selects pages and attends them where they are."""
-    if layer.is_exact:
+    """Return attention on a CPU that selects pages and attends them in the host pool."""
+    if layer.is_exact or layer.step_costs.fits_budget:
         return _resident(layer)
     step_costs = layer.step_costs
     attended = step_costs.attention(step_costs.kv(step_costs.config.budget_tokens))
@@ -245,7 +245,7 @@ def _headinfer(layer: _Layer) -> LayerWork:
 
 
 class Method(NamedTuple):
-    """Simulation of a method.
+    """Functions and properties with which a method is simulated.
 
     Attributes:
         work: returns the work of a layer.
@@ -263,7 +263,7 @@ class Method(NamedTuple):
 METHODS: Mapping[str, Method] = {
     "stock": Method(_stock),
     "dense": Method(_dense, _resident),
-    "quest": Method(_in_place, selects=True),
+    "quest": Method(_in_place),
     "scout": Method(_scout, selects=True),
     "infinigen": Method(_infinigen, selects=True),
     "clo": Method(_clo, selects=True),

@@ -209,6 +209,9 @@ def _apex(device_costs: Costs, cpu_rows: int) -> StepTime:
     # Parked rows are all at one layer. They move on when the device returns to that layer and the answer has arrived,
     # and the first layer of the next token comes one step after the last layer of this one.
     step = _run(device_costs, all_costs, [parked] * shape.layers, 0)
+    if device_costs.hardware.device == "cpu":  # The workers share the cores, and answer one layer in each step.
+        attention = step.part_seconds["attention"] + answer
+        step = replace(step, part_seconds={**step.part_seconds, "attention": attention})
     token_steps = shape.layers * max(1, math.ceil(answer / step.seconds)) + 1.0
     return replace(
         step,
