@@ -48,7 +48,7 @@ def test_the_json_follows_the_server_and_sends_only_what_is_new() -> None:
     with serving(metrics_app(stand.text)) as upstream:
         sampler = Sampler(from_server(f"{upstream}/metrics"), upstream, interval=2.0, max_columns=4, clock=clock)
         with serving(application(sampler, watching=False)) as url:
-            first = status_of(url)
+            first = next(status for _ in range(20) if (status := status_of(url)).read is not None)
             assert first.columns == () and first.layers == () and first.problem is None and first.engine == "vllm"
             stand.decode(cpu=lambda layer: layer / LAYERS, resident=lambda layer: 1 - layer / LAYERS)
             clock.now += 2.0
@@ -224,8 +224,14 @@ serve(sys.argv[1], "127.0.0.1", 0, 0.2)
 
 @pytest.mark.slow
 def test_the_sidecar_watches_while_nobody_looks_and_ends_quietly() -> None:
-    stand = MetricsStand()
-    with serving(metrics_app(stand.text)) as upstream:
+    stand, readings = MetricsStand(), []
+
+    def text() -> str:
+        stand.decode()
+        readings.append(stand.text())
+        return readings[-1]
+
+    with serving(metrics_app(text)) as upstream:
         command = [sys.executable, "-uc", SIDECAR, upstream]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stderr is not None
@@ -233,8 +239,9 @@ def test_the_sidecar_watches_while_nobody_looks_and_ends_quietly() -> None:
                 found = re.search(r"on (http://\S+):(\d+)(/\S+)", process.stdout.readline())
                 assert found and found[3] == PAGE
                 url = f"{found[1]}:{found[2]}"
-                stand.decode()
-                time.sleep(3)  # fifteen intervals
+                deadline = time.monotonic() + 60
+                while len(readings) < 5 and time.monotonic() < deadline:
+                    time.sleep(0.1)
                 assert len(status_of(url).columns) >= 3
                 assert httpx.get(f"{url}/", follow_redirects=True).url.path == PAGE
             finally:

@@ -109,7 +109,7 @@ def test_the_page_shows_the_numbers_of_its_json(page: str, tmp_path: Path) -> No
     for layer, row in enumerate(cells):
         expected = ["0.0 %", "100.0 %"] if layer % 2 else ["100.0 %", "0.0 %"]
         assert row[:6] == [str(layer), "25.0 %", *expected, "500", "1.0"], row
-    assert 'data-columns="60"' in dom and re.search(r'id="problem"[^>]* role="alert" hidden', dom)
+    assert 'data-columns="59"' in dom and re.search(r'id="problem"[^>]* role="alert" hidden', dom)
     shown = re.findall(r'role="img" aria-label="([^"]*)"', dom)
     assert all(shown) and len(shown) == 14, "all plots but the one of a server in place"
     assert "30 layers over" in dom and dom.count("<canvas") == 3
