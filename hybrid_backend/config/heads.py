@@ -31,7 +31,7 @@ Cosine = Annotated[float, _between(-1, 1)]
 
 class HeadScores(Section):
     """Every head of a model, per layer: ``[layers][heads]`` or ``[layers][kv_heads]``. Layers that attend a sliding
-    window count too, with values that never matter (`tools.profile.heads`).
+    window count too, with values that never matter (`tools.profile.gates`).
 
     Source: CLO (arXiv 2511.14510), sections 3.2 and 3.3, appendix A.
     """
