@@ -83,6 +83,11 @@ def test_imports_point_one_way(module: str) -> None:
         assert RANK[layer_of(other)] >= RANK[layer], f"{module} imports {other}, which lies above it"
 
 
+def test_every_folder_of_modules_is_a_package_that_a_wheel_holds() -> None:
+    """setup.py finds packages by their ``__init__.py``; from a checkout a folder without one is imported all the same."""
+    assert not {path.parent for path in MODULES.values() if not (path.parent / "__init__.py").exists()}
+
+
 def test_no_imports_go_round_in_a_circle() -> None:
     """Not even with a part of the circle inside a function, or for type checking only."""
     try:
