@@ -84,7 +84,7 @@ def test_imports_point_one_way(module: str) -> None:
 
 
 def test_every_folder_of_modules_is_a_package_that_a_wheel_holds() -> None:
-    """setup.py finds packages by their ``__init__.py``; from a checkout a folder without one is imported all the same."""
+    """setup.py finds packages by their ``__init__.py``; a checkout imports a folder without one all the same."""
     assert not {path.parent for path in MODULES.values() if not (path.parent / "__init__.py").exists()}
 
 
