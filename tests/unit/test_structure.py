@@ -19,6 +19,7 @@ LAYERS = [
     ["engines"],
     ["warm_up"],
     ["runtime"],
+    ["prompt_chunks"],
     ["memory_plan"],
     ["methods"],
     ["in_place"],
