@@ -6,8 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybrid_backend.tools.bench.accuracy.client import ask
-from hybrid_backend.tools.bench.accuracy.fidelity import Distribution
+from hybrid_backend.tools.bench.fidelity import Distribution, ask
 from tests.engines.server import Server
 from tests.engines.texts import PROSE, tokenizer
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from bench.fidelity import answers, follow, lookups
 from hybrid_backend.config import find_config, load_config
-from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
+from hybrid_backend.tools.bench.fidelity import FIDELITY_FLAGS, compare
 from hybrid_backend.tools.hub import fetch
 from tests.engines.server import MODEL, Server, hybrid_server, stock_server
 from tests.engines.texts import tokens_of_prose

@@ -23,7 +23,8 @@ from bench.peers.measure import Point, decode_rate, prefill_rate, sweep
 from bench.peers.peer import GROUPS, Peer, Setup
 from bench.peers.registry import PEERS, choose
 from bench.peers.table import table, verdict
-from hybrid_backend.tools.bench.client import BenchError, Streamed, find_endpoint
+from bench.streams import Streamed
+from hybrid_backend.tools.bench.client import BenchError, find_endpoint
 from hybrid_backend.tools.hub.gguf_convert import convert
 from tests.unit.hub.test_gguf_convert import HIDDEN, write_gguf
 from tests.unit.status.server_stand import serving
