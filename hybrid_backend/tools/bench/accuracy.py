@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from uuid import UUID
 
 import typer
 from rich.console import Console
@@ -144,34 +142,15 @@ def parse_budgets(text: str, config: HybridConfig) -> list[float]:
 
 
 def made_prompts(tokenizer: Any, context: int, samples: int) -> Iterator[Prompt]:
-    """Yield prompts of about ``context`` tokens: lookups among equal entries, English prose and source code."""
+    """Yield prompts of about ``context`` tokens, as `hybrid profile` asks them: lookups, English prose, source code."""
+    from hybrid_backend.tools.profile.divergence import lookup_probes
     from hybrid_backend.tools.profile.texts import default_texts, windows_of
 
     encode = partial(tokenizer.encode, verbose=False)  # It would warn of texts that are cut into windows here.
-    for number in range(samples):
-        yield Prompt("lookup", tuple(encode(lookup(number, context, encode))))
+    for probe in lookup_probes(partial(encode, add_special_tokens=False), context, samples):
+        yield Prompt(probe.kind, probe.ids[: probe.compared[0]])
     for window in windows_of(default_texts(), encode, context, samples):
         yield Prompt(window.text, window.ids)
-
-
-def lookup(number: int, context: int, encode: Callable[[str], Sequence[int]]) -> str:
-    """Return a prompt of at most ``context`` tokens: pairs of UUIDs, and the question for the value of one of them."""
-    rng = random.Random(number)
-
-    def pair() -> tuple[str, str]:
-        key, value = (str(UUID(int=rng.getrandbits(128), version=4)) for _ in range(2))
-        return key, value
-
-    def text(pairs: Sequence[tuple[str, str]]) -> str:
-        key, _ = pairs[len(pairs) * (2 * number % 7 + 1) // 8]
-        return f'Keys and their values:\n{json.dumps(dict(pairs), indent=0)}\n\nThe value of the key "{key}" is "'
-
-    pairs = [pair() for _ in range(8)]
-    pair_tokens = (len(encode(text(pairs))) - len(encode(text(pairs[:4])))) / 4
-    pairs += [pair() for _ in range(int(context / pair_tokens) - len(pairs))]
-    while len(encode(text(pairs))) > context and len(pairs) > 1:
-        pairs.pop()
-    return text(pairs)
 
 
 def read_prompts(file: Path, tokenizer: Any) -> list[Prompt]:

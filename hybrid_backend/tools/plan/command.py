@@ -40,14 +40,10 @@ def plan(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32")] = "auto",
     cores: Annotated[int | None, typer.Option(min=1, help="of the host; default: the machine's")] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="devices, a replica on each; default: the machine's")
-    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="devices, a replica on each; default: the machine's")] = None,
     engine_overhead: Annotated[str | None, typer.Option(help="of the device, beside weights, activations, KV")] = None,
     host_overhead: Annotated[str | None, typer.Option(help="of the host, beside KV")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="as JSON, with every item of memory and of a step")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON, with every item of memory and of a step")] = False,
 ) -> None:
     """Plan memory, largest batch and context, and expected speed of every method against stock."""
     from hybrid_backend.hardware import find_hardware

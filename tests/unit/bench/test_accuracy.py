@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
 from hybrid_backend.tools.bench import fidelity, servers
-from hybrid_backend.tools.bench.accuracy import bootstrap, lookup, made_prompts, read_prompts
+from hybrid_backend.tools.bench.accuracy import bootstrap, made_prompts, read_prompts
 from hybrid_backend.tools.bench.fidelity import Answer, compare
 
 
@@ -57,20 +57,13 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, tmp_path: Pat
     assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_a_made_lookup_names_one_of_its_keys_and_holds_the_value_once(tokenizer: Any) -> None:
-    for number in range(8):
-        text = lookup(number, 2048, tokenizer.encode)
-        assert 1900 < len(tokenizer.encode(text)) <= 2048
-        pairs = json.loads(text[text.index("{") : text.index("}") + 1])
-        key = re.search(r'key "(\S+)"', text)
-        assert key is not None and text.count(pairs[key[1]]) == 1
-    assert lookup(1, 2048, tokenizer.encode) != lookup(2, 2048, tokenizer.encode)
-
-
 def test_made_prompts_are_lookups_prose_and_code_and_always_the_same(tokenizer: Any) -> None:
     prompts = list(made_prompts(tokenizer, 1024, 2))
-    assert [prompt.source for prompt in prompts] == ["lookup"] * 2 + ["python-reference"] * 2 + ["python-source"] * 2
-    assert all(900 < len(prompt.ids) <= 1024 for prompt in prompts) and len(set(prompts)) == 6
+    assert [prompt.source for prompt in prompts] == ["lookups"] * 2 + ["python-reference"] * 2 + ["python-source"] * 2
+    assert all(700 < len(prompt.ids) <= 1024 for prompt in prompts) and len(set(prompts)) == 6
+    text = tokenizer.decode(prompts[0].ids)
+    key = re.search(r"The code of entry (\S+) is$", text)
+    assert key is not None and text.count(f"Entry {key[1]} has the code ") == 1
     assert prompts == list(made_prompts(tokenizer, 1024, 2))
 
 
