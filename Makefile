@@ -330,7 +330,7 @@ clean: ## Remove all environments and everything built (fetched models in .cache
 bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/throughput.md)
 	$(VENV)/bin/hybrid bench throughput --serve --out bench/out $(BENCH_ARGS)
 
-bench-accuracy: test-install model ## Scores and fidelity of the methods on RULER-like tasks (BENCH_ARGS, see docs/accuracy.md)
+bench-accuracy: test-install model ## KL and equal tokens against stock vLLM, by budget (BENCH_ARGS, see docs/accuracy.md)
 	$(VENV)/bin/hybrid bench accuracy --out bench/out/accuracy $(BENCH_ARGS)
 
 simulate: test-install ## The simulator's step of Qwen3-14B on three GPUs, and its errors against our own runs
