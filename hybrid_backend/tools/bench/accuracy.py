@@ -112,7 +112,7 @@ def accuracy(
                 lines.writelines(f"{json.dumps(asdict(result))}\n" for result in prompt_results)
                 lines.flush()
     if not results:
-        raise ConfigError("every prompt fits every budget, where answers are exact; ask longer prompts")
+        raise ConfigError("nothing to compare: prompts fit every budget, where answers are exact, or answers have one token")
     console.print(table(results))
     console.print(f"written: {file}")
 
@@ -226,16 +226,16 @@ def _answers(
 def _results(
     server: Server, budgets: Sequence[float], config: HybridConfig, prompt: Prompt, dense: Answer
 ) -> list[Result]:
-    """Follow a dense answer with each budget that leaves some of the prompt out."""
+    """Follow a dense answer with each budget, but for a request's own budget that attends the whole prompt."""
     from hybrid_backend.tools.bench.fidelity import ask, compare
 
     results = []
     for budget in budgets:
         pages = math.ceil(budget * len(prompt.ids) / config.page_size)
         tokens = pages * config.page_size if 0 < budget < 1 else int(budget)
-        attended = tokens or config.budget_tokens
-        if attended >= len(prompt.ids) or len(dense.tokens) < 2:
+        if tokens >= len(prompt.ids) or len(dense.tokens) < 2:
             continue
+        attended = tokens or config.budget_tokens
         near = compare(dense.logprobs, ask(server, prompt.ids, 0, begin=dense.tokens, budget=tokens).logprobs)
         label = "configured" if not budget else f"{budget:.0%}" if budget < 1 else f"{tokens:,}"
         results.append(Result(label, prompt.source, len(prompt.ids), attended, near.kl, near.agreement, near.positions))
