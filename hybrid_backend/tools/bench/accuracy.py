@@ -112,7 +112,9 @@ def accuracy(
                 lines.writelines(f"{json.dumps(asdict(result))}\n" for result in prompt_results)
                 lines.flush()
     if not results:
-        raise ConfigError("nothing to compare: prompts fit every budget, where answers are exact, or answers have one token")
+        raise ConfigError(
+            "nothing to compare: prompts fit every budget, where answers are exact, or answers have one token"
+        )
     console.print(table(results))
     console.print(f"written: {file}")
 
