@@ -274,8 +274,6 @@ def test_a_count_of_one_has_a_noun_in_the_singular(count: float, text: str) -> N
     [
         (["profile", "no-such-model"], "model 'no-such-model' is neither in the catalog"),
         (["bench", "throughput", "a=http://127.0.0.1:9"], "http://127.0.0.1:9"),
-        (["bench", "accuracy", "--endpoint", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
-        (["bench", "accuracy", "--tasks", "none", "--lengths", "many"], "--lengths"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
@@ -283,10 +281,9 @@ def test_an_error_is_told_without_a_word_of_pictures_before_it(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("hybrid_backend.tools.bench.throughput.client.installed_client", lambda _: "vllm")
+    monkeypatch.setattr("hybrid_backend.tools.bench.load.installed_client", lambda _: "vllm")
     monkeypatch.chdir(tmp_path)
-    model = ["--model", HUB_ID] if "accuracy" in words else []
-    result = CliRunner().invoke(app, [*words, *model])
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 1 and message in result.stderr, result.output
     assert result.stdout == "" and "pictures" not in result.stderr
 

@@ -20,8 +20,8 @@ _LEAST_PAGES = 8
 """Pages of the smallest proposed budget. The first and recent pages, always attended, are most of a smaller budget."""
 _GROWTH = 2.0
 """Factor by which the host pool, or the number of requests at once, grows at most."""
-_MORE_CORES = "more cores: hybrid plan --machine NAME --what-if cores=N reckons how many"
-_FASTER_BUS = "a faster bus: hybrid plan --machine NAME --what-if pcie=6 reckons one"
+_MORE_CORES = "more cores: hybrid plan --machine NAME --cores N reckons how many"
+_FASTER_BUS = "a faster bus"
 # The flags for the longest context, for the most requests at once, and for the tokens of a step with prompts.
 _FLAGS = {
     "vllm": ("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),

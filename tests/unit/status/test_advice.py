@@ -36,7 +36,7 @@ def test_one_change_is_recommended_and_other_ways_come_after_it() -> None:
         "frames_per_request=134 (now 67; 8.0 MiB more on the devices together)",
         "recall.intervals=4 (now 8)",
         "budget_tokens=512 (now 1024)",
-        "more cores: hybrid plan --machine NAME --what-if cores=N reckons how many",
+        "more cores: hybrid plan --machine NAME --cores N reckons how many",
     ]
     busy = Reading(time=1, running=12, waiting=4, pool_fill=0.5, gauges=SERVED)
     assert advised(busy) == ["The batch: --max-num-seqs 16 (now 12)"]
@@ -48,7 +48,7 @@ def test_one_change_is_recommended_and_other_ways_come_after_it() -> None:
     attention = rates_of(running=2, generated_per_second=10, attention_share=0.7)
     assert advised(in_place(), attention) == [
         "Attention: budget_tokens=512 (now 1024), as far as it is faithful enough",
-        "more cores: hybrid plan --machine NAME --what-if cores=N reckons how many",
+        "more cores: hybrid plan --machine NAME --cores N reckons how many",
     ]
     dense = in_place(gauges={"hybrid_frame_bytes": 0.0})
     assert advised(dense, attention)[0].startswith("Attention: method=scout with sparse=auto")
@@ -129,7 +129,7 @@ def test_what_cannot_be_reckoned_names_the_command_that_does() -> None:
     full = Reading(time=1, running=1, waiting=3, pool_fill=0.97)
     for last in (full, replace(full, pool_fill=0.5)):
         assert "hybrid plan reckons" in advised(last)[0]
-    assert "hybrid plan --machine NAME --what-if cores=N" in advised(Reading(time=1), WAITS)[0]
+    assert "hybrid plan --machine NAME --cores N" in advised(Reading(time=1), WAITS)[0]
 
 
 def test_replicas_are_counted_where_a_flag_is_for_one() -> None:

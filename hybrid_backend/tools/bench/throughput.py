@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.tools.bench.report import Figures, Row, comparison
 
 if TYPE_CHECKING:
     from hybrid_backend.tools.bench.client import Endpoint
-    from hybrid_backend.tools.bench.throughput.sweep import Point, Workload
+    from hybrid_backend.tools.bench.load import Point, Workload
+
+ROWS = (
+    Row("done req/s", "requests_per_second", 2),
+    Row("output tok/s", "output_tokens_per_second", 1),
+    Row("of the first", "times_first", 2),
+    Row("goodput req/s", "good_requests_per_second", 2),
+    Row("TTFT median s", "ttft_median", 2, 1e-3),
+    Row("TTFT p99 s", "ttft_p99", 2, 1e-3),
+    Row("TPOT median ms", "tpot_median", 1),
+    Row("TPOT p99 ms", "tpot_p99", 1),
+    Row("failed", "failed"),
+)
 
 
 def throughput(
@@ -44,7 +60,7 @@ def throughput(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="one configuration key of --serve's hybrid, as budget_tokens=1024")
     ] = None,
-    out: Annotated[Path, typer.Option(help="folder of throughput.json, .md and .png")] = Path("hybrid-bench"),
+    out: Annotated[Path, typer.Option(help="folder of throughput.json and logs")] = Path("hybrid-bench"),
 ) -> None:
     """Sweep request rates over servers, one at a time in turns: throughput, goodput, TTFT, TPOT; compare them.
 
@@ -52,70 +68,80 @@ def throughput(
     server gets the same prompts at the same moments. No prompt is sent twice to one server, so its prefix cache has
     nothing to give.
     """
-    from hybrid_backend.tools.bench.options import check_out, format_limits, parse_choice, parse_limits, parse_numbers
+    from hybrid_backend.tools.bench.load import Workload, installed_client, run_client, sweep
+    from hybrid_backend.tools.bench.options import check_out, parse_limits, parse_rates, writing
     from hybrid_backend.tools.bench.servers import DEMO, configured, parse_overrides
-    from hybrid_backend.tools.bench.throughput.client import CLIENTS, installed_client, run_client
-    from hybrid_backend.tools.bench.throughput.report import progress_line
-    from hybrid_backend.tools.bench.throughput.sweep import Workload, sweep
     from hybrid_backend.tools.counts import counted
-    from hybrid_backend.tools.pictures import can_draw
 
     if serve == bool(endpoint):
         raise ConfigError("give either running servers as NAME=URL, or --serve")
-    parse_choice("--client", client, ("auto", *CLIENTS))
-    rate_list, settings = parse_numbers("--rates", rates, float), parse_overrides(overrides or ())
-    limits = parse_limits("--good", good, ("ttft", "tpot", "e2el"))
+    client, rate_list = installed_client(client), parse_rates("--rates", rates)
+    settings, limits = parse_overrides(overrides or ()), parse_limits("--good", good, ("ttft", "tpot", "e2el"))
     if serve:
         configured(DEMO, settings)  # A mistake in --set is told before a server starts.
-    console, client = Console(), installed_client(client)
     check_out(out)
-    workload = Workload(
-        prompts=prompts, input_length=input_length, output_length=output_length, goodput=limits, tokenizer=tokenizer
-    )
+    workload = Workload(prompts, input_length, output_length, limits, tokenizer)
     if serve:
         servers = _start(workload, dtype, batch, settings, out / "logs")
     else:
         servers = _find(endpoint or (), model, workload)
+    console = Console(soft_wrap=True, highlight=False)
     with servers as (endpoints, workload):
-        has_plot = can_draw(console)
+        run = partial(run_client, client, out / "logs" / "client.log")
 
         def tell(point: Point) -> None:
-            console.print(progress_line(point, repeats), soft_wrap=True, markup=False, highlight=False)
+            console.print(progress_line(point, repeats), markup=False)
 
-        run = partial(run_client, client, out / "logs" / "client.log")
         points = sweep(endpoints, rate_list, repeats, workload, run, seed, tell)
-    runs = f"{counted(prompts, 'request')} per run, {counted(repeats, 'run')}"
     record = {
-        "title": f"{input_length} + {output_length} tokens, {runs}; good: {format_limits(limits)}", "client": client,
-        "workload": workload.model_dump(), "seed": seed, "set": settings, "dtype": dtype if serve else None,
-        "machine": platform.platform(), "points": [point.model_dump() for point in points],
+        "client": client, "workload": asdict(workload), "seed": seed, "set": settings,
+        "dtype": dtype if serve else None, "machine": platform.platform(),
+        "points": [point.model_dump() for point in points],
     }  # fmt: skip
-    _report(points, record, out, console, has_plot)
-
-
-def _report(points: Sequence[Point], record: Mapping[str, Any], out: Path, console: Console, has_plot: bool) -> None:
-    """Print the table and write the files of the results."""
-    from hybrid_backend.tools.bench.options import writing
-    from hybrid_backend.tools.bench.throughput.report import plot, screen_table, table
-
-    console.print(screen_table(points))
+    runs = f"{counted(prompts, 'request')} per run, {counted(repeats, 'run')}"
+    console.print(table(points, f"{input_length} + {output_length} tokens, {runs}; good: {good}"))
     with writing(out):
         (out / "throughput.json").write_text(json.dumps(record, indent=1))
-        (out / "throughput.md").write_text(f"{record['title']}\n\n{table(points)}")
-        if has_plot:
-            plot(points, record["title"], out / "throughput.png")
-    console.print(f"written: {out}/throughput.json, .md{', .png' if has_plot else ''}", soft_wrap=True)
+    console.print(f"written: {out}/throughput.json")
+
+
+def table(points: Sequence[Point], title: str) -> Table:
+    """Return medians over the repeats with their ranges. A ratio to the first endpoint is of two runs of one turn."""
+    first = {(point.rate, point.repeat): point for point in points if point.endpoint == points[0].endpoint}
+    sections: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for point in sorted(points, key=lambda point: math.inf if point.rate is None else point.rate):
+        reference = first[point.rate, point.repeat].output_tokens_per_second
+        values = {**point.model_dump(), "times_first": point.output_tokens_per_second / reference}
+        figures = sections.setdefault(_rate_label(point.rate), {}).setdefault(point.endpoint, {})
+        for row in ROWS:
+            figures.setdefault(row.key, []).append(values[row.key])
+    for endpoints in sections.values():
+        for figures in endpoints.values():
+            figures["failed"] = [sum(figures["failed"])]
+    shown: Mapping[str, Mapping[str, Figures]] = {rate: dict(endpoints) for rate, endpoints in sections.items()}
+    return comparison(title, shown, ROWS)
+
+
+def progress_line(point: Point, repeats: int) -> str:
+    """Summarize one run in a line."""
+    failed = f", {point.failed} failed" if point.failed else ""
+    run = f"{point.endpoint}, {_rate_label(point.rate)}, run {point.repeat + 1} of {repeats}"
+    times = f"TTFT {point.ttft_median / 1e3:.2f} s, TPOT {point.tpot_median:.1f} ms"
+    return f"{run}: {point.output_tokens_per_second:.1f} tokens/s, {times}{failed}"
+
+
+def _rate_label(rate: float | None) -> str:
+    return "all at once" if rate is None else f"{rate:g} req/s"
 
 
 @contextmanager
 def _find(arguments: Sequence[str], model: str | None, workload: Workload) -> Iterator[tuple[list[Endpoint], Workload]]:
     """Find running servers and the tokenizer of the first one's model."""
     from hybrid_backend.tools.bench.client import find_endpoint
-    from hybrid_backend.tools.bench.throughput.client import find_tokenizer
+    from hybrid_backend.tools.bench.load import find_tokenizer
 
     endpoints = [find_endpoint(argument, model, 30) for argument in arguments]
-    tokenizer = find_tokenizer(workload.tokenizer, endpoints[0].model)
-    yield endpoints, workload.model_copy(update={"tokenizer": tokenizer})
+    yield endpoints, replace(workload, tokenizer=find_tokenizer(workload.tokenizer, endpoints[0].model))
 
 
 @contextmanager
@@ -139,8 +165,5 @@ def _start(
     stock = stock_server(logs, model, [*flags, "--kv-cache-memory-bytes", str(memory)], environment=intel_openmp())
     hybrid = hybrid_server(logs, {"host_pool.size": memory, **settings}, flags)
     with stock as first, hybrid as second:
-        endpoints = [
-            Endpoint(name=name, url=server.url, model=server.model)
-            for name, server in (("stock", first), ("hybrid", second))
-        ]
-        yield endpoints, workload.model_copy(update={"tokenizer": workload.tokenizer or str(model)})
+        endpoints = [Endpoint("stock", first.url, first.model), Endpoint("hybrid", second.url, second.model)]
+        yield endpoints, replace(workload, tokenizer=workload.tokenizer or str(model))
