@@ -12,9 +12,6 @@ from rich.console import Console
 from hybrid_backend.config import resolve_config
 from hybrid_backend.errors import ConfigError
 
-_NAME_COLUMNS = 36
-"""Columns of the model's name in a line of 80."""
-
 
 def profile(
     model: Annotated[str | None, typer.Argument(help="catalog name, directory or hub id of the model")] = None,
@@ -26,7 +23,6 @@ def profile(
     text: Annotated[
         list[Path] | None, typer.Option(help="text file to profile on; default: Python's reference and source")
     ] = None,
-    check: Annotated[list[Path] | None, typer.Option(help="text file to try the result on")] = None,
     context: Annotated[list[int] | None, typer.Option(help="tokens of a window; default 4096")] = None,
     positions: Annotated[int, typer.Option(help="decode steps of a window")] = 128,
     windows: Annotated[
@@ -38,7 +34,6 @@ def profile(
     margin: Annotated[float, typer.Option(help="share below tau at which intervals are chosen")] = 0.1,
     batch: Annotated[int, typer.Option(help="sequences at once, for --machine")] = 1,
     min_cosine: Annotated[float, typer.Option(help="of predicted queries; below, a layer's own selects")] = 0.9,
-    min_mass: Annotated[float, typer.Option(help="on selected pages; below, a layer is exact")] = 0.0,
     max_kl: Annotated[
         float,
         typer.Option(help="nats per token that all sparse layers may cost together; quality.max_kl goes before it"),
@@ -85,13 +80,9 @@ def profile(
     check_model(model)
     console = Console()
     name = Path(model.rstrip("/")).name
-    shown = name if len(name) <= _NAME_COLUMNS else f"{name[: _NAME_COLUMNS - 1]}…"
-    # Imports and the model's loading take their time, so the first lines come before them.
-    for line in (
-        f"measuring attention and KL of each layer of {shown}",
-        "a forward pass is timed first, for the estimate",
-    ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    # Imports and the model's loading take their time, so the first line comes before them.
+    first = f"measuring attention and KL of each layer of {name}; a forward pass is timed first, for the estimate"
+    console.print(first, highlight=False, markup=False, soft_wrap=True)
     # Torch reads this variable when it is imported, which is below. Threads that wait by spinning would take the core
     # from those that compute if another program runs at the same time (docs/profile.md#beside-other-programs).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -116,9 +107,7 @@ def profile(
         lookups=repeats if lookups is None else lookups,
         spread=spread,
         texts=tuple(map(str, text or ())),
-        held_out=tuple(map(str, check or ())),
         min_cosine=min_cosine,
-        min_mass=min_mass,
         max_kl=max_kl,
         gates=GateOptions(steps=gate_steps, context=gate_context) if (thorough if gates is None else gates) else None,
         tau=tau,

@@ -13,7 +13,7 @@ distance is relative to the length of the hidden states, so that one weight of t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
@@ -114,12 +114,11 @@ def train(
     kind: Kind,
     options: GateOptions,
     state: GateState | None = None,
-    save: Callable[[GateState], None] = lambda state: None,
-) -> GateState:
+) -> Iterator[GateState]:
     """Train the gates, from ``state`` if there is one; deterministic, so that an interrupted run ends as a whole one.
 
-    ``save`` is called with the state after each step. The gates of the last state, which is returned, are the
-    importance of each head, 0 (streaming suffices) to 1.
+    The state after each step is yielded. The gates of the last one are the importance of each head, 0 (streaming
+    suffices) to 1.
     """
     shape = (len(network.full_layers), network.kv_heads if kind == "kv_head" else network.heads)
     if state is None:
@@ -153,8 +152,7 @@ def train(
             second=adam.state[gates]["exp_avg_sq"].tolist(),
             losses=[*state.losses, distance.item()],
         )
-        save(state)
-    return state
+        yield state
 
 
 def _warmth(step: int, steps: int) -> float:
