@@ -14,7 +14,6 @@ from fastapi.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hybrid_backend.errors import EngineError
-from hybrid_backend.hardware import find_hardware
 from hybrid_backend.tools.status.model import Status
 from hybrid_backend.tools.status.sampler import INTERVAL, Sampler
 from hybrid_backend.tools.status.source import from_server, from_this_process, metrics_url
@@ -98,7 +97,6 @@ def serve(
     host: str,
     port: int,
     interval: float = INTERVAL,
-    machine: str | None = None,
     tell: Callable[[str], None] = print,
 ) -> None:
     """Serve the page of a server until stopped.
@@ -108,21 +106,18 @@ def serve(
         host: address that the page listens on.
         port: port of the page; 0 takes a free one.
         interval: seconds between two readings.
-        machine: name or file of the server's hardware profile, which attention's speed is compared with.
         tell: gets the page's address.
 
     Raises:
         EngineError: an address cannot be used.
-        ConfigError: there is no such hardware profile.
     """
     import uvicorn
 
     url = metrics_url(server)
     if not 0.2 <= interval <= 3600:
         raise EngineError(f"--interval {interval} is not between 0.2 and 3600 seconds")
-    hardware = None if machine is None else find_hardware(machine)
     listener = _listen(host, port)
-    app = application(Sampler(from_server(url), url, interval, machine=hardware), watching=True)
+    app = application(Sampler(from_server(url), url, interval), watching=True)
     app.add_api_route("/", lambda: RedirectResponse(PAGE.lstrip("/"), status_code=307), methods=["GET"])
     shown = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     tell(f"status of {url} on http://{shown}:{listener.getsockname()[1]}{PAGE}")

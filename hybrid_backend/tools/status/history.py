@@ -56,11 +56,7 @@ class History:
             Column(
                 time=reading.time,
                 seconds=reading.time - last.time,
-                running=reading.running,
-                waiting=reading.waiting,
-                pool_fill=reading.pool_fill,
-                frames_in_use=reading.gauge("frames_in_use"),
-                resident_requests=reading.gauge("resident_requests"),
+                **{name: reading.get(name) for name in ("running", "waiting", "pool_fill", "frames_in_use")},
                 rates=_rates(self.recent),
                 attended=tuple(layer.attended for layer in growth),
                 residency=tuple(layer.residency for layer in growth),
@@ -82,9 +78,9 @@ def _growth(first: Reading, last: Reading) -> list[LayerCounts]:
 def _rates(readings: list[Reading]) -> Rates:
     """Compute the means from the first of the readings to the last one."""
     first, last = readings[0], readings[-1]
-    seconds, layers, token_bytes = last.time - first.time, _growth(first, last), last.token_bytes
-    running = [reading.running for reading in readings[1:] if reading.running is not None]
-    attention, tokens = (sum(getattr(c, name) for c in layers) for name in ("attention_seconds", "selected_tokens"))
+    seconds, layers = last.time - first.time, _growth(first, last)
+    running = [count for reading in readings[1:] if (count := reading.get("running")) is not None]
+    attention = sum(layer.attention_seconds for layer in layers)
 
     def growth(name: str) -> float | None:
         return last.growth(first, name)
@@ -106,7 +102,6 @@ def _rates(readings: list[Reading]) -> Rates:
         copied_bytes_per_second=quotient(growth("copied_bytes"), seconds),
         wait_share=sum(layer.wait_seconds for layer in layers) / seconds,
         attention_share=attention / seconds if any(layer.attention_seconds for layer in last.layers) else None,
-        attention_bytes_per_second=tokens * token_bytes / attention if token_bytes and tokens and attention else None,
     )
 
 
@@ -129,7 +124,6 @@ def _layer(index: int, total: LayerCounts, counts: LayerCounts, before: Layer | 
         attended_tokens_per_second=counts.selected_tokens / seconds,
         recalled_per_second=counts.recalled_pages / seconds,
         wait_share=counts.wait_seconds / seconds,
-        lead_share=counts.lead_seconds / seconds,
         attention_share=counts.attention_seconds / seconds if total.attention_seconds else None,
         query_cosine=total.query_cosine,
         mass_recall=total.mass_recall,
