@@ -304,7 +304,7 @@ def test_a_dense_spell_is_told_on_the_page(wordy_page: str, tmp_path: Path) -> N
     assert "less than the promised 94.02%" in glance
     change = part(dom, "change")
     assert "Everything attended: frames_per_request=70 (now 35); or quality.max_kl=0.02 (now 0.01)" in change
-    assert "After that, Host memory: a larger host_pool.size, or a smaller --max-model-len: hybrid plan" in change
+    assert "After that, Host memory: a larger host_pool.size, or a smaller --max-model-len" in change
 
 
 @pytest.mark.parametrize("shown", ["page", "wordy_page"])
