@@ -144,7 +144,7 @@ HEADS = {
 }  # fmt: skip
 KEY = Key("m", "stock", 0.0, "vt", 1024, 0, "prompt", "p0")
 LAYER = {
-    **{"layer": 0, "cosine": None, "mass": 0.9, "ratios": {"4": {"8": 0.1}}, "similarity": [0.9]},
+    **{"layer": 0, "cosine": None, "mass": 0.9, "ratios": {"8": 0.1}, "similarity": [0.9]},
 }
 STAGES = {
     "format": 1,

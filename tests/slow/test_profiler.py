@@ -14,15 +14,12 @@ from rich.console import Console
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, load_config, read_heads
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.hardware import find_hardware
 from hybrid_backend.tools.profile import profiler, session, summary
 from hybrid_backend.tools.profile.gates import GateOptions
 from hybrid_backend.tools.profile.network import Network, wrap
 from hybrid_backend.tools.profile.options import Options
 from hybrid_backend.tools.profile.report import Profile
-from hybrid_backend.tools.profile.tau import tau_of
 from hybrid_backend.tools.profile.texts import default_texts
-from tests.support.models import llama_8b
 from tests.unit.profile.models import build, encode
 
 GATES = GateOptions(steps=4, context=400, sink=4, recent=16, samples=2, passkeys=2, words=3)
@@ -41,6 +38,10 @@ CONFIG = config_from_mapping({"page_size": 16, "budget_tokens": 96, "selection":
 @pytest.fixture(scope="module")
 def network() -> Network:
     return wrap(build("gemma3"))
+
+
+def with_threshold(threshold: float) -> HybridConfig:
+    return CONFIG.model_copy(update={"recall": CONFIG.recall.model_copy(update={"threshold": threshold})})
 
 
 def run(
@@ -144,7 +145,7 @@ def test_a_new_threshold_needs_no_new_measurement_and_a_new_budget_or_cosine_doe
         return measure(*args)
 
     monkeypatch.setattr(session, "measure_window", counted)
-    strict = run(network, out, replace(options, max_kl=0.0, outliers=False, tau=(0.05, "test")))
+    strict = run(network, out, replace(options, max_kl=0.0, outliers=False), with_threshold(0.05))
     assert not calls and strict.config.exact_layers == (2, 5) and strict.config.recall.threshold == 0.05
     run(network, out, options, CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 2
@@ -258,23 +259,10 @@ def test_layers_whose_predicted_query_costs_too_much_select_by_their_own(
     assert json.loads(out.with_suffix(".json").read_text())["own"] is None
 
 
-def test_slots_are_raised_until_every_layer_is_below_tau_if_asked_for(network: Network, tmp_path: Path) -> None:
+def test_intervals_are_chosen_a_margin_below_the_threshold(network: Network, tmp_path: Path) -> None:
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
-    run(network, out, options)
-    windows = [stage["layers"] for key, stage in stages(out).items() if key.startswith("window")]
-    assert set(windows[0][0]["ratios"]) == {"9", "12", "14", "18"}
-    best = [min(max(w[i]["ratios"]["14"][k] for w in windows) for k in ("1", "2", "3")) for i in (0, 1)]
-    enough = replace(options, margin=0.0, tau=(max(best) + 1e-6, "test"))
-    left, raised = run(network, out, enough), run(network, out, replace(enough, fit_frames=True))
-    assert left.config.frames_per_request == "auto" and not all(layer.below for layer in left.layers)
-    assert raised.config.frames_per_request == 14 and all(layer.below for layer in raised.layers)
-    assert "--fit-frames" not in out.read_text()
-
-
-def test_intervals_are_chosen_a_margin_below_tau(network: Network, tmp_path: Path) -> None:
-    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
-    cautious = run(network, out, replace(options, tau=(0.2, "test"), margin=0.5))
-    lower = run(network, out, replace(options, tau=(0.1, "test"), margin=0.0))
+    cautious = run(network, out, replace(options, margin=0.5), with_threshold(0.2))
+    lower = run(network, out, replace(options, margin=0.0), with_threshold(0.1))
     assert [layer.interval for layer in cautious.layers] == [layer.interval for layer in lower.layers]
     assert cautious.config.recall.threshold == 0.2, "the margin is in the choice, not in the threshold"
 
@@ -306,14 +294,3 @@ def test_the_default_texts_are_prose_and_code_and_long() -> None:
     (_, prose), (_, code) = default_texts()
     assert len(prose) > 300_000 and prose.count(" the ") > 2000
     assert len(code) > 300_000 and code.count("\n    def ") > 300
-
-
-def test_tau_follows_the_machine() -> None:
-    """A faster link between CPU and its memory allows more; batches leave the CPU less beside the device's matrices."""
-    shape = llama_8b()
-    config = HybridConfig()
-    few, many = (tau_of(find_hardware("h100"), shape, config, 32768, batch) for batch in (8, 32))
-    assert 0.01 < many < few <= 1
-    machine = find_hardware("h100")
-    with pytest.raises(ConfigError, match=r"recall\.threshold"):
-        tau_of(machine.model_copy(update={"device": "cpu"}), shape, config, 32768)

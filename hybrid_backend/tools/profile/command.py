@@ -29,9 +29,9 @@ def profile(
         int | None, typer.Option(help="windows per text and context; default 1, with --thorough 2", show_default=False)
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="tau, prefetch_bytes from this machine: name or hardware JSON")
+        str | None, typer.Option(help="of the heads file's prefetch_bytes: name or hardware JSON")
     ] = None,
-    margin: Annotated[float, typer.Option(help="share below tau at which intervals are chosen")] = 0.1,
+    margin: Annotated[float, typer.Option(help="share below recall.threshold at which intervals are chosen")] = 0.1,
     batch: Annotated[int, typer.Option(help="sequences at once, for --machine")] = 1,
     min_cosine: Annotated[float, typer.Option(help="of predicted queries; below, a layer's own selects")] = 0.9,
     max_kl: Annotated[
@@ -56,7 +56,6 @@ def profile(
         str | None, typer.Option(help="YAML file, or {...}, to start from; default: by the model's name")
     ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
-    fit_frames: Annotated[bool, typer.Option(help="raise frames_per_request until every layer is below tau")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="measure again what OUT's JSON holds")] = False,
     device: Annotated[str, typer.Option(help="where the model runs: cpu or cuda; hardware: auto")] = "auto",
 ) -> None:
@@ -91,15 +90,14 @@ def profile(
     from hybrid_backend.tools.profile.profiler import profile
 
     contexts, repeats = tuple(context or (4096,)), 2 if thorough else 1
-    tau, prefetch_bytes = None, 0
+    prefetch_bytes = 0
     if machine is not None:
         from hybrid_backend.hardware import find_hardware
         from hybrid_backend.tools.plan.model import find_shape
-        from hybrid_backend.tools.profile.tau import prefetch_bytes_of, tau_of
+        from hybrid_backend.tools.profile.gates import prefetch_bytes_of
 
-        inputs = find_hardware(machine), find_shape(model, "auto"), settings, max(contexts), batch
-        share, prefetch_bytes = tau_of(*inputs), prefetch_bytes_of(*inputs)
-        tau = (share, f"from {machine}: the CPU's partial takes as long as the device's layer, batch {batch}")
+        hardware, shape = find_hardware(machine), find_shape(model, "auto")
+        prefetch_bytes = prefetch_bytes_of(hardware, shape, settings, max(contexts), batch)
     options = Options(
         contexts=contexts,
         positions=positions,
@@ -110,10 +108,8 @@ def profile(
         min_cosine=min_cosine,
         max_kl=max_kl,
         gates=GateOptions(steps=gate_steps, context=gate_context) if (thorough if gates is None else gates) else None,
-        tau=tau,
         prefetch_bytes=prefetch_bytes,
         margin=margin,
-        fit_frames=fit_frames,
         fresh=fresh,
         device="cpu" if device == "auto" else device,
     )

@@ -12,6 +12,7 @@ distance is relative to the length of the hidden states, so that one weight of t
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,11 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_backend.config import HeadScores
+from hybrid_backend.config import HeadScores, HybridConfig
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware import Hardware
+from hybrid_backend.model import ModelShape
+from hybrid_backend.tools.plan.simulate.costs import Costs
 from hybrid_backend.tools.profile.measure import Measures
 from hybrid_backend.tools.profile.network import Attend, Network, visible
 from hybrid_backend.tools.profile.texts import Encode
@@ -185,6 +189,20 @@ def gated_attention(network: Network, options: GateOptions, gates: Tensor | None
         return share * out + (1 - share) * streaming
 
     return attend
+
+
+def prefetch_bytes_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context: int, batch: int = 1) -> int:
+    """Return T_comp * B_PCIe of CLO (arXiv 2511.14510, Eq. 12 as meant: printed with B in the denominator).
+
+    Returns:
+        Bytes that one device's bus moves while the device computes one layer of one step, for all of its sequences
+        together; at the link's best rate, since the device reads the pages by itself and sets up no copies.
+    """
+    layer = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
+    attended = layer.kv(float(min(config.budget_tokens, context)))
+    seconds = layer.projections + layer.prediction + layer.rest
+    seconds += layer.scoring(layer.digest_bytes) + layer.attention(attended)
+    return int(seconds * hardware.link_achieved(math.inf))
 
 
 def head_scores(

@@ -37,7 +37,7 @@ class LayerMeasure(BaseModel):
         layer: index in the model.
         cosine: cosine of predicted and true query, None for the first layer.
         mass: attention mass on the pages that the backend selects.
-        ratios: ``[frames][interval]`` mean share of attended tokens on the CPU.
+        ratios: by recall interval the mean share of attended tokens on the CPU.
         similarity: per KV head, `adjacent_cosine` of the queries that the backend selects by.
     """
 
@@ -45,7 +45,7 @@ class LayerMeasure(BaseModel):
     layer: int
     cosine: float | None
     mass: float
-    ratios: dict[int, dict[int, float]]
+    ratios: dict[int, float]
     similarity: tuple[float, ...]
 
 
@@ -124,17 +124,14 @@ def measure_layer(
     shares = page_shares(q, k, seq_lens, config.page_size, layer.scale)
     operations = resolve_operations(config, torch.device("cpu"))
     table, first = torch.arange(len(digests), dtype=torch.int32)[None], -(-int(seq_lens[0]) // config.page_size)
-    ratios: dict[int, dict[int, float]] = {}
-    for frames in frames_tried(config, int(seq_lens[0])):
-        admission = best_pages(operations, config, prompt, digests, table[:, :first], first, frames, layer.scale)
-        decoded = Decoded(scores, seq_lens, admission)
-        steps = cpu_ratios(operations, config, decoded, frames, intervals, layer.index)
-        ratios[frames] = dict(zip(intervals, _rounded(steps.mean(1)), strict=True))
+    frames = frames_per_request(config)
+    admission = best_pages(operations, config, prompt, digests, table[:, :first], first, frames, layer.scale)
+    steps = cpu_ratios(operations, config, Decoded(scores, seq_lens, admission), frames, intervals, layer.index)
     return LayerMeasure(
         layer=layer.index,
         cosine=cosine,
         mass=round(float((shares * chosen[:, :, None]).sum(-1).mean()), 5),
-        ratios=ratios,
+        ratios=dict(zip(intervals, _rounded(steps.mean(1)), strict=True)),
         similarity=_rounded(adjacent_cosine(selecting, k.shape[1])),
     )
 
@@ -148,16 +145,6 @@ def adjacent_cosine(q: Tensor, kv_heads: int) -> Tensor:
     cosines = torch.cosine_similarity(q[1:], q[:-1], dim=-1)
     means: Tensor = cosines.unflatten(1, (kv_heads, -1)).mean((0, 2))
     return means
-
-
-def frames_tried(config: HybridConfig, tokens: int) -> tuple[int, ...]:
-    """Return the frames per request that are simulated: those of the configuration, and up to twice as many.
-
-    Frames that hold a whole sequence of ``tokens`` are left out.
-    """
-    frames = frames_per_request(config)
-    more = [-(-frames * quarters // 4) for quarters in (5, 6, 8)]
-    return (frames, *(count for count in more if count * config.page_size < tokens))
 
 
 def page_digests(k: Tensor, page_size: int, kind: DigestKind | Literal["auto"]) -> Tensor:

@@ -20,7 +20,6 @@ class Options:
     Attributes:
         outliers: make a layer exact, too, that has more than half of the KL that is left below ``max_kl``.
         gates: options of the gates' training, None for no gates.
-        tau: largest CPU ratio and its source; None takes ``recall.threshold``.
         prefetch_bytes: entry of the heads file, 0 where the hardware is not known.
     """
 
@@ -34,10 +33,8 @@ class Options:
     max_kl: float = 0.05
     outliers: bool = True
     gates: GateOptions | None = field(default_factory=GateOptions)
-    tau: tuple[float, str] | None = None
     prefetch_bytes: int = 0
     margin: float = 0.1
-    fit_frames: bool = False
     fresh: bool = False
     device: str = "cpu"
 

@@ -26,7 +26,7 @@ from hybrid_backend.tools.profile.progress import Progress, Work
 from hybrid_backend.tools.profile.report import Profile
 from hybrid_backend.tools.profile.session import Session
 from hybrid_backend.tools.profile.store import Store
-from hybrid_backend.tools.profile.summary import chosen_intervals, covered_mass, fewest_frames, summarise
+from hybrid_backend.tools.profile.summary import chosen_intervals, covered_mass, summarise
 from hybrid_backend.tools.profile.texts import Encode, Texts, Window, default_texts, read_texts, windows_of
 
 _BUDGETS = (1, 2, 4)
@@ -198,11 +198,8 @@ def _measured(session: Session, inputs: _Inputs) -> tuple[Profile, Measures]:
     windows = [session.window(window) for window in inputs.windows]
     exact = session.exact_layers(probes)
     gates = session.gates(inputs.prompts)
-    tau = options.tau or (config.recall.threshold, "ScoutAttention (arXiv 2603.27138): 0.12, or as set")
-    aim = tau[0] * (1 - options.margin)
-    fewest = fewest_frames(windows, aim, exact)
-    frames = fewest if options.fit_frames and fewest else frames_per_request(config)
-    layers = summarise(windows, options.min_cosine, aim, frames, exact)
+    aim = config.recall.threshold * (1 - options.margin)
+    layers = summarise(windows, options.min_cosine, aim, exact)
     true, own = session.predicted_layers(probes, layers) or (None, None)
     if own is not None:
         layers = [replace(x, is_predicted=x.is_predicted and x.layer not in own.chosen) for x in layers]
@@ -218,10 +215,7 @@ def _measured(session: Session, inputs: _Inputs) -> tuple[Profile, Measures]:
         own=own,
         spread=spread,
         heads=head_scores(name, network, windows, gates, options.prefetch_bytes) if gates else None,
-        tau=tau,
         aim=aim,
-        frames=frames,
-        fewest=fewest,
     )
     return profile, windows
 
@@ -243,10 +237,8 @@ def _decided(session: Session, inputs: _Inputs, profile: Profile, windows: Measu
         data["budget_factors"] = list(profile.spread.factors)
     skipped = [layer.layer for layer in profile.layers if layer.skips]
     data["lookahead"] = {**data.get("lookahead", {}), "skip_layers": skipped}
-    if profile.frames != frames_per_request(config):
-        data["frames_per_request"] = profile.frames
     intervals = list(chosen_intervals(profile.layers, len(session.network.layers), config))
-    data["recall"] = {**data.get("recall", {}), "threshold": profile.tau[0], "intervals": intervals}
+    data["recall"] = {**data.get("recall", {}), "threshold": config.recall.threshold, "intervals": intervals}
     if quality.max_kl != "none":
         data["quality"] = {**data["quality"], "min_mass": mass}
     elif quality.promise:
@@ -261,14 +253,15 @@ def _write(session: Session, inputs: _Inputs, profile: Profile, target: Path) ->
     contexts = " and ".join(f"{context:,}" for context in options.contexts)
     where = (
         f"on {len(inputs.windows)} windows of {contexts} tokens of {texts}, {options.positions} decode steps each, "
-        f"budget {config.budget_tokens}, pages of {config.page_size}, {profile.frames} frames"
+        f"budget {config.budget_tokens}, pages of {config.page_size}, {frames_per_request(config)} frames"
     )
     head = [
         f"{profile.model}, written by `hybrid profile`; every key and its range: docs/configuration.md.",
         f"measured {where}.",
         "Raw numbers: the .json beside this file. Keys left out keep their default.",
+        *report.summary_lines(profile),
     ]
-    files = {target: report.to_yaml(profile.config, report.comments_of(profile), head)}
+    files = {target: report.to_yaml(profile.config, head)}
     if profile.heads is not None:
         files[target.with_suffix(".heads.json")] = profile.heads.model_dump_json() + "\n"
     for path, text in files.items():
@@ -287,7 +280,7 @@ def _show(profile: Profile, console: Console) -> None:
     lines = report.exact_lines(profile.exact)
     console.print(*(f"  {line}" for line in lines), sep="\n", highlight=False, soft_wrap=True)
     console.print(report.layer_table(profile))
-    for line in report.frames_lines(profile):
+    for line in report.above_lines(profile):
         console.print(f"! {line}", highlight=False)
     if profile.heads is None:
         console.print("no heads file for method clo: it holds the gates; --gates trains them and writes it")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
@@ -25,9 +24,7 @@ class Profile:
     Attributes:
         true: KL of all sparse layers by true queries; None if no query is predicted.
         own: search for the layers that select by their own query; None if no query is predicted.
-        tau: largest CPU ratio, and its source.
         aim: CPU ratio below which intervals are chosen.
-        fewest: fewest frames with which every sparse layer stays below ``aim``.
     """
 
     model: str
@@ -39,10 +36,7 @@ class Profile:
     own: KLSearch | None
     spread: Spread | None
     heads: HeadScores | None
-    tau: tuple[float, str]
     aim: float
-    frames: int
-    fewest: int | None
     files: tuple[Path, ...] = ()
 
     @property
@@ -56,80 +50,29 @@ class Profile:
         return self.spread.tokens if self.spread is not None and self.spread.helps else {}
 
 
-def to_yaml(config: HybridConfig, comments: Mapping[str, Sequence[str]], head: Sequence[str]) -> str:
-    """Return the keys that differ from their defaults, each under its comments; `load_config` reads the same back."""
+def to_yaml(config: HybridConfig, head: Sequence[str]) -> str:
+    """Return the keys that differ from their defaults under a head of comments; `load_config` reads the same back."""
     data: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
     data = {"model": config.model.model_dump(mode="json", exclude_defaults=True), **data}
-    lines = [f"# {line}" for line in head]
-    for key, value in data.items():
-        lines += [f"# {line}" for line in comments.get(key, ())]
-        if isinstance(value, dict):
-            lines.append(f"{key}:")
-            for name, item in value.items():
-                lines += [f"  # {line}" for line in comments.get(f"{key}.{name}", ())]
-                lines.append(f"  {name}: {_flow(item)}")
-        else:
-            lines.append(f"{key}: {_flow(value)}")
-    return "\n".join(lines) + "\n"
+    keys: str = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=10_000)
+    return "".join(f"# {line}\n" for line in head) + keys
 
 
-def _flow(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
-
-
-def comments_of(profile: Profile) -> dict[str, list[str]]:
-    """Return the comments of each key of the YAML: the measurements that decided its value."""
-    aim, spread = f"{profile.aim:g}", profile.spread
-    comments = {
-        "exact_layers": _exact_comments(profile),
-        "lookahead.skip_layers": _skip_comments(profile),
-        "recall.threshold": [profile.tau[1]],
-        "recall.intervals": [
-            f"the longest interval whose mean CPU ratio stays below {aim} on every window (ScoutAttention, section",
-            "3.4, with a margin); those of exact and of sliding layers are not used",
-            *(
-                [f"mean CPU ratio of sparse layers {fmean(x.ratio for x in profile.sparse):.3f}"]
-                if profile.sparse
-                else []
-            ),
-            *frames_lines(profile),
-        ],
-        "frames_per_request": [
-            f"the fewest of the simulated ones that keep every sparse layer's CPU ratio below {aim}: {profile.fewest}"
-        ],
-    }
-    if spread is not None:
-        comments["budget_factors"] = [
-            f"each sparse layer alone at {', '.join(map(str, spread.sizes))} tokens; as many tokens in all, page by",
-            "page to the layer whose KL they lower most, in texts' continuations and in lookups; of others 1.0, not",
-            f"used; all sparse layers together, all budgets alike -> these: {kl_text(spread.even, spread.spread)}",
-        ]
-    return comments
-
-
-def _exact_comments(profile: Profile) -> list[str]:
-    options, sparse = profile.options, profile.sparse
-    more = ", and any that more than halves what is left" if options.outliers else ""
+def summary_lines(profile: Profile) -> list[str]:
+    """Return the measurements that decided the keys, as comments of the YAML."""
+    options, spread = profile.options, profile.spread
     lines = [
-        "exact: those of the largest KL to dense with this layer alone sparse, as few as bring the KL of all others",
-        f"together to {options.max_kl:g} nats in texts' continuations and in lookups{more}",
-        *exact_lines(profile.exact),
+        "exact_layers: those of the largest KL to dense alone, until that of all others together is at most "
+        f"{options.max_kl:g} nats per token:",
+        *(f"  {line}" for line in exact_lines(profile.exact)),
     ]
-    lines += [f"layer {layer.layer}: alone {kl_text(layer.kl)}" for layer in profile.layers if layer.is_exact]
-    if sparse:
-        most = {kind: max(layer.kl[kind] for layer in sparse) for kind in sparse[0].kl}
-        lines.append(f"elsewhere mass >= {min(layer.mass for layer in sparse):.3f}, alone at most {kl_text(most)}")
-    return lines
-
-
-def _skip_comments(profile: Profile) -> list[str]:
-    lines = [
-        f"cosine of predicted queries below {profile.options.min_cosine:g}, or a KL by them that others do not have"
-    ]
-    lines += [f"layer {layer.layer}: {layer.cosine:.3f}" for layer in profile.sparse if layer.skips]
     if profile.true is not None and profile.own is not None:
-        lines.append(f"all sparse layers: {predicted_text(profile.true, profile.own)}")
-    return lines
+        predicted = predicted_text(profile.true, profile.own)
+        lines.append(f"lookahead.skip_layers: cosine below {options.min_cosine:g}, or by true -> predicted {predicted}")
+    if spread is not None and spread.helps:
+        lines.append(f"budget_factors: all budgets alike -> these: {kl_text(spread.even, spread.spread)}")
+    lines.append(f"recall.intervals: CPU ratio below {profile.aim:g} on every window")
+    return [*lines, *above_lines(profile)]
 
 
 def exact_lines(exact: KLSearch) -> list[str]:
@@ -154,20 +97,16 @@ def predicted_text(true: KL, own: KLSearch) -> str:
     return f"{text}; layers {layers} by their own: {left}"
 
 
-def frames_lines(profile: Profile) -> list[str]:
-    """Name the layers above the aim, and the setting that would bring them below it."""
+def above_lines(profile: Profile) -> list[str]:
+    """Name the layers that are above the aim at every interval."""
     above = ", ".join(str(layer.layer) for layer in profile.sparse if not layer.below)
-    if not above:
-        return []
-    fix = f"frames_per_request: {profile.fewest} would keep all of them below it (--fit-frames)"
-    if profile.fewest is None:
-        fix = f"up to {2 * profile.frames} frames_per_request would not change that; a larger budget may"
-    return [f"NOT below {profile.aim:g} at any interval: layers {above}", fix]
+    hint = "more frames_per_request, or a larger budget"
+    return [f"NOT below {profile.aim:g} at any interval, without {hint}: layers {above}"] if above else []
 
 
 def layer_table(profile: Profile) -> Table:
     """Return the table of all layers."""
-    title = f"layers (KL alone; tau {profile.tau[0]:g}, intervals chosen below {profile.aim:g})"
+    title = f"layers (KL alone; intervals chosen for a CPU ratio below {profile.aim:g})"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     budgets, kinds = profile.tokens, list(profile.exact.alone)
     columns = ["layer", "cosine", "mass", *(f"KL {kind}" for kind in kinds), "interval", "CPU ratio"]

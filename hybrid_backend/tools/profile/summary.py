@@ -137,11 +137,11 @@ class LayerSummary:
         return not self.is_exact and self.cosine is not None and not self.is_predicted
 
 
-def summarise(windows: Measures, min_cosine: float, tau: float, frames: int, exact: KLSearch) -> list[LayerSummary]:
-    """Summarise the measurements of each layer with so many frames per request."""
+def summarise(windows: Measures, min_cosine: float, tau: float, exact: KLSearch) -> list[LayerSummary]:
+    """Summarise the measurements of each layer."""
     summaries = []
     for measures in zip(*windows, strict=True):
-        index, ratios = measures[0].layer, [measure.ratios[frames] for measure in measures]
+        index, ratios = measures[0].layer, [measure.ratios for measure in measures]
         interval, below = longest_interval(ratios, tau)
         cosines = [measure.cosine for measure in measures if measure.cosine is not None]
         cosine = fmean(cosines) if cosines else None
@@ -159,15 +159,6 @@ def summarise(windows: Measures, min_cosine: float, tau: float, frames: int, exa
             )
         )
     return summaries
-
-
-def fewest_frames(windows: Measures, tau: float, exact: KLSearch) -> int | None:
-    """Return the fewest simulated frames with which every sparse layer has an interval below tau; None if none."""
-    simulated = set.intersection(*(set(layer.ratios) for window in windows for layer in window))
-    for frames in sorted(simulated):
-        if all(layer.below or layer.is_exact for layer in summarise(windows, 1.0, tau, frames, exact)):
-            return frames
-    return None
 
 
 def covered_mass(windows: Measures, sparse: Collection[int]) -> float:

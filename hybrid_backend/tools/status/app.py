@@ -20,9 +20,7 @@ from hybrid_backend.tools.status.source import from_server, from_this_process, m
 
 PAGE = "/hybrid/status"
 _FILES = {"": "text/html", ".css": "text/css", ".js": "text/javascript"}
-# Relative targets, which hold behind a proxy that adds a prefix.
-_REDIRECTS = {"/hybrid": "hybrid/status", "/hybrid/": "status", f"{PAGE}/": "../status"}
-PATHS = frozenset({*_REDIRECTS, f"{PAGE}.json", *(PAGE + ending for ending in _FILES)})
+PATHS = frozenset({f"{PAGE}.json", *(PAGE + ending for ending in _FILES)})
 _METHODS = ["GET", "HEAD"]  # A route of FastAPI answers HEAD only if it is told to.
 # Nothing is loaded from elsewhere, no inline script runs, and no site frames the page.
 _HEADERS = {
@@ -59,14 +57,13 @@ def application(sampler: Sampler, watching: bool) -> FastAPI:
         response.headers.update(_HEADERS)
         return sampler.status(after)
 
-    def add(path: str, answer: Response) -> None:
-        app.add_api_route(path, lambda: answer, methods=_METHODS)
+    def add_file(ending: str, kind: str) -> None:
+        content = (files("hybrid_backend.tools.status") / "page" / f"status{ending or '.html'}").read_bytes()
+        answer = Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
+        app.add_api_route(PAGE + ending, lambda: answer, methods=_METHODS)
 
     for ending, kind in _FILES.items():
-        content = (files("hybrid_backend.tools.status") / "page" / f"status{ending or '.html'}").read_bytes()
-        add(PAGE + ending, Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS))
-    for path, target in _REDIRECTS.items():
-        add(path, RedirectResponse(target, status_code=307))
+        add_file(ending, kind)
     return app
 
 

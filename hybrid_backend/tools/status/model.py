@@ -74,10 +74,7 @@ class Column(_Model):
 
 
 class Layer(_Model):
-    """A layer over the last 15 seconds. Ratios are of the last 15 seconds in which the layer attended anything.
-
-    ``query_cosine`` and ``mass_recall`` are means since the server's start.
-    """
+    """A layer over the last 15 seconds; ``query_cosine`` and ``mass_recall`` are means since the server's start."""
 
     layer: int
     attended: Number | None

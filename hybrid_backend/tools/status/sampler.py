@@ -11,7 +11,7 @@ from hybrid_backend import __version__
 from hybrid_backend.errors import EngineError
 from hybrid_backend.tools.status.history import History
 from hybrid_backend.tools.status.judge import Load, judge, unjudged
-from hybrid_backend.tools.status.model import Status
+from hybrid_backend.tools.status.model import Answer, Status
 from hybrid_backend.tools.status.reading import Reading, read
 from hybrid_backend.tools.status.source import Source
 
@@ -69,8 +69,9 @@ class Sampler:
         shown = last or Reading(time=0.0)
         elapsed = max(current - (self._started if last is None else last.time), 0.0)
         stale = elapsed if self._is_silent or elapsed > _STALE * self.interval else None
+        answers: tuple[Answer, ...] = ()
         if last is None or rates is None or stale is not None:
-            headline, answers = unjudged(last is not None, stale, self._problem), ()
+            headline = unjudged(last is not None, stale, self._problem)
         else:
             headline, answers = judge(Load(last, rates, layers))
         return Status(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.kernels import oracle
-from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.profile.measure import Decoded, cpu_ratios, measure_layer
 from hybrid_backend.tools.profile.network import Layer
 from tests.support.harness import PAGE, Engine, config, spec
@@ -57,7 +56,7 @@ def test_the_simulation_counts_what_the_engine_counts(interval: int, granularity
         layer = Layer(index, _Scaled(engine.model.scale), None)
         prompt, decoded = q[-STEPS - 1 : -STEPS], q[-STEPS:]
         measured = measure_layer(layer, cfg, prompt, decoded, None, k, [interval])
-        assert measured.ratios[frames_per_request(cfg)][interval] == pytest.approx(fmean(real), abs=1e-5)
+        assert measured.ratios[interval] == pytest.approx(fmean(real), abs=1e-5)
         assert max(real) > 0
 
 

@@ -98,13 +98,13 @@ def test_no_column_is_made_of_what_is_no_interval(later: Reading) -> None:
     assert not history.columns and history.last == later
 
 
-def test_ratios_of_an_idle_layer_stay_and_its_rates_fall_to_zero() -> None:
+def test_layers_are_measured_over_the_window_and_an_idle_one_has_no_ratios() -> None:
     busy = after(START, (2.0, 100, 25, 10, 5, 0.1))
+    layer = history_of(START, busy).layers[0]
+    assert (layer.cpu_ratio, layer.residency, layer.attended_tokens_per_second) == (0.25, 0.5, 50)
     history = history_of(START, busy, *(replace(busy, time=busy.time + 2 * step) for step in range(1, 9)))
     layer = history.layers[0]
-    assert layer.cpu_ratio == 0.25 and layer.residency == 0.5
-    assert layer.attended_tokens_per_second == 0 and layer.wait_share == 0
-    assert history.columns[-1].cpu_ratio == (None, None), "in the heat map nothing was decoded"
+    assert (layer.cpu_ratio, layer.residency, layer.attended_tokens_per_second) == (None, None, 0)
 
 
 def test_latencies_are_those_of_the_window_and_prefix_hits_too() -> None:

@@ -100,9 +100,8 @@ const optional = (text, value) => (known(value) ? text(value) : "–");
 function tiles() {
   const { figures: now, layers, in_place: inPlace, read } = state.status;
   const column = state.columns.at(-1);
-  const busy = layers.filter((layer) => layer.attended_tokens_per_second); // an idle layer's ratios are older
   const mean = (key) => {
-    const values = busy.map((layer) => layer[key]).filter(known);
+    const values = layers.map((layer) => layer[key]).filter(known);
     return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
   };
   const ratio = (name, share, unit) => [name, fixed(share), unit, share];
@@ -298,7 +297,7 @@ function view() {
     headline(shown.headline), glance(shown.glance), change(shown.glance), section("numbers", "Numbers", "", tiles()),
     section("course", "Course", `Rates and durations are means of the ${seconds} s before each point; requests, host pool and frames are as read.`, courses(status.in_place)),
     ...maps.map(heat),
-    section("layers", "Layers", "The last 15 seconds; ratios are of the last 15 seconds in which the layer decoded; cosine and mass are means since start; – is not measured.", table(status)))];
+    section("layers", "Layers", "The last 15 seconds; cosine and mass are means since start; – is not measured.", table(status)))];
 }
 
 function draw() {
