@@ -93,7 +93,7 @@ const number = (value, digits = 0) => (known(value) ? value.toLocaleString("en",
 const rate = (value) => number(value, value && value < 100 ? 1 : 0);
 const fixed = (share) => (known(share) ? `${number(100 * share, 1)} %` : "–"); // in columns of numbers
 const millis = (share) => (known(share) ? number(1000 * share, share > 0 && share < 0.01 ? 2 : 0) : "–");
-const bytes = (value) => (known(value) ? `${short(value)}B` : "–");
+const bytes = (value) => (known(value) ? `${short(value).replace(/(?=[kMG]$)|$/, "\u00a0")}B` : "–"); // "1.5 GB"
 const optional = (text, value) => (known(value) ? text(value) : "–");
 
 // Tiles are triples of a name, a value and a unit, and a share for a number that is drawn as a bar.
@@ -111,7 +111,7 @@ function tiles() {
     ratio("Host pool", now.pool_fill, known(now.host_pool_pages) ? `of ${number(now.host_pool_pages)} pages` : ""),
     ...(inPlace ? [["Digests", bytes(now.digest_bytes), "of host memory"]] : [
       ["Frames in use", number(now.frames_in_use), known(now.resident_requests) ? `pages of ${number(now.resident_requests)} requests` : "pages"],
-      ["Device tier", bytes(now.device_bytes), `${bytes(now.digest_bytes)} digests`]])]]];
+      ["Device tier", bytes(now.device_bytes), known(now.digest_bytes) ? `${bytes(now.digest_bytes)} digests` : ""]])]]];
   if (column && column.time === read) {
     const rates = column.rates;
     const perRequest = rates.generated_per_second && rates.running ? rates.generated_per_second / Math.max(rates.running, 1) : null;
