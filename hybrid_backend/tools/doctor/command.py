@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -25,7 +24,8 @@ def doctor(
     """Check this machine, from engines and memory to the configuration; each finding with its fix."""
     findings = examine(config)
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+        rows = [{"check": x.check, "state": x.state, "found": x.text, "fix": x.fix} for x in findings]
+        typer.echo(json.dumps(rows, indent=1))
     else:
         show(findings, Console())
     if any(finding.state == "problem" for finding in findings):
@@ -67,7 +67,7 @@ def show(findings: list[Finding], console: Console) -> None:
     for column in table.columns:
         column.overflow = "fold"
     for finding in findings:
-        text = Text(finding.found)
+        text = Text(finding.text)
         if finding.fix:
             text.append(f"\n-> {finding.fix}", style="bold")
         table.add_row(Text(finding.check), Text(finding.state, style=_STYLE[finding.state]), text)

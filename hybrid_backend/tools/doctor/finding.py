@@ -15,19 +15,19 @@ class Finding:
     Attributes:
         check: name of the check.
         state: a problem keeps a server from starting; a warning makes it slower or less sure.
-        found: what the check saw, in one line.
+        text: what the check saw, in one line.
         fix: what to do, in one line. Only an ok finding may have none.
     """
 
     check: str
     state: State
-    found: str
+    text: str
     fix: str = ""
 
     def __post_init__(self) -> None:
         if self.state != "ok" and not self.fix:
             raise ValueError(f"{self.check}: a {self.state} needs a fix")
-        if "\n" in self.found or "\n" in self.fix:
+        if "\n" in self.text or "\n" in self.fix:
             raise ValueError(f"{self.check}: a finding is one line")
 
 

@@ -157,10 +157,12 @@ def faithful(last: Reading, layers: Sequence[Layer]) -> Answer:
 def _promise(last: Reading, promised: float, measured: float) -> tuple[str, Level, str, str]:
     """Return verdict, level, text and change of a server that promises an attention mass."""
     budget, kl = last.get("quality_budget_tokens") or 0.0, last.get("quality_max_kl")
-    kept, wanted = f"{_mass(measured)} of the attention mass", f"{100 * promised:.4g}%"
+    share_text, promise_text = f"{_mass(measured)} of the attention mass", f"{100 * promised:.4g}%"
     if math.isinf(budget):
         # Nothing is sampled while all tokens are attended, so the mass is of the time before.
-        text = f"The largest budget kept {kept} when that was last measured, less than the promised {wanted}. "
+        text = (
+            f"The largest budget kept {share_text} when that was last measured, less than the promised {promise_text}. "
+        )
         text += "So every token is attended; after a while the budget is tried again."
         keepable = _setting("quality.max_kl", 2 * kl, kl) if kl else ""
         if not kl and (share := math.floor(100 * measured) / 100):
@@ -168,7 +170,7 @@ def _promise(last: Reading, promised: float, measured: float) -> tuple[str, Leve
         return "Everything attended", "good", text, _ways(_frames(last), keepable)
     of_budget = f" at {budget:,.0f} tokens of budget" if budget else ""
     profiled = f", which kept answers within {kl:g} nats of dense attention's where it was profiled" if kl else ""
-    text = f"{kept} is kept{of_budget}; promised: {wanted}{profiled}."
+    text = f"{share_text} is kept{of_budget}; promised: {promise_text}{profiled}."
     is_kept = measured >= promised
     return "Promise kept" if is_kept else "Promise broken", "good" if is_kept else "bad", text, ""
 

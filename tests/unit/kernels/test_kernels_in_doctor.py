@@ -24,7 +24,7 @@ def test_the_kernel_of_each_operation_is_named_with_its_reason() -> None:
     partials = {(dtype, 64, group): "avx512" for dtype in ("bfloat16", "float16", "float32") for group in (1, 2, 4)}
     partials["bfloat16", 64, 1] = "avx2"
     chosen = [*choices("prompt", prompts, "known"), *choices("partial", partials, "measured")]
-    told = {finding.check: finding.found for finding in check_kernel_choice(lambda: chosen, EMERALD_RAPIDS)}
+    told = {finding.check: finding.text for finding in check_kernel_choice(lambda: chosen, EMERALD_RAPIDS)}
     assert told == {
         "prompt kernels": "bfloat16, float32: avx512; float16: avx2 (known to be the fastest on Emerald Rapids)",
         "partial kernels": (
@@ -39,7 +39,7 @@ def test_a_forced_kernel_that_is_unknown_is_a_problem_and_a_missing_library_is_a
 
     wrong = ConfigError("HYBRID_KERNELS: 'prompt=quick': this machine's variants of prompt are avx2, generic")
     (finding,) = check_kernel_choice(lambda: refuse(wrong), EMERALD_RAPIDS)
-    assert (finding.state, finding.found) == ("problem", str(wrong))
+    assert (finding.state, finding.text) == ("problem", str(wrong))
     assert not check_kernel_choice(lambda: refuse(WorkerError("not built")), EMERALD_RAPIDS)
 
 
