@@ -96,8 +96,8 @@ def profile(
         from hybrid_backend.tools.plan.model import find_shape
         from hybrid_backend.tools.profile.gates import prefetch_bytes_of
 
-        hardware, shape = find_hardware(machine), find_shape(model, "auto")
-        prefetch_bytes = prefetch_bytes_of(hardware, shape, settings, max(contexts), batch)
+        spec, shape = find_hardware(machine), find_shape(model, "auto")
+        prefetch_bytes = prefetch_bytes_of(spec, shape, settings, max(contexts), batch)
     options = Options(
         contexts=contexts,
         positions=positions,
