@@ -147,12 +147,11 @@ def top(
     host: Annotated[str, typer.Option(help="address that the page listens on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port of the page; 0: a free one")] = 8001,
     interval: Annotated[float, typer.Option(help="seconds between two readings")] = 2.0,
-    machine: Annotated[str | None, typer.Option(help="hardware profile of the server's machine: file or name")] = None,
 ) -> None:
     """Show the status page of a running server in a browser."""
     from hybrid_backend.tools.status.app import serve as serve_page
 
-    serve_page(url, host, port, interval, machine, tell=typer.echo)
+    serve_page(url, host, port, interval, tell=typer.echo)
 
 
 @app.command()

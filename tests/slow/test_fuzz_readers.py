@@ -138,18 +138,15 @@ HEADS = {
     "prefetch_bytes": 1,
 }  # fmt: skip
 LAYER = {
-    **{"layer": 0, "cosine": None, "cosine_heads": [1.0], "mass": 0.9, "mass_true": 0.9, "mass_best": 0.9},
-    **{"ratios": {"4": {"8": 0.1}}, "curves": {"4": {"8": [0.1]}}, "tokens90": [0.5], "tokens95": [0.5]},
-    "similarity": [0.9],
+    **{"layer": 0, "cosine": None, "mass": 0.9, "ratios": {"8": 0.1}, "similarity": [0.9]},
 }
 STAGES = {
     "format": 1,
     "stages": {
-        "divergence:0": {"probe": "text", "seconds": 1.0, "sparse": [[0]], "kl": [0.5]},
-        "window:0": {"window": "text @0 +8", "seconds": 1.0, "layers": [LAYER]},
+        "divergence:0": {"label": "text", "sparse": [[0]], "kl": [0.5]},
+        "window:0": {"label": "text @0 +8", "layers": [LAYER]},
         "gates:0": {
-            "kind": "kv_head",
-            "seconds": 2.0,
+            "label": "kv_head",
             "state": GateState(step=1, gates=[[1.0]], first=[[0.0]], second=[[0.0]], losses=[1.0]).model_dump(),
         },
     },

@@ -110,7 +110,7 @@ def test_the_status_page_in_the_server_shows_what_it_does(server: Server) -> Non
     assert status.problem is None and status.engine == "vllm" and len(status.layers) == 30
     assert status.layers[10].residency is not None and 0 < status.layers[10].residency <= 1
     assert status.layers[10].cpu_ratio is not None and 0 < status.layers[10].cpu_ratio < 1
-    assert status.host_pool_pages and status.device_bytes
+    assert status.figures["host_pool_pages"] and status.figures["device_bytes"]
 
 
 def test_vllms_own_benchmark_client_measures_the_server(server: Server, tmp_path: Path, model_dir: Path) -> None:
