@@ -28,7 +28,9 @@ from hybrid_backend.tools.plan.simulate.layers import SCOUT_SHARE
 QWEN3_14B = find_shape("qwen3-14b")
 MACHINES = {"a100-80": "A100-80", "h200": "H200", "l40s": "L40S"}
 CONTEXT, BATCH = 65536, 32
-CONFIG: HybridConfig = resolve_config("qwen3-14b", None, {}, ("method=scout",))[0]
+CONFIG: HybridConfig = resolve_config("qwen3-14b", None, {}, ("method=scout",))[0].for_layers(
+    QWEN3_14B.attention_windows
+)
 MOST_IDLE = 0.06
 Rows = list[tuple[str, ...]]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, model_validator
@@ -210,6 +210,8 @@ class QualityConfig(Section):
 
 
 PAGE_SIZES = (16, 32, 64, 128)
+AUTO_EXACT_LAYERS = 2
+"""Number of layers that ``exact_layers: auto`` stands for: Quest keeps the first two layers dense."""
 MOST_FRAMES = 512
 """Of a layer, that a request takes of free memory: a program sorts all of them in registers
 (`Operations.plan_recall`)."""
@@ -259,9 +261,12 @@ class HybridConfig(Section):
     graphs where the host knows how much is attended: there FlashInfer attends. auto is flashinfer on a GPU where it can
     be used (pip install 'hybrid-backend[cuda]'), else triton, elsewhere native where workers.kernel is. Source:
     default."""
-    exact_layers: Annotated[tuple[int, ...], list_of(integer(0), ordered=True, unique=True)] = ()
-    """Layers that always attend every token.
-    Source: default (none; Quest keeps the first two dense, and `hybrid profile` measures them per model)."""
+    exact_layers: Annotated[
+        tuple[int, ...] | Literal["auto"], auto_or(list_of(integer(0), ordered=True, unique=True))
+    ] = ()
+    """Layers that always attend every token; auto: the first two layers without a sliding window. Layers that keep no
+    keys and values are not counted. Source: default (none; default.yaml says auto, which is Quest's; `hybrid profile`
+    measures them per model)."""
     whole_layers: Annotated[
         tuple[int, ...] | Literal["auto"], auto_or(list_of(integer(0), ordered=True, unique=True))
     ] = "auto"
@@ -299,8 +304,9 @@ class HybridConfig(Section):
         if isinstance(self.frames_per_request, int) and self.frames_per_request <= always:
             expected = f"auto, or an integer >= sinks {self.sinks} + recent {self.recent} + 1"
             refuse("frames_per_request", self.frames_per_request, expected, f"write {always + 1} or more")
-        if self.whole_layers != "auto" and (sparse := set(self.whole_layers) - set(self.exact_layers)):
-            expected = f"auto, or layers of exact_layers {show(list(self.exact_layers))}"
+        exact = self.exact_layers if self.exact_layers != "auto" else ()
+        if self.whole_layers != "auto" and (sparse := set(self.whole_layers) - set(exact)):
+            expected = f"auto, or layers that exact_layers lists: {show(list(exact))}"
             refuse("whole_layers", list(self.whole_layers), expected, f"remove {show(sorted(sparse))}")
         if self.quality.promise and not self.metrics.sample_interval:
             refuse("metrics.sample_interval", 0, "1 or more where quality.min_mass is given", "write 64, or remove it")
@@ -315,9 +321,29 @@ class HybridConfig(Section):
         """Frames per request that `auto` means on the CPU: the budget, a recent window, one page in flight."""
         return self.budget_pages + self.recent + 1
 
+    def for_layers(self, windows: Sequence[int | None]) -> HybridConfig:
+        """Return the configuration of a model, with layers in the place of ``exact_layers: auto``.
+
+        Args:
+            windows: sliding window of each attention layer in tokens; None for full attention.
+
+        Raises:
+            ConfigError: a key names a layer that the model does not have, or has not one entry per layer.
+        """
+        self.validate_for(len(windows))
+        if self.exact_layers != "auto":
+            return self
+        full_layers = [layer for layer, window in enumerate(windows) if window is None]
+        return self.model_copy(update={"exact_layers": tuple(full_layers[:AUTO_EXACT_LAYERS])})
+
+    def is_exact(self, layer: int) -> bool:
+        """Tell whether a layer attends every token. The layers must be known (`for_layers`)."""
+        assert self.exact_layers != "auto", "for_layers() has not chosen the exact layers yet"
+        return layer in self.exact_layers
+
     def is_predicted(self, layer: int) -> bool:
-        """Whether the layer's query is predicted, where the method looks ahead and the engine can."""
-        return layer not in self.exact_layers and layer not in self.lookahead.skip_layers
+        """Tell whether a layer's query is predicted, if the method looks ahead and the engine can predict it."""
+        return not self.is_exact(layer) and layer not in self.lookahead.skip_layers
 
     def is_sampled(self, step: int, layer: int) -> bool:
         """Whether the layer's approximation is measured in decode step ``step``."""
@@ -351,7 +377,8 @@ class HybridConfig(Section):
 
     def validate_for(self, num_layers: int, source: str = "config") -> None:
         """Raise ConfigError unless the per-layer keys fit a model with `num_layers` layers."""
-        for key, layers in (("exact_layers", self.exact_layers), ("lookahead.skip_layers", self.lookahead.skip_layers)):
+        exact = self.exact_layers if self.exact_layers != "auto" else ()
+        for key, layers in (("exact_layers", exact), ("lookahead.skip_layers", self.lookahead.skip_layers)):
             outside = [layer for layer in layers if layer >= num_layers]
             if outside:
                 fail(

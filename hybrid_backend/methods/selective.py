@@ -62,7 +62,7 @@ class Selective(Method):
         """A request that fits its frames is exact, and one that does not asks the CPU for less."""
         if config.frames_per_request != "auto" or issubclass(cls, FixedFrames):
             return config
-        selecting = [layer for layer in range(len(config.budget_factors)) if layer not in config.exact_layers]
+        selecting = [layer for layer in range(len(config.budget_factors)) if not config.is_exact(layer)]
         most = max(cls.layer_frames(config, selecting).values(), default=config.automatic_frames)
         more = most - config.automatic_frames
         frames = max(config.automatic_frames, min(device_pages // requests, MOST_FRAMES - more))
@@ -89,8 +89,12 @@ class Selective(Method):
 
 def whole_layers(config: HybridConfig, model: ModelSpec, device: torch.device) -> tuple[int, ...]:
     """What ``whole_layers`` stands for, where the device tier is separate; of layers with a window nothing."""
-    automatic = config.exact_layers if device.type != "cpu" else ()
-    chosen = automatic if config.whole_layers == "auto" else config.whole_layers
+    if config.whole_layers != "auto":
+        chosen = config.whole_layers
+    elif device.type == "cpu":
+        chosen = ()
+    else:
+        chosen = tuple(layer for layer in range(model.num_layers) if config.is_exact(layer))
     return tuple(layer for layer in chosen if model.window(layer) is None)
 
 

@@ -38,57 +38,18 @@ SHIPPED_FOR = {
             "HuggingFaceTB/SmolLM2-135M",
             "HuggingFaceTB/SmolLM2-135M-Instruct",
             "/models/smollm2-135m-instruct/",
-        ],
-    ),
-    "llama-3.1-8b.yaml": (
-        32,
-        [
-            "meta-llama/Llama-3.1-8B",
-            "meta-llama/Llama-3.1-8B-Instruct",
-            "meta-llama/Meta-Llama-3.1-8B-Instruct",
-            "/cache/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/0e9e39f249a16976",
+            "/cache/hub/models--HuggingFaceTB--SmolLM2-135M-Instruct/snapshots/0e9e39f249a16976",
         ],
     ),
     "qwen2.5-coder-0.5b.yaml": (24, ["Qwen/Qwen2.5-Coder-0.5B-Instruct", "qwen2.5-coder-0.5b-instruct"]),
-    "qwen3-8b.yaml": (36, ["Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B-FP8", "./Qwen3-8B"]),
-    "qwen3-14b.yaml": (40, ["Qwen/Qwen3-14B", "Qwen/Qwen3-14B-Base", "Qwen/Qwen3-14B-AWQ"]),
-    "llama-3.2-3b.yaml": (28, ["meta-llama/Llama-3.2-3B-Instruct"]),
-    "llama-3.3-70b.yaml": (80, ["meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.1-70B"]),
-    "mistral-small-24b.yaml": (
-        40,
-        ["mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistralai/Mistral-Small-24B-Base-2501"],
-    ),
-    "qwen3-30b-a3b.yaml": (48, ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-Coder-30B-A3B-Instruct"]),
-    "qwen3-next-80b-a3b.yaml": (12, ["Qwen/Qwen3-Next-80B-A3B-Instruct"]),
-    "qwen3.5-9b.yaml": (8, ["Qwen/Qwen3.5-9B"]),
-    "qwen3.5-27b.yaml": (16, ["Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B-FP8"]),
-    "qwen3-vl-8b.yaml": (36, ["Qwen/Qwen3-VL-8B-Instruct"]),
-    "gpt-oss-20b.yaml": (24, ["openai/gpt-oss-20b"]),
-    "gpt-oss-120b.yaml": (36, ["openai/gpt-oss-120b"]),
-    "glm-4.5-air.yaml": (46, ["zai-org/GLM-4.5-Air"]),
-    "minimax-m2.yaml": (62, ["MiniMaxAI/MiniMax-M2", "MiniMaxAI/MiniMax-M2.1"]),
-    "nemotron-nano-9b-v2.yaml": (4, ["nvidia/NVIDIA-Nemotron-Nano-9B-v2"]),
-    "lfm2-1.2b.yaml": (6, ["LiquidAI/LFM2-1.2B"]),
-    "qwen3-32b.yaml": (64, ["Qwen/Qwen3-32B", "Qwen/Qwen3-32B-FP8"]),
-    "gemma-3-12b.yaml": (48, ["google/gemma-3-12b-it", "google/gemma-3-12b-pt"]),
-    "mistral-7b.yaml": (
-        32,
-        [
-            "mistralai/Mistral-7B-v0.3",
-            "mistralai/Mistral-7B-Instruct-v0.2",
-            "mistralai/Mistral-7B-Instruct-v0.3",
-        ],
-    ),
-    "glm-4-9b.yaml": (40, ["zai-org/GLM-4-9B-0414", "THUDM/GLM-4-9B-0414"]),
-    "glm-4-9b-hf.yaml": (40, ["THUDM/glm-4-9b-chat-hf", "zai-org/glm-4-9b-chat-1m-hf"]),
     "default.yaml": (
         64,
         [
+            "meta-llama/Llama-3.1-8B-Instruct",
+            "Qwen/Qwen3-14B-AWQ",
             "Qwen/Qwen2.5-0.5B",
-            "Qwen/Qwen3-VL-4B-Instruct",
-            "mistralai/Mistral-7B-v0.1",
             "HuggingFaceTB/SmolLM2-1.7B",
-            "meta-llama/Llama-3.1-405B-Instruct",
+            "/cache/hub/models--openai--gpt-oss-20b/snapshots/0e9e39f249a16976",
             "",
         ],
     ),
@@ -121,6 +82,8 @@ BAD = [
     ("frames_per_request: all", ["frames_per_request", "'all'", "auto, or an integer >= 1"]),
     ("frames_per_request: 9223372036854775807", ["frames_per_request", "9223372036854775807", "at most 2147483647"]),
     ("frames_per_request: AUTO", ["frames_per_request", "'AUTO'", "did you mean auto?"]),
+    ("exact_layers: first", ["exact_layers", "'first'", "auto, or a sorted list"]),
+    ("{exact_layers: auto, whole_layers: [0]}", ["whole_layers", "[0]", "layers that exact_layers lists"]),
     ("exact_layers: 3", ["exact_layers", "3", "list, each item an integer >= 0"]),
     ("exact_layers: [0, -2]", ["exact_layers[1]", "-2", "an integer >= 0"]),
     ("exact_layers: [2, 0]", ["exact_layers", "[2, 0]", "sorted", "write [0, 2]"]),
@@ -350,6 +313,30 @@ def test_per_layer_keys_that_do_not_fit_the_model_are_refused():
     config = config_from_mapping({"budget_factors": [0.5, 1.5]}, "t")
     config.validate_for(2)
     assert "t.yaml: budget_factors: got a list of 2, expected 30" in refusal(config.validate_for, 30, source="t.yaml")
+
+
+@pytest.mark.parametrize(
+    ("windows", "exact"),
+    [
+        ([None] * 4, (0, 1)),
+        ([1024] * 5 + [None] + [1024] * 5 + [None] * 2, (5, 11)),
+        ([128, None], (1,)),
+    ],
+)
+def test_automatic_exact_layers_are_the_first_two_without_a_window(windows, exact):
+    config = config_from_mapping({"exact_layers": "auto"}, "t").for_layers(windows)
+    assert config.exact_layers == exact
+    assert [layer for layer in range(len(windows)) if config.is_exact(layer)] == list(exact)
+    listed = config_from_mapping({"exact_layers": [0]}, "t")
+    assert listed.for_layers(windows) == listed, "layers that are listed stay"
+
+
+def test_a_shipped_file_says_what_the_default_does_not():
+    default = load_mapping(next(path for path in shipped_configs() if path.name == "default.yaml"))
+    for path in shipped_configs():
+        if path.name != "default.yaml":
+            assert {**load_mapping(path), "model": None} != {**default, "model": None}, path.name
+            assert "measured" in path.read_text(), f"{path.name} has no line of provenance"
 
 
 # -- sizes --------------------------------------------------------------------------------------------------
@@ -617,7 +604,7 @@ def test_explicit_wins_over_the_environment_over_the_name_over_the_default(tmp_p
         config, source = resolve_config(model, None, unset)
         assert config.exact_layers == (7, 8, 17, 18) and "smollm2-135m.yaml" in source and model in source
     config, source = resolve_config("acme/unheard-of", None, {})
-    assert config.exact_layers == (0, 1) and "default.yaml (no shipped file matches acme/unheard-of)" in source
+    assert config.exact_layers == "auto" and "default.yaml (no shipped file matches acme/unheard-of)" in source
 
 
 def test_a_bad_configuration_is_refused_with_where_it_came_from(tmp_path):

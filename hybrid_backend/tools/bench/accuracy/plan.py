@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.model import read_json, shape_from_config
 from hybrid_backend.tools.bench.accuracy.store import STOCK
 from hybrid_backend.tools.bench.accuracy.task import ModelTokenizer, Task
 from hybrid_backend.tools.bench.accuracy.tasks import GENERATORS
@@ -74,6 +76,12 @@ class Plan:
     def config(self) -> HybridConfig:
         """Configuration that all hybrid servers share."""
         return configured(self.model, {"budget_tokens": EVERYTHING, **self.overrides})
+
+    def exact_layers(self) -> set[int]:
+        """Return the layers that attend every token on all hybrid servers."""
+        shape = shape_from_config(read_json(Path(self.directory) / "config.json"), self.model)
+        config = self.config.for_layers(shape.attention_windows)
+        return {layer for layer in range(len(shape.attention_windows)) if config.is_exact(layer)}
 
     def own(self, method: str, budget: float) -> dict[str, Any]:
         """Return the configuration keys that make a run's results those of its method and budget."""

@@ -44,7 +44,7 @@ class Driver:
         self.results, self.dense = Results(out / "results.jsonl"), DenseAnswers(out / "dense")
         self.tokenizer = ModelTokenizer(plan.directory)
         self.cases = list(make_cases(plan, self.tokenizer))
-        self.page, self.exact_layers = plan.config.page_size, set(plan.config.exact_layers)
+        self.page, self.exact_layers = plan.config.page_size, plan.exact_layers()
         self.done, self.missing, self.start = 0, 0, time.monotonic()
 
     def tokens(self, budget: float, case: Case) -> int:

@@ -132,7 +132,7 @@ def decode_step(
         raise ConfigError(f"cpu_share: got {cpu_share}, expected a number from 0 to below 1")
     if cpu_rows > batch or (cpu_rows and shape.full_layers < shape.layers):
         raise ConfigError(f"cpu_rows: got {cpu_rows}, expected up to {batch}, or 0 if a layer does not attend in full")
-    config.validate_for(len(shape.attention_windows))
+    config = config.for_layers(shape.attention_windows)
     is_cpu = hardware.device == "cpu"
     cpu_rows = cpu_rows if METHODS[method].splits else 0
     step_costs = Costs(hardware, shape, config, context, -(-(batch - cpu_rows) // hardware.gpus))
