@@ -23,8 +23,6 @@ from hybrid_backend.config.schema import HybridConfig, iter_keys, section_of
 
 ENV_CONFIG = "HYBRID_CONFIG"
 DEFAULT_FILE = "default.yaml"
-REMOVED_KEYS = {"workers.per_sequence_groups": "each sequence is a job of its own now"}
-"""Keys of earlier releases that files may still have, and why they are gone."""
 MOST_ALIASES = 16
 """Aliases (``*name``) of one YAML text. Sixteen can repeat a value 400 times at most."""
 MOST_DEPTH = 32
@@ -35,8 +33,6 @@ MOST_BYTES = 1 << 17
 
 def _unknown_key(path: Sequence[str]) -> str:
     """Why a dotted path is not a key, with the most likely meant one."""
-    if removed := REMOVED_KEYS.get(".".join(path)):
-        return f"{'.'.join(path)}: this key was removed; {removed}: delete it"
     model: type[BaseModel] = HybridConfig
     place = 0
     while place < len(path) - 1 and (section := section_of(model.model_fields.get(path[place]))):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from hybrid_backend.config.rules import (
-    SIZE,
     auto_or,
     choice,
     either,
@@ -33,11 +32,6 @@ class HgcaConfig(Section):
     that it was in. Source: HGCA (1; evaluated from 0.25 to 1)."""
     alpha: Annotated[float, number(0, 1)] = 0.1
     """Share of the newest weights in their moving average, A = (1 - alpha) A + alpha A_new. Source: default."""
-    append_queries: Annotated[int, integer(1)] = 64
-    """Last queries of a prompt whose mean weights decide which of the tokens before the window are kept.
-    Source: default (HGCA takes all; the last ones bound the cost)."""
-    aggregate: Annotated[Literal["max", "mean"], choice("max", "mean")] = "max"
-    """How the weights of the query heads of one KV head combine. Source: default (HGCA's models have one each)."""
 
 
 class HeadInferConfig(Section):
@@ -52,9 +46,6 @@ class HeadInferConfig(Section):
     then 8. Source: HeadInfer (500k, 1M, 2M, 4M tokens)."""
     resident_heads: Annotated[tuple[str, ...], list_of(named(r"\d+:\d+", "layer:head such as 3:1"), unique=True)] = ()
     """KV heads whose whole KV stays on the device as well. Source: default (none)."""
-    streaming_heads: Annotated[tuple[str, ...], list_of(named(r"\d+:\d+", "layer:head such as 3:1"), unique=True)] = ()
-    """KV heads that attend the sink and recent pages only; not exact. Source: default (none; DuoAttention finds them
-    by training)."""
 
 
 class CloConfig(Section):
@@ -81,9 +72,6 @@ class CloConfig(Section):
     ] = "auto"
     """KV heads whose whole KV stays on the device as well; auto: those of the first layer, whose query cannot be
     predicted, and with a file of heads those that are hard to reuse. Source: CLO (auto)."""
-    persistent_size: Annotated[int | Literal["auto"], auto_or(SIZE)] = "auto"
-    """Device memory that persistent heads may take on this rank; those that are hardest to reuse come first. auto: no
-    bound. Source: default."""
 
 
 class ApexConfig(Section):
@@ -99,9 +87,6 @@ class ApexConfig(Section):
     device_tokens: Annotated[int | Literal["auto"], auto_or(integer(16))] = "auto"
     """Tokens of all requests together that the device tier holds, whole requests at a time; auto: what a GPU has room
     for, on a CPU frames_per_request pages for each request that may run at once. Source: default."""
-    swap_in: Annotated[float, number(0, 1)] = 0.95
-    """Share of device_tokens up to which the oldest request on the CPU is taken back to the device.
-    Source: default (NEO, the base of APEX)."""
     min_cpu_per_gpu: Annotated[int, integer(0)] = 0
     """Rows on the CPU per row on the device from which on auto overlaps; with fewer it goes in lockstep.
     Source: default (APEX: 8, which pays for workers that are driven from Python; these are not)."""

@@ -138,9 +138,6 @@ class RecallConfig(Section):
     enabled: Annotated[bool, BOOL] = True
     """Recall pages at all; without it the resident pages of a request stay as prefill left them.
     Source: ScoutAttention (asynchronous periodic recall)."""
-    threshold: Annotated[float, number(0, 1)] = 0.12
-    """Share of a layer's attended tokens computed on the CPU below which `hybrid profile` chooses recall.intervals. A
-    server does not read this key. Source: ScoutAttention (12 %; it reports 8.2 % on average)."""
     intervals: Annotated[
         int | tuple[int, ...],
         either(integer(1), list_of(integer(1), empty=False)),

@@ -15,8 +15,8 @@ attention sink takes so much of the weight that every other token falls below un
 
 All judging is done between steps, on the host; what a step launches is the same whatever was judged.
 
-Deviations, beside the sinks: a KV head stands for its group of query heads (`hgca.aggregate`); prompts are attended
-densely through the staging buffers, which is exact; judging takes the prompt's last `hgca.append_queries` queries.
+Deviations, beside the sinks: a KV head stands for its group of query heads by the largest of their weights; prompts are
+attended densely through the staging buffers, which is exact; judging takes the prompt's last `APPEND_QUERIES` queries.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ from hybrid_backend.tiers.sizes import pages_of_a_sequence
 
 if TYPE_CHECKING:
     from hybrid_backend.step import Toolbox
+
+
+APPEND_QUERIES = 64
+"""Number of a prompt's last queries that judge its older tokens. HGCA takes all queries; a constant bounds the cost."""
 
 
 class _Lists(NamedTuple):
@@ -120,10 +124,13 @@ class Hgca(Method):
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         if layer in self.tiers.cache.stores:
-            held, most = self._queries.setdefault(row.request_id, {}), self.config.hgca.append_queries
+            held = self._queries.setdefault(row.request_id, {})
             tokens, before = held.get(layer, (-1, q))
             goes_on = tokens == row.seq_len - len(q)  # else the prompt begins, perhaps once more
-            held[layer] = row.seq_len, torch.cat([before, q])[-most:] if goes_on else q[-most:].clone()
+            held[layer] = (
+                row.seq_len,
+                torch.cat([before, q])[-APPEND_QUERIES:] if goes_on else q[-APPEND_QUERIES:].clone(),
+            )
 
     def begin_step(self, step: Step) -> None:
         for row in step.prefill:  # it computes prompt tokens again: what was judged is out of date
@@ -149,7 +156,7 @@ class Hgca(Method):
         if row is not None:
             tiers.operations.page_weights(
                 q, kv, lists.ring, lists.places, lists.ring_tokens, lse.logsumexp(-1), self._average[row],
-                self.model.scale, config.hgca.alpha, config.hgca.aggregate == "max",
+                self.model.scale, config.hgca.alpha, True,
             )  # fmt: skip
         if config.sinks:
             sinks = step.attend(q, kv, lists.sinks, lists.sink_tokens, config.sinks)
@@ -271,7 +278,7 @@ class Hgca(Method):
         logits[..., len(k) - count :].masked_fill_(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
         parts = (logits[..., :sinks], logits[..., sinks:older], logits[..., older:])
         weights = torch.cat([part.softmax(-1).nan_to_num(0.0) for part in parts], -1).mean(1)
-        return weights.amax(0) if self.config.hgca.aggregate == "max" else weights.mean(0)
+        return weights.amax(0)
 
 
 def _ring(config: HybridConfig) -> int:

@@ -190,7 +190,7 @@ def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_co
 
     monkeypatch.setattr(session, "measure_window", counted)
     strict = run(network, out, replace(options, min_mass=0.99999, tau=(0.05, "test")))
-    assert not calls and strict.config.exact_layers == (2, 5) and strict.config.recall.threshold == 0.05
+    assert not calls and strict.config.exact_layers == (2, 5) and strict.tau[0] == 0.05
     run(network, out, options, CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 2
     run(network, out, replace(options, fresh=True), CONFIG.model_copy(update={"budget_tokens": 112}))
@@ -324,7 +324,7 @@ def test_intervals_are_chosen_a_margin_below_tau(network: Network, tmp_path: Pat
     cautious = run(network, out, replace(options, tau=(0.2, "test"), margin=0.5))
     lower = run(network, out, replace(options, tau=(0.1, "test"), margin=0.0))
     assert [layer.interval for layer in cautious.layers] == [layer.interval for layer in lower.layers]
-    assert cautious.config.recall.threshold == 0.2, "the margin is in the choice, not in the threshold"
+    assert cautious.tau[0] == 0.2, "the margin is in the choice, not in tau"
 
 
 def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_path: Path) -> None:
@@ -335,6 +335,7 @@ def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_pat
         (replace(OPTIONS, texts=("nowhere.txt",)), "nowhere.txt"),
         (replace(OPTIONS, positions=1), "--positions"),
         (replace(OPTIONS, margin=1.0), "--margin"),
+        (replace(OPTIONS, tau=(0.0, "test")), "--tau"),
         (replace(OPTIONS, lookups=1), "too short for lookups"),
         (replace(OPTIONS, lookups=-1), "--lookups"),
     ]
@@ -364,5 +365,5 @@ def test_tau_follows_the_machine() -> None:
     few, many = (tau_of(find_hardware("h100"), shape, config, 32768, batch) for batch in (8, 32))
     assert 0.01 < many < few <= 1
     machine = find_hardware("h100")
-    with pytest.raises(ConfigError, match=r"recall\.threshold"):
+    with pytest.raises(ConfigError, match="or --tau"):
         tau_of(machine.model_copy(update={"device": "cpu"}), shape, config, 32768)

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 _DEFAULT_MACHINE = "a10"
 """Table 1 of the paper."""
 
+SWAP_IN = 0.95
+"""Share of the device's pages up to which the oldest request on the CPU comes back (NEO, arXiv 2411.01142)."""
+
 
 class Apex(WaitingMethod):
     """Requests that fit on the device, the others on the CPU."""
@@ -89,7 +92,7 @@ class Apex(WaitingMethod):
             staging_tokens=staging_tokens(config),
             shares_frames=True,
             device_pages=0 if tokens == "auto" else tokens // config.page_size,
-            swap_in=config.apex.swap_in,
+            swap_in=SWAP_IN,
         )
 
     @classmethod

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.batch import ModelSpec
-from hybrid_backend.config import HybridConfig, format_size
+from hybrid_backend.config import HybridConfig
 from hybrid_backend.config.heads import HeadScores, read_heads
-from hybrid_backend.errors import ConfigError
 from hybrid_backend.step.method import by_layer, named_heads
 from hybrid_backend.tiers import TierLayout
-from hybrid_backend.tiers.heads import resident_bytes
 
 
 def threshold(importance: float, eta: float, power: float) -> float:
@@ -70,14 +68,8 @@ def head_policy(config: HybridConfig, model: ModelSpec) -> tuple[Tensor, Tensor]
     return torch.tensor(kv_thresholds(config, scores)), torch.tensor(scores.importance)
 
 
-def choose_persistent(
-    config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int
-) -> dict[int, tuple[int, ...]]:
-    """By layer, over a host pool of ``pages`` pages.
-
-    Raises:
-        ConfigError: those that are named take more than `clo.persistent_size`.
-    """
+def choose_persistent(config: HybridConfig, model: ModelSpec, layout: TierLayout) -> dict[int, tuple[int, ...]]:
+    """Return the persistent KV heads of each layer."""
     layers, every, clo = layout.digest_layers(config, model), model.num_kv_heads, config.clo
     if clo.persistent == "none" or config.sparse == "never":
         return {}
@@ -88,15 +80,6 @@ def choose_persistent(
     else:
         named = named_heads("clo.persistent", clo.persistent, model.num_layers, every)
         wanted = [x for x in named if x[0] in layers]
-    a_head = resident_bytes({0: (0,)}, model, config.page_size, pages)
-    if clo.persistent_size != "auto" and len(wanted) * a_head > clo.persistent_size:
-        if clo.persistent != "auto":
-            raise ConfigError(
-                f"clo.persistent: {len(wanted)} heads take {len(wanted) * a_head / 2**20:.0f} MiB over a host pool of "
-                f"{pages} pages, more than clo.persistent_size {format_size(clo.persistent_size)}; name "
-                f"{clo.persistent_size // a_head} or fewer, or raise it"
-            )
-        wanted = wanted[: clo.persistent_size // a_head]
     return by_layer(sorted(wanted))
 
 

@@ -107,7 +107,7 @@ class Clo(Selective):
     ) -> OwnMemory:
         step, layout = super().own_memory(config, model, device, pages, max_requests), cls.layout(config, model, device)
         state, lists = _buffers(config, model, layout, pages, max_requests, torch.device("meta"))
-        stores = resident_bytes(choose_persistent(config, model, layout, pages), model, config.page_size, pages)
+        stores = resident_bytes(choose_persistent(config, model, layout), model, config.page_size, pages)
         return replace(step, device=step.device + stores + sum(x.nbytes for x in (*state, *lists)))
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
@@ -115,7 +115,7 @@ class Clo(Selective):
         layers = tiers.layout.digest_layers(config, model)
         pages = len(tiers.host.layers[tiers.layout.full_layers(model)[0]])
         self._row = {layer: row for row, layer in enumerate(layers)}
-        heads = choose_persistent(config, model, tiers.layout, pages)
+        heads = choose_persistent(config, model, tiers.layout)
         self._persistent = tiers.keep_heads(heads, model)
         self._state, self._lists = _buffers(config, model, tiers.layout, pages, tiers.frames.requests, tiers.device)
         self._first = dict[int, _Lists]()  # by rows

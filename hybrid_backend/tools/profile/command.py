@@ -35,6 +35,7 @@ def profile(
     machine: Annotated[
         str | None, typer.Option(help="tau, prefetch_bytes from this machine: name or hardware JSON")
     ] = None,
+    tau: Annotated[float, typer.Option(help="largest share of attended tokens for the CPU, where no --machine")] = 0.12,
     margin: Annotated[float, typer.Option(help="share below tau at which intervals are chosen")] = 0.1,
     batch: Annotated[int, typer.Option(help="sequences at once, for --machine")] = 1,
     min_cosine: Annotated[float, typer.Option(help="of predicted queries; below, a layer's own selects")] = 0.9,
@@ -96,11 +97,11 @@ def profile(
     # from those that compute if another program runs at the same time (docs/profile.md#beside-other-programs).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from hybrid_backend.tools.profile.gates import GateOptions
-    from hybrid_backend.tools.profile.options import Options
+    from hybrid_backend.tools.profile.options import TAU, TAU_SOURCE, Options
     from hybrid_backend.tools.profile.profiler import profile
 
     contexts, repeats = tuple(context or (4096,)), 2 if thorough else 1
-    tau, prefetch_bytes = None, 0
+    aim, prefetch_bytes = (tau, TAU_SOURCE if tau == TAU else "--tau"), 0
     if machine is not None:
         from hybrid_backend.hardware import find_hardware
         from hybrid_backend.tools.plan.model import find_shape
@@ -108,7 +109,7 @@ def profile(
 
         inputs = find_hardware(machine), find_shape(model, "auto"), settings, max(contexts), batch
         share, prefetch_bytes = tau_of(*inputs), prefetch_bytes_of(*inputs)
-        tau = (share, f"from {machine}: the CPU's partial takes as long as the device's layer, batch {batch}")
+        aim = (share, f"from {machine}: the CPU's partial takes as long as the device's layer, batch {batch}")
     options = Options(
         contexts=contexts,
         positions=positions,
@@ -121,7 +122,7 @@ def profile(
         min_mass=min_mass,
         max_kl=max_kl,
         gates=GateOptions(steps=gate_steps, context=gate_context) if (thorough if gates is None else gates) else None,
-        tau=tau,
+        tau=aim,
         prefetch_bytes=prefetch_bytes,
         margin=margin,
         fit_frames=fit_frames,

@@ -12,6 +12,10 @@ from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.plan.hardware.measure import torch_device
 from hybrid_backend.tools.profile.gates import GateOptions
 
+TAU = 0.12
+"""Largest share of a layer's attended tokens that the CPU may compute (ScoutAttention, section 3.4)."""
+TAU_SOURCE = "ScoutAttention (arXiv 2603.27138): 0.12"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -21,7 +25,7 @@ class Options:
         held_out: files of ``--check``.
         outliers: make a layer exact, too, that has more than half of the KL that is left below ``max_kl``.
         gates: options of the gates' training, None for no gates.
-        tau: largest CPU ratio and its source; None takes ``recall.threshold``.
+        tau: largest CPU ratio and its source.
         prefetch_bytes: entry of the heads file, 0 where the hardware is not known.
     """
 
@@ -37,7 +41,7 @@ class Options:
     max_kl: float = 0.05
     outliers: bool = True
     gates: GateOptions | None = field(default_factory=GateOptions)
-    tau: tuple[float, str] | None = None
+    tau: tuple[float, str] = (TAU, TAU_SOURCE)
     prefetch_bytes: int = 0
     margin: float = 0.1
     fit_frames: bool = False
@@ -65,6 +69,7 @@ def check_options(config: HybridConfig, options: Options) -> None:
         ("--min-mass", options.min_mass, 0 <= options.min_mass <= 1, "a number from 0 to 1"),
         ("--max-kl", options.max_kl, options.max_kl >= 0, "a number >= 0"),
         ("--positions", options.positions, options.positions >= 2, "an integer >= 2"),
+        ("--tau", options.tau[0], 0 < options.tau[0] <= 1, "a number > 0 and <= 1"),
         ("--margin", options.margin, 0 <= options.margin < 1, "a number from 0 up to 1, without 1"),
         ("--lookups", options.lookups, options.lookups >= 0, "an integer >= 0"),
         ("--gate-steps", gate_steps, gate_steps >= 1, "an integer >= 1"),

@@ -223,8 +223,7 @@ def _measured(session: Session, inputs: _Inputs) -> tuple[Profile, Measures]:
     if unseen:
         unseen_exact = replace(session, prefix=_HELD_OUT).exact_layers(inputs.probes(inputs.unseen))
     gates = session.gates(inputs.prompts)
-    tau = options.tau or (config.recall.threshold, "ScoutAttention (arXiv 2603.27138): 0.12, or as set")
-    aim = tau[0] * (1 - options.margin)
+    aim = options.tau[0] * (1 - options.margin)
     fewest = fewest_frames(windows, options, aim, exact)
     frames = fewest if options.fit_frames and fewest else frames_per_request(config)
     layers = summarise(windows, options, aim, frames, exact)
@@ -249,7 +248,7 @@ def _measured(session: Session, inputs: _Inputs) -> tuple[Profile, Measures]:
         spread=spread,
         gates=gates,
         heads=head_scores(name, network, windows, gates, options.prefetch_bytes) if gates else None,
-        tau=tau,
+        tau=options.tau,
         aim=aim,
         frames=frames,
         fewest=fewest,
@@ -277,7 +276,7 @@ def _decided(session: Session, inputs: _Inputs, profile: Profile, windows: Measu
     if profile.frames != frames_per_request(config):
         data["frames_per_request"] = profile.frames
     intervals = list(chosen_intervals(profile.layers, len(session.network.layers), config))
-    data["recall"] = {**data.get("recall", {}), "threshold": profile.tau[0], "intervals": intervals}
+    data["recall"] = {**data.get("recall", {}), "intervals": intervals}
     if quality.max_kl != "none":
         data["quality"] = {**data["quality"], "min_mass": mass}
     elif quality.promise:

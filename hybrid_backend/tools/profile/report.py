@@ -85,7 +85,6 @@ def comments_of(profile: Profile) -> dict[str, list[str]]:
         "budget_factors": _budget_comments(profile.spread),
         "exact_layers": _exact_comments(profile),
         "lookahead.skip_layers": _skip_comments(profile),
-        "recall.threshold": [profile.tau[1]],
         "recall.intervals": _interval_comments(profile),
         "frames_per_request": [f"{fewest}: {profile.fewest}"],
     }

@@ -31,7 +31,7 @@ def tau_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context:
     if hardware.device == "cpu":
         raise ConfigError(
             f"{hardware.name}: its device tier is the CPU itself, so nothing runs beside it and tau cannot follow; "
-            "give the profile of a machine with a GPU, or recall.threshold"
+            "give the profile of a machine with a GPU, or --tau"
         )
     layer = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
 
@@ -44,7 +44,7 @@ def tau_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context:
     if not in_time:
         raise ConfigError(
             f"{hardware.name}: its CPU needs longer for one percent of the budget than its device for a layer; "
-            "a larger batch or recall.threshold may help"
+            "a larger batch or --tau may help"
         )
     return (_LEAST + in_time - 1) / _STEPS
 

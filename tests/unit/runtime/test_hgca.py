@@ -14,7 +14,7 @@ WINDOW = RING * PAGE
 
 
 def engine(layers: int = 2, seed: int = 0, **keys: object) -> Engine:
-    hgca = {"window_tokens": WINDOW, "alpha": 0.25, "append_queries": 32, **keys.pop("hgca", {})}  # type: ignore[dict-item]
+    hgca = {"window_tokens": WINDOW, "alpha": 0.25, **keys.pop("hgca", {})}  # type: ignore[dict-item]
     return Engine(config(method="hgca", hgca=hgca, **keys), spec(layers=layers), seed=seed, is_witnessed=True)
 
 

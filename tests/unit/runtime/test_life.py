@@ -49,7 +49,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "scout, bytes": FRAMES | BYTES,
     "infinigen, predicted": FRAMES | PREDICTED,
     "infinigen, none, codes": FRAMES | NONE | CODES,
-    "hgca": {"hgca": {"window_tokens": 4 * PAGE, "append_queries": 20}},
+    "hgca": {"hgca": {"window_tokens": 4 * PAGE}},
     "clo, predicted": FRAMES | PREDICTED | {"clo": {"eta": 0.3, "persistent": ["0:1"]}},
     "clo, none, codes": FRAMES | NONE | CODES | {"clo": {"eta": 0.3, "persistent": "none"}},
     "clo, all persistent": FRAMES | {"clo": {"persistent": [f"{i}:{head}" for i in range(4) for head in (0, 1)]}},
