@@ -96,3 +96,12 @@ class ApexConfig(Section):
     """Whose rates the rule reckons with: a named machine (`hybrid plan --help`) or a file of `hybrid profile
     --hardware`; auto: the GPU by its name, where it is none of these an A10.
     Source: default (APEX profiles offline)."""
+
+
+class MethodSections(Section):
+    """The sections of single methods. `HybridConfig` inherits them."""
+
+    hgca: HgcaConfig = HgcaConfig()
+    headinfer: HeadInferConfig = HeadInferConfig()
+    clo: CloConfig = CloConfig()
+    apex: ApexConfig = ApexConfig()

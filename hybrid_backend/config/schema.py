@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, model_validator
 from pydantic.fields import FieldInfo
 
-from hybrid_backend.config.methods import ApexConfig, CloConfig, HeadInferConfig, HgcaConfig
+from hybrid_backend.config.methods import MethodSections
 from hybrid_backend.config.rules import (
     BOOL,
     MOST,
@@ -214,7 +214,7 @@ MOST_FRAMES = 512
 (`Operations.plan_recall`)."""
 
 
-class HybridConfig(Section):
+class HybridConfig(MethodSections):
     """One model's configuration. Immutable; build it with the functions below to get readable errors."""
 
     model: ModelMatch = ModelMatch()
@@ -274,10 +274,6 @@ class HybridConfig(Section):
     selection: SelectionConfig = SelectionConfig()
     lookahead: LookaheadConfig = LookaheadConfig()
     recall: RecallConfig = RecallConfig()
-    hgca: HgcaConfig = HgcaConfig()
-    headinfer: HeadInferConfig = HeadInferConfig()
-    clo: CloConfig = CloConfig()
-    apex: ApexConfig = ApexConfig()
     workers: WorkersConfig = WorkersConfig()
     host_pool: HostPoolConfig = HostPoolConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -397,8 +393,9 @@ class HybridConfig(Section):
 
 
 def iter_keys(model: type[BaseModel] = HybridConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key that can be set, dotted, with its declaration."""
-    for name, field in model.model_fields.items():
+    """Yield every dotted key with its declaration; the sections of single methods come last."""
+    fields = sorted(model.model_fields.items(), key=lambda item: item[0] in MethodSections.model_fields)
+    for name, field in fields:
         section = section_of(field)
         if section is None:
             yield prefix + name, field

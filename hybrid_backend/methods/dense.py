@@ -16,6 +16,8 @@ from hybrid_backend.tiers import TierLayout, Tiers
 class Dense(Method):
     """No frames, no digests, no workers: attention over host pages in place, which a GPU reads over the bus."""
 
+    name = "dense"
+
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)
         self.attends_in_place = _is_in_place(config, model, tiers.device)

@@ -66,6 +66,8 @@ class _Plan(NamedTuple):
 class HeadInfer(Method):
     """All attention on the device, all KV in host memory."""
 
+    name = "headinfer"
+
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         super().check(config, device, num_layers, num_kv_heads)

@@ -66,6 +66,7 @@ class _Held(NamedTuple):
 class Hgca(Method):
     """First pages and a ring of recent ones on the device; a context cache per KV head on the CPU."""
 
+    name = "hgca"
     uses_workers = True
     attends_selection = False  # but sinks, ring and context caches
 

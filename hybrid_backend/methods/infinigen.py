@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class InfiniGen(Selective):
     """Selected pages are copied to the device one layer ahead; the device attends them all."""
 
+    name = "infinigen"
+
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         if config.selection.granularity == "kv_head":

@@ -31,6 +31,7 @@ from hybrid_backend.tiers.sizes import DigestKind
 class Quest(Method):
     """Chosen pages are attended where they lie, by the native kernels."""
 
+    name = "quest"
     budgets_vary = True
     attends_in_place = True
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class Scout(Selective):
     """The flagship: resident pages on the device, the important others on the CPU, one layer ahead."""
 
+    name = "scout"
     uses_workers = True
     budgets_vary = True
 

@@ -49,6 +49,8 @@ SWAP_IN = 0.95
 class Apex(WaitingMethod):
     """Requests that fit on the device, the others on the CPU."""
 
+    name = "apex"
+
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)
         self._times = LayerTimes(

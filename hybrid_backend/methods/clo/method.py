@@ -77,6 +77,8 @@ class _State(NamedTuple):
 class Clo(Selective):
     """Cached selections per KV head, loaded one layer ahead when the query has moved on."""
 
+    name = "clo"
+
     attends_selection = False  # but what its heads have cached
 
     @classmethod
