@@ -103,8 +103,8 @@ def _explain(error: Mapping[str, Any]) -> str:
         case "missing":
             return f"{key} is missing"
         case "extra_forbidden":
-            known = ", ".join(HeadScores.model_fields)
-            hint = did_you_mean(field, list(HeadScores.model_fields)) or f"the file has the fields {known}"
+            fields = ", ".join(HeadScores.model_fields)
+            hint = did_you_mean(field, list(HeadScores.model_fields)) or f"the file has the fields {fields}"
             return f"unknown field {show(field)} ({hint})"
         case "hybrid":
             return f"{key}: {error['msg']}"

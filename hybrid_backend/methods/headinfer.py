@@ -1,10 +1,11 @@
 """Method ``headinfer``: exact head-wise streaming (HeadInfer, arXiv 2502.12574).
 
 All KV lies in host memory and passes through two staging buffers: while one is attended, the next pages are copied into
-the other, through all groups of KV heads and layers of a step. A sequence's last page, which grows, is attended where
-it lies; so the others can be copied before a layer has its K and V. Prompts stream the same way, chunk by chunk.
+the other, through all groups of KV heads and layers of a step. The last page of a sequence, which grows, is attended in
+the host pool, so that the other pages can be copied before a layer has its K and V. Prompts stream the same way, chunk
+by chunk.
 
-Optional (``headinfer.resident_heads``): heads whose KV also stays on the device, for every page of the host pool.
+Optional (``headinfer.resident_heads``): heads whose KV also stays on the device, for each page of the host pool.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from hybrid_backend.step import Toolbox
 
 _PIECES = 16
-"""Pieces of a layer that a captured graph holds, for each group of heads. What is beyond them is attended where it
-lies: a GPU reads it over the bus."""
+"""Pieces of a layer that a captured graph holds, for each group of heads. Later pages are attended in the host pool,
+which a GPU reads over the bus."""
 
 
 class _Heads:
@@ -54,17 +55,25 @@ class _Heads:
 
 
 class _Plan(NamedTuple):
-    """What a step attends in the layers of the same heads: a list of head pages for each row and KV head. Ids ``[lists,
-    1, n]``, tokens ``[lists, 1]``, int32."""
+    """Pages that a step attends in all layers with the same resident heads.
 
-    in_place: tuple[Tensor, Tensor]  # in the host pool
-    resident: tuple[Tensor, Tensor] | None  # in the layer's store
-    pieces: list[Piece]  # what passes through the buffers
-    along: Tensor  # [n] int32 0, 1, ..: as many as a list may have in a piece
+    A list is one KV head of a row. Ids are ``[lists, 1, n]`` int32 pages of one head, tokens are ``[lists, 1]`` int32.
+
+    Attributes:
+        in_place: ids and tokens in the host pool.
+        resident: ids and tokens in the layer's store; None if no head is resident.
+        pieces: pages that pass through the staging buffers.
+        places: ``[n]`` int32 0, 1, ..., for as many pages as a list may have in a piece.
+    """
+
+    in_place: tuple[Tensor, Tensor]
+    resident: tuple[Tensor, Tensor] | None
+    pieces: list[Piece]
+    places: Tensor
 
 
 class HeadInfer(Method):
-    """All attention on the device, all KV in host memory."""
+    """Attention on the device, over KV that lies in host memory."""
 
     name = "headinfer"
 
@@ -75,7 +84,7 @@ class HeadInfer(Method):
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        """A buffer holds all heads of the longest context that is not yet cut into groups."""
+        """Return buffers that hold all heads of the longest context whose heads are one group."""
         return TierLayout(separate=True, staging_tokens=staging_tokens(config, config.headinfer.group_thresholds[0]))
 
     @classmethod
@@ -95,12 +104,12 @@ class HeadInfer(Method):
         for layer in self._layers:
             of_layer = resident.get(layer, ())
             self._heads[layer] = kinds.setdefault(of_layer, _Heads(of_layer, kv_heads, tiers.device))
-        self._plans: dict[_Heads, _Plan] = {}  # of the open step
+        self._plans: dict[_Heads, _Plan] = {}  # Plans of the open step.
         self._staged: Iterator[Tensor] = iter(())
-        self._longest, self._has_prompts = 0, False  # tokens of a sequence of the open step
+        self._longest_tokens, self._has_prompts = 0, False  # State of the open step.
 
     def groups(self, tokens: int) -> int:
-        """Groups of KV heads for a context of ``tokens`` tokens: 1, then twice as many beyond each threshold."""
+        """Return the number of groups of KV heads for a context: 1, doubled by each threshold that it exceeds."""
         return int(2 ** sum(tokens > threshold for threshold in self.config.headinfer.group_thresholds))
 
     # --- prompts ---
@@ -123,7 +132,7 @@ class HeadInfer(Method):
         return rows.num_pages
 
     def begin_decode(self, step: Toolbox, rows: DecodeRows) -> None:
-        self._longest, self._has_prompts = int(rows.seq_lens.max()), not rows.whole_batch
+        self._longest_tokens, self._has_prompts = int(rows.seq_lens.max()), not rows.whole_batch
         kv_heads, stream = self.model.num_kv_heads, self.tiers.stream
         tokens, pages, full_pages = int(rows.seq_lens.sum()), int(rows.num_pages.sum()), int((rows.num_pages - 1).sum())
         for layer, heads in self._heads.items():
@@ -136,23 +145,24 @@ class HeadInfer(Method):
         if layer == self._layers[0]:
             self._plans = {heads: self._plan(step, heads, len(q)) for heads in dict.fromkeys(self._heads.values())}
             self._staged = self._passing(self._layers)
-        if self._has_prompts and not step.is_captured:  # their chunks pass through the buffers between two layers
+        if self._has_prompts and not step.is_captured:
+            # Prompt chunks pass through the buffers between two layers, so that nothing is staged ahead.
             self._staged = self._passing([layer])
         plan, merge, host = self._plans[self._heads[layer]], self.tiers.operations.merge_partials, self.tiers.host.views
-        lists, found = q.view(len(q) * self.model.num_kv_heads, -1, q.shape[2]), None
+        lists, merged = q.view(len(q) * self.model.num_kv_heads, -1, q.shape[2]), None
         if plan.resident is not None:
-            found = merge(*step.attend(lists, head_pages(self._stores[layer]), *plan.resident))
+            merged = merge(*step.attend(lists, head_pages(self._stores[layer]), *plan.resident))
         for piece in plan.pieces:
-            staged = step.attend(lists, next(self._staged), piece.first + plan.along, piece.tokens)
-            found = merge(*staged, extra_partial=found)
+            staged = step.attend(lists, next(self._staged), piece.first + plan.places, piece.tokens)
+            merged = merge(*staged, extra_partial=merged)
         last = step.attend(lists, head_pages(host[layer]), *plan.in_place)
-        return step.merge(layer, last, found, q.dtype)
+        return step.merge(layer, last, merged, q.dtype)
 
     def abandon(self, step: Step) -> None:
         self._staged = iter(())
 
     def _passing(self, layers: list[int]) -> Iterator[Tensor]:
-        """The staging buffers, as they are filled piece by piece."""
+        """Yield the staging buffers as they are filled piece by piece."""
         if self.tiers.stream is None:
             return iter(())
         copy_pages, host = self.tiers.operations.copy_pages, self.tiers.host.views
@@ -163,37 +173,40 @@ class HeadInfer(Method):
         )
 
     def _plan(self, step: Toolbox, heads: _Heads, rows: int) -> _Plan:
-        """From the step's inputs: a graph makes it whenever it is replayed, for the longest sequences there may be."""
-        now, page, every = step.inputs(rows), self.config.page_size, self.model.num_kv_heads
+        """Return the plan for the open step's inputs.
+
+        A graph computes the plan whenever it is replayed, with room for the longest sequences of the engine.
+        """
+        inputs, page, kv_heads = step.inputs(rows), self.config.page_size, self.model.num_kv_heads
         capacity = 0 if self.tiers.stream is None else self.tiers.stream.capacity
-        longest = step.shape.columns * page if step.is_captured else self._longest
+        longest = step.shape.columns * page if step.is_captured else self._longest_tokens
         columns = -(-longest // page)
         numbers = partial(torch.arange, dtype=torch.int32, device=self.tiers.device)
-        head, lists, along = numbers(every), numbers(rows * every)[:, None], numbers(columns)
-        before = (now.num_pages[:, None] - 1).clamp(min=0)  # [rows, 1] pages, but for the last one
-        wanted = before * heads.streams  # [rows, kv_heads] of them
+        head, lists, places = numbers(kv_heads), numbers(rows * kv_heads)[:, None], numbers(columns)
+        before = (inputs.num_pages[:, None] - 1).clamp(min=0)  # [rows, 1] pages without the last one
+        streamed = before * heads.streams  # [rows, kv_heads] pages
 
         def nth_of(lists: Tensor, nth: Tensor) -> Tensor:
             """Return the head pages of the host pool at these places of the lists."""
-            return (now.table[lists // every, nth.clamp(max=columns - 1)] * every + lists % every).int()
+            return (inputs.table[lists // kv_heads, nth.clamp(max=columns - 1)] * kv_heads + lists % kv_heads).int()
 
-        pieces, size, in_place = list[Piece](), -(-every // self.groups(longest)), along[: 1 if capacity else None]
-        for first in range(0, every if capacity else 0, size):
-            of_group = wanted * ((head >= first) & (head < first + size))
+        pieces, size, in_place = list[Piece](), -(-kv_heads // self.groups(longest)), places[: 1 if capacity else None]
+        for first in range(0, kv_heads if capacity else 0, size):
+            of_group = streamed * ((head >= first) & (head < first + size))
             most = rows * (columns - 1) * len(set(heads.streamed).intersection(range(first, first + size)))
             if step.is_captured and most > _PIECES * capacity:
-                most, in_place = _PIECES * capacity, along
+                most, in_place = _PIECES * capacity, places
             pieces += cut(of_group.flatten(), most, capacity, page, nth_of)
         staged = sum((piece.tokens for piece in pieces), torch.zeros_like(lists))
-        here = (
+        in_host = (
             nth_of(lists, staged // page + in_place)[:, None],
-            (now.seq_lens[:, None] * heads.streams).view(-1, 1) - staged,
+            (inputs.seq_lens[:, None] * heads.streams).view(-1, 1) - staged,
         )
         resident = None
         if heads.resident:
-            ids = store_pages(now.table[:, :columns], heads.resident_ids, every)
-            resident = ids.view(len(lists), 1, columns), (now.seq_lens[:, None] * (1 - heads.streams)).view(-1, 1)
-        return _Plan(here, resident, pieces, along[:capacity])
+            ids = store_pages(inputs.table[:, :columns], heads.resident_ids, kv_heads)
+            resident = ids.view(len(lists), 1, columns), (inputs.seq_lens[:, None] * (1 - heads.streams)).view(-1, 1)
+        return _Plan(in_host, resident, pieces, places[:capacity])
 
 
 def _resident(config: HybridConfig, model: ModelSpec) -> dict[int, tuple[int, ...]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Scout(Selective):
-    """The flagship: resident pages on the device, the important others on the CPU, one layer ahead."""
+    """Attention of resident pages on the device, and of other important pages on the CPU, one layer ahead."""
 
     name = "scout"
     uses_workers = True
@@ -31,10 +31,10 @@ class Scout(Selective):
         return config.recall.enabled
 
     def gauges(self) -> dict[str, float]:
-        found, recall = super().gauges(), self.config.recall
+        values, recall = super().gauges(), self.config.recall
         if recall.enabled and self.config.sparse != "never" and isinstance(recall.intervals, int):
-            found["hybrid_recall_interval"] = recall.intervals
-        return found
+            values["hybrid_recall_interval"] = recall.intervals
+        return values
 
     def lookahead(self, step: Toolbox, layer: int, q: Tensor) -> None:
         step.select(layer, q)

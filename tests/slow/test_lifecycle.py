@@ -261,7 +261,7 @@ class Life(RuleBasedStateMachine):
                         continue
                     name = running[index]
                     assert positions.tolist() == sorted(set(positions.tolist())), "each token once, in order"
-                    assert int(positions[-1]) // PAGE < method._held[name].first
+                    assert int(positions[-1]) // PAGE < method._running[name].first
                     for i in range(0, len(positions), 5):
                         token = store[index * tiers.cache.pages + i // PAGE, head, :, i % PAGE]
                         assert torch.equal(token, self.engine.sequences[name].kv[layer][int(positions[i])][head])

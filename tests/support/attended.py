@@ -100,7 +100,7 @@ class Witness:
             missing = self._by_pages(_lists(chosen.absent, chosen.missing_listed, r), nothing)
             return Attended(tokens, missing, self._predicted[layer][r].cpu())
         if isinstance(method, Hgca) and layer in runtime.tiers.cache.stores:
-            request, first = method._held[rows.request_ids[r]]
+            request, first = method._running[rows.request_ids[r]]
             pages = torch.arange(int(rows.num_pages[r]))
             tokens = self._by_pages([pages[(pages < method.config.sinks) | (pages >= first)]], nothing)
             for head, positions in enumerate(runtime.tiers.cache.positions(layer, request)):

@@ -194,7 +194,7 @@ def _apex(device_costs: Costs, cpu_rows: int) -> StepTime:
     if strategy == "auto":
         verdict = judge(device_costs.times, rows, tokens, cpu_rows)
         hides = cpu_hides(device_costs.times, rows, tokens, cpu_rows * device_costs.context)
-        strategy = "lockstep" if verdict.wanted == "pipeline" and hides else "overlap"
+        strategy = "lockstep" if verdict.strategy == "pipeline" and hides else "overlap"
     cpu_costs, all_costs = replace(device_costs, rows=cpu_rows), replace(device_costs, rows=rows + cpu_rows)
     attended = device_costs.attention(device_costs.kv(device_costs.context))
     cpu_kv = cpu_costs.kv(cpu_costs.context)
