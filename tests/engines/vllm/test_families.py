@@ -54,8 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(folder: Path) -> Probe:
     names = [
         *FAMILIES,
-        "llama.tiers",
-        "gemma3.tiers",
+        "llama.methods",
+        "gemma3.methods",
         *(f"{name}.state" for name in OWN_STATE),
         "llama.compiled",
         "llama.parallel",
@@ -251,13 +251,13 @@ def test_the_longer_prompts_of_a_model_that_sees_have_images(seen: Probe) -> Non
 
 
 def test_gemma3_keeps_frames_and_digests_only_for_its_full_layers(seen: Probe) -> None:
-    found = seen("gemma3.tiers")["separate"]
+    found = seen("gemma3.methods")["scout"]
     assert [layer for layer, window in enumerate(found["windows"]) if window is None] == GEMMA3_FULL
     assert found["frames"] == found["digests"] == GEMMA3_FULL
 
 
 def test_gemma3_predicts_and_selects_only_in_its_full_layers(seen: Probe) -> None:
-    for found in (seen("gemma3.tiers")["separate"], seen("gemma3")["sparse"]):
+    for found in (seen("gemma3.methods")["scout"], seen("gemma3")["sparse"]):
         assert found["predicted"] == GEMMA3_FULL
         assert [found["selected"][layer] for layer in GEMMA3_LOCAL] == [0] * 4
 
@@ -282,7 +282,7 @@ def test_a_model_whose_layers_vllm_does_not_call_itself_looks_at_true_queries(se
 
 def test_two_tensor_parallel_ranks_answer_as_one_and_share_the_heads(seen: Probe) -> None:
     """Most pages are the CPU workers', so that both ranks' workers have their part."""
-    found, alone = seen("llama.parallel"), seen("llama.tiers")["separate"]
+    found, alone = seen("llama.parallel"), seen("llama.methods")["scout"]
     assert_same_answers(found, seen("llama")["stock"])
     for rank in found["ranks"]:
         assert 2 * rank["kv_heads"] == alone["kv_heads"]
