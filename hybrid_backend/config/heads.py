@@ -60,8 +60,8 @@ def read_heads(path: str | Path, layers: int, heads: int | None, kv_heads: int) 
         kv_heads: KV heads of a layer on this rank.
 
     Raises:
-        ConfigError: the file cannot be read, is not JSON, has a field too many or too few, has a value out of range, or
-            belongs to a model of another shape. The line names ``clo.heads``, the file, the value and the fix.
+        ConfigError: the file cannot be read, is not JSON, has a wrong field or a value out of range, or belongs to a
+            model of another shape. The line names ``clo.heads``, the file, the value and the fix.
     """
     source = f"{_KEY}: {user_path(path)}"
     content = read_text(path, f"check the path, or {_FIX}", name=source)

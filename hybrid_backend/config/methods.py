@@ -43,8 +43,8 @@ class HeadInferConfig(Section):
         1_000_000,
         2_000_000,
     )
-    """Context lengths in tokens that divide the KV heads: up to the first length all heads stream together, up to the
-    second in 2 groups, then in 4, then in 8. Source: HeadInfer (500k, 1M, 2M, 4M tokens)."""
+    """Context lengths in tokens at which KV heads are divided. Up to the first length all heads stream together, up to
+    the second in 2 groups, then in 4, then in 8. Source: HeadInfer (500k, 1M, 2M, 4M tokens)."""
     resident_heads: Annotated[tuple[str, ...], list_of(named(r"\d+:\d+", "layer:head such as 3:1"), unique=True)] = ()
     """KV heads whose whole KV stays on the device as well. Source: default (none)."""
 

@@ -1,9 +1,9 @@
 """Method ``headinfer``: exact head-wise streaming (HeadInfer, arXiv 2502.12574).
 
-All KV lies in host memory and passes through two staging buffers: while one is attended, the next pages are copied into
-the other, through all groups of KV heads and layers of a step. The last page of a sequence, which grows, is attended in
-the host pool, so that the other pages can be copied before a layer has its K and V. Prompts stream the same way, chunk
-by chunk.
+All KV lies in host memory and passes through two staging buffers. While one buffer is attended, the next pages are
+copied into the other one, through all groups of KV heads and layers of a step. The last page of a sequence grows, so it
+is attended in the host pool; the other pages can be copied before a layer has its K and V. Prompts stream the same way,
+chunk by chunk.
 
 Optional (``headinfer.resident_heads``): heads whose KV also stays on the device, for each page of the host pool.
 """

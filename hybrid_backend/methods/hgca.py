@@ -5,7 +5,7 @@ each KV head it keeps a moving average of the attention weight. When a page leav
 whose average exceeds ``beta / (tokens of the ring)``. They are copied to the head's context cache, which the CPU
 attends in parallel with the device, in the same layer. The partials merge by log-sum-exp.
 
-After a prompt, also one that continues a cached prefix, all tokens before the window are judged again: the mean weights
+After a prompt, also one that continues a cached prefix, all tokens before the window are judged again. The mean weights
 of the prompt's last queries are compared with ``beta / (tokens on the CPU)``. So tokens leave the context cache and
 return to it. The host pool keeps all tokens.
 

@@ -1,10 +1,9 @@
 """Method ``scout``: ScoutAttention (arXiv 2603.27138).
 
-At the input of layer l the query of layer l+1 is predicted, its pages are selected by Quest digests, and the CPU
-workers start on the selected pages that are not resident, one layer ahead. Inside layer l+1 the device attends the
-resident ones and the two partials merge. Every few steps of a request (per layer) its missing important pages are
-recalled into the frames of the least important resident ones, visible from the next step on.
-"""
+At the input of layer l the query of layer l+1 is predicted, and its pages are selected by digests. The CPU workers
+start on the selected pages that are not resident, one layer ahead. In layer l+1 the device attends the resident pages,
+and the two partials merge. Every few steps a layer recalls missing important pages of a request into the frames of its
+least important resident pages. Recalled pages are visible from the next step on."""
 
 from __future__ import annotations
 

@@ -5,8 +5,9 @@ selection. While new queries are similar to the label (equation 10 against the h
 head attends these pages. Otherwise it selects by the query that is predicted one layer ahead, and loads all selected
 pages over the old pages. Sinks and recent pages are always on the device. The CPU computes nothing.
 
-*Persistent* heads have all of their KV on the device: the heads of the first layer, whose query is never predicted, and
-heads whose pages are hard to reuse (equations 11 to 13). They select by the true query in each step and load nothing.
+*Persistent* heads have all of their KV on the device. They are the heads of the first layer, whose query is never
+predicted, and heads whose pages are hard to reuse (equations 11 to 13). They select by the true query in each step and
+load nothing.
 
 Deviations: pages and Quest's digests in place of tokens and hashes. The device pulls pages over the bus, where CLO's
 CPU threads push them through GDRCopy, a kernel module. The budget (`budget_tokens`) is a number of tokens, and not a
