@@ -6,7 +6,8 @@ current layer runs, and the next layer waits for the copy. The CPU computes noth
 Deviations: whole pages are recalled in place of single tokens. They are chosen by the same digests, budget and
 selection as in ``scout``, so that a comparison isolates recalling from computing. The prediction is ScoutAttention's,
 without skewed partial weights. Pages that the frames cannot hold (exact layers, ``sparse: never``) are attended in the
-host pool, which a GPU reads over the bus."""
+host pool, which a GPU reads over the bus.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 At the input of layer l the query of layer l+1 is predicted, and its pages are selected by digests. The CPU workers
 start on the selected pages that are not resident, one layer ahead. In layer l+1 the device attends the resident pages,
 and the two partials merge. Every few steps a layer recalls missing important pages of a request into the frames of its
-least important resident pages. Recalled pages are visible from the next step on."""
+least important resident pages. Recalled pages are visible from the next step on.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ CPU are slower, and no page is left out.
 `rule` chooses a strategy in each step. In lockstep the layer waits for the CPU. With overlap the row takes the answer
 in the same layer of the next step (`parking`). The paper's third strategy, asymmetric pipelining, alternates two halves
 of a batch, which no stock engine does. Where the rule chooses pipelining, steps go in lockstep if the CPU's time hides
-behind the device's attention, and else overlap."""
+behind the device's attention, and else overlap.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Rows whose KV is not on the device tier (asynchronous overlap: APEX, arXiv 2506.03296, section 3.3).
 
-Such a row asks the CPU workers in each layer. It waits for the answer inside the layer, or it is *parked*: the engine's
-batch carries the row along without a result until a later step reaches the same layer.
+Such a row asks the CPU workers in each layer. It waits for the answer inside the layer, or it is *parked*. The engine's
+batch then carries the row along without a result until a later step reaches the same layer.
 
 Engines run the layers of a step one after the other, so that a row cannot wait inside a layer without delaying all
 other rows. It can wait from one step to the next. At the input of layer l the row's hidden state and residual are
 saved, its K and V are appended, and its question is asked. Its output is 0, and the remaining layers of this step
-compute nothing valid for it. When the next step reaches layer l, hidden state and residual are restored, attention
-returns the answer, and the row goes on to layer l + 1, where it parks again. If the answer is missing, the row stays
+compute nothing valid for it. When the next step reaches layer l, hidden state and residual are restored, and attention
+returns the answer. The row goes on to layer l + 1, where it parks again. If the answer is missing, the row stays
 parked for another step. A row yields its token in the step in which it passes the last layer. Until then the engine is
 told that the row is unfinished. Rows that wait inside the layers pass all layers in one step.
 

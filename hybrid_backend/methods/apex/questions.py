@@ -1,7 +1,8 @@
 """Questions of whole requests to the CPU workers, one at a time per request.
 
 An answer is taken when it has arrived, perhaps some steps later. (`step.cpu_attention` serves rows that ask in each
-step and wait for the answer.)"""
+step and wait for the answer.)
+"""
 
 from __future__ import annotations
 
