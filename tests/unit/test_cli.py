@@ -65,7 +65,7 @@ def refusal(*arguments: str) -> str:
     ("written", "words"),
     [
         ("budget_token: 1024", ["'budget_token'", "did you mean budget_tokens?"]),
-        ("recall: {treshold: 0.1}", ["recall.treshold", "did you mean threshold?"]),
+        ("recall: {intervalls: 4}", ["recall.intervalls: unknown key", "did you mean intervals?"]),
         ("budget_tokens: many", ["budget_tokens", "'many'", "an integer"]),
         ("lookahead: {enabled: 1}", ["lookahead.enabled", "got 1", "true or false"]),
         ("selection: {bound: 1.5}", ["selection.bound", "got 1.5", "<= 1"]),
