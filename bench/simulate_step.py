@@ -27,7 +27,9 @@ from hybrid_backend.tools.plan.simulate import PARTS, StepTime, decode_step
 QWEN3_14B = find_shape("qwen3-14b")
 MACHINES = {"a100-80": "A100-80", "h200": "H200", "l40s": "L40S"}
 CONTEXT, BATCH = 65536, 32
-CONFIG: HybridConfig = resolve_config("qwen3-14b", None, {}, ("method=scout",))[0]
+CONFIG: HybridConfig = resolve_config("qwen3-14b", None, {}, ("method=scout",))[0].for_layers(
+    QWEN3_14B.attention_windows
+)
 Rows = list[tuple[str, ...]]
 
 

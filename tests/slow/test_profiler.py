@@ -40,10 +40,6 @@ def network() -> Network:
     return wrap(build("gemma3"))
 
 
-def with_threshold(threshold: float) -> HybridConfig:
-    return CONFIG.model_copy(update={"recall": CONFIG.recall.model_copy(update={"threshold": threshold})})
-
-
 def run(
     network: Network, out: Path, options: Options = OPTIONS, config: HybridConfig = CONFIG, told: StringIO | None = None
 ) -> Profile:
@@ -145,8 +141,8 @@ def test_a_new_threshold_needs_no_new_measurement_and_a_new_budget_or_cosine_doe
         return measure(*args)
 
     monkeypatch.setattr(session, "measure_window", counted)
-    strict = run(network, out, replace(options, max_kl=0.0, outliers=False), with_threshold(0.05))
-    assert not calls and strict.config.exact_layers == (2, 5) and strict.config.recall.threshold == 0.05
+    strict = run(network, out, replace(options, max_kl=0.0, outliers=False, tau=0.05))
+    assert not calls and strict.config.exact_layers == (2, 5) and strict.options.tau == 0.05
     run(network, out, options, CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 2
     run(network, out, replace(options, fresh=True), CONFIG.model_copy(update={"budget_tokens": 112}))
@@ -261,10 +257,10 @@ def test_layers_whose_predicted_query_costs_too_much_select_by_their_own(
 
 def test_intervals_are_chosen_a_margin_below_the_threshold(network: Network, tmp_path: Path) -> None:
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
-    cautious = run(network, out, replace(options, margin=0.5), with_threshold(0.2))
-    lower = run(network, out, replace(options, margin=0.0), with_threshold(0.1))
+    cautious = run(network, out, replace(options, margin=0.5, tau=0.2))
+    lower = run(network, out, replace(options, margin=0.0, tau=0.1))
     assert [layer.interval for layer in cautious.layers] == [layer.interval for layer in lower.layers]
-    assert cautious.config.recall.threshold == 0.2, "the margin is in the choice, not in the threshold"
+    assert cautious.options.tau == 0.2, "the margin is in the choice, not in tau"
 
 
 def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_path: Path) -> None:
@@ -274,6 +270,7 @@ def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_pat
         (replace(OPTIONS, contexts=(4096,)), "the model's window is 1024"),
         (replace(OPTIONS, positions=1), "--positions"),
         (replace(OPTIONS, margin=1.0), "--margin"),
+        (replace(OPTIONS, tau=0.0), "--tau"),
         (replace(OPTIONS, lookups=1), "too short for lookups"),
         (replace(OPTIONS, lookups=-1), "--lookups"),
     ]

@@ -66,10 +66,10 @@ def refusal(*arguments: str) -> str:
     ("written", "words"),
     [
         ("budget_token: 1024", ["'budget_token'", "did you mean budget_tokens?"]),
-        ("recall: {treshold: 0.1}", ["recall.treshold", "did you mean threshold?"]),
+        ("recall: {intervalls: 4}", ["recall.intervalls: unknown key", "did you mean intervals?"]),
         ("budget_tokens: many", ["budget_tokens", "'many'", "an integer"]),
         ("lookahead: {enabled: 1}", ["lookahead.enabled", "got 1", "true or false"]),
-        ("recall: {threshold: 1.5}", ["recall.threshold", "got 1.5", "<= 1"]),
+        ("selection: {bound: 1.5}", ["selection.bound", "got 1.5", "<= 1"]),
         ("recent: 0", ["recent", "got 0", "an integer >= 1"]),
         ("page_size: 48", ["page_size", "got 48", "one of 16, 32, 64, 128"]),
         ("budget_tokens: 16", ["budget_tokens", "got 16", "a multiple of page_size 32"]),

@@ -1,4 +1,4 @@
-"""Shapes of the models that a configuration is shipped for, so that `hybrid plan` knows them without a network."""
+"""Shapes of published models (`published.yaml`), so that `hybrid plan` knows them without a network."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from hybrid_backend.config.load import find_config
+from hybrid_backend.config import ModelMatch
 
 
 class Published(NamedTuple):
-    """A published model: its id on the hub, and the keys of its config.json that decide its shape."""
+    """A published model.
+
+    Attributes:
+        hub_id: its id on the hub.
+        config: the keys of its config.json that decide its shape.
+        match: name patterns of models that have its shape, such as quantised copies; empty: its short name anywhere.
+    """
 
     hub_id: str
     config: Mapping[str, Any]
+    match: tuple[str, ...] = ()
 
 
 PUBLISHED: Mapping[str, Published] = {
     name: Published(**entry)
     for name, entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
 }
-"""Published models, keyed by the name of the shipped configuration without its ``.yaml``."""
+"""Published models by the short names that `hybrid plan` takes."""
 
 
 def published(model: str) -> Published | None:
-    """Return the published model that ``model`` names by hub id, with or without the owner, or configuration."""
+    """Return the published model that ``model`` names by hub id, with or without the owner, or by its short name."""
     named = model.lower()
     for name, entry in PUBLISHED.items():
         hub_id = entry.hub_id.lower()
@@ -36,5 +43,9 @@ def published(model: str) -> Published | None:
 
 
 def relative(model: str) -> Published | None:
-    """Return the published model whose shipped configuration ``model`` shares, for example a quantised copy."""
-    return PUBLISHED.get(find_config(model).stem)
+    """Return the published model whose shape ``model`` shares by its name, for example of a quantised copy."""
+    scores = {
+        name: ModelMatch(match=entry.match or f"*{name}*").specificity(model) or 0 for name, entry in PUBLISHED.items()
+    }
+    best = max(scores, key=lambda name: scores[name])
+    return PUBLISHED[best] if scores[best] else None

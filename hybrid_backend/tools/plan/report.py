@@ -141,6 +141,7 @@ def make_plan(request: Request) -> Plan:
     blocks = Blocks.of(request.shape, request.config.page_size)
     device, shape = torch.device("cpu" if room.on_host else "cuda"), request.shape
     settled = with_method(request.config, shape.heads, shape.kv_heads, shape.head_dim, device)
+    settled = settled.for_layers(shape.attention_windows)
     request = replace(request, config=settled)
     candidates: list[Candidate] = [StockMemory(request.shape, blocks, room)]
     for name in request.methods or _planned_methods(settled.method, device):

@@ -31,7 +31,8 @@ def profile(
     machine: Annotated[
         str | None, typer.Option(help="of the heads file's prefetch_bytes: name or hardware JSON")
     ] = None,
-    margin: Annotated[float, typer.Option(help="share below recall.threshold at which intervals are chosen")] = 0.1,
+    tau: Annotated[float, typer.Option(help="largest share of a layer's attended tokens for the CPU")] = 0.12,
+    margin: Annotated[float, typer.Option(help="share below tau at which intervals are chosen")] = 0.1,
     batch: Annotated[int, typer.Option(help="sequences at once, for --machine")] = 1,
     min_cosine: Annotated[float, typer.Option(help="of predicted queries; below, a layer's own selects")] = 0.9,
     max_kl: Annotated[
@@ -108,6 +109,7 @@ def profile(
         min_cosine=min_cosine,
         max_kl=max_kl,
         gates=GateOptions(steps=gate_steps, context=gate_context) if (thorough if gates is None else gates) else None,
+        tau=tau,
         prefetch_bytes=prefetch_bytes,
         margin=margin,
         fresh=fresh,

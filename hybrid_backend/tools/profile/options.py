@@ -12,6 +12,9 @@ from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.plan.hardware.measure import torch_device
 from hybrid_backend.tools.profile.gates import GateOptions
 
+TAU = 0.12
+"""Largest share of a layer's attended tokens that the CPU may compute (ScoutAttention, section 3.4)."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -20,6 +23,7 @@ class Options:
     Attributes:
         outliers: make a layer exact, too, that has more than half of the KL that is left below ``max_kl``.
         gates: options of the gates' training, None for no gates.
+        tau: largest share of a layer's attended tokens that the CPU may compute.
         prefetch_bytes: entry of the heads file, 0 where the hardware is not known.
     """
 
@@ -33,6 +37,7 @@ class Options:
     max_kl: float = 0.05
     outliers: bool = True
     gates: GateOptions | None = field(default_factory=GateOptions)
+    tau: float = TAU
     prefetch_bytes: int = 0
     margin: float = 0.1
     fresh: bool = False
@@ -57,6 +62,7 @@ def check_options(config: HybridConfig, options: Options) -> None:
         ("--min-cosine", options.min_cosine, -1 <= options.min_cosine <= 1, "a number from -1 to 1"),
         ("--max-kl", options.max_kl, options.max_kl >= 0, "a number >= 0"),
         ("--positions", options.positions, options.positions >= 2, "an integer >= 2"),
+        ("--tau", options.tau, 0 < options.tau <= 1, "a number > 0 and <= 1"),
         ("--margin", options.margin, 0 <= options.margin < 1, "a number from 0 up to 1, without 1"),
         ("--lookups", options.lookups, options.lookups >= 0, "an integer >= 0"),
         ("--gate-steps", gate_steps, gate_steps >= 1, "an integer >= 1"),

@@ -198,7 +198,7 @@ def _measured(session: Session, inputs: _Inputs) -> tuple[Profile, Measures]:
     windows = [session.window(window) for window in inputs.windows]
     exact = session.exact_layers(probes)
     gates = session.gates(inputs.prompts)
-    aim = config.recall.threshold * (1 - options.margin)
+    aim = options.tau * (1 - options.margin)
     layers = summarise(windows, options.min_cosine, aim, exact)
     true, own = session.predicted_layers(probes, layers) or (None, None)
     if own is not None:
@@ -238,7 +238,7 @@ def _decided(session: Session, inputs: _Inputs, profile: Profile, windows: Measu
     skipped = [layer.layer for layer in profile.layers if layer.skips]
     data["lookahead"] = {**data.get("lookahead", {}), "skip_layers": skipped}
     intervals = list(chosen_intervals(profile.layers, len(session.network.layers), config))
-    data["recall"] = {**data.get("recall", {}), "threshold": config.recall.threshold, "intervals": intervals}
+    data["recall"] = {**data.get("recall", {}), "intervals": intervals}
     if quality.max_kl != "none":
         data["quality"] = {**data["quality"], "min_mass": mass}
     elif quality.promise:

@@ -162,8 +162,8 @@ def test_overrides_are_read_as_hybrid_serve_reads_them() -> None:
         "budget_tokens": 1024,
         "recall.enabled": False,
     }
-    heads = parse_overrides(["headinfer.resident_heads=[3:1]", "recall.threshold=1e-1"])
-    assert heads == {"headinfer.resident_heads": ["3:1"], "recall.threshold": 0.1}
+    heads = parse_overrides(["headinfer.resident_heads=[3:1]", "selection.bound=1e-1"])
+    assert heads == {"headinfer.resident_heads": ["3:1"], "selection.bound": 0.1}
     assert configured(servers.DEMO, heads).headinfer.resident_heads == ("3:1",)
     with pytest.raises(ConfigError, match="--set"):
         parse_overrides(["recall.enable=false"])
