@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_backend.kernels import byte_digests, codes
-from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample, Selection, digest_kind
+from hybrid_backend.kernels.digest_format import digest_format_of
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample, Selection
 
 _INF = float("inf")
 
@@ -31,10 +31,13 @@ def append_tokens(
         frame = frame_of[requests[rows].long(), positions // page_size].long()
         has_frame = frame >= 0
         frames[frame[has_frame], :, :, offset[has_frame]] = kv[has_frame]
-    if digests is not None and digest_kind(digests, k.shape[2]) != "minmax":
+    if digests is None:
+        return
+    digest_format = digest_format_of(digests, k.shape[2])
+    if not digest_format.covers_growing_pages:
         whole = pages[offset == page_size - 1]
-        digests[whole] = _encoded(host[whole, :, 0], digests)
-    elif digests is not None:
+        digests[whole] = digest_format.encode(host[whole, :, 0])
+    else:
         high, low = digests[pages].unbind(2)
         grown = torch.stack([torch.maximum(high, k), torch.minimum(low, k)], 2)
         begins = (offset == 0)[:, None, None, None]
@@ -47,8 +50,9 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
 
 def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
     tokens, index = len(k), pages.long()
-    if digest_kind(digests, k.shape[2]) != "minmax":
-        digests[index] = _encoded(k.unflatten(0, (-1, page_size)).transpose(1, 2), digests)
+    digest_format = digest_format_of(digests, k.shape[2])
+    if not digest_format.covers_growing_pages:
+        digests[index] = digest_format.encode(k.unflatten(0, (-1, page_size)).transpose(1, 2))
         return
     lines = torch.full((len(index) * page_size, *k.shape[1:]), float("nan"), dtype=k.dtype)
     lines[first : first + tokens] = k
@@ -66,22 +70,15 @@ def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_s
 
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
-    is_minmax = digest_kind(digests, kv.shape[4]) == "minmax"
-    written = (pages >= 0) & (tokens >= (1 if is_minmax else kv.shape[3]))
+    digest_format = digest_format_of(digests, kv.shape[4])
+    written = (pages >= 0) & (tokens >= (1 if digest_format.covers_growing_pages else kv.shape[3]))
     index = pages[written].long()
     keys = kv[index, :, 0]  # [n, kv_heads, page_size, head_dim]
-    if not is_minmax:
-        digests[index] = _encoded(keys, digests)
+    if not digest_format.covers_growing_pages:
+        digests[index] = digest_format.encode(keys)
         return
     beyond = (torch.arange(kv.shape[3]) >= tokens[written][:, None])[:, None, :, None]
     digests[index] = torch.stack([keys.masked_fill(beyond, -_INF).amax(2), keys.masked_fill(beyond, _INF).amin(2)], 2)
-
-
-def _encoded(keys: Tensor, digests: Tensor) -> Tensor:
-    """Encode the keys of whole pages ``[n, kv_heads, page_size, head_dim]`` as digests of the kind of ``digests``."""
-    if digest_kind(digests, keys.shape[3]) == "codes":
-        return codes.encode(keys)
-    return byte_digests.encode(torch.stack([keys.amax(2), keys.amin(2)], 2))
 
 
 def page_scores(
@@ -96,15 +93,7 @@ def page_scores(
     entries = digests[table.where(listed & scored, 0).long()]  # [rows, columns, kv_heads, ...]
 
     grouped = q.float().view(rows, kv_heads, -1, dim)
-    kind = digest_kind(digests, dim)
-    if kind == "codes":
-        entries = entries.transpose(1, 2)[:, :, None]
-        estimates = codes.estimates(grouped[:, :, :, None], entries, page_size, scale) / scale
-    else:
-        entries = byte_digests.decode(entries) if kind == "bytes" else entries
-        half = bound * grouped.abs()
-        weights = torch.stack([grouped + half, grouped - half], 3) / 2  # of max and of min
-        estimates = torch.einsum("rhgxd,rchxd->rhgc", weights, entries.float())
+    estimates = digest_format_of(digests, dim).estimates(grouped, entries, bound, scale, page_size)
     if aggregate == "softmax":
         unshared = (column >= count - 1)[:, None, None]
         estimates = (estimates * scale).masked_fill(unshared, -_INF).softmax(-1).nan_to_num(0.0)

@@ -63,8 +63,8 @@ class Tiers:
     ) -> Tiers:
         layers = layout.full_layers(model)
         digests = None
-        if layout.digests != "none":
-            digests = Digests(host, layout.digest_layers(config, model), operations, kind=layout.digests, device=device)
+        if layout.digests is not None:
+            digests = Digests(host, layout.digest_layers(config, model), operations, layout.digests, device)
         every = tuple(range(model.num_kv_heads))
         counts = {layer: layout.frames(max_requests, layer) for layer in layout.framed_layers(model)}
         frames = {

@@ -9,19 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
 
 import torch
 
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.kernels import byte_digests
-from hybrid_backend.kernels.cpu.library import byte_row
 from hybrid_backend.kernels.cpu.mailbox import mailbox_bytes
+from hybrid_backend.kernels.digest_format import DigestFormat
 from hybrid_backend.tiers.state import StepState, sample_boxes
-
-DigestKind = Literal["none", "minmax", "minmax_int8", "minmax_and_int8", "codes"]
-"""``minmax_and_int8``: in the cache's type, and in bytes beside it as the native decoder reads them."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ class TierLayout:
     separate: bool
     frames_per_request: int = 0
     layer_frames: Mapping[int, int] = field(default_factory=dict)
-    digests: DigestKind = "none"
+    digests: DigestFormat | None = None
     staging_tokens: int = 0
     whole_layers: tuple[int, ...] = ()
     context_caches: bool = False
@@ -77,7 +72,7 @@ class TierLayout:
         return [layer for layer in self.full_layers(model) if layer not in self.whole_layers]
 
     def digest_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
-        if self.digests == "none":
+        if self.digests is None:
             return []
         return [layer for layer in self.full_layers(model) if layer not in config.exact_layers]
 
@@ -98,10 +93,10 @@ class TierLayout:
     def memory(self, config: HybridConfig, model: ModelSpec, pages: int, max_requests: int) -> TierBytes:
         """What `Tiers.build` allocates over a host pool of ``pages`` pages."""
         size, with_digests = model.dtype.itemsize, len(self.digest_layers(config, model))
-        shape, kind = digest_store(self.digests, model.dtype, pages, model.num_kv_heads, model.head_dim)
-        digests = with_digests * prod(shape) * kind.itemsize
-        if self.digests == "minmax_and_int8":
-            digests += with_digests * pages * byte_row(model.num_kv_heads, model.head_dim)
+        digests = 0
+        if self.digests is not None:
+            page_bytes = self.digests.page_bytes(model.dtype, model.num_kv_heads, model.head_dim)
+            digests = with_digests * pages * page_bytes
         frames = sum(self.frames(max_requests, layer) for layer in self.framed_layers(model))
         buffers = prod(staging_shape(model, config.page_size, self.buffer_tokens(config.page_size, pages))) * size
         whole = len(self.whole_layers) * pages * model.page_bytes(config.page_size)
@@ -127,17 +122,6 @@ class TierBytes:
 def pages_of_a_sequence(config: HybridConfig, model: ModelSpec, pages: int) -> int:
     """Pages of a sequence at most, over a host pool of ``pages`` pages."""
     return pages if model.max_tokens is None else min(pages, -(-model.max_tokens // config.page_size))
-
-
-def digest_store(
-    kind: DigestKind, dtype: torch.dtype, pages: int, kv_heads: int, head_dim: int
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type of one layer's digests, where K has ``dtype``."""
-    if kind == "codes":
-        return (pages, kv_heads, 4 * head_dim), torch.uint8
-    if kind == "minmax_int8":
-        return (pages, kv_heads, byte_digests.row(head_dim)), torch.uint8
-    return (pages, kv_heads, 2, head_dim), dtype
 
 
 def frame_shape(model: ModelSpec, page_size: int, frames: int) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 AGGREGATES = ("sum", "max", "softmax")
@@ -12,16 +11,6 @@ AGGREGATES = ("sum", "max", "softmax")
 
 SIMILARITIES = ("harmonic", "min")
 """Ways to combine the similarities of a KV head's query heads (`match_labels`); kernels know each by its position."""
-
-DIGESTS = ("minmax", "codes", "bytes")
-"""Kinds of digests; kernels know each by its position. Only `minmax` describes pages that grow, too."""
-
-
-def digest_kind(digests: Tensor, head_dim: int) -> str:
-    """Return the kind of ``digests``, one of `DIGESTS`, by their dtype and shape."""
-    if digests.dtype != torch.uint8:
-        return "minmax"
-    return "codes" if digests.shape[-1] == 4 * head_dim else "bytes"
 
 
 class Maps(NamedTuple):

@@ -28,7 +28,7 @@ class SelectionOperations(Protocol):
 
         Args:
             q: queries ``[rows, heads, head_dim]``.
-            digests: digests of the layer, of any kind.
+            digests: digests of the layer, in any format.
             table: block table ``[rows, columns]`` int32, any row stride; entries beyond a row's pages are not read.
             num_pages: ``[rows]`` int32 pages of each sequence.
             budgets: ``[rows]`` int32 pages; a row that may select all of its pages is not scored.

@@ -28,7 +28,8 @@ from hybrid_backend.kernels.cpu.arguments import (
     team_arguments,
     tokens_address,
 )
-from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Maps, Sample, Selection, digest_kind
+from hybrid_backend.kernels.digest_format import digest_format_of
+from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Maps, Sample, Selection
 
 
 def append_tokens(
@@ -59,7 +60,7 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
 
 
 def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
-    if digest_kind(digests, k.shape[2]) == "minmax":
+    if digest_format_of(digests, k.shape[2]).covers_growing_pages:
         tokens, kv_heads, dim = k.shape
         kind, count = k.dtype, digests.shape[0]
         return call(
@@ -76,9 +77,9 @@ def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_s
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
     n = pages.numel()
-    digests_at, kind = digests_address(digests, kv.dtype, kv.shape[0], kv.shape[1], kv.shape[4])
+    digests_at, number = digests_address(digests, kv.dtype, kv.shape[0], kv.shape[1], kv.shape[4])
     call(
-        "hb_build_digests", *paged_arguments(kv), digests_at, address(pages, int32), address(tokens, int32, n), kind,
+        "hb_build_digests", *paged_arguments(kv), digests_at, address(pages, int32), address(tokens, int32, n), number,
         n, *team_arguments(),
     )  # fmt: skip
 
@@ -99,13 +100,13 @@ def page_scores_with(
     pages, kv_heads = digests.shape[:2]
     columns = table.shape[1]
     kind = q.dtype
-    digests_at, digested = digests_address(digests, kind, pages, kv_heads, dim)
+    digests_at, number = digests_address(digests, kind, pages, kv_heads, dim)
     out = empty(rows, kv_heads if per_head else 1, columns, dtype=float32)
     call(
         "hb_page_scores", address(q, kind), digests_at, rows_address(table, rows),
         address(num_pages, int32, rows), address(budgets, int32, rows), out.data_ptr(),
         rows, columns, table.stride(0), pages, dtype_number(kind), kv_heads, group_size(heads, kv_heads), dim,
-        page_size, digested, AGGREGATES.index(aggregate), per_head, lib.isa_index(isa), *team_arguments(), bound, scale,
+        page_size, number, AGGREGATES.index(aggregate), per_head, lib.isa_index(isa), *team_arguments(), bound, scale,
     )  # fmt: skip
     return out
 
