@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.errors import WorkerError
+from hybrid_backend.kernels.kv_format import KvFormat
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,13 @@ class ModelSpec:
     def sinks_by_layer(self) -> dict[int, Tensor]:
         return {layer: sinks for layer, sinks in enumerate(self.sinks) if sinks is not None}
 
+    def kv_format(self, page_size: int) -> KvFormat:
+        """Return the format of this rank's pages of ``page_size`` tokens."""
+        return KvFormat(self.num_kv_heads, page_size, self.head_dim, self.dtype)
+
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page: K and V of one layer, all local KV heads."""
-        return self.num_kv_heads * 2 * page_size * self.head_dim * self.dtype.itemsize
+        """Return the bytes of one page: K and V of one layer, all local KV heads."""
+        return self.kv_format(page_size).page_bytes
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_backend.kernels.digest_format import digest_format_of
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample, Selection
 
 _INF = float("inf")
@@ -24,7 +25,7 @@ def append_tokens(
     page_size = host.shape[3]
     rows = pages >= 0
     k, v, pages, positions = k[rows], v[rows], pages[rows].long(), positions[rows].long()
-    kv, offset = torch.stack([k, v], 2), positions % page_size
+    kv, offset = KvFormat.of(host).encode(k, v), positions % page_size
     host[pages, :, :, offset] = kv
     if frames is not None:
         assert requests is not None and frame_of is not None
@@ -372,7 +373,7 @@ def _logits(
     pages = -(-int(tokens.max()) // page_size)
     listed = torch.arange(pages) * page_size < tokens[:, None]
     place = ids[:, :pages].where(listed, 0).long().expand(kv_heads, -1), torch.arange(kv_heads)[:, None]
-    keys, values = kv[place].float().transpose(1, 2).flatten(2, 3).unbind(1)
+    keys, values = (x.flatten(1, 2) for x in KvFormat.of(kv).decode(kv[place]))
     beyond = torch.arange(pages * page_size) >= tokens[:, None]
     logits = q.float().view(kv_heads, -1, dim) @ keys.mT * scale
     return logits.masked_fill(beyond[:, None], -_INF), values.masked_fill(beyond[..., None], 0.0), place

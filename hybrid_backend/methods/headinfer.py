@@ -94,7 +94,7 @@ class HeadInfer(Method):
         resident = _resident(config, model)
         few = _by_layer("streaming_heads", config, model.num_layers, kv_heads)
         kinds, self._heads = dict[object, _Heads](), dict[int, _Heads]()
-        self._stores = tiers.keep_heads(resident, model).stores
+        self._stores = tiers.keep_heads(resident).stores
         for layer in self._layers:
             some = resident.get(layer, ()), few.get(layer, ())
             self._heads[layer] = kinds.setdefault(some, _Heads(*some, self._few_pages, kv_heads, tiers.device))

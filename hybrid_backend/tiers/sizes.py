@@ -16,6 +16,7 @@ from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.cpu.mailbox import mailbox_bytes
 from hybrid_backend.kernels.digest_format import DigestFormat
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.tiers.state import StepState, sample_boxes
 
 
@@ -92,16 +93,15 @@ class TierLayout:
 
     def memory(self, config: HybridConfig, model: ModelSpec, pages: int, max_requests: int) -> TierBytes:
         """What `Tiers.build` allocates over a host pool of ``pages`` pages."""
-        size, with_digests = model.dtype.itemsize, len(self.digest_layers(config, model))
+        kv, with_digests = model.kv_format(config.page_size), len(self.digest_layers(config, model))
         digests = 0
         if self.digests is not None:
             page_bytes = self.digests.page_bytes(model.dtype, model.num_kv_heads, model.head_dim)
             digests = with_digests * pages * page_bytes
         frames = sum(self.frames(max_requests, layer) for layer in self.framed_layers(model))
-        buffers = prod(staging_shape(model, config.page_size, self.buffer_tokens(config.page_size, pages))) * size
-        whole = len(self.whole_layers) * pages * model.page_bytes(config.page_size)
-        held = prod(frame_shape(model, config.page_size, frames)) * size
-        return TierBytes(self.separate, digests, held, buffers, whole)
+        buffers = prod(staging_shape(kv, self.buffer_tokens(config.page_size, pages))) * kv.dtype.itemsize
+        whole = len(self.whole_layers) * pages * kv.page_bytes
+        return TierBytes(self.separate, digests, frames * kv.page_bytes, buffers, whole)
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,9 @@ def pages_of_a_sequence(config: HybridConfig, model: ModelSpec, pages: int) -> i
     return pages if model.max_tokens is None else min(pages, -(-model.max_tokens // config.page_size))
 
 
-def frame_shape(model: ModelSpec, page_size: int, frames: int) -> tuple[int, ...]:
-    """Of one layer's frames."""
-    return (frames, model.num_kv_heads, 2, page_size, model.head_dim)
-
-
-def staging_shape(model: ModelSpec, page_size: int, tokens: int) -> tuple[int, ...]:
-    """Of both staging buffers, when each holds ``tokens`` tokens of all KV heads of one layer: pages of one head."""
-    return (2, tokens // page_size * model.num_kv_heads, 1, 2, page_size, model.head_dim)
+def staging_shape(kv: KvFormat, tokens: int) -> tuple[int, ...]:
+    """Shape of both staging buffers, each of which holds head pages for ``tokens`` tokens of all KV heads."""
+    return (2, *kv.with_heads(1).shape(tokens // kv.page_size * kv.kv_heads))
 
 
 @dataclass(frozen=True)

@@ -114,17 +114,6 @@ def counters_address(counters: Tensor | None) -> int:
     return address(counters, int64, _COUNTERS) if counters is not None else 0
 
 
-def dtype_number(dtype: torch.dtype) -> int:
-    """Return the number of an element type (src/api.h).
-
-    Raises:
-        ValueError: the library lacks the dtype.
-    """
-    if dtype not in lib.DTYPES:
-        raise ValueError(f"elements must be bfloat16, float16 or float32, not {dtype}")
-    return lib.DTYPES[dtype]
-
-
 def group_size(heads: int, kv_heads: int) -> int:
     """Return the query heads per KV head.
 
@@ -145,7 +134,7 @@ def paged_arguments(kv: Tensor) -> tuple[int, int, int, int, int, int]:
     pages, kv_heads, two, page_size, dim = kv.shape
     if two != 2:
         raise ValueError(f"pages must be [pages, kv_heads, 2, page_size, head_dim], not {tuple(kv.shape)}")
-    return address(kv, kv.dtype), pages, dtype_number(kv.dtype), kv_heads, page_size, dim
+    return address(kv, kv.dtype), pages, lib.dtype_number(kv.dtype), kv_heads, page_size, dim
 
 
 def team_arguments() -> tuple[int, int]:

@@ -205,6 +205,17 @@ def byte_digests_of(copy: Tensor, kv_heads: int, head_dim: int) -> Any:
     return ByteDigests(copy.data_ptr(), copy.stride(0))
 
 
+def dtype_number(dtype: torch.dtype) -> int:
+    """Return the number of an element type (src/api.h).
+
+    Raises:
+        ValueError: the library lacks the dtype.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"K and V must be bfloat16, float16 or float32, not {dtype}")
+    return DTYPES[dtype]
+
+
 def model_of(
     dtype: torch.dtype, kv_heads: int, heads: int, head_dim: int, page_size: int, scale: float, bound: float = 1.0
 ) -> Any:
@@ -225,8 +236,6 @@ def model_of(
     Raises:
         ValueError: another dtype, or query heads that do not divide among the KV heads.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"K and V must be bfloat16, float16 or float32, not {dtype}")
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide among {kv_heads} KV heads")
-    return Model(DTYPES[dtype], kv_heads, heads // kv_heads, head_dim, page_size, scale, bound)
+    return Model(dtype_number(dtype), kv_heads, heads // kv_heads, head_dim, page_size, scale, bound)

@@ -19,7 +19,6 @@ from hybrid_backend.kernels.cpu.arguments import (
     copies_arguments,
     counters_address,
     digests_address,
-    dtype_number,
     group_size,
     list_strides,
     maps_arguments,
@@ -65,7 +64,7 @@ def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_s
         kind, count = k.dtype, digests.shape[0]
         return call(
             "hb_extend_digests", tokens_address(k, kind, tokens, kv_heads * dim),
-            address(digests, kind, count * kv_heads * 2 * dim), address(pages, int32), dtype_number(kind), kv_heads,
+            address(digests, kind, count * kv_heads * 2 * dim), address(pages, int32), lib.dtype_number(kind), kv_heads,
             dim, count, page_size, tokens, first, pages.numel(), k.stride(0), *team_arguments(),
         )  # fmt: skip
     keys = k.unflatten(0, (-1, page_size)).transpose(1, 2)
@@ -105,7 +104,7 @@ def page_scores_with(
     call(
         "hb_page_scores", address(q, kind), digests_at, rows_address(table, rows),
         address(num_pages, int32, rows), address(budgets, int32, rows), out.data_ptr(),
-        rows, columns, table.stride(0), pages, dtype_number(kind), kv_heads, group_size(heads, kv_heads), dim,
+        rows, columns, table.stride(0), pages, lib.dtype_number(kind), kv_heads, group_size(heads, kv_heads), dim,
         page_size, number, AGGREGATES.index(aggregate), per_head, lib.isa_index(isa), *team_arguments(), bound, scale,
     )  # fmt: skip
     return out
@@ -147,7 +146,7 @@ def match_labels(
         address(weights, float32, heads),
         address(thresholds, float32), address(requests, int32, rows), address(num_pages, int32, rows),
         address(budgets, int32, rows),
-        counters_address(counters), missed.data_ptr(), rows, len(labels), dtype_number(kind), kv_heads,
+        counters_address(counters), missed.data_ptr(), rows, len(labels), lib.dtype_number(kind), kv_heads,
         group_size(heads, kv_heads), dim,
         SIMILARITIES.index(aggregate), lib.isa_index(None), *team_arguments(),
     )  # fmt: skip
@@ -216,7 +215,7 @@ def merge_partials(
         "hb_merge_partials", address(out, float32), address(lse, float32, items * num_parts), *extra_addresses,
         0 if sinks is None else address(sinks, float32, heads), address(merged, dtype, items * dim),
         merged_lse.data_ptr(),
-        rows, heads, num_parts, dim, dtype_number(dtype), lib.isa_index(None), *team_arguments(),
+        rows, heads, num_parts, dim, lib.dtype_number(dtype), lib.isa_index(None), *team_arguments(),
     )  # fmt: skip
     return merged, merged_lse
 

@@ -3,9 +3,9 @@
 #include "decode.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
+#include "paged.h"
 #include "team.h"
 
 namespace hb {
@@ -234,11 +234,7 @@ void DecodeLayer::write_token(int r) {
   const int64_t row = (int64_t)model_.head_dim * element_size(model_.type);
   const char* k = args_.k + token_row(r) * args_.k_row_stride;
   const char* v = args_.v + token_row(r) * args_.v_row_stride;
-  char* to = cache.base + page * cache.page_stride + offset * cache.token_stride;
-  for (int h = 0; h < model_.kv_heads; h++, to += cache.head_stride) {
-    std::memcpy(to, k + h * row, row);
-    std::memcpy(to + cache.value_offset, v + h * row, row);
-  }
+  store_token(cache, model_.kv_heads, page, offset, k, v, row);
   if (!layer_->sparse()) return;
   const bool is_whole = offset == model_.page_size - 1;
   if (!in_codes()) append_to_digest(model_, layer_->digests, page, offset, k, row);

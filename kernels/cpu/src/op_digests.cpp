@@ -51,11 +51,12 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
   return guarded([&] {
     const hb_append_tokens_args& a = *args;
     const hb_model model = hb::model_of(a.host, 1, 1);
-    const int64_t row = hb::row_bytes(a.host), part = a.host.page_size * row;
+    const int64_t row = hb::row_bytes(a.host);
+    hb_cache frames = hb::cache_of(a.host);
+    const hb_cache host = frames;
+    frames.base = a.frames;
     const hb_digests digests = hb::digests_of(a.digests, model, a.digest_format);
     const Isa* isa = coder(model, a.digest_format);
-    hb_paged frames = a.host;
-    frames.base = a.frames;
     for (int64_t r = 0; r < a.rows; r++) {
       const int64_t page = a.pages[r];
       if (page < 0) continue;
@@ -65,18 +66,14 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
       const int64_t offset = position % a.host.page_size;
       const int64_t size = element_size((int)a.host.type);
       const char *k = a.k + r * a.k_stride * size, *v = a.v + r * a.v_stride * size;
-      auto write = [&](const hb_paged& x, int64_t to) {
-        for (int64_t h = 0; h < x.kv_heads; h++) {
-          char* key = hb::keys_of(x, to, h) + offset * row;
-          std::memcpy(key, k + h * row, row);
-          std::memcpy(key + part, v + h * row, row);
-        }
-      };
-      write(a.host, page);
+      hb::store_token(host, a.host.kv_heads, page, offset, k, v, row);
       if (a.frames) {
         const int64_t column = check_id(position / a.host.page_size, a.columns, "logical page");
         const int32_t frame = a.frame_of[check_id(a.requests[r], a.request_count, "request") * a.columns + column];
-        if (frame >= 0) write(frames, check_id(frame, a.frame_count, "frame"));
+        if (frame >= 0) {
+          check_id(frame, a.frame_count, "frame");
+          hb::store_token(frames, a.host.kv_heads, frame, offset, k, v, row);
+        }
       }
       if (!a.digests) continue;
       if (a.digest_format == HB_MINMAX) hb::append_to_digest(model, digests, page, offset, k, row);
