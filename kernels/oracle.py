@@ -84,21 +84,27 @@ def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) ->
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float, page_size: int = 0,
+    per_head: bool, bound: float, scale: float, page_size: int = 0, query_start: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    rows, _, dim = q.shape
-    kv_heads = digests.shape[1]
+    queries, _, dim = q.shape
+    rows, kv_heads = len(table), digests.shape[1]
     count = num_pages[:, None]
     column = torch.arange(table.shape[1])
     listed, scored = column < count, (budgets < num_pages)[:, None]
     entries = digests[table.where(listed & scored, 0).long()]  # [rows, columns, kv_heads, ...]
 
-    grouped = q.float().view(rows, kv_heads, -1, dim)
+    grouped = q.float().view(queries, kv_heads, -1, dim)
+    if query_start is not None:
+        count, entries = (x[_row_of(query_start, rows)] for x in (count, entries))
     estimates = digest_format_of(digests, dim).estimates(grouped, entries, bound, scale, page_size)
     if aggregate == "softmax":
         unshared = (column >= count - 1)[:, None, None]
         estimates = (estimates * scale).masked_fill(unshared, -_INF).softmax(-1).nan_to_num(0.0)
-    scores = estimates.amax(2) if aggregate == "max" else estimates.sum(2)
+    scores = estimates.amax(2) if aggregate == "max" else estimates.sum(2)  # [queries, kv_heads, columns]
+    if query_start is not None:
+        index = _row_of(query_start, rows)[:, None, None].expand_as(scores)
+        combine = "amax" if aggregate == "max" else "sum"
+        scores = scores.new_zeros(rows, *scores.shape[1:]).scatter_reduce(0, index, scores, combine, include_self=False)
     if not per_head:
         scores = scores.sum(1, keepdim=True)
     return scores.masked_fill(~scored[:, None], 0.0).masked_fill(~listed[:, None], -_INF)
@@ -176,19 +182,20 @@ def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor,
 
 
 def paged_partial(
-    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1,
+    query_start: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend all tokens in the first part; the other parts are empty."""
-    rows, heads, dim = q.shape
-    out = torch.zeros(rows, heads, num_parts, dim)
-    lse = torch.full((rows, heads, num_parts), -_INF)
-    for row in range(rows):
-        if not tokens[row].any():
+    queries, heads, dim = q.shape
+    out = torch.zeros(queries, heads, num_parts, dim)
+    lse = torch.full((queries, heads, num_parts), -_INF)
+    for query, row in enumerate(_row_of(query_start, len(ids)).tolist()):
+        if not tokens[query].any():
             continue
-        logits, values, _ = _logits(q[row], kv, ids[row], tokens[row], scale)
+        logits, values, _ = _logits(q[query], kv, ids[row], tokens[query], scale)
         weights, total = _softmax(logits)
-        out[row, :, 0] = (weights @ values).flatten(0, 1)
-        lse[row, :, 0] = total.flatten()
+        out[query, :, 0] = (weights @ values).flatten(0, 1)
+        lse[query, :, 0] = total.flatten()
     return out, lse
 
 
@@ -327,6 +334,12 @@ def take_sample(
     into.number.copy_(step_number)
 
 
+def _row_of(query_start: Tensor | None, rows: int) -> Tensor:
+    """Return ``[queries]`` int64, the row of each query."""
+    row = torch.arange(rows)
+    return row if query_start is None else row.repeat_interleave(query_start.diff())
+
+
 def _numbers(scores: Tensor) -> Tensor:
     return scores.masked_fill(scores.isnan(), -_INF)
 
@@ -363,7 +376,7 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _logits(
     q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Compute the logits of one row.
+    """Compute the logits of one query.
 
     Returns:
         Logits ``[kv_heads, group, n]`` fp32, -inf beyond a list's tokens; values ``[kv_heads, n, head_dim]`` fp32, 0

@@ -109,6 +109,7 @@ class InPlaceStep:
     def begin(self, step: Step) -> None:
         rows, config = step.decode, self._config
         assert rows is not None
+        rows.check_one_query()
         budgets = self._method.budgets(rows)
         if self._watch is not None:
             budgets = self._watch.budgets(budgets, rows)

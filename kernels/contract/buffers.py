@@ -13,6 +13,16 @@ SIMILARITIES = ("harmonic", "min")
 """Ways to combine the similarities of a KV head's query heads (`match_labels`); kernels know each by its position."""
 
 
+def check_one_query(query_start: Tensor, rows: int) -> None:
+    """Check that each row has one query, for an implementation that takes no more.
+
+    Raises:
+        ValueError: a row has another number of queries.
+    """
+    if len(query_start) != rows + 1 or not bool((query_start.diff() == 1).all()):
+        raise ValueError(f"these kernels take one query per row, not {query_start.diff().tolist()}")
+
+
 class Maps(NamedTuple):
     """Residency maps: the page that each frame holds, of all layers, or of one layer without the first dimension.
 

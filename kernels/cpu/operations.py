@@ -28,7 +28,7 @@ from hybrid_backend.kernels.cpu.arguments import (
     tokens_address,
 )
 from hybrid_backend.kernels.digest_format import digest_format_of
-from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Maps, Sample, Selection
+from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Maps, Sample, Selection, check_one_query
 
 
 def append_tokens(
@@ -85,8 +85,10 @@ def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) ->
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float, page_size: int = 0,
+    per_head: bool, bound: float, scale: float, page_size: int = 0, query_start: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    if query_start is not None:
+        check_one_query(query_start, len(table))
     return page_scores_with(None, q, digests, table, num_pages, budgets, aggregate, per_head, bound, scale, page_size)
 
 
@@ -168,9 +170,12 @@ def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor,
 
 
 def paged_partial(
-    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1,
+    query_start: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend whole lists: the first part is the whole list, and the other parts are empty."""
+    if query_start is not None:
+        check_one_query(query_start, len(ids))
     rows, heads, dim = q.shape
     store = paged_arguments(kv)
     row_stride, list_stride = list_strides(ids, rows)

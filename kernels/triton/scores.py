@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.digest_format import CODES, digest_format_of
-from hybrid_backend.kernels.operations import AGGREGATES
+from hybrid_backend.kernels.operations import AGGREGATES, check_one_query
 from hybrid_backend.kernels.triton import codes
 from hybrid_backend.kernels.triton.common import byte_tail, dot, group_block, kernel, precision_of
 
@@ -95,8 +95,10 @@ def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, colum
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float, page_size: int = 0,
+    per_head: bool, bound: float, scale: float, page_size: int = 0, query_start: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    if query_start is not None:
+        check_one_query(query_start, len(table))
     rows, heads, dim = q.shape
     kv_heads = digests.shape[1]
     columns = table.shape[1]
