@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -37,6 +38,7 @@ from torch import Tensor
 from bench.ipex_op import huge_pages
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu import library
+from hybrid_backend.kernels.kv_format import KvFormat
 
 PAGE = 32
 SHAPES = {  # kv_heads, group, head_dim
@@ -87,10 +89,9 @@ class Bench:
         self.kv_heads, self.group, self.dim = self.shape = shape
         self.ipex = ipex
         self.threads = threads
-        unit = self.kv_heads * 2 * PAGE * self.dim
-        self.pages = flat.numel() // unit
-        self.pool = flat[: self.pages * unit].view(self.pages, self.kv_heads, 2, PAGE, self.dim)
-        self.page_bytes = unit * 2
+        kv = KvFormat(self.kv_heads, PAGE, self.dim, flat.dtype)
+        self.pages, self.page_bytes = flat.nbytes // kv.page_bytes, kv.page_bytes
+        self.pool = flat[: math.prod(kv.shape(self.pages))].view(kv.shape(self.pages))
         self.scale = self.dim**-0.5
         self._order = torch.randperm(self.pages)
         self._next = 0

@@ -27,6 +27,7 @@ from hybrid_backend.attention.partial import Partial
 from hybrid_backend.attention.prefill import KVBlock
 from hybrid_backend.attention.prompts import Prompts, TorchPrompts
 from hybrid_backend.batch import ModelSpec
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.kernels.triton import operations as kernels
 
@@ -114,7 +115,7 @@ def measure_prompts(chunk: int, other: FlashInfer | None) -> dict[str, tuple[flo
 def measure(rows: int, context: int, budget: int, other: FlashInfer | None) -> dict[str, tuple[int, str, float]]:
     """Measure the kernels: ``{kernel: (bytes that it must move, the memory that they cross, seconds)}``."""
     pages, columns, k = rows * context // PAGE, context // PAGE, budget // PAGE
-    page_bytes = KV_HEADS * 2 * PAGE * DIM * 2
+    page_bytes = KvFormat(KV_HEADS, PAGE, DIM, torch.bfloat16).page_bytes
     cuda: dict[str, Any] = {"device": "cuda"}
     # Host pages stand for many: what is recalled is read from a pool of 4,096 of them.
     host = torch.randn(4096, KV_HEADS, 2, PAGE, DIM).bfloat16().pin_memory()

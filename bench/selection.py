@@ -44,8 +44,8 @@ def measure(
     rng = torch.Generator().manual_seed(pages)
     layer = torch.randn(64, KV_HEADS, 2, page_size, DIM, generator=rng).bfloat16().repeat(-(-pages // 64), 1, 1, 1, 1)
     digests = torch.randn(pages, KV_HEADS, 2, DIM, generator=rng).bfloat16().sort(2, descending=True).values
-    quantized = native.quantized_like(digests)
-    native.quantize(quantized, digests, torch.arange(pages))
+    byte_digests = native.empty_byte_digests(digests)
+    native.write_byte_digests(byte_digests, digests, torch.arange(pages))
     coded = codes.encode(torch.randn(64, KV_HEADS, page_size, DIM, generator=rng))
     coded = coded[torch.randint(64, (pages,), generator=rng)]
     heads, scale = KV_HEADS * group, DIM**-0.5
@@ -57,10 +57,10 @@ def measure(
     decoders = {
         "attention": cpu.Decoder([layer], {}, heads, scale, **plain),
         "bf16": cpu.Decoder([layer], {0: digests}, heads, scale, **plain),
-        "bytes": cpu.Decoder([layer], {0: digests}, heads, scale, quantized={0: quantized}, **plain),
-        "spans": cpu.Decoder([layer], {0: digests}, heads, scale, quantized={0: quantized}, **plain),
+        "bytes": cpu.Decoder([layer], {0: digests}, heads, scale, byte_digests={0: byte_digests}, **plain),
+        "spans": cpu.Decoder([layer], {0: digests}, heads, scale, byte_digests={0: byte_digests}, **plain),
         "codes": cpu.Decoder([layer], {0: coded}, heads, scale, **plain),
-        "spans, lazy": cpu.Decoder([layer], {0: digests}, heads, scale, quantized={0: quantized}, **plain),
+        "spans, lazy": cpu.Decoder([layer], {0: digests}, heads, scale, byte_digests={0: byte_digests}, **plain),
         "codes, lazy": cpu.Decoder([layer], {0: coded}, heads, scale, **plain),
     }
 

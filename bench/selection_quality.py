@@ -30,6 +30,7 @@ from hybrid_backend.attention.quality import covered_tokens
 from hybrid_backend.config import HybridConfig, SelectionConfig, find_config, load_config
 from hybrid_backend.kernels import cpu, oracle
 from hybrid_backend.kernels.cpu import digests as native
+from hybrid_backend.kernels.digest_format import CODES, MINMAX
 from hybrid_backend.methods.scout import Scout
 from hybrid_backend.step.budgets import LayerBudgets
 from hybrid_backend.tools.hub import fetch
@@ -60,20 +61,20 @@ class InPlace:
         self._config, size, past = config, config.page_size, prompt.get_seq_length()
         self._table = torch.arange(-(-(past + tokens) // size))[None]
         layers, stores, rows = [], dict[int, Tensor](), dict[int, Tensor]()
-        kind = "codes" if config.selection.digest == "codes" else "minmax"
+        digest_format = CODES if config.selection.digest == CODES.name else MINMAX
         for index, layer in enumerate(prompt.layers):
             kv = torch.stack([layer.keys[0], layer.values[0]], 1)  # [kv_heads, 2, tokens, dim]
             kv = F.pad(kv, (0, 0, 0, self._table.shape[1] * size - past))
             layers.append(kv.unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4).contiguous())
             if config.is_exact(index):
                 continue
-            found = page_digests(layer.keys[0].transpose(0, 1).contiguous(), size, kind)
+            found = page_digests(layer.keys[0].transpose(0, 1).contiguous(), size, digest_format)
             stores[index] = F.pad(found, (0,) * (2 * (found.ndim - 1) + 1) + (self._table.shape[1] - len(found),))
-            if kind == "minmax":
-                rows[index] = native.quantized_like(stores[index])
-                native.quantize(rows[index], stores[index], self._table[0])
+            if digest_format is MINMAX:
+                rows[index] = native.empty_byte_digests(stores[index])
+                native.write_byte_digests(rows[index], stores[index], self._table[0])
         dim, bound = layers[0].shape[4], config.selection.bound
-        self._decoder = cpu.Decoder(layers, stores, heads, dim**-0.5, quantized=rows, bound=bound)
+        self._decoder = cpu.Decoder(layers, stores, heads, dim**-0.5, byte_digests=rows, bound=bound)
         self._budgets = LayerBudgets(config, factors, range(len(layers))) if factors else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
@@ -155,7 +156,7 @@ class Attention:
             granularity, aggregate, by = by_scores.split("/")
             keys = {"digest": by} if by == "codes" else {"bound": float(by)}
             how = SelectionConfig.model_validate({"granularity": granularity, "aggregate": aggregate, **keys})
-            digests = page_digests(k.transpose(0, 1), self.page_size, "codes" if by == "codes" else "minmax")
+            digests = page_digests(k.transpose(0, 1), self.page_size, CODES if by == CODES.name else MINMAX)
             scores = oracle.page_scores(
                 q[None], digests, table, whole, torch.zeros_like(whole), how.aggregate, how.granularity == "kv_head",
                 how.bound, scale, self.page_size,

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_backend.errors import WorkerError
+from hybrid_backend.errors import EngineError, WorkerError
+from hybrid_backend.kernels.kv_format import KvFormat
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,21 @@ class ModelSpec:
     def sinks_by_layer(self) -> dict[int, Tensor]:
         return {layer: sinks for layer, sinks in enumerate(self.sinks) if sinks is not None}
 
+    def kv_format(self, page_size: int) -> KvFormat:
+        """Return the format of this rank's pages of ``page_size`` tokens."""
+        return KvFormat(self.num_kv_heads, page_size, self.head_dim, self.dtype)
+
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page: K and V of one layer, all local KV heads."""
-        return self.num_kv_heads * 2 * page_size * self.head_dim * self.dtype.itemsize
+        """Return the bytes of one page: K and V of one layer, all local KV heads."""
+        return self.kv_format(page_size).page_bytes
 
 
 @dataclass(frozen=True)
 class Batch:
     """One engine step. Row r owns the query tokens ``query_start[r]:query_start[r + 1]``.
 
-    ``decode[r]`` is true for a row that generates: one query token, the whole prompt already computed.
+    ``decode[r]`` is true for a row that generates: the whole prompt is already computed. Executors take one query token
+    of such a row (`DecodeRows.check_one_query`).
     ``page_table``: ``[rows, columns]`` int32 host page ids, in the order of the sequence.
     ``seq_lens`` counts the tokens of the sequence including this step's.
     ``slot_mapping``: ``[tokens]``, where each query token's K and V go: page id * page_size + offset.
@@ -94,11 +100,12 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """The decoding rows of a step. R rows, P columns; ``tokens`` and ``page_table`` lie where the batch's page table
-    does, the others on the host."""
+    """The decoding rows of a step. R rows, Q queries, P columns; ``tokens`` and ``page_table`` lie where the batch's
+    page table does, the others on the host."""
 
     request_ids: list[str]
-    tokens: Tensor  # [R] int64: index of the row's query token in the batch
+    query_start: Tensor  # [R + 1] int32: row r has the queries query_start[r]:query_start[r + 1] of Q
+    tokens: Tensor  # [Q] int64: index of each query token in the batch
     seq_lens: Tensor  # [R] int64
     num_pages: Tensor  # [R] int64
     page_table: Tensor  # [R, P] int64, columns beyond num_pages are 0
@@ -115,8 +122,22 @@ class DecodeRows:
         return torch.zeros(self.count, dtype=torch.bool) if self.budgets is None else self.budgets > 0
 
     def gather(self, x: Tensor) -> Tensor:
-        """Rows of ``x`` (first dimension: the batch's tokens) that belong to decoding sequences."""
-        return x[: self.count] if self.whole_batch else x.index_select(0, self.tokens.to(x.device))
+        """Return the decoding rows' queries ``[Q, ...]`` of ``x`` ``[tokens of the batch, ...]``."""
+        return x[: len(self.tokens)] if self.whole_batch else x.index_select(0, self.tokens.to(x.device))
+
+    def check_one_query(self) -> None:
+        """Check that each row has one query, for an executor that attends no more.
+
+        Raises:
+            EngineError: a row has another number of queries.
+        """
+        counts = self.query_start.diff()
+        if not bool((counts == 1).all()):
+            row = int((counts != 1).nonzero()[0])
+            raise EngineError(
+                f"request {self.request_ids[row]} decodes {int(counts[row])} tokens in one step; the hybrid backend "
+                "decodes one; leave out speculative decoding"
+            )
 
 
 class WindowRows(NamedTuple):
@@ -192,7 +213,8 @@ def whole_tokens(x: Tensor) -> Tensor:
 def captured_step(rows: int) -> Step:
     """What a graph of ``rows`` decoding rows is captured with: all rows decode, none owns a page."""
     nothing = torch.zeros(rows, dtype=torch.int64)
-    decode = DecodeRows([""] * rows, torch.arange(rows), nothing, nothing, torch.zeros(rows, 0), whole_batch=True)
+    query_start, table = torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, 0)
+    decode = DecodeRows([""] * rows, query_start, torch.arange(rows), nothing, nothing, table, whole_batch=True)
     return Step(-1, rows, decode, [], nothing, nothing, nothing, is_captured=True)
 
 
@@ -241,13 +263,17 @@ def _decode_rows(batch: Batch, rows: list[int], page_size: int) -> DecodeRows | 
     table, device = batch.page_table[:, :columns], batch.page_table.device
     table = table[: len(rows)] if rows == list(range(len(rows))) else table[sent(torch.tensor(rows), device)]
     beyond = torch.arange(columns, device=device)[None] >= sent(num_pages, device)[:, None]
-    tokens = [batch.query_start[r] for r in rows]
+    start = batch.query_start
+    tokens, query_start = [token for r in rows for token in range(start[r], start[r + 1])], [0]
+    for r in rows:
+        query_start.append(query_start[-1] + start[r + 1] - start[r])
     return DecodeRows(
         request_ids=[batch.request_ids[r] for r in rows],
+        query_start=torch.tensor(query_start, dtype=torch.int32),
         tokens=sent(torch.tensor(tokens), device),
         seq_lens=seq_lens,
         num_pages=num_pages,
         page_table=table.long().masked_fill(beyond, 0),
-        whole_batch=tokens == list(range(batch.query_start[-1])),
+        whole_batch=tokens == list(range(start[-1])),
         budgets=torch.tensor([batch.budgets[r] for r in rows]) if any(batch.budgets) else None,
     )

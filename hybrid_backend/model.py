@@ -17,6 +17,7 @@ from hybrid_backend.config.reading import is_folder, read_object, reading
 from hybrid_backend.config.rules import MOST, is_int, show
 from hybrid_backend.errors import ModelError
 from hybrid_backend.host_memory import uncached_bytes
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.model_layers import (
     Experts,
     count_of,
@@ -100,7 +101,7 @@ class ModelShape:
     @property
     def token_bytes(self) -> int:
         """K and V of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype_bytes
+        return self.kv_format(1).token_bytes
 
     @property
     def full_layers(self) -> int:
@@ -111,9 +112,13 @@ class ModelShape:
         """``windows`` of the layers that keep K and V: those that the runtime counts."""
         return tuple(window for window in self.windows if window != 0)
 
+    def kv_format(self, page_size: int) -> KvFormat:
+        """Return the format of pages of ``page_size`` tokens."""
+        return KvFormat(self.kv_heads, page_size, self.head_dim, DTYPES[self.dtype])
+
     def page_bytes(self, page_size: int) -> int:
         """K and V of one page of one layer."""
-        return page_size * self.token_bytes
+        return self.kv_format(page_size).page_bytes
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:

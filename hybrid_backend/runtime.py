@@ -149,7 +149,10 @@ class HybridRuntime:
 
     def begin_local_step(self, batch: Batch, page_size: int) -> Step:
         """Start the same step for local layers, which have a page table (and perhaps a page size) of their own."""
-        return make_step(self._steps, batch, page_size)
+        step = make_step(self._steps, batch, page_size)
+        if step.decode is not None:
+            step.decode.check_one_query()
+        return step
 
     def idle(self) -> None:
         """The engine is about to compute a batch that nobody asked for, perhaps by a captured graph: one of data

@@ -23,6 +23,14 @@ def row(head_dim: int) -> int:
     return 2 * head_dim + TAIL
 
 
+def page_row(kv_heads: int, head_dim: int) -> int:
+    """Return the bytes of a page's digests of all KV heads as the native decoder reads them (src/api.h).
+
+    All values come first, then all scales; rows are padded to whole cache lines.
+    """
+    return -(-(kv_heads * 2 * (head_dim + 4)) // 64) * 64
+
+
 def encode(digests: Tensor) -> Tensor:
     """Encode maxima and minima ``[..., 2, head_dim]``, of any dtype, as digests ``[..., row]`` uint8."""
     values = digests.float()

@@ -2,8 +2,7 @@
 
 Tests hold the native decoder to this module step by step. It is written for reading: it keeps a request's keys and
 values in the order of its tokens, so it knows no page table, no page ids and no instruction set. Attention and scores
-are fp64, but for the estimates of `codes`. Digests are rounded exactly as their format says (`byte_digests`, `codes`),
-because that rounding is part of what selects.
+are fp64, but for the estimates of `codes`. Digests are rounded exactly as `digest_format` says, since that selects.
 
 A decode step of a layer that selects is:
 
@@ -26,13 +25,14 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.kernels import codes
+from hybrid_backend.kernels.digest_format import CODES, MINMAX_AND_INT8, DigestFormat
 
 SPAN_PAGES = 8
 """Consecutive whole pages that share one second-level digest."""
 SHORTLIST_BUDGETS = 4
 """A look at all pages leaves a shortlist of this many budgets for the steps until the next look."""
 BEST_BUDGETS = 2
-"""Budgets in the second shortlist, which a step at an even position leaves for the next one (digests in codes)."""
+"""Budgets in the second shortlist, which a step at an even position leaves for the next one (codes)."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class InPlaceSettings:
     page_size: int
     sinks: int
     recent: int
-    digest: str = "bytes"
-    """``minmax`` (exact maxima and minima), ``bytes`` (the same in bytes) or ``codes``."""
+    digest: DigestFormat = MINMAX_AND_INT8
+    """`MINMAX`, `MINMAX_AND_INT8` (scored by the byte digests) or `CODES`."""
     aggregate: str = "softmax"
     per_head: bool = False
     bound: float = 0.5
@@ -57,7 +57,7 @@ class InPlaceSettings:
     threads: int = 1
     """Threads of the native decoder, whose choice between one and two levels depends on them."""
     score_tolerance: float = 1e-4
-    """Relative rounding error of a score; scores that are closer together count as tied."""
+    """Relative rounding error of a score; closer scores count as tied."""
 
 
 def _code_estimates(query: Tensor, rows: Tensor, page_size: int, scale: float) -> Tensor:
@@ -191,7 +191,7 @@ class InPlaceOracle:
             candidates = shortlist.candidates(num_pages)
             scores = [self._scores(query, ranking, i) for i, ranking in enumerate(candidates)]
             selection = self._best_of_each(scores, candidates, budget)
-            if self.settings.digest == "codes" and not is_second:
+            if self.settings.digest is CODES and not is_second:
                 best = self._best_of_each(scores, candidates, BEST_BUDGETS * budget)
                 self._best = _Shortlist(best, num_pages)
         self._budget = budget
@@ -230,21 +230,21 @@ class InPlaceOracle:
         lists = self._keys.shape[1] if self.settings.per_head else 1
         shortlist_pages = SHORTLIST_BUDGETS * budget
         candidates = [Ranking.exactly(torch.arange(num_pages))] * lists
-        if self.settings.digest == "codes":
+        if self.settings.digest is CODES:
             coarse = [self._scores(query, ranking, i, coarse=True) for i, ranking in enumerate(candidates)]
             candidates = self._best_of_each(coarse, candidates, shortlist_pages)
         elif self._reads_spans(budget, num_pages, rows):
             candidates = [self._pages_of_best_spans(query, budget, num_pages, i) for i in range(lists)]
         scores = [self._scores(query, ranking, i) for i, ranking in enumerate(candidates)]
         self._look = _Shortlist(self._best_of_each(scores, candidates, shortlist_pages), num_pages)
-        if self.settings.digest == "codes":
+        if self.settings.digest is CODES:
             self._best = _Shortlist(self._best_of_each(scores, candidates, BEST_BUDGETS * budget), num_pages)
         return self._best_of_each(scores, candidates, budget)
 
     def _reads_spans(self, budget: int, num_pages: int, rows: int) -> bool:
         """Tell if two levels read less than one: spans and candidates against one thread's share of all pages."""
         settings = self.settings
-        if not settings.candidates or settings.digest != "bytes":
+        if not settings.candidates or not settings.digest.has_byte_copy:
             return False
         return num_pages // SPAN_PAGES + settings.candidates * budget < num_pages // max(1, settings.threads // rows)
 
@@ -283,11 +283,11 @@ class InPlaceOracle:
     def _summarize(self) -> None:
         """Make the digests of pages that became whole."""
         size, settings = self.settings.page_size, self.settings
-        first, end = len(self._codes if settings.digest == "codes" else self._bounds), self.tokens // size
+        first, end = len(self._codes if settings.digest is CODES else self._bounds), self.tokens // size
         if first == end:
             return
         pages = self._keys[first * size : end * size].unflatten(0, (end - first, size)).transpose(1, 2)
-        if settings.digest == "codes":
+        if settings.digest is CODES:
             rows = self._code_functions.encode(pages)
             self._codes = torch.cat([self._codes, rows]) if first else rows
             return
@@ -297,12 +297,12 @@ class InPlaceOracle:
     def _scores(self, query: Tensor, candidates: Ranking, index: int, coarse: bool = False) -> Tensor:
         """Scores of all possible candidates in list ``index``. The last page, which has no digest, gets 0."""
         pages = candidates.possible[:-1]
-        if self.settings.digest == "codes":
+        if self.settings.digest is CODES:
             rows = self._codes[pages]
             size, scale = self.settings.page_size, self.settings.scale
             estimates = self._code_functions.estimates
             logits = self._middles(query, rows) if coarse else estimates(query, rows, size, scale)
-        elif self.settings.digest == "bytes":
+        elif self.settings.digest.has_byte_copy:
             logits = self._logits_in_bytes(query, self._bounds[pages])
         else:
             logits = self._by_head(self._weights(query).double(), self._bounds[pages].double().flatten(2))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_backend.kernels import byte_digests, codes
-from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample, Selection, digest_kind
+from hybrid_backend.kernels.digest_format import digest_format_of
+from hybrid_backend.kernels.kv_format import KvFormat
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample, Selection
 
 _INF = float("inf")
 
@@ -24,17 +25,20 @@ def append_tokens(
     page_size = host.shape[3]
     rows = pages >= 0
     k, v, pages, positions = k[rows], v[rows], pages[rows].long(), positions[rows].long()
-    kv, offset = torch.stack([k, v], 2), positions % page_size
+    kv, offset = KvFormat.of(host).encode(k, v), positions % page_size
     host[pages, :, :, offset] = kv
     if frames is not None:
         assert requests is not None and frame_of is not None
         frame = frame_of[requests[rows].long(), positions // page_size].long()
         has_frame = frame >= 0
         frames[frame[has_frame], :, :, offset[has_frame]] = kv[has_frame]
-    if digests is not None and digest_kind(digests, k.shape[2]) != "minmax":
+    if digests is None:
+        return
+    digest_format = digest_format_of(digests, k.shape[2])
+    if not digest_format.covers_growing_pages:
         whole = pages[offset == page_size - 1]
-        digests[whole] = _encoded(host[whole, :, 0], digests)
-    elif digests is not None:
+        digests[whole] = digest_format.encode(host[whole, :, 0])
+    else:
         high, low = digests[pages].unbind(2)
         grown = torch.stack([torch.maximum(high, k), torch.minimum(low, k)], 2)
         begins = (offset == 0)[:, None, None, None]
@@ -47,8 +51,9 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
 
 def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
     tokens, index = len(k), pages.long()
-    if digest_kind(digests, k.shape[2]) != "minmax":
-        digests[index] = _encoded(k.unflatten(0, (-1, page_size)).transpose(1, 2), digests)
+    digest_format = digest_format_of(digests, k.shape[2])
+    if not digest_format.covers_growing_pages:
+        digests[index] = digest_format.encode(k.unflatten(0, (-1, page_size)).transpose(1, 2))
         return
     lines = torch.full((len(index) * page_size, *k.shape[1:]), float("nan"), dtype=k.dtype)
     lines[first : first + tokens] = k
@@ -66,49 +71,40 @@ def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_s
 
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
-    is_minmax = digest_kind(digests, kv.shape[4]) == "minmax"
-    written = (pages >= 0) & (tokens >= (1 if is_minmax else kv.shape[3]))
+    digest_format = digest_format_of(digests, kv.shape[4])
+    written = (pages >= 0) & (tokens >= (1 if digest_format.covers_growing_pages else kv.shape[3]))
     index = pages[written].long()
     keys = kv[index, :, 0]  # [n, kv_heads, page_size, head_dim]
-    if not is_minmax:
-        digests[index] = _encoded(keys, digests)
+    if not digest_format.covers_growing_pages:
+        digests[index] = digest_format.encode(keys)
         return
     beyond = (torch.arange(kv.shape[3]) >= tokens[written][:, None])[:, None, :, None]
     digests[index] = torch.stack([keys.masked_fill(beyond, -_INF).amax(2), keys.masked_fill(beyond, _INF).amin(2)], 2)
 
 
-def _encoded(keys: Tensor, digests: Tensor) -> Tensor:
-    """Encode the keys of whole pages ``[n, kv_heads, page_size, head_dim]`` as digests of the kind of ``digests``."""
-    if digest_kind(digests, keys.shape[3]) == "codes":
-        return codes.encode(keys)
-    return byte_digests.encode(torch.stack([keys.amax(2), keys.amin(2)], 2))
-
-
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float, page_size: int = 0,
+    per_head: bool, bound: float, scale: float, page_size: int = 0, query_start: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    rows, _, dim = q.shape
-    kv_heads = digests.shape[1]
+    queries, _, dim = q.shape
+    rows, kv_heads = len(table), digests.shape[1]
     count = num_pages[:, None]
     column = torch.arange(table.shape[1])
     listed, scored = column < count, (budgets < num_pages)[:, None]
     entries = digests[table.where(listed & scored, 0).long()]  # [rows, columns, kv_heads, ...]
 
-    grouped = q.float().view(rows, kv_heads, -1, dim)
-    kind = digest_kind(digests, dim)
-    if kind == "codes":
-        entries = entries.transpose(1, 2)[:, :, None]
-        estimates = codes.estimates(grouped[:, :, :, None], entries, page_size, scale) / scale
-    else:
-        entries = byte_digests.decode(entries) if kind == "bytes" else entries
-        half = bound * grouped.abs()
-        weights = torch.stack([grouped + half, grouped - half], 3) / 2  # of max and of min
-        estimates = torch.einsum("rhgxd,rchxd->rhgc", weights, entries.float())
+    grouped = q.float().view(queries, kv_heads, -1, dim)
+    if query_start is not None:
+        count, entries = (x[_row_of(query_start, rows)] for x in (count, entries))
+    estimates = digest_format_of(digests, dim).estimates(grouped, entries, bound, scale, page_size)
     if aggregate == "softmax":
         unshared = (column >= count - 1)[:, None, None]
         estimates = (estimates * scale).masked_fill(unshared, -_INF).softmax(-1).nan_to_num(0.0)
-    scores = estimates.amax(2) if aggregate == "max" else estimates.sum(2)
+    scores = estimates.amax(2) if aggregate == "max" else estimates.sum(2)  # [queries, kv_heads, columns]
+    if query_start is not None:
+        index = _row_of(query_start, rows)[:, None, None].expand_as(scores)
+        combine = "amax" if aggregate == "max" else "sum"
+        scores = scores.new_zeros(rows, *scores.shape[1:]).scatter_reduce(0, index, scores, combine, include_self=False)
     if not per_head:
         scores = scores.sum(1, keepdim=True)
     return scores.masked_fill(~scored[:, None], 0.0).masked_fill(~listed[:, None], -_INF)
@@ -186,19 +182,20 @@ def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor,
 
 
 def paged_partial(
-    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1,
+    query_start: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend all tokens in the first part; the other parts are empty."""
-    rows, heads, dim = q.shape
-    out = torch.zeros(rows, heads, num_parts, dim)
-    lse = torch.full((rows, heads, num_parts), -_INF)
-    for row in range(rows):
-        if not tokens[row].any():
+    queries, heads, dim = q.shape
+    out = torch.zeros(queries, heads, num_parts, dim)
+    lse = torch.full((queries, heads, num_parts), -_INF)
+    for query, row in enumerate(_row_of(query_start, len(ids)).tolist()):
+        if not tokens[query].any():
             continue
-        logits, values, _ = _logits(q[row], kv, ids[row], tokens[row], scale)
+        logits, values, _ = _logits(q[query], kv, ids[row], tokens[query], scale)
         weights, total = _softmax(logits)
-        out[row, :, 0] = (weights @ values).flatten(0, 1)
-        lse[row, :, 0] = total.flatten()
+        out[query, :, 0] = (weights @ values).flatten(0, 1)
+        lse[query, :, 0] = total.flatten()
     return out, lse
 
 
@@ -337,6 +334,12 @@ def take_sample(
     into.number.copy_(step_number)
 
 
+def _row_of(query_start: Tensor | None, rows: int) -> Tensor:
+    """Return ``[queries]`` int64, the row of each query."""
+    row = torch.arange(rows)
+    return row if query_start is None else row.repeat_interleave(query_start.diff())
+
+
 def _numbers(scores: Tensor) -> Tensor:
     return scores.masked_fill(scores.isnan(), -_INF)
 
@@ -373,7 +376,7 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _logits(
     q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Compute the logits of one row.
+    """Compute the logits of one query.
 
     Returns:
         Logits ``[kv_heads, group, n]`` fp32, -inf beyond a list's tokens; values ``[kv_heads, n, head_dim]`` fp32, 0
@@ -383,7 +386,7 @@ def _logits(
     pages = -(-int(tokens.max()) // page_size)
     listed = torch.arange(pages) * page_size < tokens[:, None]
     place = ids[:, :pages].where(listed, 0).long().expand(kv_heads, -1), torch.arange(kv_heads)[:, None]
-    keys, values = kv[place].float().transpose(1, 2).flatten(2, 3).unbind(1)
+    keys, values = (x.flatten(1, 2) for x in KvFormat.of(kv).decode(kv[place]))
     beyond = torch.arange(pages * page_size) >= tokens[:, None]
     logits = q.float().view(kv_heads, -1, dim) @ keys.mT * scale
     return logits.masked_fill(beyond[:, None], -_INF), values.masked_fill(beyond[..., None], 0.0), place

@@ -10,6 +10,7 @@ import torch
 from hybrid_backend.host_memory import size_text
 from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import cpu
+from hybrid_backend.methods import why_scout
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step.operations import operations_name
 from hybrid_backend.workers import kernel_name
@@ -23,17 +24,18 @@ def start_lines(runtime: HybridRuntime, groups: int = 1) -> Iterator[tuple[int, 
         groups: KV cache groups that share the pages of the host pool.
     """
     config, host = runtime.config, runtime.tiers.host
-    budget = runtime.method.gauges().get("hybrid_budget_tokens")
+    budget, digests = runtime.method.gauges().get("hybrid_budget_tokens"), runtime.tiers.layout.digests
     tokens = host.pages // groups * config.page_size
+    no_library, no_quest = cpu.why_unavailable(), why_scout(config, runtime.model, runtime.tiers.device)
+    method = f"{config.method} (quest cannot serve: {no_quest})" if no_quest not in ("", no_library) else config.method
     yield (
         logging.INFO,
-        f"hybrid backend: method {config.method}, host pool {size_text(host.nbytes)} ({tokens:,} tokens), "
-        f"budget {'none' if budget is None else f'{budget:,.0f} tokens'}, digests {runtime.tiers.layout.digests}, "
-        f"kernels {_kernels(runtime)}, {_threads(runtime)}",
+        f"hybrid backend: method {method}, host pool {size_text(host.nbytes)} ({tokens:,} tokens), "
+        f"budget {'none' if budget is None else f'{budget:,.0f} tokens'}, "
+        f"digests {'none' if digests is None else digests.name}, kernels {_kernels(runtime)}, {_threads(runtime)}",
     )
-    reason = cpu.why_unavailable()
-    if config.workers.kernel == "auto" and reason is not None:
-        yield logging.WARNING, f"PyTorch attends instead of native CPU kernels, several times slower: {reason}"
+    if config.workers.kernel == "auto" and no_library is not None:
+        yield logging.WARNING, f"PyTorch attends instead of native CPU kernels, several times slower: {no_library}"
 
 
 def _threads(runtime: HybridRuntime) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor
 from hybrid_backend.attention.quality import kept_mass
 from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.kernels import cpu
-from hybrid_backend.kernels.cpu.library import byte_row
+from hybrid_backend.kernels import byte_digests, cpu
+from hybrid_backend.kernels.digest_format import DigestFormat
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step.budgets import LayerBudgets
 from hybrid_backend.step.method import Method, factors_of
@@ -36,21 +36,24 @@ class _Plan:
 def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
     """Return the largest memory of the second level of digests of a sequence of ``pages`` pages.
 
-    Every 8 whole pages have a row of bytes, in arrays that double when they grow (kernels/cpu/src/digest.h,
+    Every 8 whole pages have byte digests, in arrays that double when they grow (kernels/cpu/src/digest.h,
     `SpanDigests`).
     """
     spans = max(0, pages - 1) // 8
-    return layers * byte_row(model.num_kv_heads, model.head_dim) * (2 ** (spans - 1).bit_length() if spans else 0)
+    return (
+        layers
+        * byte_digests.page_row(model.num_kv_heads, model.head_dim)
+        * (2 ** (spans - 1).bit_length() if spans else 0)
+    )
 
 
-def kept_bytes(config: HybridConfig, model: ModelSpec, pages: int, layers: int) -> int:
-    """Return the largest memory of the shortlist of a sequence of ``pages`` pages (`selection.interval`).
+def kept_bytes(config: HybridConfig, model: ModelSpec, digest_format: DigestFormat, pages: int, layers: int) -> int:
+    """Return the largest memory of the shortlists of a sequence of ``pages`` pages (`selection.interval`).
 
-    A page takes four bytes, in arrays that double when they grow. With codes the best pages are stored once more.
+    A page takes four bytes, in arrays that double when they grow.
     """
     lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
-    lists *= 2 if config.selection.digest == "codes" else 1
-    return 8 * lists * pages * layers if config.selection.steps_between_looks > 1 else 0
+    return 8 * digest_format.shortlists * lists * pages * layers if config.selection.steps_between_looks > 1 else 0
 
 
 def why_not_in_place(config: HybridConfig, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> str:
@@ -84,7 +87,7 @@ class InPlaceStep:
     def __init__(self, method: Method, config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats) -> None:
         self._method, self._config, self._model, self._tiers, self._stats = method, config, model, tiers, stats
         self._per_head = config.selection.granularity == "kv_head"
-        digests, in_bytes = (tiers.digests.layers, tiers.digests.in_bytes) if tiers.digests else ({}, {})
+        digests, byte_copies = (tiers.digests.layers, tiers.digests.byte_copies) if tiers.digests else ({}, {})
         self._sparse_layers, self._layers = set(digests), len(tiers.host.layers)
         self._sequences: dict[str, int] = {}  # the decoder's name of each request it keeps spans and pages of
         self._next_sequence = 0
@@ -94,12 +97,19 @@ class InPlaceStep:
         layers = [layer if model.window(index) is None else None for index, layer in enumerate(tiers.host.layers)]
         bound = config.selection.bound
         self._decoder = cpu.Decoder(
-            layers, digests, model.num_heads, model.scale, quantized=in_bytes, sinks=model.sinks_by_layer, bound=bound
+            layers,
+            digests,
+            model.num_heads,
+            model.scale,
+            byte_digests=byte_copies,
+            sinks=model.sinks_by_layer,
+            bound=bound,
         )
 
     def begin(self, step: Step) -> None:
         rows, config = step.decode, self._config
         assert rows is not None
+        rows.check_one_query()
         budgets = self._method.budgets(rows)
         if self._watch is not None:
             budgets = self._watch.budgets(budgets, rows)

@@ -6,8 +6,18 @@ from hybrid_backend.methods.registry import (
     register,
     resolve_method,
     unregister,
+    why_scout,
     with_method,
 )
 from hybrid_backend.step.method import Method
 
-__all__ = ["Method", "check_method_name", "method_names", "register", "resolve_method", "unregister", "with_method"]
+__all__ = [
+    "Method",
+    "check_method_name",
+    "method_names",
+    "register",
+    "resolve_method",
+    "unregister",
+    "why_scout",
+    "with_method",
+]

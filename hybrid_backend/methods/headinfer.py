@@ -100,7 +100,7 @@ class HeadInfer(Method):
         self._layers, kv_heads = tiers.layout.full_layers(model), model.num_kv_heads
         resident = _resident(config, model)
         kinds, self._heads = dict[object, _Heads](), dict[int, _Heads]()
-        self._stores = tiers.keep_heads(resident, model).stores
+        self._stores = tiers.keep_heads(resident).stores
         for layer in self._layers:
             of_layer = resident.get(layer, ())
             self._heads[layer] = kinds.setdefault(of_layer, _Heads(of_layer, kv_heads, tiers.device))

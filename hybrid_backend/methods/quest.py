@@ -24,10 +24,10 @@ from hybrid_backend.batch import DecodeRows, ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.in_place.step import kept_bytes, span_bytes, why_not_in_place
-from hybrid_backend.methods.selective import budget_pages, check_codes
+from hybrid_backend.kernels.digest_format import MINMAX, MINMAX_AND_INT8, MINMAX_INT8, DigestFormat
+from hybrid_backend.methods.selective import budget_pages, digest_format
 from hybrid_backend.step.method import Method, OwnMemory
 from hybrid_backend.tiers import TierLayout
-from hybrid_backend.tiers.sizes import DigestKind
 
 
 class Quest(Method):
@@ -42,19 +42,15 @@ class Quest(Method):
         super().check(config, device, num_layers, num_kv_heads)
         if device.type != "cpu":
             raise ConfigError("method: quest attends pages in the host's memory, not on a GPU; write method: scout")
-        selection = config.selection
-        if selection.digest == "minmax_int8" and not _can_score_bytes(config):
-            raise ConfigError(
-                "selection.digest: minmax_int8 needs selection.aggregate softmax, or sum with granularity layer, "
-                f"not {selection.aggregate} with {selection.granularity}; write auto or minmax"
-            )
+        if reason := _why_not_scored(config):
+            raise ConfigError(f"{reason}; write auto or minmax")
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         reason = why_not_in_place(config, model.num_heads, model.num_kv_heads, model.head_dim, device)
         if reason:
             raise ConfigError(f"method: quest needs the native CPU kernels, but {reason}; write method: scout")
-        return TierLayout(separate=False, digests=_digest_kind(config, model))
+        return TierLayout(separate=False, digests=_digest_format(config, model))
 
     @classmethod
     def own_memory(
@@ -65,9 +61,9 @@ class Quest(Method):
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
         layout, pages = cls.layout(config, model, device), -(-tokens // config.page_size)
-        layers = len(layout.digest_layers(config, model))
-        shortlists = kept_bytes(config, model, pages, layers)
-        has_spans = layout.digests == "minmax_and_int8" and config.selection.candidates > 0
+        layers, digests = len(layout.digest_layers(config, model)), _digest_format(config, model)
+        shortlists = kept_bytes(config, model, digests, pages, layers)
+        has_spans = digests.has_byte_copy and config.selection.candidates > 0
         return shortlists + (span_bytes(model, pages, layers) if has_spans else 0)
 
     def budgets(self, rows: DecodeRows) -> Tensor:
@@ -80,15 +76,32 @@ class Quest(Method):
         return {} if self.config.sparse == "never" else {"hybrid_budget_tokens": self.config.budget_tokens}
 
 
-def _digest_kind(config: HybridConfig, model: ModelSpec) -> DigestKind:
-    """Return the kind of digests that ``selection.digest`` stands for where pages are attended in place."""
-    if config.selection.digest == "codes":
-        check_codes(config, model)
-        return "codes"
-    return "minmax_and_int8" if config.selection.digest != "minmax" and _can_score_bytes(config) else "minmax"
+def why_not_quest(config: HybridConfig, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> str:
+    """Return the reason why `quest` cannot serve; an empty string if it can. Arguments as in `why_not_in_place`."""
+    return why_not_in_place(config, heads, kv_heads, head_dim, device) or _why_not_scored(config)
+
+
+def _digest_format(config: HybridConfig, model: ModelSpec) -> DigestFormat:
+    """Return the format of digests that ``selection.digest`` stands for where pages are attended in place.
+
+    The native decoder takes byte digests as copies of maxima and minima in the cache's type.
+    """
+    chosen = digest_format(config, model, MINMAX_AND_INT8 if _can_score_bytes(config) else MINMAX)
+    return MINMAX_AND_INT8 if chosen is MINMAX_INT8 else chosen
+
+
+def _why_not_scored(config: HybridConfig) -> str:
+    """Return the reason why the native decoder cannot score the configured digests; an empty string if it can."""
+    selection = config.selection
+    if selection.digest != MINMAX_INT8.name or _can_score_bytes(config):
+        return ""
+    return (
+        "selection.digest: minmax_int8 needs selection.aggregate softmax, or sum with granularity layer, "
+        f"not {selection.aggregate} with {selection.granularity}"
+    )
 
 
 def _can_score_bytes(config: HybridConfig) -> bool:
-    """Tell whether the native decoder can score digests in bytes as the configuration asks."""
+    """Tell whether the native decoder can score byte digests with the configuration's ``selection.aggregate``."""
     selection = config.selection
     return selection.aggregate == "softmax" or (selection.aggregate == "sum" and selection.granularity == "layer")

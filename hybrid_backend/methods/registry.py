@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.in_place.step import why_not_in_place
 from hybrid_backend.methods.apex import Apex
 from hybrid_backend.methods.clo import Clo
 from hybrid_backend.methods.dense import Dense
 from hybrid_backend.methods.headinfer import HeadInfer
 from hybrid_backend.methods.hgca import Hgca
 from hybrid_backend.methods.infinigen import InfiniGen
-from hybrid_backend.methods.quest import Quest
+from hybrid_backend.methods.quest import Quest, why_not_quest
 from hybrid_backend.methods.scout import Scout
 from hybrid_backend.step.method import Method
 
@@ -73,5 +73,12 @@ def with_method(config: HybridConfig, heads: int, kv_heads: int, head_dim: int, 
     """
     if config.method != AUTO:
         return config
-    can_quest = not why_not_in_place(config, heads, kv_heads, head_dim, device)
+    can_quest = not why_not_quest(config, heads, kv_heads, head_dim, device)
     return config.model_copy(update={"method": "quest" if can_quest else "scout"})
+
+
+def why_scout(config: HybridConfig, model: ModelSpec, device: torch.device) -> str:
+    """Return the reason why ``method: auto`` is `scout` on a CPU; an empty string on a GPU and for other methods."""
+    if config.method != "scout" or device.type != "cpu":
+        return ""
+    return why_not_quest(config, model.num_heads, model.num_kv_heads, model.head_dim, device)

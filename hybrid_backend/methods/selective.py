@@ -11,10 +11,9 @@ from torch import Tensor
 from hybrid_backend.batch import DecodeRows, ModelSpec
 from hybrid_backend.config import MOST_FRAMES, HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.kernels import codes
+from hybrid_backend.kernels.digest_format import MINMAX_INT8, DigestFormat, format_named
 from hybrid_backend.step.method import FixedFrames, Method, factors_of, frames_per_request, staging_tokens
 from hybrid_backend.tiers import TierLayout
-from hybrid_backend.tiers.sizes import DigestKind
 
 
 class Selective(Method):
@@ -36,7 +35,7 @@ class Selective(Method):
         layout = TierLayout(
             separate=True,
             frames_per_request=frames_per_request(config),
-            digests=digest_kind(config, model),
+            digests=digest_format(config, model),
             staging_tokens=staging_tokens(config),
             whole_layers=whole_layers(config, model, device),
             recalls=cls.recalls(config),
@@ -125,22 +124,21 @@ def budget_pages(config: HybridConfig, rows: DecodeRows, most: int | None = None
     return torch.where(rows.budgets > 0, pages.clamp(config.sinks + config.recent + 1, most), budgets)
 
 
-def digest_kind(config: HybridConfig, model: ModelSpec) -> DigestKind:
-    """Return the kind of digests that ``selection.digest`` stands for where the tiers are separate.
+def digest_format(config: HybridConfig, model: ModelSpec, automatic: DigestFormat = MINMAX_INT8) -> DigestFormat:
+    """Return the format of digests that ``selection.digest`` stands for.
+
+    Args:
+        config: the keys ``selection.digest`` and ``page_size`` are read.
+        model: shapes of the model.
+        automatic: what ``auto`` stands for.
 
     Raises:
-        ConfigError: a page has too many tokens for their codes.
+        ConfigError: a page has too many tokens for the format.
     """
-    if config.selection.digest == "codes":
-        check_codes(config, model)
-        return "codes"
-    return "minmax" if config.selection.digest == "minmax" else "minmax_int8"
-
-
-def check_codes(config: HybridConfig, model: ModelSpec) -> None:
-    """Raise ConfigError if the codes of a page's tokens do not fit the room of its minima and maxima."""
-    if not codes.Layout(config.page_size, model.head_dim).planes:
+    chosen = format_named(config.selection.digest, automatic)
+    if not chosen.fits(config.page_size, model.head_dim):
         raise ConfigError(
-            f"selection.digest: codes of {config.page_size} tokens do not fit {4 * model.head_dim} bytes; write "
-            "minmax, or a smaller page_size"
+            f"selection.digest: {chosen.name} of {config.page_size} tokens do not fit "
+            f"{chosen.page_bytes(model.dtype, 1, model.head_dim)} bytes; write minmax, or a smaller page_size"
         )
+    return chosen

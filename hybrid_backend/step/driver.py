@@ -101,6 +101,7 @@ class StepDriver:
         """Open a step that has decode rows. Waits for copies of requests that begin to decode, not for the device."""
         rows = step.decode
         assert rows is not None
+        rows.check_one_query()
         self.abandon()
         indices = [self._admit(rows, r) for r in range(rows.count)]
         self._write_inputs(step.number + 1, rows, indices)

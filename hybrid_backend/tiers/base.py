@@ -19,7 +19,7 @@ from hybrid_backend.tiers.digests import Digests
 from hybrid_backend.tiers.frames import FramePool, device_zeros
 from hybrid_backend.tiers.heads import ResidentHeads
 from hybrid_backend.tiers.host_pool import HostPool
-from hybrid_backend.tiers.sizes import TierLayout, frame_shape, pages_of_a_sequence
+from hybrid_backend.tiers.sizes import TierLayout, pages_of_a_sequence
 from hybrid_backend.tiers.stream import HeadStream
 from hybrid_backend.tiers.write_back import WriteBack
 
@@ -61,21 +61,17 @@ class Tiers:
         asks_by_itself: bool,
         flashinfer: FlashInfer | None = None,
     ) -> Tiers:
-        layers = layout.full_layers(model)
+        layers, kv = layout.full_layers(model), model.kv_format(config.page_size)
         digests = None
-        if layout.digests != "none":
-            digests = Digests(host, layout.digest_layers(config, model), operations, kind=layout.digests, device=device)
+        if layout.digests is not None:
+            digests = Digests(host, layout.digest_layers(config, model), operations, layout.digests, device)
         every = tuple(range(model.num_kv_heads))
         counts = {layer: layout.frames(max_requests, layer) for layer in layout.framed_layers(model)}
-        frames = {
-            layer: device_zeros(frame_shape(model, config.page_size, count), model.dtype, device)
-            for layer, count in counts.items()
-            if count
-        }
+        frames = {layer: device_zeros(kv.shape(count), kv.dtype, device) for layer, count in counts.items() if count}
         stream = None
         if layout.separate:
             tokens = layout.buffer_tokens(config.page_size, host.layers[layers[0]].shape[0])
-            stream = HeadStream(host, model, config.page_size, tokens, operations, device)
+            stream = HeadStream(host, kv, tokens, operations, device)
         most = pages_of_a_sequence(config, model, len(host.layers[layers[0]]))
         cached = {layer: host.layers[layer] for layer in layout.cached_layers(config, model)}
         return cls(
@@ -83,12 +79,12 @@ class Tiers:
             layout=layout,
             operations=operations,
             asks_by_itself=asks_by_itself,
-            page_bytes=model.page_bytes(config.page_size),
+            page_bytes=kv.page_bytes,
             host=host,
             digests=digests,
             frames=FramePool(frames, max_requests, layout.frames_of(max_requests), device),
             stream=stream,
-            whole=ResidentHeads(dict.fromkeys(layout.whole_layers, every), host, operations, model, device),
+            whole=ResidentHeads(dict.fromkeys(layout.whole_layers, every), host, operations, device),
             cache=ContextCache(cached, max_requests, most),
             prompts=TorchPrompts(operations, model) if flashinfer is None else flashinfer.prompts,
             decode=None if flashinfer is None else flashinfer.decode,
@@ -101,12 +97,12 @@ class Tiers:
         return self.digests is not None and layer in self.digests.layers
 
     def digest_layer(self, layer: int) -> Tensor | None:
-        """Of one of the kinds of `kernels.operations`."""
+        """Return the digests of a layer, which operations read; None where it has none."""
         return None if self.digests is None else self.digests.layers.get(layer)
 
-    def keep_heads(self, heads: Mapping[int, tuple[int, ...]], model: ModelSpec) -> ResidentHeads:
+    def keep_heads(self, heads: Mapping[int, tuple[int, ...]]) -> ResidentHeads:
         """Keep all pages of some KV heads (``heads[layer]``) on the device tier, and return their stores."""
-        store = ResidentHeads(heads, self.host, self.operations, model, self.device)
+        store = ResidentHeads(heads, self.host, self.operations, self.device)
         self.resident_heads.append(store)
         return store
 

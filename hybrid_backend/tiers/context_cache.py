@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import PageList
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.tiers.mapped import mapped_zeros
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it; this is Linux's number
@@ -37,7 +38,8 @@ class ContextCache:
         """
         self.pages, self._layers = pages, dict(layers)
         self.row = {layer: row for row, layer in enumerate(layers)}
-        maps = {layer: _reserve((requests * pages, *kv.shape[1:]), kv.dtype) for layer, kv in layers.items()}
+        formats = {layer: KvFormat.of(kv) for layer, kv in layers.items()}
+        maps = {layer: _reserve(kv.shape(requests * pages), kv.dtype) for layer, kv in formats.items()}
         self.stores = {layer: store for layer, (store, _) in maps.items()}
         self._maps = [memory for _, memory in maps.values()]
         kv_heads = next((kv.shape[1] for kv in layers.values()), 0)

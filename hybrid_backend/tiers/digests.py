@@ -10,40 +10,45 @@ from torch import Tensor
 from hybrid_backend.batch import PrefillRow, sent
 from hybrid_backend.kernels import codes
 from hybrid_backend.kernels.cpu import digests as native
+from hybrid_backend.kernels.digest_format import CODES, DigestFormat
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.tiers.host_pool import HostPool
-from hybrid_backend.tiers.sizes import DigestKind, digest_store
 
 
 class Digests:
     """One digest per (layer, page, KV head), indexed by host page id, so that a prefix-cache hit finds it ready.
 
-    ``layers[l]``: of one of the kinds of `kernels.operations`. Invariant: the digest of a page covers exactly the
-    tokens written to it so far; a token at offset 0 makes a page new, whatever the page held before. Of the kinds that
-    only whole pages have (codes, bytes), those of a page that is full are of its tokens.
+    ``layers[l]``: the digests that operations read. Invariant: the digest of a page covers exactly the tokens written
+    to it so far; a token at offset 0 makes a page new, whatever the page held before. In a format of whole pages, a
+    page that is full has the digest of its tokens.
 
-    ``in_bytes[l]``: the same digests in bytes as the native decoder reads them (`kernels.cpu.digests.quantize`),
-    ``[pages, row]`` uint8, of whole pages only, if asked for.
+    ``byte_copies[l]``: byte digests of whole pages as the native decoder reads them (`kernels.cpu.digests`), if the
+    format has them (`DigestFormat.has_byte_copy`).
     """
 
     def __init__(
-        self, host: HostPool, layers: list[int], operations: Operations, kind: DigestKind, device: torch.device
+        self,
+        host: HostPool,
+        layers: list[int],
+        operations: Operations,
+        digest_format: DigestFormat,
+        device: torch.device,
     ) -> None:
-        self._host, self._operations, self._grow = host, operations, kind in ("minmax", "minmax_and_int8")
+        self._host, self._operations, self._format = host, operations, digest_format
         self.layers: dict[int, Tensor] = {}
-        self.in_bytes: dict[int, Tensor] = {}
+        self.byte_copies: dict[int, Tensor] = {}
         for layer in layers:
             pages, heads, _, _, dim = host.layers[layer].shape
-            shape, dtype = digest_store(kind, host.layers[layer].dtype, pages, heads, dim)
+            shape, dtype = digest_format.shape(pages, heads, dim), digest_format.dtype(host.layers[layer].dtype)
             self.layers[layer] = torch.zeros(shape, dtype=dtype, device=device)
-            if kind == "codes":
+            if digest_format is CODES:
                 codes.rotation(dim, self.layers[layer].device)  # now: a captured graph cannot bring it to the device
-            if kind == "minmax_and_int8":
-                self.in_bytes[layer] = native.quantized_like(self.layers[layer])
+            if digest_format.has_byte_copy:
+                self.byte_copies[layer] = native.empty_byte_digests(self.layers[layer])
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for store in (self.layers, self.in_bytes) for layer in store.values())
+        return sum(layer.nbytes for store in (self.layers, self.byte_copies) for layer in store.values())
 
     def extend(self, layer: int, row: PrefillRow, k: Tensor, join: Callable[[], None]) -> None:
         """Take in the keys of a prompt chunk, ``[chunk, kv_heads, head_dim]``, from where they were computed. ``join``:
@@ -51,7 +56,7 @@ class Digests:
         page_size, before = self._host.layers[layer].shape[3], row.seq_len - len(k)
         whole, first = row.seq_len // page_size - before // page_size, before % page_size
         pages = row.written
-        if not self._grow:
+        if not self._format.covers_growing_pages:
             pages = pages[:whole]
             if first and whole:  # what began in an earlier chunk is read where it lies
                 join()
@@ -60,19 +65,19 @@ class Digests:
             k = k[: len(pages) * page_size]
         if len(pages):
             self._operations.extend_digests(k, self.layers[layer], pages, first, page_size)
-        self._quantize(layer, row.written[:whole])
+        self._copy_bytes(layer, row.written[:whole])
 
     def rebuild(self, layer: int, pages: Tensor, tokens: Tensor | None = None) -> None:
         """Recompute digests of pages (``[n]`` host page ids) from the host pool. ``tokens``: ``[n]`` that each of them
         holds so far; None: all are whole."""
         page_size = self._host.layers[layer].shape[3]
         whole = pages if tokens is None else pages[tokens == page_size]
-        if tokens is None or not self._grow:  # pages that are not whole have no digest
+        if tokens is None or not self._format.covers_growing_pages:  # pages that are not whole have no digest
             pages, tokens = whole, torch.full_like(whole, page_size)
         ids, counts = (sent(each.int(), self.layers[layer].device) for each in (pages, tokens))
         self._operations.build_digests(self._host.views[layer], self.layers[layer], ids, counts)
-        self._quantize(layer, whole)
+        self._copy_bytes(layer, whole)
 
-    def _quantize(self, layer: int, pages: Tensor) -> None:
-        if layer in self.in_bytes:
-            native.quantize(self.in_bytes[layer], self.layers[layer], pages)
+    def _copy_bytes(self, layer: int, pages: Tensor) -> None:
+        if layer in self.byte_copies:
+            native.write_byte_digests(self.byte_copies[layer], self.layers[layer], pages)

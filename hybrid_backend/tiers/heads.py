@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.batch import ModelSpec
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.tiers.frames import device_zeros
 from hybrid_backend.tiers.host_pool import HostPool
@@ -22,16 +23,15 @@ class ResidentHeads:
     """
 
     def __init__(
-        self, heads: Mapping[int, tuple[int, ...]], host: HostPool, operations: Operations, model: ModelSpec,
-        device: torch.device,
-    ) -> None:  # fmt: skip
+        self, heads: Mapping[int, tuple[int, ...]], host: HostPool, operations: Operations, device: torch.device
+    ) -> None:
         self.heads = {layer: tuple(sorted(some)) for layer, some in heads.items() if some}
         self._host, self._operations = host, operations
         self.stores: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
         for layer, some in self.heads.items():
-            pages, _, *page = host.layers[layer].shape
-            self.stores[layer] = device_zeros((pages, len(some), *page), model.dtype, device)
+            pages, kv = len(host.layers[layer]), KvFormat.of(host.layers[layer]).with_heads(len(some))
+            self.stores[layer] = device_zeros(kv.shape(pages), kv.dtype, device)
             self._kept[layer] = torch.tensor(some, dtype=torch.int64, device=device)
 
     def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
@@ -72,4 +72,4 @@ def store_pages(table: Tensor, kept: Tensor, kv_heads: int) -> Tensor:
 
 def resident_bytes(heads: Mapping[int, tuple[int, ...]], model: ModelSpec, page_size: int, pages: int) -> int:
     """What `ResidentHeads` allocates over a host pool of ``pages`` pages."""
-    return sum(map(len, heads.values())) * pages * model.page_bytes(page_size) // model.num_kv_heads
+    return sum(map(len, heads.values())) * pages * model.kv_format(page_size).with_heads(1).page_bytes

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hybrid_backend.errors import EngineError
+from hybrid_backend.kernels.kv_format import KvFormat
 
 
 class HostPool:
     """Per-layer views of the engine's KV memory.
 
-    Layout of a layer: ``[pages, kv_heads, 2, page_size, head_dim]``, K before V, token-major, contiguous. Page ids
-    are the engine's block ids. ``layers``: as the host sees them; ``views``: as the device tier does.
+    A layer has the layout of `KvFormat`. Page ids are the engine's block ids. ``layers``: as the host sees them;
+    ``views``: as the device tier does.
     """
 
     def __init__(self, layers: Sequence[Tensor], views: Sequence[Tensor] = ()) -> None:
         for index, layer in enumerate(layers):
-            if layer.dim() != 5 or layer.shape[2] != 2 or not layer.is_contiguous():
-                raise EngineError(
-                    f"KV cache of layer {index} has shape {tuple(layer.shape)} and strides {layer.stride()}; "
-                    "expected contiguous [pages, kv_heads, 2, page_size, head_dim]"
-                )
+            try:
+                KvFormat.of(layer)
+            except ValueError as error:
+                raise EngineError(f"KV cache of layer {index} has {error}") from None
         self.layers = list(layers)
         self.views = list(views or layers)
         self._blocks = [layer.flatten(0, 2) for layer in self.views]

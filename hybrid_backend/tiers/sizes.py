@@ -9,19 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
 
 import torch
 
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.kernels import byte_digests
-from hybrid_backend.kernels.cpu.library import byte_row
 from hybrid_backend.kernels.cpu.mailbox import mailbox_bytes
+from hybrid_backend.kernels.digest_format import DigestFormat
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.tiers.state import StepState, sample_boxes
-
-DigestKind = Literal["none", "minmax", "minmax_int8", "minmax_and_int8", "codes"]
-"""``minmax_and_int8``: in the cache's type, and in bytes beside it as the native decoder reads them."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class TierLayout:
     separate: bool
     frames_per_request: int = 0
     layer_frames: Mapping[int, int] = field(default_factory=dict)
-    digests: DigestKind = "none"
+    digests: DigestFormat | None = None
     staging_tokens: int = 0
     whole_layers: tuple[int, ...] = ()
     context_caches: bool = False
@@ -77,7 +73,7 @@ class TierLayout:
         return [layer for layer in self.full_layers(model) if layer not in self.whole_layers]
 
     def digest_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
-        if self.digests == "none":
+        if self.digests is None:
             return []
         return [layer for layer in self.full_layers(model) if not config.is_exact(layer)]
 
@@ -97,16 +93,15 @@ class TierLayout:
 
     def memory(self, config: HybridConfig, model: ModelSpec, pages: int, max_requests: int) -> TierBytes:
         """What `Tiers.build` allocates over a host pool of ``pages`` pages."""
-        size, with_digests = model.dtype.itemsize, len(self.digest_layers(config, model))
-        shape, kind = digest_store(self.digests, model.dtype, pages, model.num_kv_heads, model.head_dim)
-        digests = with_digests * prod(shape) * kind.itemsize
-        if self.digests == "minmax_and_int8":
-            digests += with_digests * pages * byte_row(model.num_kv_heads, model.head_dim)
+        kv, with_digests = model.kv_format(config.page_size), len(self.digest_layers(config, model))
+        digests = 0
+        if self.digests is not None:
+            page_bytes = self.digests.page_bytes(model.dtype, model.num_kv_heads, model.head_dim)
+            digests = with_digests * pages * page_bytes
         frames = sum(self.frames(max_requests, layer) for layer in self.framed_layers(model))
-        buffers = prod(staging_shape(model, config.page_size, self.buffer_tokens(config.page_size, pages))) * size
-        whole = len(self.whole_layers) * pages * model.page_bytes(config.page_size)
-        held = prod(frame_shape(model, config.page_size, frames)) * size
-        return TierBytes(self.separate, digests, held, buffers, whole)
+        buffers = prod(staging_shape(kv, self.buffer_tokens(config.page_size, pages))) * kv.dtype.itemsize
+        whole = len(self.whole_layers) * pages * kv.page_bytes
+        return TierBytes(self.separate, digests, frames * kv.page_bytes, buffers, whole)
 
 
 @dataclass(frozen=True)
@@ -129,25 +124,9 @@ def pages_of_a_sequence(config: HybridConfig, model: ModelSpec, pages: int) -> i
     return pages if model.max_tokens is None else min(pages, -(-model.max_tokens // config.page_size))
 
 
-def digest_store(
-    kind: DigestKind, dtype: torch.dtype, pages: int, kv_heads: int, head_dim: int
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type of one layer's digests, where K has ``dtype``."""
-    if kind == "codes":
-        return (pages, kv_heads, 4 * head_dim), torch.uint8
-    if kind == "minmax_int8":
-        return (pages, kv_heads, byte_digests.row(head_dim)), torch.uint8
-    return (pages, kv_heads, 2, head_dim), dtype
-
-
-def frame_shape(model: ModelSpec, page_size: int, frames: int) -> tuple[int, ...]:
-    """Of one layer's frames."""
-    return (frames, model.num_kv_heads, 2, page_size, model.head_dim)
-
-
-def staging_shape(model: ModelSpec, page_size: int, tokens: int) -> tuple[int, ...]:
-    """Of both staging buffers, when each holds ``tokens`` tokens of all KV heads of one layer: pages of one head."""
-    return (2, tokens // page_size * model.num_kv_heads, 1, 2, page_size, model.head_dim)
+def staging_shape(kv: KvFormat, tokens: int) -> tuple[int, ...]:
+    """Shape of both staging buffers, each of which holds head pages for ``tokens`` tokens of all KV heads."""
+    return (2, *kv.with_heads(1).shape(tokens // kv.page_size * kv.kv_heads))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.prefill import KVBlock
-from hybrid_backend.batch import ModelSpec, sent
+from hybrid_backend.batch import sent
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.tiers.beside import beside
 from hybrid_backend.tiers.host_pool import HostPool
@@ -67,13 +68,9 @@ class HeadStream:
     """Two staging buffers of ``tokens`` tokens of all KV heads each. A GPU fills them in a stream beside the step's; a
     host copies at once, because the cores that would copy are those that attend."""
 
-    def __init__(
-        self, host: HostPool, model: ModelSpec, page_size: int, tokens: int, operations: Operations,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self._host, self._kv_heads, self._operations = host, model.num_kv_heads, operations
-        shape = staging_shape(model, page_size, tokens)
-        self._buffers = torch.empty(shape, dtype=model.dtype, device=device)
+    def __init__(self, host: HostPool, kv: KvFormat, tokens: int, operations: Operations, device: torch.device) -> None:
+        self._host, self._kv_heads, self._operations = host, kv.kv_heads, operations
+        self._buffers = torch.empty(staging_shape(kv, tokens), dtype=kv.dtype, device=device)
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._turn = 0
         self.copied_bytes = 0  # since start

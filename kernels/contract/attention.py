@@ -14,22 +14,25 @@ class AttentionOperations(Protocol):
     """Attend listed pages, merge partials, average attention weights, sample a layer's inputs."""
 
     def paged_partial(
-        self, q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        """Attend the listed pages with one query per row; each list is cut into ``num_parts`` parts.
+        self, q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1,
+        query_start: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Attend the listed pages with the queries of each row; each list is cut into ``num_parts`` parts.
 
         Args:
-            q: queries ``[rows, heads, head_dim]``.
+            q: queries ``[queries, heads, head_dim]``.
             kv: frames or host pages ``[pages, kv_heads, 2, page_size, head_dim]``.
             ids: ``[rows, 1 | kv_heads, n]`` int32 pages of ``kv``, any stride but a contiguous last dimension. Entries
                 beyond the listed tokens are not read.
-            tokens: ``[rows, 1 | kv_heads]`` int32 tokens of each list; all pages but the last one are full.
+            tokens: ``[queries, 1 | kv_heads]`` int32 tokens at the beginning of its row's lists that each query
+                attends. All pages but the last one are full.
             scale: factor of the logits.
             num_parts: see `parts_for`.
+            query_start: ``[rows + 1]`` int32 first query of each row; None: each row has one.
 
         Returns:
-            ``(out [rows, heads, num_parts, head_dim], lse [rows, heads, num_parts])`` fp32. A part without tokens has
-            out 0 and lse -inf.
+            ``(out [queries, heads, num_parts, head_dim], lse [queries, heads, num_parts])`` fp32. A part without tokens
+            has out 0 and lse -inf.
         """
 
     def parts_for(self, rows: int, kv_heads: int, most_tokens: int, processors: int) -> int:
@@ -52,18 +55,18 @@ class AttentionOperations(Protocol):
         learned logit and no value (gpt-oss, arXiv 2508.10925).
 
         Args:
-            out: ``[rows, heads, parts, head_dim]`` fp32, bf16 or fp16.
-            lse: ``[rows, heads, parts]`` fp32.
-            extra_partial: one more partial of whole rows, such as the CPU's: ``([rows, heads, head_dim], [rows, heads]
-                fp32)``, pinned or on the device; out in fp32, bf16 or fp16. Its out is not read where its lse is -inf.
+            out: ``[queries, heads, parts, head_dim]`` fp32, bf16 or fp16.
+            lse: ``[queries, heads, parts]`` fp32.
+            extra_partial: one more partial, such as the CPU's: ``([queries, heads, head_dim], [queries, heads] fp32)``,
+                pinned or on the device; out in fp32, bf16 or fp16. Its out is not read where its lse is -inf.
             dtype: dtype of the result.
             sinks: ``[heads]`` fp32 logits after the softmax's scaling; -inf, as None: no sink.
-            into: ``[rows, heads, head_dim]`` in ``dtype``, which takes the result; None: a new tensor. It may be
+            into: ``[queries, heads, head_dim]`` in ``dtype``, which takes the result; None: a new tensor. It may be
                 ``out`` itself if that has one part.
 
         Returns:
-            ``([rows, heads, head_dim] dtype, [rows, heads] fp32)``. Empty partials change nothing. Nothing but empty
-            partials gives out 0 and the sink's logit for lse (-inf without a sink), without NaN.
+            ``([queries, heads, head_dim] dtype, [queries, heads] fp32)``. Empty partials change nothing. Nothing but
+            empty partials gives out 0 and the sink's logit for lse (-inf without a sink), without NaN.
         """
 
     def page_weights(
@@ -76,7 +79,7 @@ class AttentionOperations(Protocol):
         over the KV head's query heads, or the largest one.
 
         Args:
-            q: queries, as in `paged_partial`.
+            q: queries ``[rows, heads, head_dim]``, one per row.
             kv: frames or host pages, as in `paged_partial`.
             ids: ``[rows, 1, n]`` int32 pages of ``kv``, any stride but a contiguous last dimension.
             places: like ``ids``: the entry of ``average`` of each listed page; no two pages share one.

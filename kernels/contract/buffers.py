@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 AGGREGATES = ("sum", "max", "softmax")
@@ -13,15 +12,15 @@ AGGREGATES = ("sum", "max", "softmax")
 SIMILARITIES = ("harmonic", "min")
 """Ways to combine the similarities of a KV head's query heads (`match_labels`); kernels know each by its position."""
 
-DIGESTS = ("minmax", "codes", "bytes")
-"""Kinds of digests; kernels know each by its position. Only `minmax` describes pages that grow, too."""
 
+def check_one_query(query_start: Tensor, rows: int) -> None:
+    """Check that each row has one query, for an implementation that takes no more.
 
-def digest_kind(digests: Tensor, head_dim: int) -> str:
-    """Return the kind of ``digests``, one of `DIGESTS`, by their dtype and shape."""
-    if digests.dtype != torch.uint8:
-        return "minmax"
-    return "codes" if digests.shape[-1] == 4 * head_dim else "bytes"
+    Raises:
+        ValueError: a row has another number of queries.
+    """
+    if len(query_start) != rows + 1 or not bool((query_start.diff() == 1).all()):
+        raise ValueError(f"these kernels take one query per row, not {query_start.diff().tolist()}")
 
 
 class Maps(NamedTuple):

@@ -14,7 +14,7 @@ class SelectionOperations(Protocol):
 
     def page_scores(
         self, q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-        per_head: bool, bound: float, scale: float, page_size: int = 0,
+        per_head: bool, bound: float, scale: float, page_size: int = 0, query_start: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Estimate each page's contribution to the attention as a logit, combined over query heads.
 
@@ -24,11 +24,12 @@ class SelectionOperations(Protocol):
 
         ``sum`` and ``max`` combine the unscaled estimates of a KV head's group; without ``per_head`` these are then
         summed over KV heads. ``softmax`` turns each query head's scaled estimates into shares of the row's pages
-        without the last (growing) one, whose share is 0, and sums the shares.
+        without the last (growing) one, whose share is 0, and sums the shares. All queries of a row select together:
+        they combine as more query heads of each group do.
 
         Args:
-            q: queries ``[rows, heads, head_dim]``.
-            digests: digests of the layer, of any kind.
+            q: queries ``[queries, heads, head_dim]``.
+            digests: digests of the layer, in any format.
             table: block table ``[rows, columns]`` int32, any row stride; entries beyond a row's pages are not read.
             num_pages: ``[rows]`` int32 pages of each sequence.
             budgets: ``[rows]`` int32 pages; a row that may select all of its pages is not scored.
@@ -37,6 +38,7 @@ class SelectionOperations(Protocol):
             bound: position of the estimate between the middle (0) and the upper end (1: Quest) of the allowed range.
             scale: factor of the logits in the attention's softmax.
             page_size: tokens of a page; needed for codes.
+            query_start: ``[rows + 1]`` int32 first query of each row; None: each row has one.
 
         Returns:
             Scores ``[rows, 1 | kv_heads, columns]`` fp32: -inf beyond a row's pages, 0 in a row that is not scored.

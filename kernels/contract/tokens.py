@@ -26,8 +26,8 @@ class TokenOperations(Protocol):
             frames: frames in the layout of ``host``; None: host pages only.
             requests: ``[rows]`` int32, given with ``frames``.
             frame_of: ``[requests, columns]`` int32 (`Maps.frame_of`), given with ``frames``.
-            digests: digests of the layer. A token at offset 0 resets its page's digest. Codes and bytes are written
-                when a page gets its last token. The rows' pages must be distinct if digests are given.
+            digests: digests of the layer. A token at offset 0 resets its page's digest. Formats of whole pages are
+                written when a page gets its last token. The rows' pages must be distinct if digests are given.
         """
 
     def store_tokens(self, k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor) -> None:
@@ -50,7 +50,8 @@ class TokenOperations(Protocol):
             k: keys ``[tokens, kv_heads, head_dim]``, any row stride.
             digests: digests of the layer, updated in place.
             pages: ``[n]`` int32 host pages of the tokens, distinct and in order.
-            first: tokens that the first page held before. For codes and bytes it is 0, and the tokens fill all pages.
+            first: tokens that the first page held before. For formats of whole pages it is 0, and the tokens
+                fill all pages.
             page_size: tokens of a page.
         """
 
@@ -59,7 +60,8 @@ class TokenOperations(Protocol):
 
         Args:
             kv: ``[pages, kv_heads, 2, page_size, head_dim]``.
-            digests: digests of the layer, updated in place; codes and bytes are for whole pages only.
+            digests: digests of the layer, updated in place; pages that are not whole get none of the formats of whole
+                pages.
             pages: ``[n]`` int32 host pages; -1: no page.
             tokens: ``[n]`` int32 tokens of each page that were written.
         """

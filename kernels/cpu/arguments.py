@@ -6,16 +6,17 @@ members of the structures in src/api_operations.h, in order.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, float32, int32, int64
 
-from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.decode import openmp_entry
 from hybrid_backend.kernels.cpu.interface import PACKERS
-from hybrid_backend.kernels.operations import DIGESTS, Copies, Counters, Maps, digest_kind
+from hybrid_backend.kernels.digest_format import digest_format_of
+from hybrid_backend.kernels.operations import Copies, Counters, Maps
 
 _COUNTERS = len(Counters._fields)
 
@@ -47,16 +48,16 @@ def address(x: Tensor, dtype: torch.dtype, count: int = -1) -> int:
 
 
 def digests_address(x: Tensor | None, dtype: torch.dtype, pages: int, kv_heads: int, dim: int) -> tuple[int, int]:
-    """Return the address of digests and the number of their kind (`DIGESTS`).
+    """Return the address of digests and the number of their format.
 
     Raises:
         ValueError: another dtype or size, or not contiguous.
     """
     if x is None:
         return 0, 0
-    kind = digest_kind(x, dim)
-    row = {"minmax": 2 * dim, "codes": 4 * dim, "bytes": byte_digests.row(dim)}[kind]
-    return address(x, dtype if kind == "minmax" else torch.uint8, pages * kv_heads * row), DIGESTS.index(kind)
+    digest_format = digest_format_of(x, dim)
+    count = prod(digest_format.shape(pages, kv_heads, dim))
+    return address(x, digest_format.dtype(dtype), count), digest_format.number
 
 
 def tokens_address(x: Tensor, dtype: torch.dtype, rows: int, width: int) -> int:
@@ -113,17 +114,6 @@ def counters_address(counters: Tensor | None) -> int:
     return address(counters, int64, _COUNTERS) if counters is not None else 0
 
 
-def dtype_number(dtype: torch.dtype) -> int:
-    """Return the number of an element type (src/api.h).
-
-    Raises:
-        ValueError: the library lacks the dtype.
-    """
-    if dtype not in lib.DTYPES:
-        raise ValueError(f"elements must be bfloat16, float16 or float32, not {dtype}")
-    return lib.DTYPES[dtype]
-
-
 def group_size(heads: int, kv_heads: int) -> int:
     """Return the query heads per KV head.
 
@@ -144,7 +134,7 @@ def paged_arguments(kv: Tensor) -> tuple[int, int, int, int, int, int]:
     pages, kv_heads, two, page_size, dim = kv.shape
     if two != 2:
         raise ValueError(f"pages must be [pages, kv_heads, 2, page_size, head_dim], not {tuple(kv.shape)}")
-    return address(kv, kv.dtype), pages, dtype_number(kv.dtype), kv_heads, page_size, dim
+    return address(kv, kv.dtype), pages, lib.dtype_number(kv.dtype), kv_heads, page_size, dim
 
 
 def team_arguments() -> tuple[int, int]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.partial import Pool
-from hybrid_backend.kernels.operations import AGGREGATES, digest_kind
+from hybrid_backend.kernels.digest_format import MINMAX_INT8, digest_format_of
+from hybrid_backend.kernels.operations import AGGREGATES
 
 
 @lru_cache(maxsize=1)
@@ -53,13 +54,13 @@ class Decoder:
 
     Args:
         layers: ``[pages, kv_heads, 2, page_size, head_dim]`` of each layer; None: the layer is not decoded here.
-        digests: ``[pages, kv_heads, 2, head_dim]`` or codes, by layer. A layer without digests is exact: all its rows
+        digests: maxima and minima or codes (`digest_format`), by layer. A layer without digests is exact: all its rows
             are dense.
         heads: query heads.
         scale: factor of the logits; positive.
-        quantized: byte digests by layer (`digests.quantized_like`), from which pages are then scored, except with
-            ``aggregate="max"`` and with sums per head. The caller fills them for whole pages (`digests.quantize`), the
-            decoder for pages that it fills.
+        byte_digests: byte digests by layer (`digests.empty_byte_digests`), from which pages are then scored, except
+            with ``aggregate="max"`` and with sums per head. The caller writes those of whole pages
+            (`digests.write_byte_digests`), the decoder those of pages that it fills.
         sinks: ``[heads]`` fp32 by layer, contiguous: logit of one more key of each head, without a value.
         bound: position of a page's score between the middle (0) and the upper end (1: Quest) of what its digest allows.
         team: threads that work: ``"caller"`` alone, ``"openmp"`` (the engine's threads, `openmp_entry`) or a `Pool`,
@@ -79,7 +80,7 @@ class Decoder:
         heads: int,
         scale: float,
         *,
-        quantized: Mapping[int, Tensor] | None = None,
+        byte_digests: Mapping[int, Tensor] | None = None,
         sinks: Mapping[int, Tensor] | None = None,
         bound: float = 1.0,
         team: str | Pool = "openmp",
@@ -90,8 +91,8 @@ class Decoder:
         if first is None:
             raise ValueError("a decoder needs a layer")
         self._native = lib.native()
-        quantized, sinks = quantized or {}, sinks or {}
-        self._alive = (list(layers), dict(digests), dict(quantized), dict(sinks))
+        byte_digests, sinks = byte_digests or {}, sinks or {}
+        self._alive = (list(layers), dict(digests), dict(byte_digests), dict(sinks))
         _, kv_heads, _, page_size, dim = first.shape
         self.dtype = first.dtype
         self.shape = (heads, dim)
@@ -105,7 +106,7 @@ class Decoder:
             raise WorkerError(f"native CPU decoder: {lib.failure()}")
         for index, layer in enumerate(layers):
             if layer is not None:
-                self._set_layer(index, layer, digests.get(index), quantized.get(index), sinks.get(index))
+                self._set_layer(index, layer, digests.get(index), byte_digests.get(index), sinks.get(index))
         self._args = lib.LayerArgs()
         self._args_ref = ctypes.byref(self._args)
         self._strides: object = None
@@ -121,15 +122,15 @@ class Decoder:
             raise ValueError(f"team must be 'caller', 'openmp' or a Pool, not {team!r}")
 
     def _set_layer(
-        self, index: int, layer: Tensor, digests: Tensor | None, quantized: Tensor | None, sinks: Tensor | None
+        self, index: int, layer: Tensor, digests: Tensor | None, byte_digests: Tensor | None, sinks: Tensor | None
     ) -> None:
         """Check the memory of one layer and hand it to the library."""
         kv_heads, dim = self._kv_shape
         if layer.dtype != self.dtype or layer.shape[1:] != self._layer_shape:
             raise ValueError(f"layer {index} is unlike layer 0: {tuple(layer.shape)} {layer.dtype}")
         if digests is not None:
-            kind = digest_kind(digests, dim)
-            if kind == "bytes" or (kind == "minmax" and digests.dtype != layer.dtype):
+            digest_format = digest_format_of(digests, dim)
+            if digest_format is MINMAX_INT8 or digests.dtype != digest_format.dtype(layer.dtype):
                 raise ValueError(
                     f"digests of layer {index} must be {layer.dtype} or codes, not {digests.dtype} "
                     f"{tuple(digests.shape)}"
@@ -138,15 +139,15 @@ class Decoder:
         if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous()):
             raise ValueError(f"sinks of layer {index} must be contiguous fp32 [{heads}], not {sinks}")
         cache = lib.cache_of(layer)
-        store = lib.DigestStore() if digests is None else lib.digests_of(digests)
-        rows = lib.ByteStore() if quantized is None else lib.bytes_of(quantized, kv_heads, dim)
+        store = lib.Digests() if digests is None else lib.digests_of(digests)
+        copy = lib.ByteDigests() if byte_digests is None else lib.byte_digests_of(byte_digests, kv_heads, dim)
         lib.check(
             self._native.hb_decode_set_layer(
                 self._handle,
                 index,
                 ctypes.byref(cache),
                 ctypes.byref(store),
-                ctypes.byref(rows),
+                ctypes.byref(copy),
                 None if sinks is None else sinks.data_ptr(),
             )
         )

@@ -1,4 +1,4 @@
-"""Digests in bytes as the native decoder reads them (`Decoder`)."""
+"""Byte digests as the native decoder reads them (`Decoder`): the KV heads of a page in one row."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import ctypes
 import torch
 from torch import Tensor
 
+from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.cpu import library as lib
 
 
-def quantized_like(digests: Tensor) -> Tensor:
-    """Allocate byte digests ``[pages, row]`` uint8 for the pages of ``digests``; `quantize` fills them.
+def empty_byte_digests(digests: Tensor) -> Tensor:
+    """Allocate byte digests ``[pages, row]`` uint8 for the pages of ``digests``; `write_byte_digests` fills them.
 
     Scoring from bytes reads half as much as from bf16. Maxima and minima of each (page, KV head) have a scale of their
     own.
     """
     pages, kv_heads, _, dim = digests.shape
-    return torch.full((pages, lib.byte_row(kv_heads, dim)), 0, dtype=torch.uint8)
+    return torch.zeros(pages, byte_digests.page_row(kv_heads, dim), dtype=torch.uint8)
 
 
-def quantize(quantized: Tensor, digests: Tensor, pages: Tensor) -> None:
+def write_byte_digests(copy: Tensor, digests: Tensor, pages: Tensor) -> None:
     """Write the byte digests of pages, when the digests of whole pages are new.
 
     `Decoder` does this itself for pages that it fills. Values that are not finite count as 0.
 
     Args:
-        quantized: byte digests of the layer (`quantized_like`), updated in place.
+        copy: byte digests of the layer (`empty_byte_digests`), updated in place.
         digests: ``[pages, kv_heads, 2, head_dim]``.
         pages: ``[n]`` page ids.
 
@@ -35,10 +36,10 @@ def quantize(quantized: Tensor, digests: Tensor, pages: Tensor) -> None:
     """
     _, kv_heads, _, dim = digests.shape
     model = lib.model_of(digests.dtype, kv_heads, kv_heads, dim, page_size=16, scale=1.0)
-    store, rows = lib.digests_of(digests), lib.bytes_of(quantized, kv_heads, dim)
+    store, rows = lib.digests_of(digests), lib.byte_digests_of(copy, kv_heads, dim)
     pages = pages.long().contiguous()
     lib.check(
-        lib.native().hb_quantize(
+        lib.native().hb_write_byte_digests(
             ctypes.byref(model),
             ctypes.byref(store),
             ctypes.byref(rows),

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.errors import WorkerError
+from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.cpu import interface
 from hybrid_backend.kernels.cpu.interface import CONSTANTS, STRUCTURES
 from hybrid_backend.kernels.cpu.variants import VARIABLE, Choice, Variants, choose, measurements_folder, this_cpu
+from hybrid_backend.kernels.digest_format import CODES, MINMAX
 
 LIBRARY = Path(__file__).with_name("libhybrid_cpu.so")
 
@@ -25,8 +27,8 @@ OK, TIMEOUT, ERROR, CHOSEN = (CONSTANTS[f"HB_{name}"] for name in ("OK", "TIMEOU
 
 # The members of these classes are those of src/api.h, which a type checker does not read.
 Cache: Any = STRUCTURES["hb_cache"]
-DigestStore: Any = STRUCTURES["hb_digests"]
-ByteStore: Any = STRUCTURES["hb_bytes"]
+Digests: Any = STRUCTURES["hb_digests"]
+ByteDigests: Any = STRUCTURES["hb_byte_digests"]
 Model: Any = STRUCTURES["hb_model"]
 PartialArgs: Any = STRUCTURES["hb_partial_args"]
 StepArgs: Any = STRUCTURES["hb_step"]
@@ -166,48 +168,52 @@ def digests_of(digests: Tensor) -> Any:
             head_dim]`` uint8. One KV head's digest of one page is contiguous.
 
     Returns:
-        A `DigestStore`, which holds the address of ``digests`` only.
+        A `Digests`, which holds the address of ``digests`` only.
 
     Raises:
         ValueError: another shape or other strides.
     """
     if digests.dtype == torch.uint8 and digests.dim() == 3 and digests.stride(2) == 1:
-        return DigestStore(digests.data_ptr(), digests.stride(0), digests.stride(1), True)
+        return Digests(digests.data_ptr(), digests.stride(0), digests.stride(1), CODES.number)
     if digests.dim() != 4 or digests.shape[2] != 2 or digests.stride()[2:] != (digests.shape[3], 1):
         raise ValueError(
             f"digests must be [pages, kv_heads, 2, head_dim] with contiguous [2, head_dim], not "
             f"{tuple(digests.shape)} with strides {digests.stride()}"
         )
     size = digests.element_size()
-    return DigestStore(digests.data_ptr(), digests.stride(0) * size, digests.stride(1) * size, False)
+    return Digests(digests.data_ptr(), digests.stride(0) * size, digests.stride(1) * size, MINMAX.number)
 
 
-def byte_row(kv_heads: int, head_dim: int) -> int:
-    """Return the size of a page's digest in bytes, of all KV heads: values and scales, padded to whole cache lines."""
-    return -(-(kv_heads * 2 * (head_dim + 4)) // 64) * 64
-
-
-def bytes_of(quantized: Tensor, kv_heads: int, head_dim: int) -> Any:
+def byte_digests_of(copy: Tensor, kv_heads: int, head_dim: int) -> Any:
     """Describe a layer's byte digests for the library.
 
     Args:
-        quantized: ``[pages, >= byte_row]`` uint8 (`digests.quantized_like`).
+        copy: ``[pages, >= page_row]`` uint8 (`digests.empty_byte_digests`).
         kv_heads: KV heads of this rank.
         head_dim: channels of a head.
 
     Returns:
-        A `ByteStore`, which holds the address of ``quantized`` only.
+        A `ByteDigests`, which holds the address of ``copy`` only.
 
     Raises:
         ValueError: another dtype or shape.
     """
-    if quantized.dtype != torch.uint8 or quantized.dim() != 2 or quantized.stride(1) != 1 or quantized.stride(0) % 4:
-        raise ValueError(
-            f"quantized digests must be uint8 [pages, bytes], not {quantized.dtype} {tuple(quantized.shape)}"
-        )
-    if quantized.shape[1] < byte_row(kv_heads, head_dim):
-        raise ValueError(f"a quantized digest takes {byte_row(kv_heads, head_dim)} bytes, not {quantized.shape[1]}")
-    return ByteStore(quantized.data_ptr(), quantized.stride(0))
+    if copy.dtype != torch.uint8 or copy.dim() != 2 or copy.stride(1) != 1 or copy.stride(0) % 4:
+        raise ValueError(f"byte digests must be uint8 [pages, bytes], not {copy.dtype} {tuple(copy.shape)}")
+    if copy.shape[1] < (row := byte_digests.page_row(kv_heads, head_dim)):
+        raise ValueError(f"the byte digests of a page take {row} bytes, not {copy.shape[1]}")
+    return ByteDigests(copy.data_ptr(), copy.stride(0))
+
+
+def dtype_number(dtype: torch.dtype) -> int:
+    """Return the number of an element type (src/api.h).
+
+    Raises:
+        ValueError: the library lacks the dtype.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"K and V must be bfloat16, float16 or float32, not {dtype}")
+    return DTYPES[dtype]
 
 
 def model_of(
@@ -230,8 +236,6 @@ def model_of(
     Raises:
         ValueError: another dtype, or query heads that do not divide among the KV heads.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"K and V must be bfloat16, float16 or float32, not {dtype}")
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide among {kv_heads} KV heads")
-    return Model(DTYPES[dtype], kv_heads, heads // kv_heads, head_dim, page_size, scale, bound)
+    return Model(dtype_number(dtype), kv_heads, heads // kv_heads, head_dim, page_size, scale, bound)

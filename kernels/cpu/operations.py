@@ -19,7 +19,6 @@ from hybrid_backend.kernels.cpu.arguments import (
     copies_arguments,
     counters_address,
     digests_address,
-    dtype_number,
     group_size,
     list_strides,
     maps_arguments,
@@ -28,7 +27,8 @@ from hybrid_backend.kernels.cpu.arguments import (
     team_arguments,
     tokens_address,
 )
-from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Maps, Sample, Selection, digest_kind
+from hybrid_backend.kernels.digest_format import digest_format_of
+from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Maps, Sample, Selection, check_one_query
 
 
 def append_tokens(
@@ -59,12 +59,12 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
 
 
 def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
-    if digest_kind(digests, k.shape[2]) == "minmax":
+    if digest_format_of(digests, k.shape[2]).covers_growing_pages:
         tokens, kv_heads, dim = k.shape
         kind, count = k.dtype, digests.shape[0]
         return call(
             "hb_extend_digests", tokens_address(k, kind, tokens, kv_heads * dim),
-            address(digests, kind, count * kv_heads * 2 * dim), address(pages, int32), dtype_number(kind), kv_heads,
+            address(digests, kind, count * kv_heads * 2 * dim), address(pages, int32), lib.dtype_number(kind), kv_heads,
             dim, count, page_size, tokens, first, pages.numel(), k.stride(0), *team_arguments(),
         )  # fmt: skip
     keys = k.unflatten(0, (-1, page_size)).transpose(1, 2)
@@ -76,17 +76,19 @@ def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_s
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
     n = pages.numel()
-    digests_at, kind = digests_address(digests, kv.dtype, kv.shape[0], kv.shape[1], kv.shape[4])
+    digests_at, number = digests_address(digests, kv.dtype, kv.shape[0], kv.shape[1], kv.shape[4])
     call(
-        "hb_build_digests", *paged_arguments(kv), digests_at, address(pages, int32), address(tokens, int32, n), kind,
+        "hb_build_digests", *paged_arguments(kv), digests_at, address(pages, int32), address(tokens, int32, n), number,
         n, *team_arguments(),
     )  # fmt: skip
 
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float, page_size: int = 0,
+    per_head: bool, bound: float, scale: float, page_size: int = 0, query_start: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    if query_start is not None:
+        check_one_query(query_start, len(table))
     return page_scores_with(None, q, digests, table, num_pages, budgets, aggregate, per_head, bound, scale, page_size)
 
 
@@ -99,13 +101,13 @@ def page_scores_with(
     pages, kv_heads = digests.shape[:2]
     columns = table.shape[1]
     kind = q.dtype
-    digests_at, digested = digests_address(digests, kind, pages, kv_heads, dim)
+    digests_at, number = digests_address(digests, kind, pages, kv_heads, dim)
     out = empty(rows, kv_heads if per_head else 1, columns, dtype=float32)
     call(
         "hb_page_scores", address(q, kind), digests_at, rows_address(table, rows),
         address(num_pages, int32, rows), address(budgets, int32, rows), out.data_ptr(),
-        rows, columns, table.stride(0), pages, dtype_number(kind), kv_heads, group_size(heads, kv_heads), dim,
-        page_size, digested, AGGREGATES.index(aggregate), per_head, lib.isa_index(isa), *team_arguments(), bound, scale,
+        rows, columns, table.stride(0), pages, lib.dtype_number(kind), kv_heads, group_size(heads, kv_heads), dim,
+        page_size, number, AGGREGATES.index(aggregate), per_head, lib.isa_index(isa), *team_arguments(), bound, scale,
     )  # fmt: skip
     return out
 
@@ -146,7 +148,7 @@ def match_labels(
         address(weights, float32, heads),
         address(thresholds, float32), address(requests, int32, rows), address(num_pages, int32, rows),
         address(budgets, int32, rows),
-        counters_address(counters), missed.data_ptr(), rows, len(labels), dtype_number(kind), kv_heads,
+        counters_address(counters), missed.data_ptr(), rows, len(labels), lib.dtype_number(kind), kv_heads,
         group_size(heads, kv_heads), dim,
         SIMILARITIES.index(aggregate), lib.isa_index(None), *team_arguments(),
     )  # fmt: skip
@@ -168,9 +170,12 @@ def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor,
 
 
 def paged_partial(
-    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1,
+    query_start: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend whole lists: the first part is the whole list, and the other parts are empty."""
+    if query_start is not None:
+        check_one_query(query_start, len(ids))
     rows, heads, dim = q.shape
     store = paged_arguments(kv)
     row_stride, list_stride = list_strides(ids, rows)
@@ -215,7 +220,7 @@ def merge_partials(
         "hb_merge_partials", address(out, float32), address(lse, float32, items * num_parts), *extra_addresses,
         0 if sinks is None else address(sinks, float32, heads), address(merged, dtype, items * dim),
         merged_lse.data_ptr(),
-        rows, heads, num_parts, dim, dtype_number(dtype), lib.isa_index(None), *team_arguments(),
+        rows, heads, num_parts, dim, lib.dtype_number(dtype), lib.isa_index(None), *team_arguments(),
     )  # fmt: skip
     return merged, merged_lse
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_backend.kernels.operations import digest_kind
+from hybrid_backend.kernels.digest_format import CODES, digest_format_of
 from hybrid_backend.kernels.triton import codes
 from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, byte_tail, inverse, kernel, rounded
 
@@ -93,7 +93,7 @@ def append_tokens(
 ) -> None:  # fmt: skip
     rows, kv_heads, dim = k.shape
     page_size = host.shape[3]
-    coded = digests if digests is not None and digest_kind(digests, dim) == "codes" else None
+    coded = digests if digests is not None and digest_format_of(digests, dim) is CODES else None
     if rows:
         _append_kernel[(rows, kv_heads)](
             k, v, host, frames, digests if coded is None else None, pages, positions, requests, frame_of,
@@ -152,7 +152,7 @@ def _extend_kernel(key, digests, pages, key_stride, tokens, first, KV_HEADS: tl.
 
 def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_size: int) -> None:
     tokens, kv_heads, dim = k.shape
-    if digest_kind(digests, dim) == "codes":
+    if digest_format_of(digests, dim) is CODES:
         keys = k.unflatten(0, (-1, page_size)).transpose(1, 2)
         codes.encode(keys, digests, pages)
     elif len(pages):
@@ -181,7 +181,7 @@ def _build_kernel(kv, digests, pages, tokens, KV_HEADS: tl.constexpr, PAGE: tl.c
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
     _, kv_heads, _, page_size, dim = kv.shape
-    if digest_kind(digests, dim) == "codes":
+    if digest_format_of(digests, dim) is CODES:
         codes.encode(kv[:, :, 0], digests, pages, tokens)
     elif len(pages):
         _build_kernel[(len(pages), kv_heads)](

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_backend.kernels.operations import check_one_query
 from hybrid_backend.kernels.triton.common import dot, group_block, kernel, precision_of
 
 _TILE = 64  # tokens of K and V that a program holds at once
@@ -105,8 +106,11 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 
 
 def paged_partial(
-    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1,
+    query_start: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if query_start is not None:
+        check_one_query(query_start, len(ids))
     rows, heads, dim = q.shape
     kv_heads, page_size = kv.shape[1], kv.shape[3]
     out = q.new_empty(rows, heads, num_parts, dim, dtype=torch.float32)

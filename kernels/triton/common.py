@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels import byte_digests
-from hybrid_backend.kernels.operations import digest_kind
+from hybrid_backend.kernels.digest_format import MINMAX_INT8, digest_format_of
 
 COPY_PROGRAMS = 12
 """Programs of a copy at most, since they take processors from the step while they wait for the bus.
@@ -75,8 +75,8 @@ def group_block(group: int) -> int:
 
 
 def byte_tail(digests: Tensor | None, dim: int) -> int:
-    """Return the bytes after the channels in a row of byte digests; 0 for digests of another kind."""
-    return byte_digests.TAIL if digests is not None and digest_kind(digests, dim) == "bytes" else 0
+    """Return the bytes after the channels in a row of byte digests; 0 for digests in another format."""
+    return byte_digests.TAIL if digests is not None and digest_format_of(digests, dim) is MINMAX_INT8 else 0
 
 
 @triton.jit

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_backend.kernels.operations import AGGREGATES, digest_kind
+from hybrid_backend.kernels.digest_format import CODES, digest_format_of
+from hybrid_backend.kernels.operations import AGGREGATES, check_one_query
 from hybrid_backend.kernels.triton import codes
 from hybrid_backend.kernels.triton.common import byte_tail, dot, group_block, kernel, precision_of
 
@@ -38,7 +39,7 @@ def _score_kernel(q, digests, table, num_pages, budgets, logits, tops, sums, bou
         query = query.to(tl.float32)
         half = bound * tl.abs(query)
         to_max, to_min = ((query + half) * 0.5).to(kind), ((query - half) * 0.5).to(kind)
-        if TAIL:  # digests in bytes: the query's type represents every byte exactly
+        if TAIL:  # byte digests: the query's type represents every byte exactly
             high, low = (high.to(tl.float32) - 128).to(kind), (low.to(tl.float32) - 128).to(kind)
             scales = (digests + item * (2 * DIM + TAIL) + 2 * DIM).to(tl.pointer_type(tl.float32))
             estimates = dot(to_max, tl.trans(high), PRECISION) * tl.load(scales, mask=listed, other=0.0)[None, :]
@@ -94,8 +95,10 @@ def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, colum
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float, page_size: int = 0,
+    per_head: bool, bound: float, scale: float, page_size: int = 0, query_start: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    if query_start is not None:
+        check_one_query(query_start, len(table))
     rows, heads, dim = q.shape
     kv_heads = digests.shape[1]
     columns = table.shape[1]
@@ -107,7 +110,7 @@ def page_scores(
     logits = q.new_empty(rows, heads, columns, dtype=torch.float32)
     tops, sums = q.new_empty(2, rows, heads, tiles, dtype=torch.float32)
     group = heads // kv_heads
-    if digest_kind(digests, dim) == "codes":
+    if digest_format_of(digests, dim) is CODES:
         codes.estimate(q, digests, table, num_pages, budgets, logits, tops, sums, scale, page_size, _TILE)
     else:
         _score_kernel[(rows, kv_heads, tiles)](

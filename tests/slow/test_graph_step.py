@@ -89,8 +89,8 @@ def test_a_step_is_the_same_whoever_runs_its_operations(keys: dict[str, object])
     After every step the outputs are alike and the maps of the three are equal, every frame of every layer. With digests
     in bytes of two: the native kernels round queries, too, and may choose another page."""
     keys = {"selection": {"digest": "minmax"}} | keys
-    in_bytes = keys["selection"].get("digest") == "minmax_int8"  # type: ignore[attr-defined]
-    made = {kernels: engine(kernels, **keys) for kernels in ("torch", "native", "triton")[:: 2 if in_bytes else 1]}
+    as_bytes = keys["selection"].get("digest") == "minmax_int8"  # type: ignore[attr-defined]
+    made = {kernels: engine(kernels, **keys) for kernels in ("torch", "native", "triton")[:: 2 if as_bytes else 1]}
     try:
         for each in made.values():
             each.add("a", 6 * PAGE - 1)

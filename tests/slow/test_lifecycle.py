@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from hybrid_backend.kernels import byte_digests, codes, reference
-from hybrid_backend.kernels.operations import digest_kind
+from hybrid_backend.kernels.digest_format import MINMAX_INT8, digest_format_of
 from hybrid_backend.methods.clo import Clo
 from hybrid_backend.methods.hgca import Hgca
 from tests.support.harness import PAGE, Engine, config, decode_step, spec
@@ -21,14 +21,13 @@ MAX_REQUESTS = 5
 
 
 def is_digest(found: Tensor, extremes: Tensor, tokens: int) -> bool:
-    """Whether one page's digest says what ``extremes``, ``[kv_heads, 2, head_dim]``, are, as exactly as its kind can.
-    Codes and bytes are of whole pages only."""
-    kind = digest_kind(found, extremes.shape[2])
-    if kind == "minmax":
+    """Tell if a page's digest says what ``extremes`` ``[kv_heads, 2, head_dim]`` are, as exactly as its format can."""
+    digest_format = digest_format_of(found, extremes.shape[2])
+    if digest_format.covers_growing_pages:
         return torch.equal(found, extremes)
     if tokens < PAGE:
         return True
-    if kind == "bytes":
+    if digest_format is MINMAX_INT8:
         return bool(((byte_digests.decode(found) - extremes).abs() <= 0.51 * step_of(extremes)).all())
     middles, wanted = codes.decode(found[:, None], PAGE)[0][:, 0], extremes.mean(1)
     return bool(((middles - wanted).abs() <= 0.51 * step_of(wanted)).all())

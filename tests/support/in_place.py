@@ -16,13 +16,14 @@ from hybrid_backend.config import HybridConfig, apply_overrides, config_from_map
 from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import codes, cpu
 from hybrid_backend.kernels.cpu import operations
+from hybrid_backend.kernels.digest_format import CODES, MINMAX, MINMAX_AND_INT8
 from hybrid_backend.kernels.in_place_oracle import CodeFunctions, InPlaceOracle, InPlaceSettings, Ranking, layer_budgets
 from tests.support.harness import Engine
 from tests.support.harness import Sequence as Request
 
 OUTPUT_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error of an output, relative to its largest element: rounding of the output's type, and of fp32 sums."""
-SCORE_TOLERANCE = {"bytes": 1e-6, "codes": 1e-4, "minmax": 5e-3}
+SCORE_TOLERANCE = {MINMAX_AND_INT8: 1e-6, CODES: 1e-4, MINMAX: 5e-3}
 """Relative rounding error of a page's score (`InPlaceSettings.score_tolerance`). Products of bytes are exact, sums of
 fp32 codes are not, and a query in bf16 rounds its weights for exact maxima and minima."""
 
@@ -115,9 +116,7 @@ class CheckedEngine(Engine):
         self.settings = self._settings()
 
     def _settings(self) -> InPlaceSettings:
-        selection, digests = self.cfg.selection, self.runtime.tiers.digests
-        digest = "minmax" if digests is None or not digests.in_bytes else "bytes"
-        digest = "codes" if selection.digest == "codes" else digest
+        selection, digest = self.cfg.selection, self.runtime.tiers.layout.digests or MINMAX
         return InPlaceSettings(
             heads=self.model.num_heads, scale=self.model.scale, page_size=self.cfg.page_size, sinks=self.cfg.sinks,
             recent=self.cfg.recent, digest=digest, aggregate=selection.aggregate,

@@ -62,6 +62,11 @@ def test_who_asks_for_torch_is_not_warned(without_library: None) -> None:
     assert len(lines(workers={"threads": 2, "kernel": "torch"})) == 1
 
 
+def test_where_auto_is_not_quest_the_line_says_why() -> None:
+    ((_, line),) = lines(selection={"digest": "minmax_int8", "aggregate": "max"})
+    assert "method scout (quest cannot serve: selection.digest: minmax_int8 needs selection.aggregate softmax" in line
+
+
 def test_where_pages_are_copied_the_workers_attend() -> None:
     ((_, line),) = lines(method="scout")
     assert line.endswith("2 worker threads")

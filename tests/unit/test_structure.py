@@ -32,6 +32,7 @@ LAYERS = [
     ["model"],
     ["model_layers"],
     ["batch"],
+    ["kernels.kv_format"],
     ["host_memory"],
     ["config"],
     ["errors"],
@@ -73,7 +74,8 @@ def written(path: Path) -> set[str]:
 
 
 def layer_of(module: str) -> str:
-    return module.split(".")[1]
+    part = module.partition(".")[2]
+    return part if part in RANK else part.partition(".")[0]
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"hybrid_backend"}))

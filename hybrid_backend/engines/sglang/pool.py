@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_backend.engines.sglang import OWN_BACKEND
 from hybrid_backend.errors import EngineError
+from hybrid_backend.kernels.kv_format import KvFormat
 
 
 class HostTokenPool(MHATokenToKVPool):
@@ -25,8 +26,9 @@ class HostTokenPool(MHATokenToKVPool):
     def _create_buffers(self) -> None:
         if self.head_dim != self.v_head_dim or self.store_dtype != self.dtype:
             raise EngineError("the hybrid backend needs K and V of one size, in a KV cache that is not quantised")
-        shape = (self.size // self.page_size + 1, self.head_num, 2, self.page_size, self.head_dim)
-        self.pages = [torch.zeros(shape, dtype=self.dtype, device="cpu") for _ in range(self.layer_num)]
+        kv = KvFormat(self.head_num, self.page_size, self.head_dim, self.dtype)
+        shape = kv.shape(self.size // self.page_size + 1)
+        self.pages = [torch.zeros(shape, dtype=kv.dtype, device="cpu") for _ in range(self.layer_num)]
         self.k_buffer = [page[:, :, 0] for page in self.pages]
         self.v_buffer = [page[:, :, 1] for page in self.pages]
         self._kv_buffer_descs: list[Any] = []  # For PD transfer, which is refused.

@@ -11,6 +11,7 @@ from hybrid_backend.config import HybridConfig, format_size
 from hybrid_backend.engines.vllm.settings import add_option
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import Room, System, room
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.memory_plan.host_pool import LongestSequence, PoolSize, choose_pool
 from hybrid_backend.memory_plan.numa import KVCACHE_SPACE, rank_nodes
 from hybrid_backend.model import weights_to_load
@@ -84,6 +85,6 @@ def _block_bytes(vllm_config: VllmConfig) -> int:
     layers = model.get_num_layers_by_block_type(vllm_config.parallel_config)
     if kinds:
         layers = sum(kind != "sliding_attention" for kind in kinds)
-    itemsize = model.dtype.itemsize if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype).itemsize
-    token_bytes = 2 * model.get_head_size() * model.get_num_kv_heads(vllm_config.parallel_config) * itemsize
-    return int(cache.block_size * token_bytes * layers)
+    dtype = model.dtype if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype)
+    kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
+    return KvFormat(kv_heads, cache.block_size, model.get_head_size(), dtype).page_bytes * layers

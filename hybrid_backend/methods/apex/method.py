@@ -57,7 +57,7 @@ class Apex(WaitingMethod):
             _machine(config.apex.hardware, tiers.device),
             weight_bytes=max(1, model.layer_weight_bytes),
             dtype_bytes=model.dtype.itemsize,
-            token_bytes=model.page_bytes(config.page_size) // config.page_size,
+            token_bytes=model.kv_format(config.page_size).token_bytes,
             attention_flops_per_pair=4 * model.num_heads * model.head_dim,
         )
         pages = len(tiers.host.views[tiers.layout.full_layers(model)[0]])

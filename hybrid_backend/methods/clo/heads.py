@@ -90,7 +90,7 @@ def _hard_heads(config: HybridConfig, model: ModelSpec) -> list[tuple[float, int
     scores = head_scores(config, model.num_layers, model.num_heads, model.num_kv_heads)
     if scores is None or scores.similarity is None:
         return []
-    a_load = cached_pages(config) * model.page_bytes(config.page_size) // model.num_kv_heads
+    a_load = cached_pages(config) * model.kv_format(config.page_size).with_heads(1).page_bytes
     similarity = [list(layer) for layer in scores.similarity]
     return persistent_heads(
         kv_thresholds(config, scores), similarity, config.clo.tolerance, scores.prefetch_bytes // a_load

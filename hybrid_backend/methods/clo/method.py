@@ -145,7 +145,7 @@ class Clo(Selective):
         pages = len(tiers.host.layers[tiers.layout.full_layers(model)[0]])
         self._row = {layer: row for row, layer in enumerate(layers)}
         heads = choose_persistent(config, model, tiers.layout)
-        self._persistent = tiers.keep_heads(heads, model)
+        self._persistent = tiers.keep_heads(heads)
         self._state, self._lists = _buffers(config, model, tiers.layout, pages, tiers.frames.requests, tiers.device)
         self._first = dict[int, _Lists]()  # Keyed by the number of rows.
         thresholds, weights = head_policy(config, model)

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.kernels.digest_format import format_named
 from hybrid_backend.tools.profile.measure import page_digests, select
 from hybrid_backend.tools.profile.network import Network, Rope, visible
 from hybrid_backend.tools.profile.texts import Encode, Window
@@ -188,7 +189,7 @@ def _selected(config: HybridConfig, scale: float, q: Tensor, k: Tensor) -> Tenso
     Shapes: q ``[heads, queries, dim]``, k ``[kv_heads, tokens, dim]``.
     """
     keys = k.transpose(0, 1).cpu()
-    digests = page_digests(keys, config.page_size, config.selection.digest)
+    digests = page_digests(keys, config.page_size, format_named(config.selection.digest))
     seq_lens = torch.arange(len(keys) - q.shape[1] + 1, len(keys) + 1)
     chosen = select(q.transpose(0, 1).cpu(), digests, seq_lens, config, scale)[0]
     return chosen.repeat_interleave(config.page_size, 2)[..., : len(keys)].transpose(0, 1).to(q.device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -17,11 +16,11 @@ from torch.nn import functional
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels import oracle
+from hybrid_backend.kernels.digest_format import DigestFormat, format_named
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.step.admission import best_pages, place
 from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.step.operations import resolve_operations
-from hybrid_backend.tiers.sizes import DigestKind, digest_store
 from hybrid_backend.tiers.state import StepState
 from hybrid_backend.tools.profile.network import Layer, Network, Rope
 from hybrid_backend.tools.profile.texts import Window
@@ -116,7 +115,7 @@ def measure_layer(
         least_cosine: smallest cosine of predicted and true queries with which the predicted ones select.
     """
     seq_lens = torch.arange(len(k) - len(q) + 1, len(k) + 1)
-    digests = page_digests(k, config.page_size, config.selection.digest)
+    digests = page_digests(k, config.page_size, format_named(config.selection.digest))
     cosine = None if ahead is None else round(float(torch.cosine_similarity(ahead, q, dim=-1).mean()), 5)
     is_predicted = cosine is not None and cosine >= least_cosine and config.lookahead.enabled is not False
     selecting = ahead if ahead is not None and is_predicted else q
@@ -147,8 +146,8 @@ def adjacent_cosine(q: Tensor, kv_heads: int) -> Tensor:
     return means
 
 
-def page_digests(k: Tensor, page_size: int, kind: DigestKind | Literal["auto"]) -> Tensor:
-    """Return the digest of every page, of one kind. The last page may be partly filled.
+def page_digests(k: Tensor, page_size: int, digest_format: DigestFormat) -> Tensor:
+    """Return the digest of every page, in one format. The last page may be partly filled.
 
     A page's digest is the final one, also for steps at which the page is still growing: those pages are always
     attended.
@@ -156,8 +155,8 @@ def page_digests(k: Tensor, page_size: int, kind: DigestKind | Literal["auto"]) 
     padding, (_, kv_heads, dim) = -len(k) % page_size, k.shape
     filled = torch.cat([k, k[-1:].expand(padding, -1, -1)])
     pages = torch.arange(len(filled) // page_size, dtype=torch.int32)
-    shape, dtype = digest_store("minmax_int8" if kind == "auto" else kind, k.dtype, len(pages), kv_heads, dim)
-    digests = torch.empty(shape, dtype=dtype)
+    shape = digest_format.shape(len(pages), kv_heads, dim)
+    digests = torch.empty(shape, dtype=digest_format.dtype(k.dtype))
     oracle.extend_digests(filled, digests, pages, 0, page_size)
     return digests
 

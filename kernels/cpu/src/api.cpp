@@ -86,12 +86,12 @@ HB_API uint64_t hb_read(const void* from, int64_t n) {
 
 // --- digests ---------------------------------------------------------------------------------------------------
 
-HB_API int hb_quantize(const hb_model* model, const hb_digests* digests, const hb_bytes* bytes, int64_t pages_total,
-                       int32_t n, const int64_t* pages) {
+HB_API int hb_write_byte_digests(const hb_model* model, const hb_digests* digests, const hb_byte_digests* byte_digests,
+                                 int64_t pages_total, int32_t n, const int64_t* pages) {
   return guarded([&] {
     const hb::Kernels kernels = kernels_of(*model, hb::best_isa());
     for (int i = 0; i < n; i++) check_id(pages[i], pages_total, "page");
-    for (int i = 0; i < n; i++) hb::quantize_digest(*model, *digests, *bytes, *kernels.base, pages[i]);
+    for (int i = 0; i < n; i++) hb::write_byte_digest(*model, *digests, *byte_digests, *kernels.base, pages[i]);
   });
 }
 
@@ -150,9 +150,11 @@ HB_API hb_decode* hb_decode_new(const hb_model* model, int layers, int isa) {
 }
 HB_API void hb_decode_free(hb_decode* decode) { delete decode; }
 HB_API int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cache, const hb_digests* digests,
-                               const hb_bytes* bytes, const float* sinks) {
-  return guarded(
-      [&] { decode->set_layer(layer, *cache, digests ? *digests : hb_digests{}, bytes ? *bytes : hb_bytes{}, sinks); });
+                               const hb_byte_digests* byte_digests, const float* sinks) {
+  return guarded([&] {
+    decode->set_layer(layer, *cache, digests ? *digests : hb_digests{},
+                      byte_digests ? *byte_digests : hb_byte_digests{}, sinks);
+  });
 }
 HB_API int hb_decode_begin(hb_decode* decode, const hb_step* step) {
   return guarded([&] { decode->begin(*step); });

@@ -20,19 +20,22 @@ typedef struct hb_cache {
   int64_t page_stride, head_stride, value_offset, token_stride;
 } hb_cache;
 
-// Digests of one layer: [pages, kv_heads, 2 (max|min), head_dim] in the model's type, or, in codes (kernels/codes.py),
-// [pages, kv_heads, 4 * head_dim] bytes. One KV head's digest of one page is contiguous.
+// Formats of digests (kernels/digest_format.py, `DigestFormat.number`): [pages, kv_heads, 2 (max|min), head_dim] in the
+// model's type; codes (kernels/codes.py); maxima and minima in 8 bits (kernels/byte_digests.py).
+enum { HB_MINMAX = 0, HB_CODES = 1, HB_MINMAX_INT8 = 2 };
+
+// Digests of one layer, in one of the formats. One KV head's digest of one page is contiguous.
 typedef struct hb_digests {
   char* base;
-  int64_t page_stride, head_stride, in_codes;
+  int64_t page_stride, head_stride, format;
 } hb_digests;
 
-// The same digests in bytes, which halves the memory traffic of scoring. A page's row is [kv_heads, 2, head_dim] bytes
-// (value / scale + 128, rounded), then [kv_heads, 2] fp32 scales. Rows start at multiples of 4 bytes.
-typedef struct hb_bytes {
+// Maxima and minima in 8 bits as the decoder scores them, in half of the bytes of bf16. A page's row is [kv_heads, 2,
+// head_dim] bytes (value / scale + 128, rounded), then [kv_heads, 2] fp32 scales. Rows start at multiples of 4 bytes.
+typedef struct hb_byte_digests {
   uint8_t* base;
   int64_t page_stride;
-} hb_bytes;
+} hb_byte_digests;
 
 typedef struct hb_model {
   int32_t type;  // element type of q, K, V and digests
@@ -99,8 +102,8 @@ uint64_t hb_read(const void* from, int64_t n);
 // --- digests ---------------------------------------------------------------------------------------------------
 
 // Writes the byte digests of n pages from their digests of maxima and minima.
-int hb_quantize(const hb_model* model, const hb_digests* digests, const hb_bytes* bytes, int64_t pages_total, int32_t n,
-                const int64_t* pages);
+int hb_write_byte_digests(const hb_model* model, const hb_digests* digests, const hb_byte_digests* byte_digests,
+                          int64_t pages_total, int32_t n, const int64_t* pages);
 
 // --- asynchronous jobs -----------------------------------------------------------------------------------------
 
@@ -171,7 +174,7 @@ typedef struct hb_step {
   int32_t
       aggregate;  // 0: sum of the query heads' scores, 1: maximum, 2: sum of each query head's softmax over the pages
   // Pages to score per page of budget in rows that are so long that scoring spans of pages first reads less. 0: score
-  // all pages. Needs digests in bytes and `sequences`.
+  // all pages. Needs byte digests and `sequences`.
   int32_t candidates;
   // Tokens of a sequence between two steps in which a layer scores all pages; layers take turns by position. In the
   // steps between, a layer selects among the best pages of the last such step (four times the budget) and newer pages.
@@ -199,12 +202,12 @@ typedef struct hb_layer {
 
 hb_decode* hb_decode_new(const hb_model* model, int layers, int isa);
 void hb_decode_free(hb_decode* decode);
-// Without digests (null, or base null) the layer is exact: all its rows are dense. Without bytes (null, or base null)
-// the digests themselves are scored; they are in any case for sums per head and for maxima. The caller writes the bytes
-// of whole pages; the decoder writes those of pages that it fills. sinks: [heads] logits of one more key without a
-// value, kept by address; or null.
+// Without digests (null, or base null) the layer is exact: all its rows are dense. Without byte digests (null, or
+// base null) the digests themselves are scored; they are in any case for sums per head and for maxima. The caller
+// writes the byte digests of whole pages; the decoder writes those of pages that it fills. sinks: [heads] logits of one
+// more key without a value, kept by address; or null.
 int hb_decode_set_layer(hb_decode* decode, int layer, const hb_cache* cache, const hb_digests* digests,
-                        const hb_bytes* bytes, const float* sinks);
+                        const hb_byte_digests* byte_digests, const float* sinks);
 // Begins a step. Copies everything that `step` points to.
 int hb_decode_begin(hb_decode* decode, const hb_step* step);
 // Drops the state of a sequence that ended, or whose pages changed.

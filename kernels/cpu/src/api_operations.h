@@ -56,7 +56,7 @@ typedef struct hb_append_tokens_args {
   char* frames;  // null: none, nor the next two
   const int32_t *requests, *frame_of;
   char* digests;  // contiguous, or null
-  int64_t digest_kind, rows, positions_are_64, frame_count, request_count, columns, k_stride,
+  int64_t digest_format, rows, positions_are_64, frame_count, request_count, columns, k_stride,
       v_stride;  // strides in elements
 } hb_append_tokens_args;
 int hb_append_tokens(const hb_append_tokens_args* args);
@@ -65,7 +65,7 @@ typedef struct hb_build_digests_args {
   hb_paged kv;
   char* digests;
   const int32_t *pages, *tokens;
-  int64_t digest_kind, n;
+  int64_t digest_format, n;
   hb_team team;
 } hb_build_digests_args;
 int hb_build_digests(const hb_build_digests_args* args);
@@ -83,7 +83,7 @@ typedef struct hb_page_scores_args {
   const char *q, *digests;
   const int32_t *table, *num_pages, *budgets;
   float* out;
-  int64_t rows, columns, table_stride, pages, type, kv_heads, group, head_dim, page_size, digest_kind, aggregate,
+  int64_t rows, columns, table_stride, pages, type, kv_heads, group, head_dim, page_size, digest_format, aggregate,
       per_head, isa;
   hb_team team;
   double bound, scale;

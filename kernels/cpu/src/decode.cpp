@@ -3,9 +3,9 @@
 #include "decode.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
+#include "paged.h"
 #include "team.h"
 
 namespace hb {
@@ -21,11 +21,11 @@ DecodeLayer::DecodeLayer(const hb_model& model, int layers, int isa) : model_(mo
   kernels_ = kernels_of(model, isa);
 }
 
-void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes,
-                            const float* sinks) {
+void DecodeLayer::set_layer(int layer, const hb_cache& cache, const hb_digests& digests,
+                            const hb_byte_digests& byte_digests, const float* sinks) {
   if (layer < 0 || layer >= (int)layers_.size()) throw std::out_of_range("no such layer");
-  layers_[layer] = {cache, digests, bytes, sinks};
-  has_codes_ = has_codes_ || digests.in_codes;
+  layers_[layer] = {cache, digests, byte_digests, sinks};
+  has_codes_ = has_codes_ || digests.format == HB_CODES;
 }
 
 void DecodeLayer::begin(const hb_step& step) {
@@ -234,17 +234,14 @@ void DecodeLayer::write_token(int r) {
   const int64_t row = (int64_t)model_.head_dim * element_size(model_.type);
   const char* k = args_.k + token_row(r) * args_.k_row_stride;
   const char* v = args_.v + token_row(r) * args_.v_row_stride;
-  char* to = cache.base + page * cache.page_stride + offset * cache.token_stride;
-  for (int h = 0; h < model_.kv_heads; h++, to += cache.head_stride) {
-    std::memcpy(to, k + h * row, row);
-    std::memcpy(to + cache.value_offset, v + h * row, row);
-  }
+  store_token(cache, model_.kv_heads, page, offset, k, v, row);
   if (!layer_->sparse()) return;
   const bool is_whole = offset == model_.page_size - 1;
   if (!in_codes()) append_to_digest(model_, layer_->digests, page, offset, k, row);
   else if (is_whole) encode_page(model_, layer_->digests, cache, *kernels_.base, page);
-  // Only whole pages are scored, so a page gets its bytes when it is whole.
-  if (layer_->bytes.base && is_whole) quantize_digest(model_, layer_->digests, layer_->bytes, *kernels_.base, page);
+  // Only whole pages are scored, so a page gets its byte digest when it is whole.
+  if (layer_->byte_digests.base && is_whole)
+    write_byte_digest(model_, layer_->digests, layer_->byte_digests, *kernels_.base, page);
 }
 
 void DecodeLayer::attend_all(int r) {

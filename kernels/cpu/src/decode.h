@@ -25,7 +25,7 @@ class DecodeLayer : public Task {
  public:
   DecodeLayer(const hb_model& model, int layers, int isa);
 
-  void set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_bytes& bytes,
+  void set_layer(int layer, const hb_cache& cache, const hb_digests& digests, const hb_byte_digests& byte_digests,
                  const float* sinks);
   void begin(const hb_step& step);
   // Drops the state of a sequence that ended; its id may be used again.
@@ -42,7 +42,7 @@ class DecodeLayer : public Task {
   struct Layer {
     hb_cache cache{};
     hb_digests digests{};
-    hb_bytes bytes{};
+    hb_byte_digests byte_digests{};
     const float* sinks = nullptr;
     bool sparse() const { return digests.base != nullptr; }
   };
@@ -91,12 +91,12 @@ class DecodeLayer : public Task {
   void shorten(int row, int lane);
   void plan_fine();
   void run_fine(const FineTask& task, int lane);
-  bool in_codes() const { return layer_->digests.in_codes; }
+  bool in_codes() const { return layer_->digests.format == HB_CODES; }
   int lists() const { return per_head_ ? model_.kv_heads : 1; }
   void search(int row, int lane);
   bool searches(int row) const;
-  bool scores_bytes() const {
-    return layer_->bytes.base && (aggregate_ == SOFTMAX || (aggregate_ == SUM && !per_head_));
+  bool scores_byte_digests() const {
+    return layer_->byte_digests.base && (aggregate_ == SOFTMAX || (aggregate_ == SUM && !per_head_));
   }
   void attend_all(int row);
   void select_row(int row, int lane);

@@ -39,8 +39,8 @@ void DecodeLayer::run_fine(const FineTask& task, int lane) {
     const Coarse before{&coarse_scores_[lists_at], columns};
     state.codes.estimate(page_of, task.list, task.begin, task.end, scores, score_stride_,
                          choices_[r] == OF_ALL ? &before : nullptr);
-  } else if (scores_bytes() || task.list < 0) {
-    if (scores_bytes()) state.scorer.move_to(layer_->bytes, task.list);
+  } else if (scores_byte_digests() || task.list < 0) {
+    if (scores_byte_digests()) state.scorer.move_to(layer_->byte_digests, task.list);
     state.scorer.score(page_of, task.begin, task.end, scores, score_stride_);
   } else {  // this scorer scores all lists at once, although each list has pages of its own
     float* all = grown(state.scores, (size_t)score_lists_ * columns_);
@@ -66,7 +66,8 @@ void DecodeLayer::prepare_scorer(Lane& state, int r, bool with_codes) {
   Scorer& scorer = state.scorer;
   if (state.run != runs_ || state.row != r) {
     if (in_codes()) state.codes.prepare(model_, layer_->digests, kernels_, q, head_stride);
-    else if (scores_bytes()) scorer.prepare_bytes(model_, layer_->bytes, kernels_, aggregate_, q, head_stride);
+    else if (scores_byte_digests())
+      scorer.prepare_byte_digests(model_, layer_->byte_digests, kernels_, aggregate_, q, head_stride);
     else scorer.prepare(model_, layer_->digests, kernels_, per_head_, aggregate_, q, head_stride);
     state.run = runs_, state.row = r, state.has_codes = false;
   }
@@ -102,20 +103,20 @@ const float* DecodeLayer::combined(float* scores, int64_t stride, int list, int 
 // A row is searched by one lane, spans first, if this reads less than scoring the row's pages by its share of the
 // lanes.
 bool DecodeLayer::searches(int r) const {
-  if (choices_[r] != OF_ALL || !row_sequences_[r] || !candidates_ || !scores_bytes()) return false;
+  if (choices_[r] != OF_ALL || !row_sequences_[r] || !candidates_ || !scores_byte_digests()) return false;
   const int64_t num_wanted = (int64_t)candidates_ * budget_of(r);
   return num_pages_[r] / kSpan + num_wanted < num_pages_[r] / std::max(1, lanes_ / rows_);
 }
 
 void DecodeLayer::search(int r, int lane) {
   Lane& state = lane_state_[lane];
-  SpanDigests& digests = row_sequences_[r]->spans[layer_index()];
+  SpanDigests& spans_of_row = row_sequences_[r]->spans[layer_index()];
   const int pages = num_pages_[r],
             spans = (pages - 1) / kSpan;  // spans of whole pages only; the last page may be growing
   const int64_t* ids = &table_[(size_t)r * columns_];
-  digests.extend(model_, layer_->digests, *kernels_.base, spans, [ids](int column) { return ids[column]; });
+  spans_of_row.extend(model_, layer_->digests, *kernels_.base, spans, [ids](int column) { return ids[column]; });
   prepare_scorer(state, r);
-  state.scorer.move_to(digests.bytes());
+  state.scorer.move_to(spans_of_row.digests());
   float* of_spans = grown(state.span_scores, (size_t)score_lists_ * (spans + 1));
   state.scorer.score([](int span) { return span; }, 0, spans, of_spans, spans + 1);
   const int64_t num_wanted = std::min<int64_t>(((int64_t)candidates_ * budget_of(r) + kSpan - 1) / kSpan, spans);
@@ -132,7 +133,7 @@ void DecodeLayer::search(int r, int lane) {
       while (best[i] < span && i < num_best) i++;
       if (span == best[i] || span >= spans || c < sinks_ || c >= pages - recent_) columns[count++] = c;
     }
-    state.scorer.move_to(layer_->bytes, per_head_ ? list : -1);
+    state.scorer.move_to(layer_->byte_digests, per_head_ ? list : -1);
     state.scorer.score([ids, columns](int i) { return ids[columns[i]]; }, 0, count - 1, scores, pages);
     choose(r, list, combined(scores, pages, list, count - 1, state.total), columns, count, state);
   }

@@ -76,10 +76,10 @@ float quantize_values(const float* from, uint8_t* to, int n) {
   return scale;
 }
 
-void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_bytes& bytes, const Isa& isa,
-                     int64_t page) {
+void write_byte_digest(const hb_model& model, const hb_digests& digests, const hb_byte_digests& byte_digests,
+                       const Isa& isa, int64_t page) {
   const int dim = model.head_dim;
-  uint8_t* row = bytes.base + page * bytes.page_stride;
+  uint8_t* row = byte_digests.base + page * byte_digests.page_stride;
   float* scales = (float*)(row + (int64_t)model.kv_heads * 2 * dim);
   float values[kMaxHeadDim];
   for (int s = 0; s < 2 * model.kv_heads; s++) {
@@ -91,7 +91,7 @@ void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_
 
 void SpanDigests::add(const hb_model& model, const hb_digests& digests, const Isa& isa, const int64_t* pages) {
   const int64_t row = (int64_t)model.head_dim * element_size(model.type);
-  stride_ = (2 * (int64_t)model.kv_heads * (model.head_dim + 4) + 63) / 64 * 64;
+  stride_ = byte_digest_stride(model.kv_heads, model.head_dim);
   std::vector<char> folded((size_t)model.kv_heads * 2 * row), unused((size_t)row);
   for (int h = 0; h < model.kv_heads; h++) {
     char* high = &folded[(size_t)h * 2 * row];
@@ -102,7 +102,7 @@ void SpanDigests::add(const hb_model& model, const hb_digests& digests, const Is
     }
   }
   rows_.resize((size_t)(count_ + 1) * stride_);
-  quantize_digest(model, {folded.data(), 0, 2 * row, 0}, {&rows_[(size_t)count_ * stride_], stride_}, isa, 0);
+  write_byte_digest(model, {folded.data(), 0, 2 * row, HB_MINMAX}, {&rows_[(size_t)count_ * stride_], stride_}, isa, 0);
   count_++;
 }
 
@@ -145,10 +145,10 @@ void Scorer::prepare(const hb_model& model, const hb_digests& digests, const Ker
   ahead_ = columns_ahead((int64_t)model.kv_heads * 2 * model.head_dim * element_size(model.type));
 }
 
-void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, Aggregate aggregate,
-                           const char* q, int64_t q_head_stride) {
-  base_ = (const char*)bytes.base;
-  page_stride_ = bytes.page_stride;
+void Scorer::prepare_byte_digests(const hb_model& model, const hb_byte_digests& byte_digests, const Kernels& kernels,
+                                  Aggregate aggregate, const char* q, int64_t q_head_stride) {
+  base_ = (const char*)byte_digests.base;
+  page_stride_ = byte_digests.page_stride;
   bytes_ = kernels.bytes;
   per_head_ = false;
   kv_head_ = -1;
@@ -171,8 +171,8 @@ void Scorer::prepare_bytes(const hb_model& model, const hb_bytes& bytes, const K
   ahead_ = columns_ahead((int64_t)model.kv_heads * 2 * dim);
 }
 
-void Scorer::score_tile_bytes(const char* const* rows, const char* const* upcoming, int column, int count, float* out,
-                              int64_t list_stride) {
+void Scorer::score_tile_of_byte_digests(const char* const* rows, const char* const* upcoming, int column, int count,
+                                        float* out, int64_t list_stride) {
   const int dim = model_.head_dim, scales_at = model_.kv_heads * 2 * dim;
   float sums[kMaxGroup * kScoreTile];
   if (aggregate_ == SUM) {
@@ -210,7 +210,7 @@ void Scorer::score_tile(const char* const* rows, const char* const* upcoming, in
   const int width = 2 * model_.head_dim;
   const int64_t row = (int64_t)width * element_size(model_.type);
   float sums[kScoreTile];
-  if (bytes_.dots) return score_tile_bytes(rows, upcoming, column, count, out, list_stride);
+  if (bytes_.dots) return score_tile_of_byte_digests(rows, upcoming, column, count, out, list_stride);
   const bool one_dot = !per_head_ && aggregate_ == SUM && head_stride_ == row;
   if (one_dot) {
     isa_->dots(model_.type, rows, upcoming, weights_.data(), model_.kv_heads * width, sums);

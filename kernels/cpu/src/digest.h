@@ -16,16 +16,21 @@ void fold_key(int type, const char* key, char* high, char* low, int n, bool rese
 void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t page, int64_t offset, const char* keys,
                       int64_t key_head_stride);
 
-// Writes a page's digest in bytes from its maxima and minima.
-void quantize_digest(const hb_model& model, const hb_digests& digests, const hb_bytes& bytes, const Isa& isa,
-                     int64_t page);
+// Returns the bytes between two pages' byte digests: values and scales, padded to whole cache lines.
+inline int64_t byte_digest_stride(int64_t kv_heads, int64_t head_dim) {
+  return (2 * kv_heads * (head_dim + 4) + 63) / 64 * 64;
+}
+
+// Writes a page's byte digest from its maxima and minima.
+void write_byte_digest(const hb_model& model, const hb_digests& digests, const hb_byte_digests& byte_digests,
+                       const Isa& isa, int64_t page);
 
 // Rounds values to bytes around 128 and returns the scale. Values that are not finite count as 0.
 float quantize_values(const float* from, uint8_t* to, int n);
 
 constexpr int kSpan = 8;  // pages
 
-// Digests in bytes of the spans (kSpan consecutive whole pages) of one sequence in one layer. A selection over a long
+// Byte digests of the spans (kSpan consecutive whole pages) of one sequence in one layer. A selection over a long
 // sequence scores the spans first, and then the pages of the best spans only.
 class SpanDigests {
  public:
@@ -40,7 +45,7 @@ class SpanDigests {
       add(model, digests, isa, pages);
     }
   }
-  hb_bytes bytes() { return {rows_.data(), stride_}; }
+  hb_byte_digests digests() { return {rows_.data(), stride_}; }
   int64_t size() const { return (int64_t)rows_.capacity(); }
 
  private:
@@ -67,15 +72,15 @@ class Scorer {
   void prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, bool per_head,
                Aggregate aggregate, const char* q, int64_t q_head_stride);
 
-  // Prepares scores by digests in bytes, with SUM over all heads, or with SOFTMAX.
-  void prepare_bytes(const hb_model& model, const hb_bytes& bytes, const Kernels& kernels, Aggregate aggregate,
-                     const char* q, int64_t q_head_stride);
+  // Prepares scores by byte digests, with SUM over all heads, or with SOFTMAX.
+  void prepare_byte_digests(const hb_model& model, const hb_byte_digests& byte_digests, const Kernels& kernels,
+                            Aggregate aggregate, const char* q, int64_t q_head_stride);
 
   // Scores other digests with the same query from now on, and with SOFTMAX only one KV head's lists (-1: all). Needs
-  // prepare_bytes.
-  void move_to(const hb_bytes& bytes, int kv_head = -1) {
-    base_ = (const char*)bytes.base;
-    page_stride_ = bytes.page_stride;
+  // prepare_byte_digests.
+  void move_to(const hb_byte_digests& byte_digests, int kv_head = -1) {
+    base_ = (const char*)byte_digests.base;
+    page_stride_ = byte_digests.page_stride;
     kv_head_ = kv_head;
   }
 
@@ -98,8 +103,8 @@ class Scorer {
   void score_tile(const char* const* rows, const char* const* upcoming, int column, int count, float* out,
                   int64_t list_stride);
 
-  void score_tile_bytes(const char* const* rows, const char* const* upcoming, int column, int count, float* out,
-                        int64_t list_stride);
+  void score_tile_of_byte_digests(const char* const* rows, const char* const* upcoming, int column, int count,
+                                  float* out, int64_t list_stride);
 
   void sum_weights(const hb_model& model, const Kernels& kernels, const char* q, int64_t q_head_stride);
 

@@ -117,24 +117,24 @@ class Bench {
     bytes_.resize((size_t)kPages * byte_row());
     codes_.resize((size_t)kPages * 4 * model_.head_dim);
     const hb_cache cache{cache_.data(), kPages, 2 * part_, 2 * part_, part_, row_};
-    const hb_digests digests{digests_.data(), 2 * row_, 2 * row_, 0};
+    const hb_digests digests{digests_.data(), 2 * row_, 2 * row_, HB_MINMAX};
     for (int page = 0; page < kPages; page++) {
       for (int t = 0; t < model_.page_size; t++)
         append_to_digest(model_, digests, page, t, cache_.data() + page * 2 * part_ + t * row_, 0);
-      quantize_digest(model_, digests, byte_store(), base(), page);
+      write_byte_digest(model_, digests, byte_digests(), base(), page);
       encode_page(model_, code_store(), cache, base(), page);
     }
   }
-  int64_t byte_row() const { return (2 * (model_.head_dim + 4) + 63) / 64 * 64; }
-  hb_bytes byte_store() { return {bytes_.data(), byte_row()}; }
-  hb_digests code_store() { return {(char*)codes_.data(), 4 * model_.head_dim, 4 * model_.head_dim, 1}; }
+  int64_t byte_row() const { return byte_digest_stride(1, model_.head_dim); }
+  hb_byte_digests byte_digests() { return {bytes_.data(), byte_row()}; }
+  hb_digests code_store() { return {(char*)codes_.data(), 4 * model_.head_dim, 4 * model_.head_dim, HB_CODES}; }
 
   // Scores digests in both ways, the heads' sum in one product and head by head. The digests of a few pages serve as
   // one page's digests of as many heads.
   void score_digests(const Kernels& kernels) {
     hb_model model = model_;
     model.kv_heads = kDigestHeads;
-    const hb_digests digests{digests_.data(), kDigestHeads * 2 * row_, 2 * row_, 0};
+    const hb_digests digests{digests_.data(), kDigestHeads * 2 * row_, 2 * row_, HB_MINMAX};
     for (const Aggregate aggregate : {SUM, SOFTMAX}) {
       scorer_.prepare(model, digests, kernels, false, aggregate, q_.data(), row_);
       scorer_.score([](int64_t column) { return column; }, 0, kPages / kDigestHeads, scores_.data(), kPages);
@@ -142,7 +142,7 @@ class Bench {
   }
   void score_bytes(const Kernels& kernels) {
     for (const Aggregate aggregate : {SUM, SOFTMAX}) {
-      scorer_.prepare_bytes(model_, byte_store(), kernels, aggregate, q_.data(), row_);
+      scorer_.prepare_byte_digests(model_, byte_digests(), kernels, aggregate, q_.data(), row_);
       scorer_.score([](int64_t column) { return column; }, 0, kPages, scores_.data(), kPages);
     }
   }

@@ -7,7 +7,7 @@
 #include "attend_job.h"
 #include "codes.h"
 #include "digest.h"
-#include "digest_kinds.h"
+#include "digest_formats.h"
 #include "guard.h"
 #include "paged.h"
 #include "team.h"
@@ -24,15 +24,15 @@ void fold_keys(const hb_model& model, const char* keys, int64_t row, int64_t tok
 }
 
 // What makes digests of whole pages; null where they are of growing pages too.
-const Isa* coder(const hb_model& model, int64_t kind) {
-  if (kind == hb::kMinMax) return nullptr;
+const Isa* coder(const hb_model& model, int64_t format) {
+  if (format == HB_MINMAX) return nullptr;
   hb::check_model(model);
   return hb::kernels_of(model, hb::best_isa()).base;
 }
 
-// The digest of a whole page, in codes or in bytes.
+// The digest of a whole page, as codes or as maxima and minima in 8 bits.
 void digest_page(const hb_model& model, const hb_paged& kv, const hb_digests& digests, const Isa& isa, int64_t page) {
-  if (digests.in_codes) return hb::encode_page(model, digests, hb::cache_of(kv), isa, page);
+  if (digests.format == HB_CODES) return hb::encode_page(model, digests, hb::cache_of(kv), isa, page);
   hb_model one_head = model;  // what each has of a page is a row of a store of one head
   one_head.kv_heads = 1;
   const int64_t row = hb::row_bytes(kv);
@@ -41,7 +41,7 @@ void digest_page(const hb_model& model, const hb_paged& kv, const hb_digests& di
     fold_keys(model, hb::keys_of(kv, page, h), row, kv.page_size, ends, ends + row);
     uint8_t* to = (uint8_t*)digests.base + page * digests.page_stride + h * digests.head_stride;
     std::memset(to, 0, digests.head_stride);
-    hb::quantize_digest(one_head, {ends, 0, 2 * row, 0}, {to, 0}, isa, 0);
+    hb::write_byte_digest(one_head, {ends, 0, 2 * row, HB_MINMAX}, {to, 0}, isa, 0);
   }
 }
 
@@ -51,11 +51,12 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
   return guarded([&] {
     const hb_append_tokens_args& a = *args;
     const hb_model model = hb::model_of(a.host, 1, 1);
-    const int64_t row = hb::row_bytes(a.host), part = a.host.page_size * row;
-    const hb_digests digests = hb::digests_of(a.digests, model, a.digest_kind);
-    const Isa* isa = coder(model, a.digest_kind);
-    hb_paged frames = a.host;
+    const int64_t row = hb::row_bytes(a.host);
+    hb_cache frames = hb::cache_of(a.host);
+    const hb_cache host = frames;
     frames.base = a.frames;
+    const hb_digests digests = hb::digests_of(a.digests, model, a.digest_format);
+    const Isa* isa = coder(model, a.digest_format);
     for (int64_t r = 0; r < a.rows; r++) {
       const int64_t page = a.pages[r];
       if (page < 0) continue;
@@ -65,21 +66,17 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
       const int64_t offset = position % a.host.page_size;
       const int64_t size = element_size((int)a.host.type);
       const char *k = a.k + r * a.k_stride * size, *v = a.v + r * a.v_stride * size;
-      auto write = [&](const hb_paged& x, int64_t to) {
-        for (int64_t h = 0; h < x.kv_heads; h++) {
-          char* key = hb::keys_of(x, to, h) + offset * row;
-          std::memcpy(key, k + h * row, row);
-          std::memcpy(key + part, v + h * row, row);
-        }
-      };
-      write(a.host, page);
+      hb::store_token(host, a.host.kv_heads, page, offset, k, v, row);
       if (a.frames) {
         const int64_t column = check_id(position / a.host.page_size, a.columns, "logical page");
         const int32_t frame = a.frame_of[check_id(a.requests[r], a.request_count, "request") * a.columns + column];
-        if (frame >= 0) write(frames, check_id(frame, a.frame_count, "frame"));
+        if (frame >= 0) {
+          check_id(frame, a.frame_count, "frame");
+          hb::store_token(frames, a.host.kv_heads, frame, offset, k, v, row);
+        }
       }
       if (!a.digests) continue;
-      if (a.digest_kind == hb::kMinMax) hb::append_to_digest(model, digests, page, offset, k, row);
+      if (a.digest_format == HB_MINMAX) hb::append_to_digest(model, digests, page, offset, k, row);
       else if (offset == a.host.page_size - 1) digest_page(model, a.host, digests, *isa, page);
     }
   });
@@ -90,15 +87,15 @@ HB_API int hb_build_digests(const hb_build_digests_args* args) {
     const hb_build_digests_args& a = *args;
     const hb_model model = hb::model_of(a.kv, 1, 1);
     require(model.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16 up to 256");
-    const hb_digests digests = hb::digests_of(a.digests, model, a.digest_kind);
+    const hb_digests digests = hb::digests_of(a.digests, model, a.digest_format);
     const int64_t row = hb::row_bytes(a.kv);
-    const Isa* isa = coder(model, a.digest_kind);
+    const Isa* isa = coder(model, a.digest_format);
     auto build = [&](int64_t i) {
       const int64_t page = a.pages[i], tokens = a.tokens[i];
       if (page < 0 || tokens <= 0) return;
       check_id(page, a.kv.pages, "page");
       require(tokens <= a.kv.page_size, "a page to digest has 1 to page_size tokens");
-      if (a.digest_kind != hb::kMinMax) {
+      if (a.digest_format != HB_MINMAX) {
         if (tokens == a.kv.page_size) digest_page(model, a.kv, digests, *isa, page);
         return;
       }

@@ -7,7 +7,7 @@
 #include "attend_job.h"
 #include "codes.h"
 #include "digest.h"
-#include "digest_kinds.h"
+#include "digest_formats.h"
 #include "guard.h"
 #include "memory.h"
 #include "team.h"
@@ -27,18 +27,18 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
   return guarded([&] {
     const hb_page_scores_args& a = *args;
     // Scores by maxima and minima do not depend on the page's size.
-    const int32_t page_size = a.digest_kind == hb::kCodes ? (int32_t)a.page_size : 16;
+    const int32_t page_size = a.digest_format == HB_CODES ? (int32_t)a.page_size : 16;
     const hb_model model{(int32_t)a.type, (int32_t)a.kv_heads, (int32_t)a.group, (int32_t)a.head_dim,
                          page_size,       (float)a.scale,      (float)a.bound};
     hb::check_model(model);
     require(a.aggregate >= hb::SUM && a.aggregate <= hb::SOFTMAX, "no such way to combine scores");
     const auto aggregate = (hb::Aggregate)a.aggregate;
     const hb::Kernels kernels = hb::kernels_of(model, (int)a.isa);
-    const hb_digests digests = hb::digests_of(a.digests, model, a.digest_kind);
+    const hb_digests digests = hb::digests_of(a.digests, model, a.digest_format);
     const int64_t heads = a.kv_heads * a.group, lists = a.per_head ? a.kv_heads : 1;
     const bool has_shares = aggregate == hb::SOFTMAX;
     // Codes and bytes are scored by query head, whatever becomes of them.
-    const bool are_apart = has_shares || a.digest_kind != hb::kMinMax;
+    const bool are_apart = has_shares || a.digest_format != HB_MINMAX;
     hb_model one_head = model;
     one_head.kv_heads = 1;
 
@@ -83,14 +83,14 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
       float* shares = apart + task.row * heads * a.columns;
       const char* q = a.q + task.row * heads * head;
       const auto page_of = [ids](int64_t column) { return ids[column]; };
-      if (a.digest_kind == hb::kCodes) {
+      if (a.digest_format == HB_CODES) {
         code_scorer.prepare(model, digests, kernels, q, head);
         code_scorer.prepare_codes(q, head);
         code_scorer.estimate(page_of, -1, (int)task.begin, (int)task.end, shares, a.columns);
-      } else if (a.digest_kind == hb::kBytes) {
+      } else if (a.digest_format == HB_MINMAX_INT8) {
         for (int64_t h = 0; h < a.kv_heads; h++) {  // what each has of a page is a row of a store of one head
-          const hb_bytes one_head_bytes{(uint8_t*)digests.base + h * digests.head_stride, digests.page_stride};
-          scorer.prepare_bytes(one_head, one_head_bytes, kernels, hb::SOFTMAX, q + h * a.group * head, head);
+          const hb_byte_digests one_head_bytes{(uint8_t*)digests.base + h * digests.head_stride, digests.page_stride};
+          scorer.prepare_byte_digests(one_head, one_head_bytes, kernels, hb::SOFTMAX, q + h * a.group * head, head);
           scorer.score(page_of, (int)task.begin, (int)task.end, shares + h * a.group * a.columns, a.columns);
         }
       } else {

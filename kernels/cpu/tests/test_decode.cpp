@@ -17,15 +17,16 @@ std::vector<uint16_t> decode(int rounds, hb_pool* pool, void* gomp, int threads)
   const hb_model model{0, kv_heads, group, dim, page_size, 0.125f, 0.5f};
   const int64_t part = page_size * dim * 2;
   const hb_cache layout{(char*)cache.data(), pages, kv_heads * 2 * part, 2 * part, part, dim * 2};
-  const hb_digests store{(char*)digests.data(), kv_heads * 2 * dim * 2, 2 * dim * 2, 0};
+  const hb_digests store{(char*)digests.data(), kv_heads * 2 * dim * 2, 2 * dim * 2, HB_MINMAX};
   hb_decode* decoder = hb_decode_new(&model, 2, HB_CHOSEN);
   EXPECT(decoder, "%s", hb_last_error());
-  std::vector<uint8_t> quantized((size_t)pages * (kv_heads * 2 * dim + kv_heads * 8));
-  const hb_bytes bytes{quantized.data(), kv_heads * 2 * dim + kv_heads * 8};
+  std::vector<uint8_t> encoded((size_t)pages * (kv_heads * 2 * dim + kv_heads * 8));
+  const hb_byte_digests byte_digests{encoded.data(), kv_heads * 2 * dim + kv_heads * 8};
   std::vector<int64_t> every(pages);
   for (int i = 0; i < pages; i++) every[i] = i;
-  EXPECT(hb_quantize(&model, &store, &bytes, pages, pages, every.data()) == HB_OK, "%s", hb_last_error());
-  hb_decode_set_layer(decoder, 0, &layout, &store, &bytes, nullptr);
+  EXPECT(hb_write_byte_digests(&model, &store, &byte_digests, pages, pages, every.data()) == HB_OK, "%s",
+         hb_last_error());
+  hb_decode_set_layer(decoder, 0, &layout, &store, &byte_digests, nullptr);
   const std::vector<float> sinks(kv_heads * group, 3.f);
   hb_decode_set_layer(decoder, 1, &layout, nullptr, nullptr, sinks.data());
   std::vector<int32_t> table(pages);

@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
     ),
     "byte digests that the native decoder cannot combine": (
         MODEL,
-        ["--set=selection.digest=minmax_int8", "--set=selection.aggregate=max"],
+        ["--set=method=quest", "--set=selection.digest=minmax_int8", "--set=selection.aggregate=max"],
         [],
         ["selection.digest", "not max with layer", "write auto or minmax"],
     ),

@@ -25,10 +25,10 @@ def pool():
 def test_selection_from_bytes(pool, aggregate):
     """Scored from bytes, the selection is worth as much as the exact one; a page that fills is brought up to date."""
     case = Case(1, torch.bfloat16, 3, 3, 64, 16, rows=1, columns=100)  # this token fills the last page
-    quantized = native.quantized_like(case.digests)
-    native.quantize(quantized, case.digests, case.table[0, :-1])
-    quantized_too = {"quantized": {0: quantized}, "bound": 0.5}
-    decoder = cpu.Decoder([case.layer], {0: case.digests}, 9, case.scale, **quantized_too, team=pool)
+    byte_digests = native.empty_byte_digests(case.digests)
+    native.write_byte_digests(byte_digests, case.digests, case.table[0, :-1])
+    byte_digests_too = {"byte_digests": {0: byte_digests}, "bound": 0.5}
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, 9, case.scale, **byte_digests_too, team=pool)
     decoder.begin(case.table, case.seq_lens, torch.tensor([20]), tokens=case.tokens, aggregate=aggregate)
     decoder.layer(0, case.q, case.k, case.v, case.out)
     how = SelectionConfig(aggregate=aggregate)
@@ -39,9 +39,9 @@ def test_selection_from_bytes(pool, aggregate):
     mine, best = decoder.selected(0).long(), forced.topk(20).indices
     assert len(mine) == 20 and mine[0] == 0 and mine[-1] == 99
     assert exact[mine].sum() > 0.999 * exact[best].sum()
-    fresh = native.quantized_like(case.digests)
-    native.quantize(fresh, case.digests, case.table[0, -1:])
-    assert torch.equal(quantized[case.table[0, -1]], fresh[case.table[0, -1]])
+    fresh = native.empty_byte_digests(case.digests)
+    native.write_byte_digests(fresh, case.digests, case.table[0, -1:])
+    assert torch.equal(byte_digests[case.table[0, -1]], fresh[case.table[0, -1]])
 
 
 @pytest.mark.parametrize("isa", cpu.isas() if cpu.available() else [])
@@ -108,11 +108,11 @@ def two_levels(case: Case, pages: int, budget: int, candidates: int) -> list[int
 def test_long_rows_are_searched_by_spans_first(pool, dtype, shape):
     kv_heads, group, dim = shape
     case = Case(3, dtype, kv_heads, group, dim, 16, rows=2, columns=203)
-    quantized = native.quantized_like(case.digests)
+    byte_digests = native.empty_byte_digests(case.digests)
     for row, pages in enumerate(case.num_pages.tolist()):
-        native.quantize(quantized, case.digests, case.table[row, : pages - 1])
+        native.write_byte_digests(byte_digests, case.digests, case.table[row, : pages - 1])
     heads = kv_heads * group
-    decoder = cpu.Decoder([case.layer], {0: case.digests}, heads, case.scale, quantized={0: quantized}, team=pool)
+    decoder = cpu.Decoder([case.layer], {0: case.digests}, heads, case.scale, byte_digests={0: byte_digests}, team=pool)
     # Row 0 is long, row 1 dense. The sequence grows a page: one span more is whole.
     for length in (199 * 16 + 5, 201 * 16 + 1):
         seq_lens = torch.tensor([length, int(case.seq_lens[1])])
@@ -121,11 +121,11 @@ def test_long_rows_are_searched_by_spans_first(pool, dtype, shape):
         decoder.layer(0, case.q, None, None, case.out)
         pages = -(-length // 16)
         assert decoder.selected(0).tolist() == two_levels(case, pages, 12, 2)
-    assert decoder.span_bytes >= 25 * native.lib.byte_row(kv_heads, dim)
+    assert decoder.span_bytes >= 25 * native.byte_digests.page_row(kv_heads, dim)
     # Forgotten, the id serves a sequence of other pages.
     decoder.forget(4)
     case.table[0] = case.table[0].flip(0)
-    native.quantize(quantized, case.digests, case.table[0])
+    native.write_byte_digests(byte_digests, case.digests, case.table[0])
     decoder.begin(case.table, seq_lens, torch.tensor([12, -1]), **how)
     decoder.layer(0, case.q, None, None, case.out)
     assert decoder.selected(0).tolist() == two_levels(case, pages, 12, 2)
@@ -148,9 +148,9 @@ def summarized(case, digest):
         oracle.build_digests(case.layer, case.digests, every.int(), torch.full_like(every, 16).int())
     if digest != "bytes":
         return None
-    quantized = native.quantized_like(case.digests)
-    native.quantize(quantized, case.digests, every)
-    return quantized
+    byte_digests = native.empty_byte_digests(case.digests)
+    native.write_byte_digests(byte_digests, case.digests, every)
+    return byte_digests
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -162,11 +162,11 @@ def test_between_two_looks_at_all_pages_a_row_chooses_among_four_times_its_budge
     is chosen until the next look is best among all that is chosen until then. In every second step they choose among
     twice the budget, the best of the step before: what these two steps choose is the best of it."""
     case = Case(14, torch.bfloat16, 2, 2, 64, 16, rows=2, columns=60)
-    in_bytes = summarized(case, digest)
-    quantized = {} if in_bytes is None else {0: in_bytes, 1: in_bytes}
+    byte_copy = summarized(case, digest)
+    byte_digests = {} if byte_copy is None else {0: byte_copy, 1: byte_copy}
     layers, digests = [case.layer, case.layer], {0: case.digests, 1: case.digests}
     lazy, eager = (
-        cpu.Decoder(layers, digests, 4, case.scale, quantized=quantized, bound=0.5, team=pool) for _ in range(2)
+        cpu.Decoder(layers, digests, 4, case.scale, byte_digests=byte_digests, bound=0.5, team=pool) for _ in range(2)
     )
     lists, kept, last, seen = (2 if per_head else 1), {}, {}, {}
     # Shares depend on what they are taken among, sums do not.
@@ -263,10 +263,10 @@ def test_what_is_kept_to_choose_among_does_not_depend_on_who_computes(pool, dige
     """Lists of several ranges, whichever thread scores which: one thread selects the same, in every step; and what is
     chosen between looks is mostly what would be chosen of all."""
     case = Case(12, torch.float32 if digest == "minmax" else torch.bfloat16, 2, 2, 64, 16, rows=2, columns=400)
-    in_bytes = summarized(case, "bytes" if digest == "spans" else digest)
-    quantized = {} if in_bytes is None else {0: in_bytes}
+    byte_copy = summarized(case, "bytes" if digest == "spans" else digest)
+    byte_digests = {} if byte_copy is None else {0: byte_copy}
     decoders = [
-        cpu.Decoder([case.layer], {0: case.digests}, 4, case.scale, quantized=quantized, bound=0.5, team=team)
+        cpu.Decoder([case.layer], {0: case.digests}, 4, case.scale, byte_digests=byte_digests, bound=0.5, team=team)
         for team in (pool, "caller", "caller")
     ]
     how = {"sinks": 1, "recent": 2, "per_head": per_head, "aggregate": aggregate, "sequences": torch.tensor([1, 2])}
@@ -289,9 +289,11 @@ def test_what_is_kept_to_choose_among_does_not_depend_on_who_computes(pool, dige
 @pytest.mark.parametrize(("aggregate", "per_head"), [("sum", False), ("softmax", False), ("softmax", True)])
 def test_all_spans_as_candidates_select_what_one_level_selects(aggregate, per_head):
     case = Case(5, torch.bfloat16, 8, 2, 128, 16, rows=1, columns=300)
-    quantized = native.quantized_like(case.digests)
-    native.quantize(quantized, case.digests, case.table[0])
-    decoder = cpu.Decoder([case.layer], {0: case.digests}, 16, case.scale, quantized={0: quantized}, team="caller")
+    byte_digests = native.empty_byte_digests(case.digests)
+    native.write_byte_digests(byte_digests, case.digests, case.table[0])
+    decoder = cpu.Decoder(
+        [case.layer], {0: case.digests}, 16, case.scale, byte_digests={0: byte_digests}, team="caller"
+    )
     found = []
     for candidates in (0, 21):  # 21 x 12 pages of 300, and 37 spans
         decoder.begin(case.table, case.seq_lens, torch.tensor([12]), tokens=case.tokens, sequences=torch.tensor([0]),

@@ -59,10 +59,17 @@ def test_a_decoder_selects_by_sums_of_byte_digests(isa, dtype, kv_heads, group, 
     digests = digests.to(dtype)
     layer, q = torch.randn(40, kv_heads, 2, 16, dim).to(dtype), torch.randn(2, kv_heads * group, dim).to(dtype)
     table = torch.stack([torch.randperm(40)[:21] for _ in range(2)])
-    quantized = native.quantized_like(digests)
-    native.quantize(quantized, digests, torch.arange(40))
+    byte_digests = native.empty_byte_digests(digests)
+    native.write_byte_digests(byte_digests, digests, torch.arange(40))
     decoder = cpu.Decoder(
-        [layer], {0: digests}, kv_heads * group, dim**-0.5, quantized={0: quantized}, bound=0.5, team="caller", isa=isa
+        [layer],
+        {0: digests},
+        kv_heads * group,
+        dim**-0.5,
+        byte_digests={0: byte_digests},
+        bound=0.5,
+        team="caller",
+        isa=isa,
     )
     decoder.begin(table, torch.tensor([336, 336]), torch.tensor([8, 8]), sinks=0)
     decoder.layer(0, q, None, None, torch.empty_like(q))
@@ -80,13 +87,13 @@ def test_quantizing_odd_digests():
     digests[1] = 1e-42
     digests[2, 0, 0, :3] = torch.tensor([float("inf"), float("nan"), 2.0])
     digests[3] = 3e38
-    quantized = native.quantized_like(digests)
-    native.quantize(quantized, digests, torch.arange(4))
-    scales = quantized[:, 64:72].contiguous().view(torch.float32)
-    maxima = (quantized[:, :32].float() - 128) * scales[:, :1]
+    byte_digests = native.empty_byte_digests(digests)
+    native.write_byte_digests(byte_digests, digests, torch.arange(4))
+    scales = byte_digests[:, 64:72].contiguous().view(torch.float32)
+    maxima = (byte_digests[:, :32].float() - 128) * scales[:, :1]
     assert scales.isfinite().all() and maxima[3] == pytest.approx(3e38, rel=1e-2)
     assert maxima[:3, :3].tolist() == [[0, 0, 0], [0, 0, 0], pytest.approx([0, 0, 2.0])]
-    assert (quantized[0, :64] == 128).all() and quantized[2, 2] == 255
+    assert (byte_digests[0, :64] == 128).all() and byte_digests[2, 2] == 255
 
 
 def test_refuses_foreign_pages():

@@ -10,11 +10,12 @@ from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu import interface, library
 from hybrid_backend.kernels.cpu.interface import CONSTANTS, PACKERS, PROTOTYPES, STRUCTURES
+from hybrid_backend.kernels.digest_format import CODES, MINMAX, MINMAX_INT8
 from hybrid_backend.kernels.operations import Counters
 
 
 def test_structures_and_prototypes_are_those_of_the_headers() -> None:
-    assert STRUCTURES["hb_bytes"]._fields_ == [("base", ctypes.c_void_p), ("page_stride", ctypes.c_int64)]
+    assert STRUCTURES["hb_byte_digests"]._fields_ == [("base", ctypes.c_void_p), ("page_stride", ctypes.c_int64)]
     assert STRUCTURES["hb_partial_args"]._fields_[0] == ("model", STRUCTURES["hb_model"])
     assert PROTOTYPES["hb_last_error"] == (ctypes.c_char_p, [])
     assert PROTOTYPES["hb_pool_free"] == (None, [ctypes.c_void_p])
@@ -32,6 +33,11 @@ def test_a_packed_argument_has_the_size_of_its_structure() -> None:
 def test_kernels_count_in_the_columns_of_the_contract() -> None:
     for column, name in enumerate(Counters._fields[:7]):
         assert CONSTANTS[f"HB_{name.upper()}"] == column
+
+
+def test_kernels_number_digest_formats_as_the_contract_does() -> None:
+    for digest_format in (MINMAX, CODES, MINMAX_INT8):
+        assert CONSTANTS[f"HB_{digest_format.name.upper()}"] == digest_format.number
 
 
 @pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))

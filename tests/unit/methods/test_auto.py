@@ -26,7 +26,13 @@ def test_auto_is_quest_on_a_cpu_and_scout_on_a_gpu() -> None:
 @NATIVE
 @pytest.mark.parametrize(
     "keys",
-    [{"workers": {"kernel": "torch"}}, {"device_kernels": "torch"}, {"heads": 48, "kv_heads": 1}, {"head_dim": 120}],
+    [
+        {"workers": {"kernel": "torch"}},
+        {"device_kernels": "torch"},
+        {"heads": 48, "kv_heads": 1},
+        {"head_dim": 120},
+        {"selection": {"digest": "minmax_int8", "aggregate": "max"}},
+    ],
     ids=str,
 )
 def test_auto_is_scout_on_a_cpu_where_the_native_kernels_cannot_serve(keys: dict[str, object]) -> None:

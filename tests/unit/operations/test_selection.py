@@ -84,18 +84,18 @@ def test_page_scores_by_codes_are_what_their_keys_add_up_to(
     aggregate=st.sampled_from(AGGREGATES),
     per_head=st.booleans(),
     bound=st.sampled_from([0.1, 0.5, 1.0]),
-    in_bytes=st.booleans(),
+    as_bytes=st.booleans(),
 )
 def test_page_scores_combine_what_digests_allow(
     operations: Operations, seed: int, dtype: torch.dtype, kv_heads: int, group: int, dim: int, columns: int,
-    aggregate: str, per_head: bool, bound: float, in_bytes: bool,
+    aggregate: str, per_head: bool, bound: float, as_bytes: bool,
 ) -> None:  # fmt: skip
     """Against fp64. The native kernels round queries to bytes, too, where digests are in bytes."""
     chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
     rows, scale = 4, dim**-0.5
     digests = torch.randn(columns + 20, kv_heads, 2, dim, generator=rng).to(dtype).sort(2, descending=True).values
     allowed = digests
-    if in_bytes:
+    if as_bytes:
         digests = byte_digests.encode(digests)
         allowed = byte_digests.decode(digests)
     q = torch.randn(rows, kv_heads * group, dim, generator=rng).to(dtype)
@@ -127,7 +127,7 @@ def test_page_scores_combine_what_digests_allow(
     assert torch.equal(scores > -INF, some)
     assert not scores[3, :, : num_pages[3]].any(), "a row that may take all of its pages is not scored"
     error = ERROR[dtype] * (5 if aggregate == "softmax" else 1)  # of the logits, which shares are exponentials of
-    error = max(error, 0.02) if in_bytes and operations is module_of("native") else error
+    error = max(error, 0.02) if as_bytes and operations is module_of("native") else error
     size = max(float(expected[some].norm()), summed**0.5)
     assert float((scores[some] - expected[some]).norm()) <= error * size
 

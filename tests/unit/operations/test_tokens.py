@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from hybrid_backend.kernels import byte_digests, codes, reference
+from hybrid_backend.kernels.digest_format import CODES, MINMAX_INT8
 from hybrid_backend.kernels.operations import Operations
 from tests.support.cases import relative_error
 from tests.unit.implementations import over_implementations
@@ -217,7 +218,7 @@ def test_codes_are_near_the_keys_of_whole_pages_and_of_no_others(
     page_size=st.sampled_from([16, 48]),
     dim=st.sampled_from([16, 80, 128]),
 )
-def test_bytes_are_the_rounded_extremes_of_whole_pages_and_of_no_others(
+def test_byte_digests_are_the_rounded_extremes_of_whole_pages_and_of_no_others(
     operations: Operations, seed: int, dtype: torch.dtype, kv_heads: int, page_size: int, dim: int
 ) -> None:
     chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -235,8 +236,8 @@ def test_bytes_are_the_rounded_extremes_of_whole_pages_and_of_no_others(
         assert ((byte_digests.decode(digests[page]).double() - extremes).abs() <= 0.5001 * step).all()
 
 
-WHOLE = {"codes": lambda dim: 4 * dim, "bytes": byte_digests.row}
-"""Bytes of a row, of the kinds of digests that only whole pages have."""
+WHOLE = {digest_format.name: digest_format for digest_format in (CODES, MINMAX_INT8)}
+"""Formats of digests that only whole pages have."""
 
 
 @pytest.mark.parametrize("kind", WHOLE)
@@ -249,7 +250,7 @@ def test_the_digest_of_a_page_that_grew_whole_token_by_token_is_the_one_built_an
     written = torch.full_like(kv, NAN)
     frames, frame_of = torch.full_like(kv, NAN), ints([-1, -1, 1, -1])[None]
     where = (frames, ints([0, 0]), frame_of) if has_frames else (None, None, None)
-    grown, built = torch.full((2, 2, 2, WHOLE[kind](64)), 99, dtype=torch.uint8)
+    grown, built = torch.full((2, *WHOLE[kind].shape(2, 2, 64)), 99, dtype=torch.uint8)
     for token in range(32):
         k, v = kv[:, :, 0, token].contiguous(), kv[:, :, 1, token].contiguous()
         assert (grown == 99).all(), "of whole pages only"
@@ -277,7 +278,7 @@ def test_digests_of_a_chunk_that_fills_its_pages_are_those_of_the_pages(
     """Read from a projection to queries, keys and values."""
     chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
     keys = torch.randn(count * page_size, 3, kv_heads, dim, generator=rng).to(dtype)[:, 1]
-    extended, built = torch.full((2, 6, kv_heads, WHOLE[kind](dim)), 99, dtype=torch.uint8)
+    extended, built = torch.full((2, *WHOLE[kind].shape(6, kv_heads, dim)), 99, dtype=torch.uint8)
     table = shuffled_list(range(6), chance)[:count]
     kv = torch.full((6, kv_heads, 2, page_size, dim), NAN, dtype=dtype)
     for at, page in enumerate(table):
@@ -288,11 +289,11 @@ def test_digests_of_a_chunk_that_fills_its_pages_are_those_of_the_pages(
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-42, 3e38, NAN, INF])
-def test_codes_and_bytes_of_odd_keys_are_finite(operations: Operations, value: float) -> None:
+def test_codes_and_byte_digests_of_odd_keys_are_finite(operations: Operations, value: float) -> None:
     kv = torch.zeros(2, 1, 2, 16, 64)
     kv[0] = value
     kv[1, 0, 0, 3, 5] = value
-    coded, rounded = (torch.zeros(2, 1, row(64), dtype=torch.uint8) for row in (WHOLE["codes"], WHOLE["bytes"]))
+    coded, rounded = (torch.zeros(x.shape(2, 1, 64), dtype=torch.uint8) for x in (CODES, MINMAX_INT8))
     for digests in (coded, rounded):
         operations.build_digests(kv, digests, ints([0, 1]), ints([16, 16]))
     assert all(x.isfinite().all() for x in codes.decode(coded, 16))

@@ -236,7 +236,8 @@ def test_a_configuration_that_every_method_refuses_is_an_error_of_one_line(
 
 
 def test_of_several_reasons_the_configured_methods_own_is_told() -> None:
-    keys = {"quality": {"min_mass": 0.9}, "selection": {"digest": "minmax_int8", "aggregate": "max"}}
+    selection = {"digest": "minmax_int8", "aggregate": "max"}
+    keys = {"method": "quest", "quality": {"min_mass": 0.9}, "selection": selection}
     with pytest.raises(ConfigError, match=r"selection.digest: minmax_int8 needs"):
         make_plan(
             request(

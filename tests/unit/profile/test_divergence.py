@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 
 from hybrid_backend.config import config_from_mapping
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.kernels.digest_format import MINMAX_INT8
 from hybrid_backend.tools.profile import divergence as module
 from hybrid_backend.tools.profile.divergence import Probe, Reference, References, divergence, lookup_probes, text_probe
 from hybrid_backend.tools.profile.measure import page_digests, select
@@ -53,7 +54,7 @@ def test_the_cost_is_that_of_the_model_with_the_unselected_pages_masked() -> Non
         allowed = key <= position
         if module.layer_idx in masked:
             tokens = k[0].transpose(0, 1)
-            digests = page_digests(tokens, 16, "minmax_int8")
+            digests = page_digests(tokens, 16, MINMAX_INT8)
             pages = select(q[0].transpose(0, 1), digests, torch.arange(1, 301), CONFIG, scaling)[0][:, 0]
             allowed = allowed & (pages[:, key // 16] | (position < PROBE.prompt_tokens))
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

@@ -47,7 +47,7 @@ def test_the_papers_table_llama_3_8b_at_one_million_tokens() -> None:
     llama = ModelSpec(32, num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0, dtype=torch.bfloat16)
     assert llama.num_layers * llama.page_bytes(2**20) == 128 * 2**30
     # A buffer for an eighth of the tokens of eight heads is one for all tokens of a head.
-    assert prod(staging_shape(llama, 32, 2**20 // 8)) * llama.dtype.itemsize == 2**30
+    assert prod(staging_shape(llama.kv_format(32), 2**20 // 8)) * llama.dtype.itemsize == 2**30
 
 
 def test_groups_double_beyond_each_threshold() -> None:

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hybrid_backend.batch import Batch
 from hybrid_backend.config import HybridConfig, Rule, apply_overrides, config_from_mapping, iter_keys
 from hybrid_backend.config.rules import MOST
-from hybrid_backend.errors import ConfigError
+from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods.host_room import check_room
-from tests.support.harness import METHODS, PAGE, Engine, spec
+from tests.support.harness import METHODS, PAGE, Engine, config, spec
 
 MEMORY = 16 << 30
 PAGES = 64
@@ -96,3 +97,15 @@ def test_the_number_that_a_refusal_names_fits_and_starts(method: str, key: str, 
     named = int(re.search(r"write (\d+) or less", str(error.value))[1])
     assert named > 0
     Engine(check(named), spec(), PAGES).runtime.close()
+
+
+@pytest.mark.parametrize("method", ["quest", "scout", "dense"])
+def test_a_row_that_decodes_two_tokens_in_a_step_is_refused_by_name(method: str) -> None:
+    engine = Engine(config(method=method), spec(), num_pages=20)
+    table, slots = (
+        torch.tensor([[1, 2], [3, 4]], dtype=torch.int32),
+        torch.tensor([PAGE + 3, 3 * PAGE + 3, 3 * PAGE + 4]),
+    )
+    batch = Batch(["a", "b"], [0, 1, 3], [4, 5], [True, True], table, slots)
+    with pytest.raises(EngineError, match="request b decodes 2 tokens in one step"):
+        engine.runtime.begin_step(batch)

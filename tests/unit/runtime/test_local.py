@@ -67,7 +67,8 @@ def test_all_rows_at_once_with_torch_equal_fp64(seed: int, seq_lens: list[int], 
         if length % PAGE:
             pool[table[row, length // PAGE], :, :, length % PAGE :] = float("nan")
     names = [str(row) for row in range(len(seq_lens))]
-    rows = DecodeRows(names, torch.arange(len(names)), lengths, counts, table, whole_batch=True)
+    starts = torch.arange(len(names) + 1, dtype=torch.int32)
+    rows = DecodeRows(names, starts, torch.arange(len(names)), lengths, counts, table, whole_batch=True)
     seen = WindowRows.of(rows, window, PAGE)
     assert seen.pages.shape[1] <= -(-min(window, max(seq_lens)) // PAGE) + 1
     q = torch.randn(len(seq_lens), 8, 16, generator=rng)[:, :4]  # as engines have it, beside K and V

@@ -36,7 +36,8 @@ def sample(stats: Stats, mass: float) -> None:
 
 def rows_of(pages: int, asked: int | None = None) -> DecodeRows:
     one, budgets = torch.tensor([pages]), None if asked is None else torch.tensor([asked])
-    return DecodeRows(["a"], torch.zeros(1), PAGE * one, one, torch.zeros(1, pages), whole_batch=True, budgets=budgets)
+    starts, table = torch.arange(2, dtype=torch.int32), torch.zeros(1, pages)
+    return DecodeRows(["a"], starts, torch.zeros(1), PAGE * one, one, table, whole_batch=True, budgets=budgets)
 
 
 def budget(found: QualityWatch, pages: int = 100) -> int:

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu import library
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.model import ModelShape
 
 PAGE = 32
@@ -59,10 +61,9 @@ class HostMemory:
         for start in range(0, flat.numel(), noise.numel()):
             part = flat[start : start + noise.numel()]
             part.copy_(noise[: part.numel()])
-        unit = shape.kv_heads * 2 * PAGE * shape.head_dim
-        self.pages = flat.numel() // unit
-        self.pool = flat[: self.pages * unit].view(self.pages, shape.kv_heads, 2, PAGE, shape.head_dim)
-        self.page_bytes = unit * 2
+        kv = KvFormat(shape.kv_heads, PAGE, shape.head_dim, flat.dtype)
+        self.pages, self.page_bytes = flat.nbytes // kv.page_bytes, kv.page_bytes
+        self.pool = flat[: prod(kv.shape(self.pages))].view(kv.shape(self.pages))
         self._order = torch.randperm(self.pages)
         self._next = 0
 

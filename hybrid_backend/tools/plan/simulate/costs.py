@@ -11,10 +11,10 @@ from typing import NamedTuple
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import Hardware
 from hybrid_backend.hardware.times import LayerTimes
-from hybrid_backend.methods.selective import digest_kind
+from hybrid_backend.kernels.digest_format import CODES
+from hybrid_backend.methods.selective import digest_format
 from hybrid_backend.model import ModelShape, spec_of
 from hybrid_backend.step.method import frames_per_request
-from hybrid_backend.tiers.sizes import digest_store
 
 SPAN_PAGES = 8
 """Pages that share one digest of the second level (docs/cpu-kernels.md)."""
@@ -94,9 +94,8 @@ class LayerSizes:
     def digest_bytes(self) -> float:
         """Bytes of the digests of all pages in a separate device tier."""
         model = spec_of(self.shape)
-        kind = digest_kind(self.config, model)
-        shape, dtype = digest_store(kind, model.dtype, self._pages, model.num_kv_heads, model.head_dim)
-        return float(math.prod(shape) * dtype.itemsize * self.rows)
+        digests = digest_format(self.config, model)
+        return float(self._pages * digests.page_bytes(model.dtype, model.num_kv_heads, model.head_dim) * self.rows)
 
     @cached_property
     def digest_bytes_in_place(self) -> float:
@@ -143,7 +142,7 @@ class Costs(LayerSizes):
         pages, budget = self._pages, self.config.budget_pages
         candidates = min(pages, CANDIDATES_PER_PAGE * budget)
         steps = self.config.selection.steps_between_looks
-        if self.config.selection.digest != "codes":
+        if self.config.selection.digest != CODES.name:
             between = min(self.digest_bytes_in_place, candidates * self._digest_page_bytes)
             scored = (self.digest_bytes_in_place + (steps - 1) * between) / steps
             return self.attention(scored) / DIGEST_RATE
