@@ -209,21 +209,18 @@ def test_the_runtime_is_exact_with_it(
     STREAMS.seed(0)
     calls.clear()  # of the trial
     steps: list[dict[str, int]] = [{"a": 35}, {"a": 13, "c": 5}, {"b": 9, "c": 12}, {"a": 1}, {"a": 1, "c": 8}]
-    try:
-        made.add("a", 3 * PAGE)
-        made.add("c", 25)
-        with late():
-            for step, work in enumerate(steps):
-                if step == 2:
-                    made.add("b", 2 * PAGE + 9, shared_with="a")
-                made.step(work, tolerance=3e-2)
-            for _ in range(3):
-                made.step({"b": 1, "a": 1, "c": 1}, tolerance=3e-2)
-        assert calls.count("BatchPrefillWithRaggedKVCacheWrapper") == 2 * 4  # layers, steps with prompts
-        # In a layer that frames hold, and in one that is on the device whole.
-        assert calls.count("BatchDecodeWithPagedKVCacheWrapper") == (0 if name == "headinfer" else 2 * 5)
-    finally:
-        made.close()
+    made.add("a", 3 * PAGE)
+    made.add("c", 25)
+    with late():
+        for step, work in enumerate(steps):
+            if step == 2:
+                made.add("b", 2 * PAGE + 9, shared_with="a")
+            made.step(work, tolerance=3e-2)
+        for _ in range(3):
+            made.step({"b": 1, "a": 1, "c": 1}, tolerance=3e-2)
+    assert calls.count("BatchPrefillWithRaggedKVCacheWrapper") == 2 * 4  # layers, steps with prompts
+    # In a layer that frames hold, and in one that is on the device whole.
+    assert calls.count("BatchDecodeWithPagedKVCacheWrapper") == (0 if name == "headinfer" else 2 * 5)
 
 
 # --- whether it is used ---

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hybrid_backend.methods.clo import Clo
 from hybrid_backend.methods.hgca import Hgca
 from tests.support.harness import PAGE, Engine, config, decode_step, spec
-from tests.support.scenario import check_digests, check_nothing_is_left, is_dense
+from tests.support.scenario import check_digests, check_nothing_is_left, step
 
 MAX_REQUESTS = 5
 
@@ -65,9 +65,6 @@ class Life(RuleBasedStateMachine):
     def waiting(self) -> list[str]:
         return [name for name, request in self.engine.sequences.items() if request.tokens < request.prompt]
 
-    def step(self, work: dict[str, int]) -> None:
-        self.engine.step(work, lookahead_noise=0.3, tolerance=1e-4 if is_dense(self.engine, work) else None)
-
     @precondition(lambda self: len(self.engine.sequences) < MAX_REQUESTS)
     @rule(prompt=st.integers(1, 9 * PAGE))
     def arrive(self, prompt: int) -> None:
@@ -88,7 +85,7 @@ class Life(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.waiting()))
         request = self.engine.sequences[name]
         work = {name: min(chunk, request.prompt - request.tokens), **dict.fromkeys(self.ready(), 1)}
-        self.step({name: work[name] for name in data.draw(st.permutations(list(work)))})
+        step(self.engine, {name: work[name] for name in data.draw(st.permutations(list(work)))})
 
     @precondition(lambda self: self.ready())
     @rule(data=st.data(), steps=st.integers(1, 12))
@@ -97,7 +94,7 @@ class Life(RuleBasedStateMachine):
         for _ in range(steps):
             if max(self.engine.sequences[name].tokens for name in names) > 16 * PAGE:
                 break
-            self.step(dict.fromkeys(names, 1))
+            step(self.engine, dict.fromkeys(names, 1))
 
     @precondition(lambda self: self.engine.sequences)
     @rule(data=st.data())
