@@ -298,7 +298,7 @@ def _answer(refusal: str | None, column: str, name: str, is_shown: bool = True) 
 
 def _refusal(settings: Mapping[str, Any], column: str) -> str | None:
     """Return the error of a start with these settings; None if nothing is refused."""
-    config = _config("scout")
+    config = _config("scout" if column.endswith("CUDA") else "quest")  # what `method: auto` takes
     try:
         if column.startswith("SGLang"):
             asked = _stand_in({**_PLAIN["sglang"], **settings})

@@ -65,6 +65,7 @@ class Engine:
     Attributes:
         name: name in messages.
         package: name of the Python package.
+        locked: the version that `make` installs, on which the tests run the check.
         tested: versions that were tested.
         fix: how to install a tested version.
         symbols: table of the symbols that the adapter uses besides its imports and overrides.
@@ -73,14 +74,21 @@ class Engine:
 
     name: str
     package: str
+    locked: str
     tested: Range
     fix: str
     symbols: Table
     adapter: Path | None
 
-    def missing(self) -> list[str]:
-        """Say which symbols that the adapter uses the installed engine lacks. The engine is not imported."""
-        return [*_missing(self)]
+    def missing(self, version: str | None = None) -> list[str]:
+        """Say which symbols that the adapter uses the installed engine lacks. The engine is not imported.
+
+        Args:
+            version: the installed version. Nothing is read if it is the locked one, because reading takes a second
+                of each start. None: the engine is always read.
+        """
+        is_locked = version is not None and version.partition("+")[0] == self.locked
+        return [] if is_locked else [*_missing(self)]
 
     def check(self, version: str, missing: Sequence[str]) -> str | None:
         """Check that a version can be used.

@@ -35,11 +35,17 @@ def test_a_symbol_that_an_adapter_would_use_and_the_engine_lacks_is_named(known:
     problems = named.missing()
     assert f"no {known.package}.{base}:NoSuchName (ours.py)" in problems
     assert f"no {known.package}.{base}:AttentionBackend.no_such (use)" in problems
-    assert any("is abstract" in problem for problem in problems)
+    if known.package == "vllm":  # SGLang's base class declares no method abstract.
+        assert any("is abstract" in problem for problem in problems)
 
 
-def test_the_check_takes_a_second_or_two(known: Engine) -> None:
-    """It runs once at start; the engine's own imports take ten times as long."""
+def test_a_start_with_the_locked_version_spends_no_time_on_the_check(known: Engine) -> None:
+    """The first test of this file has shown what the check would show. A local part names a build, not a version."""
     before = time.process_time()
-    replace(known).missing()
-    assert time.process_time() - before < 5
+    assert replace(known, symbols={"use": {f"{known.package}:no_such": ""}}).missing(f"{known.locked}+cpu") == []
+    assert time.process_time() - before < 0.01
+
+
+def test_a_start_with_another_version_reads_the_engine(known: Engine) -> None:
+    lacking = replace(known, adapter=None, symbols={"use": {f"{known.package}:no_such": ""}})
+    assert lacking.missing(f"{known.locked}rc1") == [f"no {known.package}:no_such (use)"]

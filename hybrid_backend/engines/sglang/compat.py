@@ -16,7 +16,13 @@ from hybrid_backend.engines.upstream import Engine, Range
 LOCKED = "0.5.23"
 """The version that `make` installs."""
 SGLANG = Engine(
-    "SGLang", "sglang", Range("0.5.23", "0.5.23"), f"pip install sglang=={LOCKED}", SYMBOLS, Path(__file__).parent
+    "SGLang",
+    "sglang",
+    LOCKED,
+    Range("0.5.23", "0.5.23"),
+    f"pip install sglang=={LOCKED}",
+    SYMBOLS,
+    Path(__file__).parent,
 )
 """The engine; docs/engines.md says which tests ran on which version."""
 
@@ -35,7 +41,8 @@ def check_engine(*, warns: bool = False) -> None:
     Raises:
         EngineError: something that the adapter uses is missing.
     """
-    warning = SGLANG.check(installed() or "?", SGLANG.missing())
+    version = installed()
+    warning = SGLANG.check(version or "?", SGLANG.missing(version))
     if warning is not None and warns:
         logging.getLogger(__name__).warning(warning)
 

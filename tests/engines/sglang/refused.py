@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
     "a CUDA device": (MODEL, [], ["--device", "cuda"], ["'cuda'", "not", "--device cpu"]),
     "LoRA with the lookahead": (
         MODEL,
-        ["--set=lookahead.enabled=true"],
+        ["--set=method=scout"],
         ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
         ["lookahead: {enabled: false}", "--enable-lora"],
     ),

@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str], list[str]]] = {
     ),
     "LoRA with the lookahead": (
         MODEL,
-        ["--set=lookahead.enabled=true"],
+        ["--set=method=scout"],
         ["--enable-lora"],
         ["lookahead: {enabled: false}", "--enable-lora"],
     ),
