@@ -50,23 +50,6 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 64,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "gpt2": {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": 49152,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "n_positions": 512,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 2,
-    },
-    "phi3": {
-        **_LLAMA,
-        "architectures": ["Phi3ForCausalLM"],
-        "model_type": "phi3",
-        "pad_token_id": 0,
-    },
     "llama4": {
         **_LLAMA,
         "architectures": ["Llama4ForCausalLM"],

@@ -35,9 +35,10 @@ OPTIONS = Options(
     min_cosine=0.5,
     min_mass=0.2,
     max_kl=10.0,
-    gates=GATES,
+    gates=None,
     plots=False,
 )
+WITH_GATES = replace(OPTIONS, gates=GATES)
 CONFIG = config_from_mapping({"page_size": 16, "budget_tokens": 96, "selection": {"aggregate": "max"}}, "test")
 
 
@@ -61,7 +62,7 @@ def stages(out: Path) -> dict[str, Any]:
 
 def test_the_yaml_says_what_was_found_and_loads(network: Network, tmp_path: Path) -> None:
     out = tmp_path / "tiny.yaml"
-    found = run(network, out, replace(OPTIONS, held_out=(str(Path(__file__)),), plots=True))
+    found = run(network, out, replace(WITH_GATES, held_out=(str(Path(__file__)),), plots=True))
     assert load_config(out) == found.config
     config = found.config
     assert config.model.specificity("org/tiny-gemma3")
@@ -86,24 +87,32 @@ def test_the_yaml_says_what_was_found_and_loads(network: Network, tmp_path: Path
 
 def test_without_gates_there_is_no_heads_file_and_one_line_says_how_to_get_it(network: Network, tmp_path: Path) -> None:
     told = StringIO()
-    found = run(network, tmp_path / "a.yaml", replace(OPTIONS, gates=None), told=told)
+    found = run(network, tmp_path / "a.yaml", OPTIONS, told=told)
     assert found.heads is None and not (tmp_path / "a.heads.json").exists()
     (line,) = (line for line in told.getvalue().splitlines() if "heads file" in line)
     assert "--gates" in line
 
 
+def dying(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> list[str]:
+    """From now on the user presses Ctrl-C at a call of ``session.NAME``. Returns a log of the calls."""
+    call, calls = getattr(session, name), list[str]()
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(name)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return call(*args)
+
+    monkeypatch.setattr(session, name, interrupted)
+    return calls
+
+
 def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(network, tmp_path / "whole.yaml")
-    again = tmp_path / "again.yaml"
-    measure, train, calls = session.measure_window, session.train, []
-
-    def dying(*args: Any) -> Any:
-        calls.append("window")
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return measure(*args)
+    """Between two windows, between two layers, and in the midst of training."""
+    whole, again = run(network, tmp_path / "whole.yaml", WITH_GATES), tmp_path / "again.yaml"
+    train = session.train
 
     def dying_training(*args: Any) -> Any:
         *most, save = args
@@ -114,41 +123,23 @@ def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
 
         return train(*most, die)
 
-    monkeypatch.setattr(session, "measure_window", dying)
+    windows = dying(monkeypatch, "measure_window", at=2)
     with pytest.raises(KeyboardInterrupt):
-        run(network, again)
+        run(network, again, WITH_GATES)
     assert len(stages(again)) == 1
+    dying(monkeypatch, "divergence", at=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(network, again, WITH_GATES)
+    assert len(windows) == 3  # the finished window was not measured again
+    (kept,) = (stage["kl"] for key, stage in stages(again).items() if key.startswith("divergence"))
+    assert len(kept) == 1, "one of two layers"
     monkeypatch.setattr(session, "train", dying_training)
     with pytest.raises(KeyboardInterrupt):
-        run(network, again)
-    assert len(calls) == 3  # the finished window was not measured again
+        run(network, again, WITH_GATES)
     monkeypatch.setattr(session, "train", train)
-    assert run(network, again).config == whole.config
-    assert len(calls) == 3
+    assert run(network, again, WITH_GATES).config == whole.config
+    assert len(windows) == 3
     assert stages(again) == stages(tmp_path / "whole.yaml")
-
-
-def test_an_interrupted_measurement_of_layers_goes_on_with_the_next_layer(
-    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options, usual = replace(OPTIONS, gates=None), session.divergence
-    whole = run(network, tmp_path / "whole.yaml", options)
-    out, measured = tmp_path / "again.yaml", list[int]()
-
-    def dying(*args: Any) -> float:
-        measured.append(1)
-        if len(measured) == 2:
-            raise KeyboardInterrupt
-        return usual(*args)
-
-    monkeypatch.setattr(session, "divergence", dying)
-    with pytest.raises(KeyboardInterrupt):
-        run(network, out, options)
-    (kept,) = (stage["kl"] for key, stage in stages(out).items() if key.startswith("divergence"))
-    assert len(kept) == 1, "one of two layers"
-    monkeypatch.setattr(session, "divergence", usual)
-    assert run(network, out, options).config == whole.config
-    assert stages(out) == stages(tmp_path / "whole.yaml")
 
 
 def test_the_time_it_takes_is_told_first_and_each_stage_once_with_what_is_left(
@@ -172,7 +163,7 @@ def test_without_matplotlib_the_profile_is_written_and_one_line_says_that_pictur
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     told = StringIO()
-    found = run(network, tmp_path / "a.yaml", replace(OPTIONS, gates=None, plots=True), told=told)
+    found = run(network, tmp_path / "a.yaml", replace(OPTIONS, plots=True), told=told)
     assert told.getvalue().count("pictures are left out: matplotlib is not installed") == 1
     assert {path.suffix for path in found.files} == {".yaml", ".json"} and load_config(tmp_path / "a.yaml")
 
@@ -180,8 +171,8 @@ def test_without_matplotlib_the_profile_is_written_and_one_line_says_that_pictur
 def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_cosine_does(
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
-    run(network, out, options)
+    out = tmp_path / "a.yaml"
+    run(network, out)
     measure, calls = session.measure_window, []
 
     def counted(*args: Any) -> Any:
@@ -189,13 +180,13 @@ def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_co
         return measure(*args)
 
     monkeypatch.setattr(session, "measure_window", counted)
-    strict = run(network, out, replace(options, min_mass=0.99999, tau=(0.05, "test")))
+    strict = run(network, out, replace(OPTIONS, min_mass=0.99999, tau=(0.05, "test")))
     assert not calls and strict.config.exact_layers == (2, 5) and strict.config.recall.threshold == 0.05
-    run(network, out, options, CONFIG.model_copy(update={"budget_tokens": 112}))
+    run(network, out, OPTIONS, CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 2
-    run(network, out, replace(options, fresh=True), CONFIG.model_copy(update={"budget_tokens": 112}))
+    run(network, out, replace(OPTIONS, fresh=True), CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 4
-    own = run(network, out, replace(options, min_cosine=0.99999))
+    own = run(network, out, replace(OPTIONS, min_cosine=0.99999))
     assert len(calls) == 6
     predicted = [layer.layer for layer in own.layers if layer.cosine is not None and not layer.why]
     assert own.config.lookahead.skip_layers == tuple(predicted) and 5 in predicted
@@ -206,20 +197,20 @@ def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_co
 def test_for_a_kl_the_budget_is_chosen_that_attends_the_fewest_tokens_and_the_mass_that_keeps_it_is_written(
     network: Network, tmp_path: Path
 ) -> None:
-    options, small = replace(OPTIONS, gates=None), CONFIG.model_copy(update={"budget_tokens": 64})
+    small = CONFIG.model_copy(update={"budget_tokens": 64})
     budgets, kl, attended, sparse = (64, 128), {}, {}, [0.0]
     for budget in budgets:
-        run(network, tmp_path / f"{budget}.yaml", options, CONFIG.model_copy(update={"budget_tokens": budget}))
+        run(network, tmp_path / f"{budget}.yaml", OPTIONS, CONFIG.model_copy(update={"budget_tokens": budget}))
         costs = json.loads((tmp_path / f"{budget}.json").read_text())["exact"]
         kl[budget] = costs["together"][0]["text"]
     between, ample = 0.5 * (kl[64] + kl[128]), 2 * kl[64]
     for most in (between, ample, 1e-12):  # the larger budget, the smaller one, all exact
         config = small.model_copy(update={"quality": small.quality.model_copy(update={"max_kl": most})})
-        found = run(network, tmp_path / "a.yaml", options, config)
+        found = run(network, tmp_path / "a.yaml", OPTIONS, config)
         for budget in budgets:
             fixed = CONFIG.model_copy(update={"budget_tokens": budget})
             exact = run(
-                network, tmp_path / "b.yaml", replace(options, max_kl=most, outliers=False), fixed
+                network, tmp_path / "b.yaml", replace(OPTIONS, max_kl=most, outliers=False), fixed
             ).config.exact_layers
             attended[budget] = 320 * len(exact) + budget * (2 - len(exact))
         assert attended[found.config.budget_tokens] == min(attended.values())
@@ -233,14 +224,13 @@ def test_for_a_kl_the_budget_is_chosen_that_attends_the_fewest_tokens_and_the_ma
     assert not sparse
     data = {"budget_tokens": 64, "page_size": 16, "quality": {"max_kl": 0.1}, "method": "hgca"}
     with pytest.raises(ConfigError, match=r"quality.max_kl: hgca"):
-        run(network, tmp_path / "a.yaml", options, config_from_mapping(data, "test"))
+        run(network, tmp_path / "a.yaml", OPTIONS, config_from_mapping(data, "test"))
 
 
 def test_for_an_attention_mass_the_smallest_budget_that_keeps_it_is_written(network: Network, tmp_path: Path) -> None:
-    options = replace(OPTIONS, gates=None)
 
     def kept(config: HybridConfig) -> float:
-        layers = run(network, tmp_path / "fixed.yaml", options, config).layers
+        layers = run(network, tmp_path / "fixed.yaml", OPTIONS, config).layers
         return sum(layer.mass for layer in layers) / len(layers)
 
     small, large = (CONFIG.model_copy(update={"budget_tokens": budget}) for budget in (64, 128))
@@ -249,7 +239,7 @@ def test_for_an_attention_mass_the_smallest_budget_that_keeps_it_is_written(netw
     for promise, budget in ((0.5 * less, 64), (0.5 * (less + more), 128), (0.5 * (more + 1), 128)):
         config = small.model_copy(update={"quality": small.quality.model_copy(update={"min_mass": promise})})
         told, out = StringIO(), tmp_path / f"{promise:.4f}.yaml"
-        found = run(network, out, options, config, told)
+        found = run(network, out, OPTIONS, config, told)
         assert found.config.budget_tokens == budget and found.config.quality.min_mass == promise
         assert load_config(out) == found.config
         text = told.getvalue()
@@ -258,7 +248,7 @@ def test_for_an_attention_mass_the_smallest_budget_that_keeps_it_is_written(netw
         assert f"(quality.min_mass: {promise:g})" in text
     data = {"page_size": 16, "quality": {"min_mass": 0.9}, "method": "hgca"}
     with pytest.raises(ConfigError, match=r"quality.min_mass: hgca"):
-        run(network, tmp_path / "a.yaml", options, config_from_mapping(data, "test"))
+        run(network, tmp_path / "a.yaml", OPTIONS, config_from_mapping(data, "test"))
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
@@ -266,7 +256,7 @@ def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(
     at_once: int, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(summary, "_AT_ONCE", at_once)  # two layers only: with 1, the search takes several batches
-    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, windows=2, min_mass=0.0)
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, windows=2, min_mass=0.0)
 
     def costs() -> tuple[dict[int, float], list[float]]:
         held = json.loads(out.with_suffix(".json").read_text())["exact"]
@@ -290,7 +280,7 @@ def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(
 def test_layers_whose_predicted_query_costs_too_much_select_by_their_own(
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, min_cosine=-1.0, min_mass=0.0, outliers=False)
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, min_cosine=-1.0, min_mass=0.0, outliers=False)
     assert run(network, out, options).config.lookahead.skip_layers == ()
     measured = json.loads(out.with_suffix(".json").read_text())
     assert set(measured["own"]["alone"]["text"]) == {"2", "5"} and len(measured["own"]["together"]) == 1
@@ -307,12 +297,12 @@ def test_layers_whose_predicted_query_costs_too_much_select_by_their_own(
 
 
 def test_slots_are_raised_until_every_layer_is_below_tau_if_asked_for(network: Network, tmp_path: Path) -> None:
-    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
-    run(network, out, options)
+    out = tmp_path / "a.yaml"
+    run(network, out)
     windows = [stage["layers"] for key, stage in stages(out).items() if key.startswith("window")]
     assert set(windows[0][0]["ratios"]) == {"9", "12", "14", "18"}
     best = [min(max(w[i]["ratios"]["14"][k] for w in windows) for k in ("1", "2", "3")) for i in (0, 1)]
-    enough = replace(options, margin=0.0, tau=(max(best) + 1e-6, "test"))
+    enough = replace(OPTIONS, margin=0.0, tau=(max(best) + 1e-6, "test"))
     left, raised = run(network, out, enough), run(network, out, replace(enough, fit_frames=True))
     assert left.config.frames_per_request == "auto" and not all(layer.below for layer in left.layers)
     assert raised.config.frames_per_request == 14 and all(layer.below for layer in raised.layers)
@@ -320,9 +310,9 @@ def test_slots_are_raised_until_every_layer_is_below_tau_if_asked_for(network: N
 
 
 def test_intervals_are_chosen_a_margin_below_tau(network: Network, tmp_path: Path) -> None:
-    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
-    cautious = run(network, out, replace(options, tau=(0.2, "test"), margin=0.5))
-    lower = run(network, out, replace(options, tau=(0.1, "test"), margin=0.0))
+    out = tmp_path / "a.yaml"
+    cautious = run(network, out, replace(OPTIONS, tau=(0.2, "test"), margin=0.5))
+    lower = run(network, out, replace(OPTIONS, tau=(0.1, "test"), margin=0.0))
     assert [layer.interval for layer in cautious.layers] == [layer.interval for layer in lower.layers]
     assert cautious.config.recall.threshold == 0.2, "the margin is in the choice, not in the threshold"
 
@@ -345,7 +335,7 @@ def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_pat
         run(network, tmp_path / "nowhere" / "a.yaml")
     (tmp_path / "folder.yaml").mkdir()
     with pytest.raises(ConfigError, match=r"folder.yaml: cannot be written .* give another --out"):
-        run(network, tmp_path / "folder.yaml", replace(OPTIONS, gates=None))
+        run(network, tmp_path / "folder.yaml", OPTIONS)
     out.with_suffix(".json").write_text("{}")
     with pytest.raises(ConfigError, match="--fresh"):
         run(network, out)
