@@ -81,8 +81,10 @@ def test_a_captured_step_never_waits_for_the_device(device: torch.device, name: 
     def count() -> None:
         with busy():
             held = made.runtime.gauges()["hybrid_frames_in_use"]
+        buffers = decode_step(made).buffers
         if name != "clo":  # which needs no such map
-            assert held == int((decode_step(made).buffers.maps.page_of >= 0).sum())
+            mapped, copied = (int((x >= 0).sum()) for x in (buffers.maps.page_of, buffers.state.copies.frames))
+            assert mapped <= held <= mapped + copied, "a frame is in use while it is copied into, too"
 
     made.runtime.begin_step, made.runtime.release = opened, released  # type: ignore[method-assign, assignment]
     play([made], GROWTH, after_step=count)

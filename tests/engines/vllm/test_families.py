@@ -6,8 +6,6 @@ fp32, in processes of their own (family_probe.py), each of which the first test 
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.conftest import ROOT
-from tests.engines.probes import Probe, reader
+from tests.engines.probes import ROOT, Probe, run
 from tests.engines.vllm.families import FINDS_PREFIXES, MODELS, PARKED, QUANTISED, WITH_STATE
 
 pytestmark = pytest.mark.engine
@@ -52,24 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> Probe:
-    names = [
-        *FAMILIES,
-        "llama.tiers",
-        "gemma3.tiers",
-        *(f"{name}.state" for name in OWN_STATE),
-        "llama.compiled",
-        "llama.parallel",
-        "gemma3.mostly_full",
-        "gpt_oss.half",
-    ]
-    log = folder / "log"
-    with log.open("wb") as sink:
-        script = Path(__file__).with_name("family_probe.py")
-        command = [sys.executable, script, folder, *names]
-        paths = os.pathsep.join([str(ROOT), str(BESIDE)])
-        environment = os.environ | {"PYTHONPATH": paths}
-        subprocess.run(command, env=environment, stdout=sink, stderr=sink, timeout=2700, check=False)
-    return reader(folder, log)
+    names = [*FAMILIES, "llama.methods", "gemma3.methods", *(f"{name}.state" for name in OWN_STATE)]
+    names += ["llama.compiled", "llama.parallel", "gemma3.mostly_full", "gpt_oss.half"]
+    return run(folder, "vllm/family_probe.py", *names, seconds=2700, paths=[ROOT, BESIDE])
 
 
 def assert_same_answers(mine: dict[str, Any], stock: dict[str, Any]) -> None:
@@ -251,13 +233,13 @@ def test_the_longer_prompts_of_a_model_that_sees_have_images(seen: Probe) -> Non
 
 
 def test_gemma3_keeps_frames_and_digests_only_for_its_full_layers(seen: Probe) -> None:
-    found = seen("gemma3.tiers")["separate"]
+    found = seen("gemma3.methods")["scout"]
     assert [layer for layer, window in enumerate(found["windows"]) if window is None] == GEMMA3_FULL
     assert found["frames"] == found["digests"] == GEMMA3_FULL
 
 
 def test_gemma3_predicts_and_selects_only_in_its_full_layers(seen: Probe) -> None:
-    for found in (seen("gemma3.tiers")["separate"], seen("gemma3")["sparse"]):
+    for found in (seen("gemma3.methods")["scout"], seen("gemma3")["sparse"]):
         assert found["predicted"] == GEMMA3_FULL
         assert [found["selected"][layer] for layer in GEMMA3_LOCAL] == [0] * 4
 
@@ -282,7 +264,7 @@ def test_a_model_whose_layers_vllm_does_not_call_itself_looks_at_true_queries(se
 
 def test_two_tensor_parallel_ranks_answer_as_one_and_share_the_heads(seen: Probe) -> None:
     """Most pages are the CPU workers', so that both ranks' workers have their part."""
-    found, alone = seen("llama.parallel"), seen("llama.tiers")["separate"]
+    found, alone = seen("llama.parallel"), seen("llama.methods")["scout"]
     assert_same_answers(found, seen("llama")["stock"])
     for rank in found["ranks"]:
         assert 2 * rank["kv_heads"] == alone["kv_heads"]

@@ -6,17 +6,11 @@ device does nothing before the host waits for it.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from contextlib import suppress
-from pathlib import Path
-
 import pytest
 import torch
 
 from hybrid_backend.tools.plan.simulate.costs import LAUNCHES as SIMULATED
-from tests.engines.probes import Probe, reader
+from tests.engines.probes import ROOT, Probe, run
 
 pytestmark = [
     pytest.mark.engine,
@@ -43,19 +37,9 @@ STATES = ["lfm2", "lfm2.full"]
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     folder = tmp_path_factory.mktemp("simulated")
-    root = str(Path(__file__).parents[3])
-    runs = {
-        "v2": [*V2, *SPARSE, "scout.promise", *FAMILIES_V2, "again", *LATE_V2, "at_once"],
-        "v1": [*V1, *LATE_V1, *FAMILIES_V1],
-    }
-    for runner, names in runs.items():
-        command = [sys.executable, "-m", "tests.engines.vllm.gpu_probe", folder, runner, *names]
-        with (folder / "log").open("ab") as log, suppress(subprocess.TimeoutExpired):  # its log says more
-            subprocess.run(
-                command, stdout=log, stderr=log, cwd=root, env={**os.environ, "PYTHONPATH": root}, timeout=3000,
-                check=False,
-            )  # fmt: skip
-    return reader(folder, folder / "log")
+    v2 = [*V2, *SPARSE, "scout.promise", *FAMILIES_V2, "again", *LATE_V2, "at_once"]
+    run(folder, "vllm/gpu_probe.py", "v2", *v2, seconds=3000, paths=[ROOT])
+    return run(folder, "vllm/gpu_probe.py", "v1", *V1, *LATE_V1, *FAMILIES_V1, seconds=3000, paths=[ROOT])
 
 
 @pytest.mark.parametrize("name", [*V2, *V1])
