@@ -12,15 +12,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.batch import Batch, ModelSpec, Step
-from hybrid_backend.kernels import cpu, reference
-from hybrid_backend.kernels.triton import questions
 from hybrid_backend.methods import headinfer
 from hybrid_backend.warm_up import warm_up
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
-from tests.support.cases import relative_error
 from tests.support.far_device import busy, capture
 from tests.support.harness import PAGE, Engine, config, decode_step, spec
-from tests.support.scenario import GROWTH, SHORT_LIFE, play
+from tests.support.scenario import GROWTH, SHORT_LIFE, Event, Request, play
 from tests.support.streams import STREAMS
 
 FRAMES = 6
@@ -145,71 +142,27 @@ def test_a_graph_of_streaming_is_exact_for_sequences_of_any_length(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hgca_keeps_the_same_tokens_there_as_on_the_host(device: torch.device, dtype: torch.dtype) -> None:
     """Pages leave the window, tokens are judged and attended by the CPU, a prompt goes on from a cached prefix."""
-    settings = config(
-        method="hgca", exact_layers=[0], hgca={"window_tokens": 2 * PAGE, "beta": 0.8},
-        metrics={"sample_interval": 2},
-    )  # fmt: skip
-    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
-    there = Engine(settings, spec(2, dtype=dtype), num_pages=64, max_requests=ROWS, device=device)
-    here = Engine(settings, spec(2, dtype=dtype), num_pages=64, max_requests=ROWS)
-    replay_as_a_graph(there, capture)
-    work: list[dict[str, int]] = [{"a": 30}, {"a": 5 * PAGE - 30}, {"a": 1}, {"a": 1, "b": PAGE + 3}]
-    work += [{"b": 1, "a": 1}] * (PAGE + 2)
-    for step, counts in enumerate(work):
-        for each in (there, here):
-            if step == 0:
-                each.add("a", 5 * PAGE)
-            if step == 3:
-                each.add("b", 5 * PAGE + 3, shared_with="a")
-                each.sequences["b"].prompt = each.sequences["b"].tokens + PAGE + 3
-        outs = [each.step(counts, tolerance=None) for each in (there, here)]
-        for request in counts:
-            assert (outs[0][request] - outs[1][request]).abs().max() < tolerance, f"{request}, step {step}"
-    kept = [each.runtime.method.kept_tokens() for each in (there, here)]  # type: ignore[attr-defined]
-    counted = [each.runtime.stats.layers[1] for each in (there, here)]
+    keys = {"exact_layers": [0], "hgca": {"window_tokens": 2 * PAGE, "beta": 0.8}, "metrics": {"sample_interval": 2}}
+    engines = [
+        Engine(config(method="hgca", **keys), spec(2, dtype=dtype), num_pages=64, max_requests=ROWS, device=where)
+        for where in (device, torch.device("cpu"))
+    ]
+    replay_as_a_graph(engines[0], capture)
+    kept: list[list[list[int]]] = []
+
+    def look() -> None:
+        kept[:] = [each.runtime.method.kept_tokens() for each in engines]  # type: ignore[attr-defined]
+
+    life = (
+        Event({"a": 30}, arrivals={"a": Request(5 * PAGE)}),
+        Event({"a": 5 * PAGE - 30}),
+        Event({"a": 1}),
+        Event({"a": 1, "b": PAGE + 3}, arrivals={"b": Request(6 * PAGE + 3, shared_with="a")}),
+        Event({"b": 1, "a": 1}, PAGE + 2),
+    )
+    play(engines, life, tolerance := 1e-4 if dtype is torch.float32 else 3e-2, look, near=tolerance)
+    there, here = (each.runtime.stats.layers[1] for each in engines)
     assert all(tokens > 0 for tokens in kept[0][0])  # of layer 1, which is not exact
-    assert counted[0].mass_samples == 0 < counted[1].mass_samples, "samples are taken on the host"
+    assert there.mass_samples == 0 < here.mass_samples, "samples are taken on the host"
     if dtype is torch.float32:  # bf16 may round a weight across the threshold
-        assert kept[0] == kept[1]
-        assert counted[0].cpu_tokens == counted[1].cpu_tokens
-
-
-def test_a_graph_asks_and_takes_the_answers_when_it_is_replayed(device: torch.device) -> None:
-    """Questions about another layer than the last step's, on nothing but the device's tensors and pinned ones."""
-    rows, heads, dim, pages = 3, 4, 32, 20
-    layers = {layer: torch.randn(pages, 2, 2, PAGE, dim) for layer in (0, 1)}
-    with cpu.Pool(1) as pool, cpu.QuestionBoxes(pool, layers, heads, rows, 4, 0.2) as boxes:
-
-        def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        q, out, lse = (made(*shape, dtype=torch.float32) for shape in [(rows, heads, dim)] * 2 + [(rows, heads)])
-        table, numbers = made(rows, 6)[:, :4], made(rows)
-        listed, requests, asks, takes, ready = (made(rows) for _ in range(5))
-        waited, left = (made(rows, dtype=torch.int64) for _ in range(2))
-        graphs = []
-        for layer in layers:
-            graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graphs[-1]):
-                left.fill_(10**10)
-                questions.take_rows(boxes, requests, takes, numbers, out, lse, ready, waited, left, True)
-                questions.ask_rows(boxes, q, table, listed, requests, asks, boxes.position[layer], numbers)
-        asked: list[tuple[int, Tensor, Tensor]] = []
-        for step in range(4):
-            for tensor, values in ((asks, [1, 0, 1]), (takes, [step > 0, 0, step > 0]), (requests, [2, 0, 1])):
-                tensor.copy_(torch.tensor(values, dtype=torch.int32))
-            new = torch.randn(rows, heads, dim), torch.randint(pages, (rows, 4), dtype=torch.int32)
-            q.copy_(new[0])
-            table.copy_(new[1])
-            listed.fill_(1 + step % 4)
-            graphs[step % 2].replay()
-            asked.append((step % 2, *new))
-            assert ready.tolist() == [step > 0, 0, step > 0]
-            if step:
-                layer, then, ids = asked[step - 1]
-                listing = ids[:, None, :step].long()
-                expected, _ = reference.paged_attention(
-                    then, layers[layer], listing, torch.full_like(listing, PAGE), 0.2
-                )
-                assert relative_error(out.cpu()[[0, 2]], expected[[0, 2]]) < 1e-5 and not out.cpu()[1].any()
-        assert numbers.tolist() == [0, 4, 4]
+        assert kept[0] == kept[1] and there.cpu_tokens == here.cpu_tokens

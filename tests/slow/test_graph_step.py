@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from hybrid_backend.batch import Step, captured_step
 from hybrid_backend.errors import ConfigError, DeadlineError
 from hybrid_backend.step.cpu_attention import MailboxCpuAttention
-from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
+from tests.support.harness import PAGE, Engine, config, decode_step, spec
 from tests.support.held_up import HeldUp
 from tests.support.scenario import GROWTH, play
 
@@ -108,37 +108,6 @@ def test_a_step_is_the_same_whoever_runs_its_operations(keys: dict[str, object])
             assert all(getattr(mine, name) == getattr(layer, name) for name in counted)
 
 
-def test_a_request_released_while_its_step_runs_leaves_nothing_to_who_comes_after() -> None:
-    """The host is steps ahead of a GPU: a recall that the device plans after its request's release is that request's,
-    not of the one that has its region by the time the recall would show."""
-    made = engine("triton", recall={"intervals": 1})
-    frames, forward, gone = made.runtime.tiers.frames, made.runtime.forward, []
-    made.add("a", 3 * FRAMES * PAGE - 9)
-    made.prefill("a")
-    for _ in range(3):
-        made.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
-
-    def released_meanwhile(layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        if layer == 0:
-            gone.append(frames.release("a"))
-        forward(layer, step, q, k, v, out)
-
-    made.runtime.forward = released_meanwhile  # type: ignore[method-assign]
-    made.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
-    made.runtime.forward = forward  # type: ignore[method-assign]
-    step = decode_step(made)
-    assert (step.buffers.state.copies.frames >= 0).any(), "no recall was under way: this test shows nothing"
-    mine = slice(gone[0], None, frames.requests)  # as `release` does
-    step.buffers.maps.frame_of[:, gone[0]], step.buffers.maps.page_of[:, mine] = -1, -1
-    step.buffers.maps.importance[:, mine] = float("-inf")
-    made.drop("a")
-    made.add("b", 3 * PAGE)
-    made.prefill("b")
-    made.step({"b": 1})
-    assert frames.index("b") == gone[0]
-    assert all(resident(made, "b", layer) == {0, 1, 2, 3} for layer in range(LAYERS))
-
-
 def test_a_late_step_waits_once_and_fails_its_own_requests_only() -> None:
     """The workers get none of one step's questions: all its layers together wait as long as one may. Its requests are
     named, with the pages that it wrote; those of the steps before and after it are served exactly."""
@@ -178,20 +147,6 @@ def test_a_late_step_waits_once_and_fails_its_own_requests_only() -> None:
         made.step({"a": 1, "b": 1, "c": 1})
     finally:
         slow.close()
-
-
-def test_a_forward_that_raised_leaves_no_selection_behind() -> None:
-    """What was selected for the step that died is not taken for the next one's."""
-    made = engine("triton", recall={"enabled": False})
-    made.add("a", 3 * FRAMES * PAGE)
-    made.prefill("a")
-    step, _ = made._begin({"a": 1})
-    q = torch.randn(1, made.model.num_heads, made.model.head_dim)
-    made.runtime.lookahead(1, step, q.to(made.device))
-    assert decode_step(made).toolbox._selections
-    made.runtime.abandon(step)
-    made._begin({"a": 1})
-    assert not decode_step(made).toolbox._selections
 
 
 def test_workers_that_the_kernels_cannot_ask_are_refused() -> None:
