@@ -336,8 +336,7 @@ def main() -> None:
     else:
         os.environ["VLLM_PLUGINS"] = ""
         simulated_gpu.prepare(folder)
-    llama = build(model)
-    answers, late_answers = expected(llama), late_probe.expected(llama, prompts())
+    answers = expected(build(model))
     families = {name: expected(build_family(name, folder / name)) for name in names if name in FAMILIES}
     watch, launches = watch_attention(), count_launches()
     watch.is_on = not ON_GPU
@@ -352,7 +351,7 @@ def main() -> None:
             with late_probe.held_up() as numbers:
                 always = name.startswith("late.always")
                 serving = partial(late_probe.serve, prompts=prompts(), numbers=numbers, always=always)
-                return run(model, *CASES[name], serving, late_probe.BLOCKS) | {"expected": late_answers}
+                return run(model, *CASES[name], serving, late_probe.BLOCKS) | {"expected": late_probe.expected(answers)}
         if name in FAMILIES:
             found = run(folder / name, *CASES[name], partial(serve, count=LONGER, waits=False), FAMILY_BLOCKS)
             return found | {"expected": families[name]}

@@ -1,13 +1,11 @@
 """Every family of models is served right: a table of tiny random-weight models, stock and hybrid.
 
 fp32, in processes of their own (family_probe.py), each of which the first test that needs it waits for.
-`make families` prints the table.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,33 +57,6 @@ def assert_same_answers(mine: dict[str, Any], stock: dict[str, Any]) -> None:
     assert mine["tokens"] == [tokens[: len(own)] for own, tokens in zip(mine["tokens"], stock["tokens"], strict=True)]
     for own, other in zip(mine["logprobs"], stock["logprobs"], strict=True):
         assert own and own == pytest.approx(other[: len(own)], abs=NOISE, nan_ok=True)
-
-
-def test_table_of_all_families(seen: Probe) -> None:
-    """Not a promise of its own: what the tests below check, to be read."""
-    row: Callable[..., str] = "{:<12} {:>6} {:>8} {:>8} {:>11} {:>12} {:>10} {:>8}".format
-    lines = [row("family", "alone", "at once", "in place", "own input", "predicted", "worst cos", "sparse")]
-    for name in FAMILIES:
-        try:
-            found = seen(name)
-        except AssertionError as error:
-            lines.append(f"{name:<12} {str(error).splitlines()[-1]}")
-            continue
-        mine, equal = found["mine"], {True: "equal", False: "DIFFER"}
-        cosine = [mine["cosine"][layer] for layer in mine["predicted"]]
-        lines.append(
-            row(
-                name,
-                equal[found["mine_alone"]["tokens"] == found["stock_alone"]["tokens"]],
-                equal[mine["tokens"] == found["stock"]["tokens"]],
-                equal[found["in_place"]["tokens"] == found["stock"]["tokens"]],
-                f"{max(found['errors'].values()):.1e}" if "errors" in found else "-",
-                f"{len(cosine)}/{mine['windows'].count(None)}",
-                f"{min(cosine):.2f}" if cosine else "-",
-                f"{sum(found['sparse']['on_cpu']):.0f}",
-            )
-        )
-    print("\n" + "\n".join(lines))
 
 
 @pytest.mark.parametrize("family", PREDICTED)
