@@ -39,13 +39,11 @@ from hybrid_backend.tools.bench.accuracy.store import DenseAnswers, Key, Result,
 from hybrid_backend.tools.bench.accuracy.task import end_tokens
 from hybrid_backend.tools.hub import fetch, find_entry, resolve_model
 from hybrid_backend.tools.hub.fetch import CONVERTER_VERSION, MANIFEST
-from hybrid_backend.tools.hub.gguf_convert import convert
 from hybrid_backend.tools.plan.command import memory, tokens
 from hybrid_backend.tools.plan.model import find_shape
 from hybrid_backend.tools.profile.gates import GateState
 from hybrid_backend.tools.profile.store import Store
 from hybrid_backend.tools.profile.texts import read_texts
-from tests.unit.hub.test_gguf_convert import small_llama, state_of, write_gguf
 
 SECONDS = 3
 """Longest time of one example, which takes milliseconds."""
@@ -304,25 +302,6 @@ def test_a_damaged_answer_is_read_or_refused(tmp_path: Path, content: bytes, is_
         answers.get(KEY)
     except HybridError as error:
         check_refusal(error, file.name)
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return write_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", state_of(small_llama(tied=True))).read_bytes()
-
-
-@few
-@given(st.data())
-def test_damaged_weights_are_converted_or_refused(tmp_path: Path, weights: bytes, data: st.DataObject) -> None:
-    header = weights.index(b"output_norm") + 2000  # the tensors' values follow
-    source, target = tmp_path / "m.gguf", tmp_path / "model"
-    source.write_bytes(data.draw(damaged_bytes(weights[:header])) + weights[header:])
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    try:
-        convert(source, target, name="org/small")
-    except HybridError as error:
-        check_refusal(error, "")
 
 
 WORDS = st.text(max_size=20) | st.sampled_from([token.decode("utf-8", "surrogateescape") for token in TOKENS])
