@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import shutil
 import struct
 from collections.abc import Callable, Mapping
 from copy import deepcopy
