@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -17,27 +16,22 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.batch import Step, captured_step
-from hybrid_backend.errors import ConfigError, DeadlineError
-from hybrid_backend.step.cpu_attention import MailboxCpuAttention
-from tests.support.harness import PAGE, Engine, config, decode_step, spec
-from tests.support.held_up import HeldUp
+from hybrid_backend.errors import ConfigError
+from tests.support.harness import Engine, config, decode_step, spec
 from tests.support.scenario import GROWTH, play
 
-FRAMES, ROWS, INTERVAL, LAYERS = 6, 3, 2, 2
-EXACT = 0  # the exact layer
+FRAMES, ROWS = 6, 3
 
 
-def engine(kernels: str, deadline: float = 20, layers: int = LAYERS, replayed: bool = True, **keys: object) -> Engine:
-    """Both kinds draw the same random numbers: they look ahead in the same steps, the sampled ones."""
+def engine(kernels: str, **keys: object) -> Engine:
+    """All kinds draw the same random numbers: they look ahead in the same steps, the sampled ones."""
     base: dict[str, object] = {
-        "frames_per_request": FRAMES, "exact_layers": [EXACT], "device_kernels": kernels,
-        "whole_layers": [],
-        "recall": {"intervals": INTERVAL}, "metrics": {"sample_interval": 1},
-        "workers": {"threads": 2, "deadline_seconds": deadline},
+        "frames_per_request": FRAMES, "exact_layers": [0], "device_kernels": kernels, "whole_layers": [],
+        "recall": {"intervals": 2}, "metrics": {"sample_interval": 1},
+        "workers": {"threads": 2, "deadline_seconds": 20},
     }  # fmt: skip
-    settings = config(**base | keys)
-    made = Engine(settings, spec(layers), num_pages=64, max_requests=ROWS)
-    if kernels == "triton" and replayed:
+    made = Engine(config(**base | keys), spec(2), num_pages=64, max_requests=ROWS)
+    if kernels == "triton":
         replay_as_a_graph(made)
     return made
 
@@ -106,47 +100,6 @@ def test_a_step_is_the_same_whoever_runs_its_operations(keys: dict[str, object])
         for mine, layer in zip(first, stats, strict=True):
             counted = ("selected_tokens", "cpu_tokens", "resident_hits", "resident_lookups", "recalled_pages")
             assert all(getattr(mine, name) == getattr(layer, name) for name in counted)
-
-
-def test_a_late_step_waits_once_and_fails_its_own_requests_only() -> None:
-    """The workers get none of one step's questions: all its layers together wait as long as one may. Its requests are
-    named, with the pages that it wrote; those of the steps before and after it are served exactly."""
-    made, layers, held = engine("triton", 0.5, layers=6, replayed=False, sparse="never"), 6, list[int]()
-    partials = decode_step(made).cpu_attention
-    assert isinstance(partials, MailboxCpuAttention)
-    slow = HeldUp(partials, held.__contains__)
-    try:
-        for name in ("a", "b", "c"):
-            made.add(name, 2 * FRAMES * PAGE - 3)
-            made.prefill(name)
-        made.step({"a": 1, "b": 1, "c": 1})
-        before = made.ran
-        time_left, waited = partials._time_left, []
-        forward = made.runtime.forward
-
-        def timed(*args: Any) -> None:
-            left = int(time_left)
-            forward(*args)
-            waited.append(left - int(time_left))
-
-        made.runtime.forward = timed  # type: ignore[method-assign]
-        held.append(before.number + 2)  # `StepInputs.number` of the next step
-        made.step({"c": 1, "a": 1}, tolerance=None)
-        late = made.ran
-        assert len(waited) == layers and sum(waited) == partials._allowed_ns
-        made.step({"b": 1})
-        failure = made.runtime.failure(late)
-        assert failure is not None and isinstance(failure.error, DeadlineError)
-        assert "workers.deadline_seconds=0.5" in str(failure.error)
-        assert failure.request_ids == ["c", "a"]
-        assert failure.pages == [made.sequences[name].pages[-1] for name in ("c", "a")]
-        assert made.runtime.failure(before) is made.runtime.failure(made.ran) is None
-        for name in ("a", "c"):
-            made.preempt(name)
-            made.prefill(name)
-        made.step({"a": 1, "b": 1, "c": 1})
-    finally:
-        slow.close()
 
 
 def test_workers_that_the_kernels_cannot_ask_are_refused() -> None:
