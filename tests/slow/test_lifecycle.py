@@ -44,7 +44,7 @@ class Life(RuleBasedStateMachine):
             sparse=sparse,
             selection={"granularity": "layer" if self.method == "infinigen" else granularity, "digest": digest},
             lookahead={"enabled": False} if query == "none" else {"enabled": True, "partial_query": query},
-            workers={"kernel": kernel, "threads": 2, "deadline_seconds": 20},
+            workers={"kernel": "native" if self.method == "quest" else kernel, "threads": 2, "deadline_seconds": 20},
             recall={"intervals": 2},
             exact_layers=[1],
             budget_factors=factors,
@@ -225,3 +225,4 @@ TestEveryLifeOfDense = lives_of("dense")
 TestEveryLifeOfHeadInfer = lives_of("headinfer")
 TestEveryLifeOfHgca = lives_of("hgca")
 TestEveryLifeOfInfiniGen = lives_of("infinigen")
+TestEveryLifeOfQuest = lives_of("quest")
