@@ -13,19 +13,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hybrid_backend.attention.partial import Partial
-from hybrid_backend.attention.prefill import windowed
-from hybrid_backend.batch import Batch, ModelSpec, PrefillRow, Step, StepFailure, make_step, whole_tokens, window_rows
+from hybrid_backend.batch import Batch, ModelSpec, Step, StepFailure, make_step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.in_place.prompts import InPlacePrompts
 from hybrid_backend.in_place.step import InPlaceStep
-from hybrid_backend.in_place.windows import LocalLayers, decode_windows
+from hybrid_backend.in_place.windows import SlidingLayers
 from hybrid_backend.methods import resolve_method, with_method
 from hybrid_backend.methods.host_room import check_room
 from hybrid_backend.observe.stats import Stats
+from hybrid_backend.prompt_chunks import PromptChunks
 from hybrid_backend.step import Executor, StepDriver
-from hybrid_backend.step.method import AttendsPrompts, SeesPrompts
 from hybrid_backend.step.operations import are_launches, fitted, resolve_flashinfer, resolve_operations
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
@@ -83,9 +81,10 @@ class HybridRuntime:
             else StepDriver(self.method, config, model, self.tiers, self.workers, self._stats)
         )
         native = device.type == "cpu" and kernel_name(config.workers.kernel) == "native"
-        self._local = LocalLayers.of(model, host.layers) if native else None
-        self._local_prompts = InPlacePrompts.of(model, host.layers) if native else None
-        self._prompts = None if layout.separate else self._local_prompts
+        prompts = InPlacePrompts.of(model, host.layers) if native else None
+        self._sliding = SlidingLayers(model, host, operations, prompts, native)
+        in_place = None if layout.separate else prompts
+        self._prompts = PromptChunks(model, self.method, self.executor, self.tiers, in_place)
         self._steps = 0
         self._open: Step | None = None
 
@@ -194,7 +193,7 @@ class HybridRuntime:
                 if self.model.window(layer) is None:
                     self._forward(layer, step, q, k, v, out)
                 else:
-                    self._forward_local(layer, step, q, k, v, out)
+                    self._sliding.forward(layer, step, q, k, v, out)
             except WorkerError as error:
                 self._fail(step, error)
         if step.error is not None:
@@ -202,70 +201,9 @@ class HybridRuntime:
 
     def _forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         if step.prefill:
-            self._prefill(layer, step, q, k, v, out)
+            self._prompts.forward(layer, step, q, k, v, out)
         if step.decode is not None:
             self.executor.decode(layer, step, q, k, v, out)
-
-    def _prefill(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Prompts are attended, and their digests built, from what the device has at hand, while it crosses to the host
-        pool beside the step."""
-        tiers, rows, pages, offsets = self.tiers, step.prefill, step.prompt_pages, step.write_offsets
-        if step.fills_prefix and not self.model.parks:  # where rows wait, the engine caches a page when they are done
-            pages = step.write_pages
-        k, v = tiers.write_back.store(layer, *self._whole_tokens(step, k, v), pages, offsets)
-        tiers.whole.append(layer, pages, offsets, k, v)
-        tiers.append_heads(layer, pages, offsets, k, v)
-        if step.fills_prefix or (len(rows) > 1 and any(row.earlier_tokens for row in rows)):
-            tiers.write_back.join()  # a row may find its prefix in pages that another one writes just now
-        owns = [] if self._prompts else tiers.prompts.own(q, k, v, [(row.start, row.end) for row in rows])
-        for i, row in enumerate(rows):
-            mine = slice(row.start, row.end)
-            if tiers.has_digests(layer):
-                assert tiers.digests is not None
-                tiers.digests.extend(layer, row, k[mine], tiers.write_back.join)
-            if self._prompts is not None:
-                self._prompts.attend(layer, row, q, out)
-            else:
-                out[mine] = self._attend_prompt(layer, row, q[mine], owns[i])
-            if isinstance(self.method, SeesPrompts):
-                self.method.saw_prompt(layer, row, q[mine])
-            self.executor.saw_prompt(layer, row, q[mine])
-
-    def _attend_prompt(self, layer: int, row: PrefillRow, q: Tensor, own: Partial) -> Tensor:
-        """Return ``[chunk, heads, head_dim]``, the exact attention of a prompt chunk of a row (`AttendsPrompts`)."""
-        if isinstance(self.method, AttendsPrompts):
-            return self.method.prefill(layer, row, q, own)
-        before = self.tiers.prefix(layer, row.pages, row.seq_len - len(q))
-        return self.tiers.prompts.attend(q, own, before, self.model.sink(layer))
-
-    def _forward_local(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """A layer with a sliding window."""
-        window, rows = self.model.window(layer), step.decode
-        assert window is not None
-        heads, scale, blocks = self.model.num_kv_heads, self.model.scale, self.tiers.host.blocks(layer)
-        sinks = self.model.sink(layer)
-        if step.prefill or self._local is None:
-            new, at = self._whole_tokens(step, k, v), (step.write_pages, step.write_offsets)
-            self.tiers.operations.append_tokens(*new, self.tiers.host.views[layer], *at)
-        for row in step.prefill:
-            if self._local_prompts is not None:
-                self._local_prompts.attend(layer, row, q, out)
-                continue
-            mine = slice(row.start, row.end)
-            out[mine] = windowed(q[mine], blocks, row.pages, row.seq_len, heads, scale, window, sinks)
-        if rows is None:
-            return
-        if self._local is not None:
-            self._local.decode(layer, step, q, k, v, out)
-            return
-        attended = window_rows(step, window, blocks.shape[1])
-        result = decode_windows(rows.gather(q), blocks, attended, heads, scale, sinks)
-        out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
-
-    @staticmethod
-    def _whole_tokens(step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the batch."""
-        return whole_tokens(k[: step.num_tokens]), whole_tokens(v[: step.num_tokens])
 
     def imported(self, pages: Tensor, tokens: Tensor | None = None) -> None:
         """Pages (``[n]`` int64 host page ids, all layers) that somebody else wrote: a KV connector. ``tokens``: ``[n]``
@@ -346,8 +284,7 @@ class HybridRuntime:
         """Stop all threads."""
         self._abandon_open()
         self.executor.close()
-        if self._local is not None:
-            self._local.close()
+        self._sliding.close()
         self.workers.close()
 
     def _finish_for(self, request_ids: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Decoding rows of local (sliding-window) layers: all rows of a layer at once, natively or with torch."""
+"""Attention of layers with a sliding window, whose pages lie in the host pool alone; natively or with torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,74 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial, with_sinks
-from hybrid_backend.attention.prefill import flash
-from hybrid_backend.batch import ModelSpec, Step, WindowRows, window_rows
+from hybrid_backend.attention.prefill import flash, windowed
+from hybrid_backend.batch import ModelSpec, Step, WindowRows, whole_tokens, window_rows
+from hybrid_backend.in_place.prompts import InPlacePrompts
 from hybrid_backend.kernels import cpu
+from hybrid_backend.kernels.operations import Operations
+from hybrid_backend.tiers.host_pool import HostPool
+
+
+class SlidingLayers:
+    """The layers of a model that have a sliding window: all rows of a step, prompt chunks and decode rows."""
+
+    def __init__(
+        self, model: ModelSpec, host: HostPool, operations: Operations, prompts: InPlacePrompts | None, is_native: bool
+    ) -> None:
+        """Choose the kernels.
+
+        Args:
+            model: the rank's model.
+            host: the pool in which these layers' pages lie.
+            operations: appends tokens where torch attends.
+            prompts: native attention of prompt chunks. None: torch attends them.
+            is_native: decode rows may be attended by the native kernels.
+        """
+        self._model, self._host, self._operations, self._prompts = model, host, operations, prompts
+        self._native = LocalLayers.of(model, host.layers) if is_native else None
+
+    def forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Store the step's new tokens and attend all rows.
+
+        Args:
+            layer: a layer with a sliding window.
+            step: the open step, with the pages of these layers.
+            q: ``[tokens, heads, head_dim]`` of the batch.
+            k: ``[tokens, kv_heads, head_dim]``.
+            v: like ``k``.
+            out: like ``q``.
+        """
+        model, rows, blocks = self._model, step.decode, self._host.blocks(layer)
+        window, sinks = model.window(layer), model.sink(layer)
+        assert window is not None
+        if step.prefill or self._native is None:
+            new_k, new_v = whole_tokens(k[: step.num_tokens]), whole_tokens(v[: step.num_tokens])
+            view = self._host.views[layer]
+            self._operations.append_tokens(new_k, new_v, view, step.write_pages, step.write_offsets)
+        for row in step.prefill:
+            if self._prompts is not None:
+                self._prompts.attend(layer, row, q, out)
+                continue
+            chunk = slice(row.start, row.end)
+            out[chunk] = windowed(
+                q[chunk], blocks, row.pages, row.seq_len, model.num_kv_heads, model.scale, window, sinks
+            )
+        if rows is None:
+            return
+        if self._native is not None:
+            self._native.decode(layer, step, q, k, v, out)
+            return
+        attended = window_rows(step, window, blocks.shape[1])
+        result = decode_windows(rows.gather(q), blocks, attended, model.num_kv_heads, model.scale, sinks)
+        out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
+
+    def close(self) -> None:
+        if self._native is not None:
+            self._native.close()
 
 
 class LocalLayers:
-    """The local layers of a model on the host: one native call per layer appends and attends."""
+    """Native decoding of the layers with a sliding window: one native call per layer appends and attends."""
 
     def __init__(self, model: ModelSpec, layers: Sequence[Tensor]) -> None:
         """``layers``: `HostPool.layers`, of which those with a window are taken."""

@@ -19,6 +19,7 @@ LAYERS = [
     ["engines"],
     ["warm_up"],
     ["runtime"],
+    ["prompt_chunks"],
     ["memory_plan"],
     ["methods"],
     ["in_place"],
@@ -81,6 +82,11 @@ def test_imports_point_one_way(module: str) -> None:
     assert layer in RANK, f"{layer} has no place in the layers: give it one here and in docs/structures.md"
     for other in imported(MODULES[module]) | written(MODULES[module]):
         assert RANK[layer_of(other)] >= RANK[layer], f"{module} imports {other}, which lies above it"
+
+
+def test_every_folder_of_modules_is_a_package_that_a_wheel_holds() -> None:
+    """setup.py finds packages by their ``__init__.py``; a checkout imports a folder without one all the same."""
+    assert not {path.parent for path in MODULES.values() if not (path.parent / "__init__.py").exists()}
 
 
 def test_no_imports_go_round_in_a_circle() -> None:

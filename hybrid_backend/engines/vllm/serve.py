@@ -65,7 +65,9 @@ def check_installation() -> None:
     installed = compat.installed()
     if installed is None:
         raise EngineError(f"vLLM is not installed; {compat.VLLM.fix}, or run `make serve`")
-    compat.VLLM.check(installed, compat.VLLM.missing(installed))  # A warning about an untested version comes when it starts.
+    compat.VLLM.check(
+        installed, compat.VLLM.missing(installed)
+    )  # A warning about an untested version comes when it starts.
     check_environment()
 
 
