@@ -23,7 +23,7 @@ def run(folder: Path, script: str, *arguments: str, seconds: float, paths: Seque
     log. ``paths`` are added to Python's; vLLM's probes import this repository from the first of them. ``-P``: the
     repository's ``kernels`` must not hide the package of that name, which SGLang imports.
     """
-    log, command = folder / "log", [sys.executable, "-P", Path(__file__).with_name(script), folder, *arguments]
+    log, command = folder / "log", [sys.executable, "-P", Path(__file__).parent / script, folder, *arguments]
     known = filter(None, [*map(str, paths), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(known)}
     with log.open("ab") as sink, suppress(subprocess.TimeoutExpired):
