@@ -247,8 +247,8 @@ test-fast: test-install ## Run the quick tests, which need no engine: two minute
 test-nixl: test-install ## Prompts on one vLLM server, answers on another, through NIXL, which wants two cores for itself
 	HYBRID_TEST_NIXL=1 $(PY) -m pytest tests/engines/vllm/test_disaggregated.py -v --durations 20
 
-families: test-install ## Serve a tiny model of every family, stock and hybrid, on vLLM's CPU engine, and print a table
-	$(PY) -m pytest tests/engines/vllm/test_families.py -q -rP
+families: test-install ## Serve a tiny model of every family, stock and hybrid, on vLLM's CPU engine
+	$(PY) -m pytest tests/engines/vllm/test_families.py -q
 
 test-sglang: $(SGLANG_TEST_STAMP) ## Run the tests with SGLang, in its own environment
 	$(SGLANG)/bin/python -m pytest tests/engines --ignore tests/engines/vllm -q -n 2 --dist loadfile --durations 20

@@ -32,86 +32,36 @@ _LLAMA = {
     "max_position_embeddings": 512,
     "torch_dtype": "bfloat16",
 }
+
+
+def _like_llama(architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
+    return {**_LLAMA, "architectures": [f"{architecture}ForCausalLM"], "model_type": model_type, **more}
+
+
 TINY_MODELS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "many-heads": {**_LLAMA, "hidden_size": 512, "num_attention_heads": 32},
-    "all-sliding": {
-        **_LLAMA,
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": 64,
-    },
-    "some-sliding": {
-        **_LLAMA,
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "sliding_window": 64,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
-    "gpt2": {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": 49152,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "n_positions": 512,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 2,
-    },
-    "phi3": {
-        **_LLAMA,
-        "architectures": ["Phi3ForCausalLM"],
-        "model_type": "phi3",
-        "pad_token_id": 0,
-    },
-    "llama4": {
-        **_LLAMA,
-        "architectures": ["Llama4ForCausalLM"],
-        "model_type": "llama4_text",
-        "intermediate_size_mlp": 128,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "attention_chunk_size": 64,
-    },
-    "lfm2": {
-        **_LLAMA,
-        "architectures": ["Lfm2ForCausalLM"],
-        "model_type": "lfm2",
-        "conv_L_cache": 3,
-        "layer_types": ["conv", "full_attention"],
-    },
-    "delta-nets": {
-        **_LLAMA,
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "num_experts": 0,
-    },
-    "mla": {
-        **_LLAMA,
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "first_k_dense_replace": 2,
-    },
-}
+    "all-sliding": _like_llama("Mistral", "mistral", sliding_window=64),
+    "some-sliding": _like_llama(
+        "Gemma3", "gemma3_text", num_hidden_layers=4, head_dim=16, sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "llama4": _like_llama(
+        "Llama4", "llama4_text", intermediate_size_mlp=128, num_local_experts=2, num_experts_per_tok=1,
+        attention_chunk_size=64,
+    ),
+    "lfm2": _like_llama("Lfm2", "lfm2", conv_L_cache=3, layer_types=["conv", "full_attention"]),
+    "delta-nets": _like_llama(
+        "Qwen3Next", "qwen3_next", head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=16, linear_value_head_dim=16, num_hidden_layers=4, num_experts=0,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    ),
+    "mla": _like_llama(
+        "DeepseekV2", "deepseek_v2", num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=32,
+        qk_rope_head_dim=16, v_head_dim=32, moe_intermediate_size=32, n_routed_experts=2, num_experts_per_tok=1,
+        first_k_dense_replace=2,
+    ),
+}  # fmt: skip
 """Configurations without weights: they are refused before any weight is read."""
 
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.engines.server import Server
@@ -70,32 +70,6 @@ def cached_prompts_answer_the_same(
     hits = server.total(counter) - before
     assert hits > 0.9 * longest, f"only {hits} of {longest} tokens came from the prefix cache"
     assert server.complete_all(prompts[::-1], tokens)[::-1] == expected
-
-
-def the_cpu_starts_a_layer_ahead(
-    server: Server, predicted: set[int], others: set[int], ask: Callable[[], object]
-) -> None:
-    """With the predicted query in the CPU's partial, of what ``ask`` makes the server do.
-
-    Nobody looks ahead for the other layers, so their partials start inside their own layer and lead by the device's
-    partial only, as all do with the lookahead off. Measured: partials of predicted layers lead 200 times as long. On a
-    machine that others keep busy a device's partial takes as long as they let it wait: one of three answers counts.
-    """
-
-    def leads() -> list[float]:
-        return [server.total("hybrid_lead_seconds_total", some) / len(some) for some in (predicted, others)]
-
-    tried = []
-    for _ in range(3):
-        before = leads()
-        ask()
-        ahead, within = (after - first for after, first in zip(leads(), before, strict=True))
-        print(f"\nCPU partials led {ahead:.4f} s per layer where the query is predicted, {within:.4f} s elsewhere")
-        assert within > 0, "no other layer left anything to the CPU: this test shows nothing"
-        tried.append(ahead / within)
-        if tried[-1] > 10:
-            return
-    raise AssertionError(f"partials of predicted layers lead {tried} times as long as others")
 
 
 def nothing_is_left(server: Server) -> None:

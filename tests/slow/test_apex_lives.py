@@ -79,15 +79,11 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def every_token_is_the_model_s(self) -> None:
-        if not hasattr(self, "engine"):
-            return
         assert self.engine.failed == []
         self.engine.check_answers()
 
     @invariant()
     def frames_are_those_of_requests_on_the_device(self) -> None:
-        if not hasattr(self, "engine"):
-            return
         shared, tiers = self.engine.runtime.method._residency, self.engine.runtime.tiers
         assert shared is not None
         held = [frame for frames in shared._frames.values() for frame in frames]

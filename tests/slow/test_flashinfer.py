@@ -61,15 +61,18 @@ def made(device: torch.device, operations: Operations) -> FlashInfer:
     return FlashInfer(flashinfer_stand_in, operations, model(), device)
 
 
-@pytest.fixture
-def real() -> FlashInfer:
+@pytest.fixture(params=["the stand-in", pytest.param("the real one", marks=pytest.mark.gpu)])
+def each(request: pytest.FixtureRequest) -> tuple[FlashInfer, torch.device]:
+    """The stand-in on a device that is not the host, and the real one on a GPU."""
+    if request.param == "the stand-in":
+        return request.getfixturevalue("made"), request.getfixturevalue("device")
     pytest.importorskip("flashinfer", exc_type=ImportError)
     if not ON_GPU:
         pytest.skip("no GPU")
     device = torch.device("cuda")
     found = FlashInfer.tried(resolve_operations(HybridConfig(), device), model(), device)
     assert isinstance(found, FlashInfer), found
-    return found
+    return found, device
 
 
 def drawn(*shape: int) -> Tensor:
@@ -79,10 +82,10 @@ def drawn(*shape: int) -> Tensor:
 # --- what it computes ---
 
 
-def prompts_are_exact(found: FlashInfer, device: torch.device) -> None:
+def test_prompts_are_exact(each: tuple[FlashInfer, torch.device]) -> None:
     """Chunks with a decoding row between them, out of a projection to queries, keys and values; earlier tokens in
     blocks of all and of some KV heads, padded as staging buffers are. Against the oracle, token by token."""
-    chunks, total = [(1, 6), (7, 20)], 21
+    (found, device), chunks, total = each, [(1, 6), (7, 20)], 21
     whole = drawn(total, HEADS + 2 * KV_HEADS).to(device)
     q, k, v = whole[:, :HEADS], whole[:, HEADS:-KV_HEADS], whole[:, -KV_HEADS:]
     owns = found.prompts.own(q, k, v, chunks)
@@ -106,8 +109,9 @@ def prompts_are_exact(found: FlashInfer, device: torch.device) -> None:
         -1, dtype=torch.float64) * SCALE) < ERROR, "natural log, although there is one key only"  # fmt: skip
 
 
-def lists_are_exact(found: FlashInfer, device: torch.device) -> None:
+def test_lists_are_exact(each: tuple[FlashInfer, torch.device]) -> None:
     """One plan for lists of other pages in another store; new ones for rows that grow, and for other rows."""
+    found, device = each
     for counts in ([PAGE, 3 * PAGE + 5, 1], [PAGE, 3 * PAGE + 5, 1], [PAGE + 1, 3 * PAGE + 6, 2], [7]):
         kv = torch.randn(10, KV_HEADS, 2, PAGE, DIM).bfloat16()
         q, ids = drawn(len(counts), HEADS), torch.stack([torch.randperm(10)[:5] for _ in counts])[:, None]
@@ -118,24 +122,6 @@ def lists_are_exact(found: FlashInfer, device: torch.device) -> None:
         expected, expected_lse = reference.paged_attention(q, kv, ids, valid, SCALE)
         assert relative_error(out[:, :, 0].cpu(), expected) < ERROR
         assert relative_error(lse[:, :, 0].cpu(), expected_lse) < 1e-3
-
-
-def test_prompts_on_the_stand_in(made: FlashInfer, device: torch.device) -> None:
-    prompts_are_exact(made, device)
-
-
-def test_lists_on_the_stand_in(made: FlashInfer, device: torch.device) -> None:
-    lists_are_exact(made, device)
-
-
-@pytest.mark.gpu
-def test_prompts_on_a_gpu(real: FlashInfer) -> None:
-    prompts_are_exact(real, torch.device("cuda"))
-
-
-@pytest.mark.gpu
-def test_lists_on_a_gpu(real: FlashInfer) -> None:
-    lists_are_exact(real, torch.device("cuda"))
 
 
 def test_frames_are_read_where_they_lie(
@@ -209,21 +195,18 @@ def test_the_runtime_is_exact_with_it(
     STREAMS.seed(0)
     calls.clear()  # of the trial
     steps: list[dict[str, int]] = [{"a": 35}, {"a": 13, "c": 5}, {"b": 9, "c": 12}, {"a": 1}, {"a": 1, "c": 8}]
-    try:
-        made.add("a", 3 * PAGE)
-        made.add("c", 25)
-        with late():
-            for step, work in enumerate(steps):
-                if step == 2:
-                    made.add("b", 2 * PAGE + 9, shared_with="a")
-                made.step(work, tolerance=3e-2)
-            for _ in range(3):
-                made.step({"b": 1, "a": 1, "c": 1}, tolerance=3e-2)
-        assert calls.count("BatchPrefillWithRaggedKVCacheWrapper") == 2 * 4  # layers, steps with prompts
-        # In a layer that frames hold, and in one that is on the device whole.
-        assert calls.count("BatchDecodeWithPagedKVCacheWrapper") == (0 if name == "headinfer" else 2 * 5)
-    finally:
-        made.close()
+    made.add("a", 3 * PAGE)
+    made.add("c", 25)
+    with late():
+        for step, work in enumerate(steps):
+            if step == 2:
+                made.add("b", 2 * PAGE + 9, shared_with="a")
+            made.step(work, tolerance=3e-2)
+        for _ in range(3):
+            made.step({"b": 1, "a": 1, "c": 1}, tolerance=3e-2)
+    assert calls.count("BatchPrefillWithRaggedKVCacheWrapper") == 2 * 4  # layers, steps with prompts
+    # In a layer that frames hold, and in one that is on the device whole.
+    assert calls.count("BatchDecodeWithPagedKVCacheWrapper") == (0 if name == "headinfer" else 2 * 5)
 
 
 # --- whether it is used ---

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -17,26 +16,22 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.batch import Step, captured_step
-from hybrid_backend.errors import ConfigError, DeadlineError
-from hybrid_backend.step.cpu_attention import MailboxCpuAttention
-from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
-from tests.support.held_up import HeldUp
+from hybrid_backend.errors import ConfigError
+from tests.support.harness import Engine, config, decode_step, spec
+from tests.support.scenario import GROWTH, play
 
-FRAMES, ROWS, INTERVAL, LAYERS = 6, 3, 2, 2
-EXACT = 0  # the exact layer
+FRAMES, ROWS = 6, 3
 
 
-def engine(kernels: str, deadline: float = 20, layers: int = LAYERS, replayed: bool = True, **keys: object) -> Engine:
-    """Both kinds draw the same random numbers: they look ahead in the same steps, the sampled ones."""
+def engine(kernels: str, **keys: object) -> Engine:
+    """All kinds draw the same random numbers: they look ahead in the same steps, the sampled ones."""
     base: dict[str, object] = {
-        "frames_per_request": FRAMES, "exact_layers": [EXACT], "device_kernels": kernels,
-        "whole_layers": [],
-        "recall": {"intervals": INTERVAL}, "metrics": {"sample_interval": 1},
-        "workers": {"threads": 2, "deadline_seconds": deadline},
+        "frames_per_request": FRAMES, "exact_layers": [0], "device_kernels": kernels, "whole_layers": [],
+        "recall": {"intervals": 2}, "metrics": {"sample_interval": 1},
+        "workers": {"threads": 2, "deadline_seconds": 20},
     }  # fmt: skip
-    settings = config(**base | keys)
-    made = Engine(settings, spec(layers), num_pages=64, max_requests=ROWS)
-    if kernels == "triton" and replayed:
+    made = Engine(config(**base | keys), spec(2), num_pages=64, max_requests=ROWS)
+    if kernels == "triton":
         replay_as_a_graph(made)
     return made
 
@@ -85,182 +80,28 @@ def replay_as_a_graph(made: Engine, capture: Callable[[], AbstractContextManager
     ids=["predicted", "real", "per-head", "infinigen", "bytes", "bytes, per-head"],
 )
 def test_a_step_is_the_same_whoever_runs_its_operations(keys: dict[str, object]) -> None:
-    """Two requests of unlike length grow out of their frames, one is aborted and another admitted; pages are recalled.
-    After every step the outputs are alike and the maps of the three are equal, every frame of every layer. With digests
+    """After every step outputs are alike and the maps of the three are equal, every frame of every layer. With digests
     in bytes of two: the native kernels round queries, too, and may choose another page."""
     keys = {"selection": {"digest": "minmax"}} | keys
-    as_bytes = keys["selection"].get("digest") == "minmax_int8"  # type: ignore[attr-defined]
-    made = {kernels: engine(kernels, **keys) for kernels in ("torch", "native", "triton")[:: 2 if as_bytes else 1]}
-    try:
-        for each in made.values():
-            each.add("a", 6 * PAGE - 1)
-            each.add("b", 3 * PAGE)
-            each.prefill("a")
-            each.prefill("b")
-        for step in range(9):
-            if step == 3:
-                for each in made.values():
-                    each.drop("b")
-                    each.add("c", 9 * PAGE - 1)
-                    each.prefill("c")
-            work = dict.fromkeys(["a", "b"] if step < 3 else ["c", "a"], 1)
-            outs = [each.step(work, lookahead_noise=0.3, tolerance=None) for each in made.values()]
-            maps = [decode_step(each).buffers.maps for each in made.values()]
-            maps = [type(each)(*(x.cpu() for x in each)) for each in maps]
-            for other, there in zip(outs[1:], maps[1:], strict=True):
-                for name in work:
-                    assert (outs[0][name] - other[name]).abs().max() < 1e-4, f"{name}, step {step}"
-                assert torch.equal(maps[0].frame_of, there.frame_of) and torch.equal(maps[0].page_of, there.page_of)
-                torch.testing.assert_close(maps[0].importance, there.importance, atol=1e-4, rtol=1e-4)
-        for each in made.values():
-            each.step(work, tolerance=None)  # the device's counters are those of the step before
-        first, *others = (each.runtime.stats.layers for each in made.values())
-        assert sum(layer.recalled_pages for layer in first) > 0, "nothing was recalled: this test shows less"
-        assert (first[1].cpu_tokens > 0) == ("method" not in keys), "the CPU computes for scout, and only for it"
-        for stats in others:
-            for mine, layer in zip(first, stats, strict=True):
-                counted = ("selected_tokens", "cpu_tokens", "resident_hits", "resident_lookups", "recalled_pages")
-                assert all(getattr(mine, name) == getattr(layer, name) for name in counted)
-    finally:
-        for each in made.values():
-            each.close()
+    in_bytes = keys["selection"].get("digest") == "minmax_int8"  # type: ignore[attr-defined]
+    engines = [engine(kernels, **keys) for kernels in ("torch", "native", "triton")[:: 2 if in_bytes else 1]]
+
+    def compare_maps() -> None:
+        first, *others = (decode_step(each).buffers.maps for each in engines)
+        for maps in others:
+            assert torch.equal(first.frame_of, maps.frame_of.cpu()) and torch.equal(first.page_of, maps.page_of.cpu())
+            torch.testing.assert_close(first.importance, maps.importance.cpu(), atol=1e-4, rtol=1e-4)
+
+    play(engines, GROWTH, after_step=compare_maps, near=1e-4)
+    first, *others = (each.runtime.stats.layers for each in engines)
+    assert sum(layer.recalled_pages for layer in first) > 0, "nothing was recalled: this test shows less"
+    assert (first[1].cpu_tokens > 0) == ("method" not in keys), "the CPU computes for scout, and only for it"
+    for stats in others:
+        for mine, layer in zip(first, stats, strict=True):
+            counted = ("selected_tokens", "cpu_tokens", "resident_hits", "resident_lookups", "recalled_pages")
+            assert all(getattr(mine, name) == getattr(layer, name) for name in counted)
 
 
-@pytest.mark.parametrize("method", ["scout", "infinigen"])
-def test_what_is_never_sparse_is_exact_beyond_its_frames(method: str) -> None:
-    """What the frames cannot hold is the CPU's, or read over the bus."""
-    made = engine("triton", method=method, sparse="never")
-    try:
-        made.add("a", 3 * FRAMES * PAGE - 1)
-        made.prefill("a")
-        made.add("b", 2 * PAGE)
-        made.prefill("b")
-        for _ in range(3):
-            made.step({"a": 1, "b": 1}, lookahead_noise=0 if method == "scout" else 0.3)
-    finally:
-        made.close()
-
-
-@pytest.mark.parametrize("method", ["scout", "infinigen"])
-def test_what_fits_its_frames_is_dense_and_nothing_stays_of_it(method: str) -> None:
-    """Chunked prompts, two requests that share pages, one preempted and computed again: every output is exact."""
-    made = engine("triton", method=method)
-    try:
-        made.add("a", 3 * PAGE)
-        made.prefill("a", chunk=20)
-        made.add("b", 3 * PAGE, shared_with="a")
-        made.prefill("b")
-        made.step({"a": 1, "b": 1})
-        made.preempt("a")
-        made.prefill("a")
-        made.step({"b": 1, "a": 1})
-        assert made.runtime.gauges()["hybrid_frames_in_use"] > 0
-        for name in ("a", "b"):
-            made.drop(name)
-        assert made.runtime.gauges()["hybrid_frames_in_use"] == made.runtime.gauges()["hybrid_resident_requests"] == 0
-    finally:
-        made.close()
-
-
-def test_a_request_released_while_its_step_runs_leaves_nothing_to_who_comes_after() -> None:
-    """The host is steps ahead of a GPU: a recall that the device plans after its request's release is that request's,
-    not of the one that has its region by the time the recall would show."""
-    made = engine("triton", recall={"intervals": 1})
-    frames, forward, gone = made.runtime.tiers.frames, made.runtime.forward, []
-    try:
-        made.add("a", 3 * FRAMES * PAGE - 9)
-        made.prefill("a")
-        for _ in range(3):
-            made.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
-
-        def released_meanwhile(layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-            if layer == 0:
-                gone.append(frames.release("a"))
-            forward(layer, step, q, k, v, out)
-
-        made.runtime.forward = released_meanwhile  # type: ignore[method-assign]
-        made.step({"a": 1}, lookahead_noise=0.3, tolerance=None)
-        made.runtime.forward = forward  # type: ignore[method-assign]
-        step = decode_step(made)
-        assert (step.buffers.state.copies.frames >= 0).any(), "no recall was under way: this test shows nothing"
-        mine = slice(gone[0], None, frames.requests)  # as `release` does
-        step.buffers.maps.frame_of[:, gone[0]], step.buffers.maps.page_of[:, mine] = -1, -1
-        step.buffers.maps.importance[:, mine] = float("-inf")
-        made.drop("a")
-        made.add("b", 3 * PAGE)
-        made.prefill("b")
-        made.step({"b": 1})
-        assert frames.index("b") == gone[0]
-        assert all(resident(made, "b", layer) == {0, 1, 2, 3} for layer in range(LAYERS))
-    finally:
-        made.close()
-
-
-def test_a_late_step_waits_once_and_fails_its_own_requests_only() -> None:
-    """The workers get none of one step's questions: all its layers together wait as long as one may. Its requests are
-    named, with the pages that it wrote; those of the steps before and after it are served exactly."""
-    made, layers, held = engine("triton", 0.5, layers=6, replayed=False, sparse="never"), 6, list[int]()
-    partials = decode_step(made).cpu_attention
-    assert isinstance(partials, MailboxCpuAttention)
-    slow = HeldUp(partials, held.__contains__)
-    try:
-        for name in ("a", "b", "c"):
-            made.add(name, 2 * FRAMES * PAGE - 3)
-            made.prefill(name)
-        made.step({"a": 1, "b": 1, "c": 1})
-        before = made.ran
-        time_left, waited = partials._time_left, []
-        forward = made.runtime.forward
-
-        def timed(*args: Any) -> None:
-            left = int(time_left)
-            forward(*args)
-            waited.append(left - int(time_left))
-
-        made.runtime.forward = timed  # type: ignore[method-assign]
-        held.append(before.number + 2)  # `StepInputs.number` of the next step
-        made.step({"c": 1, "a": 1}, tolerance=None)
-        late = made.ran
-        assert len(waited) == layers and sum(waited) == partials._allowed_ns
-        made.step({"b": 1})
-        failure = made.runtime.failure(late)
-        assert failure is not None and isinstance(failure.error, DeadlineError)
-        assert "workers.deadline_seconds=0.5" in str(failure.error)
-        assert failure.request_ids == ["c", "a"]
-        assert failure.pages == [made.sequences[name].pages[-1] for name in ("c", "a")]
-        assert made.runtime.failure(before) is made.runtime.failure(made.ran) is None
-        for name in ("a", "c"):
-            made.preempt(name)
-            made.prefill(name)
-        made.step({"a": 1, "b": 1, "c": 1})
-    finally:
-        slow.close()
-        made.close()
-
-
-def test_a_forward_that_raised_leaves_no_selection_behind() -> None:
-    """What was selected for the step that died is not taken for the next one's."""
-    made = engine("triton", recall={"enabled": False})
-    try:
-        made.add("a", 3 * FRAMES * PAGE)
-        made.prefill("a")
-        step, _ = made._begin({"a": 1})
-        q = torch.randn(1, made.model.num_heads, made.model.head_dim)
-        made.runtime.lookahead(1, step, q.to(made.device))
-        assert decode_step(made).toolbox._selections
-        made.runtime.abandon(step)
-        made._begin({"a": 1})
-        assert not decode_step(made).toolbox._selections
-    finally:
-        made.close()
-
-
-@pytest.mark.parametrize(
-    ("keys", "fix"),
-    [
-        ({"workers": {"kernel": "torch"}}, "workers.kernel"),
-    ],
-)
-def test_what_the_kernels_cannot_serve_is_refused(keys: dict[str, object], fix: str) -> None:
-    with pytest.raises(ConfigError, match=fix):
-        Engine(config(**{"device_kernels": "triton", **keys}), spec(LAYERS))
+def test_workers_that_the_kernels_cannot_ask_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"workers\.kernel"):
+        engine("triton", workers={"kernel": "torch"})

@@ -37,26 +37,22 @@ def check_steps(
     near = Engine(config(**keys, device_kernels=kernels), shape, num_pages=64, max_requests=ROWS)
     replay_as_a_graph(far, capture)
     chance, born = random.Random(5), 0
-    try:
-        with late():
-            for step in range(steps):
-                STREAMS.seed(step, order)
-                for name in [name for name in far.sequences if chance.random() < 0.1]:
-                    for each in (far, near):
-                        each.drop(name)
-                if len(far.sequences) < ROWS and (not far.sequences or chance.random() < 0.5):
-                    prompt, born = chance.randint(PAGE, 9 * PAGE), born + 1
-                    for each in (far, near):
-                        each.add(f"{born}", prompt)
-                        each.prefill(f"{born}")
-                work = dict.fromkeys(far.sequences, 1)
-                found, expected = (each.step(work, lookahead_noise=0.3, tolerance=None) for each in (far, near))
-                for name in work:
-                    assert (found[name] - expected[name]).abs().max() < 1e-4, f"request {name} in step {step}"
-        assert sum(layer.recalled_pages for layer in far.runtime.stats.layers) > steps // 2, "too little is copied"
-    finally:
-        far.close()
-        near.close()
+    with late():
+        for step in range(steps):
+            STREAMS.seed(step, order)
+            for name in [name for name in far.sequences if chance.random() < 0.1]:
+                for each in (far, near):
+                    each.drop(name)
+            if len(far.sequences) < ROWS and (not far.sequences or chance.random() < 0.5):
+                prompt, born = chance.randint(PAGE, 9 * PAGE), born + 1
+                for each in (far, near):
+                    each.add(f"{born}", prompt)
+                    each.prefill(f"{born}")
+            work = dict.fromkeys(far.sequences, 1)
+            found, expected = (each.step(work, lookahead_noise=0.3, tolerance=None) for each in (far, near))
+            for name in work:
+                assert (found[name] - expected[name]).abs().max() < 1e-4, f"request {name} in step {step}"
+    assert sum(layer.recalled_pages for layer in far.runtime.stats.layers) > steps // 2, "too little is copied"
 
 
 @pytest.mark.parametrize("method", ["scout", "infinigen"])

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from tests.support.far_device import late
 from tests.support.gpu import ON_GPU
-from tests.support.harness import PAGE, config
+from tests.support.harness import PAGE, config, watch
 from tests.support.tiny_engine import CapturedEngine, TinyModel
 
 ROWS = 3
@@ -29,7 +29,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "clo": {"method": "clo", "budget_tokens": 20 * PAGE, "clo": {"persistent": ["1:1"]}},
 }
 SPARSE: dict[str, dict[str, Any]] = {
-    "scout": FRAMES,
+    "scout": {**FRAMES, "metrics": {"sample_interval": 1}},
     "scout of bytes": {**FRAMES, "selection": {"digest": "minmax_int8"}},
     "scout of codes": {**FRAMES, "selection": {"digest": "codes"}},
     "scout, a selection per head": {**FRAMES, "selection": {"granularity": "kv_head"}},
@@ -69,56 +69,32 @@ def serve(running: CapturedEngine) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", EXACT)
 def test_a_graph_of_what_attends_everything_answers_as_the_model(device: torch.device, name: str) -> None:
     made = engine(device, EXACT[name])
-    try:
-        with late():
-            for tokens in serve(made).values():
-                prompt = len(tokens) - TOKENS // 2
-                assert tokens[prompt:] == MODEL.follow(tokens)[prompt - 1 : -1]
-    finally:
-        made.close()
+    with late():
+        for tokens in serve(made).values():
+            prompt = len(tokens) - TOKENS // 2
+            assert tokens[prompt:] == MODEL.follow(tokens)[prompt - 1 : -1]
 
 
 @pytest.mark.parametrize("name", SPARSE if ON_GPU else ["scout", "clo"])
-def test_a_graph_of_what_is_sparse_answers_as_the_same_kernels_launched_one_by_one(
+def test_a_graph_of_what_is_sparse_answers_and_samples_as_the_same_kernels_launched_one_by_one(
     device: torch.device, name: str
 ) -> None:
-    answers = []
+    """Of requests that come, are preempted and go. No step waits for the device (`busy`)."""
+    answers, counted = [], []
     for captures in (True, False):
         made = engine(device, SPARSE[name], captures)
-        try:
-            with late():
-                answers.append(serve(made))
-            counted = made.runtime.stats.layers[1]
-            assert counted.selected_tokens < counted.context_tokens, "nothing was sparse: this shows less"
-        finally:
-            made.close()
+        if name == "scout":
+            watch(made, "step", after=lambda *_, made=made: made.executor.samples.finish())
+        with late():
+            answers.append(serve(made))
+        counted.append(made.runtime.stats.layers[1])
+        assert counted[-1].selected_tokens < counted[-1].context_tokens, "nothing was sparse: this shows less"
+        made.close()
     assert answers[0] == answers[1]
-
-
-def test_a_graph_on_a_late_device_hands_over_the_samples_of_the_same_kernels_launched_one_by_one(
-    device: torch.device,
-) -> None:
-    """Of requests that come, are preempted and go. No step waits for the device (`busy`)."""
-    keys, found = {**FRAMES, "metrics": {"sample_interval": 1}}, []
-    for captures in (True, False):
-        made = engine(device, keys, captures)
-        step = made.step
-
-        def counted(names: list[str] | None = None, made: CapturedEngine = made, step: Any = step) -> Any:
-            got = step(names)
-            made.executor.samples.finish()
-            return got
-
-        made.step = counted  # type: ignore[method-assign]
-        try:
-            with late():
-                serve(made)
-            found.append(made.runtime.stats.layers[1])
-        finally:
-            made.close()
-    replayed, launched = found
-    assert replayed.mass_samples == launched.mass_samples > TOKENS
-    assert replayed.cosine_samples == launched.cosine_samples > TOKENS
-    assert 0 < replayed.mass_sum < replayed.mass_samples
-    assert replayed.mass_sum == pytest.approx(launched.mass_sum, abs=1e-3)
-    assert replayed.cosine_sum == pytest.approx(launched.cosine_sum, abs=1e-3)
+    if name == "scout":
+        replayed, launched = counted
+        assert replayed.mass_samples == launched.mass_samples > TOKENS
+        assert replayed.cosine_samples == launched.cosine_samples > TOKENS
+        assert 0 < replayed.mass_sum < replayed.mass_samples
+        assert replayed.mass_sum == pytest.approx(launched.mass_sum, abs=1e-3)
+        assert replayed.cosine_sum == pytest.approx(launched.cosine_sum, abs=1e-3)

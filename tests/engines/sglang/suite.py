@@ -8,13 +8,11 @@ from pathlib import Path
 
 from tests.engines.methods import Exact
 from tests.engines.server import Server
-from tests.engines.sglang.refused import ENVIRONMENT, HELP, REFUSED
 from tests.engines.sglang.server import PAGE, hybrid_server, sglang_server
 from tests.engines.texts import english
 
-__all__ = ["ENVIRONMENT", "HELP", "REFUSED"]
-
 NAME = "sglang"
+HELP = ("--help", "--chunked-prefill-size")  # engine flag, what must be shown
 PREFIX_HITS = "sglang:cached_tokens_total"
 LENGTHS = (6, 17, 60, 120, 300, 700, 1500, 6950)
 POOL_TOKENS = 15000

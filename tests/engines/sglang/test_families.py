@@ -6,13 +6,9 @@ why not the others. All are served by one process (family_probe.py), which the f
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.engines.probes import Probe, reader
+from tests.engines.probes import Probe, run
 
 pytestmark = pytest.mark.engine
 
@@ -27,13 +23,7 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
-    folder = tmp_path_factory.mktemp("families")
-    log = folder / "log"
-    with log.open("wb") as sink:
-        script = Path(__file__).with_name("family_probe.py")
-        command = [sys.executable, "-P", script, folder, *FAMILIES]
-        subprocess.run(command, stdout=sink, stderr=sink, timeout=1800, check=False)
-    return reader(folder, log)
+    return run(tmp_path_factory.mktemp("families"), "sglang/family_probe.py", *FAMILIES, seconds=1800)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

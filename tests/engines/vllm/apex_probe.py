@@ -1,7 +1,6 @@
 # ruff: noqa: E402 (Triton must be told to interpret before vLLM imports it)
 """Method apex in vLLM, in this process: the demo model, stock and then with rows that wait from one iteration to the
-next. ``python -m tests.engines.vllm.apex_probe FOLDER NAME...`` writes FOLDER/NAME.json for "stock" and each of these
-`CASES`."""
+next. ``apex_probe.py FOLDER NAME...`` writes FOLDER/NAME.json for "stock" and each of these `CASES`."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,8 +33,8 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.sampling_params import StructuredOutputsParams
 
 from hybrid_backend.engines.vllm import BACKEND
-from hybrid_backend.engines.vllm.model_hooks import attention_layers
 from hybrid_backend.tools.hub import fetch
+from tests.engines.probes import write
 from tests.engines.texts import tokens_of_prose
 from tests.support.garbage import leave_out_what_was_imported
 from tests.support.held_answers import Held, settled
@@ -73,7 +71,6 @@ MIXED = {
     "choice": ask(118, 4, structured_outputs=StructuredOutputsParams(choice=["Jerusalem", "Egypt"]), ignore_eos=False),
 }
 FITS = {"5": ask(5, 6), "9": ask(9, 6), "12": ask(12, 6, seed=3, **SEEDED), "20": ask(20, 6, logprobs=2)}
-ALONE = ask(130, 4)
 FILLS = ask(8 * PAGE - 2, 4)  # its second token is the last of a page
 LATE = {"here": ask(20, MANY), "late": ask(97, 2), "in time": ask(98, 3)}
 # Of the second all whole pages are in the prefix cache when it is computed again, so that it asks the CPU once more.
@@ -82,8 +79,6 @@ PHASES = (0, LAYERS // 2, LAYERS - 1)  # layers at which rows are parked
 ENDED = {f"{what} {phase}": ask(98 + phase + (what == "aborted"), 3)
          for phase in PHASES for what in ("aborted", "preempted")}  # fmt: skip
 STAYS = {"here": ask(20, MANY), "stays": ask(131, 3)}
-SQUEEZED = {"grows": ask(20, MANY), "old": ask(101, 2), "young": ask(102, 2)}
-POISONED = {"here": ask(20, MANY), "a": ask(100, 4), "b": ask(170, 4), "c": ask(103, 4, seed=7, **SEEDED)}
 SERVED = {"here": ask(40, MANY), "a": ask(180, 3), "b": ask(120, 3), "c": ask(200, 3)}  # over HTTP
 
 
@@ -232,9 +227,8 @@ def serving(hybrid: dict[str, Any] | None = None) -> Iterator[Serving]:
 
 def stock(engine: Serving) -> dict[str, Any]:
     """Answers to everything that the cases ask for, and to what they ask in the middle of somebody's answer."""
-    sets = {"mixed": MIXED, "fits": FITS, "alone": {"alone": ALONE}, "late": LATE, "overdue": OVERDUE, "ended": ENDED,
-            "stays": STAYS, "squeezed": SQUEEZED, "poisoned": POISONED, "served": SERVED,
-            "prefix": {"fills": FILLS}}  # fmt: skip
+    sets = {"mixed": MIXED, "fits": FITS, "late": LATE, "overdue": OVERDUE, "ended": ENDED, "stays": STAYS,
+            "served": SERVED, "prefix": {"fills": FILLS}}  # fmt: skip
     engine.run({f"{name}/{each}": ask for name, asks in sets.items() for each, ask in asks.items()})
     engine.run({f"prefix/{name}": ask for name, ask in after(engine.answers["prefix/fills"]).items()})
     return engine.answers
@@ -282,13 +276,6 @@ def fits(engine: Serving) -> dict[str, Any]:
         alone[name] = engine.answers[name]
     engine.run(FITS)
     return engine.found(alone=alone, strategies=engine.strategies(), left=engine.left())
-
-
-def alone(engine: Serving) -> dict[str, Any]:
-    late = engine.parking.late_rows
-    with settled(engine.questions):
-        engine.run({"alone": ALONE})
-    return engine.found(late=engine.parking.late_rows - late, left=engine.left())
 
 
 def prefix(engine: Serving) -> dict[str, Any]:
@@ -374,50 +361,6 @@ def ended(engine: Serving) -> dict[str, Any]:
     return engine.found(parked=parked, rows=rows, left=engine.left())
 
 
-def squeezed(engine: Serving) -> dict[str, Any]:
-    """No page is free when somebody needs one: the scheduler preempts the youngest, which is parked."""
-    engine.add_all(SQUEEZED)
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    preempted, parked = "", None
-    with settled(engine.questions):
-        engine.step(2)
-        taken = pool.get_new_blocks(pool.get_num_free_blocks())
-        while not preempted:
-            parked = engine.parked_at("young")
-            engine.step()
-            waiting = [each for each in engine.scheduler.waiting if each.num_preemptions]
-            preempted = waiting[0].request_id.partition("-")[0] if waiting else ""
-        pool.free_blocks(taken)
-        engine.run()
-    return engine.found(preempted=preempted, parked=parked, left=engine.left())
-
-
-def poisoned(engine: Serving) -> dict[str, Any]:
-    """What decoder layers hand on for rows that are parked is NaN."""
-    parking, session, poisons = engine.parking, engine.worker.session, 0
-
-    def poison(module: Any, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        nonlocal poisons
-        step = session._step
-        if step is None or step.decode is None or parking.is_idle:
-            return
-        rows = step.decode
-        void = (parking.live[: rows.count] == 0) & (parking.on_cpu[: rows.count] == 1)
-        tokens = torch.arange(rows.count) if rows.whole_batch else rows.tokens
-        for x in output:
-            x[tokens[void]] = float("nan")
-        poisons += int(void.sum())
-
-    layers = attention_layers(engine.worker.model_runner.get_model())
-    hooks = [layer.decoder.register_forward_hook(poison) for layer in layers]
-    try:
-        engine.run(POISONED)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return engine.found(poisons=poisons, left=engine.left())
-
-
 CASES: dict[str, Callable[[Serving], dict[str, Any]]] = {
     "overlap": strategy("overlap"),
     "lockstep": strategy("lockstep"),
@@ -425,35 +368,29 @@ CASES: dict[str, Callable[[Serving], dict[str, Any]]] = {
     "gpu": strategy("gpu"),
     "switching": switching,
     "fits": fits,
-    "alone": alone,
     "prefix": prefix,
     "late": late,
     "overdue": overdue,
     "ended": ended,
-    "squeezed": squeezed,
-    "poisoned": poisoned,
 }
 
 
 def main(folder: Path, names: list[str]) -> None:
-    def write(name: str, engine: Serving, case: Callable[[Serving], dict[str, Any]]) -> None:
+    def tell(name: str, engine: Serving, case: Callable[[Serving], dict[str, Any]]) -> None:
         began = time.monotonic()
-        try:
-            engine.begin()
-            found = case(engine)
-        except Exception:
-            found = {"error": traceback.format_exc()}
+        engine.begin()
+        write(folder, name, lambda: case(engine))
+        if engine.engine.has_unfinished_requests():  # the case failed
             engine.engine.abort_request(list(engine.at))
         print(f"{name}: {engine.iterations} iterations in {time.monotonic() - began:.0f} s", flush=True)
-        (folder / f"{name}.json").write_text(json.dumps(found))
 
     with serving() as engine:
-        write("stock", engine, stock)
+        tell("stock", engine, stock)
     apex = {"strategy": "overlap", "device_tokens": DEVICE_TOKENS}
     with serving({"method": "apex", "page_size": PAGE, "apex": apex}) as engine:
         for name in names:
             engine.follow("overlap")
-            write(name, engine, CASES[name])
+            tell(name, engine, CASES[name])
 
 
 if __name__ == "__main__":

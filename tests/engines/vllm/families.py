@@ -17,10 +17,10 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
+    "pad_token_id": 0,  # some classes' own is beyond this vocabulary
 }
 _HEADS_UNLIKE_HIDDEN = {"head_dim": 32}  # heads * head_dim is not the hidden size
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_NO_PADDING = {"pad_token_id": 0}
 _DELTA_NET = {
     "layer_types": ["linear_attention", "linear_attention", _FULL, "linear_attention", _FULL, _FULL],
     "num_hidden_layers": 6,
@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", _HEADS_UNLIKE_HIDDEN | {"sliding_window": None}),
     "qwen2": ("Qwen2Config", {"hidden_size": 128}),
     "qwen3": ("Qwen3Config", _HEADS_UNLIKE_HIDDEN),
-    "glm4": ("Glm4Config", _HEADS_UNLIKE_HIDDEN | _NO_PADDING | {"attention_bias": True}),
+    "glm4": ("Glm4Config", _HEADS_UNLIKE_HIDDEN | {"attention_bias": True}),
     "gemma3": (
         "Gemma3TextConfig",
         _HEADS_UNLIKE_HIDDEN
@@ -87,12 +87,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", _HEADS_UNLIKE_HIDDEN | _EXPERTS),
     "olmoe": (
         "OlmoeConfig",
-        {"hidden_size": 128, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2} | _NO_PADDING,
+        {"hidden_size": 128, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
     ),
     "glm4_moe": (
         "Glm4MoeConfig",
         _HEADS_UNLIKE_HIDDEN
-        | _NO_PADDING
         | {
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
@@ -106,7 +105,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": (
         "MiniMaxM2Config",
         _HEADS_UNLIKE_HIDDEN
-        | _NO_PADDING
         | {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
@@ -123,8 +121,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "sliding_window": WINDOW,
             "layer_types": [_SLIDING, _FULL] * 2,
-        }
-        | _NO_PADDING,
+        },
     ),
     "gemma4": (
         "Gemma4TextConfig",
@@ -137,8 +134,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_kv_shared_layers": 0,
             "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": VOCABULARY,
-        }
-        | _NO_PADDING,
+        },
     ),
     "lfm2": (
         "Lfm2Config",
@@ -165,8 +161,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_head_dim": 32,
             "expand": 1,
             "chunk_size": 32,
-        }
-        | _NO_PADDING,
+        },
     ),
     "granite4": (
         "GraniteMoeHybridConfig",
@@ -185,16 +180,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 64,
             "position_embedding_type": "rope",
             "attention_multiplier": 0.2,
-        }
-        | _NO_PADDING,
+        },
     ),
     "qwen3_next": ("Qwen3NextConfig", _DELTA_NET | _EXPERTS | {"shared_expert_intermediate_size": 64}),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA_NET),
     "qwen3_vl": ("Qwen3VLConfig", _VISION),  # positions of three rows
-    "gpt2": ("GPT2Config", {"hidden_size": 128, "num_key_value_heads": 4} | _NO_PADDING),
-    "phi3": ("Phi3Config", {"hidden_size": 128} | _NO_PADDING),
+    "gpt2": ("GPT2Config", {"hidden_size": 128, "num_key_value_heads": 4}),
+    "phi3": ("Phi3Config", {"hidden_size": 128}),
     # vLLM has no code of its own for it, and runs that of Transformers.
-    "glm": ("GlmConfig", _HEADS_UNLIKE_HIDDEN | _NO_PADDING),
+    "glm": ("GlmConfig", _HEADS_UNLIKE_HIDDEN),
     "llama_w8a8": ("LlamaConfig", _HEADS_UNLIKE_HIDDEN),
     "qwen3_w4a16": ("Qwen3Config", _HEADS_UNLIKE_HIDDEN),
 }

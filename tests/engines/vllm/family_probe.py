@@ -1,7 +1,7 @@
 # ruff: noqa: E402 (Triton must be told to interpret before vLLM imports it)
 """Serves one tiny random-weight model per family, stock and hybrid, in this process; writes what it saw as JSON.
 
-``python family_probe.py FOLDER NAME...`` writes FOLDER/NAME.json; a NAME is ``MODEL`` or ``MODEL.PROBE``
+``family_probe.py FOLDER NAME...`` writes FOLDER/NAME.json; a NAME is ``MODEL`` or ``MODEL.PROBE``
 (`families.MODELS`, `_PROBES`). A failure is an ``{"error": ...}`` there, so that one family never hides another.
 """
 
@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from hybrid_backend.engines.vllm import BACKEND, worker
 from hybrid_backend.engines.vllm.hooks import lookahead_hook
 from hybrid_backend.engines.vllm.model_hooks import attention_layers, layer_inputs
 from hybrid_backend.errors import EngineError
+from tests.engines.probes import write
 from tests.engines.vllm import gated_delta
 from tests.engines.vllm.families import (
     DTYPES,
@@ -451,17 +453,15 @@ def register_loaded(model: Path) -> None:
 
 
 def main(folder: Path, names: list[str]) -> None:
+    def case(model: Path, probe: str) -> dict[str, Any]:
+        if not model.exists():
+            build(model.name, model)
+        register_loaded(model)
+        return _PROBES[probe](model)
+
     for name in names:
         which, _, probe = name.partition(".")
-        try:
-            model = folder / which
-            if not model.exists():
-                build(which, model)
-            register_loaded(model)
-            found = _PROBES[probe](model)
-        except Exception:
-            found = {"error": traceback.format_exc()}
-        (folder / f"{name}.json").write_text(json.dumps(found))
+        write(folder, name, partial(case, folder / which, probe))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Engines on the simulated GPU, or on one that is there, in a process of their own:
-``python -m tests.engines.vllm.gpu_probe FOLDER RUNNER CASE...``
+``gpu_probe.py FOLDER RUNNER CASE...``
 
 Writes FOLDER/CASE.json: the greedy tokens of all prompts; for ``at_once`` how many requests GPUs of some sizes admit.
 RUNNER: v1 or v2, vLLM's model runners. On a GPU, cases that end in ``.eager`` have no graphs, and those that end in
@@ -8,10 +8,8 @@ RUNNER: v1 or v2, vLLM's model runners. On a GPU, cases that end in ``.eager`` h
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -28,6 +26,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 
+from tests.engines.probes import write
 from tests.engines.vllm import late_probe, simulated_gpu
 from tests.engines.vllm.counted_launches import count_launches
 from tests.engines.vllm.watched_attention import Watch, watch_attention
@@ -331,48 +330,44 @@ def _count_replays() -> None:
 
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[3:]
+    model = folder / "model"
     if ON_GPU:
         _count_replays()
     else:
         os.environ["VLLM_PLUGINS"] = ""
         simulated_gpu.prepare(folder)
-    llama = build(folder / "model")
-    answers, late_answers = expected(llama), late_probe.expected(llama, prompts())
+    answers = expected(build(model))
     families = {name: expected(build_family(name, folder / name)) for name in names if name in FAMILIES}
     watch, launches = watch_attention(), count_launches()
     watch.is_on = not ON_GPU
+
+    def case(name: str) -> dict[str, Any]:
+        if name == "at_once":
+            admitted = {str(mib): at_once(model, mib << 20) for mib in CARDS}
+            return admitted | {"in parts": at_once(model, 8 << 30, ubatch_size=2)}
+        if name == "again":
+            return run(model, *CASES[name], ask_twice)
+        if name.startswith("late"):
+            with late_probe.held_up() as numbers:
+                always = name.startswith("late.always")
+                serving = partial(late_probe.serve, prompts=prompts(), numbers=numbers, always=always)
+                return run(model, *CASES[name], serving, late_probe.BLOCKS) | {"expected": late_probe.expected(answers)}
+        if name in FAMILIES:
+            found = run(folder / name, *CASES[name], partial(serve, count=LONGER, waits=False), FAMILY_BLOCKS)
+            return found | {"expected": families[name]}
+        tokens = LONGER if CASES[name][0].get("sinks") or name in FEWER else TOKENS
+        watched = watch if not ON_GPU or name.endswith(".eager") else None
+        watch.is_on = watched is not None
+        serving = partial(serve, count=tokens, waits=name in WAITING)
+        found = run(model, *CASES[name], serving, FEWER.get(name, BLOCKS), watched)
+        return found | {"expected": [answer[:tokens] for answer in answers], "launches": dict(launches)}
+
     with nullcontext() if ON_GPU else simulated_gpu.simulated_gpu():
         import vllm.entrypoints.llm  # noqa: F401
 
         leave_out_what_was_imported()
         for name in names:
-            try:
-                if name == "at_once":
-                    found = {str(mib): at_once(folder / "model", mib << 20) for mib in CARDS}
-                    found["in parts"] = at_once(folder / "model", 8 << 30, ubatch_size=2)
-                elif name == "again":
-                    found = run(folder / "model", *CASES[name], ask_twice)
-                elif name.startswith("late"):
-                    with late_probe.held_up() as numbers:
-                        serving = partial(
-                            late_probe.serve, prompts=prompts(), numbers=numbers, always=name.startswith("late.always")
-                        )
-                        found = run(folder / "model", *CASES[name], serving, late_probe.BLOCKS)
-                    found["expected"] = late_answers
-                elif name in FAMILIES:
-                    found = run(folder / name, *CASES[name], partial(serve, count=LONGER, waits=False), FAMILY_BLOCKS)
-                    found["expected"] = families[name]
-                else:
-                    tokens = LONGER if CASES[name][0].get("sinks") or name in FEWER else TOKENS
-                    serving = partial(serve, count=tokens, waits=name in WAITING)
-                    watched = watch if not ON_GPU or name.endswith(".eager") else None
-                    watch.is_on = watched is not None
-                    found = run(folder / "model", *CASES[name], serving, FEWER.get(name, BLOCKS), watched)
-                    found["expected"] = [answer[:tokens] for answer in answers]
-                    found["launches"] = dict(launches)
-            except Exception:
-                found = {"error": traceback.format_exc()[-3000:]}
-            (folder / f"{name}.json").write_text(json.dumps(found))
+            write(folder, name, partial(case, name))
 
 
 if __name__ == "__main__":

@@ -85,12 +85,6 @@ def _names(request_ids: Any) -> list[str]:
     return [name.partition("-")[0] for name in request_ids]
 
 
-def expected(model: Any, prompts: list[list[int]]) -> dict[str, list[int]]:
-    """What transformers answers."""
-    import torch
-
-    answers = {}
-    for name, prompt in enumerate(prompts):
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=LONG, min_new_tokens=LONG, do_sample=False)
-        answers[str(name)] = out[0, len(prompt) :].tolist()[: LONG if name else SHORT]
-    return answers
+def expected(answers: list[list[int]]) -> dict[str, list[int]]:
+    """As much of the model's ``answers`` as is asked for."""
+    return {str(name): answer[: LONG if name else SHORT] for name, answer in enumerate(answers)}

@@ -1,20 +1,20 @@
 """Run requests with all that they may bring, and workers that refuse, with a tiny model in this process.
 
-``python -m tests.engines.vllm.requests_probe FOLDER`` writes FOLDER/NAME.json for each of `CASES`.
+``requests_probe.py FOLDER`` writes FOLDER/NAME.json for each of `CASES`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"  # a session's pieces share an id
 
+from tests.engines.probes import write
 from tests.engines.vllm.families import build
 from tests.engines.vllm.family_probe import PAGE, engine, prompts_of
 
@@ -97,11 +97,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {"chunks": chunks, "session
 def main(folder: Path) -> None:
     model = build("llama", folder / "llama")
     for name, case in CASES.items():
-        try:
-            result = case(model)
-        except Exception:
-            result = {"error": traceback.format_exc()}
-        (folder / f"{name}.json").write_text(json.dumps(result))
+        write(folder, name, partial(case, model))
 
 
 if __name__ == "__main__":

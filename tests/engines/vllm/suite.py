@@ -9,11 +9,9 @@ from hybrid_backend.tools.bench.fidelity import FIDELITY_FLAGS
 from tests.engines.methods import Exact
 from tests.engines.server import Server, hybrid_server, stock_server
 from tests.engines.texts import english
-from tests.engines.vllm.refused import ENVIRONMENT, HELP, REFUSED
-
-__all__ = ["ENVIRONMENT", "HELP", "REFUSED"]
 
 NAME = "vllm"
+HELP = ("--help=max-model-len", "--max-model-len")  # engine flag, what must be shown
 PREFIX_HITS = "vllm:prefix_cache_hits_total"
 # fp32 KV of the demo model: 46,080 bytes per token. 364 MiB hold 8,283 tokens (517 pages of 16): one whole context.
 POOL = 364 * 2**20

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hybrid_backend.tools.bench.fidelity import FIDELITY_FLAGS, compare
-from tests.engines import ends, promises
+from tests.engines import ends
 from tests.engines.answers import StockAnswers
 from tests.engines.server import Server, hybrid_server
 from tests.engines.vllm.distributions import short_distributions
@@ -31,10 +31,6 @@ def test_distributions_equal_the_stock_backends(server: Server, stock: StockAnsw
     kl = sum(c.kl for c in compared) / len(compared)
     print(f"\nKL of hybrid, bf16, compiled, against stock, fp32, eager {kl:.2e}")
     assert kl <= 2e-3
-
-
-def test_a_chat_completion_streams(server: Server) -> None:
-    promises.a_chat_completion_streams(server)
 
 
 def test_a_crash_of_a_worker_while_requests_drain_is_no_success(server: Server) -> None:

@@ -1,23 +1,18 @@
 """Every family of models is served right: a table of tiny random-weight models, stock and hybrid.
 
 fp32, in processes of their own (family_probe.py), each of which the first test that needs it waits for.
-`make families` prints the table.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engines.conftest import ROOT
-from tests.engines.probes import Probe, reader
+from tests.engines.probes import ROOT, Probe, run
 from tests.engines.vllm.families import FINDS_PREFIXES, MODELS, PARKED, QUANTISED, WITH_STATE
 
 pytestmark = pytest.mark.engine
@@ -52,24 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> Probe:
-    names = [
-        *FAMILIES,
-        "llama.methods",
-        "gemma3.methods",
-        *(f"{name}.state" for name in OWN_STATE),
-        "llama.compiled",
-        "llama.parallel",
-        "gemma3.mostly_full",
-        "gpt_oss.half",
-    ]
-    log = folder / "log"
-    with log.open("wb") as sink:
-        script = Path(__file__).with_name("family_probe.py")
-        command = [sys.executable, script, folder, *names]
-        paths = os.pathsep.join([str(ROOT), str(BESIDE)])
-        environment = os.environ | {"PYTHONPATH": paths}
-        subprocess.run(command, env=environment, stdout=sink, stderr=sink, timeout=2700, check=False)
-    return reader(folder, log)
+    names = [*FAMILIES, "llama.methods", "gemma3.methods", *(f"{name}.state" for name in OWN_STATE)]
+    names += ["llama.compiled", "llama.parallel", "gemma3.mostly_full", "gpt_oss.half"]
+    return run(folder, "vllm/family_probe.py", *names, seconds=2700, paths=[ROOT, BESIDE])
 
 
 def assert_same_answers(mine: dict[str, Any], stock: dict[str, Any]) -> None:
@@ -77,33 +57,6 @@ def assert_same_answers(mine: dict[str, Any], stock: dict[str, Any]) -> None:
     assert mine["tokens"] == [tokens[: len(own)] for own, tokens in zip(mine["tokens"], stock["tokens"], strict=True)]
     for own, other in zip(mine["logprobs"], stock["logprobs"], strict=True):
         assert own and own == pytest.approx(other[: len(own)], abs=NOISE, nan_ok=True)
-
-
-def test_table_of_all_families(seen: Probe) -> None:
-    """Not a promise of its own: what the tests below check, to be read."""
-    row: Callable[..., str] = "{:<12} {:>6} {:>8} {:>8} {:>11} {:>12} {:>10} {:>8}".format
-    lines = [row("family", "alone", "at once", "in place", "own input", "predicted", "worst cos", "sparse")]
-    for name in FAMILIES:
-        try:
-            found = seen(name)
-        except AssertionError as error:
-            lines.append(f"{name:<12} {str(error).splitlines()[-1]}")
-            continue
-        mine, equal = found["mine"], {True: "equal", False: "DIFFER"}
-        cosine = [mine["cosine"][layer] for layer in mine["predicted"]]
-        lines.append(
-            row(
-                name,
-                equal[found["mine_alone"]["tokens"] == found["stock_alone"]["tokens"]],
-                equal[mine["tokens"] == found["stock"]["tokens"]],
-                equal[found["in_place"]["tokens"] == found["stock"]["tokens"]],
-                f"{max(found['errors'].values()):.1e}" if "errors" in found else "-",
-                f"{len(cosine)}/{mine['windows'].count(None)}",
-                f"{min(cosine):.2f}" if cosine else "-",
-                f"{sum(found['sparse']['on_cpu']):.0f}",
-            )
-        )
-    print("\n" + "\n".join(lines))
 
 
 @pytest.mark.parametrize("family", PREDICTED)

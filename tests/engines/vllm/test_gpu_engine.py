@@ -3,15 +3,9 @@ Each has a process of its own, as vLLM's graphs want it."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from contextlib import suppress
-from pathlib import Path
-
 import pytest
 
-from tests.engines.probes import Probe, reader
+from tests.engines.probes import ROOT, Probe, reader, run
 
 pytestmark = pytest.mark.gpu
 
@@ -19,27 +13,21 @@ EXACT = ["scout", "scout.compiled", "hgca", "hgca.caches", "clo", "headinfer", "
 FAMILIES = ["gemma3", "gpt_oss", "lfm2"]
 ON_V1 = ["scout.full", "apex.overlap", "gemma3.full", "late.full"]
 SPARSE = ["scout.sparse", "scout.per_head", "scout.codes", "infinigen.sparse", "clo.sparse"]
-TIMEOUT = 300  # seconds of a case: Triton may have all kernels to compile
+SECONDS = 300  # of a case: Triton may have all kernels to compile
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     """Runs a case when it is first asked for."""
     folder = tmp_path_factory.mktemp("gpu")
-    root, log = str(Path(__file__).parents[3]), folder / "log"
-    read = reader(folder, log)
 
-    def run(name: str) -> dict[str, object]:
-        if not (folder / f"{name}.json").exists():
-            runner = "v1" if name in ON_V1 else "v2"
-            command = [sys.executable, "-m", "tests.engines.vllm.gpu_probe", folder, runner, name]
-            with log.open("ab") as to, suppress(subprocess.TimeoutExpired):  # its log says more
-                paths = [root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-                subprocess.run(command, stdout=to, stderr=to, cwd=root, env=environment, timeout=TIMEOUT, check=False)
-        return read(name)
+    def run_once(name: str) -> dict[str, object]:
+        runner = "v1" if name in ON_V1 else "v2"
+        if (folder / f"{name}.json").exists():
+            return reader(folder)(name)
+        return run(folder, "vllm/gpu_probe.py", runner, name, seconds=SECONDS, paths=[ROOT])(name)
 
-    return run
+    return run_once
 
 
 @pytest.mark.parametrize("name", [*EXACT, *FAMILIES, *(each for each in ON_V1 if not each.startswith("late"))])

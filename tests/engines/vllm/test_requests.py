@@ -3,12 +3,9 @@ own (requests_probe.py)."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.engines.probes import Probe, reader
+from tests.engines.probes import ROOT, Probe, run
 
 pytestmark = pytest.mark.engine
 PAGE = 32
@@ -16,11 +13,7 @@ PAGE = 32
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
-    folder = tmp_path_factory.mktemp("requests")
-    command = [sys.executable, "-m", "tests.engines.vllm.requests_probe", str(folder)]
-    with (folder / "log").open("wb") as log:
-        subprocess.run(command, stdout=log, stderr=log, timeout=600, check=False)
-    return reader(folder, folder / "log")
+    return run(tmp_path_factory.mktemp("requests"), "vllm/requests_probe.py", seconds=600, paths=[ROOT])
 
 
 def test_seeded_answers_are_the_same_whether_prompts_are_computed_whole_or_in_chunks(seen: Probe) -> None:

@@ -84,15 +84,6 @@ def test_logprobs_are_those_of_a_distribution(server: Server) -> None:
         assert chosen is not None and chosen <= 0 and chosen >= max(top.values()) - 1e-3
 
 
-def test_the_lookahead_runs_inside_the_traced_model(server: Server) -> None:
-    config = load_config(find_config(MODEL))
-    predicted = {layer for layer in range(1, 30) if config.is_predicted(layer)}
-    promises.the_cpu_starts_a_layer_ahead(
-        server, predicted, set(range(30)) - predicted, lambda: server.complete(english(2500), 96)
-    )
-    assert server.total("hybrid_cpu_tokens_total") > 0
-
-
 def test_the_status_page_in_the_server_shows_what_it_does(server: Server) -> None:
     prompt = english(2500)
     with ThreadPoolExecutor(2) as pool:

@@ -34,18 +34,15 @@ def test_a_forward_that_raised_abandons_its_step() -> None:
     session.runtime, session._step, session._unread_rank, session._sinks = engine.runtime, None, None, Sinks([])
     abandoned, method = [], engine.runtime.method
     method.abandon = abandoned.append  # type: ignore[method-assign]
-    try:
-        engine.add("a", 12 * PAGE)
-        engine.prefill("a")
-        with pytest.raises(ZeroDivisionError), session.scheduled():
-            session._step, _ = engine._begin({"a": 1})
-            _ = 1 / 0
-        assert session._step is not None and abandoned == [session._step] and engine.runtime._open is None
-        assert not session.is_scheduled
-        engine.step({"a": 1})
-        assert len(abandoned) == 1
-    finally:
-        engine.close()
+    engine.add("a", 12 * PAGE)
+    engine.prefill("a")
+    with pytest.raises(ZeroDivisionError), session.scheduled():
+        session._step, _ = engine._begin({"a": 1})
+        _ = 1 / 0
+    assert session._step is not None and abandoned == [session._step] and engine.runtime._open is None
+    assert not session.is_scheduled
+    engine.step({"a": 1})
+    assert len(abandoned) == 1
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

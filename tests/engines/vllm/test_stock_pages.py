@@ -46,24 +46,21 @@ def test_a_session_tells_the_runtime_of_imported_pages() -> None:
     engine = Engine(config(selection={"digest": "minmax"}), replace(spec(layers=3), head_dim=32))
     session = Session.__new__(Session)  # of an engine that is this test
     session.runtime = engine.runtime
-    try:
-        engine.add("a", 4 * PAGE + 3)
-        engine.prefill("a")
-        digests = engine.runtime.tiers.digests
-        assert digests is not None
-        pages = torch.tensor(engine.sequences["a"].pages)
-        tokens = torch.tensor([PAGE] * 4 + [3])
-        kept = {layer: store[pages].clone() for layer, store in digests.layers.items()}
-        computed = [layer[pages].clone() for layer in engine.kv]
-        for layer, ours in zip(engine.kv, computed, strict=True):
-            order = stock_order(layer.dtype, PAGE, layer.shape[-1])
-            as_stock = torch.empty_like(ours.flatten(2))
-            as_stock[:, :, order] = ours.flatten(2)
-            layer[pages] = as_stock.view_as(ours)
-        for store in digests.layers.values():
-            store[pages] = 99
-        session.imported(pages, tokens)
-        assert all(torch.equal(layer[pages], ours) for layer, ours in zip(engine.kv, computed, strict=True))
-        assert all(torch.equal(digests.layers[layer][pages], before) for layer, before in kept.items())
-    finally:
-        engine.close()
+    engine.add("a", 4 * PAGE + 3)
+    engine.prefill("a")
+    digests = engine.runtime.tiers.digests
+    assert digests is not None
+    pages = torch.tensor(engine.sequences["a"].pages)
+    tokens = torch.tensor([PAGE] * 4 + [3])
+    kept = {layer: store[pages].clone() for layer, store in digests.layers.items()}
+    computed = [layer[pages].clone() for layer in engine.kv]
+    for layer, ours in zip(engine.kv, computed, strict=True):
+        order = stock_order(layer.dtype, PAGE, layer.shape[-1])
+        as_stock = torch.empty_like(ours.flatten(2))
+        as_stock[:, :, order] = ours.flatten(2)
+        layer[pages] = as_stock.view_as(ours)
+    for store in digests.layers.values():
+        store[pages] = 99
+    session.imported(pages, tokens)
+    assert all(torch.equal(layer[pages], ours) for layer, ours in zip(engine.kv, computed, strict=True))
+    assert all(torch.equal(digests.layers[layer][pages], before) for layer, before in kept.items())
