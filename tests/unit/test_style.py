@@ -54,7 +54,11 @@ NAMES = {
 FOLDERS = ("hybrid_backend", "kernels")
 # Files that were written before the rules. A file leaves the list when it keeps them, and never comes back.
 UNCONVERTED = (
-    "hybrid_backend/*.py",
+    "hybrid_backend/cli.py",
+    "hybrid_backend/host_memory.py",
+    "hybrid_backend/model.py",
+    "hybrid_backend/model_layers.py",
+    "hybrid_backend/warm_up.py",
     "hybrid_backend/attention/*.py",
     "hybrid_backend/config/*.py",
     "hybrid_backend/step/*.py",
