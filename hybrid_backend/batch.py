@@ -62,24 +62,17 @@ class ModelSpec:
 class Batch:
     """The rows of one scheduler step of the engine, one row per request.
 
-    Attributes:
-        request_ids: per row the engine's id of the request.
-        query_start: row r owns the query tokens ``query_start[r]:query_start[r + 1]`` of the batch.
-        seq_lens: per row the tokens of the sequence, those of this step included.
-        decode: per row, whether it is a decode row: one query token, the prompt being computed already.
-        page_table: ``[rows, columns]`` int32 host page ids, in the order of the sequence.
-        slot_mapping: ``[tokens]`` slot of each query token's K and V: host page id * page_size + offset.
-        budgets: per row the attention budget in tokens that the request set for itself, which replaces the configured
-            ``budget_tokens``. 0: the request set none. Empty: no request did.
+    Row r has the query tokens ``query_start[r]:query_start[r + 1]``. A decode row has one query token; its prompt is
+    computed already. A slot is host page id * page_size + offset.
     """
 
-    request_ids: list[str]
-    query_start: list[int]
-    seq_lens: list[int]
-    decode: list[bool]
-    page_table: Tensor
-    slot_mapping: Tensor
-    budgets: Sequence[int] = ()
+    request_ids: list[str]  # the engine's id of each row's request
+    query_start: list[int]  # [rows + 1] index of each row's first query token in the batch
+    seq_lens: list[int]  # tokens of each row's sequence, those of this step included
+    decode: list[bool]  # true for decode rows
+    page_table: Tensor  # [rows, columns] int32 host page ids, in the order of the sequence
+    slot_mapping: Tensor  # [tokens] slot that each query token's K and V are written to
+    budgets: Sequence[int] = ()  # attention budget in tokens that each request set, 0 for none; empty: no request did
 
 
 @dataclass(frozen=True)
@@ -153,35 +146,20 @@ class WindowRows(NamedTuple):
 
 @dataclass
 class Step:
-    """A scheduler step, split into decode rows and prefill chunks.
+    """A scheduler step, split into decode rows and prefill chunks."""
 
-    Attributes:
-        number: number of the step since start; -1 for the step of a CUDA graph.
-        num_tokens: query tokens of the batch, without padding.
-        decode: the decode rows; None if the step has none.
-        prefill: the prefill chunks.
-        write_pages: ``[tokens]`` int32 host page id that each query token's K and V are written to.
-        write_offsets: ``[tokens]`` int64 offset of each query token in its page.
-        prompt_pages: ``write_pages`` with -1 for the tokens of decode rows, if the step has prefill chunks.
-        fills_prefix: a decode row fills a page in this step, and the prefix of a prefill chunk may end with that page.
-        plan: state that the method keeps for the step.
-        windows: by sliding window size the pages that decode rows attend; filled by `window_rows`.
-        is_captured: the step belongs to a CUDA graph and stands for the open step of each replay.
-        error: error of a CPU worker. Once it is set, the remaining layers compute nothing.
-    """
-
-    number: int
-    num_tokens: int
-    decode: DecodeRows | None
-    prefill: list[PrefillRow]
-    write_pages: Tensor
-    write_offsets: Tensor
-    prompt_pages: Tensor
-    fills_prefix: bool = False
-    plan: Any = None
-    windows: dict[int, WindowRows] = field(default_factory=dict)
-    is_captured: bool = False
-    error: WorkerError | None = None
+    number: int  # number of the step since start; -1 for the step of a CUDA graph
+    num_tokens: int  # query tokens of the batch, without padding
+    decode: DecodeRows | None  # None: the step has no decode rows
+    prefill: list[PrefillRow]  # the prefill chunks
+    write_pages: Tensor  # [tokens] int32 host page id that each query token's K and V are written to
+    write_offsets: Tensor  # [tokens] int64 offset of each query token in its page
+    prompt_pages: Tensor  # `write_pages` with -1 for the tokens of decode rows, if the step has prefill chunks
+    fills_prefix: bool = False  # a decode row fills a page that may end the prefix of a prefill chunk
+    plan: Any = None  # state that the method keeps for the step
+    windows: dict[int, WindowRows] = field(default_factory=dict)  # results of `window_rows` by sliding window size
+    is_captured: bool = False  # the step belongs to a CUDA graph and stands for the open step of each replay
+    error: WorkerError | None = None  # error of a CPU worker, after which the remaining layers compute nothing
 
     @property
     def request_ids(self) -> list[str]:
