@@ -17,9 +17,9 @@ class ModelSpec:
     """Shapes of the model on one tensor-parallel rank: head counts are those of the rank.
 
     Attributes:
-        windows: per layer the sliding window in tokens, None for a layer with full attention. Empty: no layer has one.
+        windows: per layer the sliding window in tokens, None for a layer with full attention. Empty: all layers have full attention.
         max_tokens: longest sequence that the engine admits, in tokens. None: the host pool's size is the limit.
-        hidden: width of the hidden states. 0: unknown, and a decode row must then finish in the step that began it.
+        hidden: width of the hidden states. 0: unknown; decode rows then cannot park (``parks``).
         parks: a decode row may pause between layers and resume in a later step. The engine then calls
             `HybridRuntime.layer_input` for every layer, and drops the tokens of `HybridRuntime.unfinished` requests.
         layer_weight_bytes: weights of one decoder layer on this rank. 0: unknown.
@@ -156,9 +156,9 @@ class Step:
     write_offsets: Tensor  # [tokens] int64 offset of each query token in its page
     prompt_pages: Tensor  # `write_pages` with -1 for the tokens of decode rows, if the step has prefill chunks
     fills_prefix: bool = False  # a decode row fills a page that may end the prefix of a prefill chunk
-    plan: Any = None  # state that the method keeps for the step
+    plan: Any = None  # state that the attention method (quest, scout, ...) keeps for the step
     windows: dict[int, WindowRows] = field(default_factory=dict)  # results of `window_rows` by sliding window size
-    is_captured: bool = False  # the step belongs to a CUDA graph and stands for the open step of each replay
+    is_captured: bool = False  # the step is captured in a CUDA graph, whose replays serve later steps
     error: WorkerError | None = None  # error of a CPU worker, after which the remaining layers compute nothing
 
     @property

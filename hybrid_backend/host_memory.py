@@ -207,12 +207,13 @@ def _places(system: System, nodes: Sequence[int | None], uncached: int | None) -
         free = sum(machine_nodes[node].free for node in allowed)
         yield Place(f"on the NUMA nodes that it may use ({', '.join(map(str, allowed))})", free, ranks, ranks)
     for node, count in Counter(node for node in nodes if node is not None).items():
+        # For a node that the kernel does not report, the engine uses the memory of the whole machine.
         if node not in machine_nodes:
-            continue  # The engine then uses the memory of the whole machine, which is yielded above.
+            continue
         yield Place(f"available on NUMA node {node}", machine_nodes[node].free, count, count)
         container = system.container()
         if uncached is not None and container is not None and container[0] < machine_nodes[node].total:
-            # Each rank checks this limit before any rank allocates its pool, hence one pool.
+            # Each rank checks this limit before any rank allocates its host pool, hence one host pool.
             left = max(0, container[0] - container[1] - uncached)
             yield Place("left under the container's limit with file cache counted as used", left, ranks, 1)
 

@@ -104,8 +104,6 @@ class HybridRuntime:
         self._steps = 0
         self._open: Step | None = None
 
-    # --- the step ---
-
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget requests that ended, were aborted or were preempted. Unknown ids are ignored."""
         for request_id in request_ids:
@@ -204,12 +202,10 @@ class HybridRuntime:
     def unfinished(self, step: Step) -> list[str]:
         """Return the requests that yield no token in a step, although all layers have run.
 
-        The engine drops the outputs of these requests and schedules the same token again. Engines that cannot do so
-        have no such requests (`ModelSpec.parks`).
+        The engine drops the outputs of these requests and schedules the same token again. The list is empty if the
+        engine does not support parked decode rows (`ModelSpec.parks`).
         """
         return [] if step.error is not None else self.executor.unfinished(step)
-
-    # --- data path ---
 
     def forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Store the K and V of a step's new tokens, then attend in one layer.
@@ -251,8 +247,6 @@ class HybridRuntime:
                 self.tiers.digests.rebuild(layer, pages, tokens)
         self.tiers.import_pages(pages)
 
-    # --- query path ---
-
     def layer_input(self, layer: int, step: Step, hidden: Tensor, residual: Tensor | None) -> None:
         """Replace the decoder layer's input in rows that resume a token which an earlier step left unfinished.
 
@@ -283,8 +277,6 @@ class HybridRuntime:
             self.executor.lookahead(layer, step, predicted_q)
         except WorkerError as error:
             self._fail(step, error)
-
-    # --- counters, end ---
 
     @property
     def stats(self) -> Stats:
@@ -357,7 +349,7 @@ class HybridRuntime:
 
     def _fail(self, step: Step, error: WorkerError) -> None:
         """Record a worker's error in the open step, whose later layers then compute nothing."""
-        # The engine asks `failure` about open steps only, so the error of any other step is raised.
+        # The engine calls `failure` for open steps only, so an error in any other step is raised.
         if step.is_captured or step is not self._open:
             raise error
         step.error = error

@@ -71,4 +71,4 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads of the pool."""

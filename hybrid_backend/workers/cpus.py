@@ -12,7 +12,7 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import System, numbers
 
 _SPIN_SECONDS = 1e-3
-"""Longer than a layer on a GPU and than most gaps between two steps, so that threads rarely sleep in a decode phase."""
+"""How long an idle worker polls before it sleeps. A layer on a GPU and most gaps between two steps take less."""
 _ENOUGH_CPUS = 4
 """Number of CPUs from which one CPU is left free for the threads of a GPU engine."""
 
@@ -101,7 +101,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Places:
-    """CPUs of the threads of a native pool."""
+    """CPUs that the threads of a `NativePool` are pinned to."""
 
     workers: tuple[int, ...]  # CPUs of the worker threads
     server: int | None = None  # CPU of the thread that polls a GPU's mailboxes and also computes; None: no GPU
@@ -174,7 +174,7 @@ def _candidates(bound: Bound, topology: Topology, numa: int | str, rank: Rank) -
 
 
 def cpu_quota(system: System | None = None) -> float | None:
-    """Return how many CPUs' time the control group of this process may use; None without a quota."""
+    """Return how many CPUs this process may use on average under its control group's quota; None without a quota."""
     system = system or System()
     quotas = [_quota(folder) for controller in ("", "cpu") for folder in system.groups(controller)]
     return min((quota for quota in quotas if quota is not None), default=None)
@@ -260,7 +260,7 @@ def _pinned(tasks: Path, allowed: frozenset[int]) -> frozenset[int]:
 
 
 def _cpu_list(path: Path) -> frozenset[int]:
-    """Return the CPUs in a file of the kernel; a NUMA node without CPUs has an empty line."""
+    """Read a list of CPUs from a file under /sys; the list of a NUMA node without CPUs is empty."""
     return frozenset(numbers(path.read_text()))
 
 

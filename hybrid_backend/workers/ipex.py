@@ -137,8 +137,6 @@ class IpexPool(WorkerPool):
             thread.join()
         self._release()
 
-    # --- the process ---
-
     def _await_ready(self, command: Sequence[str]) -> None:
         """Wait for the first packet of the process; raise ConfigError if no packet comes."""
         self._link.settimeout(START_SECONDS)
@@ -179,8 +177,6 @@ class IpexPool(WorkerPool):
         self._output.close()
         for area in self._areas:
             area.close()
-
-    # --- jobs ---
 
     def _stage_jobs(self) -> None:
         """Copy the pages of each job into a free area and send the job (body of a thread)."""

@@ -131,9 +131,7 @@ class Job:
         self._done = threading.Event()
         self._result: Partial | None = None
         self._error = ""
-        self._order = torch.empty(0, dtype=torch.int64)  # [staged sequences] row or (row, KV head) pair of each
-
-    # --- for the waiter ---
+        self._order = torch.empty(0, dtype=torch.int64)  # [sequences] index of each one's row or (row, KV head)
 
     def wait(self, deadline: float) -> Partial:
         if self.abandoned:
@@ -152,8 +150,6 @@ class Job:
 
     def abandon(self) -> None:
         self.abandoned = True
-
-    # --- for the pool's threads ---
 
     def finish(self, result: Partial) -> None:
         self._result = result

@@ -99,7 +99,8 @@ def end_with(parent: int, link: socket.socket) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the program with the command-line arguments that the module's docstring lists."""
-    Path("/proc/self/comm").write_text("hybrid-worker")  # Threads inherit the name that `cpus.name_thread` gives.
+    # `cpus.name_thread` gives worker threads the same name. The process's later threads inherit the name.
+    Path("/proc/self/comm").write_text("hybrid-worker")
     link = socket.socket(fileno=int(arguments[0]))
     threading.Thread(target=end_with, args=(int(arguments[1]), link), daemon=True).start()
     ipex = importlib.import_module("intel_extension_for_pytorch")
