@@ -17,7 +17,7 @@ class ModelSpec:
     """Shapes of the model on one tensor-parallel rank: head counts are those of the rank.
 
     Attributes:
-        windows: per layer the sliding window in tokens, None for a layer with full attention. Empty: all layers have full attention.
+        windows: per layer the sliding window in tokens, None for full attention. Empty: all layers have full attention.
         max_tokens: longest sequence that the engine admits, in tokens. None: the host pool's size is the limit.
         hidden: width of the hidden states. 0: unknown; decode rows then cannot park (``parks``).
         parks: a decode row may pause between layers and resume in a later step. The engine then calls
