@@ -12,7 +12,7 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import System, numbers
 
 _SPIN_SECONDS = 1e-3
-"""How long an idle worker polls before it sleeps. A layer on a GPU and most gaps between two steps take less."""
+"""Polling time of an idle worker before it sleeps. A layer on a GPU and most gaps between two steps take less."""
 _ENOUGH_CPUS = 4
 """Number of CPUs from which one CPU is left free for the threads of a GPU engine."""
 
