@@ -69,7 +69,7 @@ class HybridRuntime:
         Raises:
             ConfigError: the configuration does not fit the model, the device or the memory.
         """
-        config.validate_for(model.num_layers)
+        config = config.for_layers(model.windows or (None,) * model.num_layers)
         host = HostPool(kv_layers, device_views)
         self._full_layers = [layer for layer in range(model.num_layers) if model.window(layer) is None]
         if not self._full_layers:

@@ -45,6 +45,8 @@ class Method(ABC):
     operations in every step and read nothing from the device, so that a CUDA graph can hold them.
     """
 
+    name: ClassVar[str]
+    """Value of the key ``method`` that chooses it."""
     uses_workers: ClassVar[bool] = False
     """CPU workers attend pages that are not resident."""
     predicts_queries: ClassVar[bool] = False

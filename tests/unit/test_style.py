@@ -56,11 +56,7 @@ FOLDERS = ("hybrid_backend", "kernels")
 UNCONVERTED = (
     "hybrid_backend/cli.py",
     "hybrid_backend/attention/*.py",
-    "hybrid_backend/config/*.py",
     "hybrid_backend/step/*.py",
-    "hybrid_backend/methods/*.py",
-    "hybrid_backend/methods/apex/*.py",
-    "hybrid_backend/methods/clo/*.py",
     "hybrid_backend/tiers/*.py",
 )
 PATHS = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
