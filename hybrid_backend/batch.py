@@ -1,4 +1,4 @@
-"""What an engine tells the runtime: the model's shape once, and one batch per step."""
+"""Input of the runtime from the engine: the model's shapes (`ModelSpec`), and one `Batch` per scheduler step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hybrid_backend.kernels.kv_format import KvFormat
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shapes of the model as this rank sees it (heads are local to the tensor-parallel rank).
+    """Shapes of the model on one tensor-parallel rank: head counts are those of the rank.
 
-    ``windows[layer]`` is the sliding window in tokens of a local layer, None for a layer with full attention.
-    ``max_tokens``: of the longest sequence that the engine admits, None: as many as the host pool holds.
-    ``hidden``: width of the decoder layers' input, 0: unknown, then rows cannot park.
-    ``parks``: the engine lets rows wait from one step to the next: it hands every layer's input over
-    (`HybridRuntime.layer_input`) and takes no token of `HybridRuntime.unfinished` rows.
-    ``layer_weight_bytes``: all weights of one decoder layer on this rank, 0: unknown.
-    ``sinks[layer]``: ``[num_heads]`` fp32, contiguous, on the device that attends: the layer's attention sinks
-    (`attention.partial.with_sinks`), None: it has none. What a method calls a share is one of the keys' attention.
-    The engine may change the values between steps, so every layer reads them where they are.
+    Attributes:
+        windows: per layer the sliding window in tokens, None for full attention. Empty: all layers have full attention.
+        max_tokens: longest sequence that the engine admits, in tokens. None: the host pool's size is the limit.
+        hidden: width of the hidden states. 0: unknown; decode rows then cannot park (``parks``).
+        parks: a decode row may pause between layers and resume in a later step. The engine then calls
+            `HybridRuntime.layer_input` for every layer, and drops the tokens of `HybridRuntime.unfinished` requests.
+        layer_weight_bytes: weights of one decoder layer on this rank. 0: unknown.
+        sinks: per layer ``[num_heads]`` fp32 logits of the attention sinks, contiguous, on the device that attends;
+            None for a layer without sinks. The engine may change the values between steps. Empty: no layer has sinks.
     """
 
     num_layers: int
@@ -39,16 +39,19 @@ class ModelSpec:
     hidden: int = 0
     parks: bool = False
     layer_weight_bytes: int = 0
-    sinks: tuple[Tensor | None, ...] = field(default=(), compare=False)  # tensors have no plain equality
+    sinks: tuple[Tensor | None, ...] = field(default=(), compare=False)  # `==` of tensors returns a tensor, not a bool
 
     def window(self, layer: int) -> int | None:
+        """Return the sliding window of a layer in tokens; None for a layer with full attention."""
         return self.windows[layer] if self.windows else None
 
     def sink(self, layer: int) -> Tensor | None:
+        """Return the attention sinks of a layer, ``[num_heads]`` fp32 logits; None for a layer without sinks."""
         return self.sinks[layer] if self.sinks else None
 
     @property
     def sinks_by_layer(self) -> dict[int, Tensor]:
+        """Attention sinks of the layers that have sinks, by layer."""
         return {layer: sinks for layer, sinks in enumerate(self.sinks) if sinks is not None}
 
     def kv_format(self, page_size: int) -> KvFormat:
@@ -56,73 +59,72 @@ class ModelSpec:
         return KvFormat(self.num_kv_heads, page_size, self.head_dim, self.dtype)
 
     def page_bytes(self, page_size: int) -> int:
-        """Return the bytes of one page: K and V of one layer, all local KV heads."""
+        """Return the bytes of one page of one layer: K and V of the rank's KV heads."""
         return self.kv_format(page_size).page_bytes
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One engine step. Row r owns the query tokens ``query_start[r]:query_start[r + 1]``.
+    """The rows of one scheduler step of the engine, one row per request.
 
-    ``decode[r]`` is true for a row that generates: the whole prompt is already computed. Executors take one query token
-    of such a row (`DecodeRows.check_one_query`).
-    ``page_table``: ``[rows, columns]`` int32 host page ids, in the order of the sequence.
-    ``seq_lens`` counts the tokens of the sequence including this step's.
-    ``slot_mapping``: ``[tokens]``, where each query token's K and V go: page id * page_size + offset.
-    ``budgets``: tokens per row that the request asked for instead of ``budget_tokens``, 0: it did not; empty: none did.
+    Row r has the query tokens ``query_start[r]:query_start[r + 1]``. Executors take one query token of a decode row
+    (`DecodeRows.check_one_query`); the row's prompt is computed already. A slot is host page id * page_size + offset.
     """
 
-    request_ids: list[str]
-    query_start: list[int]
-    seq_lens: list[int]
-    decode: list[bool]
-    page_table: Tensor
-    slot_mapping: Tensor
-    budgets: Sequence[int] = ()
+    request_ids: list[str]  # the engine's id of each row's request
+    query_start: list[int]  # [rows + 1] index of each row's first query token in the batch
+    seq_lens: list[int]  # tokens of each row's sequence, those of this step included
+    decode: list[bool]  # true for decode rows
+    page_table: Tensor  # [rows, columns] int32 host page ids, in the order of the sequence
+    slot_mapping: Tensor  # [tokens] slot that each query token's K and V are written to
+    budgets: Sequence[int] = ()  # attention budget in tokens that each request set, 0 for none; empty: no request did
 
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """Query tokens ``start:end`` of the batch: the last ``end - start`` of ``seq_len`` tokens."""
+    """A prefill chunk: the query tokens ``start:end`` of the batch, which are the last of ``seq_len`` tokens."""
 
     request_id: str
     start: int
     end: int
     seq_len: int
-    pages: Tensor  # [ceil(seq_len / page_size)] int64
-    written: Tensor  # [W] int32: the last of `pages`, which the query tokens are written to
+    pages: Tensor  # [ceil(seq_len / page_size)] int64 host page ids of the sequence
+    written: Tensor  # [n] int32 host page ids that the chunk's tokens are written to: the last n of `pages`
 
     @property
     def earlier_tokens(self) -> int:
-        """Of the sequence, computed before this step."""
+        """Number of tokens of the sequence that were computed before this step."""
         return self.seq_len - (self.end - self.start)
 
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """The decoding rows of a step. R rows, Q queries, P columns; ``tokens`` and ``page_table`` lie where the batch's
-    page table does, the others on the host."""
+    """The decode rows of a step: R rows with Q queries in all, with at most P pages each.
+
+    ``tokens`` and ``page_table`` are on the device of the batch's page table, the other tensors on the host.
+    """
 
     request_ids: list[str]
     query_start: Tensor  # [R + 1] int32: row r has the queries query_start[r]:query_start[r + 1] of Q
-    tokens: Tensor  # [Q] int64: index of each query token in the batch
-    seq_lens: Tensor  # [R] int64
-    num_pages: Tensor  # [R] int64
-    page_table: Tensor  # [R, P] int64, columns beyond num_pages are 0
-    whole_batch: bool  # tokens == arange(len(batch)): no gather needed
-    budgets: Tensor | None = None  # [R] int64 tokens that the request asked for, 0: none; None: nobody did
+    tokens: Tensor  # [Q] int64 index of each query token in the batch
+    seq_lens: Tensor  # [R] int64 tokens of each sequence, this step's tokens included
+    num_pages: Tensor  # [R] int64 pages of each sequence
+    page_table: Tensor  # [R, P] int64 host page ids; columns from a row's num_pages on are 0
+    whole_batch: bool  # the batch has no prefill chunks, so that `tokens` is 0 to Q - 1
+    budgets: Tensor | None = None  # [R] int64 budgets that requests set, in tokens, 0 for none; None: no request did
 
     @property
     def count(self) -> int:
+        """Number of decode rows, R."""
         return len(self.request_ids)
 
     @property
     def has_own_budget(self) -> Tensor:
-        """``[R]`` bool: rows whose request asked for a budget, which no promise (`config.quality`) is about."""
+        """``[R]`` bool, true if the row's request set its own budget. Quality targets do not apply to that row."""
         return torch.zeros(self.count, dtype=torch.bool) if self.budgets is None else self.budgets > 0
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the decoding rows' queries ``[Q, ...]`` of ``x`` ``[tokens of the batch, ...]``."""
+        """Return the queries of the decode rows, ``[Q, ...]``, of ``x``, ``[tokens of the batch, ...]``."""
         return x[: len(self.tokens)] if self.whole_batch else x.index_select(0, self.tokens.to(x.device))
 
     def check_one_query(self) -> None:
@@ -141,15 +143,19 @@ class DecodeRows:
 
 
 class WindowRows(NamedTuple):
-    """What the decoding rows of a step attend of one sliding window, counted from the first page that the window
-    reaches into: tokens ``skips[r]`` to ``tokens[r]`` of ``pages[r]``, the row's own token last."""
+    """K and V that decode rows attend in layers with one sliding window size: R rows, with at most P pages each.
 
-    pages: Tensor  # [R, P] int64 host page ids; what lies beyond `tokens` is any page
-    tokens: Tensor  # [R] int64
-    skips: Tensor  # [R] int64, less than a page
+    Row r attends the tokens ``skips[r]:tokens[r]``, counted from the start of its page ``pages[r, 0]``. The last of
+    these tokens is the row's own.
+    """
+
+    pages: Tensor  # [R, P] int64 host page ids, from the first page that the window reaches; the rest is arbitrary
+    tokens: Tensor  # [R] int64 tokens in `pages`, up to the end of the sequence
+    skips: Tensor  # [R] int64 tokens of the first page that lie before the window, less than page_size
 
     @classmethod
     def of(cls, rows: DecodeRows, window: int, page_size: int) -> WindowRows:
+        """Find the pages that a sliding window of ``window`` tokens covers in each decode row."""
         first = (rows.seq_lens - window).clamp(min=0)
         page = first // page_size
         tokens = rows.seq_lens - page * page_size
@@ -160,39 +166,42 @@ class WindowRows(NamedTuple):
 
 @dataclass
 class Step:
-    """One step as the runtime sees it. ``plan`` is the method's own state for the step, ``windows`` what the local
-    layers of a window attend, made by the first of them."""
+    """A scheduler step, split into decode rows and prefill chunks."""
 
-    number: int
-    num_tokens: int
-    decode: DecodeRows | None
-    prefill: list[PrefillRow]
-    write_pages: Tensor  # [tokens] int32: where the batch's K and V go
-    write_offsets: Tensor  # int64
-    prompt_pages: Tensor  # as write_pages, -1 where a decoding row's token goes
-    fills_prefix: bool = False  # a prompt may begin with a page that a decoding row fills in this very step
-    plan: Any = None
-    windows: dict[int, WindowRows] = field(default_factory=dict)
-    is_captured: bool = False  # of a graph: its rows stand for those of whatever step is open when it is replayed
-    error: WorkerError | None = None  # what a layer met; nothing is computed after it
+    number: int  # number of the step since start; -1 for the step of a CUDA graph
+    num_tokens: int  # query tokens of the batch, without padding
+    decode: DecodeRows | None  # None: the step has no decode rows
+    prefill: list[PrefillRow]  # the prefill chunks
+    write_pages: Tensor  # [tokens] int32 host page id that each query token's K and V are written to
+    write_offsets: Tensor  # [tokens] int64 offset of each query token in its page
+    prompt_pages: Tensor  # `write_pages` with -1 for the tokens of decode rows, if the step has prefill chunks
+    fills_prefix: bool = False  # a decode row fills a page that may end the prefix of a prefill chunk
+    plan: Any = None  # state that the attention method (quest, scout, ...) keeps for the step
+    windows: dict[int, WindowRows] = field(default_factory=dict)  # results of `window_rows` by sliding window size
+    is_captured: bool = False  # the step is captured in a CUDA graph, whose replays serve later steps
+    error: WorkerError | None = None  # error of a CPU worker, after which the remaining layers compute nothing
 
     @property
     def request_ids(self) -> list[str]:
-        rows = [] if self.decode is None else self.decode.request_ids
-        return [*rows, *(row.request_id for row in self.prefill)]
+        """Ids of the step's requests, those of decode rows first."""
+        decoding = [] if self.decode is None else self.decode.request_ids
+        return [*decoding, *(row.request_id for row in self.prefill)]
 
 
 @dataclass(frozen=True)
 class StepFailure:
-    """What must not be used of a step: the outputs of these requests, and what it wrote to these pages."""
+    """Results of a failed step that must not be used: outputs of ``request_ids``, and K and V in ``pages``."""
 
     error: WorkerError
     request_ids: list[str]
-    pages: list[int]  # host page ids
+    pages: list[int]  # host page ids that the step wrote to
 
 
 def window_rows(step: Step, window: int, page_size: int) -> WindowRows:
-    """Of the decoding rows, which the step must have; all layers of a step have pages of one size."""
+    """Return the pages that the decode rows of a step attend in layers with a sliding window of ``window`` tokens.
+
+    The result is computed for the first layer of a step and reused for the others.
+    """
     if window not in step.windows:
         assert step.decode is not None
         step.windows[window] = WindowRows.of(step.decode, window, page_size)
@@ -200,26 +209,31 @@ def window_rows(step: Step, window: int, page_size: int) -> WindowRows:
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """``x``, of the host, on ``device``; from pinned memory, so that nobody waits for a GPU that is behind."""
+    """Copy a tensor to ``device``. The copy from the host to a GPU goes through pinned memory and does not wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)
 
 
 def whole_tokens(x: Tensor) -> Tensor:
-    """``[tokens, heads, head_dim]``, each token contiguous for itself (`Operations.append_tokens`): a part of the
-    projection to queries, keys and values is, as it is."""
+    """Return ``x`` such that the heads of each token are contiguous, as `Operations.append_tokens` requires.
+
+    A slice of the fused QKV projection already is, and is returned without a copy.
+
+    Args:
+        x: ``[tokens, heads, head_dim]``, any strides.
+    """
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def captured_step(rows: int) -> Step:
-    """What a graph of ``rows`` decoding rows is captured with: all rows decode, none owns a page."""
-    nothing = torch.zeros(rows, dtype=torch.int64)
+    """Return the step that a CUDA graph is captured with: ``rows`` decode rows that own no pages."""
+    zeros = torch.zeros(rows, dtype=torch.int64)
     query_start, table = torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, 0)
-    decode = DecodeRows([""] * rows, query_start, torch.arange(rows), nothing, nothing, table, whole_batch=True)
-    return Step(-1, rows, decode, [], nothing, nothing, nothing, is_captured=True)
+    decode = DecodeRows([""] * rows, query_start, torch.arange(rows), zeros, zeros, table, whole_batch=True)
+    return Step(-1, rows, decode, [], zeros, zeros, zeros, is_captured=True)
 
 
 def make_step(number: int, batch: Batch, page_size: int) -> Step:
-    """Split a batch into its decoding rows and its prefilling rows."""
+    """Split a batch into decode rows and prefill chunks. ``number`` counts the steps since start."""
     decoding = [r for r, is_decode in enumerate(batch.decode) if is_decode]
     prefill = []
     for r, is_decode in enumerate(batch.decode):
@@ -242,12 +256,16 @@ def make_step(number: int, batch: Batch, page_size: int) -> Step:
 
 
 def _fills_prefix(rows: DecodeRows, prefill: list[PrefillRow], page_size: int) -> bool:
-    """Engines find a page in the prefix cache from when the token that fills it is scheduled."""
-    begins = (row.earlier_tokens for row in prefill)
-    return any(begin and begin % page_size == 0 for begin in begins) and bool((rows.seq_lens % page_size == 0).any())
+    """Tell whether a decode row fills a page that may be the last page of a prefill chunk's prefix.
+
+    An engine's prefix cache offers a page once the token that fills the page is scheduled, not once it is written.
+    """
+    has_full_prefix = any(row.earlier_tokens and row.earlier_tokens % page_size == 0 for row in prefill)
+    return has_full_prefix and bool((rows.seq_lens % page_size == 0).any())
 
 
 def _prefill_row(batch: Batch, row: int, start: int, end: int, page_size: int) -> PrefillRow:
+    """Return row ``row`` of a batch, whose query tokens are ``start:end``, as a prefill chunk."""
     seq_len = batch.seq_lens[row]
     first, count = (seq_len - (end - start)) // page_size, -(-seq_len // page_size)
     pages = batch.page_table[row, :count]
@@ -255,6 +273,7 @@ def _prefill_row(batch: Batch, row: int, start: int, end: int, page_size: int) -
 
 
 def _decode_rows(batch: Batch, rows: list[int], page_size: int) -> DecodeRows | None:
+    """Return the rows ``rows`` of a batch as decode rows; None if the list is empty."""
     if not rows:
         return None
     seq_lens = torch.tensor([batch.seq_lens[r] for r in rows])

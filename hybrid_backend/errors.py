@@ -1,17 +1,17 @@
-"""The errors that a user reads. Each message is one line that names what is wrong and how to fix it."""
+"""Errors for the user. Each message is one line that says what is wrong and how to fix it."""
 
-_WORD = 400
-_LINE = 2000
+_WORD_CHARACTERS = 400
+_LINE_CHARACTERS = 2000
 
 
 def clipped(text: str, most: int = 200) -> str:
-    """Shorten a text to ``most`` characters."""
+    """Shorten a text to ``most`` characters; a shortened text ends with three dots."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def one_line(text: str) -> str:
     """Return a message as one printable line of at most 2,000 characters, long words shortened."""
-    line = clipped(" ".join(clipped(word, _WORD) for word in text.split()), _LINE)
+    line = clipped(" ".join(clipped(word, _WORD_CHARACTERS) for word in text.split()), _LINE_CHARACTERS)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
@@ -27,7 +27,7 @@ class ConfigError(HybridError):
 
 
 class EngineError(HybridError):
-    """The engine is missing, too old, or refused what it was asked for."""
+    """The engine is missing, too old, or refused a setting."""
 
 
 class ModelError(HybridError):

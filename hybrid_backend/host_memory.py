@@ -1,7 +1,7 @@
-"""Memory that a host pool may take here: of the machine, of NUMA nodes, under a container's limit.
+"""Memory that the host pool may take: limits of the machine, of its NUMA nodes and of the container.
 
-The one reader of /proc, control groups and NUMA nodes for that purpose: engines size and check the pool with it before
-they load anything, `hybrid doctor` tells what it finds. Imports neither an engine nor torch.
+The engines size and check the host pool with this module before they load anything; `hybrid doctor` prints the limits.
+The module imports neither an engine nor torch.
 """
 
 from __future__ import annotations
@@ -21,31 +21,36 @@ from hybrid_backend.config import format_size
 from hybrid_backend.errors import ConfigError
 
 RESERVE = 3 << 29
-"""Bytes that a rank takes beside weights and pool until the pool is made: its processes, what is compiled, activations.
-vLLM's processes with SmolLM2-135M: 1.1 GiB, nothing compiled."""
-_NO_LIMIT = 2**60  # version 1 of control groups writes "none" as a number near 2^63
+"""Host memory of a rank besides weights and host pool until the pool is allocated, in bytes.
+
+Includes the rank's processes, compiled code and activations. Measured: 1.1 GiB for vLLM with SmolLM2-135M, without
+compilation."""
+_NO_LIMIT = 2**60
+"""Limits from this number of bytes on mean "no limit": control groups of version 1 write a number near 2^63."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A NUMA node. ``free``: bytes that can be had there, file cache included, as vLLM 0.32 counts them
-    (vllm/utils/cpu_resource_utils.py, ``get_memory_node_info``)."""
+    """A NUMA node.
 
-    total: int
-    free: int
+    ``free`` is counted as in vLLM 0.32 (``get_memory_node_info`` in vllm/utils/cpu_resource_utils.py).
+    """
+
+    total: int  # memory of the node in bytes
+    free: int  # bytes that can be allocated, file cache included
     cpus: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class System:
-    """Where the kernel tells about memory."""
+    """Folders in which the Linux kernel reports memory, and methods that read the files in these folders."""
 
     proc: Path = Path("/proc")
     cgroup: Path = Path("/sys/fs/cgroup")
     sys_nodes: Path = Path("/sys/devices/system/node")
 
     def meminfo(self, key: str) -> int:
-        """Bytes, from /proc/meminfo. ConfigError: it has no such key."""
+        """Return the bytes under ``key`` in /proc/meminfo. Raises ConfigError if the file or the key is missing."""
         file = self.proc / "meminfo"
         try:
             match = re.search(rf"^{key}:\s+(\d+) kB", file.read_text(), re.MULTILINE)
@@ -56,68 +61,78 @@ class System:
         return int(match[1]) * 1024
 
     def available(self) -> int:
-        """Bytes that this process can still use, on any node."""
-        left = self.cgroup_left()
+        """Return the bytes that this process can still allocate, on all NUMA nodes together."""
+        cgroup_bytes = self.cgroup_left()
         available = self.meminfo("MemAvailable")
-        return available if left is None else min(available, left)
+        return available if cgroup_bytes is None else min(available, cgroup_bytes)
 
     def cgroup_left(self) -> int | None:
-        """Bytes that this process's control group and those above it may still take, file cache that the kernel gives
-        up under pressure included: version 2, then 1. None where there is no limit."""
-        left = []
-        for folder, limit, used in self._groups():
-            most = _number(folder / limit)
-            if most is not None and most < _NO_LIMIT:
-                left.append(max(0, most - (_number(folder / used) or 0) + _file_cache(folder)))
-        return min(left, default=None)
+        """Return the bytes that this process's control group and its parents may still allocate; None without a limit.
+
+        File cache counts as free, because the kernel drops file cache under pressure.
+        """
+        free_bytes = []
+        for folder, limit_file, usage_file in self._groups():
+            limit = _number(folder / limit_file)
+            if limit is not None and limit < _NO_LIMIT:
+                free_bytes.append(max(0, limit - (_number(folder / usage_file) or 0) + _file_cache(folder)))
+        return min(free_bytes, default=None)
 
     def _groups(self) -> Iterator[tuple[Path, str, str]]:
-        """Folders of this process's control groups with the names of their files for limit and usage."""
-        for controller, limit, used in (
+        """Yield ``(folder, limit file, usage file)`` of this process's control groups: version 2, then version 1."""
+        for controller, limit_file, usage_file in (
             ("", "memory.max", "memory.current"),
             ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
             for folder in self.groups(controller):
-                yield folder, limit, used
+                yield folder, limit_file, usage_file
 
     def groups(self, controller: str) -> Iterator[Path]:
-        """Folders of this process's control group of a controller of version 1 ("": of version 2), and of all above."""
+        """Yield the folders of this process's control group and of all its parent groups.
+
+        Args:
+            controller: name of a controller of version 1; "" for version 2.
+        """
         try:
             lines = [line.split(":", 2) for line in (self.proc / "self/cgroup").read_text().splitlines()]
         except OSError:
             lines = []
-        mine = [line[2].lstrip("/") for line in lines if len(line) == 3 and controller in line[1].split(",")]
-        # Inside a container the path may be the host's, which is not there; the root is the container's own.
-        paths = [Path(path) for path in (*mine, "")]
+        own_paths = [line[2].lstrip("/") for line in lines if len(line) == 3 and controller in line[1].split(",")]
+        # A container may see its group's path on the host, which does not exist in the container. The root group is
+        # then the container's own.
+        paths = [Path(path) for path in (*own_paths, "")]
         yield from dict.fromkeys(self.cgroup / controller / above for path in paths for above in (path, *path.parents))
 
     def container(self) -> tuple[int, int] | None:
-        """``(limit, usage)`` of the root group, as vLLM 0.32 reads it: file cache counts as used. None: no limit."""
-        for folder, limit, used in (
+        """Return ``(limit, usage)`` of the root control group in bytes; None without limit.
+
+        File cache counts as used, as in vLLM 0.32.
+        """
+        for folder, limit_file, usage_file in (
             (self.cgroup, "memory.max", "memory.current"),
             (self.cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            most = _number(folder / limit)
-            if most is not None:
-                return (most, _number(folder / used) or 0) if most < _NO_LIMIT else None
+            limit = _number(folder / limit_file)
+            if limit is not None:
+                return (limit, _number(folder / usage_file) or 0) if limit < _NO_LIMIT else None
         return None
 
     def nodes(self) -> dict[int, Node]:
-        """NUMA nodes by number; empty where the kernel tells of none."""
-        found = {}
+        """Return the NUMA nodes by number; empty if the kernel reports no nodes."""
+        nodes: dict[int, Node] = {}
         for folder in sorted(self.sys_nodes.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
             try:
                 lines = re.findall(r"^Node \d+ (\S+):\s+(\d+)", (folder / "meminfo").read_text(), re.MULTILINE)
                 cpus = tuple(numbers((folder / "cpulist").read_text()))
             except OSError:
                 continue
-            size = {name: int(kib) * 1024 for name, kib in lines}
-            free = sum(size.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
-            found[int(folder.name[4:])] = Node(size.get("MemTotal", 0), free, cpus)
-        return found
+            sizes = {name: int(kib) * 1024 for name, kib in lines}
+            free = sum(sizes.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
+            nodes[int(folder.name[4:])] = Node(sizes.get("MemTotal", 0), free, cpus)
+        return nodes
 
     def allowed_nodes(self) -> list[int]:
-        """Nodes that this process may take memory from; empty where the kernel does not say."""
+        """Return the NUMA nodes that this process may allocate memory on; empty if the kernel does not report them."""
         try:
             match = re.search(r"^Mems_allowed_list:\s*(\S+)", (self.proc / "self/status").read_text(), re.MULTILINE)
         except OSError:
@@ -127,91 +142,97 @@ class System:
 
 @dataclass(frozen=True)
 class Place:
-    """Where memory comes from: ``free`` bytes, of which ``ranks`` ranks take weights, ``pools`` of them a host pool."""
+    """A memory that one or more ranks allocate from."""
 
-    name: str
-    free: int
-    ranks: int
-    pools: int
+    name: str  # description of the memory for messages
+    free: int  # bytes that can be allocated
+    ranks: int  # number of ranks whose weights are loaded into this memory
+    pools: int  # number of host pools that are allocated in this memory
 
 
 @dataclass(frozen=True)
 class Room:
-    """What one rank's host pool may take, by the place that gives least."""
+    """Limits of one rank's host pool."""
 
-    most: int  # bytes that can work
-    auto: int  # bytes where nobody says how many
-    place: Place
-    weights: int  # bytes that each rank still loads
+    most: int  # largest size of the host pool in bytes
+    auto: int  # size of the host pool in bytes if the user chooses none
+    place: Place  # memory that limits the host pool most
+    weights: int  # bytes of weights that each rank has yet to load
 
     @property
     def why(self) -> str:
-        """Where the limit comes from."""
-        taken = f"{size_text(RESERVE)} for the engine"
+        """Explanation of the limit for error messages."""
+        reserved = f"{size_text(RESERVE)} for the engine"
         if self.weights:
-            taken = f"{size_text(self.weights)} of weights and {taken}"
-        each = f" for each of {self.place.ranks} ranks" if self.place.ranks > 1 else ""
-        return f"{size_text(self.place.free)} {self.place.name}, less {taken}{each}"
+            reserved = f"{size_text(self.weights)} of weights and {reserved}"
+        suffix = f" for each of {self.place.ranks} ranks" if self.place.ranks > 1 else ""
+        return f"{size_text(self.place.free)} {self.place.name}, less {reserved}{suffix}"
 
 
 def room(
     system: System, nodes: Sequence[int | None], weights: int = 0, uncached: int | None = None, reserve: int = RESERVE
 ) -> Room:
-    """What each rank's host pool may take.
+    """Return how large the host pool of each rank may be.
 
     Args:
-        nodes: for each rank of this machine the NUMA node that its memory comes from, None for any.
+        system: folders in which the kernel reports memory.
+        nodes: per rank of this machine the NUMA node that its memory is allocated on, None for any node.
         weights: bytes that each rank has yet to load into host memory.
-        uncached: bytes of weight files that are not in the page cache yet. Given for vLLM's CPU engine, which counts
-            file cache as used once a container's limit is below its node's memory. None: the engine does not look.
-        reserve: bytes that each rank takes beside both.
+        uncached: bytes of weight files that are not in the page cache. vLLM's CPU engine passes this value, because
+            its own check counts file cache as used if a container's limit is below its node's memory. None: no check.
+        reserve: bytes that each rank takes besides weights and host pool.
 
     Returns:
-        ``most`` is never negative. ``auto`` is half of what the weights leave, and never above ``most``.
+        ``most``, never negative, and ``auto``: half of what the weights leave, at most ``most``.
     """
     places = list(_places(system, nodes, uncached))
 
-    def left(place: Place, kept: int) -> int:
-        return max(0, (place.free - place.ranks * (weights + kept)) // place.pools)
+    def pool_bytes(place: Place, reserve: int) -> int:
+        return max(0, (place.free - place.ranks * (weights + reserve)) // place.pools)
 
-    narrow = min(places, key=lambda place: left(place, reserve))
-    most = left(narrow, reserve)
-    return Room(most, min(most, *(left(place, 0) // 2 for place in places)), narrow, weights)
+    tightest = min(places, key=lambda place: pool_bytes(place, reserve))
+    most = pool_bytes(tightest, reserve)
+    return Room(most, min(most, *(pool_bytes(place, 0) // 2 for place in places)), tightest, weights)
 
 
 def _places(system: System, nodes: Sequence[int | None], uncached: int | None) -> Iterator[Place]:
-    ranks, there = len(nodes), system.nodes()
+    """Yield each memory that limits the host pools of the ranks (arguments: `room`)."""
+    ranks, machine_nodes = len(nodes), system.nodes()
     yield Place("available on this machine", system.meminfo("MemAvailable"), ranks, ranks)
     left = system.cgroup_left()
     if left is not None:
         yield Place("left under the container's limit", left, ranks, ranks)
-    allowed = [node for node in system.allowed_nodes() if node in there]
-    if allowed and len(allowed) < len(there):
-        free = sum(there[node].free for node in allowed)
+    allowed = [node for node in system.allowed_nodes() if node in machine_nodes]
+    if allowed and len(allowed) < len(machine_nodes):
+        free = sum(machine_nodes[node].free for node in allowed)
         yield Place(f"on the NUMA nodes that it may use ({', '.join(map(str, allowed))})", free, ranks, ranks)
     for node, count in Counter(node for node in nodes if node is not None).items():
-        if node not in there:
-            continue  # the engine then reads the whole machine's memory too
-        yield Place(f"available on NUMA node {node}", there[node].free, count, count)
+        # For a node that the kernel does not report, the engine uses the memory of the whole machine.
+        if node not in machine_nodes:
+            continue
+        yield Place(f"available on NUMA node {node}", machine_nodes[node].free, count, count)
         container = system.container()
-        if uncached is not None and container is not None and container[0] < there[node].total:
-            # Looked at by each rank before any of them makes its pool, hence one pool.
+        if uncached is not None and container is not None and container[0] < machine_nodes[node].total:
+            # Each rank checks this limit before any rank allocates its host pool, hence one host pool.
             left = max(0, container[0] - container[1] - uncached)
             yield Place("left under the container's limit with file cache counted as used", left, ranks, 1)
 
 
-def check_pool(key: str, size: int, here: Room) -> None:
-    """Raise ConfigError for a host pool of ``size`` bytes per rank that cannot be had. ``key``: who asked for it."""
-    if size > here.most:
+def check_pool(key: str, size: int, limits: Room) -> None:
+    """Raise ConfigError if a host pool of ``size`` bytes per rank exceeds ``limits``. ``key`` is the setting's name."""
+    if size > limits.most:
         raise ConfigError(
-            f"{key}: {format_size(size)} is more than the {size_text(here.most)} that the host pool can have here "
-            f"({here.why}); choose at most {here.most >> 20}MiB, or free memory"
+            f"{key}: {format_size(size)} is more than the {size_text(limits.most)} that the host pool can have here "
+            f"({limits.why}); choose at most {limits.most >> 20}MiB, or free memory"
         )
 
 
 def uncached_bytes(files: Iterable[Path]) -> int:
-    """Bytes of files that reading them will add to the page cache. The kernel tells it of files that this process may
-    write to; others count in full."""
+    """Return how many bytes of files are not in the page cache.
+
+    The kernel reports the cached pages of a file only to processes that may write to the file. All bytes of other files
+    count as uncached.
+    """
     libc, missing = ctypes.CDLL(None), 0
     for file in files:
         try:
@@ -223,23 +244,24 @@ def uncached_bytes(files: Iterable[Path]) -> int:
                 pages = np.ones(-(-len(content) // mmap.PAGESIZE), np.uint8)
                 start, cached = (ctypes.c_void_p(array.ctypes.data) for array in (content, pages))
                 libc.mincore(start, ctypes.c_size_t(len(content)), cached)
-                del content  # or the map cannot be closed
-        except (OSError, ValueError):  # gone, or empty
+                del content  # A map with an array over it cannot be closed.
+        except (OSError, ValueError):  # The file was removed or is empty.
             continue
         missing += mmap.PAGESIZE * int(np.count_nonzero(pages & 1 == 0))
     return missing
 
 
 def numbers(text: str) -> list[int]:
-    """The kernel's lists: "0-2,7" is 0, 1, 2, 7."""
-    found: set[int] = set()
+    """Parse a list of numbers in the kernel's format: "0-2,7" is 0, 1, 2, 7."""
+    values: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return sorted(found)
+        values.update(range(int(first), int(last or first) + 1))
+    return sorted(values)
 
 
 def _number(file: Path) -> int | None:
+    """Return the number in a file; None if the file is missing or holds another text, such as "max"."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -248,16 +270,18 @@ def _number(file: Path) -> int | None:
 
 
 def _file_cache(folder: Path) -> int:
-    """File cache that counts as used, but which the kernel gives up first. Version 1 tells a group's own bytes and,
-    with "total", those of the groups below too, which its usage counts."""
+    """Return the bytes of inactive file cache in a control group: counted as used, but dropped by the kernel on demand.
+
+    In version 1 the keys with "total" include the groups below, as the usage does.
+    """
     try:
         text = (folder / "memory.stat").read_text()
     except OSError:
         return 0
-    found = dict(re.findall(r"^(total_inactive_file|inactive_file) (\d+)", text, re.MULTILINE))
-    return int(found.get("total_inactive_file") or found.get("inactive_file") or 0)
+    stat = dict(re.findall(r"^(total_inactive_file|inactive_file) (\d+)", text, re.MULTILINE))
+    return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
 
 
 def size_text(size: int) -> str:
-    """Bytes, for messages."""
+    """Format a number of bytes for messages, in GiB or MiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"

@@ -1,5 +1,7 @@
-"""A model as memory and time see it, from its files: its shape (``config.json``) and what its weights take
-(safetensors headers). Loads no weights, imports no engine."""
+"""A model's shape and the bytes of its weights, read from ``config.json`` and the headers of safetensors files.
+
+The module loads no weights and imports no engine.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,27 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 WEIGHTS_INDEX = "model.safetensors.index.json"
 MOST_LAYERS = 10_000
 _FIX = "fetch the model again"
-_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors names; the engine casts these to its own dtype
+"""Advice that error messages about damaged files end with."""
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes per element of the safetensors dtypes that an engine converts to its own dtype."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder-only transformer with grouped-query attention and gated MLPs.
 
-    ``layers``: all decoder layers; ``windows[layer]``: None for full attention, the sliding window in tokens of a local
-    layer, 0 for a layer of another kind (state-space, linear attention, convolution, or an MLP by itself), whose time
-    is taken for that of a layer with nothing to attend.
-    ``weight_bytes``: all weights; ``layer_weight_bytes``: the matrices of one layer that one token passes.
-    ``state_bytes``: what one sequence keeps in all layers of other kinds together.
-    ``weights_are_counted``: the weights are quantised and their files are not here, so that ``weight_bytes`` is what
-    they would weigh in ``dtype``.
+    Attributes:
+        layers: number of decoder layers.
+        tied: the output matrix is the embedding matrix.
+        weight_bytes: bytes of all weights.
+        windows: per layer the sliding window in tokens, None for full attention, 0 for a layer without attention
+            (state-space, linear attention, convolution, or an MLP alone). The planner takes the time of a layer
+            without attention for that of an attention layer with an empty context.
+        max_context: longest sequence in tokens. None: unknown.
+        experts: mixture of experts. None: all MLPs are dense.
+        state_bytes: recurrent state of one sequence, summed over all layers without attention.
+        weights_are_counted: the weights are quantised and their files are missing, so ``weight_bytes`` is an upper
+            estimate, for unquantised weights in ``dtype``.
     """
 
     name: str
@@ -69,15 +78,19 @@ class ModelShape:
 
     @property
     def dtype_bytes(self) -> int:
+        """Bytes of one element of ``dtype``."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def attention_params(self) -> int:
-        """Of the matrices Q, K, V and O of one layer."""
+        """Number of weights of the Q, K, V and O projections of one layer."""
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     def mlp_params(self, rows: int = 1) -> float:
-        """Of the matrices that ``rows`` tokens meet after the attention of one layer; the mean over all layers."""
+        """Return the mean number of MLP weights per layer that a batch of ``rows`` tokens reads.
+
+        In a layer with experts, the more tokens a batch has, the more experts the batch reads.
+        """
         dense = 3.0 * self.hidden * self.intermediate
         if self.experts is None:
             return dense
@@ -86,30 +99,32 @@ class ModelShape:
 
     @property
     def layer_params(self) -> int:
-        """Of the matrices of one layer that one token passes: Q, K, V, O and those of the MLP."""
+        """Number of weights that one token multiplies in one decoder layer: Q, K, V and O projections plus the MLP."""
         return self.attention_params + round(self.mlp_params())
 
     @property
     def layer_weight_bytes(self) -> int:
+        """Bytes of the weights that one token multiplies in one decoder layer."""
         return self.layer_params * self.dtype_bytes
 
     @property
     def head_weight_bytes(self) -> int:
-        """The output matrix, read once a step."""
+        """Bytes of the output matrix (LM head), which is read once per step."""
         return self.vocab * self.hidden * self.dtype_bytes
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token in one layer."""
+        """Bytes of K and V of one token in one layer."""
         return self.kv_format(1).token_bytes
 
     @property
     def full_layers(self) -> int:
+        """Number of layers with full attention."""
         return sum(window is None for window in self.windows)
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
-        """``windows`` of the layers that keep K and V: those that the runtime counts."""
+        """``windows`` of the layers with K and V, full or sliding. The runtime numbers only these layers."""
         return tuple(window for window in self.windows if window != 0)
 
     def kv_format(self, page_size: int) -> KvFormat:
@@ -117,12 +132,16 @@ class ModelShape:
         return KvFormat(self.kv_heads, page_size, self.head_dim, DTYPES[self.dtype])
 
     def page_bytes(self, page_size: int) -> int:
-        """K and V of one page of one layer."""
+        """Return the bytes of K and V of one page of one layer."""
         return self.kv_format(page_size).page_bytes
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape in the content of a ``config.json``; ModelError names the key that is missing or not supported."""
+    """Return the shape that the content of a ``config.json`` describes. ``name`` is the model's name.
+
+    Raises:
+        ModelError: a key is missing or its value is not supported; the message names the key.
+    """
     source = f"{name}: config.json"
     with reading(source, _FIX, ModelError):
         try:
@@ -132,8 +151,9 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of `shape_from_config`; errors do not name the model."""
     text = config.get("text_config")
-    # A multimodal model keeps its decoder's numbers one level down; what both levels have, the inner one says.
+    # A multimodal model has the decoder's values in ``text_config``, which take precedence over the outer values.
     data: dict[str, Any] = {**config, **text} if isinstance(text, Mapping) else dict(config)
     data = {**_ASSUMED.get(str(data.get("model_type")), {}), **data}
     if data.get("kv_lora_rank"):
@@ -170,43 +190,49 @@ def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
         state_bytes=state_bytes(data, windows.count(0)),
     )
     tables = shape.vocab * hidden * (1 if tied else 2)
-    norms = (2 * layers + 1) * hidden  # bf16 weights of a few more norms and biases are < 0.1 % of a model
+    norms = (2 * layers + 1) * hidden  # Further norms and biases are left out: under 0.1 % of a model's bytes.
     total = (_all_params(data, shape) + tables + norms) * shape.dtype_bytes
     return replace(shape, weight_bytes=total)
 
 
-# What transformers' configuration classes assume where config.json does not say.
+# Defaults of transformers' configuration classes for keys that a model's config.json omits.
 _GEMMA3 = {
     "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window": 4096,
 }  # fmt: skip
 _ASSUMED: Mapping[str, Mapping[str, Any]] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
+"""Default values of config.json by model type."""
 
 
 def _all_params(data: Mapping[str, Any], shape: ModelShape) -> int:
-    """Of the matrices of all layers."""
-    attending, others = len(shape.attention_windows), shape.windows.count(0)
+    """Return the number of weights of all layers, without embeddings and norms."""
+    attention_layers, mixers = len(shape.attention_windows), shape.windows.count(0)
     gates = shape.hidden * shape.head_dim * shape.heads if _gates_attention(data) else 0
-    total = attending * (shape.attention_params + gates)
+    total = attention_layers * (shape.attention_params + gates)
     matrices, experts = mlp_matrices(data), shape.experts
     if stands_alone(data, shape.layers):
         mlps = dense_mlps(data, shape.layers, experts)
-        others -= mlps + (experts.layers if experts else 0)
-    total += others * mixer_params(data)
+        mixers -= mlps + (experts.layers if experts else 0)
+    total += mixers * mixer_params(data)
     total += dense_mlps(data, shape.layers, experts) * matrices * shape.hidden * shape.intermediate
     if experts is not None:
-        each = experts.count * experts.intermediate + experts.shared
-        total += experts.layers * shape.hidden * (matrices * each + experts.count)
+        width = experts.count * experts.intermediate + experts.shared
+        total += experts.layers * shape.hidden * (matrices * width + experts.count)
     return total
 
 
 def _gates_attention(data: Mapping[str, Any]) -> bool:
-    """Whether the query's projection makes a gate of the same width too (Qwen3-Next, Qwen3.5)."""
+    """Tell whether the query projection also computes an output gate of the same width (Qwen3-Next, Qwen3.5)."""
     return bool(data.get("attn_output_gate", str(data.get("model_type")).startswith(("qwen3_next", "qwen3_5"))))
 
 
 def spec_of(shape: ModelShape, max_tokens: int | None = None) -> ModelSpec:
-    """The shape as the runtime sees it (on one rank; the scale of the logits plays no part in memory)."""
+    """Return the runtime's `ModelSpec` for one rank without tensor parallelism.
+
+    Args:
+        shape: shape of the model.
+        max_tokens: longest sequence that the engine admits. None: no limit.
+    """
     return ModelSpec(
         num_layers=len(shape.attention_windows),
         num_heads=shape.heads,
@@ -221,8 +247,15 @@ def spec_of(shape: ModelShape, max_tokens: int | None = None) -> ModelSpec:
 
 
 def weight_bytes(folder: Path, itemsize: int, stated_itemsize: int) -> int | None:
-    """Bytes of the weights when floats take ``itemsize`` bytes each, from the headers of the safetensors files; from
-    their index where the files themselves are not there; None where neither is.
+    """Return the bytes of a model's weights as loaded, from headers of safetensors files or else from their index.
+
+    Args:
+        folder: folder of the model's files.
+        itemsize: bytes per element of the dtype that the engine converts floats to.
+        stated_itemsize: bytes per element of the dtype in ``config.json``, by which the index's total is scaled.
+
+    Returns:
+        Bytes; None if the folder has neither all files nor an index with a total.
 
     Raises:
         ModelError: a file is damaged.
@@ -241,23 +274,23 @@ def weight_bytes(folder: Path, itemsize: int, stated_itemsize: int) -> int | Non
 
 
 def is_quantised(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that weights are stored in fewer bits than it computes in."""
+    """Tell whether a config.json describes quantised weights, which have fewer bits than the dtype."""
     return any(level.get("quantization_config") for level in _levels(config))
 
 
 def has_delta_nets(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that some layers are gated delta nets (Qwen3-Next, Qwen3.5 and their kin)."""
-    named = (level.get("layer_types") for level in _levels(config) if level.get("linear_num_value_heads"))
-    return any(kinds is None or (isinstance(kinds, list) and "linear_attention" in kinds) for kinds in named)
+    """Tell whether a config.json describes layers that are gated delta nets (Qwen3-Next, Qwen3.5 and derivatives)."""
+    layer_types = (level.get("layer_types") for level in _levels(config) if level.get("linear_num_value_heads"))
+    return any(kinds is None or (isinstance(kinds, list) and "linear_attention" in kinds) for kinds in layer_types)
 
 
 def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A config.json, and what it says of the language model of one that sees."""
+    """Return the mappings of a config.json: the outer one and, for a multimodal model, ``text_config``."""
     return [level for level in (config, config.get("text_config")) if isinstance(level, Mapping)]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the weights; empty unless all of them are there."""
+    """Return the safetensors files of the weights in a folder; empty if a file that the index lists is missing."""
     index = folder / WEIGHTS_INDEX
     listed = _listed(index) if index.is_file() else set()
     files = sorted(folder.glob("*.safetensors"))
@@ -267,36 +300,41 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _listed(index: Path) -> set[str]:
-    """The files that an index names."""
-    named = read_json(index).get("weight_map", {})
-    if not isinstance(named, Mapping) or not all(isinstance(file, str) for file in named.values()):
+    """Return the names of the files that an index lists."""
+    files = read_json(index).get("weight_map", {})
+    if not isinstance(files, Mapping) or not all(isinstance(file, str) for file in files.values()):
         raise ModelError(f"{index}: weight_map: expected a file name for each tensor; fetch the model again")
-    return set(named.values())
+    return set(files.values())
 
 
 def stored_bytes(model: str, revision: str | None = None) -> int:
-    """Bytes of the safetensors files of a directory, or of a hub id in the hub's own cache; 0 unless all are there."""
+    """Return the bytes of a model's safetensors files on disk; 0 if a file is missing.
+
+    Args:
+        model: folder, or hub id of a model in the hub's cache.
+        revision: revision of the hub model. None: the default branch.
+    """
     folder = _folder(model, revision)
     return 0 if folder is None else sum(file.stat().st_size for file in weight_files(folder))
 
 
 def weights_to_load(model: str, config: Mapping[str, Any], dtype: str, revision: str | None = None) -> tuple[int, int]:
-    """What an engine will load into host memory, before it does.
+    """Predict the host memory and the disk reads that an engine needs to load a model.
 
     Args:
-        model: directory or hub id.
-        config: content of its config.json, as the engine read it.
-        dtype: that the engine computes in, as bfloat16; floats that are stored in another one are converted.
+        model: folder or hub id.
+        config: content of the model's config.json as the engine read it.
+        dtype: dtype that the engine computes in, for example bfloat16, and converts floats to.
+        revision: revision of the hub model. None: the default branch.
 
     Returns:
-        bytes of all weights, 0 where neither the files nor the shape tell; bytes of the files that are to be read from
-        the disk.
+        Bytes of all weights, 0 if unknown; and bytes of weight files that are not in the page cache.
     """
     size = DTYPES[dtype].itemsize
     stated = str(config.get("dtype") or config.get("torch_dtype") or dtype).removeprefix("torch.")
     stated_size = DTYPES[stated].itemsize if stated in DTYPES else size
     folder = _folder(model, revision)
-    if folder is None:  # all of it is fetched, and read
+    if folder is None:  # The engine will download and read all files.
         counted = _counted(config, dtype)
         return counted, counted // size * stated_size
     files, stored = weight_files(folder), weight_bytes(folder, size, stated_size)
@@ -305,21 +343,21 @@ def weights_to_load(model: str, config: Mapping[str, Any], dtype: str, revision:
 
 
 def _folder(model: str, revision: str | None) -> Path | None:
-    """A directory itself; of a hub model the folder in the hub's own cache."""
+    """Return a model's folder: the directory itself, or the folder of a hub id in the hub's cache."""
     if is_folder(model):
         return Path(model)
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-    except HFValidationError:  # a file, an address of another kind
+        config_file = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:  # The model is not a hub id, but for example a file or a URL.
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(config_file).parent if isinstance(config_file, str) else None
 
 
 def _counted(config: Mapping[str, Any], dtype: str) -> int:
-    """Bytes of the weights by the shape; 0 for one that is not known, or whose weights are quantised."""
+    """Return the bytes of the weights by the model's shape; 0 if the shape is unknown or the weights are quantised."""
     if is_quantised(config):
         return 0
     try:
@@ -329,10 +367,10 @@ def _counted(config: Mapping[str, Any], dtype: str) -> int:
 
 
 def _tensor_bytes(file: Path, itemsize: int) -> int:
-    """Return the bytes of all tensors of a safetensors file, floats counted with ``itemsize`` bytes."""
+    """Return the bytes of all tensors of a safetensors file, with ``itemsize`` bytes per float."""
     with reading(file, _FIX, ModelError, "safetensors"):
         with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))  # of the JSON header that follows
+            (length,) = struct.unpack("<Q", stream.read(8))  # length of the JSON header
             if length > file.stat().st_size:
                 raise ValueError("its header is longer than the file")
             header = json.loads(stream.read(length))
@@ -348,5 +386,5 @@ def _tensor_bytes(file: Path, itemsize: int) -> int:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in one of a model's files; ModelError if it cannot be read."""
+    """Return the JSON object in one of a model's files; raise ModelError if the file cannot be read."""
     return read_object(file, _FIX, ModelError)

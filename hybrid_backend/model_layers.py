@@ -1,6 +1,6 @@
-"""What a ``config.json`` says of its layers: which attend, which have experts, what others keep and weigh.
+"""The layers that a ``config.json`` describes: attention kinds, experts, recurrent states and weights.
 
-Keys are those of Hugging Face's configuration classes; families name the same thing in several ways.
+The keys are those of Hugging Face's configuration classes. Model families use different keys for the same value.
 """
 
 from __future__ import annotations
@@ -18,16 +18,23 @@ Kind = Literal["full", "local", "other"]
 _KINDS: Mapping[str, Kind] = {
     "full_attention": "full", "attention": "full", "sliding_attention": "local",
     "linear_attention": "other", "mamba": "other", "mamba2": "other", "conv": "other",
-    "*": "full", "M": "other", "-": "other", "E": "other",  # Nemotron-H: attention, Mamba 2, an MLP, experts
+    "*": "full", "M": "other", "-": "other", "E": "other",  # Nemotron-H: attention, Mamba 2, MLP, experts
 }  # fmt: skip
 _STATE_BYTES = 4
-"""Of one element of a state, at most: vLLM keeps some in the model's type, some in fp32."""
+"""Most bytes per element of a recurrent state. vLLM stores some states in the model's dtype and some in fp32."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Routed experts of a mixture. ``intermediate``: of one of them; ``shared``: of the one that every token passes, 0:
-    there is none; ``layers``: layers that have experts, the others have a dense MLP."""
+    """Mixture of experts.
+
+    Attributes:
+        count: routed experts of a layer.
+        per_token: routed experts that the router selects for a token.
+        intermediate: intermediate size of one routed expert.
+        shared: intermediate size of the shared expert, which every token passes. 0: no shared expert.
+        layers: number of layers with experts; the MLP of every other layer is dense.
+    """
 
     count: int
     per_token: int
@@ -36,12 +43,16 @@ class Experts:
     layers: int
 
     def met(self, rows: int) -> float:
-        """Experts that ``rows`` tokens meet, on average, if they choose evenly and apart from each other."""
+        """Return the mean number of routed experts that ``rows`` tokens use if the router selects uniformly."""
         return self.count * (1.0 - (1.0 - self.per_token / self.count) ** rows)
 
 
 def count_of(data: Data, key: str, default: int | None = None, most: int = MOST) -> int:
-    """Return the number under ``key``, from 1 to ``most``; it must be there, unless there is a default."""
+    """Return the integer under ``key`` of a config.json, or ``default`` if the key is absent.
+
+    Raises:
+        ModelError: the value is not an integer from 1 to ``most``, or both the key and a default are missing.
+    """
     value = data.get(key)
     value = default if value is None else value
     if isinstance(value, float) and value.is_integer():
@@ -52,31 +63,34 @@ def count_of(data: Data, key: str, default: int | None = None, most: int = MOST)
 
 
 def windows_of(data: Data, layers: int) -> tuple[int | None, ...]:
-    """Per layer the sliding window in tokens, None for full attention, 0 for a layer of another kind."""
+    """Return per layer the sliding window in tokens, None for full attention, 0 for a layer without attention."""
     window: Any = data.get("sliding_window")
     if not isinstance(window, int) or isinstance(window, bool) or data.get("use_sliding_window") is False:
         window = None
-    named = _named(data, layers)
-    unknown = sorted(set(named) - _KINDS.keys())
+    kinds = _layer_kinds(data, layers)
+    unknown = sorted(set(kinds) - _KINDS.keys())
     if unknown:
         raise ModelError(f"layers of kind {unknown[0]!r} cannot be planned")
-    if named:
-        return tuple({"local": window, "full": None, "other": 0}[_KINDS[kind]] for kind in named)
+    if kinds:
+        return tuple({"local": window, "full": None, "other": 0}[_KINDS[kind]] for kind in kinds)
     if window is None:
         return (None,) * layers
     pattern = data.get("sliding_window_pattern") or data.get("layer_switch")
-    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:  # local and global, over and over
+    if (
+        isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}
+    ):  # The pattern of local and global layers repeats.
         return tuple(window if pattern[layer % len(pattern)] == "L" else None for layer in range(layers))
     if pattern is None and str(data.get("model_type")).startswith("gemma3"):
         pattern = 6
-    if isinstance(pattern, int) and pattern > 0:  # every pattern-th layer is global
+    if isinstance(pattern, int) and pattern > 0:  # Every pattern-th layer has full attention.
         return tuple(None if (layer + 1) % pattern == 0 else window for layer in range(layers))
-    first = _first(data, "max_window_layers") if data.get("use_sliding_window") else 0  # Qwen2: full up to this layer
+    # Qwen2: the layers before ``max_window_layers`` have full attention.
+    first = _first(data, "max_window_layers") if data.get("use_sliding_window") else 0
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
 def experts_of(data: Data, layers: int) -> Experts | None:
-    """None: a dense model."""
+    """Return the mixture of experts that a config.json describes; None for a dense model."""
     count = _first(data, "num_experts", "num_local_experts", "n_routed_experts")
     if not count:
         return None
@@ -86,24 +100,26 @@ def experts_of(data: Data, layers: int) -> Experts | None:
     )
     if not shared:
         shared = intermediate * _first(data, "n_shared_experts")
-    named, step = _named(data, layers), _first(data, "decoder_sparse_step") or 1
-    only = data.get("mlp_only_layers") or []
-    if not isinstance(only, list):
-        raise ModelError(f"mlp_only_layers: got {show(only)}, expected a list of layers")
-    dense = {*range(min(layers, _first(data, "first_k_dense_replace"))), *only}
-    if "E" in named:
-        having = named.count("E")
+    kinds, step = _layer_kinds(data, layers), _first(data, "decoder_sparse_step") or 1
+    mlp_only = data.get("mlp_only_layers") or []
+    if not isinstance(mlp_only, list):
+        raise ModelError(f"mlp_only_layers: got {show(mlp_only)}, expected a list of layers")
+    dense = {*range(min(layers, _first(data, "first_k_dense_replace"))), *mlp_only}
+    if "E" in kinds:
+        sparse_layers = kinds.count("E")
     else:
-        having = sum((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
+        sparse_layers = sum((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
     per_token = _first(data, "num_experts_per_tok", "top_k_experts")
     if not 0 < per_token <= count:
         raise ModelError(f"num_experts_per_tok: got {per_token}, expected 1 to {count}")
-    return Experts(count, per_token, intermediate, shared, having)
+    return Experts(count, per_token, intermediate, shared, sparse_layers)
 
 
 def mixer_params(data: Data) -> int:
-    """Of the matrices of a layer of another kind, without its MLP: gated delta net (Qwen3-Next, Qwen3.5), Mamba 2, or
-    LFM2's short convolution."""
+    """Return the number of weights of one layer without attention, its MLP excluded.
+
+    Known kinds: gated delta net (Qwen3-Next, Qwen3.5), Mamba 2, short convolution (LFM2).
+    """
     hidden = count_of(data, "hidden_size")
     if data.get("linear_num_value_heads"):
         key, value = _delta_widths(data)
@@ -115,7 +131,7 @@ def mixer_params(data: Data) -> int:
 
 
 def state_bytes(data: Data, layers: int) -> int:
-    """What one sequence keeps in that many layers of other kinds, at most."""
+    """Return an upper bound of the recurrent state of one sequence in ``layers`` layers without attention, in bytes."""
     hidden = count_of(data, "hidden_size")
     if data.get("linear_num_value_heads"):
         key, value = _delta_widths(data)
@@ -131,24 +147,24 @@ def state_bytes(data: Data, layers: int) -> int:
 
 
 def mlp_matrices(data: Data) -> int:
-    """Matrices of one MLP: gate, up and down; Nemotron's squared ReLU has no gate."""
+    """Return the number of matrices of one MLP: gate, up and down; Nemotron's squared ReLU has no gate."""
     return 2 if str(data.get("mlp_hidden_act")) == "relu2" else 3
 
 
 def stands_alone(data: Data, layers: int) -> bool:
-    """Whether each layer is a mixer or an MLP, not one after the other (Nemotron-H)."""
-    return "*" in _named(data, layers)
+    """Tell whether each layer is either a mixer or an MLP, instead of a mixer followed by an MLP (Nemotron-H)."""
+    return "*" in _layer_kinds(data, layers)
 
 
 def dense_mlps(data: Data, layers: int, experts: Experts | None) -> int:
-    """Layers with a dense MLP."""
+    """Return the number of layers with a dense MLP."""
     if stands_alone(data, layers):
-        return _named(data, layers).count("-")
+        return _layer_kinds(data, layers).count("-")
     return layers - (experts.layers if experts else 0)
 
 
-def _named(data: Data, layers: int) -> list[str]:
-    """The kind of each layer as the file names it; empty: it does not."""
+def _layer_kinds(data: Data, layers: int) -> list[str]:
+    """Return the kind of each layer as the config.json names it; empty if the file names no kinds."""
     for key in ("layer_types", "layers_block_type"):
         kinds = data.get(key)
         if isinstance(kinds, list) and len(kinds) == layers:
@@ -159,10 +175,10 @@ def _named(data: Data, layers: int) -> list[str]:
     interval = data.get("full_attention_interval")
     if isinstance(interval, int) and interval > 1 and data.get("linear_num_value_heads"):
         return ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
-    for key, other in (("full_attn_idxs", "conv"), ("attn_layer_indices", "mamba")):
-        attending = data.get(key)
-        if isinstance(attending, list):
-            return ["full_attention" if layer in attending else other for layer in range(layers)]
+    for key, mixer in (("full_attn_idxs", "conv"), ("attn_layer_indices", "mamba")):
+        attention_layers = data.get(key)
+        if isinstance(attention_layers, list):
+            return ["full_attention" if layer in attention_layers else mixer for layer in range(layers)]
     for key in ("attn_layer_period", "attn_type_list", "attention_chunk_size"):
         if data.get(key):
             raise ModelError(f"{key}: which layers attend, and how, is not read from it; such models are not planned")
@@ -170,20 +186,22 @@ def _named(data: Data, layers: int) -> list[str]:
 
 
 def _first(data: Data, *keys: str) -> int:
+    """Return the integer under the first of the keys that is set; 0 if none is set."""
     return next((count_of(data, key) for key in keys if data.get(key)), 0)
 
 
 def _delta_widths(data: Data) -> tuple[int, int]:
-    """Of all keys and of all values of a gated delta net."""
+    """Return the width of all keys and the width of all values of a gated delta net."""
     key = count_of(data, "linear_num_key_heads") * count_of(data, "linear_key_head_dim")
     return key, count_of(data, "linear_num_value_heads") * count_of(data, "linear_value_head_dim")
 
 
 def _mamba_heads(data: Data) -> int:
+    """Return the number of Mamba 2 heads; 0 if the model has no Mamba layers."""
     return _first(data, "mamba_num_heads", "mamba_n_heads")
 
 
 def _mamba_widths(data: Data) -> tuple[int, int]:
-    """Of what Mamba 2 carries, and of B and C together."""
+    """Return the inner width of a Mamba 2 layer, and the width of its B and C together."""
     inner = _mamba_heads(data) * _first(data, "mamba_head_dim", "mamba_d_head")
     return inner, 2 * _first(data, "n_groups", "mamba_n_groups") * _first(data, "ssm_state_size", "mamba_d_state")

@@ -1,7 +1,7 @@
-"""HybridRuntime: the step lifecycle that engines drive. Knows no engine; engines know nothing below it.
+"""`HybridRuntime`, the interface between an engine's adapter (vLLM, SGLang) and the hybrid attention of one rank.
 
-Data path:  engine -> `forward` -> host pool and digests (prompts), the executor (decoding rows).
-Query path: engine -> `lookahead`, `forward` -> executor -> method -> operations.
+Prefill chunks: adapter -> `HybridRuntime.forward` -> `PromptChunks` -> host pool and digests.
+Decode rows: adapter -> `HybridRuntime.lookahead` and `forward` -> executor -> method -> operations.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ from hybrid_backend.workers import ALONE, Rank, kernel_name, make_pool
 
 
 class HybridRuntime:
-    """One rank's hybrid attention: the tiers, the workers and the method, over the engine's KV memory.
+    """Hybrid attention of one tensor-parallel rank over the engine's KV memory.
 
-    Per engine step: `release` for requests that are gone, `begin_step`, then for every layer `lookahead` (of the next
-    layer) and `forward`; `end_step`, or `abandon` if the engine's forward raised. When the step's results are there,
-    `failure` tells whether they may be used. Local (sliding-window) layers have no lookahead, and their own step if the
-    engine gives them another page table.
+    The engine calls, in each scheduler step:
+
+    1. `release` for requests that ended, then `begin_step`.
+    2. For each layer `forward`; before a layer's `forward`, `lookahead` with the predicted query of the next layer.
+    3. `end_step`; or `abandon`, if the engine's forward pass raised.
+    4. `failure`, once the step's outputs have arrived, to learn whether the outputs may be used.
+
+    Sliding-window layers have no lookahead. If the engine gives these layers their own page table, they also have
+    their own step (`begin_local_step`).
     """
 
     def __init__(
@@ -50,9 +55,20 @@ class HybridRuntime:
         device_views: Sequence[Tensor] = (),
         rank: Rank = ALONE,
     ) -> None:
-        """``kv_layers``: per layer ``[pages, kv_heads, 2, page_size, head_dim]`` host memory of the engine;
-        ``device_views``: the same memory as the device sees it, where that is not the host; ``rank``: this process
-        among the engine's on this machine, rank i on GPU i."""
+        """Build the tiers, the CPU workers and the method.
+
+        Args:
+            config: what the user configured.
+            model: shapes of the model on this rank.
+            kv_layers: the engine's KV memory on the host; per layer ``[pages, kv_heads, 2, page_size, head_dim]``.
+            max_requests: most requests that run at once.
+            device: device that the engine computes on.
+            device_views: ``kv_layers`` as addressed by the device. Empty if the device is the CPU.
+            rank: this process among the engine's ranks on this machine; rank i computes on GPU i.
+
+        Raises:
+            ConfigError: the configuration does not fit the model, the device or the memory.
+        """
         config = config.for_layers(model.windows or (None,) * model.num_layers)
         host = HostPool(kv_layers, device_views)
         self._full_layers = [layer for layer in range(model.num_layers) if model.window(layer) is None]
@@ -69,26 +85,24 @@ class HybridRuntime:
         self._stats = Stats.of(model.num_layers)
         check_room(config, model, len(host.layers[self._full_layers[0]]), max_requests, device)
         layout, operations = method.layout(config, model, device), resolve_operations(config, device)
-        by_itself = are_launches(config, device)
+        is_async = are_launches(config, device)
         flashinfer = resolve_flashinfer(config, model, operations, device)
-        self.tiers = Tiers.build(layout, config, model, host, max_requests, device, operations, by_itself, flashinfer)
-        self.workers = make_pool(config.workers, rank if device.type != "cuda" else _on_gpus(rank, device))
+        self.tiers = Tiers.build(layout, config, model, host, max_requests, device, operations, is_async, flashinfer)
+        self.workers = make_pool(config.workers, rank if device.type != "cuda" else _with_gpus(rank, device))
         self.method = method(config, model, self.tiers)
-        self._bus = bus_of_gpu(device) if device.type == "cuda" else None
+        self._bus_bytes_per_second = bus_of_gpu(device) if device.type == "cuda" else None
         self.executor: Executor = (
             InPlaceStep(self.method, config, model, self.tiers, self._stats)
             if self.method.attends_in_place
             else StepDriver(self.method, config, model, self.tiers, self.workers, self._stats)
         )
-        native = device.type == "cpu" and kernel_name(config.workers.kernel) == "native"
-        prompts = InPlacePrompts.of(model, host.layers) if native else None
-        self._sliding = SlidingLayers(model, host, operations, prompts, native)
+        has_native = device.type == "cpu" and kernel_name(config.workers.kernel) == "native"
+        prompts = InPlacePrompts.of(model, host.layers) if has_native else None
+        self._sliding = SlidingLayers(model, host, operations, prompts, has_native)
         in_place = None if layout.separate else prompts
         self._prompts = PromptChunks(model, self.method, self.executor, self.tiers, in_place)
         self._steps = 0
         self._open: Step | None = None
-
-    # --- the step ---
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget requests that ended, were aborted or were preempted. Unknown ids are ignored."""
@@ -97,21 +111,21 @@ class HybridRuntime:
             self.executor.release(request_id)
 
     def preempt(self, request_ids: Iterable[str]) -> None:
-        """Forget requests whose tokens of the step under way still count: the engine delivers them."""
-        self._finish_for(request_ids)
+        """Forget preempted requests once the running step has ended. The engine still delivers that step's tokens."""
+        self._wait_for_decodes(request_ids)
         self.release(request_ids)
 
     def begin_step(self, batch: Batch) -> Step:
-        """Start a step over the layers with full attention. A step that was left open is abandoned."""
+        """Start a step over the layers with full attention. A step that is still open is abandoned first."""
         self._abandon_open()
         step = make_step(self._steps, self._with_late_prefixes(batch), self.config.page_size)
         self._steps += 1
         self._open = step
         try:
             self.method.begin_step(step)
-            # If they had frames, these are out of date: prompt tokens are computed again, or follow a chunk of one
-            # token, which was a decoding row.
-            self._finish_for(row.request_id for row in step.prefill)
+            # A prefill chunk makes the request's frames stale: its tokens are recomputed after a preemption, or the
+            # chunk before had one token and was run as a decode row.
+            self._wait_for_decodes(row.request_id for row in step.prefill)
             for row in step.prefill:
                 self.executor.release(row.request_id)
             if step.decode is not None:
@@ -121,46 +135,52 @@ class HybridRuntime:
         return step
 
     def _with_late_prefixes(self, batch: Batch) -> Batch:
-        """Engines find a page in the prefix cache from when the token that fills it is scheduled. A row that begins to
-        decode with such a page (it was preempted, and one token is left) would be given copies of it before it is
-        filled: so it is a prompt of one token. In a graph all rows are decoding ones."""
+        """Run a request's first decode row as a prefill chunk of one token, if this step still writes its prefix.
+
+        An engine's prefix cache offers a page once the token that fills the page is scheduled, not once it is written.
+        A preempted request that resumes with one token left would otherwise copy such a page to its frames too early.
+        """
         size, table, lengths = self.config.page_size, batch.page_table, batch.seq_lens
-        begin = [
+        late = {
             r
             for r, request_id in enumerate(batch.request_ids)
             if batch.decode[r] and lengths[r] > size and lengths[r] % size == 1 and not self.executor.holds(request_id)
-        ]
-        if not begin:
+        }
+        if not late:
             return batch
         counts = [end - start for start, end in pairwise(batch.query_start)]
+        # A CUDA graph of decode rows cannot hold a prefill chunk.
         if self.tiers.asks_by_itself and max(counts) == 1:
             return batch
-        ends = enumerate(zip(lengths, counts, strict=False))
-        filled = [
-            table[r, (end - count) // size : end // size]
-            for r, (end, count) in ends
-            if end // size > (end - count) // size
+        filled_pages = [
+            table[r, (length - count) // size : length // size]
+            for r, (length, count) in enumerate(zip(lengths, counts, strict=False))
+            if length // size > (length - count) // size
         ]
-        late = set(begin) if filled else set()
-        if late and table.is_cpu:  # else to look at them would be to wait for the device
-            pages = torch.cat(filled)
-            late = {r for r in begin if torch.isin(table[r, : lengths[r] // size], pages).any()}
-        return replace(batch, decode=[each and r not in late for r, each in enumerate(batch.decode)]) if late else batch
+        if not filled_pages:
+            return batch
+        # On a GPU the page ids are not compared, because reading them would wait for the device.
+        if table.is_cpu:
+            pages = torch.cat(filled_pages)
+            late = {r for r in late if torch.isin(table[r, : lengths[r] // size], pages).any()}
+        return replace(batch, decode=[is_decode and r not in late for r, is_decode in enumerate(batch.decode)])
 
     def begin_local_step(self, batch: Batch, page_size: int) -> Step:
-        """Start the same step for local layers, which have a page table (and perhaps a page size) of their own."""
+        """Return the step of the sliding-window layers, whose page table and page size may be their own."""
         step = make_step(self._steps, batch, page_size)
         if step.decode is not None:
             step.decode.check_one_query()
         return step
 
     def idle(self) -> None:
-        """The engine is about to compute a batch that nobody asked for, perhaps by a captured graph: one of data
-        parallel engines that waits for the others. It must write nothing into the pages of the last step."""
+        """Prepare for a dummy batch of the engine, so that the dummy batch writes nothing into pages of the last step.
+
+        A data-parallel rank without requests computes dummy batches, perhaps with a CUDA graph, until all ranks end.
+        """
         self.executor.idle()
 
     def end_step(self, step: Step) -> None:
-        """All layers of the step have run."""
+        """Close a step after all its layers have run."""
         if self._open is step:
             self._open = None
             self.tiers.write_back.join()
@@ -168,28 +188,38 @@ class HybridRuntime:
                 self._stats.saw_contexts(self._full_layers, int(step.decode.seq_lens.sum()))
 
     def abandon(self, step: Step) -> None:
-        """The engine's forward raised: nothing stays under way for the step."""
+        """Drop the pending work of a step whose forward pass raised in the engine."""
         if self._open is step:
             self._abandon_open()
 
     def failure(self, step: Step) -> StepFailure | None:
-        """What must not be used of a step whose results have come; None: all is right. A CPU that is late or fails does
-        not stop the forward, which other ranks and a captured graph would not notice; its outputs say nothing."""
+        """Return which outputs and pages of a step must not be used; None if the step succeeded.
+
+        A CPU worker that fails or is late does not stop the forward pass, because neither the other ranks nor a CUDA
+        graph would notice. The engine therefore calls this method once the step's outputs have arrived.
+        """
         if step.error is not None:
             return StepFailure(step.error, step.request_ids, step.write_pages.unique().tolist())
         return self.executor.failure(step)
 
     def unfinished(self, step: Step) -> list[str]:
-        """Requests of a step, all of whose layers have run, that yield no token: the engine gives them the same token
-        once more, and drops what it computed for them. Only where it does so (`ModelSpec.parks`)."""
+        """Return the requests that yield no token in a step, although all layers have run.
+
+        The engine drops the outputs of these requests and schedules the same token again. The list is empty if the
+        engine does not support parked decode rows (`ModelSpec.parks`).
+        """
         return [] if step.error is not None else self.executor.unfinished(step)
 
-    # --- data path ---
-
     def forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """One layer: store the step's new tokens, then attend.
+        """Store the K and V of a step's new tokens, then attend in one layer.
 
-        ``q``, ``out``: ``[tokens, heads, head_dim]``; ``k``, ``v``: ``[tokens, kv_heads, head_dim]``.
+        Args:
+            layer: index among the model's attention layers.
+            step: what `begin_step`, or `begin_local_step` for a sliding-window layer, returned.
+            q: ``[tokens, heads, head_dim]`` queries of the batch.
+            k: ``[tokens, kv_heads, head_dim]``.
+            v: like ``k``.
+            out: like ``q``; receives the attention output, or zeros once the step has failed.
         """
         if step.error is None:
             try:
@@ -209,44 +239,56 @@ class HybridRuntime:
             self.executor.decode(layer, step, q, k, v, out)
 
     def imported(self, pages: Tensor, tokens: Tensor | None = None) -> None:
-        """Pages (``[n]`` int64 host page ids, all layers) that somebody else wrote: a KV connector. ``tokens``: ``[n]``
-        int64 that each of them holds; None: all are whole."""
+        """Update digests and device copies of host pages that a KV connector wrote.
+
+        Args:
+            pages: ``[n]`` int64 host page ids, the same in all layers.
+            tokens: ``[n]`` int64 number of tokens in each page. None: all pages are full.
+        """
         if self.tiers.digests is not None:
             for layer in self.tiers.digests.layers:
                 self.tiers.digests.rebuild(layer, pages, tokens)
         self.tiers.import_pages(pages)
 
-    # --- query path ---
-
     def layer_input(self, layer: int, step: Step, hidden: Tensor, residual: Tensor | None) -> None:
-        """What decoder layer ``layer`` is about to compute with, ``[tokens, hidden]`` of the batch: rows that go on
-        from an earlier step are changed in place to what they had there."""
+        """Replace the decoder layer's input in rows that resume a token which an earlier step left unfinished.
+
+        Args:
+            layer: index of the decoder layer that is about to run.
+            step: the open step, or the step of a CUDA graph.
+            hidden: ``[tokens, hidden]`` hidden states of the batch, changed in place.
+            residual: like ``hidden``. None: the layer takes no residual.
+        """
         if step.error is None and (step.is_captured or self._open is step):
             self.executor.layer_input(layer, step, hidden, residual)
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
-        """Whether `lookahead` should be called for ``layer`` in this step."""
+        """Tell whether the engine should call `lookahead` for ``layer`` in this step."""
         if self.model.window(layer) is not None or step.decode is None or step.error is not None:
             return False
         return (step.is_captured or self._open is step) and self.executor.wants_lookahead(layer, step)
 
     def lookahead(self, layer: int, step: Step, predicted_q: Tensor) -> None:
-        """The predicted query of ``layer`` is known: ``[decode rows, heads, head_dim]``. Returns at once."""
+        """Select pages and start the CPU workers for a layer ahead of its `forward`. Does not wait for the workers.
+
+        Args:
+            layer: index of the layer that will attend.
+            step: the open step, or the step of a CUDA graph.
+            predicted_q: ``[decode rows, heads, head_dim]`` predicted queries of ``layer``.
+        """
         try:
             self.executor.lookahead(layer, step, predicted_q)
         except WorkerError as error:
             self._fail(step, error)
 
-    # --- the end ---
-
     @property
     def stats(self) -> Stats:
-        """All counters, as far as the device has come: it may be a step behind."""
+        """Counters since start. On a GPU the counters may lack the last step, because reading them does not wait."""
         self.executor.count()
         return self._stats
 
     def forget_counts(self) -> None:
-        """What was served until now was no request's. Waits for the device."""
+        """Reset all counters, so that warm-up steps do not appear in them. Waits for the device."""
         if self.tiers.device.type == "cuda":
             torch.cuda.current_stream(self.tiers.device).synchronize()
         self.executor.count()
@@ -254,7 +296,7 @@ class HybridRuntime:
         self.tiers.forget_copies()
 
     def gauges(self) -> dict[str, float]:
-        """What is in use now, by metric name. Brings `stats` up to date."""
+        """Return the gauges of this rank by metric name, and bring `stats` up to date."""
         self.executor.count()
         tiers, executor = self.tiers, self.executor
         return {
@@ -273,31 +315,35 @@ class HybridRuntime:
         }
 
     def _settings(self) -> dict[str, float]:
-        """What is served, of the keys and flags that the status page advises about; the method's own are its gauges."""
+        """Return the effective settings that the status page gives advice on, by metric name."""
+        bus = self._bus_bytes_per_second
         return {
             "hybrid_page_tokens": self.config.page_size,
             "hybrid_host_pool_bytes": self.tiers.host.nbytes,
             "hybrid_max_requests": self.tiers.frames.requests,
             "hybrid_worker_threads": self.workers.threads,
             "hybrid_worker_cpus": len(set(self.workers.cpus)),
-            **({} if self._bus is None else {"hybrid_bus_bytes_per_second": self._bus}),
+            **({} if bus is None else {"hybrid_bus_bytes_per_second": bus}),
         }
 
     def close(self) -> None:
-        """Stop all threads."""
+        """Stop all threads of the runtime."""
         self._abandon_open()
         self.executor.close()
         self._sliding.close()
         self.workers.close()
 
-    def _finish_for(self, request_ids: Iterable[str]) -> None:
-        """Wait for a device that may be in a step that has these requests as decoding rows: from a release on, the CPU
-        workers leave a request out, whatever step asks."""
+    def _wait_for_decodes(self, request_ids: Iterable[str]) -> None:
+        """Wait for the GPU if one of the requests has frames, that is, if a running step may hold its decode row.
+
+        CPU workers skip a request as soon as it is released, even when a step that was launched before needs it.
+        """
         frames, device = self.tiers.frames, self.tiers.device
         if device.type == "cuda" and any(frames.index(request_id) is not None for request_id in request_ids):
             torch.cuda.current_stream(device).synchronize()
 
     def _abandon_open(self) -> None:
+        """Drop the pending work of the open step, if there is an open step."""
         step, self._open = self._open, None
         if step is not None:
             self.tiers.write_back.join()
@@ -305,15 +351,17 @@ class HybridRuntime:
             self.method.abandon(step)
 
     def _fail(self, step: Step, error: WorkerError) -> None:
-        """Nothing more is computed for the step, and nobody is waited for."""
+        """Record a worker's error in the open step, whose later layers then compute nothing."""
+        # The engine calls `failure` for open steps only, so an error in any other step is raised.
         if step.is_captured or step is not self._open:
-            raise error  # it stands for many steps, or for local layers, of which nobody asks `failure`
+            raise error
         step.error = error
         self.abandon(step)
 
 
-def _on_gpus(rank: Rank, device: torch.device) -> Rank:
-    """``rank`` with what is known of the ranks' GPUs; a process may see its own alone."""
+def _with_gpus(rank: Rank, device: torch.device) -> Rank:
+    """Add the NUMA node of the rank's GPU to ``rank``."""
+    # A rank that sees only its own GPU cannot tell which ranks share the NUMA node.
     if torch.cuda.device_count() < rank.count:
         return replace(rank, on_gpu=True, node=node_of_gpu(device))
     return rank.with_gpus([node_of_gpu(torch.device("cuda", index)) for index in range(rank.count)])

@@ -107,7 +107,7 @@ class PoolCpuAttention:
         partial = ticket.wait(self._deadline)
         counters = self._buffers.layers[layer].counters
         counters[_WAITED] += round((time.perf_counter() - began) * 1e9)
-        counters[_AHEAD] += round((began - ticket.asked) * 1e9)
+        counters[_AHEAD] += round((began - ticket.submit_time) * 1e9)
         return partial.out, partial.lse
 
     def failure(self, number: int) -> WorkerError | None:

@@ -1,4 +1,4 @@
-"""Who computes on the CPU: a registry of partial-attention kernels and the pools that run them."""
+"""CPU workers: the kernels that compute attention partials on the CPU, and the pools of threads that run them."""
 
 from hybrid_backend.workers.base import Owners, Ticket, WorkerPool
 from hybrid_backend.workers.cpus import ALONE, Rank

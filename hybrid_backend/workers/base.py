@@ -1,4 +1,4 @@
-"""What every pool of CPU workers offers: jobs are submitted, answers are waited for by ticket."""
+"""Interface of a pool of CPU workers: `WorkerPool.submit` starts jobs and returns a `Ticket` to wait for."""
 
 from __future__ import annotations
 
@@ -11,48 +11,64 @@ from hybrid_backend.attention.partial import PageList, Partial
 
 
 class Owners(NamedTuple):
-    """Whose jobs they are: row r is dropped once ``current[requests[r]] != generations[r]``. All int64."""
+    """The requests that the rows of a job belong to, so that rows of released requests are skipped.
 
-    requests: Tensor  # [rows]
-    generations: Tensor  # [rows]
-    current: Tensor  # [requests]
+    Row r is skipped once ``current[requests[r]] != generations[r]``, because a release increments the generation.
+    """
+
+    requests: Tensor  # [rows] int64 index of each row's request
+    generations: Tensor  # [rows] int64 generation of each row's request when the job was submitted
+    current: Tensor  # [requests] int64 generation of each request, incremented when the request is released
 
 
 class Ticket(Protocol):
-    """A submitted set of jobs. ``asked``: when (`time.perf_counter`)."""
+    """A handle on submitted jobs."""
 
-    asked: float
+    submit_time: float  # when the jobs were submitted, in seconds of `time.perf_counter`
 
     def wait(self, deadline: float) -> Partial:
-        """The partial ``[rows, heads, head_dim]``.
+        """Wait for the jobs and return the partial of all rows, ``[rows, heads, head_dim]``.
+
+        Args:
+            deadline: longest wait in seconds.
 
         Raises:
-            DeadlineError: the workers did not answer within ``deadline`` seconds; names the job, which is abandoned.
-            WorkerError: a worker failed; says why. Or the jobs were abandoned before.
+            DeadlineError: the workers did not finish before the deadline; the message names the jobs. The jobs are
+                abandoned.
+            WorkerError: a worker failed, or the jobs were abandoned before.
         """
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once. Asking drops nothing and never blocks."""
+        """Tell whether `wait` would return or raise without waiting."""
 
     def abandon(self) -> None:
-        """Forget the jobs: those not begun are dropped, a running one ends into memory that nobody reads."""
+        """Give up the jobs: pending jobs are dropped, and the result of a running job is discarded."""
 
 
 class WorkerPool(ABC):
-    """Threads, pinned away from the engine's compute cores, that run one partial-attention kernel.
+    """A pool of threads, pinned to CPUs that the engine does not compute on, which runs a partial-attention kernel.
 
-    A job owns its output, so a job of a request that is gone can never write into another request's result.
+    Each job has its own output buffer, so a job of a released request never writes into another request's result.
     """
 
-    cpus: list[int]
-    threads: int
+    cpus: list[int]  # CPUs that the threads are pinned to
+    threads: int  # number of threads
 
     @abstractmethod
     def submit(
         self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
     ) -> Ticket:
-        """Start the jobs of one layer and return at once. ``q`` ``[rows, heads, head_dim]`` must not change."""
+        """Start the jobs of one layer and return without waiting.
+
+        Args:
+            q: ``[rows, heads, head_dim]`` queries; must not change until the jobs are done.
+            layer: ``[pages, kv_heads, 2, page_size, head_dim]`` K and V of the layer on the host.
+            pages: the pages that each row attends.
+            scale: factor of the attention logits.
+            what: name of the jobs in error messages.
+            owners: requests of the rows. None: no row is ever skipped.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads of the pool."""

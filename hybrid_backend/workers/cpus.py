@@ -1,4 +1,4 @@
-"""Which CPUs the workers take: one per physical core that neither this rank nor another computes on."""
+"""Choice of the CPUs for the workers: one CPU per physical core that no rank of the engine computes on."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from pathlib import Path
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import System, numbers
 
-_SPIN_SECONDS = 1e-3  # a layer of a GPU's step takes less, and so does what lies between two steps as a rule
-_ENOUGH = 4  # of so many cores one is left to the engine
+_SPIN_SECONDS = 1e-3
+"""Polling time of an idle worker before it sleeps. A layer on a GPU and most gaps between two steps take less."""
+_ENOUGH_CPUS = 4
+"""Number of CPUs from which one CPU is left free for the threads of a GPU engine."""
 
-THREAD_NAME = "hybrid-worker"  # kernels/cpu/src/pool.cpp, `pin_to`, gives its threads the same
+THREAD_NAME = "hybrid-worker"
+"""Name of worker threads in /proc. The C++ threads get the same name (``pin_to`` in kernels/cpu/src/pool.cpp)."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among the engine's ranks on this machine. ``on_gpu``: the engine computes on GPUs, of which this
-    rank's hangs on NUMA node ``node`` (None: the machine does not say)."""
+    """This process among the engine's ranks on this machine."""
 
-    index: int = 0
-    count: int = 1
-    on_gpu: bool = False
-    node: int | None = None
+    index: int = 0  # index of the rank, from 0
+    count: int = 1  # number of ranks
+    on_gpu: bool = False  # the engine computes on GPUs
+    node: int | None = None  # NUMA node of the rank's GPU; None: unknown, or no GPU
 
     def with_gpus(self, nodes: Sequence[int | None]) -> Rank:
-        """Among the ranks whose GPU hangs on the same NUMA node. ``nodes``: of every rank's GPU."""
-        mine = nodes[self.index]
-        return Rank(nodes[: self.index].count(mine), nodes.count(mine), on_gpu=True, node=mine)
+        """Return this rank among the ranks whose GPUs share its NUMA node. ``nodes``: the node of each rank's GPU."""
+        node = nodes[self.index]
+        return Rank(nodes[: self.index].count(node), nodes.count(node), on_gpu=True, node=node)
 
 
 ALONE = Rank()
@@ -38,135 +40,148 @@ ALONE = Rank()
 
 @dataclass(frozen=True)
 class Topology:
-    """``cores``: the CPUs of each physical core. ``nodes``: the CPUs of each NUMA node; none where the kernel knows
-    no nodes."""
+    """CPUs of the machine by physical core and by NUMA node."""
 
-    cores: tuple[frozenset[int], ...]
-    nodes: dict[int, frozenset[int]]
+    cores: tuple[frozenset[int], ...]  # CPUs (hardware threads) of each physical core
+    nodes: dict[int, frozenset[int]]  # CPUs of each NUMA node by its number; empty if the kernel reports no nodes
 
     @classmethod
     def read(cls, system: Path = Path("/sys/devices/system")) -> Topology:
+        """Read the topology of this machine."""
         cores = {_cpu_list(path) for path in system.glob("cpu/cpu[0-9]*/topology/thread_siblings_list")}
         nodes = {int(path.parent.name[4:]): _cpu_list(path) for path in system.glob("node/node[0-9]*/cpulist")}
         return cls(tuple(sorted(cores, key=min)), nodes)
 
     def one_per_core(self, cpus: Iterable[int]) -> list[int]:
-        """The lowest of ``cpus`` on every core that has one; a CPU of which nothing is known is a core."""
-        wanted = set(cpus)
-        known: set[int] = set().union(*self.cores)
-        shares = [core & wanted for core in self.cores]
-        return sorted([min(share) for share in shares if share] + list(wanted - known))
+        """Return the lowest of ``cpus`` on each core. A CPU that belongs to no known core counts as a core."""
+        candidates = set(cpus)
+        shares = [core & candidates for core in self.cores]
+        return sorted([min(share) for share in shares if share] + list(candidates.difference(*self.cores)))
 
     def siblings(self, cpus: Iterable[int]) -> frozenset[int]:
-        """``cpus``, and all that share a core with one of them."""
-        wanted = frozenset(cpus)
-        return wanted.union(*(core for core in self.cores if core & wanted))
+        """Return ``cpus`` and all CPUs that share a physical core with one of them."""
+        cpu_set = frozenset(cpus)
+        return cpu_set.union(*(core for core in self.cores if core & cpu_set))
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Where the engine's threads may run. ``allowed``: the engine as a whole; ``mine``: CPUs that this process's own
-    threads are pinned to, none if they are not; ``before``, ``after``: the same of the engine's other processes that
-    pin theirs, in an order that all of them see alike, around this one's place in it."""
+    """CPUs that the engine's threads are bound to, by their affinity masks.
 
-    allowed: frozenset[int]
-    mine: frozenset[int] = frozenset()
-    before: tuple[frozenset[int], ...] = ()
-    after: tuple[frozenset[int], ...] = ()
+    All ranks order the engine's processes by process id, so that the ranks divide CPUs alike.
+    """
+
+    allowed: frozenset[int]  # CPUs that the engine may use
+    pinned: frozenset[int] = frozenset()  # CPUs that threads of this process are pinned to; empty: no thread is pinned
+    before: tuple[frozenset[int], ...] = ()  # `pinned`, if not empty, of the engine's processes with smaller ids
+    after: tuple[frozenset[int], ...] = ()  # `pinned`, if not empty, of the engine's processes with larger ids
 
     @classmethod
-    def now(cls, proc: Path = Path("/proc")) -> Bound:
-        """As the kernel has it: of this process and of all others in its process group, which are the engine's."""
-        me, parent, allowed = os.getpid(), os.getppid(), frozenset(os.sched_getaffinity(0))
-        if _is_engine(proc, parent):  # which may have pinned this very thread
+    def read(cls, proc: Path = Path("/proc")) -> Bound:
+        """Read the affinity masks of this process and of its process group, which holds the engine's processes."""
+        own_pid, parent, allowed = os.getpid(), os.getppid(), frozenset(os.sched_getaffinity(0))
+        # The engine's parent process may have pinned the calling thread, so the parent's CPUs are allowed as well.
+        if _is_engine(proc, parent):
             allowed |= _affinity(parent)
-        found: dict[int, frozenset[int]] = {}
+        pinned: dict[int, frozenset[int]] = {}
         for pid in sorted(int(path.name) for path in proc.glob("[0-9]*")):
             try:
-                if os.getpgid(pid) == os.getpgid(me):
-                    found[pid] = _pinned(proc / str(pid) / "task", allowed)
+                if os.getpgid(pid) == os.getpgid(own_pid):
+                    pinned[pid] = _pinned(proc / str(pid) / "task", allowed)
             except OSError:
-                continue  # it ended meanwhile
-        others = [(pid, cpus) for pid, cpus in found.items() if cpus and pid != me]
+                continue  # The process has ended.
+        own = pinned.pop(own_pid, frozenset())
         return cls(
-            allowed, found.get(me, frozenset()),
-            tuple(cpus for pid, cpus in others if pid < me), tuple(cpus for pid, cpus in others if pid > me),
-        )  # fmt: skip
+            allowed,
+            own,
+            tuple(cpus for pid, cpus in pinned.items() if cpus and pid < own_pid),
+            tuple(cpus for pid, cpus in pinned.items() if cpus and pid > own_pid),
+        )
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where native workers run. ``server``: the CPU of the thread that watches a GPU's mailboxes and computes with the
-    others; None: there is no GPU. ``spin_seconds``: how long threads without work look for some before they sleep."""
+    """CPUs that the threads of a `NativePool` are pinned to."""
 
-    workers: tuple[int, ...]
-    server: int | None = None
-    spin_seconds: float = 0.0
+    workers: tuple[int, ...]  # CPUs of the worker threads
+    server: int | None = None  # CPU of the thread that polls a GPU's mailboxes and also computes; None: no GPU
+    spin_seconds: float = 0.0  # how long an idle thread polls for work before it sleeps
 
     @classmethod
     def of(cls, cpus: Sequence[int], bound: Bound, topology: Topology, rank: Rank, chosen: bool = False) -> Places:
-        """Out of ``cpus``. With a GPU the last one is the server's, and unless the user has ``chosen`` them the first
-        of four or more stays free: for the engine's own threads, which launch the step, and for interrupts.
+        """Assign ``cpus`` to the threads of a pool.
 
-        Threads spin where the engine has a core that is not theirs: else they would take its time.
+        With a GPU, the last CPU is the server's. The first of four or more CPUs stays free for interrupts and for the
+        engine's threads, which launch the step; not if the user has ``chosen`` the CPUs. Threads spin only if the
+        engine has a core that no worker uses, because spinning threads would otherwise slow the engine down.
         """
         if not rank.on_gpu:
             return cls(tuple(cpus))
-        mine = cpus[1:] if len(cpus) >= _ENOUGH and not chosen else cpus
-        left = topology.one_per_core(bound.allowed - topology.siblings(mine))
-        return cls(tuple(mine[:-1] or mine), mine[-1], _SPIN_SECONDS if left else 0.0)
+        used = cpus[1:] if len(cpus) >= _ENOUGH_CPUS and not chosen else cpus
+        free_cores = topology.one_per_core(bound.allowed - topology.siblings(used))
+        return cls(tuple(used[:-1] or used), used[-1], _SPIN_SECONDS if free_cores else 0.0)
 
 
 def spare_cpus(bound: Bound, topology: Topology, numa: int | str = "auto", rank: Rank = ALONE) -> list[int]:
-    """CPUs for the workers of this rank, ascending, never none.
+    """Return the CPUs for the workers of one rank: one CPU of each physical core without pinned threads of the engine.
 
-    One of every physical core that no thread of the engine is pinned to, on the right NUMA node: ``numa``, else
-    that of the rank's GPU, else those of the rank's own pinned threads, else all. Ranks on the same cores share them
-    out. Where no core is spare: the idle siblings of this rank's own cores, else these cores themselves, and where
-    nothing is pinned what the node has.
+    Ranks that choose from the same cores share the cores equally. If the engine's threads are pinned to all cores,
+    the workers get the idle siblings of this rank's pinned CPUs, or else the pinned CPUs themselves.
 
     Args:
-        numa: ``workers.numa``.
+        bound: CPUs that the engine's threads are bound to.
+        topology: cores and NUMA nodes of the machine.
+        numa: ``workers.numa``: number of a NUMA node, or "auto" for the node of the rank's GPU or pinned threads.
+        rank: this process among the engine's ranks.
+
+    Returns:
+        CPU numbers, ascending, at least one.
 
     Raises:
-        ConfigError: no such node, or none of its CPUs may be used.
+        ConfigError: the machine has no node ``numa``, or the process may use none of the node's CPUs.
     """
-    here = bound.allowed
-    if isinstance(numa, int):
-        if numa not in topology.nodes:
-            raise ConfigError(f"workers.numa: this machine has no NUMA node {numa}; write auto or another node")
-        here = here & topology.nodes[numa]
-        if not here:
-            raise ConfigError(f"workers.numa: this process may use no CPU of node {numa}; write auto or another node")
-    elif rank.on_gpu:
-        here = here & topology.nodes.get(-1 if rank.node is None else rank.node, frozenset()) or here
-    elif bound.mine:
-        mine = [node for node in topology.nodes.values() if node & bound.mine]
-        here = here & frozenset().union(*mine) or here
-    # Threads that a GPU engine binds to a whole node compute nothing.
-    pinned = [] if rank.on_gpu else [*bound.before, bound.mine, *bound.after]
-    taken = topology.siblings(frozenset().union(*pinned))
-    if pinned and bound.mine:
-        neighbours = [[cpus for cpus in side if cpus & here] for side in (bound.before, bound.after)]
-        rank = Rank(len(neighbours[0]), len(neighbours[0]) + 1 + len(neighbours[1]))
-    spare = _share(topology.one_per_core(here - taken), rank)
+    candidates = _candidates(bound, topology, numa, rank)
+    # A GPU engine binds threads to a whole node, but computes nothing on the CPUs of that node.
+    pinned = [] if rank.on_gpu else [*bound.before, bound.pinned, *bound.after]
+    if pinned and bound.pinned:
+        before, after = (sum(bool(cpus & candidates) for cpus in side) for side in (bound.before, bound.after))
+        rank = Rank(before, before + 1 + after)
+    engine_cpus = frozenset().union(*pinned)
+    spare = _share(topology.one_per_core(candidates - topology.siblings(engine_cpus)), rank)
     if spare:
         return spare
-    if pinned and bound.mine:
-        idle = topology.siblings(bound.mine) & here - frozenset().union(*pinned)
-        return topology.one_per_core(idle) or topology.one_per_core(bound.mine & here or here)
-    cores = topology.one_per_core(here)
+    if pinned and bound.pinned:
+        idle = topology.siblings(bound.pinned) & candidates - engine_cpus
+        return topology.one_per_core(idle) or topology.one_per_core(bound.pinned & candidates or candidates)
+    cores = topology.one_per_core(candidates)
     return _share(cores, rank) or [cores[rank.index % len(cores)]]
 
 
+def _candidates(bound: Bound, topology: Topology, numa: int | str, rank: Rank) -> frozenset[int]:
+    """Return the CPUs that the process may use on the NUMA node that `spare_cpus` chooses from."""
+    if isinstance(numa, int):
+        if numa not in topology.nodes:
+            raise ConfigError(f"workers.numa: this machine has no NUMA node {numa}; write auto or another node")
+        if cpus := bound.allowed & topology.nodes[numa]:
+            return cpus
+        raise ConfigError(f"workers.numa: this process may use no CPU of node {numa}; write auto or another node")
+    if rank.on_gpu:
+        return bound.allowed & topology.nodes.get(-1 if rank.node is None else rank.node, frozenset()) or bound.allowed
+    if bound.pinned:
+        nodes = [node for node in topology.nodes.values() if node & bound.pinned]
+        return bound.allowed & frozenset().union(*nodes) or bound.allowed
+    return bound.allowed
+
+
 def cpu_quota(system: System | None = None) -> float | None:
-    """CPUs that this process's control group, and those above it, may use at a time; None without a quota."""
+    """Return how many CPUs this process may use on average under its control group's quota; None without a quota."""
     system = system or System()
-    found = [_quota(folder) for controller in ("", "cpu") for folder in system.groups(controller)]
-    return min((quota for quota in found if quota is not None), default=None)
+    quotas = [_quota(folder) for controller in ("", "cpu") for folder in system.groups(controller)]
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota(group: Path) -> float | None:
+    """Return the CPU quota of one control group (version 2 or 1); None without a quota."""
     try:
         quota, period = (group / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -179,20 +194,20 @@ def _quota(group: Path) -> float | None:
 
 
 def within_quota(cpus: list[int], quota: float | None, ranks: int) -> list[int]:
-    """As many as all ``ranks`` may use at once: more threads would only be stopped, the engine's with them."""
+    """Return as many of ``cpus`` as each rank may use at once, because the kernel throttles a group above its quota."""
     return cpus if quota is None else cpus[: max(1, int(quota / ranks))]
 
 
 def name_thread() -> None:
-    """The calling thread is a worker: `Bound.now`, of other ranks too, does not take it for the engine's own."""
+    """Mark the calling thread as a worker, so that `Bound.read` of no rank counts it among the engine's threads."""
     Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD_NAME)
 
 
 def check_cpus(cpus: Sequence[int], allowed: frozenset[int]) -> list[int]:
-    """``workers.cpus`` as given.
+    """Return ``workers.cpus`` as a list.
 
     Raises:
-        ConfigError: this process may not use one of them.
+        ConfigError: the process may not use one of the CPUs.
     """
     wrong = sorted(set(cpus) - allowed)
     if wrong:
@@ -203,12 +218,15 @@ def check_cpus(cpus: Sequence[int], allowed: frozenset[int]) -> list[int]:
 
 
 def _share(cpus: list[int], rank: Rank) -> list[int]:
-    """A run of neighbours: they share caches."""
+    """Return the rank's share of ``cpus``: consecutive CPUs, because neighbouring cores share caches."""
     return cpus[len(cpus) * rank.index // rank.count : len(cpus) * (rank.index + 1) // rank.count]
 
 
 def _is_engine(proc: Path, pid: int) -> bool:
-    """Whether this process is one of another's of the engine, not a shell's or of a tool that has bound it to CPUs."""
+    """Tell whether a process belongs to the engine: it runs the same program as this process, in its process group.
+
+    A shell or a tool such as taskset, which may bind this process to CPUs, does not.
+    """
     try:
         same_program = os.readlink(proc / str(pid) / "exe") == os.readlink(proc / "self/exe")
         return same_program and os.getpgid(pid) == os.getpgid(0)
@@ -217,6 +235,7 @@ def _is_engine(proc: Path, pid: int) -> bool:
 
 
 def _affinity(thread: int) -> frozenset[int]:
+    """Return the CPUs that a thread may run on; empty if the thread has ended or belongs to another user."""
     try:
         return frozenset(os.sched_getaffinity(thread))
     except (PermissionError, ProcessLookupError):
@@ -224,9 +243,11 @@ def _affinity(thread: int) -> frozenset[int]:
 
 
 def _pinned(tasks: Path, allowed: frozenset[int]) -> frozenset[int]:
-    """CPUs that a process's threads are pinned to, but for our workers. Every thread counts: an OpenMP runtime may pin
-    each to a CPU of its own, and the main thread to the first."""
-    found: frozenset[int] = frozenset()
+    """Return the CPUs that the threads of one process are pinned to, worker threads excepted.
+
+    Every thread counts, because an OpenMP runtime may pin each thread to a CPU, the main thread to the first.
+    """
+    pinned: frozenset[int] = frozenset()
     for task in tasks.glob("[0-9]*"):
         try:
             name = (task / "comm").read_text().strip()
@@ -234,21 +255,21 @@ def _pinned(tasks: Path, allowed: frozenset[int]) -> frozenset[int]:
             continue
         cpus = _affinity(int(task.name)) & allowed
         if name != THREAD_NAME and cpus < allowed:
-            found |= cpus
-    return found
+            pinned |= cpus
+    return pinned
 
 
 def _cpu_list(path: Path) -> frozenset[int]:
-    """A node without CPUs has an empty line."""
+    """Read a list of CPUs from a file under /sys; the list of a NUMA node without CPUs is empty."""
     return frozenset(numbers(path.read_text()))
 
 
 def _spans(cpus: Iterable[int]) -> str:
-    """As `host_memory.numbers` reads it."""
-    found: list[list[int]] = []
+    """Format CPU numbers as the kernel does, for example 0-2,7."""
+    spans: list[list[int]] = []
     for cpu in sorted(cpus):
-        if found and found[-1][1] == cpu - 1:
-            found[-1][1] = cpu
+        if spans and spans[-1][1] == cpu - 1:
+            spans[-1][1] = cpu
         else:
-            found.append([cpu, cpu])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in found)
+            spans.append([cpu, cpu])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans)

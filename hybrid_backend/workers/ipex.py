@@ -1,19 +1,18 @@
-"""The IPEX worker: intel-extension-for-pytorch's attention, in a process and a Python environment of its own.
+"""The IPEX worker: attention by intel-extension-for-pytorch (IPEX) in a separate process and Python environment.
 
-The last IPEX, 2.8, is archived and loads into torch 2.8 only, so it cannot live in the engine's process. The process
-runs `ipex_process.py` with the Python that ``HYBRID_IPEX_PYTHON`` names. Both sides map two staging areas: while the
-process attends over one, a thread here fills the other.
+IPEX 2.8 is the last release and requires torch 2.8, so the engine's process cannot load it. The process runs
+`ipex_process.py` with the interpreter in ``HYBRID_IPEX_PYTHON``. Both processes map two staging areas: while the IPEX
+process attends over one area, a thread of the engine's process fills the other.
 
-What that costs, and its limits:
+Costs and limits:
 
-* The engine's KV memory is not shared, so every selected page is copied once more: its bytes are read, written, and
-  read again by the process. A native worker reads them once.
-* The areas grow to the largest job, rounded up to a power of two, and stay; memory is taken where it was written.
-* IPEX's paged operator returns no LSE, so its flash attention over the staged tokens is used, which does.
-* IPEX writes its output in the model's dtype: in bf16 a partial is rounded to 8 bits before the merge.
-* Jobs run one after the other, each on all threads, lists of different lengths one after the other too; an operator
-  call is parallel over (sequence, KV head) only.
-* Only the workers use IPEX. The device tier of a machine without a device stays with the kernel that ``auto`` means.
+* The engine's KV memory is not shared with the process, so the worker copies every selected page into an area.
+* An area grows to the largest job, rounded up to a power of two, and never shrinks.
+* IPEX's paged operator returns no LSE, so IPEX's flash attention runs over the staged tokens.
+* IPEX returns outputs in the model's dtype, so in bf16 a partial is rounded to 8 bits before the merge.
+* Jobs run one after the other, and so do page lists of different lengths in a job. IPEX runs (sequence, KV head) pairs
+  in parallel.
+* The device tier of a machine without a GPU does not use IPEX, but the kernel that ``auto`` selects.
 """
 
 from __future__ import annotations
@@ -41,56 +40,57 @@ from hybrid_backend.workers.ipex_job import Area, Job, check_shapes
 from hybrid_backend.workers.registry import HOW_TO_GET_IPEX, ipex_python
 
 PROGRAM = Path(__file__).with_name("ipex_process.py")
-START_SECONDS = 300.0  # it takes seconds, on a machine without an idle core a minute and more
+START_SECONDS = 300.0
+"""Limit for the start of the IPEX process, which takes seconds, or over a minute without an idle core."""
 _AREAS = 2
 _MESSAGE_BYTES = 65536
-# The engine's own settings for its OpenMP threads and its Python do not fit the other environment.
+# The engine's variables for OpenMP and Python do not fit the environment that has IPEX.
 _NOT_INHERITED = ("PYTHON", "OMP_", "KMP_", "GOMP_", "LD_PRELOAD", "VIRTUAL_ENV")
 
 
 class IpexPool(WorkerPool):
-    """One process of IPEX. Any number of threads may submit; jobs are answered in order."""
+    """A pool whose only worker is an IPEX process. Jobs run in the order of submission, from any number of threads."""
 
     def __init__(self, threads: int, cpus: list[int], command: Sequence[str] | None = None) -> None:
-        """Starts the process and waits for it; that takes seconds.
+        """Start the process and wait until it is ready, which takes seconds.
 
         Args:
             threads: OpenMP threads of the process.
-            cpus: where they may run; the thread that stages pages runs there too.
-            command: what to start instead of `PROGRAM` in the environment that ``HYBRID_IPEX_PYTHON`` names.
+            cpus: CPUs that the process, and the thread that copies pages, may run on.
+            command: program to start. None: `PROGRAM` with the interpreter in ``HYBRID_IPEX_PYTHON``.
 
         Raises:
-            ConfigError: there is no such environment, or IPEX does not load in it.
+            ConfigError: the interpreter is missing, or IPEX does not load in it.
         """
         self.cpus = cpus
         self.threads = threads
         command = command or [ipex_python(), "-I", str(PROGRAM)]
         self._areas = [Area() for _ in range(_AREAS)]
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the pool)
-        passed = [theirs.fileno(), *(area.descriptor for area in self._areas)]
+        self._link, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (open until `close`)
+        descriptors = [child_end.fileno(), *(area.descriptor for area in self._areas)]
         settings = [str(os.getpid()), str(threads), ",".join(map(str, cpus))]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         environment |= {
             "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "passive",  # the cores may be shared with the engine: nobody spins
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else importing IPEX starts a pool of compile processes
+            "OMP_WAIT_POLICY": "passive",  # No thread spins, because the engine may use the same cores.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # Otherwise the import of IPEX starts a pool of compiler processes.
         }
         self._process = subprocess.Popen(
-            [*command, str(passed[0]), *settings, *map(str, passed[1:])],
-            pass_fds=passed,
+            [*command, str(descriptors[0]), *settings, *map(str, descriptors[1:])],
+            pass_fds=descriptors,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=self._complaints,
-            stderr=self._complaints,
+            stdout=self._output,
+            stderr=self._output,
         )
-        theirs.close()
+        child_end.close()
         self._numbers = itertools.count()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[Area] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._running: dict[int, tuple[Job, Area]] = {}  # sent and not answered; guarded by the lock
-        self._dead: str | None = None  # why nothing is answered any more; guarded by the lock
+        self._running: dict[int, tuple[Job, Area]] = {}  # Sent, unanswered jobs by number; guarded by the lock.
+        self._dead: str | None = None  # Why the process no longer answers; guarded by the lock.
         self._closed = False
         self._await_ready(command)
         for area in self._areas:
@@ -109,10 +109,10 @@ class IpexPool(WorkerPool):
     def submit(
         self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
     ) -> Ticket:
-        """As `WorkerPool.submit`; ``layer`` ``[pages, kv_heads, 2, page_size, head_dim]`` contiguous.
+        """Start a job (`WorkerPool.submit`).
 
         Raises:
-            ValueError: a shape that IPEX's operator lacks.
+            ValueError: the shapes do not fit, or ``layer`` is not contiguous.
             WorkerError: the pool is closed.
         """
         check_shapes(q, layer, pages)
@@ -124,66 +124,65 @@ class IpexPool(WorkerPool):
         return job
 
     def close(self) -> None:
-        """End the process and free the shared memory. Jobs that nobody waited for are dropped."""
+        """End the process and free the shared memory. Unfinished jobs fail."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._dead = self._dead or "the worker was closed"
             self._jobs.put(None)
-        self._link.shutdown(socket.SHUT_RDWR)  # ends the process and both threads
+        self._link.shutdown(socket.SHUT_RDWR)  # The process and both threads end when the socket is shut down.
         self._end_process()
         for thread in self._threads:
             thread.join()
         self._release()
 
-    # --- the process ---
-
     def _await_ready(self, command: Sequence[str]) -> None:
+        """Wait for the first packet of the process; raise ConfigError if no packet comes."""
         self._link.settimeout(START_SECONDS)
-        late = False
+        is_late = False
         try:
             hello = self._link.recv(_MESSAGE_BYTES)
         except TimeoutError:
-            hello, late = b"", True
+            hello, is_late = b"", True
         except ConnectionError:
             hello = b""
         self._link.settimeout(None)
         if hello:
             return
         self._end_process(timeout=1.0)
-        complaint = f"no answer within {START_SECONDS:.0f} s" if late else self._last_complaint()
+        reason = f"no answer within {START_SECONDS:.0f} s" if is_late else self._last_line()
         self._release()
         raise ConfigError(
-            f"workers.kernel: IPEX does not start with HYBRID_IPEX_PYTHON={command[0]}: {complaint}; {HOW_TO_GET_IPEX}"
+            f"workers.kernel: IPEX does not start with HYBRID_IPEX_PYTHON={command[0]}: {reason}; {HOW_TO_GET_IPEX}"
         )
 
     def _end_process(self, timeout: float = 5.0) -> int:
-        """The exit status. The process ends by itself once the socket is shut; a stopped one is killed."""
+        """Wait until the process has ended, kill the process after ``timeout`` seconds, and return the exit status."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
 
-    def _last_complaint(self) -> str:
-        self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").split("\n")
+    def _last_line(self) -> str:
+        """Return the last line that the process printed."""
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
     def _release(self) -> None:
+        """Close the socket, the output file and the shared memory."""
         self._link.close()
-        self._complaints.close()
+        self._output.close()
         for area in self._areas:
             area.close()
 
-    # --- jobs ---
-
     def _stage_jobs(self) -> None:
-        """A thread: copies pages into a free area and sends the job."""
+        """Copy the pages of each job into a free area and send the job (body of a thread)."""
         name_thread()
         os.sched_setaffinity(0, self.cpus)
-        # One thread copies: a second OpenMP team would compete with the engine's. As in `TorchPool`.
+        # A second team of OpenMP threads would compete with the engine's. For the C function see `TorchPool._pin`.
         torch._C.set_num_threads(1)
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
@@ -191,6 +190,7 @@ class IpexPool(WorkerPool):
                     self._stage(job)
 
     def _stage(self, job: Job) -> None:
+        """Copy a job into a free area and send the job, or finish the job if it has no pages to attend."""
         area = self._free.get()
         try:
             staged = None if job.abandoned else job.stage()
@@ -211,12 +211,12 @@ class IpexPool(WorkerPool):
             job.fail(dead)
             self._free.put(area)
             return
-        # If the process is gone, the other thread learns it from the same socket and fails what runs.
+        # If the process has ended, `_take_answers` reads the end of the socket and fails all running jobs.
         with contextlib.suppress(OSError):
             self._link.send(packet)
 
     def _take_answers(self) -> None:
-        """A thread: hands results to the waiters."""
+        """Finish jobs with the answers of the process; fail running jobs when the process ends (body of a thread)."""
         with torch.inference_mode():
             while packet := self._receive():
                 answer = json.loads(packet)
@@ -236,12 +236,14 @@ class IpexPool(WorkerPool):
             self._free.put(area)
 
     def _receive(self) -> bytes:
+        """Return the next packet of the process; empty once the socket is closed."""
         try:
             return self._link.recv(_MESSAGE_BYTES)
         except OSError:
             return b""
 
     def _cause_of_death(self) -> str:
+        """Return the message that says how the process ended."""
         status = self._end_process()
-        how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        return f"the IPEX process {how}: {self._last_complaint()}"
+        ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"the IPEX process {ending}: {self._last_line()}"

@@ -1,4 +1,4 @@
-"""Jobs of the IPEX worker (`ipex.IpexPool`), and the memory in which they cross to its process."""
+"""Jobs of the IPEX worker (`ipex.IpexPool`), and the shared memory that carries a job to the IPEX process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from hybrid_backend.errors import DeadlineError, WorkerError
 from hybrid_backend.workers.base import Owners
 
 _ALIGNMENT = 64
+"""Alignment in bytes of each tensor in shared memory."""
 
 
 def check_shapes(q: Tensor, layer: Tensor, pages: PageList) -> None:
+    """Raise ValueError if the shapes of a job do not fit each other, or are not supported by the IPEX worker."""
     if layer.dim() != 5 or not layer.is_contiguous():
         raise ValueError(f"K and V must be contiguous [pages, kv_heads, 2, page_size, head_dim], not {layer.shape}")
     if q.shape[2] != layer.shape[4] or q.shape[1] % layer.shape[1]:
@@ -30,7 +32,7 @@ def check_shapes(q: Tensor, layer: Tensor, pages: PageList) -> None:
 
 
 class _Field(NamedTuple):
-    """Where a tensor lies in an area."""
+    """Position of a tensor in an `Area`; ``offset`` is in bytes."""
 
     offset: int
     dtype: str
@@ -38,17 +40,23 @@ class _Field(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """One job as the process sees it. Its sequences are rows, or (row, KV head) pairs where each head has its own list;
-    those without a page are left out."""
+    """A job in the form that the IPEX process takes.
+
+    A sequence is a row; if each KV head of a row has its own page list, a sequence is a (row, KV head) pair. Sequences
+    without pages are left out. A block is K or V of one page and KV head.
+    """
 
     q: Tensor  # [sequences, heads, head_dim]
-    blocks: Tensor  # [n, page_size * head_dim] of the engine: all K and V blocks
-    listed: Tensor  # [m] int64: which blocks, in the order in which they are staged
-    groups: Tensor  # [g, 4] int64, sequences of the same length: count, KV heads, room, tokens
+    blocks: Tensor  # [all blocks, page_size * head_dim] view of the engine's K and V of one layer
+    block_ids: Tensor  # [staged blocks] int64 indices into `blocks`, in the order of staging
+    groups: Tensor  # [groups, 4] int64, one row per length: sequences, KV heads, tokens in the pages, tokens to attend
 
 
 class Area:
-    """Memory that both processes map: an anonymous file, which is gone with the last of them."""
+    """A staging area in shared memory: an anonymous file that this process and the IPEX process map.
+
+    The kernel frees the memory once both processes have unmapped it.
+    """
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("hybrid-ipex")
@@ -56,8 +64,15 @@ class Area:
         self._fields: dict[str, _Field] = {}
 
     def fill(self, staged: Staged, number: int, index: int, scale: float) -> bytes:
-        """Copy a job into the area; returns the packet that tells the process."""
-        q, elements = staged.q, len(staged.listed) * staged.blocks.shape[1]
+        """Copy a job into the area and return the packet that announces the job to the IPEX process.
+
+        Args:
+            staged: the job.
+            number: number of the job, which the answer repeats.
+            index: index of this area among the pool's areas.
+            scale: factor of the attention logits.
+        """
+        q, elements = staged.q, len(staged.block_ids) * staged.blocks.shape[1]
         self._fields, end = {}, 0
         for name, dtype, shape in (
             ("groups", torch.int64, tuple(staged.groups.shape)),
@@ -71,12 +86,12 @@ class Area:
         size = self._reserve(end)
         self.view("groups").copy_(staged.groups)
         self.view("q").copy_(q)
-        torch.index_select(staged.blocks, 0, staged.listed, out=self.view("kv").view(len(staged.listed), -1))
+        torch.index_select(staged.blocks, 0, staged.block_ids, out=self.view("kv").view(len(staged.block_ids), -1))
         job = {"job": number, "area": index, "size": size, "scale": scale}
         return json.dumps({**job, "fields": self._fields}).encode()
 
     def view(self, name: str) -> Tensor:
-        """A field of the job that was filled in last."""
+        """Return a tensor of the job that `fill` copied last: groups, q, kv, out or lse."""
         assert self._map is not None
         field = self._fields[name]
         flat = torch.frombuffer(
@@ -85,12 +100,13 @@ class Area:
         return flat.view(field.shape)
 
     def close(self) -> None:
-        self._map = None  # unmapped with its last view
+        self._map = None  # Python unmaps the memory with the last tensor over it.
         os.close(self.descriptor)
 
     def _reserve(self, size: int) -> int:
+        """Grow the area to at least ``size`` bytes and return its size."""
         if self._map is None or len(self._map) < size:
-            # The next power of two, so that it rarely grows; memory is taken only where something was written.
+            # The next power of two, so that the area rarely grows. Linux allocates a page at its first write.
             size = max(1 << 20, 1 << (size - 1).bit_length())
             os.ftruncate(self.descriptor, size)
             self._map = mmap.mmap(self.descriptor, size)
@@ -98,7 +114,7 @@ class Area:
 
 
 class Job:
-    """A submitted partial, and its ticket."""
+    """A submitted partial of the IPEX worker; also its ticket (`workers.base.Ticket`)."""
 
     def __init__(
         self, number: int, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None
@@ -107,7 +123,7 @@ class Job:
         self.q = q
         self.scale = scale
         self.abandoned = False
-        self.asked = time.perf_counter()
+        self.submit_time = time.perf_counter()
         self._layer = layer
         self._pages = pages
         self._what = what
@@ -115,9 +131,7 @@ class Job:
         self._done = threading.Event()
         self._result: Partial | None = None
         self._error = ""
-        self._order = torch.empty(0, dtype=torch.int64)  # which row, or (row, KV head) pair, each staged sequence is
-
-    # --- for the waiter ---
+        self._order = torch.empty(0, dtype=torch.int64)  # [sequences] index of each one's row or (row, KV head)
 
     def wait(self, deadline: float) -> Partial:
         if self.abandoned:
@@ -137,8 +151,6 @@ class Job:
     def abandon(self) -> None:
         self.abandoned = True
 
-    # --- for the pool's threads ---
-
     def finish(self, result: Partial) -> None:
         self._result = result
         self._done.set()
@@ -148,10 +160,10 @@ class Job:
         self._done.set()
 
     def stage(self) -> Staged | None:
-        """The lists as the process wants them. None if no page is left, of rows whose request was not released.
+        """Group the page lists by length; None if no row with a current request has a page.
 
         Raises:
-            WorkerError: a page id beyond the cache, or a page that is partly filled and not the last.
+            WorkerError: a page id is out of range, or a page other than the last of a list is partly filled.
         """
         layer, (ids, valid) = self._layer, self._pages
         rows, lists, columns = ids.shape
@@ -169,24 +181,27 @@ class Job:
         if not bool((tokens == (used - 1).clamp(min=0) * page_size + last).all()):
             raise WorkerError("only the last page of a list may be partly filled, and padding comes last")
         q = self.q.to(layer.dtype).reshape(rows * lists, -1, dim)
-        parts = torch.arange(2)[:, None]
-        chosen, index, groups = [], [], []
+        k_and_v = torch.arange(2)[:, None]
+        order, block_ids, groups = [], [], []
         for length in tokens.unique().tolist():
             if not length:
                 continue
-            mine = (tokens == length).nonzero()[:, 0]
-            # A list of its own for each KV head: one head per sequence.
-            heads = mine[:, None] % lists if lists > 1 else torch.arange(kv_heads)[None]
-            listed = ids[mine, None, None, : -(-length // page_size)]
-            blocks = (listed * kv_heads + heads[:, :, None, None]) * 2 + parts  # [count, heads, 2, pages]
-            chosen.append(mine)
-            index.append(blocks.flatten())
-            groups.append((len(mine), blocks.shape[1], blocks.shape[3] * page_size, length))
-        self._order = torch.cat(chosen)
-        return Staged(q[self._order], layer.view(-1, page_size * dim), torch.cat(index), torch.tensor(groups))
+            sequences = (tokens == length).nonzero()[:, 0]
+            # A sequence has one KV head if each KV head has its own page list, else all KV heads.
+            heads = sequences[:, None] % lists if lists > 1 else torch.arange(kv_heads)[None]
+            page_ids = ids[sequences, None, None, : -(-length // page_size)]
+            blocks = (page_ids * kv_heads + heads[:, :, None, None]) * 2 + k_and_v  # [sequences, heads, 2, pages]
+            order.append(sequences)
+            block_ids.append(blocks.flatten())
+            groups.append((len(sequences), blocks.shape[1], blocks.shape[3] * page_size, length))
+        self._order = torch.cat(order)
+        return Staged(q[self._order], layer.view(-1, page_size * dim), torch.cat(block_ids), torch.tensor(groups))
 
     def unpack(self, out: Tensor, lse: Tensor) -> Partial:
-        """The result, out of the shared memory. Rows whose request was released meanwhile are empty."""
+        """Return the job's partial from the IPEX process's ``out`` and ``lse``, copied out of the shared memory.
+
+        Rows whose request was released since submission are empty: output 0, LSE -inf.
+        """
         partial = empty_partial(self.q)
         sequences = self._pages.ids.shape[0] * self._pages.ids.shape[1]
         partial.out.view(sequences, -1, out.shape[2])[self._order] = out
@@ -197,4 +212,5 @@ class Job:
         return partial
 
     def _stale(self, owners: Owners) -> Tensor:
+        """Return ``[rows]`` bool, true for rows whose request was released since submission."""
         return owners.current[owners.requests] != owners.generations

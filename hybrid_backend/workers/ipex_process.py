@@ -1,14 +1,17 @@
-"""The child of `hybrid_backend.workers.ipex`: attention by intel-extension-for-pytorch, one job after the other.
+"""The process of the IPEX worker (`hybrid_backend.workers.ipex`), which runs attention jobs one after the other.
 
-Runs by path in an environment of its own, so it imports torch, IPEX and the standard library, nothing of this package:
+The file runs by path in an environment of its own, so it imports only torch, IPEX and the standard library:
 
     python -I ipex_process.py SOCKET PARENT THREADS CPUS AREA...
 
-SOCKET is a descriptor of a SOCK_SEQPACKET socket, PARENT the parent's process id, CPUS numbers joined by commas, each
-AREA a descriptor of shared memory. A packet is a JSON object; the first, to the parent, is ``{"torch", "ipex"}``. A job
-is ``{"job", "area", "size", "scale", "fields"}``, where ``fields`` says where in the area each tensor lies:
-``[offset, dtype, shape]``. The answer is ``{"job"}`` or ``{"job", "error"}``. The program ends with the socket
-or with its parent.
+* SOCKET: descriptor of a SOCK_SEQPACKET socket. Each packet is a JSON object.
+* PARENT: process id of the parent. The program ends with its parent, or when the parent closes the socket.
+* THREADS, CPUS: number of OpenMP threads; CPUs that the threads may run on, joined by commas.
+* AREA: descriptor of shared memory.
+
+The first packet is ``{"torch", "ipex"}``, the versions, to the parent. A job is ``{"job", "area", "size", "scale",
+"fields"}``; ``fields`` maps a tensor's name to ``[offset, dtype, shape]`` in the area. The answer is ``{"job"}`` or
+``{"job", "error"}``.
 """
 
 from __future__ import annotations
@@ -32,37 +35,43 @@ MESSAGE_BYTES = 65536
 
 
 def attend(fields: Mapping[str, Tensor], scale: float) -> None:
-    """Attention of sequences with one query token each over their staged keys.
+    """Attend one query token per sequence over the K and V that the parent staged in shared memory.
 
-    IPEX's paged operator returns no LSE, and computing that apart costs more than the operator. Staging copies anyway,
-    so it lays the tokens of a (sequence, KV head) side by side, and IPEX's flash attention returns both.
+    IPEX's paged operator returns no LSE. The parent stages the tokens of each (sequence, KV head) contiguously, so that
+    IPEX's flash attention applies, which returns the LSE.
 
-    ``fields``: groups ``[g, 4]`` int64, each some sequences of the same length: count, KV heads, room, tokens; q
-    ``[sequences, heads, head_dim]``; kv ``[all]`` of q's dtype, of one group after the other ``[count, kv_heads,
-    2 (K|V), room, head_dim]``. Written: out like q in fp32, lse ``[sequences, heads]`` fp32, natural log.
+    Args:
+        fields: tensors by name.
+            ``groups``: ``[groups, 4]`` int64; a group has sequences of one length. Columns: number of sequences,
+            KV heads, tokens that the staged pages have room for, tokens to attend.
+            ``q``: ``[sequences, heads, head_dim]``.
+            ``kv``: flat, dtype of ``q``; per group ``[sequences, kv_heads, 2 (K, V), room, head_dim]``.
+            ``out``: like ``q`` in fp32, written.
+            ``lse``: ``[sequences, heads]`` fp32, natural logarithm, written.
+        scale: factor of the attention logits.
     """
     q, kv = fields["q"], fields["kv"]
     heads, dim = q.shape[1:]
-    first = at = 0
+    first = offset = 0
     for count, kv_heads, room, tokens in fields["groups"].tolist():
-        mine = slice(first, first + count)
+        rows = slice(first, first + count)
         size = count * kv_heads * 2 * room * dim
-        staged = kv[at : at + size].view(count, kv_heads, 2, room, dim)[:, :, :, :tokens]
-        # The queries of a group attend the same keys: they take the place of the query length.
-        grouped = q[mine].view(count, kv_heads, heads // kv_heads, dim)
+        staged = kv[offset : offset + size].view(count, kv_heads, 2, room, dim)[:, :, :, :tokens]
+        # The query heads that share a KV head attend the same keys, so these query heads are passed as query tokens.
+        grouped = q[rows].view(count, kv_heads, heads // kv_heads, dim)
         out, lse = torch.ops.torch_ipex.flash_attention(grouped, staged[:, :, 0], staged[:, :, 1], scale=scale)
-        fields["out"][mine] = out.reshape(count, heads, dim)
-        fields["lse"][mine] = lse.reshape(count, heads)
-        first, at = first + count, at + size
+        fields["out"][rows] = out.reshape(count, heads, dim)
+        fields["lse"][rows] = lse.reshape(count, heads)
+        first, offset = first + count, offset + size
 
 
 def view(area: mmap.mmap, offset: int, dtype: str, shape: Sequence[int]) -> Tensor:
-    """A tensor over shared memory."""
+    """Return a tensor over shared memory. ``offset`` is in bytes, ``dtype`` the name of a torch dtype."""
     return torch.frombuffer(area, dtype=getattr(torch, dtype), count=math.prod(shape), offset=offset).view(*shape)
 
 
 def serve(link: socket.socket, areas: Sequence[int]) -> None:
-    """Answer jobs until the parent hangs up."""
+    """Answer jobs until the parent closes the socket. ``areas`` are the descriptors of the shared memory."""
     maps: dict[int, mmap.mmap] = {}
     while packet := link.recv(MESSAGE_BYTES):
         job = json.loads(packet)
@@ -79,17 +88,19 @@ def serve(link: socket.socket, areas: Sequence[int]) -> None:
 
 
 def end_with(parent: int, link: socket.socket) -> None:
-    """Ends this process, whatever it is doing, once the parent has hung up or is gone."""
+    """Wait until the parent has closed the socket or has ended, then end this process at once."""
     hangup = select.poll()
     hangup.register(link, 0)
-    # A process that the parent forked may still hold the other end of the socket, hence the look at the parent's id.
+    # A child of the parent may still hold the parent's end of the socket open, so the parent's id is checked as well.
     while not hangup.poll(1000) and os.getppid() == parent:
         pass
     os._exit(0)
 
 
 def main(arguments: Sequence[str]) -> None:
-    Path("/proc/self/comm").write_text("hybrid-worker")  # and of the threads to come; see `cpus.name_thread`
+    """Run the program with the command-line arguments that the module's docstring lists."""
+    # `cpus.name_thread` gives worker threads the same name. The process's later threads inherit the name.
+    Path("/proc/self/comm").write_text("hybrid-worker")
     link = socket.socket(fileno=int(arguments[0]))
     threading.Thread(target=end_with, args=(int(arguments[1]), link), daemon=True).start()
     ipex = importlib.import_module("intel_extension_for_pytorch")

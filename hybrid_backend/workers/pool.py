@@ -1,4 +1,4 @@
-"""CPU workers: threads that compute partials while the device tier computes the layer before them."""
+"""Pools of CPU workers, which compute partials of a layer while the device computes the layer before."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ from hybrid_backend.workers.ipex import IpexPool
 from hybrid_backend.workers.registry import IPEX, PartialKernel, kernel_name, resolve_kernel
 
 THREADS_PER_CPU = 4
-"""More worker threads than this for each CPU are a slip of the pen."""
+"""Limit of ``workers.threads`` per CPU of the machine; a larger number is taken for a typing error."""
 
 
 def make_pool(config: WorkersConfig, rank: Rank = ALONE) -> WorkerPool:
-    """The pool that fits the kernel: C++ threads for the native one, a process for IPEX, Python threads for others.
+    """Build the pool for the configured kernel: C++ threads, Python threads, or an IPEX process.
 
     Args:
-        rank: this process among those of this machine that need workers; by default it is the only one.
+        config: section ``workers`` of the configuration.
+        rank: this process among the engine's ranks on this machine, which share the CPUs.
 
     Raises:
-        ConfigError: ``workers`` asks for CPUs, a node, threads or a kernel that this machine lacks.
+        ConfigError: this machine lacks a CPU, NUMA node or kernel that ``workers`` names, or ``threads`` is too large.
     """
-    bound, topology = Bound.now(), Topology.read()
+    bound, topology = Bound.read(), Topology.read()
     if config.cpus == "auto":
         cpus = within_quota(spare_cpus(bound, topology, config.numa, rank), cpu_quota(), rank.count)
     else:
         cpus = check_cpus(config.cpus, bound.allowed)
     if kernel_name(config.kernel) == "native":
-        resolve_kernel("native")  # refuses with a reason where it does not run
+        resolve_kernel("native")  # Raises the error that says why the kernel does not run on this machine.
         places = Places.of(cpus, bound, topology, rank, chosen=config.cpus != "auto")
         threads = len(places.workers) if config.threads == "auto" else _checked_threads(config.threads, len(cpus))
         try:
@@ -66,25 +67,29 @@ def make_pool(config: WorkersConfig, rank: Rank = ALONE) -> WorkerPool:
 
 
 def _checked_threads(threads: int, cpus: int) -> int:
-    """Return ``threads``, which may be more than the CPUs, but not so many that their number is a mistake.
+    """Return ``threads`` if the number is plausible. More threads than CPUs are allowed.
 
     Raises:
         ConfigError: more than `THREADS_PER_CPU` threads for each CPU of this machine.
     """
-    most = max(64, THREADS_PER_CPU * (os.cpu_count() or 1))
-    if threads > most:
-        raise ConfigError(f"workers.threads: {threads} is more than the {most} of this machine; write auto, or {cpus}")
+    limit = max(64, THREADS_PER_CPU * (os.cpu_count() or 1))
+    if threads > limit:
+        raise ConfigError(f"workers.threads: {threads} is more than the {limit} of this machine; write auto, or {cpus}")
     return threads
 
 
 class NativePool(WorkerPool):
-    """C++ threads; no Python and no interpreter lock while they work. Sequences are their own groups, with stealing.
-
-    Args:
-        cpus, server, spin_seconds: as in `cpus.Places`. Threads that share a CPU do not spin.
-    """
+    """A pool of C++ threads, which need no Python interpreter lock. An idle thread takes jobs of busy threads."""
 
     def __init__(self, threads: int, cpus: Sequence[int], server: int | None = None, spin_seconds: float = 0.0) -> None:
+        """Start the threads.
+
+        Args:
+            threads: number of threads besides the server thread.
+            cpus: CPUs that the threads are pinned to, in turn.
+            server: CPU of the thread that polls a GPU's mailboxes. None: the pool has no such thread.
+            spin_seconds: how long an idle thread polls before it sleeps. Threads that share a CPU do not poll.
+        """
         self.cpus = list(cpus)
         self.threads = threads
         if threads > len(set(cpus) - {server}):
@@ -95,8 +100,8 @@ class NativePool(WorkerPool):
     def submit(
         self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
     ) -> Ticket:
-        named = owners._asdict() if owners is not None else {}
-        return _NativeTicket(self.native.submit(q, layer, pages.ids, pages.valid, scale, what=what, **named))
+        owner_tensors = owners._asdict() if owners is not None else {}
+        return _NativeTicket(self.native.submit(q, layer, pages.ids, pages.valid, scale, what=what, **owner_tensors))
 
     def close(self) -> None:
         self.native.close()
@@ -105,7 +110,7 @@ class NativePool(WorkerPool):
 class _NativeTicket:
     def __init__(self, ticket: cpu.NativeTicket) -> None:
         self._ticket = ticket
-        self.asked = time.perf_counter()
+        self.submit_time = time.perf_counter()
 
     def wait(self, deadline: float) -> Partial:
         return Partial(*self._ticket.wait(deadline))
@@ -118,14 +123,16 @@ class _NativeTicket:
 
 
 class TorchPool(WorkerPool):
-    """Python threads around a kernel written with torch, whose operations release the interpreter lock. Each sequence
-    of a batch is a job of its own."""
+    """A pool of Python threads that run a kernel written with torch, whose operations release the interpreter lock.
+
+    Each row of a submission is a job of its own.
+    """
 
     def __init__(self, threads: int, cpus: list[int], kernel: PartialKernel) -> None:
         self.cpus = cpus
         self.threads = threads
         self._kernel = kernel
-        self._openmp_threads = torch.get_num_threads()  # the engine's
+        self._engine_openmp_threads = torch.get_num_threads()
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="hybrid-worker", initializer=self._pin)
 
     def submit(
@@ -138,14 +145,15 @@ class TorchPool(WorkerPool):
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _pin(self) -> None:
+        """Prepare a thread of the pool: its name, its CPUs, and one OpenMP thread for its operations."""
         name_thread()
         os.sched_setaffinity(0, self.cpus)
-        # One OpenMP thread per worker: the pool is the parallelism. vLLM replaces torch.set_num_threads by a no-op, so
-        # ask the C function. It sets this thread's own number, and what threads to come begin with: that is given back.
+        # vLLM replaces torch.set_num_threads by a no-op, so the C function is called. The function also sets the
+        # number that new threads start with, so a short-lived thread restores the engine's number.
         torch._C.set_num_threads(1)
-        giver = threading.Thread(target=torch._C.set_num_threads, args=(self._openmp_threads,))
-        giver.start()
-        giver.join()
+        restorer = threading.Thread(target=torch._C.set_num_threads, args=(self._engine_openmp_threads,))
+        restorer.start()
+        restorer.join()
 
     def _run(self, rows: slice, q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Partial:
         with torch.inference_mode():
@@ -157,25 +165,25 @@ class _TorchTicket:
         self._futures = futures
         self._description = description
         self._abandoned = False
-        self.asked = time.perf_counter()
+        self.submit_time = time.perf_counter()
 
     def wait(self, deadline: float) -> Partial:
         if self._abandoned:
             raise WorkerError(f"{self._description} was abandoned")
-        late = wait(self._futures, timeout=deadline).not_done
-        if late:
+        late_jobs = wait(self._futures, timeout=deadline).not_done
+        if late_jobs:
             self.abandon()
             raise DeadlineError(
-                f"CPU workers did not finish {len(late)} of {len(self._futures)} jobs of {self._description} "
+                f"CPU workers did not finish {len(late_jobs)} of {len(self._futures)} jobs of {self._description} "
                 f"within workers.deadline_seconds={deadline}"
             )
         try:
-            parts = [future.result() for future in self._futures]
+            partials = [future.result() for future in self._futures]
         except Exception as error:
             raise WorkerError(f"a CPU worker failed on {self._description}: {error}") from error
-        if len(parts) == 1:
-            return parts[0]
-        return Partial(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
+        if len(partials) == 1:
+            return partials[0]
+        return Partial(torch.cat([p.out for p in partials]), torch.cat([p.lse for p in partials]))
 
     def done(self) -> bool:
         return self._abandoned or not wait(self._futures, timeout=0).not_done

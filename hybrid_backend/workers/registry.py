@@ -1,4 +1,4 @@
-"""Worker kernels by name."""
+"""The partial-attention kernels that CPU workers run, by the name that ``workers.kernel`` gives."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from hybrid_backend.kernels import cpu
 
 
 class PartialKernel(Protocol):
-    """Same contract as `hybrid_backend.attention.partial.paged_partial`."""
+    """A function with the contract of `hybrid_backend.attention.partial.paged_partial`."""
 
     def __call__(self, q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Partial: ...
 
 
 def native_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Partial:
-    """The C++ kernel, in the calling thread."""
+    """Run the C++ kernel in the calling thread (contract: `PartialKernel`)."""
     return Partial(*cpu.partial(q, layer, pages.ids, pages.valid, scale))
 
 
 _KERNELS: Mapping[str, PartialKernel] = MappingProxyType({"native": native_partial, "torch": paged_partial})
-IPEX = "ipex"  # runs in a process of its own: a pool (`workers/ipex.py`), not a kernel that can be called here
+IPEX = "ipex"
+"""Name of the kernel that runs in a process of its own (`workers/ipex.py`) and cannot be called in this process."""
 ENV_IPEX = "HYBRID_IPEX_PYTHON"
 HOW_TO_GET_IPEX = f"run `make ipex` and set {ENV_IPEX} to the absolute path of .venv-ipex/bin/python"
 
 
 def kernel_names() -> list[str]:
-    """Kernels that can be called in this process."""
+    """Return the names of the kernels that can be called in this process."""
     return sorted(_KERNELS)
 
 
 def ipex_python() -> str:
-    """The Python of the environment that holds IPEX.
+    """Return the path of the Python interpreter whose environment has IPEX.
 
     Raises:
-        ConfigError: the environment variable ``HYBRID_IPEX_PYTHON`` names none.
+        ConfigError: the environment variable ``HYBRID_IPEX_PYTHON`` is not set, or does not name a program.
     """
     path = os.environ.get(ENV_IPEX, "")
     if not path:
@@ -52,25 +53,28 @@ def ipex_python() -> str:
 
 
 def kernel_name(name: str) -> str:
-    """What ``auto`` stands for here; any other name stands for itself."""
+    """Return the kernel that ``auto`` selects on this machine; any other name is returned unchanged."""
     if name != "auto":
         return name
     return "native" if cpu.available() else "torch"
 
 
 def resolve_kernel(name: str) -> PartialKernel:
-    """The kernel called ``name``; ``auto`` is the fastest one that runs here, and what stands in for ``ipex`` here.
+    """Return the kernel that this process calls for ``workers.kernel: name``.
+
+    ``auto`` selects the fastest kernel that runs here. ``ipex`` selects the same kernel, because IPEX itself runs in
+    another process.
 
     Raises:
-        ConfigError: no such kernel, or it does not run on this machine.
+        ConfigError: the name is unknown, or the kernel does not run on this machine.
     """
     if name == IPEX:
-        ipex_python()  # refuses with a reason where there is none
+        ipex_python()  # Raises the error that tells the user how to install IPEX.
         name = "auto"
     name = kernel_name(name)
     if name == "native" and (reason := cpu.why_unavailable()):
         raise ConfigError(f"workers.kernel: {reason}")
     if name not in _KERNELS:
-        known = ", ".join(sorted([*_KERNELS, IPEX]))
-        raise ConfigError(f"workers.kernel: unknown kernel {name!r}; known are auto, {known}")
+        names = ", ".join(sorted([*_KERNELS, IPEX]))
+        raise ConfigError(f"workers.kernel: unknown kernel {name!r}; known are auto, {names}")
     return _KERNELS[name]

@@ -29,7 +29,7 @@ class Held:
         mine, waits, abandons = self, ticket.wait, ticket.abandon
 
         class Late:
-            asked = ticket.asked
+            submit_time = ticket.submit_time
 
             def done(self) -> bool:
                 return request in mine.broken or (request not in mine.holds and ticket.done())

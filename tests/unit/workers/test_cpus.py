@@ -186,7 +186,7 @@ def worker():
 for run in (engine, worker):
     threading.Thread(target=run, daemon=True).start()
 ready.wait()
-print(sorted(Bound.now().mine), flush=True)
+print(sorted(Bound.read().pinned), flush=True)
 input()
 """
 
@@ -198,14 +198,14 @@ def test_pinned_threads_of_all_processes_of_the_engine_are_seen_but_not_the_work
         assert child.stdout is not None and child.stdin is not None
         second = sorted(os.sched_getaffinity(0))[1]
         assert child.stdout.readline() == f"[{second}]\n"
-        assert frozenset({second}) in Bound.now().after, "another process of this group pins a thread to it"
+        assert frozenset({second}) in Bound.read().after, "another process of this group pins a thread to it"
         child.stdin.write("\n")
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: no process can be bound to fewer")
 @pytest.mark.parametrize("program", ["", "exec -a engine "], ids=["a shell", "a shell by another name"])
 def test_workers_stay_on_the_cpus_that_a_shell_has_bound_its_command_to(program: str) -> None:
-    look = "from hybrid_backend.workers.cpus import Bound; print(sorted(Bound.now().allowed))"
+    look = "from hybrid_backend.workers.cpus import Bound; print(sorted(Bound.read().allowed))"
     last = max(os.sched_getaffinity(0))
     line = f"({program}taskset -c {last} {sys.executable} -c '{look}'); true"
     assert subprocess.check_output(["bash", "-c", line], text=True) == f"[{last}]\n"
@@ -219,7 +219,7 @@ def test_processes_that_end_while_they_are_looked_at_do_no_harm(
         raise error
 
     monkeypatch.setattr("hybrid_backend.workers.cpus._pinned", ended)
-    assert Bound.now().mine == frozenset()
+    assert Bound.read().pinned == frozenset()
 
 
 @pytest.mark.parametrize(
