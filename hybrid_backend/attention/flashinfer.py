@@ -79,7 +79,7 @@ def faults() -> list[str]:
     return lacks(module)
 
 
-def unfit(model: ModelSpec) -> str | None:
+def why_unfit(model: ModelSpec) -> str | None:
     """Why a model cannot be attended by it; None: it can."""
     if model.dtype not in (torch.float16, torch.bfloat16):
         return f"it attends fp16 and bf16, not {str(model.dtype).removeprefix('torch.')}"
@@ -102,10 +102,10 @@ class FlashInfer:
         self.decode = PagedDecode(module, workspace, model)
 
     @classmethod
-    def tried(cls, operations: Operations, model: ModelSpec, device: torch.device) -> FlashInfer | str:
+    def try_create(cls, operations: Operations, model: ModelSpec, device: torch.device) -> FlashInfer | str:
         """It, or why it cannot be used. It compiles its kernels now, where it has none that fit, and must give the
         numbers that we expect, so that nothing is found out in the middle of a request."""
-        if (reason := unfit(model)) is not None:
+        if (reason := why_unfit(model)) is not None:
             return reason
         try:
             module = import_module("flashinfer")

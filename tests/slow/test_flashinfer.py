@@ -67,7 +67,7 @@ def real() -> FlashInfer:
     if not ON_GPU:
         pytest.skip("no GPU")
     device = torch.device("cuda")
-    found = FlashInfer.tried(resolve_operations(HybridConfig(), device), model(), device)
+    found = FlashInfer.try_create(resolve_operations(HybridConfig(), device), model(), device)
     assert isinstance(found, FlashInfer), found
     return found
 

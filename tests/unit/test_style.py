@@ -57,7 +57,6 @@ UNCONVERTED = (
     "hybrid_backend/*.py",
     "hybrid_backend/attention/*.py",
     "hybrid_backend/config/*.py",
-    "hybrid_backend/step/*.py",
     "hybrid_backend/methods/*.py",
     "hybrid_backend/methods/apex/*.py",
     "hybrid_backend/methods/clo/*.py",
