@@ -122,14 +122,8 @@ def best_pages(
 def place(maps: Maps, index: int, pages: Tensor, importance: Tensor) -> Tensor:
     """Enter pages into the residency maps of one layer, in the first frames of a request whose frames are empty.
 
-    Args:
-        maps: residency maps of the layer.
-        index: index of the request (`FramePool.index`).
-        pages: ``[pages]`` int32 logical pages.
-        importance: ``[pages]`` fp32 importance of the pages.
-
-    Returns:
-        The frames of the pages, ``[pages]`` int32.
+    ``pages`` are logical pages ``[n]`` int32, and ``importance`` is ``[n]`` fp32. The result is the frame of each page,
+    ``[n]`` int32.
     """
     requests = len(maps.frame_of)
     frame_slice = slice(index, index + len(pages) * requests, requests)

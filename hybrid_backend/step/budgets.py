@@ -15,15 +15,7 @@ _ROUNDS = 4
 
 
 def layer_factors(config: HybridConfig, layers: Iterable[int]) -> dict[int, float]:
-    """Return ``budget_factors`` of the selecting ``layers``, scaled to a mean of 1.
-
-    Args:
-        config: holds the factors of all layers.
-        layers: layers that select pages.
-
-    Returns:
-        The factor of each layer; empty if all layers have the same budget.
-    """
+    """Return ``budget_factors`` of the selecting ``layers``, scaled to a mean of 1; empty if all budgets are equal."""
     selecting = list(layers)
     if not config.budget_factors or not selecting or config.sparse == "never":
         return {}

@@ -62,11 +62,7 @@ class CpuAttention(Protocol):
         """
 
     def failure(self, number: int) -> WorkerError | None:
-        """Return the workers' error in a recent step that the device has finished.
-
-        Args:
-            number: number of the step (`StepInputs.number`).
-        """
+        """Return the workers' error in a recent step ``number`` (`StepInputs.number`) that the device has finished."""
 
     def abandon(self) -> None:
         """Drop the requests of the open step."""

@@ -65,15 +65,9 @@ class QualityWatch:
         return self._dense_steps > 0
 
     def budgets(self, budgets: Tensor, rows: DecodeRows) -> Tensor:
-        """Return the budgets of a step that begins.
+        """Replace the method's budgets ``[rows]`` int64 pages of a step that begins by the adjusted budget.
 
-        Args:
-            budgets: ``[rows]`` int64 pages, the budgets of the method.
-            rows: decode rows of the step.
-
-        Returns:
-            ``[rows]`` int64 pages. A row keeps the method's budget if the budget covers all of its pages or if the
-            request asked for a budget. All other rows get the adjusted budget.
+        A row keeps the method's budget if that covers all pages of the row, or if the request asked for a budget.
         """
         self._adjust()
         is_adjusted = (budgets < rows.num_pages) & ~rows.has_own_budget
@@ -113,12 +107,10 @@ class QualityWatch:
             self.budget = max(math.floor(self.budget * _SHRINK), self._min_budget)
 
     def _try_smaller(self, pages: Tensor) -> None:
-        """Shrink the budget below the longest row if the budget has covered all rows for a dense period.
+        """Shrink the budget below the longest row if it has covered all rows for as long as a dense period.
 
         Rows that attend all of their pages are not sampled, so samples alone would never shrink the budget again.
-
-        Args:
-            pages: pages of the rows that follow the adjusted budget.
+        ``pages`` counts the pages of each row with an adjusted budget.
         """
         if not len(pages) or self.is_dense:
             return

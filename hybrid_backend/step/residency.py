@@ -23,36 +23,19 @@ class Residency(Protocol):
         """Take note of a prefill chunk that was attended in ``layer`` with ``q`` ``[chunk, heads, head_dim]``."""
 
     def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        """Fill the empty frames of a request that begins to decode, in all layers.
+        """Fill the frames of a request that begins to decode, in all layers; return the number of copied pages.
 
-        Args:
-            request_id: the engine's id of the request.
-            index: index of the request (`FramePool.index`).
-            table: block table of the request, ``[1, num_pages]`` int32 host pages.
-            num_pages: pages of the request.
-
-        Returns:
-            Number of pages that were copied.
+        ``table`` is the block table ``[1, num_pages]`` int32; ``index`` is the request index (`FramePool.index`).
         """
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
-        """Prepare the frames for a step whose inputs are written.
+        """Prepare the frames for a step whose inputs are written; return the number of copied pages.
 
-        Args:
-            rows: decode rows of the step.
-            indices: request index of each row (`FramePool.index`).
-
-        Returns:
-            Number of pages that were copied.
+        ``indices`` are the request indices of the decode rows (`FramePool.index`).
         """
 
     def release(self, request_id: str, index: int | None) -> None:
-        """Forget a request that ended.
-
-        Args:
-            request_id: the engine's id of the request.
-            index: index that the request had (`FramePool.index`); None: the request has not decoded.
-        """
+        """Forget a request that ended; ``index`` is its request index, or None if the request has not decoded."""
 
     @property
     def shared_pages(self) -> int | None:

@@ -53,14 +53,7 @@ class Samples(Protocol):
         """Keep the predicted query ``q`` ``[rows, heads, head_dim]`` of a layer that has not run yet."""
 
     def take(self, layer: int, step: Step, q: Tensor, selected: Selection | None) -> None:
-        """Sample a layer that has run.
-
-        Args:
-            layer: index of the layer.
-            step: the open step.
-            q: true query ``[rows, heads, head_dim]``.
-            selected: pages that the layer attended; None: the layer selected no pages.
-        """
+        """Sample a layer that has run with the true query ``q`` ``[rows, heads, head_dim]`` and its selected pages."""
 
     def count(self) -> None:
         """Add finished measurements to `Stats`, without waiting for the device or a thread."""
