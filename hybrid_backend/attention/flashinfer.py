@@ -109,7 +109,7 @@ class FlashInfer:
 
     @classmethod
     def try_create(cls, operations: Operations, model: ModelSpec, device: torch.device) -> FlashInfer | str:
-        """Create a `FlashInfer` and compare its results with PyTorch's attention; return the reason if it is unusable.
+        """Create a `FlashInfer` if its results equal PyTorch's attention; otherwise return the reason, as text.
 
         FlashInfer compiles missing kernels during the comparison, so that no request waits for a compiler.
         """
@@ -211,7 +211,8 @@ class PagedDecode:
         Args:
             q: ``[rows, heads, head_dim]``.
             kv: ``[pages, kv_heads, 2, page_size, head_dim]``.
-            ids: ``[rows, 1, n]`` int32 pages of ``kv``, any stride. Entries beyond the row's tokens are not read.
+            ids: ``[rows, lists, n]`` int32 pages of ``kv``, any stride. Of each row, only the first list is read, up to
+                the row's tokens.
             tokens: ``[rows]`` int64 tokens of each list, on the host, at least 1.
 
         Returns:

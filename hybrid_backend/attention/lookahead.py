@@ -29,7 +29,7 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class _AttentionReachedError(Exception):
-    """Raised by the attention of a copied layer to end the layer's forward pass. It does not report an error."""
+    """Raised by the attention of a copied layer to end the layer's forward pass, which is not a failure."""
 
     def __init__(self, query: Tensor) -> None:
         super().__init__("the query is there")

@@ -13,7 +13,7 @@ from hybrid_backend.batch import sent
 
 
 class KVBlock(NamedTuple):
-    """K and V of consecutive tokens, for some KV heads."""
+    """K and V of some tokens and some KV heads of a sequence."""
 
     heads: tuple[int, ...]
     """KV heads of the block."""

@@ -14,9 +14,9 @@ from hybrid_backend.tiers import Tiers
 class Admission:
     """Fills the empty frames of a request that begins to decode, layer by layer.
 
-    All pages become resident if they fit. Otherwise the sink pages, the recent pages and the pages with the highest
-    scores do, where the query of the prompt's last token gives the scores. A layer without digests, or a request whose
-    prompt queries are unknown, takes the last pages.
+    All pages of the request become resident if all fit. Otherwise the sink pages, the recent pages and the pages with
+    the highest scores become resident. The query of the prompt's last token gives the scores. A layer without digests,
+    or a request whose prompt queries are unknown, takes the last pages.
 
     A single query decides, because the last prefill chunk may be a single token, for example after a prefix-cache hit.
     The resident pages must not depend on how a prompt was split into chunks.

@@ -38,7 +38,7 @@ class LayerBuffers(NamedTuple):
 
 
 class StepBuffers:
-    """Step inputs, residency maps and counters of all full-attention layers without their whole KV on the device."""
+    """Step inputs, residency maps and counters of the layers that do not have their whole KV on the device."""
 
     def __init__(
         self, config: HybridConfig, model: ModelSpec, tiers: Tiers, shape: StepShape, factors: Mapping[int, float]

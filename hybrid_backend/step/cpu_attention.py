@@ -79,7 +79,7 @@ class PoolCpuAttention:
     """Submits each request as a job of the worker pool. The device tier is the host."""
 
     host_bytes = 0
-    """A pool has no mailboxes."""
+    """Host memory of mailboxes, in bytes; a worker pool has none."""
 
     def __init__(
         self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, buffers: StepBuffers

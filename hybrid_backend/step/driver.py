@@ -2,7 +2,7 @@
 
 Between steps the host admits and releases requests and writes the step inputs. Then the method launches the same
 operations for each layer in every step. The operations read the step inputs on the device, and a padding row has no
-pages, so that a CUDA graph that is captured once can be replayed for every step.
+pages. A CUDA graph is therefore captured once and replayed for every step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StepDriver:
         # for the selection, so the stream has priority.
         self._lookahead_stream = torch.cuda.Stream(tiers.device, priority=-1) if on_gpu else None
         self._lookaheads = dict[int, tuple[torch.cuda.Event, Tensor]]()
-        """End of each layer's selection, and the query, which keeps its memory allocated until that event."""
+        """Event at the end of each layer's lookahead, and the query, whose memory stays allocated until that event."""
         self.cpu_attention: CpuAttention = (
             MailboxCpuAttention(config, model, tiers, workers, self.buffers)
             if tiers.asks_by_itself and method.uses_workers and self.buffers.layers

@@ -40,7 +40,7 @@ class InputWriter:
         columns = {
             "num_pages": rows.num_pages, "seq_lens": rows.seq_lens, "positions": rows.seq_lens - 1,
             "requests": requests, "budgets": budgets, "ages": torch.tensor([self._ages[index] for index in indices]),
-            # The host's copy is right for this step. The device may still run steps of earlier generations.
+            # The generations on the host belong to this step, while the device may still run earlier steps.
             "generations": self._tiers.frames.generation[requests],
         }  # fmt: skip
         host_inputs = torch.zeros(inputs.small.shape, dtype=torch.int32)

@@ -115,7 +115,7 @@ class Method(ABC):
 
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
-        """Return the most host memory that a request of ``tokens`` tokens adds to the host pool, in bytes."""
+        """Return the most host memory that a request of ``tokens`` tokens uses outside the host pool, in bytes."""
         return 0
 
     # --- called in a step ---
@@ -254,7 +254,7 @@ class KnowsAttended(Protocol):
     def covered(self, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
         """Return the tokens that row ``r`` attended in ``layer``, ``[1 | kv_heads, tokens]`` bool; None: all tokens.
 
-        The driver calls this to sample the attention mass of a layer that has just run, if the device tier is the host.
+        The driver samples the attention mass of a layer that has just run, if the device tier is the host.
         """
 
 

@@ -65,9 +65,10 @@ class QualityWatch:
         return self._dense_steps > 0
 
     def budgets(self, budgets: Tensor, rows: DecodeRows) -> Tensor:
-        """Replace the method's budgets ``[rows]`` int64 pages of a step that begins by the adjusted budget.
+        """Return the page budgets ``[rows]`` int64 of a step, given the budgets of the method.
 
-        A row keeps the method's budget if that covers all pages of the row, or if the request asked for a budget.
+        A row gets the adjusted budget, unless the method's budget covers all pages of the row or the request asked for
+        a budget.
         """
         self._adjust()
         is_adjusted = (budgets < rows.num_pages) & ~rows.has_own_budget
@@ -107,7 +108,7 @@ class QualityWatch:
             self.budget = max(math.floor(self.budget * _SHRINK), self._min_budget)
 
     def _try_smaller(self, pages: Tensor) -> None:
-        """Shrink the budget below the longest row if it has covered all rows for as long as a dense period.
+        """Shrink the budget below the longest row if the budget has covered all rows for as long as a dense period.
 
         Rows that attend all of their pages are not sampled, so samples alone would never shrink the budget again.
         ``pages`` counts the pages of each row with an adjusted budget.

@@ -45,12 +45,12 @@ class Residency(Protocol):
 class MappedResidency:
     """Residency in which a page may be in any frame of its request, in each layer a different one.
 
-    A request begins with its most important pages (`Admission`). A step that begins makes the recalls of earlier steps
-    resident, and gives the page of the step's token a frame if the token opens a page.
+    A request begins with its most important pages (`Admission`). At the beginning of a step, the recalls of earlier
+    steps become resident, and a token that opens a page gets a frame for the page.
     """
 
     shared_pages = None
-    """Each request has its own frames."""
+    """None, because each request has its own frames."""
 
     def __init__(
         self, config: HybridConfig, model: ModelSpec, tiers: Tiers, state: StepState, maps: dict[int, Maps]
@@ -107,7 +107,7 @@ class FixedResidency:
     """
 
     shared_pages = None
-    """Each request has its own frames."""
+    """None, because each request has its own frames."""
 
     def __init__(
         self, tiers: Tiers, maps: Maps, frame_of: Callable[[Tensor], Tensor], admitted_pages: Callable[[int], Tensor]

@@ -1,9 +1,9 @@
 """Samples of the error of an approximation: attention mass of selections and cosines of predicted queries.
 
-The attention mass of a selection is the share of the exact attention weights that falls on the selected pages. It needs
-all keys of a sequence, which only the host has. If the device tier is the host, `HostSamples` measures a layer as soon
-as the layer has run. With a GPU, `BoxSamples` measures later: the operation `take_sample` copies a layer's query and
-selection to pinned memory, and a thread measures the attention mass over the host pool.
+The attention mass of a selection is the share of the exact attention weights that falls on the selected pages. The
+measurement needs all keys of a sequence, which only the host has. If the device tier is the host, `HostSamples`
+measures a layer as soon as the layer has run. With a GPU, `BoxSamples` measures later: the operation `take_sample`
+copies a layer's query and selection to pinned memory, and a thread measures the attention mass over the host pool.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HostSamples:
     """
 
     host_bytes = 0
-    """Samples on the host need no pinned memory."""
+    """Pinned host memory for samples; none is needed if the device tier is the host."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ def watched(watch: QualityWatch, samples: Samples, budgets: Tensor, rows: Decode
     samples.count()
     last_budget = watch.budget, watch.is_dense
     budgets = watch.budgets(budgets, rows)
-    # Pending samples were taken with the last budget, so they must not be used to judge another one.
+    # Pending samples were taken with the last budget, so the new budget must not be judged by them.
     if (watch.budget, watch.is_dense) != last_budget:
         samples.drop()
     return budgets

@@ -91,7 +91,7 @@ class Toolbox:
         return self.buffers.inputs_of(rows)
 
     def changes_residency(self, layer: int) -> bool:
-        """Tell whether the frames of ``layer`` hold other pages over time. A layer that attends every page does not."""
+        """Tell whether pages can be evicted from frames of ``layer``. A layer that attends every page evicts none."""
         shape = self.shape
         return shape.frames > 0 and self._tiers.has_digests(layer) and shape.least_budget < shape.columns
 
@@ -192,8 +192,8 @@ class Toolbox:
             ids: ``[rows, lists, n]`` int32 pages of ``kv``.
             tokens: ``[rows, lists]`` int32 tokens to attend of each list.
             limit: largest number of pages in a list; None: ``n``.
-            host_tokens: ``[rows]`` int64 on the host: the values of ``tokens``, if the host knows them and there is one
-                list per row. FlashInfer attends then, outside of captured graphs.
+            host_tokens: ``[rows]`` int64 tokens of each row, on the host, if all lists of a row are equal; FlashInfer
+                can then attend, except in captured CUDA graphs. None: only the device knows the tokens.
         """
         if host_tokens is not None and self._tiers.decode is not None and not self.is_captured:
             return self._tiers.decode.attend(q, kv, ids, host_tokens)
