@@ -162,10 +162,8 @@ def predictors(
     if not layers_of_reason:
         return predictor_of, None
     reasons = "; ".join(f"{reason} (layers {', '.join(names)})" for reason, names in layers_of_reason.items())
-    return (
-        predictor_of,
-        f"lookahead: {reasons}: CPU workers start there with the true query, so less of their time is hidden",
-    )
+    log = f"lookahead: {reasons}: CPU workers start there with the true query, so less of their time is hidden"
+    return predictor_of, log
 
 
 def proven_predictor(
