@@ -13,7 +13,6 @@ from hybrid_backend.step.counting import StepCounters
 from hybrid_backend.step.cpu_attention import CpuAttention
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.beside import beside
-from hybrid_backend.tiers.state import StepInputs
 
 Partials = tuple[Tensor, Tensor]
 """``(out, lse)`` of attention over some keys: ``[rows, heads, parts, head_dim]`` and ``[rows, heads, parts]``.
@@ -40,6 +39,8 @@ class Toolbox:
         self._ops, self._cpu = tiers.operations, cpu_attention
         self.buffers = buffers
         """Buffers of the steps."""
+        self.inputs = buffers.inputs_of
+        """Function that returns the step inputs of the first rows of a step (`StepBuffers.inputs_of`)."""
         self.counting = counting
         """Counters that a method may add to."""
         self.shape, self.maps = buffers.shape, buffers.maps
@@ -84,11 +85,11 @@ class Toolbox:
         self._selections.clear()
         self._asked_layers.clear()
 
-    # --- step inputs and buffers ---
+    # --- buffers ---
 
-    def inputs(self, rows: int) -> StepInputs:
-        """Return the step inputs of the first ``rows`` rows."""
-        return self.buffers.inputs_of(rows)
+    def counters(self, layer: int) -> Tensor:
+        """Return the counters of ``layer`` on the device tier, ``[COUNTERS]`` int64 (`kernels.operations.Counters`)."""
+        return self.buffers.layers[layer].counters
 
     def changes_residency(self, layer: int) -> bool:
         """Tell whether pages can be evicted from frames of ``layer``. A layer that attends every page evicts none."""

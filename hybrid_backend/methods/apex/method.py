@@ -186,7 +186,7 @@ class Apex(WaitingMethod):
         )
         answer = None
         if asks:
-            answers = cpu.take(layer, now, step.buffers.layers[layer].counters)
+            answers = cpu.take(layer, now, step.counters(layer))
             growing = (cpu.tail[: len(q)] * answers.ready).int()[:, None]
             parts = step.attend(q, host, now.pages.view(-1, 1, 1), growing)
             answer = answers.out, answers.lse

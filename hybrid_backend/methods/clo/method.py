@@ -233,7 +233,7 @@ class Clo(Selective):
         state, how = self._state, self.config.clo.aggregate
         missed = tiers.operations.match_labels(
             q, state.labels[row], state.weights[row], state.thresholds[row], now.requests, now.num_pages, now.budgets,
-            how, step.buffers.layers[layer].counters,
+            how, step.counters(layer),
         ).flatten()  # fmt: skip
         chosen = self._select(layer, q, lists, lists.table, lists.num_pages * missed, self.config.budget_pages)
         nobody = len(state.pages[row]) - 1
