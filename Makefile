@@ -325,12 +325,12 @@ clean: ## Remove all environments and everything built (fetched models in .cache
 # -- measure -------------------------------------------------------------------------------------------------
 
 .PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate capacity
-.PHONY: bench-decode-cpu bench-fidelity compare bench-hgca bench-peers llama-server
+.PHONY: bench-decode-cpu compare bench-hgca bench-peers llama-server
 
 bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/throughput.md)
 	$(VENV)/bin/hybrid bench throughput --serve --out bench/out $(BENCH_ARGS)
 
-bench-accuracy: test-install model ## Scores and fidelity of the methods on RULER-like tasks (BENCH_ARGS, see docs/accuracy.md)
+bench-accuracy: test-install model ## KL and equal tokens against stock vLLM, by budget (BENCH_ARGS, see docs/accuracy.md)
 	$(VENV)/bin/hybrid bench accuracy --out bench/out/accuracy $(BENCH_ARGS)
 
 simulate: test-install ## The simulator's step of Qwen3-14B on three GPUs, and its errors against our own runs
@@ -364,9 +364,6 @@ ifeq ($(BENCH_ARGS),)
 	$(PY) -m bench.decode_cpu --shape qwen3-0.6b --contexts 200,16000 --batches 1,2 --set exact_layers=[0,1,2]
 	$(PY) -m bench.decode_cpu --shape qwen3-0.6b --contexts 200,32000 --batches 1 --set exact_layers=[0,1,2]
 endif
-
-bench-fidelity: test-install model ## KL, attention mass and key lookups of the sparse mode, by budget
-	$(PY) -m bench.fidelity_report
 
 compare: test-install model ## All methods on the same prompts: fidelity, bytes, waits, tokens/s
 	$(PY) -m bench.compare

@@ -81,7 +81,7 @@ def _apex(plan: Plan) -> list[Row]:
     here, most = plan.row("stock").max_batch, plan.row("dense").max_batch
     assert REQUEST.hardware is not None
     hardware = REQUEST.hardware
-    assert judge(LayerTimes.of(hardware, LLAMA3_8B), here, here * CONTEXT, most - here).wanted == "overlap"
+    assert judge(LayerTimes.of(hardware, LLAMA3_8B), here, here * CONTEXT, most - here).strategy == "overlap"
 
     def step(cpu_rows: int) -> StepTime:
         return decode_step(hardware, LLAMA3_8B, REQUEST.config, "apex", CONTEXT, here + cpu_rows, cpu_rows=cpu_rows)

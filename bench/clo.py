@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.fidelity import follow
-from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS
+from hybrid_backend.tools.bench.fidelity import FIDELITY_FLAGS
 from tests.engines.server import Server, hybrid_server
 from tests.engines.texts import tokens_of_prose
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from bench.fidelity import follow
 from hybrid_backend.config import find_config, load_config
-from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
+from hybrid_backend.tools.bench.fidelity import FIDELITY_FLAGS, compare
 from hybrid_backend.tools.hub import fetch
 from hybrid_backend.tools.plan.model import find_shape
 from tests.engines.server import MODEL, Server, hybrid_server, stock_server

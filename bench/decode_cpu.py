@@ -106,7 +106,7 @@ def allowed_ratio(config: HybridConfig, layers: int, context: int, share: float)
     """Return Amdahl's bound for attention at equal bytes per second: stock's bytes over the bytes read here."""
     digests = 2 / config.page_size / 2 / 2  # of K and V: max and min of K only, one byte instead of two
     sparse = min(1.0, config.budget_tokens / context + digests) if context > config.budget_tokens else 1.0
-    exact = len(config.exact_layers) / layers
+    exact = len(config.for_layers([None] * layers).exact_layers) / layers
     return 1 / (1 - share * (1 - exact - (1 - exact) * sparse))
 
 

@@ -6,8 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybrid_backend.tools.bench.accuracy.client import ask
-from hybrid_backend.tools.bench.accuracy.fidelity import Distribution
+from hybrid_backend.tools.bench.fidelity import Distribution, ask
 from tests.engines.server import Server
 from tests.engines.texts import PROSE, tokenizer
 
@@ -85,15 +84,8 @@ def lookups(haystacks: int, facts: int, tokens: int, seed: int = 0, fact: Fact =
     return found
 
 
-def answers(server: Server, lookup: Lookup) -> bool:
-    """Return whether the answer's tokens are the most likely ones after the question."""
-    text = lookup.question + lookup.answer
-    after = follow(server, lookup.prompt, text)[len(lookup.question) :]
-    return [max(p, key=p.__getitem__) for p in after] == lookup.answer
-
-
 def answers_in_a_row(server: Server, asked: Sequence[Lookup]) -> list[bool]:
-    """Return `answers` to all questions of one haystack, from one request.
+    """Return whether each question of one haystack is answered by its answer's most likely tokens, from one request.
 
     Each question follows the right answers to those before it, which show the form of an answer.
     """

@@ -12,8 +12,8 @@ the host memory for its pool, because its context caches come beside it. Time pe
 lengths, so start-up cancels; idle is what kernels leave of a profiled step. The weights are random, but attention is
 peaked (`bench.shapes.peak`), and ``--page-spread`` makes some pages matter more than others, else what is selected
 changes from step to step as in no trained model; what share of the attended tokens the CPU had, and what share was
-recalled, is printed with each line, since the speed depends on it. Prints a table, writes bench/out/gpu_decode.json
-and, beside the paper's numbers, gpu_decode.png. Needs a GPU.
+recalled, is printed with each line, since the speed depends on it. Prints a table, writes bench/out/gpu_decode.json.
+Needs a GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-from bench.gpu_figures import plot
 
 SHAPE, PAGE = "qwen3-14b", 32
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -235,7 +233,6 @@ def main() -> None:
     out = Path(__file__).parent / "out"
     out.mkdir(exist_ok=True)
     (out / "gpu_decode.json").write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=1))
-    plot(rows, arguments.stock.split(","), out / "gpu_decode.png")
 
 
 if __name__ == "__main__":

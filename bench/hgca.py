@@ -24,7 +24,7 @@ from rich.table import Table
 
 from bench.fidelity import follow
 from hybrid_backend.config import apply_overrides, config_from_mapping, find_config, load_config, load_mapping
-from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS
+from hybrid_backend.tools.bench.fidelity import FIDELITY_FLAGS
 from hybrid_backend.tools.hub import fetch
 from tests.engines.server import MODEL, Server, hybrid_server, stock_server
 from tests.engines.texts import tokens_of_prose

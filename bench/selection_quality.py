@@ -65,7 +65,7 @@ class InPlace:
             kv = torch.stack([layer.keys[0], layer.values[0]], 1)  # [kv_heads, 2, tokens, dim]
             kv = F.pad(kv, (0, 0, 0, self._table.shape[1] * size - past))
             layers.append(kv.unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4).contiguous())
-            if index in config.exact_layers:
+            if config.is_exact(index):
                 continue
             found = page_digests(layer.keys[0].transpose(0, 1).contiguous(), size, kind)
             stores[index] = F.pad(found, (0,) * (2 * (found.ndim - 1) + 1) + (self._table.shape[1] - len(found),))
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--ways", default=WAYS)
     options = parser.parse_args()
     config = load_config(find_config(MODEL))
-    sparse = [layer for layer in range(len(config.budget_factors)) if layer not in config.exact_layers]
+    sparse = [layer for layer in range(len(config.budget_factors)) if not config.is_exact(layer)]
     factors = Scout.factors(config, sparse)
     attention = Attention(options.page_size, options.budget, config.exact_layers, factors)
     AttentionInterface.register("selecting", attention)

@@ -10,12 +10,12 @@ tables of docs/cuda.md was measured on these GPUs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from bench.simulate_runs import gpu_table, own_runs, validation_error
 from hybrid_backend.config import HybridConfig, resolve_config
-from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
+from hybrid_backend.hardware import Hardware, find_hardware
 from hybrid_backend.memory_plan.blocks import Blocks
 from hybrid_backend.memory_plan.device import DevicePlan
 from hybrid_backend.memory_plan.footprint import MemoryRoom, default_chunk
@@ -23,13 +23,13 @@ from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.plan.model import find_shape
 from hybrid_backend.tools.plan.report import Request, make_plan
 from hybrid_backend.tools.plan.simulate import PARTS, StepTime, decode_step
-from hybrid_backend.tools.plan.simulate.layers import SCOUT_SHARE
 
 QWEN3_14B = find_shape("qwen3-14b")
 MACHINES = {"a100-80": "A100-80", "h200": "H200", "l40s": "L40S"}
 CONTEXT, BATCH = 65536, 32
-CONFIG: HybridConfig = resolve_config("qwen3-14b", None, {}, ("method=scout",))[0]
-MOST_IDLE = 0.06
+CONFIG: HybridConfig = resolve_config("qwen3-14b", None, {}, ("method=scout",))[0].for_layers(
+    QWEN3_14B.attention_windows
+)
 Rows = list[tuple[str, ...]]
 
 
@@ -120,69 +120,6 @@ def parts_table() -> Rows:
     return rows
 
 
-def changed_steps(name: str) -> dict[str, StepTime]:
-    """Return today's step with one thing changed."""
-    server = chosen(name)
-    ready = server.machine.replace(step_overhead_s=Number(value=0, source="switched off"))
-    rate = Curve(points=((1.0, 0.6 * server.machine.hbm_bytes_per_s.value),), source="what if: 60 % of the peak")
-    slow = server.machine.replace(device_attention_bytes_per_s=rate)
-    not_whole = server.config.model_copy(update={"whole_layers": ()})
-    return {
-        "no time of the engine between steps": step(replace(server, machine=ready)),
-        "twice the share on the CPU": step(server, cpu_share=2 * SCOUT_SHARE),
-        "our attention at 60 % of the peak": step(replace(server, machine=slow)),
-        "exact layers not whole": step(replace(server, config=not_whole)),
-    }
-
-
-def changes_table() -> Rows:
-    """Return for each change and machine by how much the step changes and what it is over stock."""
-    by_machine = {name: changed_steps(name) for name in MACHINES}
-    rows = [("today's step with", *(text for title in MACHINES.values() for text in (f"{title}, ms", "over stock")))]
-    for change in next(iter(by_machine.values())):
-        cells = []
-        for name, changed in by_machine.items():
-            difference = 1e3 * (changed[change].seconds - step(chosen(name)).seconds)
-            cells += [f"{difference:+.2f}", f"{over_stock(name, changed[change]):.2f}"]
-        rows.append((change, *cells))
-    return rows
-
-
-@dataclass(frozen=True)
-class Target:
-    """A promise, and what the simulator says of it."""
-
-    what: str
-    machine: str
-    limit: float
-    simulated: float
-    is_least: bool = True
-
-    @property
-    def is_met(self) -> bool:
-        return self.simulated >= self.limit if self.is_least else self.simulated <= self.limit
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        limit = f"{'>=' if self.is_least else '<='} {self.limit:g}"
-        return self.what, MACHINES[self.machine], limit, f"{self.simulated:.1f}", "yes" if self.is_met else "**no**"
-
-
-def targets() -> list[Target]:
-    """Return what docs/cuda.md promises of the simulated step."""
-    large = step(served("l40s", BATCH))
-    results = [
-        Target("times stock", "a100-80", 6, over_stock("a100-80", step(chosen("a100-80")))),
-        Target("times stock", "l40s", 5.1, over_stock("l40s", step(chosen("l40s")))),
-        Target(f"times stock, host pool for {BATCH}", "l40s", 5.1, over_stock("l40s", large)),
-    ]
-    for name in MACHINES:
-        scout = step(chosen(name))
-        results.append(Target("idle, %", name, 100 * MOST_IDLE, 100 * scout.idle_share, is_least=False))
-        results.append(Target("waits, %", name, 100 * MOST_IDLE, 100 * stalls(scout), is_least=False))
-    return results
-
-
 def pool_gib(sequences: int) -> float:
     return sequences * CONTEXT * QWEN3_14B.token_bytes * QWEN3_14B.layers / 2**30
 
@@ -208,22 +145,6 @@ def choices_table() -> Rows:
     return rows
 
 
-def most_share(name: str) -> float:
-    """Return the CPU's share of the budget from which on the device waits for more than `MOST_IDLE` of a step."""
-    low, high = 0.0, 0.99
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        low, high = (middle, high) if stalls(step(chosen(name), cpu_share=middle)) <= MOST_IDLE else (low, middle)
-    return low
-
-
-def shares_table() -> Rows:
-    rows = [("GPU", "share", "assumed")]
-    for name, title in MACHINES.items():
-        rows.append((title, f"{100 * most_share(name):.0f} %", f"{100 * SCOUT_SHARE:.1f} %"))
-    return rows
-
-
 def runs_table() -> Rows:
     """Return our own runs on a CPU (docs/simulator.md)."""
     rows: Rows = [("model", "context", "batch", "method", "measured", "simulated", "error")]
@@ -237,9 +158,6 @@ def runs_table() -> Rows:
 TABLES: Mapping[str, Callable[[], Rows]] = {
     "What the code at start chooses": choices_table,
     "A step by its parts": parts_table,
-    "One thing changed": changes_table,
-    "Targets": lambda: [("what", "GPU", "wanted", "simulated", "met"), *(target.row for target in targets())],
-    "Share of the budget on the CPU from which on the device waits for 6 % of a step": shares_table,
 }
 
 

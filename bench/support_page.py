@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hybrid_backend.config import HybridConfig, config_from_mapping
+from hybrid_backend.config import DEFAULT_FILE, HybridConfig, config_from_mapping, find_config, load_config
 from hybrid_backend.engines.refusal import Refusal, refuse
 from hybrid_backend.engines.sglang import checks as sglang
 from hybrid_backend.engines.sglang.compat import LOCKED as SGLANG_LOCKED
@@ -30,7 +30,9 @@ from hybrid_backend.engines.vllm.compat import PARTLY as VLLM_PARTLY
 from hybrid_backend.engines.vllm.compat import VLLM
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import method_names, resolve_method
+from hybrid_backend.model import shape_from_config
 from hybrid_backend.step.method import looks_ahead, needs_parking
+from hybrid_backend.tools.plan.published import PUBLISHED
 
 COLUMNS = ("vLLM, CPU", "vLLM, CUDA", "SGLang, CPU")
 ON_A_GPU = {
@@ -202,7 +204,7 @@ FEATURES: tuple[Feature, ...] = (
 
 def page() -> str:
     """Return the text of the page."""
-    return "\n".join([*_head(), *_versions(), *_methods(), *_features(), *_refusals()])
+    return "\n".join([*_head(), *_versions(), *_methods(), *_features(), *_models(), *_refusals()])
 
 
 def _head() -> list[str]:
@@ -261,6 +263,27 @@ def _features() -> list[str]:
         *_table("## Features", ("feature", *COLUMNS, "shown by"), rows),
         '"Not refused": nothing here forbids it, and no test of ours shows it. What has run where:',
         "[cuda.md](cuda.md).",
+        "",
+    ]
+
+
+def _models() -> list[str]:
+    rows = []
+    for entry in PUBLISHED.values():
+        shape, file = shape_from_config(entry.config, entry.hub_id), find_config(entry.hub_id)
+        windows = shape.attention_windows
+        exact = load_config(file).for_layers(windows).exact_layers
+        name = "default configuration" if file.name == DEFAULT_FILE else f"`{file.name}`"
+        full, attending, others = windows.count(None), len(windows), shape.layers - len(windows)
+        sliding = attending - full
+        kinds = [f"{full} full", *([f"{sliding} sliding"] if sliding else []), *([f"{others} other"] if others else [])]
+        rows.append((entry.hub_id, name, ", ".join(kinds), ", ".join(map(str, exact))))
+    return [
+        *_table("## Configurations", ("model", "configuration", "layers", "exact layers"), rows),
+        "A model with a file of its own is served with values measured on it. Any other model, in this table or not,",
+        "takes the default configuration; `hybrid serve` says so at start. There `exact_layers: auto` stands for the",
+        "first two layers with full attention, counted among the full and sliding layers. `hybrid profile` measures a",
+        "configuration ([profile.md](profile.md)).",
         "",
     ]
 

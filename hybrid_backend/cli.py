@@ -17,9 +17,8 @@ from hybrid_backend.config import resolve_config
 from hybrid_backend.engines.address import reach_this_machine_directly
 from hybrid_backend.engines.registry import resolve_server
 from hybrid_backend.errors import HybridError
-from hybrid_backend.tools.bench.accuracy.command import accuracy
-from hybrid_backend.tools.bench.command import agents
-from hybrid_backend.tools.bench.throughput.command import throughput
+from hybrid_backend.tools.bench.accuracy import accuracy
+from hybrid_backend.tools.bench.throughput import throughput
 from hybrid_backend.tools.doctor.command import doctor
 from hybrid_backend.tools.plan.command import plan
 from hybrid_backend.tools.profile.command import profile
@@ -54,7 +53,6 @@ app.add_typer(bench, name="bench")
 app.command("plan")(plan)
 app.command("profile")(profile)
 app.command("doctor")(doctor)
-bench.command("agents")(agents)
 bench.command("throughput")(throughput)
 bench.command("accuracy")(accuracy)
 
@@ -149,12 +147,11 @@ def top(
     host: Annotated[str, typer.Option(help="address that the page listens on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port of the page; 0: a free one")] = 8001,
     interval: Annotated[float, typer.Option(help="seconds between two readings")] = 2.0,
-    machine: Annotated[str | None, typer.Option(help="hardware profile of the server's machine: file or name")] = None,
 ) -> None:
     """Show the status page of a running server in a browser."""
     from hybrid_backend.tools.status.app import serve as serve_page
 
-    serve_page(url, host, port, interval, machine, tell=typer.echo)
+    serve_page(url, host, port, interval, tell=typer.echo)
 
 
 @app.command()

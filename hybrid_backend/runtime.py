@@ -53,7 +53,7 @@ class HybridRuntime:
         """``kv_layers``: per layer ``[pages, kv_heads, 2, page_size, head_dim]`` host memory of the engine;
         ``device_views``: the same memory as the device sees it, where that is not the host; ``rank``: this process
         among the engine's on this machine, rank i on GPU i."""
-        config.validate_for(model.num_layers)
+        config = config.for_layers(model.windows or (None,) * model.num_layers)
         host = HostPool(kv_layers, device_views)
         self._full_layers = [layer for layer in range(model.num_layers) if model.window(layer) is None]
         if not self._full_layers:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import httpx
 from pydantic import BaseModel, ConfigDict
 
-from hybrid_backend.tools.bench.client import BenchError, Endpoint, Streamed, headers, rotated, stream
+from bench.streams import Streamed, stream
+from hybrid_backend.tools.bench.client import BenchError, Endpoint, headers, rotated
 
 Prompt = list[int]
 WARM_UP = 24  # tokens decoded before anything is timed

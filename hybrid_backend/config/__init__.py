@@ -1,5 +1,8 @@
-"""The YAML configuration: `schema` says what may be written, `rules` what a value may be, `load` reads it; `heads`:
-the JSON file beside it."""
+"""The YAML configuration.
+
+`schema`, `sections` and `methods` declare the keys, `rules` what a value may be, and `load` reads files. `heads` reads
+the JSON file that the key ``clo.heads`` names.
+"""
 
 from hybrid_backend.config.heads import HeadScores, read_heads
 from hybrid_backend.config.load import (
@@ -16,17 +19,15 @@ from hybrid_backend.config.load import (
     source_of,
 )
 from hybrid_backend.config.rules import Rule, format_size, parse_size
-from hybrid_backend.config.schema import (
-    MOST_FRAMES,
+from hybrid_backend.config.schema import MOST_FRAMES, HybridConfig, iter_keys
+from hybrid_backend.config.sections import (
     HostPoolConfig,
-    HybridConfig,
     LookaheadConfig,
     MetricsConfig,
     ModelMatch,
     RecallConfig,
     SelectionConfig,
     WorkersConfig,
-    iter_keys,
 )
 
 __all__ = [

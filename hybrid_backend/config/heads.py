@@ -1,4 +1,4 @@
-"""The heads file of method ``clo``: what ``hybrid profile`` learned of every attention head, as JSON."""
+"""Heads file of method ``clo``: importance and similarity of each attention head, as ``hybrid profile`` measures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIX = "write the file with `hybrid profile MODEL`"
 
 
 def _between(low: int, high: int) -> Rule:
-    def accepts(value: object) -> bool:  # NaN is on neither side
+    def accepts(value: object) -> bool:  # NaN is refused, because it compares with no bound.
         return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
     return rule(f"a number from {low} to {high}", accepts)
@@ -30,8 +30,9 @@ Cosine = Annotated[float, _between(-1, 1)]
 
 
 class HeadScores(Section):
-    """Every head of a model, per layer: ``[layers][heads]`` or ``[layers][kv_heads]``. Layers that attend a sliding
-    window count too, with values that never matter (`tools.profile.gates`).
+    """Scores of each head of a model, as ``[layers][heads]`` or ``[layers][kv_heads]``.
+
+    Layers with a sliding window are included; no method reads their values.
 
     Source: CLO (arXiv 2511.14510), sections 3.2 and 3.3, appendix A.
     """
@@ -39,28 +40,28 @@ class HeadScores(Section):
     model: Annotated[str, _NAME]
     """Name of the model that was profiled."""
     importance: tuple[tuple[Share, ...], ...]
-    """Gate of every query head, 0 (sink and recent tokens suffice) to 1: s_i of Eq. 10, trained by Eq. 15."""
+    """Gate of each query head, 0 (sink and recent tokens suffice) to 1: s_i of Eq. 10, trained by Eq. 15."""
     kv_importance: tuple[tuple[Share, ...], ...]
-    """Gate of every KV head, 0 to 1: s_j of Eq. 8, trained by Eq. 14."""
+    """Gate of each KV head, 0 to 1: s_j of Eq. 8, trained by Eq. 14."""
     similarity: tuple[tuple[Cosine, ...], ...] | None
-    """Mean cosine of the queries of adjacent decode steps, over the query heads of every KV head: s^_j of Eq. 11; None
-    if it was not measured."""
+    """Mean cosine of the queries of adjacent decode steps, over the query heads of a KV head: s^_j of Eq. 11; None if
+    it was not measured."""
     prefetch_bytes: Annotated[int, integer(0, 2**63 - 1)] = 0
     """Bytes that cross the bus while one layer of one step computes: T_comp * B_PCIe of Eq. 12."""
 
 
 def read_heads(path: str | Path, layers: int, heads: int | None, kv_heads: int) -> HeadScores:
-    """The heads file at ``path``.
+    """Read the heads file at ``path``.
 
     Args:
-        path: of the JSON file; ``~`` is the home directory.
-        layers: of the model, those with a sliding window included.
-        heads: query heads of a layer on this rank; None: not known yet, nor compared.
+        path: JSON file; ``~`` is the home directory.
+        layers: attention layers of the model, those with a sliding window included.
+        heads: query heads of a layer on this rank; None if the number is not known yet, so that it is not compared.
         kv_heads: KV heads of a layer on this rank.
 
     Raises:
-        ConfigError: one line with ``clo.heads``, the file, the value and the fix: the file cannot be read, is not JSON,
-            has a field too many or too few or a value out of its range, or is of a model of another shape.
+        ConfigError: the file cannot be read, is not JSON, has a wrong field or a value out of range, or belongs to a
+            model of another shape. The line names ``clo.heads``, the file, the value and the fix.
     """
     source = f"{_KEY}: {user_path(path)}"
     content = read_text(path, f"check the path, or {_FIX}", name=source)
@@ -82,7 +83,10 @@ def read_heads(path: str | Path, layers: int, heads: int | None, kv_heads: int) 
 
 
 def _misshapen(values: Sequence[Sequence[float]], layers: int, count: int | None) -> str:
-    """How ``values`` differs from ``[layers][count]``, empty if it does not. None: any count, the same everywhere."""
+    """Say how ``values`` differs from ``[layers][count]``; empty if it does not.
+
+    If ``count`` is None, all layers must have as many heads as the first one.
+    """
     if len(values) != layers:
         return f" has {len(values)} layers"
     count = len(values[0]) if count is None and values else count
@@ -90,7 +94,7 @@ def _misshapen(values: Sequence[Sequence[float]], layers: int, count: int | None
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    """What is wrong, by the first error that pydantic found."""
+    """Describe one pydantic error in the words of a user."""
     field, *places = error["loc"] or ("",)
     key = str(field) + "".join(f"[{place}]" for place in places)
     match error["type"]:
@@ -99,8 +103,8 @@ def _explain(error: Mapping[str, Any]) -> str:
         case "missing":
             return f"{key} is missing"
         case "extra_forbidden":
-            known = ", ".join(HeadScores.model_fields)
-            hint = did_you_mean(field, list(HeadScores.model_fields)) or f"the file has the fields {known}"
+            fields = ", ".join(HeadScores.model_fields)
+            hint = did_you_mean(field, list(HeadScores.model_fields)) or f"the file has the fields {fields}"
             return f"unknown field {show(field)} ({hint})"
         case "hybrid":
             return f"{key}: {error['msg']}"

@@ -1,4 +1,4 @@
-"""From files, flags and the environment to a `HybridConfig`; every mistake is one line."""
+"""Reader of configurations from files, flags and the environment. Each mistake is an error of one line."""
 
 from __future__ import annotations
 
@@ -23,42 +23,38 @@ from hybrid_backend.config.schema import HybridConfig, iter_keys, section_of
 
 ENV_CONFIG = "HYBRID_CONFIG"
 DEFAULT_FILE = "default.yaml"
-REMOVED_KEYS = {"workers.per_sequence_groups": "each sequence is a job of its own now"}
-"""Keys of earlier releases that files may still have, and why they are gone."""
 MOST_ALIASES = 16
-"""Aliases (``*name``) of one YAML text. Sixteen can repeat a value 400 times at most."""
+"""Limit of aliases (``*name``) in one YAML text. Sixteen aliases repeat a value 400 times at most."""
 MOST_DEPTH = 32
-"""Brackets of one YAML text that are open at once. PyYAML's time grows with their square."""
+"""Limit of nested brackets in one YAML text, because PyYAML's time grows with their square."""
 MOST_BYTES = 1 << 17
-"""Size limit of a configuration file, which PyYAML reads in seconds."""
+"""Size limit of a configuration file in bytes; PyYAML reads as much in seconds."""
 
 
 def _unknown_key(path: Sequence[str]) -> str:
-    """Why a dotted path is not a key, with the most likely meant one."""
-    if removed := REMOVED_KEYS.get(".".join(path)):
-        return f"{'.'.join(path)}: this key was removed; {removed}: delete it"
+    """Describe a dotted path that is no key, with the key that was probably meant."""
     model: type[BaseModel] = HybridConfig
-    place = 0
-    while place < len(path) - 1 and (section := section_of(model.model_fields.get(path[place]))):
-        model, place = section, place + 1
-    is_single = place < len(path) - 1 and path[place] in model.model_fields  # a key, but without keys of its own
-    here, word = ".".join(path[:place]), path[place + is_single]
+    depth = 0
+    while depth < len(path) - 1 and (section := section_of(model.model_fields.get(path[depth]))):
+        model, depth = section, depth + 1
+    is_plain_key = depth < len(path) - 1 and path[depth] in model.model_fields  # It has no keys of its own.
+    prefix, word = ".".join(path[:depth]), path[depth + is_plain_key]
     moved = [key for key, _ in iter_keys() if key.rpartition(".")[2] == path[-1]]
-    hint = f"did you mean {' or '.join(moved)}?" if moved else did_you_mean(path[place], list(model.model_fields))
+    hint = f"did you mean {' or '.join(moved)}?" if moved else did_you_mean(path[depth], list(model.model_fields))
     if not hint:
-        hint = f"{here or 'the top level'} has the keys {', '.join(model.model_fields)}"
+        hint = f"{prefix or 'the top level'} has the keys {', '.join(model.model_fields)}"
     return f"{'.'.join(path)}: unknown key {show(word)}; {hint}"
 
 
 def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
-    """Key path and one-line reason of one pydantic error."""
+    """Return the key path and the one-line reason of one pydantic error."""
     path = [str(part) for part in error["loc"]]
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         return key, _unknown_key(path)
     if error["type"] == "hybrid":
-        at = error["ctx"]["at"]
-        key = key + at if path else at
+        element = error["ctx"]["at"]
+        key = key + element if path else element
         return key, f"{key}: {error['msg']}"
     if error["type"] in ("model_type", "model_attributes_type") and path:
         section = section_of(HybridConfig.model_fields.get(path[0]))
@@ -68,7 +64,15 @@ def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def config_from_mapping(mapping: Mapping[str, object], source: str) -> HybridConfig:
-    """The configuration in a mapping; ConfigError names `source`, the key, the value and what is allowed."""
+    """Check a mapping and return its configuration.
+
+    Args:
+        mapping: keys and values as in YAML.
+        source: name of the mapping in errors, such as a file's path.
+
+    Raises:
+        ConfigError: a key or a value is wrong. The line names ``source``, the key, the value and what is allowed.
+    """
     if not isinstance(mapping, Mapping):
         fail(f"{source}: got {show(mapping)}, expected a mapping of keys to values")
     _require_text_keys(mapping, source)
@@ -94,10 +98,10 @@ def _require_text_keys(mapping: Mapping[Any, object], source: str, prefix: str =
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without duplicate keys, tags (``!!bool``), many aliases and deep nesting. As in YAML 1.2, 1e-1 is a
-    number, and 3:1, a head, is text.
+    """YAML without duplicate keys, tags (``!!bool``), many aliases and deep nesting.
 
-    Aliases, and merges of them, can write gigabytes in a few hundred bytes.
+    Aliases and merges of aliases could spell gigabytes in a few hundred bytes. As in YAML 1.2, 1e-1 is a number, and a
+    head such as 3:1 is text.
     """
 
     _aliases = 0
@@ -148,7 +152,7 @@ _Loader.add_implicit_resolver(
 
 def _parse(text: str, source: str) -> Mapping[str, object]:
     with reading(source, form="YAML"):
-        data = yaml.load(text, Loader=_Loader)  # a SafeLoader
+        data = yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader.
     if data is None:
         fail(f"{source}: is empty; write a key such as 'method: scout', or {{}} for defaults")
     if not isinstance(data, Mapping):
@@ -157,34 +161,34 @@ def _parse(text: str, source: str) -> Mapping[str, object]:
     return data
 
 
-def _is_inline(given: str | Path) -> bool:
-    """Whether a text is the YAML or JSON itself, not a path."""
-    return isinstance(given, str) and given.lstrip().startswith("{")
+def _is_inline(path_or_text: str | Path) -> bool:
+    """Tell whether a text is the YAML or JSON itself, and not a path."""
+    return isinstance(path_or_text, str) and path_or_text.lstrip().startswith("{")
 
 
-def source_of(given: str | Path) -> str:
-    """What messages call a file, or a text that is the YAML itself."""
-    return "inline" if _is_inline(given) else str(user_path(given))
+def source_of(path_or_text: str | Path) -> str:
+    """Return the name of a file, or of a text that is the YAML itself, in messages."""
+    return "inline" if _is_inline(path_or_text) else str(user_path(path_or_text))
 
 
-def load_mapping(given: str | Path, source: str | None = None) -> Mapping[str, object]:
-    """The unchecked content of a YAML file, or of a text that starts with `{`, for `apply_overrides`."""
-    name = source or source_of(given)
-    if isinstance(given, str) and _is_inline(given):
-        return _parse(given.replace("\t", " "), name)  # YAML, unlike JSON, has no tabs between tokens
-    if not str(given).strip():
+def load_mapping(path_or_text: str | Path, source: str | None = None) -> Mapping[str, object]:
+    """Return the unchecked content of a YAML file, or of a text that starts with ``{``, for `apply_overrides`."""
+    name = source or source_of(path_or_text)
+    if isinstance(path_or_text, str) and _is_inline(path_or_text):
+        return _parse(path_or_text.replace("\t", " "), name)  # YAML, unlike JSON, has no tabs between tokens.
+    if not str(path_or_text).strip():
         fail("config: the path is empty; give the path of a YAML file, or leave it out to use the model's")
     fix = "give a readable YAML file, or leave it out to use the model's"
-    return _parse(read_text(given, fix, name=name, most=MOST_BYTES), name)
+    return _parse(read_text(path_or_text, fix, name=name, most=MOST_BYTES), name)
 
 
-def load_config(given: str | Path) -> HybridConfig:
-    """The configuration in a YAML file, or in a text that starts with `{`."""
-    return config_from_mapping(load_mapping(given), source_of(given))
+def load_config(path_or_text: str | Path) -> HybridConfig:
+    """Return the configuration in a YAML file, or in a text that starts with ``{``."""
+    return config_from_mapping(load_mapping(path_or_text), source_of(path_or_text))
 
 
 def apply_overrides(mapping: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """A copy of `mapping` with each `dotted.key=value` set, the value read as YAML; later ones win."""
+    """Return a copy of ``mapping`` with each ``dotted.key=value`` set, the value read as YAML; later overrides win."""
     result: dict[str, Any] = copy.deepcopy(dict(mapping))
     for key, value in map(parse_override, overrides):
         section, _, name = key.rpartition(".")
@@ -197,7 +201,11 @@ def apply_overrides(mapping: Mapping[str, object], overrides: Sequence[str]) -> 
 
 
 def parse_override(override: str) -> tuple[str, object]:
-    """The dotted key and the value of `dotted.key=value`."""
+    """Split ``dotted.key=value`` into the key and the value.
+
+    Raises:
+        ConfigError: the text has another form, or there is no such key.
+    """
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key or not text.strip():
@@ -205,11 +213,11 @@ def parse_override(override: str) -> tuple[str, object]:
     if key not in {name for name, _ in iter_keys()} | set(HybridConfig.model_fields):
         fail(f"--set {_unknown_key(key.split('.'))}")
     with reading(f"--set {key}: got {show(text)}, expected a YAML value", form="YAML"):
-        return key, yaml.load(text, Loader=_Loader)  # a SafeLoader
+        return key, yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader.
 
 
 def shipped_configs() -> tuple[Path, ...]:
-    """The YAML files that are installed with the package, sorted by name."""
+    """Return the YAML files that are installed with the package, sorted by name."""
     try:
         folder = Path(str(importlib.resources.files("hybrid_backend.configs")))
     except ModuleNotFoundError:
@@ -221,7 +229,7 @@ def shipped_configs() -> tuple[Path, ...]:
 
 
 def find_config(model_name: str) -> Path:
-    """The shipped file whose `model.match` fits the model best; default.yaml when none names it."""
+    """Return the shipped file whose ``model.match`` fits the model best; default.yaml if no pattern names the model."""
     files = shipped_configs()
     best, best_score = next(file for file in files if file.name == DEFAULT_FILE), -1
     for file in files:
@@ -237,21 +245,29 @@ def resolve_config(
     env: Mapping[str, str],
     overrides: Sequence[str] = (),
 ) -> tuple[HybridConfig, str]:
-    """The configuration to use and where it came from.
+    """Return the configuration to use, and where it came from.
 
-    `explicit` wins over HYBRID_CONFIG, which wins over the shipped file for the model's name, which wins over
-    default.yaml. A text that starts with `{` is the YAML or JSON itself, any other text is a path. An empty
-    HYBRID_CONFIG counts as unset. `overrides` are applied last.
+    ``explicit`` wins over HYBRID_CONFIG, which wins over the shipped file for the model's name, which wins over
+    default.yaml. A text that starts with ``{`` is the YAML or JSON itself, any other text is a path.
+
+    Args:
+        model_name: hub id or path of the model.
+        explicit: what the user passed to the command or the engine.
+        env: environment; an empty HYBRID_CONFIG counts as unset.
+        overrides: ``dotted.key=value`` texts, applied last.
+
+    Raises:
+        ConfigError: a file cannot be read, or a key or a value is wrong.
     """
-    given = explicit if explicit is not None else (env.get(ENV_CONFIG, "").strip() or None)
+    chosen = explicit if explicit is not None else (env.get(ENV_CONFIG, "").strip() or None)
     origin = "explicit" if explicit is not None else ENV_CONFIG
     mapping: Mapping[str, object]
-    if isinstance(given, str | Path):
-        source = f"{origin} (inline)" if _is_inline(given) else f"{given} ({origin})"
-        mapping = load_mapping(given, source)
-    elif given is not None:
+    if isinstance(chosen, str | Path):
+        source = f"{origin} (inline)" if _is_inline(chosen) else f"{chosen} ({origin})"
+        mapping = load_mapping(chosen, source)
+    elif chosen is not None:
         source = f"{origin} (mapping)"
-        mapping = given
+        mapping = chosen
     else:
         path = find_config(model_name)
         reason = f"{'matches' if path.name != DEFAULT_FILE else 'no shipped file matches'} {model_name}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """With ``~`` resolved; as it is where there is no such home, so that it is the file that is missing."""
+    """Resolve ``~`` in a path. A path whose home does not exist stays, so that an error names the missing file."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -17,8 +17,7 @@ def user_path(path: str | os.PathLike[str]) -> Path:
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file in one step, so that a reader sees the old or the new content.
 
-    The new file is created where nothing was: in a folder that is shared with others, a symbolic link that waits under
-    its name is removed, and not followed.
+    A symbolic link that another user placed at the temporary name is removed, and not followed.
     """
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)

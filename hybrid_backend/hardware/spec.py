@@ -60,18 +60,18 @@ class Curve(_Frozen):
         (x0, y0), (x1, y1) = self.points[i - 1], self.points[i]
         return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
-    @property
-    def best(self) -> float:
-        """Highest rate of the points."""
-        return max(rate for _, rate in self.points)
-
     def best_until(self, x: float) -> float:
         """Return the best rate at ``x`` or below, because fewer threads than allowed may be used."""
         return max([self.at(x), *(rate for point, rate in self.points if point <= x)])
 
-    def scaled(self, factor: float, why: str) -> Curve:
-        """Return the curve with all rates multiplied by ``factor``."""
-        return Curve(points=tuple((x, y * factor) for x, y in self.points), source=f"{self.source}; x{factor:g}: {why}")
+    def extended(self, x: float) -> Curve:
+        """Return the curve continued to ``x`` at its last slope; a flat curve stays flat."""
+        (x1, y1) = self.points[-1]
+        if x <= x1:
+            return self
+        x0, y0 = self.points[-2] if len(self.points) > 1 else (0.0, 0.0)
+        rate = y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (x - x1)
+        return Curve(points=(*self.points, (float(x), rate)), source=f"{self.source}; continued to {x:g}")
 
 
 class Hardware(_Frozen):
@@ -152,6 +152,14 @@ class Hardware(_Frozen):
     def link_achieved(self, piece_bytes: float) -> float:
         """Return the bytes per second from host to device in contiguous pieces of that size."""
         return min(self.host_device_bytes_per_s.at(piece_bytes), self.host_read_achieved)
+
+    def with_cores(self, cores: int) -> Hardware:
+        """Return the machine with that many cores; more than were measured continue the curves of threads."""
+        return self.replace(
+            cores=cores,
+            host_read_bytes_per_s=self.host_read_bytes_per_s.extended(cores),
+            cpu_attention_bytes_per_s=self.cpu_attention_bytes_per_s.extended(cores),
+        )
 
     def to_json(self) -> str:
         """Return the profile as JSON."""

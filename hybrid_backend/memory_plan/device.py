@@ -66,7 +66,7 @@ class DevicePlan:
         Raises:
             ConfigError: not even one request fits.
         """
-        config, message = self.with_whole_layers(config, max_requests)
+        config, message = self.with_whole_layers(config.for_layers(self.shape.attention_windows), max_requests)
         messages = [] if message is None else [message]
         requests = self.requests(config, max_requests)
         first_bytes = self.needed(config, 1)

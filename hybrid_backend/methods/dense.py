@@ -14,7 +14,9 @@ from hybrid_backend.tiers import TierLayout, Tiers
 
 
 class Dense(Method):
-    """No frames, no digests, no workers: attention over host pages in place, which a GPU reads over the bus."""
+    """Attention over all host pages in place, without frames, digests and workers; a GPU reads over the bus."""
+
+    name = "dense"
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)
@@ -22,7 +24,7 @@ class Dense(Method):
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        """Staging only, for the prompts of a GPU."""
+        """Return staging buffers for the prompts of a GPU, and no other tier."""
         separate = device.type != "cpu"
         return TierLayout(separate=separate, staging_tokens=staging_tokens(config) if separate else 0)
 
@@ -41,10 +43,10 @@ class Dense(Method):
         step.counting.count_tokens(int(rows.seq_lens.sum()), int(rows.num_pages.sum()))
 
     def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
-        now = step.inputs(len(q))
-        host, table = self.tiers.host.views[layer], now.table[:, None]
-        parts = step.attend(q, host, table, now.seq_lens[:, None], host_tokens=step.seq_lens)
-        return step.merge(layer, parts, None, q.dtype)
+        inputs = step.inputs(len(q))
+        host, table = self.tiers.host.views[layer], inputs.table[:, None]
+        partials = step.attend(q, host, table, inputs.seq_lens[:, None], host_tokens=step.seq_lens)
+        return step.merge(layer, partials, None, q.dtype)
 
 
 def _is_in_place(config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:

@@ -1,22 +1,21 @@
-"""Method ``hgca``: dense attention of a recent window on the device, per-head sparse attention of older tokens on the
-CPU (HGCA, arXiv 2507.03153, algorithms 1 and 2).
+"""Method ``hgca``: a recent window on the device, older tokens on the CPU (HGCA, arXiv 2507.03153, algorithms 1 and 2).
 
-The device keeps the last `hgca.window_tokens` tokens of every layer as a ring of pages and, for each of them and each
-KV head, a moving average of its attention weight. When a page leaves the ring, a head keeps those of its tokens whose
-average is above ``beta / (tokens of the ring)``: they are copied to the head's context cache, which the CPU attends
-in parallel with the device (not ahead); the partials merge by log-sum-exp.
+The device keeps the last `hgca.window_tokens` tokens of each layer as a ring of pages. For each of these tokens and
+each KV head it keeps a moving average of the attention weight. When a page leaves the ring, a head keeps the tokens
+whose average exceeds ``beta / (tokens of the ring)``. They are copied to the head's context cache, which the CPU
+attends in parallel with the device, in the same layer. The partials merge by log-sum-exp.
 
-After a prompt (also one that continues a cached prefix) every token before the window is judged again, by the mean
-weights of the prompt's last queries over all of them against ``beta / (tokens on the CPU)``: tokens drop out of the
-context cache and come back. The host pool keeps every token, whatever a head attends.
+After a prompt, also one that continues a cached prefix, all tokens before the window are judged again. The mean weights
+of the prompt's last queries are compared with ``beta / (tokens on the CPU)``. So tokens leave the context cache and
+return to it. The host pool keeps all tokens.
 
-The first pages (`sinks`) stay on the device beside the ring and count for nothing in judging: with them in it, the
-attention sink takes so much of the weight that every other token falls below uniform (docs/measurements.md).
+The first pages (`sinks`) stay on the device beside the ring and are left out of judging. The attention sink would take
+so much of the weight that all other tokens fall below uniform (docs/measurements.md).
 
-All judging is done between steps, on the host; what a step launches is the same whatever was judged.
+Tokens are judged on the host between steps. The launches of a step do not depend on the result.
 
-Deviations, beside the sinks: a KV head stands for its group of query heads (`hgca.aggregate`); prompts are attended
-densely through the staging buffers, which is exact; judging takes the prompt's last `hgca.append_queries` queries.
+Deviations, beside the sinks: a KV head stands for its group of query heads by the largest of their weights. Prompts are
+attended densely through the staging buffers, which is exact. Only a prompt's last `APPEND_QUERIES` queries judge.
 """
 
 from __future__ import annotations
@@ -37,45 +36,67 @@ if TYPE_CHECKING:
     from hybrid_backend.step import Toolbox
 
 
-class _Lists(NamedTuple):
-    """What a step's rows attend, the same in all layers: int32 buffers on the device tier that stay where they are."""
+APPEND_QUERIES = 64
+"""Number of a prompt's last queries that judge its older tokens. HGCA takes all queries; a constant bounds the cost."""
 
-    sinks: Tensor  # [rows, 1, sinks] frames
-    sink_tokens: Tensor  # [rows, 1]
-    ring: Tensor  # [rows, 1, ring], as the sinks
-    ring_tokens: Tensor  # [rows, 1]
-    places: Tensor  # [rows, 1, ring] of the ring's pages in the moving averages
-    older: Tensor  # [rows, 1, columns] host pages between sinks and ring, for layers that attend them all
-    older_pages: Tensor  # [rows, 1] how many
+
+class _Lists(NamedTuple):
+    """Pages that the rows of a step attend in all layers: int32 buffers on the device tier with fixed addresses.
+
+    Attributes:
+        sinks: ``[rows, 1, sinks]`` frames of the first pages.
+        sink_tokens: ``[rows, 1]`` tokens in these frames.
+        ring: ``[rows, 1, ring]`` frames of the ring.
+        ring_tokens: ``[rows, 1]`` tokens in these frames.
+        places: ``[rows, 1, ring]`` places of the ring's pages in the moving averages.
+        older: ``[rows, 1, columns]`` host pages between sinks and ring, for layers that attend all of them.
+        older_pages: ``[rows, 1]`` number of these pages.
+    """
+
+    sinks: Tensor
+    sink_tokens: Tensor
+    ring: Tensor
+    ring_tokens: Tensor
+    places: Tensor
+    older: Tensor
+    older_pages: Tensor
 
     def first(self, rows: int) -> _Lists:
+        """Return the buffers of the first ``rows`` rows."""
         return _Lists(*(x[:rows] for x in self))
 
 
-class _Held(NamedTuple):
-    """A running request."""
+class _Running(NamedTuple):
+    """A running request.
 
-    request: int  # `FramePool.index`
-    first: int  # logical page that its ring begins with: all before it, but for the sinks, were judged
+    Attributes:
+        request: its index (`FramePool.index`).
+        first: logical page that its ring begins with. The pages between the sinks and this page were judged.
+    """
+
+    request: int
+    first: int
 
 
 class Hgca(Method):
     """First pages and a ring of recent ones on the device; a context cache per KV head on the CPU."""
 
+    name = "hgca"
     uses_workers = True
-    attends_selection = False  # but sinks, ring and context caches
+    attends_selection = False  # Layers attend sinks, ring and context caches.
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)
         full = tiers.layout.full_layers(model)
         self._ring, self._cached = _ring(config), [full.index(layer) for layer in tiers.cache.stores]
-        # A_gpu of algorithm 1, by layer with a context cache and place. Every request has a place for each page of its
-        # ring: that of a page is its number after the sinks modulo the ring.
+        # A_gpu of algorithm 1 of each layer with a context cache. Each request has a place for each page of its ring:
+        # the page's number after the sinks, modulo the size of the ring.
         self._average, self._lists = _buffers(
             config, model, tiers.layout, len(tiers.host.layers[full[0]]), tiers.frames.requests, tiers.device
         )
-        self._held: dict[str, _Held] = {}
-        self._queries: dict[str, dict[int, tuple[int, Tensor]]] = {}  # last ones of a prompt by layer, and its tokens
+        self._running: dict[str, _Running] = {}
+        self._queries: dict[str, dict[int, tuple[int, Tensor]]] = {}
+        """Prompt length so far and the prompt's last queries, by request and layer."""
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
@@ -97,7 +118,7 @@ class Hgca(Method):
 
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
-        """Every token between sinks and ring kept by all heads."""
+        """Return `Method.grown_bytes` if all heads keep all tokens between sinks and ring."""
         older = max(0, -(-tokens // config.page_size) - config.sinks - _ring(config))
         cached = len(cls.layout(config, model, device).cached_layers(config, model))
         return cached * older * model.page_bytes(config.page_size)
@@ -107,9 +128,9 @@ class Hgca(Method):
         return self._average.nbytes + sum(x.nbytes for x in self._lists)
 
     def kept_tokens(self) -> list[list[int]]:
-        """Per layer with context caches and KV head, the tokens in those of all running requests."""
-        kept: list[list[int]] = self.tiers.cache.tokens.sum(1).tolist()
-        return kept
+        """Return the tokens in the context caches of all running requests, per layer with a cache and KV head."""
+        tokens: list[list[int]] = self.tiers.cache.tokens.sum(1).tolist()
+        return tokens
 
     def budgets(self, rows: DecodeRows) -> Tensor:
         if self.config.sparse == "never":
@@ -120,13 +141,16 @@ class Hgca(Method):
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         if layer in self.tiers.cache.stores:
-            held, most = self._queries.setdefault(row.request_id, {}), self.config.hgca.append_queries
-            tokens, before = held.get(layer, (-1, q))
-            goes_on = tokens == row.seq_len - len(q)  # else the prompt begins, perhaps once more
-            held[layer] = row.seq_len, torch.cat([before, q])[-most:] if goes_on else q[-most:].clone()
+            queries_of_layer = self._queries.setdefault(row.request_id, {})
+            tokens, before = queries_of_layer.get(layer, (-1, q))
+            goes_on = tokens == row.seq_len - len(q)  # If not, the prompt begins, perhaps for a second time.
+            queries_of_layer[layer] = (
+                row.seq_len,
+                torch.cat([before, q])[-APPEND_QUERIES:] if goes_on else q[-APPEND_QUERIES:].clone(),
+            )
 
     def begin_step(self, step: Step) -> None:
-        for row in step.prefill:  # it computes prompt tokens again: what was judged is out of date
+        for row in step.prefill:  # A request that computes prompt tokens is judged anew.
             self._forget(row.request_id)
 
     def release(self, request_id: str) -> None:
@@ -134,22 +158,22 @@ class Hgca(Method):
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        held = self._held.pop(request_id, None)
-        if held is not None:
-            self.tiers.cache.release(held.request)
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            self.tiers.cache.release(running.request)
 
     # --- the step ---
 
     def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
         config, tiers, lists = self.config, self.tiers, self._lists.first(len(q))
-        row = tiers.cache.row.get(layer)  # None: the layer attends every older page
+        row = tiers.cache.row.get(layer)  # None if the layer attends all older pages.
         step.ask_cpu(layer, q, lists.older if row is None else None, lists.older_pages)
         kv = tiers.frames.layers[layer]
         out, lse = step.attend(q, kv, lists.ring, lists.ring_tokens, self._ring)
         if row is not None:
             tiers.operations.page_weights(
                 q, kv, lists.ring, lists.places, lists.ring_tokens, lse.logsumexp(-1), self._average[row],
-                self.model.scale, config.hgca.alpha, config.hgca.aggregate == "max",
+                self.model.scale, config.hgca.alpha, True,
             )  # fmt: skip
         if config.sinks:
             sinks = step.attend(q, kv, lists.sinks, lists.sink_tokens, config.sinks)
@@ -159,10 +183,10 @@ class Hgca(Method):
     def covered(self, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
         if layer not in self.tiers.cache.stores:
             return None
-        held, page_size = self._held[rows.request_ids[r]], self.config.page_size
+        running, page_size = self._running[rows.request_ids[r]], self.config.page_size
         covered = torch.ones(self.model.num_kv_heads, int(rows.seq_lens[r]), dtype=torch.bool)
-        covered[:, self.config.sinks * page_size : held.first * page_size] = False
-        for head, positions in enumerate(self.tiers.cache.positions(layer, held.request)):
+        covered[:, self.config.sinks * page_size : running.first * page_size] = False
+        for head, positions in enumerate(self.tiers.cache.positions(layer, running.request)):
             covered[head, positions] = True
         return covered
 
@@ -181,50 +205,56 @@ class Hgca(Method):
         step.counting.count_tokens(int((rows.seq_lens - older).sum()), 0, on_cpu.tolist())
 
     def _write_lists(self, step: Toolbox) -> None:
-        """From the step's inputs, where they lie."""
-        lists, now, ring, config = self._lists, step.buffers.inputs, self._ring, self.config
-        requests, page_size = now.requests[:, None].long(), config.page_size
-        first = (now.num_pages - ring).clamp(min=config.sinks)[:, None]
+        """Compute the lists from the step's inputs on the device tier."""
+        lists, inputs, ring, config = self._lists, step.buffers.inputs, self._ring, self.config
+        requests, page_size = inputs.requests[:, None].long(), config.page_size
+        first = (inputs.num_pages - ring).clamp(min=config.sinks)[:, None]
         pages = first + torch.arange(ring, device=first.device, dtype=torch.int32)
-        reachable = pages.clamp(max=now.table.shape[1] - 1).long()
-        frame_of = step.maps.frame_of[0]  # the same in all layers
+        reachable = pages.clamp(max=inputs.table.shape[1] - 1).long()
+        frame_of = step.maps.frame_of[0]  # All layers have the same map.
         lists.ring[:, 0] = frame_of[requests, reachable]
         lists.sinks[:, 0] = frame_of[requests[:, 0], : config.sinks]
-        lists.places[:, 0] = now.requests[:, None] * ring + (pages - config.sinks) % ring
-        lists.ring_tokens.copy_((now.seq_lens[:, None] - first * page_size).clamp(min=0))
-        lists.sink_tokens.copy_(now.seq_lens[:, None].clamp(max=config.sinks * page_size))
+        lists.places[:, 0] = inputs.requests[:, None] * ring + (pages - config.sinks) % ring
+        lists.ring_tokens.copy_((inputs.seq_lens[:, None] - first * page_size).clamp(min=0))
+        lists.sink_tokens.copy_(inputs.seq_lens[:, None].clamp(max=config.sinks * page_size))
         lists.older_pages.copy_(first - config.sinks)
         if lists.older.shape[2]:
-            lists.older[:, 0] = now.table.roll(-config.sinks, 1)
+            lists.older[:, 0] = inputs.table.roll(-config.sinks, 1)
 
     # --- judging ---
 
     def _judge(self, rows: DecodeRows, requests: list[int], first: list[int]) -> None:
-        """Judge all older tokens of requests that begin to decode, and the tokens of pages that leave a ring. A GPU is
-        waited for in steps that have either."""
+        """Judge all older tokens of requests that begin to decode, and the tokens of pages that leave a ring.
+
+        A step that has either waits for a GPU.
+        """
         ring, sinks, page_size = self._ring, self.config.sinks, self.config.page_size
         left: list[tuple[int, int]] = []
         for r, (request_id, request, page) in enumerate(zip(rows.request_ids, requests, first, strict=True)):
-            held = self._held.get(request_id)
-            if held is None:
+            running = self._running.get(request_id)
+            if running is None:
                 self._judge_prompt(rows, r, request, page)
             else:
-                left += [(r, before) for before in range(held.first, page)]
-            self._held[request_id] = _Held(request, page)
+                left += [(r, before) for before in range(running.first, page)]
+            self._running[request_id] = _Running(request, page)
         if left:
             self._judge_pages(rows, left)
         newest = rows.num_pages - 1
-        begins = ((rows.seq_lens - 1) % page_size == 0) & (newest >= sinks)  # also once more, if a step failed half-way
+        begins = ((rows.seq_lens - 1) % page_size == 0) & (newest >= sinks)  # Repeated if a step failed half-way.
         if bool(begins.any()):
             places = torch.tensor(requests) * ring + (newest - sinks) % ring
             self._average.index_fill_(1, sent(places[begins], self.tiers.device), 0.0)
 
     def _judge_pages(self, rows: DecodeRows, left: list[tuple[int, int]]) -> None:
-        """Algorithm 1: tokens of a page that leaves the ring stay if their average is above beta times uniform.
-        ``left``: rows, and the pages that leave theirs."""
+        """Keep the tokens of leaving pages whose average is above beta times uniform (algorithm 1).
+
+        Args:
+            rows: decode rows of the step.
+            left: pairs of a row and a page that leaves its ring.
+        """
         device, page_size = self.tiers.device, self.config.page_size
         row, page = torch.tensor(left).T
-        requests = torch.tensor([self._held[rows.request_ids[r]].request for r, _ in left])
+        requests = torch.tensor([self._running[rows.request_ids[r]].request for r, _ in left])
         places = requests * self._ring + (page - self.config.sinks) % self._ring
         average = self._average.index_select(1, sent(places, device)).cpu()  # [layers, left, kv_heads, page_size]
         host_pages = rows.page_table[sent(row, device), sent(page, device)].cpu()
@@ -233,56 +263,67 @@ class Hgca(Method):
             self.tiers.cache.add(request, int(page[i]) * page_size, keep[:, i], host_pages[i : i + 1])
 
     def _judge_prompt(self, rows: DecodeRows, r: int, request: int, first: int) -> None:
-        """Which of the tokens between sinks and page ``first`` each head keeps, and the first averages of the ring's,
-        by the mean weights of the prompt's last queries. Without queries (there were none: the whole prompt came from a
-        cache) every token is kept.
+        """Choose the tokens between sinks and page ``first`` that each head keeps, and begin the averages of the ring.
 
-        The step's own token is not in the host pool yet; once the table is here the others are, in all layers.
+        Both follow from the mean weights of the prompt's last queries. If the whole prompt came from a cache there are
+        no queries, and all tokens are kept. The step's own token is not in the host pool yet. All earlier tokens are,
+        in all layers, once the copy of the page table has arrived.
         """
         config, ring, page_size = self.config, self._ring, self.config.page_size
-        table, known = rows.page_table[r].cpu(), int(rows.seq_lens[r]) - 1
+        table, stored_tokens = rows.page_table[r].cpu(), int(rows.seq_lens[r]) - 1
         sinks, older = config.sinks * page_size, first * page_size
         queries = self._queries.pop(rows.request_ids[r], {})
         averages = torch.zeros(self._average[:, :ring].shape)
         places = torch.arange(first - config.sinks, first - config.sinks + ring) % ring
         keep = torch.ones(len(averages), self.model.num_kv_heads, older - sinks, dtype=torch.bool)
-        pages = table[: -(-known // page_size)]
-        for layer, (_, asked) in queries.items():
-            at, asked = self.tiers.cache.row[layer], asked.cpu()
-            # Head by head: a long context's K of all heads, in fp32, would be larger than its bf16 KV.
+        pages = table[: -(-stored_tokens // page_size)]
+        for layer, (_, last_queries) in queries.items():
+            row, last_queries = self.tiers.cache.row[layer], last_queries.cpu()
+            # One head at a time, because a long context's K of all heads in fp32 would be larger than its bf16 KV.
             for head in range(self.model.num_kv_heads):
-                k = self.tiers.host.layers[layer][pages, head, 0].flatten(0, 1)[:known]
-                weights = self._mean_weights(asked, k, head, sinks, older)
-                keep[at, head] = weights[sinks:older] > config.hgca.beta / max(1, older - sinks)
+                k = self.tiers.host.layers[layer][pages, head, 0].flatten(0, 1)[:stored_tokens]
+                weights = self._mean_weights(last_queries, k, head, sinks, older)
+                keep[row, head] = weights[sinks:older] > config.hgca.beta / max(1, older - sinks)
                 recent = torch.zeros(ring * page_size)
-                recent[: max(0, known - older)] = weights[older:]
-                averages[at, places, head] = recent.view(ring, page_size)
+                recent[: max(0, stored_tokens - older)] = weights[older:]
+                averages[row, places, head] = recent.view(ring, page_size)
         self.tiers.cache.add(request, sinks, keep, table[config.sinks : first])
         self._average[:, request * ring : (request + 1) * ring] = sent(averages, self.tiers.device)
 
     def _mean_weights(self, queries: Tensor, k: Tensor, head: int, sinks: int, older: int) -> Tensor:
-        """``[tokens]``: mean over the queries of their softmax over the sinks, over the other older tokens and over the
-        recent ones, each alone: the sinks take most of many heads' attention whatever they hold, and beside them
-        nothing would look heavy. ``queries``: ``[n, heads, head_dim]`` of the last n of the tokens whose keys are ``k``
-        ``[tokens, head_dim]``."""
+        """Return ``[tokens]``, the mean over the queries of their softmax weights; a KV head takes the largest.
+
+        The softmax runs over the sinks, over the other older tokens and over the recent tokens, each part alone. In
+        many heads the sinks take most of the attention whatever they hold, and no other token would look heavy.
+
+        Args:
+            queries: ``[n, heads, head_dim]`` of the last n tokens.
+            k: ``[tokens, head_dim]`` keys of the KV head.
+            head: KV head.
+            sinks: tokens of the first pages.
+            older: tokens before the ring.
+        """
         count, group = len(queries), self.model.num_heads // self.model.num_kv_heads
-        mine = queries[:, head * group : (head + 1) * group].float().transpose(0, 1)  # [group, n, dim]
-        logits = torch.matmul(mine * self.model.scale, k.float().T)
+        group_queries = queries[:, head * group : (head + 1) * group].float().transpose(0, 1)  # [group, n, dim]
+        logits = torch.matmul(group_queries * self.model.scale, k.float().T)
         logits[..., len(k) - count :].masked_fill_(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
-        parts = (logits[..., :sinks], logits[..., sinks:older], logits[..., older:])
-        weights = torch.cat([part.softmax(-1).nan_to_num(0.0) for part in parts], -1).mean(1)
-        return weights.amax(0) if self.config.hgca.aggregate == "max" else weights.mean(0)
+        spans = (logits[..., :sinks], logits[..., sinks:older], logits[..., older:])
+        weights = torch.cat([span.softmax(-1).nan_to_num(0.0) for span in spans], -1).mean(1)
+        return weights.amax(0)
 
 
 def _ring(config: HybridConfig) -> int:
-    """Pages of the window."""
+    """Return the pages of the window."""
     return max(2, -(-config.hgca.window_tokens // config.page_size))
 
 
 def _buffers(
     config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int, requests: int, device: torch.device
 ) -> tuple[Tensor, _Lists]:
-    """``([layers, requests * ring, kv_heads, page_size] fp32 averages, lists)``. On ``meta``, to learn their size."""
+    """Return the averages and the lists; on the device ``meta``, to learn their size.
+
+    The averages are ``[layers, requests * ring, kv_heads, page_size]`` fp32.
+    """
     ring, columns = _ring(config), pages_of_a_sequence(config, model, pages)
     cached = len(layout.cached_layers(config, model))
     all_older = columns if cached < len(layout.full_layers(model)) else 0

@@ -39,6 +39,8 @@ def check_room(
     """Refuse a configuration whose buffers the host cannot hold, before any of them is allocated.
 
     Args:
+        config: the configuration.
+        model: shapes of the model.
         pages: pages of the host pool.
         max_requests: requests that run at once, at most.
         device: device tier; on a GPU nothing is checked.
@@ -53,11 +55,11 @@ def check_room(
     def fits(candidate: HybridConfig) -> bool:
         try:
             return buffer_bytes(candidate, model, pages, max_requests, device) <= room
-        except (RuntimeError, OverflowError):  # torch refuses shapes whose bytes 64 bits cannot count
+        except (RuntimeError, OverflowError):  # torch refuses shapes whose bytes 64 bits cannot count.
             return False
 
     columns = pages_of_a_sequence(config, model, pages)
-    longest = columns * config.page_size  # a larger number than the longest sequence means the same
+    longest = columns * config.page_size  # A larger number than the longest sequence has the same effect.
     room = System().available() if available is None else available
     if fits(config):
         return

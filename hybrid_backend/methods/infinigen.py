@@ -1,12 +1,12 @@
 """Method ``infinigen``: recall only (InfiniGen, OSDI 2024, section 4), a baseline for ScoutAttention.
 
-The predicted query selects the next layer's pages; those that are not resident are copied to the device while the
+The predicted query selects the next layer's pages. Pages that are not resident are copied to the device while the
 current layer runs, and the next layer waits for the copy. The CPU computes nothing.
 
-Deviations: whole pages instead of single tokens, chosen by the same digests, budget and selection as ``scout``, so
-that a comparison isolates recalling from computing; the prediction is ScoutAttention's (no skewed partial weights).
-What the frames cannot hold (exact layers, ``sparse: never``) is attended where it lies: a GPU reads host memory over
-the bus.
+Deviations: whole pages are recalled in place of single tokens. They are chosen by the same digests, budget and
+selection as in ``scout``, so that a comparison isolates recalling from computing. The prediction is ScoutAttention's,
+without skewed partial weights. Pages that the frames cannot hold (exact layers, ``sparse: never``) are attended in the
+host pool, which a GPU reads over the bus.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class InfiniGen(Selective):
-    """Selected pages are copied to the device one layer ahead; the device attends them all."""
+    """Copies of selected pages to the device one layer ahead; the device attends all of them."""
+
+    name = "infinigen"
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:

@@ -1,15 +1,17 @@
 """Method ``quest``: query-aware selection of pages that are attended in place, on a CPU (Quest, arXiv 2406.10774).
 
 Every layer scores its pages by their digests with the step's own query and attends the best ones where they lie in the
-host pool. Nothing is copied and nobody is waited for. `in_place.step` runs a step as one native call per layer.
+host pool. Nothing is copied, and no worker is waited for. `in_place.step` runs a step as one native call per layer.
 
 Extensions of the paper, each of them a key of ``selection``:
 
 * One selection per layer (``granularity``). The scores of query heads combine as softmax shares (``aggregate``).
 * Digests in bytes, and codes of every key (``digest``), instead of minima and maxima in the cache's type.
-* A page counts for the middle of the range that its digest allows plus a share of half of its width (``bound``).
+* The score of a page is the middle of the range of logits that its digest allows, plus a share of half of the width
+  (``bound``).
 * Long sequences are scored in two levels, spans of 8 pages first (``candidates``).
-* A layer scores all pages in every 8th step only. Between, it selects among the best of the last time (``interval``).
+* A layer scores all pages in each 8th step only. In the other steps it selects among the best pages of the last time
+  (``interval``).
 * Budgets may differ from layer to layer (``budget_factors``) and follow a promised attention mass (``quality``).
 """
 
@@ -29,8 +31,9 @@ from hybrid_backend.tiers.sizes import DigestKind
 
 
 class Quest(Method):
-    """Chosen pages are attended where they lie, by the native kernels."""
+    """Selection of pages that the native kernels attend in the host pool."""
 
+    name = "quest"
     budgets_vary = True
     attends_in_place = True
 
@@ -68,7 +71,7 @@ class Quest(Method):
         return shortlists + (span_bytes(model, pages, layers) if has_spans else 0)
 
     def budgets(self, rows: DecodeRows) -> Tensor:
-        """A row is under pressure once it has more pages than its budget."""
+        """Return `Method.budgets`: a row with more pages than its budget leaves pages out."""
         if self.config.sparse == "never":
             return rows.num_pages
         return budget_pages(self.config, rows).minimum(rows.num_pages)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import torch
 
 from hybrid_backend.config import HybridConfig
@@ -22,18 +19,25 @@ from hybrid_backend.step.method import Method
 
 AUTO = "auto"
 
-_METHODS: Mapping[str, type[Method]] = MappingProxyType(
-    {
-        "apex": Apex,
-        "clo": Clo,
-        "dense": Dense,
-        "headinfer": HeadInfer,
-        "hgca": Hgca,
-        "infinigen": InfiniGen,
-        "quest": Quest,
-        "scout": Scout,
-    }
-)
+_METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (Apex, Clo, Dense, HeadInfer, Hgca, InfiniGen, Quest, Scout)
+}
+
+
+def register(method: type[Method]) -> None:
+    """Make a method of another package known by its ``name`` in this process.
+
+    Raises:
+        ConfigError: another method has the name.
+    """
+    if method.name == AUTO or _METHODS.get(method.name, method) is not method:
+        raise ConfigError(f"method: the name {method.name!r} is taken; give {method.__name__} another name")
+    _METHODS[method.name] = method
+
+
+def unregister(method: type[Method]) -> None:
+    """Forget a method that `register` made known."""
+    _METHODS.pop(method.name, None)
 
 
 def method_names() -> list[str]:

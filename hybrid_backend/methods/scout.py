@@ -1,9 +1,9 @@
 """Method ``scout``: ScoutAttention (arXiv 2603.27138).
 
-At the input of layer l the query of layer l+1 is predicted, its pages are selected by Quest digests, and the CPU
-workers start on the selected pages that are not resident, one layer ahead. Inside layer l+1 the device attends the
-resident ones and the two partials merge. Every few steps of a request (per layer) its missing important pages are
-recalled into the frames of the least important resident ones, visible from the next step on.
+At the input of layer l the query of layer l+1 is predicted, and its pages are selected by digests. The CPU workers
+start on the selected pages that are not resident, one layer ahead. In layer l+1 the device attends the resident pages,
+and the two partials merge. Every few steps a layer recalls missing important pages of a request into the frames of its
+least important resident pages. Recalled pages are visible from the next step on.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 class Scout(Selective):
-    """The flagship: resident pages on the device, the important others on the CPU, one layer ahead."""
+    """Attention of resident pages on the device, and of other important pages on the CPU, one layer ahead."""
 
+    name = "scout"
     uses_workers = True
     budgets_vary = True
 
@@ -30,10 +31,10 @@ class Scout(Selective):
         return config.recall.enabled
 
     def gauges(self) -> dict[str, float]:
-        found, recall = super().gauges(), self.config.recall
+        values, recall = super().gauges(), self.config.recall
         if recall.enabled and self.config.sparse != "never" and isinstance(recall.intervals, int):
-            found["hybrid_recall_interval"] = recall.intervals
-        return found
+            values["hybrid_recall_interval"] = recall.intervals
+        return values
 
     def lookahead(self, step: Toolbox, layer: int, q: Tensor) -> None:
         step.select(layer, q)

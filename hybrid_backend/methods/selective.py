@@ -1,4 +1,4 @@
-"""What methods share that attend a budget of pages, scored by digests, some of them resident in frames."""
+"""Base of the methods that attend a budget of pages, chosen by digests, with some pages resident in frames."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybrid_backend.tiers.sizes import DigestKind
 
 
 class Selective(Method):
-    """Placement and budgets; what becomes of selected pages that are not resident is the subclass's."""
+    """Placement and budgets. A subclass decides what becomes of selected pages that are not resident."""
 
     predicts_queries = True
 
@@ -50,27 +50,36 @@ class Selective(Method):
 
     @classmethod
     def layer_frames(cls, config: HybridConfig, layers: Collection[int]) -> dict[int, int]:
-        """Of one request, of those of the ``layers`` that select whose budgets are larger than the mean: more by as
-        much as the budget is (where it is more than the frames, in proportion), so that the CPU attends no more of them
-        than of others. No layer has fewer than ``frames_per_request``: whoever fits those is on the device whole."""
+        """Return the frames per request of the selecting layers whose budget exceeds the mean budget.
+
+        Such a layer gets more frames in proportion, so that the CPU's share is the same in all layers. No layer gets
+        fewer than ``frames_per_request``: a request that fits as many pages is resident in all layers.
+
+        Args:
+            config: keys ``budget_tokens``, ``budget_factors`` and ``frames_per_request``.
+            layers: layers that select.
+        """
         frames = frames_per_request(config)
         varies, factors = min(frames, config.budget_pages), factors_of(cls, config, layers)
-        return {layer: frames - varies + round(varies * each) for layer, each in factors.items() if each > 1}
+        return {layer: frames - varies + round(varies * factor) for layer, factor in factors.items() if factor > 1}
 
     @classmethod
     def filled(cls, config: HybridConfig, device_pages: int, requests: int) -> HybridConfig:
-        """A request that fits its frames is exact, and one that does not asks the CPU for less."""
+        """Return `Method.filled`: with more frames, more requests are exact, and the CPU attends less of the others."""
         if config.frames_per_request != "auto" or issubclass(cls, FixedFrames):
             return config
-        selecting = [layer for layer in range(len(config.budget_factors)) if layer not in config.exact_layers]
+        selecting = [layer for layer in range(len(config.budget_factors)) if not config.is_exact(layer)]
         most = max(cls.layer_frames(config, selecting).values(), default=config.automatic_frames)
         more = most - config.automatic_frames
         frames = max(config.automatic_frames, min(device_pages // requests, MOST_FRAMES - more))
         return config.model_copy(update={"frames_per_request": frames})
 
     def budgets(self, rows: DecodeRows) -> Tensor:
-        """A row is under pressure once it has more pages than frames; ``sparse: always``: than its budget, which is the
-        configuration's, or its request's as far as the frames go."""
+        """Return `Method.budgets`: a row with more pages than frames leaves pages out.
+
+        With ``sparse: always`` a row with more pages than its budget does. A request's own budget counts up to the
+        number of frames.
+        """
         config, frames = self.config, frames_per_request(self.config)
         if config.sparse == "never":
             return rows.num_pages
@@ -79,18 +88,22 @@ class Selective(Method):
         return torch.where(rows.num_pages > limit, budgets.clamp(max=rows.num_pages), rows.num_pages)
 
     def gauges(self) -> dict[str, float]:
-        """Keys that say how much is attended and held, as they are served; only those that do something."""
-        config, found = self.config, dict[str, float]()
+        """Return the budget and the frames as they are served; the budget only if pages are left out."""
+        config, values = self.config, dict[str, float]()
         if config.sparse != "never":
-            found["hybrid_budget_tokens"] = config.budget_tokens
-        found["hybrid_frames_per_request"] = frames_per_request(config)
-        return found
+            values["hybrid_budget_tokens"] = config.budget_tokens
+        values["hybrid_frames_per_request"] = frames_per_request(config)
+        return values
 
 
 def whole_layers(config: HybridConfig, model: ModelSpec, device: torch.device) -> tuple[int, ...]:
-    """What ``whole_layers`` stands for, where the device tier is separate; of layers with a window nothing."""
-    automatic = config.exact_layers if device.type != "cpu" else ()
-    chosen = automatic if config.whole_layers == "auto" else config.whole_layers
+    """Return the layers that ``whole_layers`` stands for, without layers that have a window."""
+    if config.whole_layers != "auto":
+        chosen = config.whole_layers
+    elif device.type == "cpu":
+        chosen = ()
+    else:
+        chosen = tuple(layer for layer in range(model.num_layers) if config.is_exact(layer))
     return tuple(layer for layer in chosen if model.window(layer) is None)
 
 

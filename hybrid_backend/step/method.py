@@ -48,6 +48,8 @@ class Method(ABC):
     can capture them.
     """
 
+    name: ClassVar[str]
+    """Value of the configuration key ``method`` that selects the class."""
     uses_workers: ClassVar[bool] = False
     """CPU workers attend selected pages that are not resident."""
     predicts_queries: ClassVar[bool] = False

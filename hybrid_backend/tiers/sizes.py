@@ -79,7 +79,7 @@ class TierLayout:
     def digest_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
         if self.digests == "none":
             return []
-        return [layer for layer in self.full_layers(model) if layer not in config.exact_layers]
+        return [layer for layer in self.full_layers(model) if not config.is_exact(layer)]
 
     def selecting_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
         """Layers that attend a budget of pages."""
@@ -89,7 +89,7 @@ class TierLayout:
     def cached_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
         if not self.context_caches or config.sparse == "never":
             return []
-        return [layer for layer in self.full_layers(model) if layer not in config.exact_layers]
+        return [layer for layer in self.full_layers(model) if not config.is_exact(layer)]
 
     def buffer_tokens(self, page_size: int, pages: int) -> int:
         """Tokens of a staging buffer over a host pool of so many pages; 0 where there is none."""

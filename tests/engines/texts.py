@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from hybrid_backend.tools.bench.accuracy.words import text
 from hybrid_backend.tools.bench.servers import DEMO
 from hybrid_backend.tools.hub import fetch
 
-PROSE = text()
+# Ruth, Jonah, Ecclesiastes, Esther and Mark of the King James Bible (1611, public domain), one book a paragraph.
+PROSE = (Path(__file__).parents[1] / "support" / "kjv.txt").read_text(encoding="utf-8")
 
 
 @cache

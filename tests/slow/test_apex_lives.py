@@ -19,12 +19,11 @@ class Lives(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(1, 12),
         kernel=st.sampled_from(["native", "torch"]),
-        swap_in=st.sampled_from([0.5, 0.95, 1.0]),
     )
-    def start(self, pages: int, kernel: str, swap_in: float) -> None:
+    def start(self, pages: int, kernel: str) -> None:
         cfg = config(
             method="apex", workers={"kernel": kernel, "threads": 2, "deadline_seconds": 20},
-            apex={"strategy": "overlap", "device_tokens": pages * PAGE, "swap_in": swap_in},
+            apex={"strategy": "overlap", "device_tokens": pages * PAGE},
         )  # fmt: skip
         self.engine = TinyEngine(cfg, MODEL, max_requests=MAX_REQUESTS)
         self.count, self.late, self.strategy = 0, False, "overlap"

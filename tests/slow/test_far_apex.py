@@ -62,7 +62,7 @@ class FarTiny(CapturedEngine):
 def engine(
     device: torch.device, strategy: str, pages: int = 4, deadline: float = 20, is_late: bool = False, **more: bool
 ) -> Iterator[FarTiny]:
-    apex = {"strategy": strategy, "device_tokens": pages * PAGE, "hardware": "h200", "swap_in": 1}
+    apex = {"strategy": strategy, "device_tokens": pages * PAGE, "hardware": "h200"}
     keys = {"workers": {"threads": 1, "deadline_seconds": deadline}}
     made = FarTiny(config(method="apex", apex=apex, **keys), MODEL, device=device, **more)  # type: ignore[arg-type]
     try:

@@ -6,12 +6,10 @@ replaced.
 
 from __future__ import annotations
 
-import gzip
 import json
 import struct
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -32,10 +30,7 @@ from hybrid_backend.config import (
 from hybrid_backend.errors import HybridError
 from hybrid_backend.hardware import find_hardware
 from hybrid_backend.model import has_delta_nets, is_quantised, weights_to_load
-from hybrid_backend.tools.bench.accuracy.client import Answer
-from hybrid_backend.tools.bench.accuracy.longbench import load as load_longbench
-from hybrid_backend.tools.bench.accuracy.store import DenseAnswers, Key, Result, Results, same_settings
-from hybrid_backend.tools.bench.accuracy.task import end_tokens
+from hybrid_backend.tools.bench.accuracy import read_prompts
 from hybrid_backend.tools.hub import fetch, find_entry, resolve_model
 from hybrid_backend.tools.hub.fetch import CONVERTER_VERSION, MANIFEST
 from hybrid_backend.tools.plan.command import memory, tokens
@@ -142,35 +137,31 @@ HEADS = {
     "model": "m", "importance": [[0.5, 1.0]] * 2, "kv_importance": [[0.5]] * 2, "similarity": [[0.9]] * 2,
     "prefetch_bytes": 1,
 }  # fmt: skip
-KEY = Key("m", "stock", 0.0, "vt", 1024, 0, "prompt", "p0")
 LAYER = {
-    **{"layer": 0, "cosine": None, "cosine_heads": [1.0], "mass": 0.9, "mass_true": 0.9, "mass_best": 0.9},
-    **{"ratios": {"4": {"8": 0.1}}, "curves": {"4": {"8": [0.1]}}, "tokens90": [0.5], "tokens95": [0.5]},
-    "similarity": [0.9],
+    **{"layer": 0, "cosine": None, "mass": 0.9, "ratios": {"8": 0.1}, "similarity": [0.9]},
 }
 STAGES = {
     "format": 1,
     "stages": {
-        "divergence:0": {"probe": "text", "seconds": 1.0, "sparse": [[0]], "kl": [0.5]},
-        "window:0": {"window": "text @0 +8", "seconds": 1.0, "layers": [LAYER]},
+        "divergence:0": {"label": "text", "sparse": [[0]], "kl": [0.5]},
+        "window:0": {"label": "text @0 +8", "layers": [LAYER]},
         "gates:0": {
-            "kind": "kv_head",
-            "seconds": 2.0,
+            "label": "kv_head",
             "state": GateState(step=1, gates=[[1.0]], first=[[0.0]], second=[[0.0]], losses=[1.0]).model_dump(),
         },
     },
 }
-LONGBENCH = {"input": "Who?", "context": "Anna wrote it. " * 20, "answers": ["Anna"], "all_classes": None}
+PROMPTS = b'{"prompt": "Who wrote it?"}\n{"messages": [{"role": "user", "content": "Who?"}]}\n'
 
 
 class Words:
     """A tokenizer of words."""
 
-    def ids(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [len(word) for word in text.split()]
 
-    def render(self, user: str, prefix: str, is_chat: bool = True) -> str:
-        return user + prefix
+    def apply_chat_template(self, messages: Any, **_: bool) -> str:
+        return "".join(message["content"] for message in messages)
 
 
 def read_config_json(folder: Path) -> None:
@@ -198,10 +189,6 @@ def read_manifest(folder: Path) -> None:
     fetch(find_entry(FOLDER).name, folder.parent, download=refuse)
 
 
-def longbench(folder: Path) -> object:
-    return load_longbench(folder, ["qasper"], 50, Words(), 2)
-
-
 READERS = {
     "configuration": Reader("c.yaml", shipped_configs()[-1].read_bytes(), lambda f: load_config(f / "c.yaml")),
     "configuration, JSON": Reader(
@@ -215,9 +202,6 @@ READERS = {
     "config.json of an engine": Reader("config.json", CONFIG_JSON, read_config_json),
     "index": Reader("model.safetensors.index.json", INDEX, lambda f: find_shape(str(f)), {"config.json": CONFIG_JSON}),
     "safetensors": Reader("model.safetensors", SAFETENSORS, lambda f: find_shape(str(f)), {"config.json": CONFIG_JSON}),
-    "generation_config.json": Reader(
-        "generation_config.json", {"eos_token_id": [1, 2]}, lambda f: end_tokens(f / "generation_config.json")
-    ),
     "manifest": Reader(
         MANIFEST,
         {"gguf_sha256": find_entry(FOLDER).sha256, "converter_version": CONVERTER_VERSION,
@@ -226,17 +210,7 @@ READERS = {
         {"config.json": {}},
     ),
     "stored profile": Reader("m.json", STAGES, read_stages),
-    "longbench": Reader("qasper.jsonl", LONGBENCH, longbench),
-    "longbench's prompts": Reader(
-        "dataset2prompt.json", {"qasper": "{context} {input}"}, longbench, {"qasper.jsonl": LONGBENCH}
-    ),
-    "longbench's lengths": Reader("dataset2maxlen.json", {"qasper": 32}, longbench, {"qasper.jsonl": LONGBENCH}),
-    "results": Reader(
-        "r.jsonl", json.dumps(asdict(Result(KEY, 1.0, "text"))).encode() + b"\n", lambda f: Results(f / "r.jsonl")
-    ),
-    "settings of results": Reader(
-        "settings.json", {"model": "m"}, lambda f: same_settings(f, {"model": "m"}), named=FOLDER
-    ),
+    "prompts": Reader("p.jsonl", PROMPTS, lambda f: read_prompts(f / "p.jsonl", Words())),
     "text": Reader("t.txt", b"Anna wrote it.", lambda f: read_texts("--text", [f / "t.txt"])),
 }  # fmt: skip
 
@@ -288,19 +262,6 @@ def test_a_damaged_file_is_read_or_refused_in_one_line_that_names_it(
             check_refusal(error, reader.named or reader.file)
 
     check()
-
-
-@few
-@given(damaged([[1, 2], [{"1": -0.5}, {"2": -0.5}]]), st.booleans())
-def test_a_damaged_answer_is_read_or_refused(tmp_path: Path, content: bytes, is_packed: bool) -> None:
-    answers = DenseAnswers(tmp_path)
-    answers.put(KEY, Answer([1], [{1: -0.5}]))
-    (file,) = tmp_path.glob("*.json.gz")
-    file.write_bytes(gzip.compress(content) if is_packed else content)
-    try:
-        answers.get(KEY)
-    except HybridError as error:
-        check_refusal(error, file.name)
 
 
 WORDS = st.text(max_size=20) | st.sampled_from([token.decode("utf-8", "surrogateescape") for token in TOKENS])

@@ -76,7 +76,7 @@ class Life(RuleBasedStateMachine):
             budget_factors=factors,
             frames_per_request=5,
             staging_tokens=3 * PAGE,
-            hgca={"window_tokens": 4 * PAGE, "alpha": 0.5, "append_queries": 20},
+            hgca={"window_tokens": 4 * PAGE, "alpha": 0.5},
             headinfer={"group_thresholds": [3 * PAGE, 6 * PAGE], "resident_heads": ["0:1"]},
             clo={"eta": 0.3, "persistent": ["0:0", "0:1", "3:1"]},
             metrics={"sample_interval": 7},
@@ -261,7 +261,7 @@ class Life(RuleBasedStateMachine):
                         continue
                     name = running[index]
                     assert positions.tolist() == sorted(set(positions.tolist())), "each token once, in order"
-                    assert int(positions[-1]) // PAGE < method._held[name].first
+                    assert int(positions[-1]) // PAGE < method._running[name].first
                     for i in range(0, len(positions), 5):
                         token = store[index * tiers.cache.pages + i // PAGE, head, :, i % PAGE]
                         assert torch.equal(token, self.engine.sequences[name].kv[layer][int(positions[i])][head])
@@ -316,7 +316,7 @@ def test_sparse_steps_attend_exactly_what_was_selected(method: str, tiers: str, 
         recall={"intervals": 2},
         exact_layers=[1],
         frames_per_request=5,
-        hgca={"window_tokens": 4 * PAGE, "append_queries": 20},
+        hgca={"window_tokens": 4 * PAGE},
         clo={"eta": 0.3, "persistent": ["0:1"]},
     )
     engine = Engine(cfg, spec(layers=4), seed=3, is_witnessed=True)

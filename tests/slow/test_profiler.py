@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -15,15 +14,12 @@ from rich.console import Console
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, load_config, read_heads
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.hardware import find_hardware
 from hybrid_backend.tools.profile import profiler, session, summary
 from hybrid_backend.tools.profile.gates import GateOptions
 from hybrid_backend.tools.profile.network import Network, wrap
 from hybrid_backend.tools.profile.options import Options
 from hybrid_backend.tools.profile.report import Profile
-from hybrid_backend.tools.profile.tau import tau_of
 from hybrid_backend.tools.profile.texts import default_texts
-from tests.support.models import llama_8b
 from tests.unit.profile.models import build, encode
 
 GATES = GateOptions(steps=4, context=400, sink=4, recent=16, samples=2, passkeys=2, words=3)
@@ -33,10 +29,8 @@ OPTIONS = Options(
     windows=1,
     lookups=0,
     min_cosine=0.5,
-    min_mass=0.2,
     max_kl=10.0,
     gates=GATES,
-    plots=False,
 )
 CONFIG = config_from_mapping({"page_size": 16, "budget_tokens": 96, "selection": {"aggregate": "max"}}, "test")
 
@@ -54,34 +48,31 @@ def run(
 
 
 def stages(out: Path) -> dict[str, Any]:
-    """Everything that was measured, but the seconds."""
-    data = json.loads(out.with_suffix(".json").read_text())
-    return {key: {k: v for k, v in stage.items() if k != "seconds"} for key, stage in data["stages"].items()}
+    """Everything that was measured."""
+    return dict(json.loads(out.with_suffix(".json").read_text())["stages"])
 
 
 def test_the_yaml_says_what_was_found_and_loads(network: Network, tmp_path: Path) -> None:
     out = tmp_path / "tiny.yaml"
-    found = run(network, out, replace(OPTIONS, held_out=(str(Path(__file__)),), plots=True))
+    found = run(network, out)
     assert load_config(out) == found.config
     config = found.config
     assert config.model.specificity("org/tiny-gemma3")
-    assert config.exact_layers == tuple(layer.layer for layer in found.layers if layer.why)
-    assert config.lookahead.skip_layers == tuple(x.layer for x in found.layers if not x.why and (x.cosine or 0.0) < 0.5)
+    assert config.exact_layers == tuple(layer.layer for layer in found.layers if layer.is_exact)
+    assert config.lookahead.skip_layers == tuple(
+        x.layer for x in found.layers if not x.is_exact and (x.cosine or 0.0) < 0.5
+    )
     assert [layer.layer for layer in found.layers] == [2, 5]
     assert isinstance(config.recall.intervals, tuple) and len(config.recall.intervals) == 6
     assert config.recall.intervals[0] == CONFIG.recall.intervals  # a sliding layer: not measured
     assert config.selection == CONFIG.selection and config.budget_tokens == CONFIG.budget_tokens
-    assert [check.layer for check in found.checks] == [layer.layer for layer in found.layers if not layer.why]
-    assert {path.name for path in found.files} == {
-        *("tiny.yaml", "tiny.json", "tiny.heads.json"),
-        *("tiny-layers.png", "tiny-cpu-ratio.png", "tiny-sparsity.png", "tiny-heads.png"),
-    }
+    assert {path.name for path in found.files} == {"tiny.yaml", "tiny.json", "tiny.heads.json"}
     assert all(path.stat().st_size for path in found.files)
     assert "measured" in out.read_text()
-    assert len(found.gates["kv_head"]) == 2 and len(found.gates["query_head"][0]) == 4
     heads = read_heads(tmp_path / "tiny.heads.json", 6, 4, 2)
     assert heads == found.heads and heads.model == "tiny-gemma3"
-    assert heads.importance[5] == pytest.approx(found.gates["query_head"][1], abs=1e-5)
+    trained = {stage["label"]: stage["state"] for stage in stages(out).values() if "state" in stage}
+    assert heads.importance[5] == pytest.approx(trained["query_head"]["gates"][1], abs=1e-5)
 
 
 def test_without_gates_there_is_no_heads_file_and_one_line_says_how_to_get_it(network: Network, tmp_path: Path) -> None:
@@ -92,62 +83,33 @@ def test_without_gates_there_is_no_heads_file_and_one_line_says_how_to_get_it(ne
     assert "--gates" in line
 
 
-def test_an_interrupted_run_goes_on_and_ends_as_a_whole_one(
-    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("measured", ["measure_window", "divergence", "train"])
+def test_every_step_is_stored_before_the_next_one_begins_and_an_interrupted_run_ends_as_a_whole_one(
+    measured: str, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(network, tmp_path / "whole.yaml")
-    again = tmp_path / "again.yaml"
-    measure, train, calls = session.measure_window, session.train, []
+    whole, out = run(network, tmp_path / "whole.yaml"), tmp_path / "again.yaml"
+    usual, stored = getattr(session, measured), list[dict[str, Any]]()
 
-    def dying(*args: Any) -> Any:
-        calls.append("window")
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return measure(*args)
-
-    def dying_training(*args: Any) -> Any:
-        *most, save = args
-
-        def die(state: Any) -> None:
-            save(state)
-            raise KeyboardInterrupt
-
-        return train(*most, die)
-
-    monkeypatch.setattr(session, "measure_window", dying)
-    with pytest.raises(KeyboardInterrupt):
-        run(network, again)
-    assert len(stages(again)) == 1
-    monkeypatch.setattr(session, "train", dying_training)
-    with pytest.raises(KeyboardInterrupt):
-        run(network, again)
-    assert len(calls) == 3  # the finished window was not measured again
-    monkeypatch.setattr(session, "train", train)
-    assert run(network, again).config == whole.config
-    assert len(calls) == 3
-    assert stages(again) == stages(tmp_path / "whole.yaml")
-
-
-def test_an_interrupted_measurement_of_layers_goes_on_with_the_next_layer(
-    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options, usual = replace(OPTIONS, gates=None), session.divergence
-    whole = run(network, tmp_path / "whole.yaml", options)
-    out, measured = tmp_path / "again.yaml", list[int]()
-
-    def dying(*args: Any) -> float:
-        measured.append(1)
-        if len(measured) == 2:
-            raise KeyboardInterrupt
+    def interrupt(*args: Any) -> Any:
+        monkeypatch.setattr(session, measured, second)
         return usual(*args)
 
-    monkeypatch.setattr(session, "divergence", dying)
+    def second(*_: Any) -> Any:
+        stored.append(stages(out))
+        raise KeyboardInterrupt
+
+    def interrupt_training(*args: Any) -> Any:
+        yield next(usual(*args))
+        second()
+
+    monkeypatch.setattr(session, measured, interrupt_training if measured == "train" else interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run(network, out, options)
-    (kept,) = (stage["kl"] for key, stage in stages(out).items() if key.startswith("divergence"))
-    assert len(kept) == 1, "one of two layers"
-    monkeypatch.setattr(session, "divergence", usual)
-    assert run(network, out, options).config == whole.config
+        run(network, out)
+    *_, last = stored[0].values()
+    step = last["state"]["step"] if measured == "train" else len(last["kl"] if measured == "divergence" else [last])
+    assert step == 1
+    monkeypatch.undo()
+    assert run(network, out).config == whole.config
     assert stages(out) == stages(tmp_path / "whole.yaml")
 
 
@@ -167,17 +129,7 @@ def test_the_time_it_takes_is_told_first_and_each_stage_once_with_what_is_left(
     assert numbers == sorted(set(numbers)) and {match[2] for match in begun} == {planned[2]}
 
 
-def test_without_matplotlib_the_profile_is_written_and_one_line_says_that_pictures_are_left_out(
-    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    told = StringIO()
-    found = run(network, tmp_path / "a.yaml", replace(OPTIONS, gates=None, plots=True), told=told)
-    assert told.getvalue().count("pictures are left out: matplotlib is not installed") == 1
-    assert {path.suffix for path in found.files} == {".yaml", ".json"} and load_config(tmp_path / "a.yaml")
-
-
-def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_cosine_does(
+def test_a_new_threshold_needs_no_new_measurement_and_a_new_budget_or_cosine_does(
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
@@ -189,18 +141,16 @@ def test_a_new_threshold_of_mass_needs_no_new_measurement_and_a_new_budget_or_co
         return measure(*args)
 
     monkeypatch.setattr(session, "measure_window", counted)
-    strict = run(network, out, replace(options, min_mass=0.99999, tau=(0.05, "test")))
-    assert not calls and strict.config.exact_layers == (2, 5) and strict.config.recall.threshold == 0.05
+    strict = run(network, out, replace(options, max_kl=0.0, outliers=False, tau=0.05))
+    assert not calls and strict.config.exact_layers == (2, 5) and strict.options.tau == 0.05
     run(network, out, options, CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 2
     run(network, out, replace(options, fresh=True), CONFIG.model_copy(update={"budget_tokens": 112}))
     assert len(calls) == 4
     own = run(network, out, replace(options, min_cosine=0.99999))
     assert len(calls) == 6
-    predicted = [layer.layer for layer in own.layers if layer.cosine is not None and not layer.why]
+    predicted = [layer.layer for layer in own.layers if layer.cosine is not None and not layer.is_exact]
     assert own.config.lookahead.skip_layers == tuple(predicted) and 5 in predicted
-    *_, window = (stage for key, stage in stages(out).items() if key.startswith("window"))
-    assert all(layer["mass"] == layer["mass_true"] for layer in window["layers"]), "the layers' own queries select"
 
 
 def test_for_a_kl_the_budget_is_chosen_that_attends_the_fewest_tokens_and_the_mass_that_keeps_it_is_written(
@@ -225,7 +175,7 @@ def test_for_a_kl_the_budget_is_chosen_that_attends_the_fewest_tokens_and_the_ma
         assert attended[found.config.budget_tokens] == min(attended.values())
         if most in (between, ample):
             assert found.config.budget_tokens == {between: 128, ample: 64}[most]
-        sparse = [layer.mass for layer in found.layers if not layer.why]
+        sparse = [layer.mass for layer in found.layers if not layer.is_exact]
         assert found.config.quality.max_kl == most
         mean = sum(sparse) / len(sparse) if sparse else 1.0
         assert 0 <= mean - found.config.quality.promise < 0.02, "of the window where it is least"
@@ -266,7 +216,7 @@ def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(
     at_once: int, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(summary, "_AT_ONCE", at_once)  # two layers only: with 1, the search takes several batches
-    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, windows=2, min_mass=0.0)
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, windows=2)
 
     def costs() -> tuple[dict[int, float], list[float]]:
         held = json.loads(out.with_suffix(".json").read_text())["exact"]
@@ -290,41 +240,27 @@ def test_as_few_layers_are_exact_as_keep_the_others_together_below_the_kl(
 def test_layers_whose_predicted_query_costs_too_much_select_by_their_own(
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, min_cosine=-1.0, min_mass=0.0, outliers=False)
+    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None, min_cosine=-1.0, outliers=False)
     assert run(network, out, options).config.lookahead.skip_layers == ()
     measured = json.loads(out.with_suffix(".json").read_text())
     assert set(measured["own"]["alone"]["text"]) == {"2", "5"} and len(measured["own"]["together"]) == 1
-    assert "true -> predicted" not in out.read_text()
     monkeypatch.setattr(summary, "LITTLE", 0.0)
     monkeypatch.setattr(summary, "PREDICTION_FACTOR", 0.0)  # nothing is good enough
     assert run(network, out, options).config.lookahead.skip_layers == (2, 5)
     every = json.loads(out.with_suffix(".json").read_text())["own"]["together"]
     assert len(every) == 3 and every[2]["text"] == pytest.approx(measured["true"]["text"])
-    assert "layer 5 alone, true -> predicted query: KL" in out.read_text()
+    assert "layers 2, 5 by their own: " in out.read_text()
     still = config_from_mapping({**CONFIG.model_dump(mode="json"), "lookahead": {"enabled": False}}, "test")
     assert run(network, out, options, still).config.lookahead.skip_layers == ()
     assert json.loads(out.with_suffix(".json").read_text())["own"] is None
 
 
-def test_slots_are_raised_until_every_layer_is_below_tau_if_asked_for(network: Network, tmp_path: Path) -> None:
+def test_intervals_are_chosen_a_margin_below_the_threshold(network: Network, tmp_path: Path) -> None:
     out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
-    run(network, out, options)
-    windows = [stage["layers"] for key, stage in stages(out).items() if key.startswith("window")]
-    assert set(windows[0][0]["ratios"]) == {"9", "12", "14", "18"}
-    best = [min(max(w[i]["ratios"]["14"][k] for w in windows) for k in ("1", "2", "3")) for i in (0, 1)]
-    enough = replace(options, margin=0.0, tau=(max(best) + 1e-6, "test"))
-    left, raised = run(network, out, enough), run(network, out, replace(enough, fit_frames=True))
-    assert left.config.frames_per_request == "auto" and not all(layer.below for layer in left.layers)
-    assert raised.config.frames_per_request == 14 and all(layer.below for layer in raised.layers)
-    assert "--fit-frames" not in out.read_text()
-
-
-def test_intervals_are_chosen_a_margin_below_tau(network: Network, tmp_path: Path) -> None:
-    out, options = tmp_path / "a.yaml", replace(OPTIONS, gates=None)
-    cautious = run(network, out, replace(options, tau=(0.2, "test"), margin=0.5))
-    lower = run(network, out, replace(options, tau=(0.1, "test"), margin=0.0))
+    cautious = run(network, out, replace(options, margin=0.5, tau=0.2))
+    lower = run(network, out, replace(options, margin=0.0, tau=0.1))
     assert [layer.interval for layer in cautious.layers] == [layer.interval for layer in lower.layers]
-    assert cautious.config.recall.threshold == 0.2, "the margin is in the choice, not in the threshold"
+    assert cautious.options.tau == 0.2, "the margin is in the choice, not in tau"
 
 
 def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_path: Path) -> None:
@@ -332,9 +268,9 @@ def test_mistakes_are_told_before_anything_is_measured(network: Network, tmp_pat
     mistakes = [
         (replace(OPTIONS, contexts=(128,)), "everything is resident up to 144 tokens"),
         (replace(OPTIONS, contexts=(4096,)), "the model's window is 1024"),
-        (replace(OPTIONS, texts=("nowhere.txt",)), "nowhere.txt"),
         (replace(OPTIONS, positions=1), "--positions"),
         (replace(OPTIONS, margin=1.0), "--margin"),
+        (replace(OPTIONS, tau=0.0), "--tau"),
         (replace(OPTIONS, lookups=1), "too short for lookups"),
         (replace(OPTIONS, lookups=-1), "--lookups"),
     ]
@@ -355,14 +291,3 @@ def test_the_default_texts_are_prose_and_code_and_long() -> None:
     (_, prose), (_, code) = default_texts()
     assert len(prose) > 300_000 and prose.count(" the ") > 2000
     assert len(code) > 300_000 and code.count("\n    def ") > 300
-
-
-def test_tau_follows_the_machine() -> None:
-    """A faster link between CPU and its memory allows more; batches leave the CPU less beside the device's matrices."""
-    shape = llama_8b()
-    config = HybridConfig()
-    few, many = (tau_of(find_hardware("h100"), shape, config, 32768, batch) for batch in (8, 32))
-    assert 0.01 < many < few <= 1
-    machine = find_hardware("h100")
-    with pytest.raises(ConfigError, match=r"recall\.threshold"):
-        tau_of(machine.model_copy(update={"device": "cpu"}), shape, config, 32768)

@@ -17,6 +17,7 @@ from hybrid_backend.methods.scout import Scout
 from hybrid_backend.methods.selective import Selective
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step.driver import StepDriver
+from hybrid_backend.step.method import KnowsAttended
 from hybrid_backend.step.toolbox import Toolbox
 
 
@@ -99,14 +100,15 @@ class Witness:
             missing = self._by_pages(_lists(chosen.absent, chosen.missing_listed, r), nothing)
             return Attended(tokens, missing, self._predicted[layer][r].cpu())
         if isinstance(method, Hgca) and layer in runtime.tiers.cache.stores:
-            request, first = method._held[rows.request_ids[r]]
+            request, first = method._running[rows.request_ids[r]]
             pages = torch.arange(int(rows.num_pages[r]))
             tokens = self._by_pages([pages[(pages < method.config.sinks) | (pages >= first)]], nothing)
             for head, positions in enumerate(runtime.tiers.cache.positions(layer, request)):
                 assert not tokens[head, positions].any(), "a token in the window and in the context cache"
                 tokens[head, positions] = True
             return Attended(tokens, nothing, None)
-        return Attended(~nothing, nothing, None)
+        covered = method.covered(layer, rows, r) if isinstance(method, KnowsAttended) else None
+        return Attended(~nothing if covered is None else covered.expand_as(nothing), nothing, None)
 
     def _by_pages(self, lists: list[Tensor], nothing: Tensor) -> Tensor:
         """Logical pages (one list for all KV heads, or one each; -1 for padding) as tokens."""

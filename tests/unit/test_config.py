@@ -38,57 +38,18 @@ SHIPPED_FOR = {
             "HuggingFaceTB/SmolLM2-135M",
             "HuggingFaceTB/SmolLM2-135M-Instruct",
             "/models/smollm2-135m-instruct/",
-        ],
-    ),
-    "llama-3.1-8b.yaml": (
-        32,
-        [
-            "meta-llama/Llama-3.1-8B",
-            "meta-llama/Llama-3.1-8B-Instruct",
-            "meta-llama/Meta-Llama-3.1-8B-Instruct",
-            "/cache/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/0e9e39f249a16976",
+            "/cache/hub/models--HuggingFaceTB--SmolLM2-135M-Instruct/snapshots/0e9e39f249a16976",
         ],
     ),
     "qwen2.5-coder-0.5b.yaml": (24, ["Qwen/Qwen2.5-Coder-0.5B-Instruct", "qwen2.5-coder-0.5b-instruct"]),
-    "qwen3-8b.yaml": (36, ["Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B-FP8", "./Qwen3-8B"]),
-    "qwen3-14b.yaml": (40, ["Qwen/Qwen3-14B", "Qwen/Qwen3-14B-Base", "Qwen/Qwen3-14B-AWQ"]),
-    "llama-3.2-3b.yaml": (28, ["meta-llama/Llama-3.2-3B-Instruct"]),
-    "llama-3.3-70b.yaml": (80, ["meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.1-70B"]),
-    "mistral-small-24b.yaml": (
-        40,
-        ["mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistralai/Mistral-Small-24B-Base-2501"],
-    ),
-    "qwen3-30b-a3b.yaml": (48, ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-Coder-30B-A3B-Instruct"]),
-    "qwen3-next-80b-a3b.yaml": (12, ["Qwen/Qwen3-Next-80B-A3B-Instruct"]),
-    "qwen3.5-9b.yaml": (8, ["Qwen/Qwen3.5-9B"]),
-    "qwen3.5-27b.yaml": (16, ["Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B-FP8"]),
-    "qwen3-vl-8b.yaml": (36, ["Qwen/Qwen3-VL-8B-Instruct"]),
-    "gpt-oss-20b.yaml": (24, ["openai/gpt-oss-20b"]),
-    "gpt-oss-120b.yaml": (36, ["openai/gpt-oss-120b"]),
-    "glm-4.5-air.yaml": (46, ["zai-org/GLM-4.5-Air"]),
-    "minimax-m2.yaml": (62, ["MiniMaxAI/MiniMax-M2", "MiniMaxAI/MiniMax-M2.1"]),
-    "nemotron-nano-9b-v2.yaml": (4, ["nvidia/NVIDIA-Nemotron-Nano-9B-v2"]),
-    "lfm2-1.2b.yaml": (6, ["LiquidAI/LFM2-1.2B"]),
-    "qwen3-32b.yaml": (64, ["Qwen/Qwen3-32B", "Qwen/Qwen3-32B-FP8"]),
-    "gemma-3-12b.yaml": (48, ["google/gemma-3-12b-it", "google/gemma-3-12b-pt"]),
-    "mistral-7b.yaml": (
-        32,
-        [
-            "mistralai/Mistral-7B-v0.3",
-            "mistralai/Mistral-7B-Instruct-v0.2",
-            "mistralai/Mistral-7B-Instruct-v0.3",
-        ],
-    ),
-    "glm-4-9b.yaml": (40, ["zai-org/GLM-4-9B-0414", "THUDM/GLM-4-9B-0414"]),
-    "glm-4-9b-hf.yaml": (40, ["THUDM/glm-4-9b-chat-hf", "zai-org/glm-4-9b-chat-1m-hf"]),
     "default.yaml": (
         64,
         [
+            "meta-llama/Llama-3.1-8B-Instruct",
+            "Qwen/Qwen3-14B-AWQ",
             "Qwen/Qwen2.5-0.5B",
-            "Qwen/Qwen3-VL-4B-Instruct",
-            "mistralai/Mistral-7B-v0.1",
             "HuggingFaceTB/SmolLM2-1.7B",
-            "meta-llama/Llama-3.1-405B-Instruct",
+            "/cache/hub/models--openai--gpt-oss-20b/snapshots/0e9e39f249a16976",
             "",
         ],
     ),
@@ -121,6 +82,8 @@ BAD = [
     ("frames_per_request: all", ["frames_per_request", "'all'", "auto, or an integer >= 1"]),
     ("frames_per_request: 9223372036854775807", ["frames_per_request", "9223372036854775807", "at most 2147483647"]),
     ("frames_per_request: AUTO", ["frames_per_request", "'AUTO'", "did you mean auto?"]),
+    ("exact_layers: first", ["exact_layers", "'first'", "auto, or a sorted list"]),
+    ("{exact_layers: auto, whole_layers: [0]}", ["whole_layers", "[0]", "layers that exact_layers lists"]),
     ("exact_layers: 3", ["exact_layers", "3", "list, each item an integer >= 0"]),
     ("exact_layers: [0, -2]", ["exact_layers[1]", "-2", "an integer >= 0"]),
     ("exact_layers: [2, 0]", ["exact_layers", "[2, 0]", "sorted", "write [0, 2]"]),
@@ -134,7 +97,6 @@ BAD = [
     ("staging_tokens: 8", ["staging_tokens", "8", "an integer >= 16"]),
     ("hgca: {beta: 0}", ["hgca.beta", "0", "a number > 0"]),
     ("hgca: {alpha: 1.5}", ["hgca.alpha", "1.5", "a number > 0 and <= 1"]),
-    ("hgca: {aggregate: sum}", ["hgca.aggregate", "'sum'", "max, mean"]),
     ("headinfer: {group_thresholds: []}", ["headinfer.group_thresholds", "[]", "non-empty"]),
     ("clo: {eta: 1.5}", ["clo.eta", "1.5", "a number > 0 and <= 1"]),
     ("clo: {persistent: all}", ["clo.persistent", "'all'", "one of auto, none"]),
@@ -142,13 +104,12 @@ BAD = [
     ("clo: {heads: ''}", ["clo.heads", "uniform"]),
     ("apex: {strategy: pipeline}", ["apex.strategy", "'pipeline'", "one of auto, gpu, lockstep, overlap"]),
     ("apex: {device_tokens: 0}", ["apex.device_tokens", "got 0", "an integer >= 16"]),
-    ("apex: {swap_in: 1.5}", ["apex.swap_in", "1.5", "a number > 0 and <= 1"]),
     ("headinfer: {resident_heads: ['3']}", ["headinfer.resident_heads[0]", "'3'", "layer:head such as 3:1"]),
     ("lookahead: {enabled: 1}", ["lookahead.enabled", "1", "true or false"]),
     ("lookahead: {partial_query: reel}", ["lookahead.partial_query", "'reel'", "did you mean real?"]),
-    ("recall: {threshold: 0}", ["recall.threshold", "0", "a number > 0 and <= 1"]),
-    ("recall: {threshold: 12%}", ["recall.threshold", "'12%'", "a number > 0 and <= 1"]),
-    ("recall: {threshold: .nan}", ["recall.threshold", "NaN", "a number > 0 and <= 1"]),
+    ("selection: {bound: 0}", ["selection.bound", "0", "a number > 0 and <= 1"]),
+    ("selection: {bound: 12%}", ["selection.bound", "'12%'", "a number > 0 and <= 1"]),
+    ("selection: {bound: .nan}", ["selection.bound", "NaN", "a number > 0 and <= 1"]),
     ("budget_factors: [1, 0]", ["budget_factors[1]", "0", "a number > 0 and <= 16"]),
     ("budget_factors: 2", ["budget_factors", "2", "a list"]),
     ("recall: {intervals: 0}", ["recall.intervals", "0", "an integer >= 1"]),
@@ -172,15 +133,15 @@ BAD = [
     ("frames_per_request: 3", ["frames_per_request", "3", "sinks 1 + recent 2 + 1", "write 4 or more"]),
     # keys that do not exist
     ("page_sise: 32", ["'page_sise'", "unknown key", "did you mean page_size?"]),
-    ("recall: {treshold: 0.1}", ["recall.treshold", "'treshold'", "did you mean threshold?"]),
-    ("threshold: 0.1", ["'threshold'", "did you mean recall.threshold?"]),
-    ("workers: {per_sequence_groups: true}", ["workers.per_sequence_groups", "removed", "delete it"]),
+    ("recall: {intervalls: 4}", ["recall.intervalls", "'intervalls'", "did you mean intervals?"]),
+    ("intervals: 4", ["'intervals'", "did you mean recall.intervals?"]),
+    ("recall: {threshold: 0.1}", ["recall.threshold: unknown key", "recall has the keys enabled, intervals"]),
     ("enabled: true", ["'enabled'", "did you mean lookahead.enabled or recall.enabled?"]),
     ("metrics: {zzz: 1}", ["metrics.zzz", "'zzz'", "metrics has the keys sample_interval"]),
     ("32: page_size", ["32", "unknown key", "write a name"]),
     ("recall: {1: 2}", ["recall.1", "unknown key", "write a name"]),
     # sections that are not mappings
-    ("recall: 5", ["recall", "5", "a mapping with any of the keys enabled, threshold, intervals"]),
+    ("recall: 5", ["recall", "5", "a mapping with any of the keys enabled, intervals"]),
     ("recall:", ["recall", "null", "a mapping with any of the keys"]),
     ("host_pool: 8GiB", ["host_pool", "'8GiB'", "a mapping with any of the keys size"]),
     # files that are not configurations
@@ -262,7 +223,7 @@ def test_what_cannot_be_printed_is_escaped():
 
 
 def test_several_problems_show_the_first_and_count_the_others():
-    bad = {"page_size": 48, "recall": {"threshold": 2, "intervals": 0}, "sink": 1}
+    bad = {"page_size": 48, "recall": {"enabled": 2, "intervals": 0}, "sink": 1}
     message = refusal(config_from_mapping, bad, "mine.yaml")
     assert message.startswith("mine.yaml: page_size: got 48") and message.endswith("(and 3 more problems)")
     one_more = refusal(config_from_mapping, {"page_size": 48, "sink": 1}, "mine.yaml")
@@ -307,7 +268,7 @@ def test_a_configuration_cannot_change_and_can_be_a_dictionary_key():
     with pytest.raises(ValidationError):
         config.page_size = 64
     with pytest.raises(ValidationError):
-        config.recall.threshold = 0.5
+        config.recall.enabled = False
     assert {config: 1}[config_from_mapping({"exact_layers": [0, 1], "workers": {"cpus": [0, 2]}}, "other")] == 1
 
 
@@ -319,9 +280,9 @@ def test_the_smallest_legal_budget_and_slots_are_accepted():
 
 def test_numbers_may_be_written_as_yaml_1_2_and_json_allow(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("recall: {threshold: 1e-1}\nworkers: {deadline_seconds: 5}\n")
+    file.write_text("selection: {bound: 1e-1}\nworkers: {deadline_seconds: 5}\n")
     config = load_config(file)
-    assert config.recall.threshold == 0.1 and config.workers.deadline_seconds == 5.0
+    assert config.selection.bound == 0.1 and config.workers.deadline_seconds == 5.0
 
 
 def test_recall_interval_is_one_number_or_one_per_layer():
@@ -350,6 +311,30 @@ def test_per_layer_keys_that_do_not_fit_the_model_are_refused():
     config = config_from_mapping({"budget_factors": [0.5, 1.5]}, "t")
     config.validate_for(2)
     assert "t.yaml: budget_factors: got a list of 2, expected 30" in refusal(config.validate_for, 30, source="t.yaml")
+
+
+@pytest.mark.parametrize(
+    ("windows", "exact"),
+    [
+        ([None] * 4, (0, 1)),
+        ([1024] * 5 + [None] + [1024] * 5 + [None] * 2, (5, 11)),
+        ([128, None], (1,)),
+    ],
+)
+def test_automatic_exact_layers_are_the_first_two_without_a_window(windows, exact):
+    config = config_from_mapping({"exact_layers": "auto"}, "t").for_layers(windows)
+    assert config.exact_layers == exact
+    assert [layer for layer in range(len(windows)) if config.is_exact(layer)] == list(exact)
+    listed = config_from_mapping({"exact_layers": [0]}, "t")
+    assert listed.for_layers(windows) == listed, "layers that are listed stay"
+
+
+def test_a_shipped_file_says_what_the_default_does_not():
+    default = load_mapping(next(path for path in shipped_configs() if path.name == "default.yaml"))
+    for path in shipped_configs():
+        if path.name != "default.yaml":
+            assert {**load_mapping(path), "model": None} != {**default, "model": None}, path.name
+            assert "measured" in path.read_text(), f"{path.name} has no line of provenance"
 
 
 # -- sizes --------------------------------------------------------------------------------------------------
@@ -437,28 +422,22 @@ CHANGES = [
     "hgca.window_tokens=64",
     "hgca.beta=0.5",
     "hgca.alpha=0.5",
-    "hgca.append_queries=8",
-    "hgca.aggregate=mean",
     "headinfer.group_thresholds=[64]",
     "headinfer.resident_heads=['1:1']",
-    "headinfer.streaming_heads=['1:1']",
     "clo.eta=0.5",
     "clo.power=2",
     "clo.tolerance=0.05",
     "clo.aggregate=min",
     "clo.heads=heads.json",
     "clo.persistent=['1:1']",
-    "clo.persistent_size=1GiB",
     "apex.strategy=lockstep",
     "apex.device_tokens=4096",
-    "apex.swap_in=0.9",
     "apex.min_cpu_per_gpu=8",
     "apex.hardware=h100",
     "lookahead.enabled=false",
     "lookahead.partial_query=real",
     "lookahead.skip_layers=[1]",
     "recall.enabled=false",
-    "recall.threshold=0.5",
     "recall.intervals=[1, 2]",
     "budget_factors=[1, 2]",
     "device_kernels=torch",
@@ -484,10 +463,10 @@ def test_changing_any_key_changes_the_json():
 
 
 def test_overrides_set_dotted_keys_and_leave_the_original_alone():
-    original = {"sinks": 3, "recall": {"threshold": 0.5}}
+    original = {"sinks": 3, "recall": {"intervals": 4}}
     result = apply_overrides(original, ["budget_tokens=1024", "recall.enabled=false", "sinks=0", "sinks=2"])
-    assert result == {"sinks": 2, "budget_tokens": 1024, "recall": {"threshold": 0.5, "enabled": False}}
-    assert original == {"sinks": 3, "recall": {"threshold": 0.5}}
+    assert result == {"sinks": 2, "budget_tokens": 1024, "recall": {"intervals": 4, "enabled": False}}
+    assert original == {"sinks": 3, "recall": {"intervals": 4}}
     assert apply_overrides({}, ["recall={enabled: false}"]) == {"recall": {"enabled": False}}
 
 
@@ -527,8 +506,8 @@ def test_a_head_is_text_in_files_and_overrides_not_a_number_in_base_60(tmp_path)
 
 
 def test_a_wrong_value_in_an_override_is_refused_like_one_in_a_file():
-    message = refusal(resolve_config, "any", {}, {}, ["recall.threshold=2"])
-    for part in ("--set", "recall.threshold", "got 2", "a number > 0 and <= 1"):
+    message = refusal(resolve_config, "any", {}, {}, ["selection.bound=2"])
+    for part in ("--set", "selection.bound", "got 2", "a number > 0 and <= 1"):
         assert part in message
 
 
@@ -572,7 +551,6 @@ def test_every_shipped_file_is_listed_here_loads_and_fits_its_model():
         config = load_config(path)
         config.validate_for(SHIPPED_FOR[path.name][0], source=path.name)
         assert config.sparse == "auto" and config.method == "auto"
-        assert "threshold" not in load_mapping(path).get("recall", {}), f"{path.name}: a server does not read it"
 
 
 def test_every_number_in_a_shipped_file_names_its_source():
@@ -617,7 +595,7 @@ def test_explicit_wins_over_the_environment_over_the_name_over_the_default(tmp_p
         config, source = resolve_config(model, None, unset)
         assert config.exact_layers == (7, 8, 17, 18) and "smollm2-135m.yaml" in source and model in source
     config, source = resolve_config("acme/unheard-of", None, {})
-    assert config.exact_layers == (0, 1) and "default.yaml (no shipped file matches acme/unheard-of)" in source
+    assert config.exact_layers == "auto" and "default.yaml (no shipped file matches acme/unheard-of)" in source
 
 
 def test_a_bad_configuration_is_refused_with_where_it_came_from(tmp_path):
@@ -629,8 +607,8 @@ def test_a_bad_configuration_is_refused_with_where_it_came_from(tmp_path):
 
 
 def test_overrides_come_last():
-    config, source = resolve_config("SmolLM2-135M", None, {}, ["exact_layers=[0]", "recall.threshold=0.5"])
-    assert config.exact_layers == (0,) and config.recall.threshold == 0.5 and config.recall.intervals == 8
+    config, source = resolve_config("SmolLM2-135M", None, {}, ["exact_layers=[0]", "selection.bound=0.25"])
+    assert config.exact_layers == (0,) and config.selection.bound == 0.25 and config.recall.intervals == 8
     assert source.endswith("with --set")
 
 
@@ -679,7 +657,7 @@ def test_the_examples_in_the_documentation_are_valid():
     "text",
     [
         "page_size: 48",
-        "recall: {treshold: 0.1}",
+        "recall: {intervalls: 4}",
         "budget_tokens: 2050",
         "a: 1\nb: 1\nc: 1\nd: 1\ne: 1\nsinks: 1\nsinks: 2",
         "page_size: 48\nsinks: -1\nrecent: 0",

@@ -15,7 +15,7 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import RESERVE, System, check_pool, numbers, room, uncached_bytes
 from hybrid_backend.memory_plan.numa import rank_nodes
 from hybrid_backend.model import stored_bytes, weights_to_load
-from hybrid_backend.tools.doctor.memory import check_ram
+from hybrid_backend.tools.doctor.machine import check_ram
 
 GIB = 2**30
 AUTO = HybridConfig()
@@ -252,15 +252,18 @@ def test_sglang_s_pool_keeps_a_container_s_limit_less_its_use(tmp_path: Path) ->
     assert host_pool_bytes(AUTO, None, limited(tmp_path, limit=10, used=6)) == 2 * GIB
 
 
-def test_doctor_tells_the_number_that_the_engine_takes(small_node: System) -> None:
+def test_doctor_tells_the_number_that_the_engine_takes(small_node: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     here = room(small_node, [0], uncached=0)
-    assert f"host pool {here.auto / GIB:.1f} GiB (auto" in check_ram(None, nodes=[0], system=small_node).text
-    assert check_ram(here.most, nodes=[0], system=small_node).state == "ok"
-    refused = check_ram(here.most + 1, nodes=[0], system=small_node)
+    assert f"host pool {here.auto / GIB:.1f} GiB (auto" in check_ram(None, True, small_node).text
+    assert check_ram(here.most, True, small_node).state == "ok"
+    refused = check_ram(here.most + 1, True, small_node)
     with pytest.raises(ConfigError) as told:
         check_pool("host_pool.size", here.most + 1, here)
     assert (refused.state, refused.fix) == ("problem", str(told.value))
-    assert check_ram(8 * GIB, "VLLM_CPU_KVCACHE_SPACE", [0], small_node).fix.startswith("VLLM_CPU_KVCACHE_SPACE: 8GiB")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "8")
+    assert check_ram(None, True, small_node).fix.startswith("VLLM_CPU_KVCACHE_SPACE: 8GiB")
 
 
 def test_memory_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def attach_lookahead(session: Session, layers: list[Layer], config: HybridConfig
     """
     if not looks_ahead(resolve_method(config.method), config):
         return
+    config = session.runtime.config
     predicted = {
         index: layer for index, layer in enumerate(layers) if layer.before is not None and config.is_predicted(index)
     }

@@ -55,9 +55,11 @@ def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridCo
         return
     engine = vllm_config.model_config
     stream = torch.empty(0, engine.get_hidden_size(), dtype=engine.dtype, device=device)
+    attending = attention_layers(model)
+    config = config.for_layers([layer.attention.sliding_window for layer in attending])
     layers = {
         index: layer
-        for index, layer in enumerate(attention_layers(model))
+        for index, layer in enumerate(attending)
         if layer.before is not None and layer.attention.sliding_window is None and config.is_predicted(index)
     }
     predictor_of_layer, warning = predictors(layers, engine.get_head_size(), stream, (QKVParallelLinear,), layer_inputs)

@@ -1,4 +1,4 @@
-"""Method ``apex`` (APEX, arXiv 2506.03296): its policy, and the rule that chooses between lockstep and overlap."""
+"""Method ``apex`` (APEX, arXiv 2506.03296): the policy, and the rule that chooses between lockstep and overlap."""
 
 from hybrid_backend.methods.apex.method import Apex
 

@@ -1,13 +1,13 @@
 """Method ``apex``: whole requests on the device or on the CPU, every token attended (APEX, arXiv 2506.03296).
 
-The device comes first: a request's KV lies there whole if it fits (`placement`). Of other requests the CPU workers
-attend all tokens in the host pool, but for the growing page, which the device reads where it lies. Nothing is
-approximate: requests on the CPU are slower, none is wrong.
+A request's KV lies on the device whole if it fits (`placement`). The CPU workers attend all tokens of other requests in
+the host pool, except for the growing page, which the device reads in the host pool. Attention is exact: requests on the
+CPU are slower, and no page is left out.
 
-How the device goes on meanwhile is a strategy, chosen in every step by `rule`. In lockstep the layer waits for the CPU.
-With overlap the row takes the answer when the layer comes round in the next step (`parking`). The paper's third
-strategy, asymmetric pipelining, runs two halves of a batch in turns, which no stock engine does. Where the rule wants
-it, steps go in lockstep if the CPU's time hides behind the device's attention, else they overlap.
+`rule` chooses a strategy in each step. In lockstep the layer waits for the CPU. With overlap the row takes the answer
+in the same layer of the next step (`parking`). The paper's third strategy, asymmetric pipelining, alternates two halves
+of a batch, which no stock engine does. Where the rule chooses pipelining, steps go in lockstep if the CPU's time hides
+behind the device's attention, and else overlap.
 """
 
 from __future__ import annotations
@@ -40,11 +40,16 @@ if TYPE_CHECKING:
     from hybrid_backend.step import Toolbox
 
 _DEFAULT_MACHINE = "a10"
-"""Table 1 of the paper."""
+"""Machine of the paper's Table 1."""
+
+SWAP_IN = 0.95
+"""Share of the device's pages up to which the oldest request on the CPU comes back (NEO, arXiv 2411.01142)."""
 
 
 class Apex(WaitingMethod):
-    """Requests that fit on the device, the others on the CPU."""
+    """Whole requests: on the device if they fit, else on the CPU."""
+
+    name = "apex"
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)
@@ -57,8 +62,8 @@ class Apex(WaitingMethod):
         )
         pages = len(tiers.host.views[tiers.layout.full_layers(model)[0]])
         self._frames = _frame_table(config, model, pages, tiers.frames.requests, tiers.device)
-        self._prompt_tokens = self._prompt_attended = 0  # of the step
-        self._verdict = Verdict("gpu", 0.0, 0.0)  # of the last step with rows on the CPU
+        self._prompt_tokens = self._prompt_attended = 0  # Prompts of the open step.
+        self._verdict = Verdict("gpu", 0.0, 0.0)  # Verdict of the last step with rows on the CPU.
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
@@ -89,7 +94,7 @@ class Apex(WaitingMethod):
             staging_tokens=staging_tokens(config),
             shares_frames=True,
             device_pages=0 if tokens == "auto" else tokens // config.page_size,
-            swap_in=config.apex.swap_in,
+            swap_in=SWAP_IN,
         )
 
     @classmethod
@@ -106,11 +111,11 @@ class Apex(WaitingMethod):
         own = super().own_memory(config, model, device, pages, max_requests)
         table = _frame_table(config, model, pages, max_requests, torch.device("meta"))
         width = model.hidden if cls.may_park(config) else 0
-        here, host = table.nbytes + parking_bytes(max_requests, width), 0
+        device_bytes, host_bytes = table.nbytes + parking_bytes(max_requests, width), 0
         if are_launches(config, device):
-            boxes, host = box_bytes(model, max_requests, pages_of_a_sequence(config, model, pages))
-            here += boxes
-        return replace(own, device=own.device + here, host=own.host + host)
+            boxes, host_bytes = box_bytes(model, max_requests, pages_of_a_sequence(config, model, pages))
+            device_bytes += boxes
+        return replace(own, device=own.device + device_bytes, host=own.host + host_bytes)
 
     def open_rows(self, buffers: StepBuffers, workers: WorkerPool) -> tuple[WaitingRows, Residency]:
         config, model, tiers, shape = self.config, self.model, self.tiers, buffers.shape
@@ -152,12 +157,14 @@ class Apex(WaitingMethod):
         strategy = self._strategy(rows, on_cpu)
         indices = self.tiers.frames.indices(rows.request_ids)
         self._parking.begin(rows, indices, on_cpu, parks=strategy == "overlap")
-        step.counting.count_strategy(strategy, self._verdict.wanted if bool(on_cpu.any()) else "gpu")
+        step.counting.count_strategy(strategy, self._verdict.strategy if bool(on_cpu.any()) else "gpu")
         requests = step.inputs(rows.count).requests.long()
         self._frames[: rows.count] = step.maps.frame_of[0][requests]
-        here = ~on_cpu | (self.config.apex.strategy == "gpu")
-        missing = int((rows.num_pages * (here & on_cpu)).sum())  # which the device reads over the bus
-        step.counting.count_tokens(int((rows.seq_lens * here).sum()), int((rows.num_pages * ~on_cpu).sum()), 0, missing)
+        by_device = ~on_cpu | (self.config.apex.strategy == "gpu")
+        missing = int((rows.num_pages * (by_device & on_cpu)).sum())  # The device reads these pages over the bus.
+        step.counting.count_tokens(
+            int((rows.seq_lens * by_device).sum()), int((rows.num_pages * ~on_cpu).sum()), 0, missing
+        )
 
     def _strategy(self, rows: DecodeRows, on_cpu: Tensor) -> str:
         config, cpu_rows = self.config.apex, int(on_cpu.sum())
@@ -171,34 +178,34 @@ class Apex(WaitingMethod):
             return "lockstep"
         if config.strategy == "overlap":
             return "overlap"
-        if verdict.wanted == "pipeline":
+        if verdict.strategy == "pipeline":
             hides = cpu_hides(self._times, device_rows, device_tokens, int((rows.seq_lens * on_cpu).sum()))
             return "lockstep" if hides else "overlap"
         return "overlap" if cpu_rows >= config.min_cpu_per_gpu * device_rows else "lockstep"
 
     def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
-        now, cpu, host = step.inputs(len(q)), self._parking, self.tiers.host.views[layer]
+        inputs, cpu, host = step.inputs(len(q)), self._parking, self.tiers.host.views[layer]
         asks = (step.is_captured or not cpu.is_idle) and self.config.apex.strategy != "gpu"
         if asks:
-            cpu.ask(layer, q, now)
+            cpu.ask(layer, q, inputs)
         out, lse = step.attend(
-            q, self.tiers.frames.layers[layer], self._frames[: len(q), None], cpu.held[: len(q), None]
+            q, self.tiers.frames.layers[layer], self._frames[: len(q), None], cpu.device_tokens[: len(q), None]
         )
         answer = None
         if asks:
-            answers = cpu.take(layer, now, step.counters(layer))
+            answers = cpu.take(layer, inputs, step.counters(layer))
             growing = (cpu.tail[: len(q)] * answers.ready).int()[:, None]
-            parts = step.attend(q, host, now.pages.view(-1, 1, 1), growing)
+            in_host = step.attend(q, host, inputs.pages.view(-1, 1, 1), growing)
             answer = answers.out, answers.lse
         elif step.is_captured or not cpu.is_idle:
-            parts = step.attend(q, host, now.table[:, None], (now.seq_lens * cpu.on_cpu[: len(q)])[:, None])
+            in_host = step.attend(q, host, inputs.table[:, None], (inputs.seq_lens * cpu.on_cpu[: len(q)])[:, None])
         else:
             return step.merge(layer, (out, lse), None, q.dtype)
-        return step.merge(layer, (torch.cat([out, parts[0]], 2), torch.cat([lse, parts[1]], 2)), answer, q.dtype)
+        return step.merge(layer, (torch.cat([out, in_host[0]], 2), torch.cat([lse, in_host[1]], 2)), answer, q.dtype)
 
 
 def _machine(name: str, device: torch.device) -> Hardware:
-    """``apex.hardware``."""
+    """Return the machine that ``apex.hardware`` names."""
     if name != "auto":
         try:
             return find_hardware(name)
@@ -209,6 +216,6 @@ def _machine(name: str, device: torch.device) -> Hardware:
 
 
 def _frame_table(config: HybridConfig, model: ModelSpec, pages: int, requests: int, device: torch.device) -> Tensor:
-    """``[requests, columns]`` int32: frames of a step's rows, the same in all layers."""
+    """Return ``[requests, columns]`` int32 for the frames of a step's rows, which are the same in all layers."""
     columns = pages_of_a_sequence(config, model, pages)
     return torch.full((requests, columns), -1, dtype=torch.int32, device=device)

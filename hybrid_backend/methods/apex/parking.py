@@ -1,15 +1,17 @@
-"""Rows whose KV is not on the device tier: each asks the CPU workers in every layer, and waits for the answer there, or
-is *parked*: it rides along in the engine's batch for nothing until the layer comes round in a later step (asynchronous
-overlap: APEX, arXiv 2506.03296, section 3.3).
+"""Rows whose KV is not on the device tier (asynchronous overlap: APEX, arXiv 2506.03296, section 3.3).
 
-Engines run the layers of a step in lockstep, so a row cannot wait inside one, but from one step to the next it can. At
-the input of layer l its hidden state and residual are saved; its K and V are appended, its question is asked, its
-output is 0, and what follows in this step for it is void. When the next step comes to layer l, the pair is restored,
-attention returns the answer, and the row goes on to layer l + 1, where it parks again. If the answer is not there, the
-row is void for another step. A row yields its token in the step in which it gets through the last layer; until then the
-engine is told that it is unfinished. Rows that wait inside the layers go through all of them in one step.
+Such a row asks the CPU workers in each layer. It waits for the answer inside the layer, or it is *parked*. The engine's
+batch then carries the row along without a result until a later step reaches the same layer.
 
-What a row does is decided by data on the device tier, so that a CUDA graph holds it.
+Engines run the layers of a step one after the other, so that a row cannot wait inside a layer without delaying all
+other rows. It can wait from one step to the next. At the input of layer l the row's hidden state and residual are
+saved, its K and V are appended, and its question is asked. Its output is 0, and the remaining layers of this step
+compute nothing valid for it. When the next step reaches layer l, hidden state and residual are restored, and attention
+returns the answer. The row goes on to layer l + 1, where it parks again. If the answer is missing, the row stays
+parked for another step. A row yields its token in the step in which it passes the last layer. Until then the engine is
+told that the row is unfinished. Rows that wait inside the layers pass all layers in one step.
+
+Data on the device tier decides what a row does, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -28,71 +30,89 @@ from hybrid_backend.methods.apex.questions import Answers, Questions
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepInputs
 
-_NOWHERE, _FAILED = -1, -2  # instead of a layer: not parked; its answer failed, and it goes nowhere any more
+_NOWHERE, _FAILED = -1, -2
+"""Values in place of a layer: the row is not parked, or its answer failed so that it stays where it is."""
 _WAITED = Counters._fields.index("waited")
 _COUNTED = ("resident_pages", "missing_pages", "resident_tokens", "missing_tokens")
 assert Counters._fields[: len(_COUNTED)] == _COUNTED
 
 
 def parking_bytes(rows: int, hidden: int) -> int:
-    """What `Parking` keeps on the device tier for so many requests."""
+    """Return the bytes that `Parking` keeps on the device tier for ``rows`` requests."""
     return rows * (7 * 4 + 5 * 8) + STEPS * rows * 2 * 4 + (rows + 1) * 2 * hidden * 4
 
 
 class Parking:
-    """The rows of a step that are on the CPU. Row buffers are of as many rows as requests may run at once; ``hidden``:
-    width of the decoder layers' input, 0: no row ever parks."""
+    """Rows of a step that are on the CPU. Row buffers have a row for each request that may run at once.
+
+    Attributes:
+        questions: transport of questions and answers.
+        late_rows: parked rows whose answer was missing when a step reached their layer, since start.
+        is_idle: no row of the open step is on the CPU.
+        may_park: rows of the open step may park, or are parked.
+    """
 
     def __init__(self, config: HybridConfig, tiers: Tiers, questions: Questions, hidden: int) -> None:
+        """Allocate the row buffers. ``hidden`` is the width of the decoder layers' input; with 0 no row ever parks."""
         rows, device = tiers.frames.requests, tiers.device
         self.questions = questions
-        self.late_rows = 0  # of steps in which an answer was looked for and not there, since start
-        self.is_idle = True  # no row of the open step is on the CPU
-        self.may_park = False  # rows of the open step may park, or are parked
+        self.late_rows = 0
+        self.is_idle = True
+        self.may_park = False
         self._deadline, self._page = config.workers.deadline_seconds, config.page_size
         self._columns = torch.zeros(7, rows, dtype=torch.int32, device=device)
-        self.on_cpu, self.parks, self.parked, self.live, self.whole, self.tail, self.held = self._columns
+        self.on_cpu, self.parks, self.parked, self.live = self._columns[:4]
+        self.whole, self.tail, self.device_tokens = self._columns[4:]
         self._wide = torch.zeros(1 + len(_COUNTED), rows, dtype=torch.int64, device=device)
         self._slots, self._counts = self._wide[0], self._wide[1:]
-        # Of each request, and one that nobody reads: what decoder layers begin with. fp32 holds every dtype's values.
+        # Inputs of decoder layers per request; padding rows share the last entry. fp32 represents all values of bf16.
         self._saved = torch.zeros(rows + 1, 2, hidden, device=device)
-        # (live, parked) of each row after the last layer, of the last steps: the host may be behind.
+        # (live, parked) of each row after the last layer, for several steps, because the host may lag behind.
         self._ended = torch.zeros(STEPS, rows, 2, dtype=torch.int32, device=device)
         self._published = torch.zeros_like(self._ended, device="cpu")
         if device.type == "cuda":
             self._published = self._published.pin_memory()
-        self._asked = self._wanted = torch.zeros(0, dtype=torch.bool)
-        self._layer_of: dict[int, int] = {}  # by request, where it is parked
-        self._since: dict[int, float] = {}  # by request, when it was parked there
+        self._asking = self._taking = torch.zeros(0, dtype=torch.bool)
+        self._layer_of: dict[int, int] = {}  # Layer in which a request is parked.
+        self._since: dict[int, float] = {}  # Time at which a request was parked there.
 
     @property
     def device_bytes(self) -> int:
+        """Device memory of the rows and of the questions."""
         buffers = self._columns.nbytes + self._wide.nbytes + self._saved.nbytes + self._ended.nbytes
         return buffers + self.questions.device_bytes
 
     @property
     def host_bytes(self) -> int:
+        """Pinned host memory of the questions."""
         return self.questions.host_bytes
 
     @property
     def parked_rows(self) -> int:
-        """Requests that wait in a layer."""
+        """Number of parked requests."""
         return len(self._layer_of)
 
     def gauges(self) -> dict[str, float]:
         return {"hybrid_parked_rows": self.parked_rows, "hybrid_late_rows": self.late_rows}
 
     def is_settled(self, request: int) -> bool:
-        """Whether the request is between two tokens."""
+        """Tell whether a request, by its index, is between two tokens."""
         return request not in self._layer_of
 
     # --- between steps, on the host ---
 
     def begin(self, rows: DecodeRows, indices: list[int], on_cpu: Tensor, parks: bool) -> None:
-        """``on_cpu``: ``[rows]`` bool of the host; ``parks``: those rows overlap, else they wait inside the layers."""
+        """Open a step.
+
+        Args:
+            rows: decode rows of the step.
+            indices: request index of each row.
+            on_cpu: ``[rows]`` bool on the host.
+            parks: rows on the CPU overlap. If not, they wait inside the layers.
+        """
         count, capacity = rows.count, self._columns.shape[1]
         self.is_idle = not bool(on_cpu.any())
-        whole = (rows.seq_lens - 1) // self._page  # the growing page is the device's
+        whole = (rows.seq_lens - 1) // self._page  # The device attends the growing page.
         tail = rows.seq_lens - whole * self._page
         parked = torch.tensor([self._layer_of.get(index, _NOWHERE) for index in indices])
         self.may_park = bool((on_cpu * parks).any() or (parked != _NOWHERE).any())
@@ -109,45 +129,52 @@ class Parking:
         self._wide.copy_(sent(wide, self._wide.device))
 
     def idle(self) -> None:
-        """All rows are padding."""
+        """Make all rows padding."""
         self._columns.zero_()
         self._wide.zero_()
         self._slots.fill_(self._columns.shape[1])
 
     def unfinished(self, number: int, rows: DecodeRows, indices: list[int]) -> list[int]:
-        """Rows of the step of this number, in which some `may_park`, that yield no token. Waits for the device."""
+        """Return the rows of step ``number`` that yield no token. Waits for the device.
+
+        In that step rows could park (`may_park`).
+        """
         if self._columns.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        found = []
+        unfinished_rows = []
         for r, (live, parked) in enumerate(self._published[number % STEPS, : rows.count].tolist()):
             index = indices[r]
             if live:
                 self._layer_of.pop(index, None)
                 continue
-            found.append(r)
+            unfinished_rows.append(r)
             if self._layer_of.get(index) == parked:
                 self.late_rows += 1
             else:
                 self._layer_of[index], self._since[index] = parked, time.monotonic()
-        return found
+        return unfinished_rows
 
     def failures(self, number: int, indices: list[int | None]) -> dict[int, WorkerError]:
-        """Rows of the step of this number, which the device has passed, that waited for longer than any may, or whose
-        question failed. ``indices``: of the rows' requests, None: it is gone, but not what it wrote."""
-        found: dict[int, WorkerError] = {}
+        """Return the rows of step ``number`` that waited beyond the deadline or whose question failed, with the reason.
+
+        Args:
+            number: number of a step that the device has passed.
+            indices: request index of each row; None for a request that is gone.
+        """
+        errors: dict[int, WorkerError] = {}
         for r, (live, parked) in enumerate(self._published[number % STEPS, : len(indices)].tolist()):
             if live:
                 continue
-            request, now = indices[r], time.monotonic()
-            waits = 0.0 if request is None else now - self._since.get(request, now)
+            request, seconds = indices[r], time.monotonic()
+            waits = 0.0 if request is None else seconds - self._since.get(request, seconds)
             if parked == _FAILED:
                 gone = WorkerError("a CPU worker failed on a question of a request that is gone")
-                found[r] = gone if request is None else self.questions.failure(request)
+                errors[r] = gone if request is None else self.questions.failure(request)
             elif parked == _NOWHERE or waits > self._deadline:
-                found[r] = DeadlineError(
+                errors[r] = DeadlineError(
                     f"CPU workers did not answer a request on the CPU within workers.deadline_seconds={self._deadline}"
                 )
-        return found
+        return errors
 
     def release(self, request: int) -> None:
         self._layer_of.pop(request, None)
@@ -160,48 +187,52 @@ class Parking:
     # --- the step, layer by layer ---
 
     def layer_input(self, layer: int, rows: DecodeRows, hidden: Tensor, residual: Tensor | None) -> None:
-        """Restore the rows that parked at this layer in an earlier step, save those that park there now. ``hidden``,
-        ``residual``: ``[tokens, hidden]`` of the batch, changed in place."""
+        """Restore the rows that parked at this layer in an earlier step, and save the rows that park in this step.
+
+        ``hidden`` and ``residual`` are ``[tokens, hidden]`` of the batch, and are changed in place.
+        """
         count = rows.count
         if not self._saved.shape[2]:
-            return  # no row ever parks
+            return  # No row ever parks.
         restores = (self.parked[:count] == layer)[:, None]
         saves = (self.live[:count] * self.parks[:count] > 0)[:, None]
         slots = self._slots[:count]
         saved = self._saved[slots]
-        parts = []
+        new_saved = []
         for part, x in enumerate((hidden, residual)):
             if x is None:
-                parts.append(saved[:, part])
+                new_saved.append(saved[:, part])
                 continue
-            mine = rows.gather(x)
-            parts.append(torch.where(saves, mine.float(), saved[:, part]))
-            restored = torch.where(restores, saved[:, part].to(x.dtype), mine)
+            of_rows = rows.gather(x)
+            new_saved.append(torch.where(saves, of_rows.float(), saved[:, part]))
+            restored = torch.where(restores, saved[:, part].to(x.dtype), of_rows)
             if rows.whole_batch:
                 x[:count] = restored
             else:
                 x.index_copy_(0, rows.tokens.to(x.device), restored)
-        self._saved.index_copy_(0, slots, torch.stack(parts, 1))
+        self._saved.index_copy_(0, slots, torch.stack(new_saved, 1))
 
     def stored(self, pages: Tensor) -> Tensor:
-        """``[rows]`` int32 pages of the rows' tokens, -1 in void rows: what they computed must never be stored."""
+        """Return ``[rows]`` int32 pages of the rows' tokens; -1 for parked rows, whose K and V are not valid."""
         return torch.where(self.live[: len(pages)] > 0, pages, -1)
 
-    def ask(self, layer: int, q: Tensor, now: StepInputs) -> None:
-        """The rows on the CPU that came to this layer ask. ``q``: ``[rows, heads, head_dim]``."""
+    def ask(self, layer: int, q: Tensor, inputs: StepInputs) -> None:
+        """Ask the workers for the rows on the CPU that reach this layer. ``q`` is ``[rows, heads, head_dim]``."""
         count = len(q)
-        self._asked = self.live[:count] * self.on_cpu[:count] > 0
-        self._wanted = self._asked & (self.parks[:count] == 0) | (self.parked[:count] == layer)
-        self.questions.ask(layer, q, self._asked, self.whole[:count], now)
+        self._asking = self.live[:count] * self.on_cpu[:count] > 0
+        self._taking = self._asking & (self.parks[:count] == 0) | (self.parked[:count] == layer)
+        self.questions.ask(layer, q, self._asking, self.whole[:count], inputs)
 
-    def take(self, layer: int, now: StepInputs, counters: Tensor) -> Answers:
-        """Answers of those that wait, and of those that parked here in an earlier step. The rows that have theirs go on
-        with the next layer."""
-        count = len(self._asked)
+    def take(self, layer: int, inputs: StepInputs, counters: Tensor) -> Answers:
+        """Return the answers of rows that wait, and of rows that parked at this layer in an earlier step.
+
+        Rows with an answer go on with the next layer.
+        """
+        count = len(self._asking)
         parks, on_cpu, parked, live = (x[:count] for x in (self.parks, self.on_cpu, self.parked, self.live))
-        answers = self.questions.take(layer, self._wanted, self._wanted & (parks == 0), now)
+        answers = self.questions.take(layer, self._taking, self._taking & (parks == 0), inputs)
         ready = answers.ready.int()
-        stays = torch.where(self._asked & (parks > 0), layer, torch.where(answers.failed, _FAILED, parked))
+        stays = torch.where(self._asking & (parks > 0), layer, torch.where(answers.failed, _FAILED, parked))
         parked.copy_(torch.where(answers.ready, _NOWHERE, stays))
         live.copy_(torch.where(on_cpu > 0, ready, live))
         counters[: len(_COUNTED)] += (self._counts[:, :count] * ready).sum(1)
@@ -209,7 +240,7 @@ class Parking:
         return answers
 
     def end(self, number: Tensor) -> None:
-        """After the last layer: where the rows are. ``number``: `StepInputs.number`."""
+        """Publish the places of the rows after the last layer. ``number`` is `StepInputs.number`."""
         ended = torch.stack([self.live, self.parked], 1)[None]
         self._ended.index_copy_(0, (number % STEPS).long(), ended)
         self._published.copy_(self._ended, non_blocking=True)

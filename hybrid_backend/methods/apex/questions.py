@@ -1,5 +1,8 @@
-"""What CPU workers attend for whole requests: one question at a time of each, taken when its answer is there, perhaps
-some steps later. (`partials` is for questions that every row asks in every step, and waits for.)"""
+"""Questions of whole requests to the CPU workers, one at a time per request.
+
+An answer is taken when it has arrived, perhaps some steps later. (`step.cpu_attention` serves rows that ask in each
+step and wait for the answer.)
+"""
 
 from __future__ import annotations
 
@@ -20,38 +23,58 @@ from hybrid_backend.workers import NativePool, Owners, Ticket, WorkerPool
 
 
 class Answers(NamedTuple):
-    """Empty partials (output 0, lse -inf) in rows that have none."""
+    """Answers of the workers; a row without an answer has an empty partial (output 0, lse -inf).
 
-    ready: Tensor  # [rows] bool
-    failed: Tensor  # [rows] bool: the workers could not compute it
-    out: Tensor  # [rows, heads, head_dim] fp32
-    lse: Tensor  # [rows, heads] fp32
-    waited: Tensor  # [] int64 nanoseconds, of all rows together
+    Attributes:
+        ready: ``[rows]`` bool; the row has an answer.
+        failed: ``[rows]`` bool; the workers could not compute the answer.
+        out: ``[rows, heads, head_dim]`` fp32.
+        lse: ``[rows, heads]`` fp32.
+        waited: ``[]`` int64 nanoseconds of all rows together.
+    """
+
+    ready: Tensor
+    failed: Tensor
+    out: Tensor
+    lse: Tensor
+    waited: Tensor
 
 
 class Questions(Protocol):
-    """``wanted``: ``[rows]`` bool on the device tier; ``now``: of as many rows."""
+    """Transport of questions and answers between the device tier and the CPU workers."""
 
-    def ask(self, layer: int, q: Tensor, wanted: Tensor, whole: Tensor, now: StepInputs) -> None:
-        """Attention of ``q`` ``[rows, heads, head_dim]`` over the first ``whole`` ``[rows]`` int32 pages of the wanted
-        rows, which are whole. Returns at once."""
+    def ask(self, layer: int, q: Tensor, mask: Tensor, whole: Tensor, inputs: StepInputs) -> None:
+        """Ask for attention over the first pages of some rows. Returns at once.
 
-    def take(self, layer: int, wanted: Tensor, waits: Tensor, now: StepInputs) -> Answers:
-        """The answers of the wanted rows to what they asked last. ``waits``: ``[rows]`` bool: those that are waited
-        for, until the deadline.
+        Args:
+            layer: layer of the model.
+            q: ``[rows, heads, head_dim]``.
+            mask: ``[rows]`` bool on the device tier; the rows that ask.
+            whole: ``[rows]`` int32 number of pages, all of which are full.
+            inputs: inputs of the step for as many rows.
+        """
+
+    def take(self, layer: int, mask: Tensor, waits: Tensor, inputs: StepInputs) -> Answers:
+        """Return the answers of some rows to their last questions.
+
+        Args:
+            layer: layer of the model.
+            mask: ``[rows]`` bool on the device tier; the rows that take an answer.
+            waits: ``[rows]`` bool; the rows whose answers are waited for, until the deadline.
+            inputs: inputs of the step for as many rows.
 
         Raises:
             WorkerError: the workers failed, or were late, for a row that waits, and the caller can be told.
         """
 
     def begin(self) -> None:
-        """A step begins: all waits of a row in it are together no longer than the deadline."""
+        """Begin a step. All waits of one row in it last no longer than the deadline."""
 
     def failure(self, request: int) -> WorkerError:
-        """Why the request's answer `failed`, of the last one that did."""
+        """Return the reason of the request's last answer that failed."""
 
     def forget(self, request: int) -> None:
-        """The request is gone."""
+        """Forget a request that is gone."""
 
     @property
     def device_bytes(self) -> int: ...
@@ -63,37 +86,37 @@ class Questions(Protocol):
 
 
 class PoolQuestions:
-    """A job of the worker pool for each; the device tier is the host."""
+    """Questions as jobs of the worker pool, where the device tier is the host."""
 
     device_bytes = host_bytes = 0
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool) -> None:
         self._model, self._tiers, self._workers = model, tiers, workers
         self._deadline, self._page = config.workers.deadline_seconds, config.page_size
-        self._tickets: dict[int, Ticket] = {}  # by request; none: it asked for no page
+        self._tickets: dict[int, Ticket] = {}  # Keyed by request; a question about no page has no ticket.
         self._failed: dict[int, WorkerError] = {}
 
-    def ask(self, layer: int, q: Tensor, wanted: Tensor, whole: Tensor, now: StepInputs) -> None:
+    def ask(self, layer: int, q: Tensor, mask: Tensor, whole: Tensor, inputs: StepInputs) -> None:
         generation = self._tiers.frames.generation
-        for r in wanted.nonzero().flatten().tolist():
-            request, count = int(now.requests[r]), int(whole[r])
+        for r in mask.nonzero().flatten().tolist():
+            request, count = int(inputs.requests[r]), int(whole[r])
             self.forget(request)
             if not count:
                 continue
-            pages = PageList(now.table[r, :count].long().view(1, 1, -1), torch.full((1, 1, count), self._page))
+            pages = PageList(inputs.table[r, :count].long().view(1, 1, -1), torch.full((1, 1, count), self._page))
             index = torch.tensor([request])
             self._tickets[request] = self._workers.submit(
                 q[r : r + 1].clone(), self._tiers.host.layers[layer], pages, self._model.scale, f"layer {layer}",
                 Owners(index, generation[index], generation),
             )  # fmt: skip
 
-    def take(self, layer: int, wanted: Tensor, waits: Tensor, now: StepInputs) -> Answers:
-        rows, began = len(wanted), time.perf_counter()
+    def take(self, layer: int, mask: Tensor, waits: Tensor, inputs: StepInputs) -> Answers:
+        rows, began = len(mask), time.perf_counter()
         ready, failed = torch.zeros(2, rows, dtype=torch.bool)
         out = torch.zeros(rows, self._model.num_heads, self._model.head_dim)
         lse = torch.full((rows, self._model.num_heads), float("-inf"))
-        for r in wanted.nonzero().flatten().tolist():
-            request = int(now.requests[r])
+        for r in mask.nonzero().flatten().tolist():
+            request = int(inputs.requests[r])
             ticket = self._tickets.get(request)
             if ticket is not None:
                 if not waits[r] and not ticket.done():
@@ -112,7 +135,7 @@ class PoolQuestions:
         return Answers(ready, failed, out, lse, torch.tensor(waited))
 
     def begin(self) -> None:
-        """Each wait has the deadline for itself."""
+        """Do nothing: each wait has its own deadline."""
 
     def failure(self, request: int) -> WorkerError:
         return self._failed[request]
@@ -129,19 +152,20 @@ class PoolQuestions:
 
 
 class BoxQuestions:
-    """Questions through pinned memory, asked and taken by kernels in the device's stream.
-
-    Raises:
-        ConfigError: the workers' kernel is not the native one, which alone serves boxes.
-    """
+    """Questions through pinned memory, asked and taken by kernels in the device's stream."""
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, columns: int) -> None:
+        """Open the boxes of all requests.
+
+        Raises:
+            ConfigError: the workers do not run the native kernel, which alone serves boxes.
+        """
         if not isinstance(workers, NativePool):
             raise ConfigError("workers.kernel: device_kernels: triton needs the native kernel; write auto or native")
-        from hybrid_backend.kernels.triton import questions  # late: Triton is not everywhere
+        from hybrid_backend.kernels.triton import questions  # Imported late, because Triton is not on all platforms.
 
         self._kernels = questions
-        self._allowed = round(config.workers.deadline_seconds * 1e9)  # nanoseconds
+        self._allowed = round(config.workers.deadline_seconds * 1e9)  # Nanoseconds.
         layers = {layer: tiers.host.layers[layer] for layer in tiers.layout.full_layers(model)}
         requests = tiers.frames.requests
         self.boxes = QuestionBoxes(workers.native, layers, model.num_heads, requests, columns, model.scale)
@@ -152,17 +176,17 @@ class BoxQuestions:
     def begin(self) -> None:
         self._time_left.fill_(self._allowed)
 
-    def ask(self, layer: int, q: Tensor, wanted: Tensor, whole: Tensor, now: StepInputs) -> None:
+    def ask(self, layer: int, q: Tensor, mask: Tensor, whole: Tensor, inputs: StepInputs) -> None:
         position = self.boxes.position[layer]
-        self._kernels.ask_rows(self.boxes, q, now.table, whole, now.requests, wanted.int(), position, self._numbers)
+        self._kernels.ask_rows(self.boxes, q, inputs.table, whole, inputs.requests, mask.int(), position, self._numbers)
 
-    def take(self, layer: int, wanted: Tensor, waits: Tensor, now: StepInputs) -> Answers:
-        rows = len(wanted)
+    def take(self, layer: int, mask: Tensor, waits: Tensor, inputs: StepInputs) -> Answers:
+        rows = len(mask)
         ready, out, lse = self._ready[:rows], self._out[:rows], self._lse[:rows]
         left, waited = self._time_left[:rows], self._waited[:rows].zero_()
         allowed = torch.where(waits, left, 0)
         self._kernels.take_rows(
-            self.boxes, now.requests, wanted.int(), self._numbers, out, lse, ready, waited, allowed, wait=True
+            self.boxes, inputs.requests, mask.int(), self._numbers, out, lse, ready, waited, allowed, wait=True
         )
         left.copy_(torch.where(waits, allowed, left))
         return Answers(ready > 0, ready < 0, out, lse, (waited * waits).max())
@@ -171,7 +195,7 @@ class BoxQuestions:
         return WorkerError(self.boxes.failure(request))
 
     def forget(self, request: int) -> None:
-        """What it asked may still be answered, into its own box; the next question has another number."""
+        """Do nothing: a late answer goes to the request's own box, and the next question has another number."""
 
     @property
     def device_bytes(self) -> int:
@@ -186,14 +210,14 @@ class BoxQuestions:
 
 
 def box_bytes(model: ModelSpec, requests: int, columns: int) -> tuple[int, int]:
-    """``(device, host)`` memory of `BoxQuestions`."""
+    """Return the bytes of device and host memory of `BoxQuestions`."""
     buffers = _buffers(requests, model, torch.device("meta"))
     host = question_bytes(requests, columns, model.num_heads, model.head_dim, model.dtype.itemsize)
     return sum(x.nbytes for x in buffers), host
 
 
 def _buffers(requests: int, model: ModelSpec, device: torch.device) -> tuple[Tensor, ...]:
-    """Numbers, ready, out, lse, time left, waited."""
+    """Return the buffers for numbers, ready flags, outputs, LSEs, time left and time waited."""
     heads, dim = model.num_heads, model.head_dim
     shapes = [((), torch.int32), ((), torch.int32), ((heads, dim), torch.float32), ((heads,), torch.float32)]
     shapes += [((), torch.int64), ((), torch.int64)]

@@ -16,18 +16,17 @@ from hybrid_backend.tiers import Tiers
 class SharedResidency:
     """Residency of whole requests, in any of the frames that all requests share.
 
-    A frame id is the same in all layers, so the map is too.
-
-    Args:
-        is_settled: whether the request with this index is between two tokens.
+    A frame id is the same in all layers, so that all layers have the same map.
     """
 
     def __init__(self, tiers: Tiers, maps: Maps, placement: Placement, is_settled: Callable[[int], bool]) -> None:
+        """Begin without requests; ``is_settled`` tells whether a request, by its index, is between two tokens."""
         self.placement = placement
-        self.moved = 0  # requests that were evicted or came back, since start
+        self.moved = 0
+        """Requests that were evicted or came back since start."""
         self._tiers, self._frame_of, self._is_settled = tiers, maps.frame_of, is_settled
         self._free = list(range(placement.pages - 1, -1, -1))
-        self._frames: dict[int, list[int]] = {}  # by index
+        self._frames: dict[int, list[int]] = {}  # Keyed by the request's index.
 
     @property
     def shared_pages(self) -> int:
@@ -35,10 +34,10 @@ class SharedResidency:
         return sum(map(len, self._frames.values()))
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """Nobody's scores decide."""
+        """Do nothing, because no scores decide."""
 
     def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        """The step places it, with those that it runs beside."""
+        """Return 0: `open` places the request together with the other requests of the step."""
         return 0
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
@@ -63,25 +62,27 @@ class SharedResidency:
             self._give_back(index)
 
     def _hold(self, index: int, table: Tensor) -> int:
-        """Frames for all pages of a request on the device. The pages of one that had none are copied; of others the
-        step's token begins the new page."""
-        held = self._frames.setdefault(index, [])
-        had, new = len(held), len(table) - len(held)
+        """Give frames to all pages of a request on the device, and return the copied pages of all layers.
+
+        All pages are copied if the request had no frame. Otherwise the step's token begins the new page.
+        """
+        frames = self._frames.setdefault(index, [])
+        had, new = len(frames), len(table) - len(frames)
         assert new >= 0, "a request with fewer pages than before was released"
         if not new:
             return 0
-        held += [self._free.pop() for _ in range(new)]
-        tiers, frames = self._tiers, sent(torch.tensor(held[had:], dtype=torch.int32), self._tiers.device)
-        self._frame_of[:, index, had : len(held)] = frames
+        frames += [self._free.pop() for _ in range(new)]
+        tiers, new_frames = self._tiers, sent(torch.tensor(frames[had:], dtype=torch.int32), self._tiers.device)
+        self._frame_of[:, index, had : len(frames)] = new_frames
         if had:
             return 0
         host_pages = table.int().contiguous()
         for layer, store in tiers.frames.layers.items():
-            tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, frames)
+            tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, new_frames)
         return len(host_pages) * len(tiers.frames.layers)
 
     def _give_back(self, index: int) -> None:
-        held = self._frames.pop(index, None)
-        if held:
-            self._free += held
+        frames = self._frames.pop(index, None)
+        if frames:
+            self._free += frames
             self._frame_of[:, index] = -1

@@ -1,4 +1,4 @@
-"""Method ``clo`` (CLO, arXiv 2511.14510): its policy, and how its KV heads are told apart."""
+"""Method ``clo`` (CLO, arXiv 2511.14510): its policy, and the choice of heads that keep their pages."""
 
 from hybrid_backend.methods.clo.heads import persistent_heads, threshold
 from hybrid_backend.methods.clo.method import Clo

@@ -1,19 +1,21 @@
 """Method ``clo``: head-wise caches of selected pages (CLO, arXiv 2511.14510).
 
-Per layer and KV head the device keeps the pages of the last selection, and the query that made it as its label. While
-new queries are similar enough to the label (equation 10 against the head's threshold, equations 7 to 9) the head
-attends what it has; else it selects anew by the query that is predicted one layer ahead, and loads all of its pages
-over the old ones. Sinks and recent pages are always there. The CPU computes nothing.
+Per layer and KV head the device keeps the pages of the last selection. The head's *label* is the query that made this
+selection. While new queries are similar to the label (equation 10 against the head's threshold, equations 7 to 9), the
+head attends these pages. Otherwise it selects by the query that is predicted one layer ahead, and loads all selected
+pages over the old pages. Sinks and recent pages are always on the device. The CPU computes nothing.
 
-*Persistent* heads have all of their KV on the device: those of the first layer, whose query nobody predicts, and those
-whose pages are hard to reuse (equations 11 to 13). They select by the true query in every step and load nothing.
+*Persistent* heads have all of their KV on the device. They are the heads of the first layer, whose query is never
+predicted, and heads whose pages are hard to reuse (equations 11 to 13). They select by the true query in each step and
+load nothing.
 
-Deviations: pages and Quest's digests instead of tokens and hashes; the device pulls pages over the bus, where CLO's CPU
-threads push them through GDRCopy, a kernel module; the budget (`budget_tokens`) is a number of tokens, not a share of
-the context.
-What the paper leaves open: where a cosine is not positive equation 10 is singular, and the smallest one counts, which
-is its limit; a KV head none of whose query heads matters weighs them equally. A head of an importance below 0.857 (at
-power 3 and eta 0.8) has a threshold below 0: it practically never loads again.
+Deviations: pages and Quest's digests in place of tokens and hashes. The device pulls pages over the bus, where CLO's
+CPU threads push them through GDRCopy, a kernel module. The budget (`budget_tokens`) is a number of tokens, and not a
+share of the context.
+
+The paper leaves two cases open. If a cosine is not positive, equation 10 is singular, and the smallest cosine counts,
+which is the limit. A KV head whose query heads all have importance 0 weighs them equally. A head with an importance
+below 0.857 (at power 3 and eta 0.8) has a threshold below 0, so that it practically never loads again.
 """
 
 from __future__ import annotations
@@ -43,22 +45,39 @@ if TYPE_CHECKING:
 
 
 class _Lists(NamedTuple):
-    """What a step's rows attend, the same in all layers: int32 buffers that stay where they are. A *list* is one KV
-    head of a row; pages of one head are numbered ``page * kv_heads + head``, and so are those of frames."""
+    """Pages that the rows of a step attend in all layers: int32 buffers with fixed addresses.
 
-    num_pages: Tensor  # [lists]
-    seq_lens: Tensor  # [lists]
-    budgets: Tensor  # [lists]
-    table: Tensor  # [lists, columns] pages of the head in the host pool
-    label: Tensor  # [lists] where the list's label and cached pages are: request * kv_heads + head
-    tokens: Tensor  # [lists, 1] that it attends
-    ids: Tensor  # [lists, 1, frames] pages of the head in frames: sinks, cached and recent ones; or the whole context
-    into: Tensor  # [lists, cached] of them those that a load overwrites
-    whole: Tensor  # [rows, 1, frames] all frames of the request, for layers that attend everything
-    whole_tokens: Tensor  # [rows, 1] of a context that they hold
-    beyond_tokens: Tensor  # [rows, 1] of one that they do not
+    A *list* is one KV head of a row. Pages of one head are numbered ``page * kv_heads + head``, in the host pool and in
+    frames.
+
+    Attributes:
+        num_pages: ``[lists]`` pages of the sequence.
+        seq_lens: ``[lists]`` tokens of the sequence.
+        budgets: ``[lists]`` pages to attend.
+        table: ``[lists, columns]`` pages of the head in the host pool.
+        label: ``[lists]`` index of the list's label and cached pages: request * kv_heads + head.
+        tokens: ``[lists, 1]`` tokens to attend.
+        ids: ``[lists, 1, frames]`` pages of the head in frames: sinks, cached and recent pages, or the whole context.
+        into: ``[lists, cached]`` the pages among ``ids`` that a load overwrites.
+        whole: ``[rows, 1, frames]`` all frames of the request, for layers that attend all pages.
+        whole_tokens: ``[rows, 1]`` tokens of a context that fits these frames, else 0.
+        beyond_tokens: ``[rows, 1]`` tokens of a context that does not fit, else 0.
+    """
+
+    num_pages: Tensor
+    seq_lens: Tensor
+    budgets: Tensor
+    table: Tensor
+    label: Tensor
+    tokens: Tensor
+    ids: Tensor
+    into: Tensor
+    whole: Tensor
+    whole_tokens: Tensor
+    beyond_tokens: Tensor
 
     def first(self, rows: int, kv_heads: int) -> _Lists:
+        """Return the buffers of the first ``rows`` rows."""
         return _Lists(*(x[:rows] if name in _BY_ROW else x[: rows * kv_heads] for name, x in self._asdict().items()))
 
 
@@ -66,18 +85,28 @@ _BY_ROW = ("whole", "whole_tokens", "beyond_tokens")
 
 
 class _State(NamedTuple):
-    """Of all requests, by layer that leaves pages out."""
+    """Labels and cached pages of all requests, in the layers that leave pages out.
 
-    labels: Tensor  # [layers, requests, heads, head_dim]: the query of the last load; zeros: none
-    pages: Tensor  # [layers, requests * kv_heads + 1, cached] int32 logical pages that it loaded; the last is nobody's
-    thresholds: Tensor  # [layers, kv_heads] fp32 tau; -inf: persistent
-    weights: Tensor  # [layers, heads] fp32
+    Attributes:
+        labels: ``[layers, requests, heads, head_dim]`` query of the last load; zeros if there was none.
+        pages: ``[layers, requests * kv_heads + 1, cached]`` int32 logical pages of the last load. The last entry takes
+            what heads that hit would write.
+        thresholds: ``[layers, kv_heads]`` fp32 tau; -inf for persistent heads.
+        weights: ``[layers, heads]`` fp32 importance of query heads.
+    """
+
+    labels: Tensor
+    pages: Tensor
+    thresholds: Tensor
+    weights: Tensor
 
 
 class Clo(Selective):
-    """Cached selections per KV head, loaded one layer ahead when the query has moved on."""
+    """Cached selections per KV head, which are loaded one layer ahead when the query has changed."""
 
-    attends_selection = False  # but what its heads have cached
+    name = "clo"
+
+    attends_selection = False  # Heads attend their cached pages.
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
@@ -98,7 +127,7 @@ class Clo(Selective):
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        head_policy(config, model)  # a file of other heads is refused before anything is allocated
+        head_policy(config, model)  # A file of another model's heads is refused before anything is allocated.
         return super().layout(config, model, device)
 
     @classmethod
@@ -107,7 +136,7 @@ class Clo(Selective):
     ) -> OwnMemory:
         step, layout = super().own_memory(config, model, device, pages, max_requests), cls.layout(config, model, device)
         state, lists = _buffers(config, model, layout, pages, max_requests, torch.device("meta"))
-        stores = resident_bytes(choose_persistent(config, model, layout, pages), model, config.page_size, pages)
+        stores = resident_bytes(choose_persistent(config, model, layout), model, config.page_size, pages)
         return replace(step, device=step.device + stores + sum(x.nbytes for x in (*state, *lists)))
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
@@ -115,18 +144,20 @@ class Clo(Selective):
         layers = tiers.layout.digest_layers(config, model)
         pages = len(tiers.host.layers[tiers.layout.full_layers(model)[0]])
         self._row = {layer: row for row, layer in enumerate(layers)}
-        heads = choose_persistent(config, model, tiers.layout, pages)
+        heads = choose_persistent(config, model, tiers.layout)
         self._persistent = tiers.keep_heads(heads, model)
         self._state, self._lists = _buffers(config, model, tiers.layout, pages, tiers.frames.requests, tiers.device)
-        self._first = dict[int, _Lists]()  # by rows
+        self._first = dict[int, _Lists]()  # Keyed by the number of rows.
         thresholds, weights = head_policy(config, model)
         for layer, row in self._row.items():
             thresholds[layer, list(heads.get(layer, ()))] = -math.inf
             self._state.thresholds[row], self._state.weights[row] = thresholds[layer], weights[layer]
-        # 1 for each list of a head that loads; its complement for persistent ones.
+        # 1 for each head that loads, 0 for a persistent head.
         self._loads = {layer: (self._state.thresholds[row] > -math.inf).int() for layer, row in self._row.items()}
-        self._cached = slice(config.sinks, config.sinks + cached_pages(config))  # of a selection, which is ascending
-        self._under_way = dict[int, tuple[Tensor, ...]]()  # what a copy reads until it is awaited
+        self._cached = slice(
+            config.sinks, config.sinks + cached_pages(config)
+        )  # Places in a selection, which is ascending.
+        self._under_way = dict[int, tuple[Tensor, ...]]()  # Tensors that a copy reads until it is awaited.
         self._looked_up: set[int] = set()
         self._by_true_query: Selection | None = None
         self._is_sparse = True
@@ -140,13 +171,13 @@ class Clo(Selective):
         return cached_pages(self.config)
 
     def budgets(self, rows: DecodeRows) -> Tensor:
-        """A head's frames are of the configuration's budget: a request's own is not heeded."""
+        """Return `Method.budgets`. A request's own budget is ignored: frames have the configuration's budget."""
         return super().budgets(replace(rows, budgets=None))
 
     # --- requests and frames ---
 
     def begin_step(self, step: Step) -> None:
-        for row in step.prefill:  # it loses its frames
+        for row in step.prefill:  # A request that computes prompt tokens loses its frames.
             self.release(row.request_id)
 
     def release(self, request_id: str) -> None:
@@ -155,15 +186,17 @@ class Clo(Selective):
             self._state.labels[:, index] = 0
 
     def abandon(self, step: Step) -> None:
-        """A label may say what was not loaded."""
+        """Forget labels and copies of the step, because a label may name pages that were never loaded."""
         self._looked_up.clear()
         self._under_way.clear()
         for request_id in step.decode.request_ids if step.decode is not None else []:
             self.release(request_id)
 
     def frame_of(self, pages: Tensor) -> Tensor:
-        """A context that fits lies in order: sinks, what a load will overwrite, the others. Those are a ring when it is
-        longer."""
+        """Return `FixedFrames.frame_of`: sinks, then the pages that a load overwrites, then a ring of later pages.
+
+        A context that fits the frames lies in order.
+        """
         frames, first = self.tiers.frames.size, self._cached.stop
         return torch.where(pages < frames, pages, first + (pages - first) % (frames - first))
 
@@ -181,78 +214,82 @@ class Clo(Selective):
         left_out, is_sparse = (rows.num_pages - budgets).clamp(min=0), budgets < rows.num_pages
         self._is_sparse = bool(is_sparse.any())
         self._write_lists(step)
-        tokens, pages, every = int(rows.seq_lens.sum()), int(rows.num_pages.sum()), self.model.num_kv_heads
+        tokens, pages, kv_heads = int(rows.seq_lens.sum()), int(rows.num_pages.sum()), self.model.num_kv_heads
         left_out_pages, sparse_rows = int(left_out.sum()), int(is_sparse.sum())
         is_beyond = rows.num_pages > self._limit
         for layer in self.tiers.layout.framed_layers(self.model):
             if layer in self._row and self.config.sparse != "never":
-                loading = every - len(self._persistent.heads.get(layer, ()))
-                looked_up = sparse_rows * self.pages_per_load * loading / every  # counted when it is known who hit
-                held = pages - left_out_pages - looked_up
-                step.counting.count_tokens(tokens - left_out_pages * self.config.page_size, held, layers=[layer])
+                loading = kv_heads - len(self._persistent.heads.get(layer, ()))
+                looked_up = (
+                    sparse_rows * self.pages_per_load * loading / kv_heads
+                )  # Counted when the lookups are known.
+                resident_pages = pages - left_out_pages - looked_up
+                step.counting.count_tokens(
+                    tokens - left_out_pages * self.config.page_size, resident_pages, layers=[layer]
+                )
             else:
                 beyond = int(rows.num_pages[is_beyond].sum())
                 step.counting.count_tokens(tokens, pages - beyond, missing_pages=beyond, layers=[layer])
 
     def _write_lists(self, step: Toolbox) -> None:
-        """From the step's inputs, where they lie."""
-        now, lists, config, every = step.buffers.inputs, self._lists, self.config, self.model.num_kv_heads
-        heads = torch.arange(every, dtype=torch.int32, device=self.tiers.device)
+        """Compute the lists from the step's inputs on the device tier."""
+        inputs, lists, config, kv_heads = step.buffers.inputs, self._lists, self.config, self.model.num_kv_heads
+        heads = torch.arange(kv_heads, dtype=torch.int32, device=self.tiers.device)
 
         def by_head(x: Tensor) -> Tensor:
-            return (x[:, None] * every + heads.view(every, *[1] * (x.dim() - 1))).flatten(0, 1)
+            return (x[:, None] * kv_heads + heads.view(kv_heads, *[1] * (x.dim() - 1))).flatten(0, 1)
 
         for into, of in (
-            (lists.num_pages, now.num_pages),
-            (lists.seq_lens, now.seq_lens),
-            (lists.budgets, now.budgets),
+            (lists.num_pages, inputs.num_pages),
+            (lists.seq_lens, inputs.seq_lens),
+            (lists.budgets, inputs.budgets),
         ):
-            into.copy_(of.repeat_interleave(every))
-        lists.table.copy_(by_head(now.table))
-        lists.label.copy_(by_head(now.requests))
-        left_out = (now.num_pages - now.budgets).clamp(min=0)
-        lists.tokens[:, 0] = (now.seq_lens - left_out * config.page_size).repeat_interleave(every)
+            into.copy_(of.repeat_interleave(kv_heads))
+        lists.table.copy_(by_head(inputs.table))
+        lists.label.copy_(by_head(inputs.requests))
+        left_out = (inputs.num_pages - inputs.budgets).clamp(min=0)
+        lists.tokens[:, 0] = (inputs.seq_lens - left_out * config.page_size).repeat_interleave(kv_heads)
         frames = self.tiers.frames.size
-        mine, i = now.requests[:, None], torch.arange(frames, dtype=torch.int32, device=self.tiers.device)
-        recent = now.num_pages[:, None] - config.recent + i - self._cached.stop
+        requests, i = inputs.requests[:, None], torch.arange(frames, dtype=torch.int32, device=self.tiers.device)
+        recent = inputs.num_pages[:, None] - config.recent + i - self._cached.stop
         is_recent = (left_out[:, None] > 0) & (i >= self._cached.stop)
         ids = self.tiers.frames.ids
-        lists.ids[:, 0] = by_head(ids(mine, torch.where(is_recent, self.frame_of(recent), i)))
-        lists.into.copy_(by_head(ids(mine, i[self._cached])))
-        lists.whole[:, 0] = ids(mine, i)
-        fits = now.num_pages <= self._limit
-        lists.whole_tokens[:, 0] = now.seq_lens * fits
-        lists.beyond_tokens[:, 0] = now.seq_lens * ~fits
+        lists.ids[:, 0] = by_head(ids(requests, torch.where(is_recent, self.frame_of(recent), i)))
+        lists.into.copy_(by_head(ids(requests, i[self._cached])))
+        lists.whole[:, 0] = ids(requests, i)
+        fits = inputs.num_pages <= self._limit
+        lists.whole_tokens[:, 0] = inputs.seq_lens * fits
+        lists.beyond_tokens[:, 0] = inputs.seq_lens * ~fits
 
     def lookahead(self, step: Toolbox, layer: int, q: Tensor) -> None:
-        """Look the caches of the layer's heads up; those that miss select by ``q`` and load."""
+        """Look up the caches of the layer's heads. Heads that miss select by ``q`` and load."""
         if self._is_persistent(layer):
             return
         self._looked_up.add(layer)
-        tiers, row, now, lists = self.tiers, self._row[layer], step.inputs(len(q)), self._of(len(q))
-        state, how = self._state, self.config.clo.aggregate
+        tiers, row, inputs, lists = self.tiers, self._row[layer], step.inputs(len(q)), self._of(len(q))
+        state, aggregate = self._state, self.config.clo.aggregate
         missed = tiers.operations.match_labels(
-            q, state.labels[row], state.weights[row], state.thresholds[row], now.requests, now.num_pages, now.budgets,
-            how, step.counters(layer),
+            q, state.labels[row], state.weights[row], state.thresholds[row], inputs.requests, inputs.num_pages,
+            inputs.budgets, aggregate, step.counters(layer),
         ).flatten()  # fmt: skip
         chosen = self._select(layer, q, lists, lists.table, lists.num_pages * missed, self.config.budget_pages)
-        nobody = len(state.pages[row]) - 1
+        unused = len(state.pages[row]) - 1
         state.pages[row].index_copy_(
-            0, torch.where(missed > 0, lists.label, nobody).long(), chosen.pages[:, 0, self._cached]
+            0, torch.where(missed > 0, lists.label, unused).long(), chosen.pages[:, 0, self._cached]
         )
-        host_pages = chosen.frames[:, 0, self._cached].contiguous()  # the table's: where the host pool has them
+        host_pages = chosen.frames[:, 0, self._cached].contiguous()  # Pages of the host pool, as in the table.
         into = torch.where(missed[:, None] > 0, lists.into, -1)
         self._under_way[layer] = host_pages, into
         host, frames = head_pages(tiers.host.views[layer]), head_pages(tiers.frames.layers[layer])
         step.copy(layer, host, frames, host_pages, into, is_awaited=True)
 
     def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
-        is_fixed = step.is_captured or self.tiers.asks_by_itself  # the same launches, whatever the rows are
+        is_fixed = step.is_captured or self.tiers.asks_by_itself  # A graph needs the same launches for all rows.
         if layer not in self._row or self.config.sparse == "never" or not (is_fixed or self._is_sparse):
             return self._attend_everything(step, layer, q)
         lists, tiers = self._of(len(q)), self.tiers
         by_head, loads = q.view(len(lists.label), -1, q.shape[2]), self._loads[layer].repeat(len(q))
-        parts: list[tuple[Tensor, Tensor]] = []
+        partials: list[tuple[Tensor, Tensor]] = []
         persistent = self._persistent.heads.get(layer, ())
         if persistent:
             store, places = self._persistent.stores[layer], self._persistent.pages(layer, step.inputs(len(q)).table)
@@ -261,25 +298,25 @@ class Clo(Selective):
             )  # fmt: skip
             self._by_true_query = chosen
             tokens = chosen.tokens * (1 - loads)[:, None]
-            parts.append(step.attend(by_head, head_pages(store), chosen.frames, tokens))
+            partials.append(step.attend(by_head, head_pages(store), chosen.frames, tokens))
         if not self._is_persistent(layer):
             if layer not in self._looked_up:
                 self.lookahead(step, layer, q)
             step.await_copy(layer)
             self._under_way.pop(layer)
             frames = head_pages(tiers.frames.layers[layer])
-            parts.append(step.attend(by_head, frames, lists.ids, lists.tokens * loads[:, None], self._limit))
+            partials.append(step.attend(by_head, frames, lists.ids, lists.tokens * loads[:, None], self._limit))
         self._looked_up.discard(layer)
-        # A list is of one kind, so that its other partial is empty.
-        other = tiers.operations.merge_partials(*parts[1]) if len(parts) > 1 else None
-        return step.merge(layer, parts[0], other, q.dtype)
+        # Each list is persistent or cached, so that its partial of the other kind is empty.
+        cached_partial = tiers.operations.merge_partials(*partials[1]) if len(partials) > 1 else None
+        return step.merge(layer, partials[0], cached_partial, q.dtype)
 
     def _attend_everything(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
-        """From the frames what they hold, the others where they lie in host memory."""
-        now, lists, host = step.inputs(len(q)), self._of(len(q)), self.tiers.host.views[layer]
-        found = step.attend(q, host, now.table[:, None], lists.beyond_tokens, now.table.shape[1])
+        """Attend all pages: contexts that fit the frames in frames, longer contexts in host memory."""
+        inputs, lists, host = step.inputs(len(q)), self._of(len(q)), self.tiers.host.views[layer]
+        in_host = step.attend(q, host, inputs.table[:, None], lists.beyond_tokens, inputs.table.shape[1])
         in_frames = step.attend(q, self.tiers.frames.layers[layer], lists.whole, lists.whole_tokens)
-        return step.merge(layer, in_frames, self.tiers.operations.merge_partials(*found), q.dtype)
+        return step.merge(layer, in_frames, self.tiers.operations.merge_partials(*in_host), q.dtype)
 
     def _is_persistent(self, layer: int) -> bool:
         """Tell whether all heads of ``layer`` are persistent, so that the layer has no cache to look up."""
@@ -291,7 +328,16 @@ class Clo(Selective):
         return self._first[rows]
 
     def _select(self, layer: int, q: Tensor, lists: _Lists, table: Tensor, num_pages: Tensor, most: int) -> Selection:
-        """Every KV head for itself; lists with ``num_pages`` 0 are left out. Frames are those of ``table``."""
+        """Select the pages of each KV head by itself.
+
+        Args:
+            layer: the layer.
+            q: ``[rows, heads, head_dim]``.
+            lists: lists of these rows.
+            table: ``[lists, columns]`` pages that the selection names as frames.
+            num_pages: ``[lists]``; 0 leaves a list out.
+            most: pages of a selection, at most.
+        """
         digests, config, ops = self.tiers.digest_layer(layer), self.config, self.tiers.operations
         assert digests is not None
         scores = ops.page_scores(
@@ -306,19 +352,21 @@ class Clo(Selective):
     def covered(self, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
         if layer not in self._row or self.config.sparse == "never":
             return None
-        every, number = self.model.num_kv_heads, int(rows.num_pages[r])
+        kv_heads, pages_in_all = self.model.num_kv_heads, int(rows.num_pages[r])
         request = self.tiers.frames.indices([rows.request_ids[r]])[0]
-        cached = self._state.pages[self._row[layer], request * every : (request + 1) * every].cpu().long()
-        always = torch.cat([torch.arange(self.config.sinks), torch.arange(number - self.config.recent, number)])
-        pages = torch.cat([cached, always.expand(every, -1)], 1)
+        cached = self._state.pages[self._row[layer], request * kv_heads : (request + 1) * kv_heads].cpu().long()
+        always = torch.cat(
+            [torch.arange(self.config.sinks), torch.arange(pages_in_all - self.config.recent, pages_in_all)]
+        )
+        pages = torch.cat([cached, always.expand(kv_heads, -1)], 1)
         for head in self._persistent.heads.get(layer, ()):
             assert self._by_true_query is not None
-            pages[head] = self._by_true_query.pages[r * every + head, 0, : pages.shape[1]].cpu()
+            pages[head] = self._by_true_query.pages[r * kv_heads + head, 0, : pages.shape[1]].cpu()
         return covered_tokens(pages, int(rows.seq_lens[r]), self.config.page_size)
 
     @property
     def _limit(self) -> int:
-        """Pages of the longest context that is attended whole."""
+        """Number of pages of the longest context that is attended whole."""
         config, frames = self.config, frames_per_request(self.config)
         return min(frames, config.budget_pages) if config.sparse == "always" else frames
 
@@ -326,9 +374,9 @@ class Clo(Selective):
 def _buffers(
     config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int, rows: int, device: torch.device
 ) -> tuple[_State, _Lists]:
-    """On ``meta``, to learn their size."""
-    every, columns, frames = model.num_kv_heads, pages_of_a_sequence(config, model, pages), layout.frames_per_request
-    layers, lists, cached = len(layout.digest_layers(config, model)), rows * every, cached_pages(config)
+    """Return the buffers of ``rows`` rows; on the device ``meta``, to learn their size."""
+    kv_heads, columns, frames = model.num_kv_heads, pages_of_a_sequence(config, model, pages), layout.frames_per_request
+    layers, lists, cached = len(layout.digest_layers(config, model)), rows * kv_heads, cached_pages(config)
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -336,7 +384,7 @@ def _buffers(
     state = _State(
         labels=torch.zeros(layers, rows, model.num_heads, model.head_dim, dtype=model.dtype, device=device),
         pages=ints(layers, lists + 1, cached),
-        thresholds=torch.zeros(layers, every, device=device),
+        thresholds=torch.zeros(layers, kv_heads, device=device),
         weights=torch.zeros(layers, model.num_heads, device=device),
     )
     return state, _Lists(

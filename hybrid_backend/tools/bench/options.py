@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TypeVar
 
 from hybrid_backend.errors import ConfigError
 
-Number = TypeVar("Number", int, float)
 
-
-def parse_choice(option: str, value: str, choices: Sequence[str]) -> str:
-    """Return ``value`` if it is one of ``choices``; ConfigError otherwise."""
-    if value not in choices:
-        raise ConfigError(f"{option} {value}: write {' or '.join(choices)}")
-    return value
-
-
-def parse_names(option: str, text: str, noun: str, choices: Collection[str]) -> list[str]:
-    """Return the names of a comma-separated list; ConfigError for an empty list or a ``noun`` outside ``choices``."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise ConfigError(f"{option}: got {text!r}, expected names separated by commas")
-    for name in names:
-        if name not in choices:
-            raise ConfigError(f"{option}: no {noun} {name!r}; there are {', '.join(choices)}")
-    return names
-
-
-def parse_numbers(option: str, text: str, number: type[Number]) -> list[Number]:
-    """Return the positive numbers of a comma-separated list, ``inf`` among floats; ConfigError for anything else."""
+def parse_rates(option: str, text: str) -> list[float]:
+    """Return the positive numbers of a comma-separated list, which may have ``inf``; ConfigError for anything else."""
     try:
-        numbers = [number(item) for item in text.split(",")]
+        rates = [float(item) for item in text.split(",")]
     except ValueError:
-        numbers = []
-    if not numbers or not all(value > 0 for value in numbers):
-        form = "whole numbers above zero" if number is int else "numbers above zero or inf"
-        raise ConfigError(f"{option} {text}: write {form}, separated by commas")
-    return numbers
+        rates = []
+    if not rates or not all(rate > 0 for rate in rates):
+        raise ConfigError(f"{option} {text}: write numbers above zero or inf, separated by commas")
+    return rates
 
 
 def parse_limits(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
@@ -60,20 +38,13 @@ def parse_limits(option: str, text: str, names: Sequence[str]) -> dict[str, floa
     return limits
 
 
-def format_limits(limits: Mapping[str, float]) -> str:
-    """Write limits in milliseconds as ``ttft 2000 ms, tpot 100 ms``."""
-    return ", ".join(f"{name} {limit:g} ms" for name, limit in limits.items())
-
-
-def check_out(folder: Path, file: Path | None = None) -> None:
-    """Try to write into the folder (or the file) of ``--out``, so that a long run does not fail at its end."""
-    with writing(file or folder):
+def check_out(folder: Path) -> None:
+    """Try to write into the folder of ``--out``, so that a long run does not fail at its end."""
+    with writing(folder):
         # Where a file is in the folder's place, the next line has the better message.
         with suppress(FileExistsError):
             folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
-        if file is not None and file.exists():
-            file.open("a").close()
 
 
 @contextmanager

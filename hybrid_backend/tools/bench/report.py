@@ -1,14 +1,11 @@
-"""Tables and plots that compare endpoints or methods, shared by the benches."""
+"""The table that compares servers: a column for each, figures of several runs as median and range."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
-from typing import Any
 
-import numpy as np
 from rich import box
 from rich.table import Table
 
@@ -18,7 +15,7 @@ Figures = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Row:
-    """A figure as tables show it: the values of ``key`` times ``scale``, with ``digits`` decimals."""
+    """A figure as the table shows it: the values of ``key`` times ``scale``, with ``digits`` decimals."""
 
     label: str
     key: str
@@ -53,22 +50,3 @@ def comparison(title: str, sections: Mapping[str, Mapping[str, Figures]], rows: 
             table.add_row(row.label, *map(row.cell, endpoints.values()))
         table.add_section()
     return table
-
-
-def markdown_table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """Return a markdown table, with an empty line after it."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines) + "\n"
-
-
-def draw_lines(axis: Any, lines: Mapping[str, np.ndarray], ticks: Mapping[float, str], x_label: str) -> None:
-    """Draw lines with error bars on a matplotlib axis.
-
-    ``lines`` has by label an array ``(points, 4)`` of x, y, low and high; ``ticks`` has labels of the x axis by x.
-    """
-    for (label, points), marker in zip(lines.items(), cycle("os^Dv*"), strict=False):
-        x, y, low, high = points.T
-        axis.errorbar(x, y, np.stack([y - low, high - y]), marker=marker, capsize=3, label=label)
-    axis.set_xticks(list(ticks), list(ticks.values()))
-    axis.set_xlabel(x_label)
-    axis.grid(alpha=0.3)

@@ -17,14 +17,12 @@ class Finding:
         state: a problem keeps a server from starting; a warning makes it slower or less sure.
         text: what the check saw, in one line.
         fix: what to do, in one line. Only an ok finding may have none.
-        checked: False if the machine did not allow the check. Such a finding is a warning.
     """
 
     check: str
     state: State
     text: str
     fix: str = ""
-    checked: bool = True
 
     def __post_init__(self) -> None:
         if self.state != "ok" and not self.fix:
@@ -35,5 +33,4 @@ class Finding:
 
 def unknown(check: str, why: object, fix: str) -> Finding:
     """Return the finding of a check that could not be made."""
-    reason = " ".join(str(why).split())
-    return Finding(check, "warning", f"cannot be checked: {reason}", fix, checked=False)
+    return Finding(check, "warning", f"cannot be checked: {' '.join(str(why).split())}", fix)

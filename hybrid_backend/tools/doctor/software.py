@@ -1,29 +1,20 @@
-"""Checks of software: engines, torch, the plugin's entry points, the configuration."""
+"""Checks of software: engines, torch and the GPU that it sees, the plugin's entry points, the configuration."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from hybrid_backend.attention import flashinfer
-from hybrid_backend.config import (
-    ENV_CONFIG,
-    HybridConfig,
-    config_from_mapping,
-    load_config,
-    load_mapping,
-    source_of,
-)
+from hybrid_backend.config import ENV_CONFIG, HybridConfig, load_config, source_of
 from hybrid_backend.engines.sglang.compat import SGLANG
 from hybrid_backend.engines.upstream import Engine
 from hybrid_backend.engines.vllm.compat import VLLM
 from hybrid_backend.errors import EngineError, HybridError
 from hybrid_backend.tools.doctor.finding import Finding, State
-from hybrid_backend.tools.doctor.machine import TorchBuild
 
 Installed = Callable[[str], str | None]
 Missing = Callable[[Engine], Sequence[str]]
@@ -86,6 +77,60 @@ def _check_version(engine: Engine, version: str, package: str, missing: Missing)
     return Finding(engine.name, "ok", text)
 
 
+@dataclass(frozen=True)
+class TorchBuild:
+    """Installed build of torch.
+
+    Attributes:
+        version: its version.
+        cuda: its CUDA release; None for a CPU build.
+        sees_gpu: it can use a GPU.
+        gpus: name and memory of each GPU.
+    """
+
+    version: str
+    cuda: str | None
+    sees_gpu: bool
+    gpus: tuple[str, ...] = ()
+
+
+def torch_build() -> TorchBuild | None:
+    """Return the installed build of torch; None if torch cannot be imported."""
+    try:
+        import torch
+
+        sees_gpu = torch.cuda.is_available()
+        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count() if sees_gpu else 0)]
+    except (ImportError, OSError, RuntimeError):
+        return None
+    names = tuple(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus)
+    return TorchBuild(str(torch.__version__), torch.version.cuda, sees_gpu, names)
+
+
+def check_gpu(
+    build: TorchBuild | None, proc: Path = Path("/proc"), pci: Path = Path("/sys/bus/pci/devices")
+) -> Finding:
+    """Check that GPU, driver and torch belong together."""
+    try:
+        version = (proc / "driver/nvidia/version").read_text()
+    except OSError:
+        version = ""
+    match = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", version)
+    driver = f"driver {match[1] if match else 'unknown'}"
+    if build is not None and build.sees_gpu:
+        return Finding("GPU", "ok", f"{'; '.join(build.gpus)}; {driver}")
+    if match is None:
+        if any(path.read_text().strip() == "0x10de" for path in pci.glob("*/vendor")):  # NVIDIA's number
+            fix = "install NVIDIA's driver; in a container: NVIDIA Container Toolkit and --gpus all"
+            return Finding("GPU", "warning", "NVIDIA's, without a driver: the CPU serves", fix)
+        return Finding("GPU", "ok", "none: the device tier is the CPU")
+    if build is None or build.cuda is None:
+        fix = "to serve on the GPU, install vllm and torch's CUDA builds in an environment of their own"
+        return Finding("GPU", "warning", f"{driver}, but torch is a CPU build: the CPU serves", fix)
+    fix = f"look at `nvidia-smi` (a driver for CUDA {build.cuda}?) and CUDA_VISIBLE_DEVICES; in a container: --gpus all"
+    return Finding("GPU", "problem", f"{driver}, CUDA build of torch, but torch sees no GPU", fix)
+
+
 def check_torch(build: TorchBuild | None, installed: Installed) -> Finding:
     """Check the build of torch (None: torch cannot be imported) against the installed engine."""
     if build is None:
@@ -139,69 +184,25 @@ def check_flashinfer(
     return Finding("FlashInfer", state, text, f"{flashinfer.FIX}, or write device_kernels: triton")
 
 
-def check_config(source: str | Path | None, env: Mapping[str, str]) -> tuple[list[Finding], HybridConfig]:
-    """Check a configuration: ``source`` if it is given, else that in ``HYBRID_CONFIG``.
+def check_config(source: str | Path | None, env: Mapping[str, str]) -> tuple[Finding, HybridConfig]:
+    """Check a configuration as `hybrid serve` does: ``source`` if it is given, else that in ``HYBRID_CONFIG``.
 
     Returns:
-        The findings, and the configuration for the other checks (the default if it is broken or there is none).
+        The finding, and the configuration for the other checks (the default if it is broken or there is none).
     """
-    if source is None:
-        source = env.get(ENV_CONFIG, "").strip() or None
-    if source is None:
-        return [Finding("configuration", "ok", "no file given: the model's own, or the default")], HybridConfig()
-    if mistakes := config_mistakes(source):
-        fix = "correct it (docs/configuration.md); the file is refused until then"
-        return [Finding("configuration", "problem", mistake, fix) for mistake in mistakes], HybridConfig()
-    config = load_config(source)
-    return [
-        Finding("configuration", "ok", f"{source_of(source)}: method {config.method}"),
-        *_check_names(config),
-    ], config
-
-
-def config_mistakes(source: str | Path) -> list[str]:
-    """Return all mistakes in a file or text, each in the loader's words."""
-    try:
-        load_config(source)
-        return []
-    except HybridError as error:
-        first = str(error)
-    try:
-        mapping = load_mapping(source)
-        HybridConfig.model_validate({k: dict(v) if isinstance(v, Mapping) else v for k, v in mapping.items()})
-    except HybridError:
-        return [first]  # The text is not YAML.
-    except ValidationError as error:
-        places = dict.fromkeys(tuple(str(x) for x in item["loc"][:2]) for item in error.errors(include_url=False))
-        mistakes = [_mistake(source_of(source), mapping, place) for place in places if place and place[0] in mapping]
-        return list(dict.fromkeys(x for x in mistakes if x)) or [first]
-    return [first]
-
-
-def _mistake(source: str, mapping: Mapping[str, Any], place: tuple[str, ...]) -> str | None:
-    """Load one key alone, because the loader tells only the first mistake; return that mistake."""
-    key = place[0]
-    value = mapping.get(key)
-    if len(place) > 1 and isinstance(value, Mapping) and place[1] in value:
-        value = {place[1]: value[place[1]]}
-    try:
-        config_from_mapping({key: value}, source)
-    except HybridError as error:
-        return str(error)
-    return None
-
-
-def _check_names(config: HybridConfig) -> list[Finding]:
-    """Check the names that the schema does not know: method and kernel."""
     from hybrid_backend.methods import check_method_name
     from hybrid_backend.workers import resolve_kernel
 
-    findings = []
-    names = ((check_method_name, config.method, "method"), (resolve_kernel, config.workers.kernel, "workers.kernel"))
-    for resolve, name, key in names:
-        try:
-            resolve(name)
-        except HybridError as error:
-            text = " ".join(str(error).split())
-            findings.append(Finding("configuration", "problem", text, f"change {key}, or leave it out"))
-    return findings
+    if source is None:
+        source = env.get(ENV_CONFIG, "").strip() or None
+    if source is None:
+        return Finding("configuration", "ok", "no file given: the model's own, or the default"), HybridConfig()
+    config = HybridConfig()
+    try:
+        config = load_config(source)
+        check_method_name(config.method)
+        resolve_kernel(config.workers.kernel)
+    except HybridError as error:
+        fix = "correct it (docs/configuration.md); it is refused until then"
+        return Finding("configuration", "problem", " ".join(str(error).split()), fix), config
+    return Finding("configuration", "ok", f"{source_of(source)}: method {config.method}"), config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -38,19 +39,19 @@ def plan(
     config: Annotated[str | None, typer.Option(help="YAML file, or {...}; default: by the model's name")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32")] = "auto",
-    what_if: Annotated[list[str] | None, typer.Option(help="as cores=64, pcie=5, gpus=8, context=1M")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="of the host; default: the machine's")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="devices, a replica on each; default: the machine's")] = None,
     engine_overhead: Annotated[str | None, typer.Option(help="of the device, beside weights, activations, KV")] = None,
     host_overhead: Annotated[str | None, typer.Option(help="of the host, beside KV")] = None,
-    details: Annotated[bool, typer.Option("--details", help="memory by item, a step by its parts")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON, with every item of memory and of a step")] = False,
 ) -> None:
     """Plan memory, largest batch and context, and expected speed of every method against stock."""
     from hybrid_backend.hardware import find_hardware
     from hybrid_backend.methods import check_method_name
+    from hybrid_backend.tools.counts import counted
     from hybrid_backend.tools.plan.local import LocalMachine
     from hybrid_backend.tools.plan.model import find_shape, served_name
-    from hybrid_backend.tools.plan.report import Request, changed, make_plan
-    from hybrid_backend.tools.plan.simulate import parse_what_if
+    from hybrid_backend.tools.plan.report import Request, make_plan
     from hybrid_backend.tools.plan.table import show
 
     device_bytes, host_bytes = memory("--gpu-mem", gpu_mem), memory("--ram", ram)
@@ -62,7 +63,12 @@ def plan(
         if device_bytes is None:
             hardware, machine_name, device_bytes = local.hardware, local.name, local.gpu_bytes
         host_bytes = local.host_bytes if host_bytes is None else host_bytes
-    changes = parse_what_if(what_if) if what_if else None
+    if cores is not None or gpus is not None:
+        if hardware is None:
+            raise ConfigError("--cores, --gpus: of which machine? give --machine NAME or a profile's file")
+        changes = [counted(count, noun) for count, noun in ((cores, "core"), (gpus, "device")) if count]
+        name = ", ".join([hardware.name, *changes])
+        hardware = hardware.with_cores(cores or hardware.cores).replace(gpus=gpus or hardware.gpus, name=name)
     named = served_name(model)
     settings = resolve_config(_config_name(named), config, os.environ, overrides or ())[0]
     check_method_name(settings.method)
@@ -83,13 +89,10 @@ def plan(
         host_overhead=memory("--host-overhead", host_overhead),
     )
     planned = make_plan(request)
-    before = None
-    if changes is not None:
-        before, planned = planned, make_plan(changed(request, changes))
     if as_json:
-        typer.echo(json.dumps({**planned.as_dict(), "before": before.as_dict() if before else None}, indent=1))
+        typer.echo(json.dumps(asdict(planned), indent=1))
     else:
-        show(planned, before, _serve(named, config, overrides or []), Console(), details)
+        show(planned, _serve(named, config, overrides or []), Console())
 
 
 def _serve(model: str, config: str | None, overrides: list[str]) -> list[str]:

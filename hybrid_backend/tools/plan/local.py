@@ -10,7 +10,6 @@ from hybrid_backend.hardware import Hardware, Number, hardware_of_gpu
 from hybrid_backend.host_memory import System, room
 from hybrid_backend.memory_plan.numa import rank_nodes
 from hybrid_backend.tools.counts import counted
-from hybrid_backend.tools.plan.simulate import WhatIf
 from hybrid_backend.workers.cpus import cpu_quota
 
 
@@ -58,14 +57,10 @@ class LocalMachine:
         sheet = None if self.gpu is None else hardware_of_gpu(self.gpu)
         if sheet is None:
             return None
-        return (
-            WhatIf(cores=self.cores)
-            .apply(sheet)
-            .replace(
-                name=f"{self.name}, rates of {sheet.name}'s data sheet",
-                device_memory_bytes=Number(value=self.gpu_bytes, source="torch"),
-                host_ram_bytes=Number(value=self.host_bytes, source="/proc/meminfo, control groups"),
-            )
+        return sheet.with_cores(self.cores).replace(
+            name=f"{self.name}, rates of {sheet.name}'s data sheet",
+            device_memory_bytes=Number(value=self.gpu_bytes, source="torch"),
+            host_ram_bytes=Number(value=self.host_bytes, source="/proc/meminfo, control groups"),
         )
 
 

@@ -34,13 +34,13 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
     """Return the shape of a model, from local files, else from the published shapes, else from the hub.
 
     Args:
-        model: catalog name, directory, ``config.json``, hub id (two small files are read), or the name of a shipped
-            configuration.
+        model: catalog name, directory, ``config.json``, hub id (two small files are read), or the short
+            name of a published model.
         dtype: type that the engine computes in. auto: the model's own, and bfloat16 for a float32 model (vLLM 0.32,
             config/model.py, ``_resolve_auto_dtype``).
 
     Returns:
-        The shape. Its name is another hub id if ``model`` only shares a shipped configuration with it.
+        The shape. Its name is another hub id if ``model`` is taken to have the shape of that model by its name.
 
     Raises:
         ModelError: no such model, or one that cannot be planned.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ from hybrid_backend.memory_plan.footprint import (
 )
 from hybrid_backend.methods import method_names, resolve_method, with_method
 from hybrid_backend.model import ModelShape
-from hybrid_backend.tools.plan.simulate import StepTime, WhatIf, decode_step, simulated_methods
+from hybrid_backend.tools.plan.simulate import StepTime, decode_step, simulated_methods
 
 MOST_BATCH, MOST_CONTEXT = 2**16, 2**27
 """Limits of the search for the largest batch and context."""
@@ -99,7 +99,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """All rows and their input.
+    """All rows and their input. Its fields are the keys of the JSON (docs/plan.md).
 
     Attributes:
         configured: the configuration's own method.
@@ -121,10 +121,6 @@ class Plan:
     rows: tuple[Row, ...]
     has_times: bool = True
 
-    def as_dict(self) -> dict[str, object]:
-        """Return the plan for JSON (keys: docs/plan.md)."""
-        return asdict(self)
-
     def row(self, name: str) -> Row:
         """Return the row of a method."""
         return next(row for row in self.rows if row.name == name)
@@ -145,6 +141,7 @@ def make_plan(request: Request) -> Plan:
     blocks = Blocks.of(request.shape, request.config.page_size)
     device, shape = torch.device("cpu" if room.on_host else "cuda"), request.shape
     settled = with_method(request.config, shape.heads, shape.kv_heads, shape.head_dim, device)
+    settled = settled.for_layers(shape.attention_windows)
     request = replace(request, config=settled)
     candidates: list[Candidate] = [StockMemory(request.shape, blocks, room)]
     for name in request.methods or _planned_methods(settled.method, device):
@@ -177,19 +174,6 @@ def _planned_methods(configured: str, device: torch.device) -> list[str]:
     if device.type == "cpu":
         return names
     return [name for name in names if name == configured or not resolve_method(name).attends_in_place]
-
-
-def changed(request: Request, what_if: WhatIf) -> Request:
-    """Return the request with the changes of `--what-if`."""
-    hardware = request.hardware
-    if hardware is None and any(x is not None for x in (what_if.cores, what_if.dram, what_if.pcie, what_if.gpus)):
-        raise ConfigError("--what-if: what is different about which machine? give --machine NAME or a profile's file")
-    return replace(
-        request,
-        hardware=what_if.apply(hardware) if hardware else None,
-        context=what_if.context or request.context,
-        batch=what_if.batch or request.batch,
-    )
 
 
 def serve_flags(row: Row, plan: Plan) -> list[str]:

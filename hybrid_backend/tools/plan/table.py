@@ -1,9 +1,9 @@
-"""Rendering of a plan in 80 columns: the answer, a row for each method and, on request, all memory and times."""
+"""Rendering of a plan in 80 columns: the answer, a row for each method, notes and the command that serves it."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -18,15 +18,13 @@ _SPEED_COLUMNS = ("ms per\ntoken", "tokens\nper s", "best\nper s", "times\nstock
 COLUMNS = (*_MEMORY_COLUMNS, *_SPEED_COLUMNS)
 
 
-def show(plan: Plan, before: Plan | None, serve: Sequence[str], console: Console, details: bool = False) -> None:
+def show(plan: Plan, serve: Sequence[str], console: Console) -> None:
     """Print the answer, what bounds it, the methods and the command that serves the plan.
 
     Args:
         plan: what to print.
-        before: the plan without the changes of `--what-if`.
         serve: words of the user's command line that `hybrid serve` needs too: the model, the configuration.
         console: where to print.
-        details: also print each method's memory item by item, and its step part by part.
     """
     chosen = answer(plan)
     blocks: list[RenderableType] = [Text(headline(plan), style="bold")]
@@ -34,9 +32,7 @@ def show(plan: Plan, before: Plan | None, serve: Sequence[str], console: Console
         if text := meaning(plan, chosen):
             blocks.append(Text(text))
         blocks += [Text(bound(plan, chosen)), Text(_memory(chosen, "device") or _memory(chosen, "host"))]
-    blocks += [Text(_load(plan), style="dim"), Text(), _methods(plan, before), Text()]
-    if details:
-        blocks += [line for row in plan.rows if not row.refused for line in _details(row)]
+    blocks += [Text(_load(plan), style="dim"), Text(), _methods(plan), Text()]
     blocks += [Text(f"- {note}") for note in _notes(plan)]
     served = next((row for row in plan.rows if row.fits and row.name == plan.configured), None)
     if served is not None:
@@ -83,17 +79,13 @@ def _memory(row: Row, place: str) -> str:
     return f"{row.name}, {place} memory: {listed}" if items else ""
 
 
-def _methods(plan: Plan, before: Plan | None) -> Table:
+def _methods(plan: Plan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("\nmethod", no_wrap=True)
     for name in COLUMNS if plan.has_times else _MEMORY_COLUMNS:
         table.add_column(name if "\n" in name else f"\n{name}", justify="right", no_wrap=True)
     for row in plan.rows:
-        cells = ["refused"] if row.refused else _cells(plan, row)
-        was = cells if before is None or row.refused else _cells(before, before.row(row.name))
-        table.add_row(row.name, *cells)
-        if was != cells:
-            table.add_row("  was", *was, style="dim")
+        table.add_row(row.name, *(["refused"] if row.refused else _cells(plan, row)))
     return table
 
 
@@ -125,17 +117,6 @@ def _number(value: float | None) -> str:
 def _gib(size: float) -> str:
     """Write bytes as GiB in at most five characters."""
     return _number(size / 2**30) if size < 1e4 * 2**30 else f"{size / 2**30 / 1e3:,.3g}k"
-
-
-def _details(row: Row) -> Iterator[Text]:
-    yield Text(f"{row.name}: {row.pages:,} KV pages", style="bold")
-    for place in ("device", "host"):
-        if text := _memory(row, place):
-            yield Text(text)
-    if row.parts_ms:
-        times = ", ".join(f"{part} {ms:.3g}" for part, ms in row.parts_ms.items() if ms)
-        step = "a step" if row.fits else f"a step of {row.max_batch}"
-        yield Text(f"{row.name}, {step}, ms: {times}")
 
 
 def _notes(plan: Plan) -> list[str]:

@@ -12,9 +12,6 @@ from rich.console import Console
 from hybrid_backend.config import resolve_config
 from hybrid_backend.errors import ConfigError
 
-_NAME_COLUMNS = 36
-"""Columns of the model's name in a line of 80."""
-
 
 def profile(
     model: Annotated[str | None, typer.Argument(help="catalog name, directory or hub id of the model")] = None,
@@ -26,19 +23,18 @@ def profile(
     text: Annotated[
         list[Path] | None, typer.Option(help="text file to profile on; default: Python's reference and source")
     ] = None,
-    check: Annotated[list[Path] | None, typer.Option(help="text file to try the result on")] = None,
     context: Annotated[list[int] | None, typer.Option(help="tokens of a window; default 4096")] = None,
     positions: Annotated[int, typer.Option(help="decode steps of a window")] = 128,
     windows: Annotated[
         int | None, typer.Option(help="windows per text and context; default 1, with --thorough 2", show_default=False)
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="tau, prefetch_bytes from this machine: name or hardware JSON")
+        str | None, typer.Option(help="of the heads file's prefetch_bytes: name or hardware JSON")
     ] = None,
+    tau: Annotated[float, typer.Option(help="largest share of a layer's attended tokens for the CPU")] = 0.12,
     margin: Annotated[float, typer.Option(help="share below tau at which intervals are chosen")] = 0.1,
     batch: Annotated[int, typer.Option(help="sequences at once, for --machine")] = 1,
     min_cosine: Annotated[float, typer.Option(help="of predicted queries; below, a layer's own selects")] = 0.9,
-    min_mass: Annotated[float, typer.Option(help="on selected pages; below, a layer is exact")] = 0.0,
     max_kl: Annotated[
         float,
         typer.Option(help="nats per token that all sparse layers may cost together; quality.max_kl goes before it"),
@@ -61,7 +57,6 @@ def profile(
         str | None, typer.Option(help="YAML file, or {...}, to start from; default: by the model's name")
     ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
-    fit_frames: Annotated[bool, typer.Option(help="raise frames_per_request until every layer is below tau")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="measure again what OUT's JSON holds")] = False,
     device: Annotated[str, typer.Option(help="where the model runs: cpu or cuda; hardware: auto")] = "auto",
 ) -> None:
@@ -85,13 +80,9 @@ def profile(
     check_model(model)
     console = Console()
     name = Path(model.rstrip("/")).name
-    shown = name if len(name) <= _NAME_COLUMNS else f"{name[: _NAME_COLUMNS - 1]}…"
-    # Imports and the model's loading take their time, so the first lines come before them.
-    for line in (
-        f"measuring attention and KL of each layer of {shown}",
-        "a forward pass is timed first, for the estimate",
-    ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    # Imports and the model's loading take their time, so the first line comes before them.
+    first = f"measuring attention and KL of each layer of {name}; a forward pass is timed first, for the estimate"
+    console.print(first, highlight=False, markup=False, soft_wrap=True)
     # Torch reads this variable when it is imported, which is below. Threads that wait by spinning would take the core
     # from those that compute if another program runs at the same time (docs/profile.md#beside-other-programs).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -100,15 +91,14 @@ def profile(
     from hybrid_backend.tools.profile.profiler import profile
 
     contexts, repeats = tuple(context or (4096,)), 2 if thorough else 1
-    tau, prefetch_bytes = None, 0
+    prefetch_bytes = 0
     if machine is not None:
         from hybrid_backend.hardware import find_hardware
         from hybrid_backend.tools.plan.model import find_shape
-        from hybrid_backend.tools.profile.tau import prefetch_bytes_of, tau_of
+        from hybrid_backend.tools.profile.gates import prefetch_bytes_of
 
-        inputs = find_hardware(machine), find_shape(model, "auto"), settings, max(contexts), batch
-        share, prefetch_bytes = tau_of(*inputs), prefetch_bytes_of(*inputs)
-        tau = (share, f"from {machine}: the CPU's partial takes as long as the device's layer, batch {batch}")
+        spec, shape = find_hardware(machine), find_shape(model, "auto")
+        prefetch_bytes = prefetch_bytes_of(spec, shape, settings, max(contexts), batch)
     options = Options(
         contexts=contexts,
         positions=positions,
@@ -116,15 +106,12 @@ def profile(
         lookups=repeats if lookups is None else lookups,
         spread=spread,
         texts=tuple(map(str, text or ())),
-        held_out=tuple(map(str, check or ())),
         min_cosine=min_cosine,
-        min_mass=min_mass,
         max_kl=max_kl,
         gates=GateOptions(steps=gate_steps, context=gate_context) if (thorough if gates is None else gates) else None,
         tau=tau,
         prefetch_bytes=prefetch_bytes,
         margin=margin,
-        fit_frames=fit_frames,
         fresh=fresh,
         device="cpu" if device == "auto" else device,
     )

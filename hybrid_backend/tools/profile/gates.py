@@ -12,8 +12,9 @@ distance is relative to the length of the hidden states, so that one weight of t
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
@@ -24,8 +25,11 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_backend.config import HeadScores
+from hybrid_backend.config import HeadScores, HybridConfig
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware import Hardware
+from hybrid_backend.model import ModelShape
+from hybrid_backend.tools.plan.simulate.costs import Costs
 from hybrid_backend.tools.profile.measure import Measures
 from hybrid_backend.tools.profile.network import Attend, Network, visible
 from hybrid_backend.tools.profile.texts import Encode
@@ -114,12 +118,11 @@ def train(
     kind: Kind,
     options: GateOptions,
     state: GateState | None = None,
-    save: Callable[[GateState], None] = lambda state: None,
-) -> GateState:
+) -> Iterator[GateState]:
     """Train the gates, from ``state`` if there is one; deterministic, so that an interrupted run ends as a whole one.
 
-    ``save`` is called with the state after each step. The gates of the last state, which is returned, are the
-    importance of each head, 0 (streaming suffices) to 1.
+    The state after each step is yielded. The gates of the last one are the importance of each head, 0 (streaming
+    suffices) to 1.
     """
     shape = (len(network.full_layers), network.kv_heads if kind == "kv_head" else network.heads)
     if state is None:
@@ -153,8 +156,7 @@ def train(
             second=adam.state[gates]["exp_avg_sq"].tolist(),
             losses=[*state.losses, distance.item()],
         )
-        save(state)
-    return state
+        yield state
 
 
 def _warmth(step: int, steps: int) -> float:
@@ -187,6 +189,20 @@ def gated_attention(network: Network, options: GateOptions, gates: Tensor | None
         return share * out + (1 - share) * streaming
 
     return attend
+
+
+def prefetch_bytes_of(hardware: Hardware, shape: ModelShape, config: HybridConfig, context: int, batch: int = 1) -> int:
+    """Return T_comp * B_PCIe of CLO (arXiv 2511.14510, Eq. 12 as meant: printed with B in the denominator).
+
+    Returns:
+        Bytes that one device's bus moves while the device computes one layer of one step, for all of its sequences
+        together; at the link's best rate, since the device reads the pages by itself and sets up no copies.
+    """
+    layer = Costs(hardware, shape, config, context, -(-batch // hardware.gpus))
+    attended = layer.kv(float(min(config.budget_tokens, context)))
+    seconds = layer.projections + layer.prediction + layer.rest
+    seconds += layer.scoring(layer.digest_bytes) + layer.attention(attended)
+    return int(seconds * hardware.link_achieved(math.inf))
 
 
 def head_scores(

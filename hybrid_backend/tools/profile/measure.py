@@ -26,10 +26,6 @@ from hybrid_backend.tiers.state import StepState
 from hybrid_backend.tools.profile.network import Layer, Network, Rope
 from hybrid_backend.tools.profile.texts import Window
 
-NEVER = 0
-"""Interval that stands for a simulation without recall."""
-SPARSITY_ROWS = 16
-"""Positions whose weights are sorted: sorting is the slowest part."""
 _ELEMENTS = 1 << 24
 """Attention weights in memory at once."""
 
@@ -40,28 +36,16 @@ class LayerMeasure(BaseModel):
     Attributes:
         layer: index in the model.
         cosine: cosine of predicted and true query, None for the first layer.
-        cosine_heads: the same per query head.
         mass: attention mass on the pages that the backend selects.
-        mass_true: attention mass on the pages that the true query selects.
-        mass_best: attention mass on the best pages of the budget by the true weights.
-        ratios: ``[frames][interval]`` mean share of attended tokens on the CPU; interval 0 is without recall.
-        curves: ``[frames][interval]`` the same step by step.
-        tokens90: per query head, the smallest share of the tokens that has 90 % of the mass.
-        tokens95: the same for 95 %.
+        ratios: by recall interval the mean share of attended tokens on the CPU.
         similarity: per KV head, `adjacent_cosine` of the queries that the backend selects by.
     """
 
     model_config = ConfigDict(frozen=True)
     layer: int
     cosine: float | None
-    cosine_heads: tuple[float, ...]
     mass: float
-    mass_true: float
-    mass_best: float
-    ratios: dict[int, dict[int, float]]
-    curves: dict[int, dict[int, tuple[float, ...]]]
-    tokens90: tuple[float, ...]
-    tokens95: tuple[float, ...]
+    ratios: dict[int, float]
     similarity: tuple[float, ...]
 
 
@@ -128,41 +112,26 @@ def measure_layer(
         q: ``[N, heads, head_dim]``, the true queries of the last N positions.
         ahead: the predicted queries of the same positions, None if there are none.
         k: ``[tokens, kv_heads, head_dim]``.
-        intervals: recall intervals that are simulated, in addition to `NEVER`.
+        intervals: recall intervals that are simulated.
         least_cosine: smallest cosine of predicted and true queries with which the predicted ones select.
     """
     seq_lens = torch.arange(len(k) - len(q) + 1, len(k) + 1)
     digests = page_digests(k, config.page_size, config.selection.digest)
-    cosines = None if ahead is None else torch.cosine_similarity(ahead, q, dim=-1).mean(0)
-    looks_ahead = cosines is not None and config.lookahead.enabled is not False and bool(cosines.mean() >= least_cosine)
-    selecting = ahead if ahead is not None and looks_ahead else q
+    cosine = None if ahead is None else round(float(torch.cosine_similarity(ahead, q, dim=-1).mean()), 5)
+    is_predicted = cosine is not None and cosine >= least_cosine and config.lookahead.enabled is not False
+    selecting = ahead if ahead is not None and is_predicted else q
     chosen, scores = select(selecting, digests, seq_lens, config, layer.scale)
-    chosen_by_true = select(q, digests, seq_lens, config, layer.scale)[0] if looks_ahead else chosen
     shares = page_shares(q, k, seq_lens, config.page_size, layer.scale)
-    best = _best_pages(shares, chosen.shape[1], config.budget_pages)
-    simulated_intervals, operations = [NEVER, *intervals], resolve_operations(config, torch.device("cpu"))
+    operations = resolve_operations(config, torch.device("cpu"))
     table, first = torch.arange(len(digests), dtype=torch.int32)[None], -(-int(seq_lens[0]) // config.page_size)
-    ratios: dict[int, dict[int, float]] = {}
-    curves: dict[int, dict[int, tuple[float, ...]]] = {}
-    for frames in frames_tried(config, int(seq_lens[0])):
-        admission = best_pages(operations, config, prompt, digests, table[:, :first], first, frames, layer.scale)
-        decoded = Decoded(scores, seq_lens, admission)
-        steps = cpu_ratios(operations, config, decoded, frames, simulated_intervals, layer.index)
-        ratios[frames] = dict(zip(simulated_intervals, _rounded(steps.mean(1)), strict=True))
-        curves[frames] = dict(zip(simulated_intervals, map(_rounded, steps), strict=True))
-    tokens90, tokens95 = _sparsity(q, k, seq_lens, layer.scale)
-    mass, mass_true, mass_best = (_covered(shares, pages) for pages in (chosen, chosen_by_true, best))
+    frames = frames_per_request(config)
+    admission = best_pages(operations, config, prompt, digests, table[:, :first], first, frames, layer.scale)
+    steps = cpu_ratios(operations, config, Decoded(scores, seq_lens, admission), frames, intervals, layer.index)
     return LayerMeasure(
         layer=layer.index,
-        cosine=None if cosines is None else round(float(cosines.mean()), 5),
-        cosine_heads=() if cosines is None else _rounded(cosines),
-        mass=mass,
-        mass_true=mass_true,
-        mass_best=mass_best,
-        ratios=ratios,
-        curves=curves,
-        tokens90=tokens90,
-        tokens95=tokens95,
+        cosine=cosine,
+        mass=round(float((shares * chosen[:, :, None]).sum(-1).mean()), 5),
+        ratios=dict(zip(intervals, _rounded(steps.mean(1)), strict=True)),
         similarity=_rounded(adjacent_cosine(selecting, k.shape[1])),
     )
 
@@ -176,16 +145,6 @@ def adjacent_cosine(q: Tensor, kv_heads: int) -> Tensor:
     cosines = torch.cosine_similarity(q[1:], q[:-1], dim=-1)
     means: Tensor = cosines.unflatten(1, (kv_heads, -1)).mean((0, 2))
     return means
-
-
-def frames_tried(config: HybridConfig, tokens: int) -> tuple[int, ...]:
-    """Return the frames per request that are simulated: those of the configuration, and up to twice as many.
-
-    Frames that hold a whole sequence of ``tokens`` are left out.
-    """
-    frames = frames_per_request(config)
-    more = [-(-frames * quarters // 4) for quarters in (5, 6, 8)]
-    return (frames, *(count for count in more if count * config.page_size < tokens))
 
 
 def page_digests(k: Tensor, page_size: int, kind: DigestKind | Literal["auto"]) -> Tensor:
@@ -228,44 +187,15 @@ def select(q: Tensor, digests: Tensor, seq_lens: Tensor, config: HybridConfig, s
 
 
 def page_shares(q: Tensor, k: Tensor, seq_lens: Tensor, page_size: int, scale: float) -> Tensor:
-    """Return the attention mass of each page by the true weights, ``[N, kv_heads, group, P]``."""
-    shares = []
+    """Return the attention mass of each page by the true fp32 weights, ``[N, kv_heads, group, P]``."""
+    shares, tokens = [], torch.arange(len(k))
     for part in _slices(len(q), q.shape[1] * len(k)):
-        weights = _weights(q[part], k, seq_lens[part], scale)
+        grouped = q[part].float().unflatten(1, (k.shape[1], -1))
+        logits = torch.einsum("nhgd,thd->nhgt", grouped, k.float()) * scale
+        later = tokens >= seq_lens[part, None]
+        weights = logits.masked_fill(later[:, None, None], float("-inf")).softmax(-1)
         shares.append(functional.pad(weights, (0, -len(k) % page_size)).unflatten(-1, (-1, page_size)).sum(-1))
     return torch.cat(shares)
-
-
-def _weights(q: Tensor, k: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
-    """Return ``[N, kv_heads, group, tokens]`` fp32 attention weights; the queries see ``seq_lens`` tokens."""
-    grouped = q.float().unflatten(1, (k.shape[1], -1))
-    logits = torch.einsum("nhgd,thd->nhgt", grouped, k.float()) * scale
-    later = torch.arange(len(k)) >= seq_lens[:, None]
-    return logits.masked_fill(later[:, None, None], float("-inf")).softmax(-1)
-
-
-def _best_pages(shares: Tensor, lists: int, budget: int) -> Tensor:
-    """Return the pages with the most mass, one list per layer or per KV head: ``[N, lists, P]`` bool."""
-    mass = shares.sum(2) if lists > 1 else shares.sum((1, 2))[:, None]
-    index = mass.topk(min(budget, mass.shape[-1]), -1).indices
-    return torch.zeros_like(mass, dtype=torch.bool).scatter_(2, index, True)
-
-
-def _covered(shares: Tensor, chosen: Tensor) -> float:
-    """Return the mass on the chosen pages, mean over positions and heads."""
-    return round(float((shares * chosen[:, :, None]).sum(-1).mean()), 5)
-
-
-def _sparsity(q: Tensor, k: Tensor, seq_lens: Tensor, scale: float) -> list[tuple[float, ...]]:
-    """Return, for 90 % and for 95 % of the mass, the smallest share of the tokens that has it, per query head."""
-    rows = torch.linspace(0, len(q) - 1, min(SPARSITY_ROWS, len(q))).long()
-    shares = []
-    for part in _slices(len(rows), q.shape[1] * len(k)):
-        some, lens = q[rows[part]], seq_lens[rows[part]]
-        mass = _weights(some, k, lens, scale).flatten(1, 2).sort(-1, descending=True).values.cumsum(-1)
-        tokens = torch.stack([(mass < share).sum(-1) + 1 for share in (0.90, 0.95)])
-        shares.append(tokens / lens[None, :, None])
-    return [_rounded(heads) for heads in torch.cat(shares, 1).mean(1)]
 
 
 def _slices(rows: int, elements: int) -> list[slice]:
@@ -338,9 +268,6 @@ def cpu_ratios(
         sinks, recent = config.sinks, config.recent
         for row, interval in enumerate(intervals):
             one = slice(row, row + 1)
-            if interval == NEVER:
-                operations.note_scores(maps, best[one], num_pages[one], budgets[one], requests[one], sinks, recent)
-                continue
             operations.plan_recall(
                 maps, copies.of(one), best[one], table[one], (selected.frames[one],
                 selected.frames_listed[one]), (absent[one], listed[one]), num_pages[one], budgets[one],

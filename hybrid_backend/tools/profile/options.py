@@ -12,16 +12,18 @@ from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.plan.hardware.measure import torch_device
 from hybrid_backend.tools.profile.gates import GateOptions
 
+TAU = 0.12
+"""Largest share of a layer's attended tokens that the CPU may compute (ScoutAttention, section 3.4)."""
+
 
 @dataclass(frozen=True)
 class Options:
     """Options of a profile; those of the command line have its names and are explained by its help.
 
     Attributes:
-        held_out: files of ``--check``.
         outliers: make a layer exact, too, that has more than half of the KL that is left below ``max_kl``.
         gates: options of the gates' training, None for no gates.
-        tau: largest CPU ratio and its source; None takes ``recall.threshold``.
+        tau: largest share of a layer's attended tokens that the CPU may compute.
         prefetch_bytes: entry of the heads file, 0 where the hardware is not known.
     """
 
@@ -31,17 +33,13 @@ class Options:
     lookups: int = 2
     spread: bool = True
     texts: tuple[str, ...] = ()
-    held_out: tuple[str, ...] = ()
     min_cosine: float = 0.9
-    min_mass: float = 0.0
     max_kl: float = 0.05
     outliers: bool = True
     gates: GateOptions | None = field(default_factory=GateOptions)
-    tau: tuple[float, str] | None = None
+    tau: float = TAU
     prefetch_bytes: int = 0
     margin: float = 0.1
-    fit_frames: bool = False
-    plots: bool = True
     fresh: bool = False
     device: str = "cpu"
 
@@ -62,9 +60,9 @@ def check_options(config: HybridConfig, options: Options) -> None:
     gate_steps = 1 if options.gates is None else options.gates.steps
     for flag, value, is_valid, expected in (
         ("--min-cosine", options.min_cosine, -1 <= options.min_cosine <= 1, "a number from -1 to 1"),
-        ("--min-mass", options.min_mass, 0 <= options.min_mass <= 1, "a number from 0 to 1"),
         ("--max-kl", options.max_kl, options.max_kl >= 0, "a number >= 0"),
         ("--positions", options.positions, options.positions >= 2, "an integer >= 2"),
+        ("--tau", options.tau, 0 < options.tau <= 1, "a number > 0 and <= 1"),
         ("--margin", options.margin, 0 <= options.margin < 1, "a number from 0 up to 1, without 1"),
         ("--lookups", options.lookups, options.lookups >= 0, "an integer >= 0"),
         ("--gate-steps", gate_steps, gate_steps >= 1, "an integer >= 1"),

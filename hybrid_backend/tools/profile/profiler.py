@@ -15,7 +15,6 @@ from hybrid_backend.config.reading import is_folder
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.tools.counts import counted
-from hybrid_backend.tools.pictures import can_draw
 from hybrid_backend.tools.profile import report
 from hybrid_backend.tools.profile import session as stages
 from hybrid_backend.tools.profile.divergence import Probe, References, lookup_probes, text_probe
@@ -23,19 +22,17 @@ from hybrid_backend.tools.profile.gates import Passkey, head_scores, passkeys
 from hybrid_backend.tools.profile.measure import Measures
 from hybrid_backend.tools.profile.network import Network, load
 from hybrid_backend.tools.profile.options import Options, check_options, needed_tokens
-from hybrid_backend.tools.profile.plots import draw
 from hybrid_backend.tools.profile.progress import Progress, Work
 from hybrid_backend.tools.profile.report import Profile
 from hybrid_backend.tools.profile.session import Session
 from hybrid_backend.tools.profile.store import Store
-from hybrid_backend.tools.profile.summary import chosen_intervals, covered_mass, fewest_frames, summarise
+from hybrid_backend.tools.profile.summary import chosen_intervals, covered_mass, summarise
 from hybrid_backend.tools.profile.texts import Encode, Texts, Window, default_texts, read_texts, windows_of
 
 _BUDGETS = (1, 2, 4)
 """Factors of budget_tokens that are tried for `quality`."""
 _SETS_TOGETHER = 6
 """Sets of exact layers that are usually tried until the KL of the others is low enough; for the estimate."""
-_HELD_OUT = "held-out text: "
 
 
 def profile(
@@ -51,8 +48,8 @@ def profile(
 
     Args:
         model: catalog name, directory or hub id.
-        out: the YAML file; ``.json``, ``.heads.json`` and ``-*.png`` of the same name are written next to it. What the
-            JSON has already is not measured again.
+        out: the YAML file; ``.json`` and ``.heads.json`` of the same name are written next to it. What the JSON has
+            already is not measured again.
         config: budget, page size, selection, frames. Its budgets per layer do not count: measurements begin with
             equal budgets.
         options: options of the profile.
@@ -69,9 +66,7 @@ def profile(
         raise ConfigError(f"--out {out}: expected a .yaml file in a directory that exists")
     config = config.model_copy(update={"budget_factors": ()})
     check_options(config, options)
-    options = replace(options, plots=options.plots and can_draw(console))
     texts = read_texts("--text", options.texts) or default_texts()
-    held_out = read_texts("--check", options.held_out)
     if config.quality.max_kl != "none":
         options = replace(options, max_kl=config.quality.max_kl, outliers=False)
     if network is None or encode is None:
@@ -85,9 +80,9 @@ def profile(
         raise ConfigError(f"--context {longest}: the model's window is {network.max_context} tokens")
     config.validate_for(len(network.layers))
     store = Store(target.with_suffix(".json"), options.fresh)
-    inputs = _Inputs.read(texts, held_out, encode, options)
+    inputs = _Inputs.read(texts, encode, options)
     work = Work(network)
-    progress = Progress(console, _plan(config, options, inputs, work), work.time())
+    progress = Progress(console, _plan(config, options, inputs, work), work.seconds_per_operation())
     progress.announce(torch.get_num_threads())
     if store.stages:
         stored = counted(len(store.stages), "measurement")
@@ -98,8 +93,8 @@ def profile(
         session = replace(session, config=_promised(session, inputs, budgets))
     result, measures = _measured(session, inputs)
     result = replace(result, config=_decided(session, inputs, result, measures))
-    result = replace(result, files=_write(session, inputs, result, measures, target))
-    _show(result, inputs, console)
+    result = replace(result, files=_write(session, inputs, result, target))
+    _show(result, console)
     return result
 
 
@@ -112,25 +107,18 @@ def _tokenizer(directory: str) -> Encode:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Inputs of the measurements. ``unseen``: windows that decide nothing; ``prompts``: of the gates' training."""
+    """Inputs of the measurements. ``probes``: prompts whose answers are compared; ``prompts``: of the gates."""
 
-    used: list[Window]
-    unseen: list[Window]
-    lookups: list[Probe]
+    windows: list[Window]
+    probes: list[Probe]
     prompts: list[Passkey]
 
     @classmethod
-    def read(cls, texts: Texts, held_out: Texts, encode: Encode, options: Options) -> _Inputs:
-        used, unseen = (
-            [w for context in options.contexts for w in windows_of(files, encode, context, options.windows)]
-            for files in (texts, held_out)
-        )
-        lookups = lookup_probes(encode, max(options.contexts), options.lookups)
+    def read(cls, texts: Texts, encode: Encode, options: Options) -> _Inputs:
+        windows = [w for context in options.contexts for w in windows_of(texts, encode, context, options.windows)]
+        probes = [*map(text_probe, windows), *lookup_probes(encode, max(options.contexts), options.lookups)]
         prompts = [] if options.gates is None else passkeys(texts[0][1], encode, options.gates)
-        return cls(used, unseen, lookups, prompts)
-
-    def probes(self, windows: Sequence[Window]) -> list[Probe]:
-        return [*map(text_probe, windows), *self.lookups]
+        return cls(windows, probes, prompts)
 
 
 def _budgets(config: HybridConfig, options: Options) -> list[HybridConfig]:
@@ -147,35 +135,26 @@ def _budget_prefix(config: HybridConfig) -> str:
 
 def _plan(config: HybridConfig, options: Options, inputs: _Inputs, work: Work) -> dict[str, float]:
     """Return the stages that this run can have, in order, and an estimate of the operations of each."""
-    layers, probes, budgets = work.network.full_layers, inputs.probes(inputs.used), _budgets(config, options)
+    layers, probes, budgets = work.network.full_layers, inputs.probes, _budgets(config, options)
     whole = sum(work.sparse(probe, [0]) for probe in probes)
     singles = sum(work.sparse(probe, [layer.index]) for probe in probes for layer in layers)
     prefill = sum(work.forward(probe.prompt_tokens) for probe in probes)
+    windows = {stages.window_title(window): work.window(len(window.ids)) for window in inputs.windows}
+    kl = {stages.ALONE: prefill + singles, stages.TOGETHER: _SETS_TOGETHER * whole}
+    by_mass = config.quality.max_kl == "none"  # Then `_promised` measures windows with every budget.
     plan: dict[str, float] = {}
-
-    def windows(prefix: str, windows: Sequence[Window]) -> None:
-        plan.update({prefix + stages.window_title(window): work.window(len(window.ids)) for window in windows})
-
-    def kl(prefix: str) -> None:
-        plan.update({prefix + stages.ALONE: prefill + singles, prefix + stages.TOGETHER: _SETS_TOGETHER * whole})
-
     for trial in budgets:
-        kl(_budget_prefix(trial))
-        if config.quality.max_kl == "none":
-            windows(_budget_prefix(trial), inputs.used)
-    if not budgets or config.quality.max_kl != "none":
-        windows("", inputs.used)
-    windows("", inputs.unseen)
+        stages_of_trial = {**kl, **(windows if by_mass else {})}
+        plan |= {_budget_prefix(trial) + title: operations for title, operations in stages_of_trial.items()}
+    if not budgets or not by_mass:
+        plan |= windows
     if not budgets:
-        kl("")
-    if inputs.unseen:
-        kl(_HELD_OUT)
+        plan |= kl
     if options.gates is not None:
-        plan.update(
-            {stages.gates_title(kind): options.gates.steps * work.training(options.gates) for kind in stages.KINDS}
-        )
+        training = options.gates.steps * work.training(options.gates)
+        plan |= {stages.gates_title(kind): training for kind in stages.KINDS}
     plan[stages.PREDICTED] = singles + _SETS_TOGETHER * whole
-    if options.spread and inputs.lookups:
+    if options.spread and options.lookups:
         plan[stages.BUDGETS] = 2 * singles + 2 * whole
     return plan
 
@@ -190,10 +169,10 @@ def _promised(session: Session, inputs: _Inputs, budgets: Sequence[HybridConfig]
     trials: list[tuple[int, float, HybridConfig]] = []
     for config in budgets:
         trial, mass = replace(session, config=config, prefix=_budget_prefix(config)), 1.0
-        exact = trial.exact_layers(inputs.probes(inputs.used))
+        exact = trial.exact_layers(inputs.probes)
         sparse = set(exact.ranking) - set(exact.chosen)
         if promised_mass:
-            mass = covered_mass([trial.window(window) for window in inputs.used], sparse)
+            mass = covered_mass([trial.window(window) for window in inputs.windows], sparse)
         attended = len(exact.chosen) * context + len(sparse) * min(config.budget_tokens, context)
         trials.append((attended, mass, config))
         if promised_mass and mass >= promised_mass:
@@ -215,22 +194,12 @@ def _measured(session: Session, inputs: _Inputs) -> tuple[Profile, Measures]:
     Returns:
         The profile, whose configuration is still the session's, and the measurements of all windows.
     """
-    config, options, network = session.config, session.options, session.network
-    probes = inputs.probes(inputs.used)
-    windows = [session.window(window) for window in inputs.used]
-    unseen = [session.window(window) for window in inputs.unseen]
-    exact = unseen_exact = session.exact_layers(probes)
-    if unseen:
-        unseen_exact = replace(session, prefix=_HELD_OUT).exact_layers(inputs.probes(inputs.unseen))
+    config, options, network, probes = session.config, session.options, session.network, inputs.probes
+    windows = [session.window(window) for window in inputs.windows]
+    exact = session.exact_layers(probes)
     gates = session.gates(inputs.prompts)
-    tau = options.tau or (config.recall.threshold, "ScoutAttention (arXiv 2603.27138): 0.12, or as set")
-    aim = tau[0] * (1 - options.margin)
-    fewest = fewest_frames(windows, options, aim, exact)
-    frames = fewest if options.fit_frames and fewest else frames_per_request(config)
-    layers = summarise(windows, options, aim, frames, exact)
-    intervals = {layer.layer: layer.interval for layer in layers if not layer.why}
-    checks = summarise(unseen, options, aim, frames, exact, intervals)
-    unseen_layers = summarise(unseen, options, aim, frames, unseen_exact)
+    aim = options.tau * (1 - options.margin)
+    layers = summarise(windows, options.min_cosine, aim, exact)
     true, own = session.predicted_layers(probes, layers) or (None, None)
     if own is not None:
         layers = [replace(x, is_predicted=x.is_predicted and x.layer not in own.chosen) for x in layers]
@@ -241,18 +210,12 @@ def _measured(session: Session, inputs: _Inputs) -> tuple[Profile, Measures]:
         config=config,
         options=options,
         layers=layers,
-        checks=checks,
         exact=exact,
-        unseen_exact=[layer.layer for layer in unseen_layers if layer.why],
         true=true,
         own=own,
         spread=spread,
-        gates=gates,
         heads=head_scores(name, network, windows, gates, options.prefetch_bytes) if gates else None,
-        tau=tau,
         aim=aim,
-        frames=frames,
-        fewest=fewest,
     )
     return profile, windows
 
@@ -264,20 +227,18 @@ def _decided(session: Session, inputs: _Inputs, profile: Profile, windows: Measu
     """
     config, quality = session.config, session.config.quality
     if profile.tokens and (quality.max_kl != "none" or quality.promise):
-        windows = [session.window(window, profile.tokens) for window in inputs.used]
+        windows = [session.window(window, profile.tokens) for window in inputs.windows]
     mass = covered_mass(windows, {layer.layer for layer in profile.sparse})
     data = config.model_dump(mode="json", exclude_defaults=True)
     if not config.model.specificity(session.model):
         data["model"] = {"match": f"*{profile.model.lower()}*"}
-    data["exact_layers"] = [layer.layer for layer in profile.layers if layer.why]
+    data["exact_layers"] = [layer.layer for layer in profile.layers if layer.is_exact]
     if profile.spread is not None and profile.spread.helps:
         data["budget_factors"] = list(profile.spread.factors)
     skipped = [layer.layer for layer in profile.layers if layer.skips]
     data["lookahead"] = {**data.get("lookahead", {}), "skip_layers": skipped}
-    if profile.frames != frames_per_request(config):
-        data["frames_per_request"] = profile.frames
     intervals = list(chosen_intervals(profile.layers, len(session.network.layers), config))
-    data["recall"] = {**data.get("recall", {}), "threshold": profile.tau[0], "intervals": intervals}
+    data["recall"] = {**data.get("recall", {}), "intervals": intervals}
     if quality.max_kl != "none":
         data["quality"] = {**data["quality"], "min_mass": mass}
     elif quality.promise:
@@ -285,22 +246,22 @@ def _decided(session: Session, inputs: _Inputs, profile: Profile, windows: Measu
     return config_from_mapping(data, profile.model)
 
 
-def _write(session: Session, inputs: _Inputs, profile: Profile, windows: Measures, target: Path) -> tuple[Path, ...]:
-    """Write the YAML, the JSON, the heads file and the plots; return their paths."""
+def _write(session: Session, inputs: _Inputs, profile: Profile, target: Path) -> tuple[Path, ...]:
+    """Write the YAML, the JSON and the heads file; return their paths."""
     config, options = session.config, session.options
-    texts = " and ".join(dict.fromkeys(window.text for window in inputs.used))
+    texts = " and ".join(dict.fromkeys(window.text for window in inputs.windows))
     contexts = " and ".join(f"{context:,}" for context in options.contexts)
     where = (
-        f"on {len(inputs.used)} windows of {contexts} tokens of {texts}, {options.positions} decode steps each, budget "
-        f"{config.budget_tokens}, pages of {config.page_size}, {profile.frames} frames"
+        f"on {len(inputs.windows)} windows of {contexts} tokens of {texts}, {options.positions} decode steps each, "
+        f"budget {config.budget_tokens}, pages of {config.page_size}, {frames_per_request(config)} frames"
     )
     head = [
         f"{profile.model}, written by `hybrid profile`; every key and its range: docs/configuration.md.",
         f"measured {where}.",
         "Raw numbers: the .json beside this file. Keys left out keep their default.",
-        *(report.gate_line(kind, gates, profile.layers) for kind, gates in profile.gates.items()),
+        *report.summary_lines(profile),
     ]
-    files = {target: report.to_yaml(profile.config, report.comments_of(profile), head)}
+    files = {target: report.to_yaml(profile.config, head)}
     if profile.heads is not None:
         files[target.with_suffix(".heads.json")] = profile.heads.model_dump_json() + "\n"
     for path, text in files.items():
@@ -310,21 +271,17 @@ def _write(session: Session, inputs: _Inputs, profile: Profile, windows: Measure
             raise ConfigError(f"{path}: cannot be written ({error.strerror}); give another --out") from None
     results = {key: value for key, value in asdict(profile).items() if key not in ("config", "heads", "files")}
     session.store.finish({"where": where, "config": config.model_dump(mode="json"), **results})
-    plots = draw(target.with_suffix(""), windows, profile) if options.plots else []
-    return (target, session.store.path, *list(files)[1:], *plots)
+    return (target, session.store.path, *list(files)[1:])
 
 
-def _show(profile: Profile, inputs: _Inputs, console: Console) -> None:
-    """Print the tables, and what is not as it should be."""
-    lines = report.exact_lines(profile.exact)
+def _show(profile: Profile, console: Console) -> None:
+    """Print the table, and what is not as it should be."""
     console.print(f"KL to dense, nats per token (at most {profile.options.max_kl:g}):", highlight=False)
+    lines = report.exact_lines(profile.exact)
     console.print(*(f"  {line}" for line in lines), sep="\n", highlight=False, soft_wrap=True)
     console.print(report.layer_table(profile))
-    if not all(layer.below for layer in profile.sparse):
-        console.print(f"! not below {profile.aim:g} at any interval; {report.frames_line(profile)}", highlight=False)
-    if profile.checks:
-        console.print(report.check_table(profile, list(dict.fromkeys(window.text for window in inputs.unseen))))
-        console.print(f"exact layers by the same rule on the held-out text: {profile.unseen_exact}", highlight=False)
+    for line in report.above_lines(profile):
+        console.print(f"! {line}", highlight=False)
     if profile.heads is None:
         console.print("no heads file for method clo: it holds the gates; --gates trains them and writes it")
     paths = ", ".join(map(str, profile.files))

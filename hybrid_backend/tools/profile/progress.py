@@ -10,23 +10,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Event, Thread
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.profile.divergence import Probe, Sparse
 from hybrid_backend.tools.profile.gates import GateOptions
 from hybrid_backend.tools.profile.network import Network
 
-Seconds = NDArray[np.float64]
-"""Seconds that have passed, and seconds in which the measuring thread had a core."""
-Clock = Callable[[], Seconds]
+Clock = Callable[[], float]
 Advance = Callable[[float], None]
 """Function to call after a measured step, with the operations of the step."""
 
@@ -37,20 +30,6 @@ _PRIOR = 0.1
 _WINDOW, _SPARSE, _TRAINING = 1.8, 2.0, 4.0
 _LINE_SECONDS = 20.0
 """Seconds of silence after which a log gets a line."""
-_BUSY_SHARE = 0.6
-"""Share of the time that the measuring thread has a core; below it, other programs have the cores."""
-_BUSY_SECONDS = 10.0
-"""Seconds of measurement that show whether the machine is busy."""
-_COLUMNS = 80
-
-
-def clock() -> Seconds:
-    """Read the clocks.
-
-    The measuring thread computes its part of every parallel region and all that is not parallel. On a quiet machine
-    both times are therefore nearly equal, whatever the number of threads is.
-    """
-    return np.array([time.perf_counter(), time.thread_time()])
 
 
 @dataclass(frozen=True)
@@ -74,8 +53,8 @@ class Work:
     def training(self, gates: GateOptions) -> float:
         return _TRAINING * self.forward(gates.context)
 
-    def time(self, clock: Clock = clock) -> tuple[float, Seconds]:
-        """Time short forward passes; return the operations and the seconds of the fastest one."""
+    def seconds_per_operation(self, clock: Clock = time.perf_counter) -> float:
+        """Time short forward passes; return the seconds of an operation in the fastest one."""
         ids = [0] * min(_TIMED_TOKENS, self.network.max_context)
         passes = []
         with torch.inference_mode():
@@ -83,7 +62,7 @@ class Work:
                 started = clock()
                 self.network.hidden(ids)[0, 0].item()
                 passes.append(clock() - started)
-        return self.forward(len(ids)), np.min(passes, axis=0)
+        return min(passes) / self.forward(len(ids))
 
     def _operations(self, tokens: int, context: float) -> float:
         weights = sum(p.numel() for layer in self.network.layers for p in layer.module.parameters())
@@ -94,41 +73,37 @@ class Work:
 class Progress:
     """Prints the stages as they begin and the step that is measured, with the time that is left for all stages.
 
-    A log gets a line after `_LINE_SECONDS` of silence; on a terminal one line is rewritten in place.
+    On a terminal the line of the step is rewritten in place. A log gets such a line after `_LINE_SECONDS` of silence.
     """
 
     def __init__(
         self,
         console: Console,
         plan: Mapping[str, float],
-        timed: tuple[float, Seconds],
-        clock: Clock = clock,
-        tick_seconds: float = 1.0,
+        seconds_per_operation: float,
+        clock: Clock = time.perf_counter,
     ) -> None:
-        """Plan the stages: ``plan`` has the operations of each by title, ``timed`` is the result of `Work.time`."""
-        self._console, self._clock, self._tick_seconds = console, clock, tick_seconds
+        """Plan the stages: ``plan`` has the operations of each by title."""
+        self._console, self._clock = console, clock
         self._plan, self._stages, self._number, self._title = dict(plan), len(plan), 0, ""
         # Once steps are measured, the first estimate counts as if it were a measurement of this size.
         self._work = max(1.0, _PRIOR * sum(plan.values()))
-        self._seconds = timed[1] * self._work / timed[0]
-        self._measured = np.zeros(2)
-        self._is_busy_told = False
-        self._last_line = clock()[0]
+        self._seconds = seconds_per_operation * self._work
+        self._last_line = clock()
 
     @property
-    def left(self) -> Seconds:
+    def left(self) -> str:
         """Estimate for all that is not measured yet."""
-        return self._seconds * sum(self._plan.values()) / self._work
+        return f"about {duration(self._seconds * sum(self._plan.values()) / self._work)}"
 
     def announce(self, threads: int) -> None:
         """Say how long all stages take together."""
-        self.line(f"about {duration(self.left[0])} on {counted(threads, 'thread')}, in {self._stages} stages")
-        self._tell_busy(self._seconds)
+        self.line(f"{self.left} on {counted(threads, 'thread')}, in {self._stages} stages")
 
     def line(self, text: str) -> None:
         """Print a line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-        self._last_line = self._clock()[0]
+        self._last_line = self._clock()
 
     @contextmanager
     def stage(self, title: str, steps: int, noun: str) -> Iterator[Advance]:
@@ -138,23 +113,22 @@ class Progress:
         """
         if title != self._title:
             self._begin(title)
-        done, seconds = 0, self._clock()
-
-        def advance(work: float) -> None:
-            nonlocal done, seconds
-            step = self._clock() - seconds
-            seconds = seconds + step
-            self._work, self._seconds = self._work + work, self._seconds + step
-            self._measured = self._measured + step
-            self._plan[title] = max(0.0, self._plan[title] - work)
-            done += 1
-            if self._measured[0] >= _BUSY_SECONDS:
-                self._tell_busy(self._measured)
+        done, last = 0, self._clock()
 
         def text() -> str:
-            return f"   {noun} {min(done + 1, steps)} of {steps}; about {duration(self.left[0])} left"
+            return f"{noun} {min(done + 1, steps)} of {steps}; {self.left} left"
 
-        with self._shown(text):
+        def advance(work: float) -> None:
+            nonlocal done, last
+            last, seconds = self._clock(), self._clock() - last
+            self._work, self._seconds = self._work + work, self._seconds + seconds
+            self._plan[title] = max(0.0, self._plan[title] - work)
+            done += 1
+            status.update(text())
+            if not self._console.is_terminal and last - self._last_line >= _LINE_SECONDS:
+                self.line(f"   {text()}")
+
+        with self._console.status(text()) as status:
             yield advance
 
     def _begin(self, title: str) -> None:
@@ -165,51 +139,7 @@ class Progress:
         self._plan.setdefault(title, 0.0)
         self._title, self._number = title, self._number + 1
         self._stages = max(self._stages, self._number)
-        first, last = f"{self._number} of {self._stages}: ", f"; about {duration(self.left[0])} left"
-        self.line(first + shortened(title, _COLUMNS - len(first) - len(last)) + last)
-
-    @contextmanager
-    def _shown(self, text: Callable[[], str]) -> Iterator[None]:
-        """Show ``text()`` while the block runs, from another thread, so that a long step is not silent either."""
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            with Live(
-                console=self._console,
-                get_renderable=lambda: Text(text(), no_wrap=True, overflow="ellipsis"),
-                refresh_per_second=1 / self._tick_seconds,
-                transient=True,
-            ):
-                yield
-            return
-        is_done = Event()
-
-        def tick() -> None:
-            while not is_done.wait(self._tick_seconds):
-                if self._clock()[0] - self._last_line >= _LINE_SECONDS:
-                    self.line(text())
-
-        thread = Thread(target=tick, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_done.set()
-            thread.join()
-
-    def _tell_busy(self, seconds: Seconds) -> None:
-        """Say once that other programs have the cores, if the seconds show it."""
-        share = seconds[1] / seconds[0] if seconds[0] > 0 else 1.0
-        if share < _BUSY_SHARE and not self._is_busy_told:
-            self._is_busy_told = True
-            quiet = duration(self.left[1])
-            self.line(f"the cores are busy, {share:.0%} is left for this; about {quiet} on a quiet machine")
-
-
-def shortened(text: str, columns: int) -> str:
-    """Return ``text`` in at most ``columns`` columns, without its middle if need be."""
-    if len(text) <= columns:
-        return text
-    last = (columns - 1) // 2
-    return f"{text[: columns - 1 - last]}…{text[len(text) - last :]}"
+        self.line(f"{self._number} of {self._stages}: {title}; {self.left} left")
 
 
 def duration(seconds: float) -> str:

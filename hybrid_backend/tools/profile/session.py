@@ -1,10 +1,8 @@
-"""Measurements of a profile: each is stored as soon as it is done, or interrupted, and is not measured again."""
+"""Measurements of a profile: each step of them is stored as soon as it is done, and is not measured again."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -12,14 +10,14 @@ from statistics import fmean
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.step.method import frames_per_request, looks_ahead
 from hybrid_backend.tools.profile.divergence import Probe, References, Sparse, divergence
-from hybrid_backend.tools.profile.gates import GateState, Kind, Passkey, train
+from hybrid_backend.tools.profile.gates import Kind, Passkey, train
 from hybrid_backend.tools.profile.measure import LayerMeasure, measure_window
 from hybrid_backend.tools.profile.network import Network
 from hybrid_backend.tools.profile.options import Options, method_of, needed_tokens
-from hybrid_backend.tools.profile.progress import Advance, Progress, Work
+from hybrid_backend.tools.profile.progress import Progress, Work
 from hybrid_backend.tools.profile.report import kl_text, predicted_text
 from hybrid_backend.tools.profile.spread import Spread, factors_of, pages_of, sizes_of, spread
-from hybrid_backend.tools.profile.store import Measurement, Store, stage_key
+from hybrid_backend.tools.profile.store import Store, stage_key
 from hybrid_backend.tools.profile.summary import INTERVALS, KL, KLSearch, LayerSummary, exact_count, own_count
 from hybrid_backend.tools.profile.texts import Window
 
@@ -51,18 +49,6 @@ class Session:
     references: References
     prefix: str = ""
 
-    @contextmanager
-    def _stage(self, key: str, measurement: Measurement, title: str, steps: int, noun: str) -> Iterator[Advance]:
-        """Show the stage while it is measured; store the measurement, also if an interrupt ends the stage."""
-        started = time.perf_counter()
-        try:
-            with self.progress.stage(self.prefix + title, steps, noun) as advance:
-                yield advance
-        finally:
-            measurement.seconds = round(measurement.seconds + time.perf_counter() - started, 1)
-            if measurement.layers or measurement.kl or measurement.state:
-                self.store.put(key, measurement)
-
     def window(self, window: Window, budgets: Mapping[int, int] | None = None) -> list[LayerMeasure]:
         """Measure all layers on a window of text. ``budgets``: tokens of layers that have a budget of their own."""
         config, positions, min_cosine = self.config, self.options.positions, self.options.min_cosine
@@ -85,11 +71,12 @@ class Session:
         measurement, layers = self.store.get(key), len(self.network.layers)
         if not measurement.layers:
             measurement.label = window.label
-            with self._stage(key, measurement, window_title(window, budgets), layers, "layer") as advance:
+            with self.progress.stage(self.prefix + window_title(window, budgets), layers, "layer") as advance:
                 step = partial(advance, Work(self.network).window(len(window.ids)) / layers)
                 measurement.layers = measure_window(
                     self.network, config, window, positions, intervals, min_cosine, step, budgets
                 )
+            self.store.put(key, measurement)
         return measurement.layers
 
     def diverge(
@@ -111,10 +98,11 @@ class Session:
             measurement.label, measurement.sparse, todo = probe.kind, sparse, sparse[len(kl) :]
             part = f"prompt {place} of {len(missing)}, {noun}"
             prefill = 0.0 if probe in self.references else work.forward(probe.prompt_tokens)
-            with self._stage(keys[probe], measurement, title, len(todo), part) as advance:
+            with self.progress.stage(self.prefix + title, len(todo), part) as advance:
                 reference = self.references.get(probe)
                 for layers in todo:
                     kl.append(divergence(reference, config, layers, predicted[len(kl)] if predicted else ()))
+                    self.store.put(keys[probe], measurement)
                     advance(prefill + work.sparse(probe, layers))
                     prefill = 0.0
         kl_of_probes = {probe: self.store.get(key).kl for probe, key in keys.items()}
@@ -138,8 +126,8 @@ class Session:
             KL of all sparse layers by true queries, and the search; ``alone``: KL that each layer loses by its
             predicted query. None if no query is predicted.
         """
-        sparse = tuple(layer.layer for layer in layers if not layer.why)
-        foreseen = [layer for layer in layers if not layer.why and layer.is_predicted]
+        sparse = tuple(layer.layer for layer in layers if not layer.is_exact)
+        foreseen = [layer for layer in layers if not layer.is_exact and layer.is_predicted]
         method = method_of(self.config)
         if not foreseen or not looks_ahead(method, self.config):
             return None
@@ -160,7 +148,7 @@ class Session:
 
         A line says what came of it, or why nothing is measured.
         """
-        config, sparse = self.config, [layer for layer in layers if not layer.why]
+        config, sparse = self.config, [layer for layer in layers if not layer.is_exact]
         sizes, why_not = sizes_of(config.budget_pages, config.sinks + config.recent + 1, self._most_pages()), ""
         if not method_of(config).budgets_vary:
             why_not = f"method {config.method} has none"
@@ -212,15 +200,11 @@ class Session:
             steps = options.steps - (measurement.state.step if measurement.state else 0)
             if steps > 0:
                 measurement.label = kind
-                with self._stage(key, measurement, gates_title(kind), steps, "training step") as advance:
-
-                    def save(
-                        state: GateState, measurement: Measurement = measurement, advance: Advance = advance
-                    ) -> None:
+                with self.progress.stage(gates_title(kind), steps, "training step") as advance:
+                    for state in train(self.network, prompts, kind, options, measurement.state):
                         measurement.state = state
+                        self.store.put(key, measurement)
                         advance(step)
-
-                    train(self.network, prompts, kind, options, measurement.state, save)
             assert measurement.state is not None
             gates[kind] = measurement.state.gates
         return gates

@@ -28,7 +28,6 @@ class Measurement(BaseModel):
     """Raw result of a stage, as far as it is measured: layers of a window, KL of sets of layers, or a gate training."""
 
     label: str = ""
-    seconds: float = 0.0
     layers: list[LayerMeasure] = []
     sparse: Any = None
     kl: list[float] = []

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.tools.profile.measure import NEVER, Measures
-from hybrid_backend.tools.profile.options import Options
+from hybrid_backend.tools.profile.measure import Measures
 
 INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Decode steps between recalls that are tried."""
@@ -118,75 +117,48 @@ def longest_interval(ratios: Sequence[Mapping[int, float]], tau: float) -> tuple
 class LayerSummary:
     """Decisions about a full-attention layer, and the means over windows that they follow from.
 
-    ``is_predicted``: the predicted query selects. ``kl``: of this layer alone. ``why``: "KL" or "mass" where the layer
-    is exact. ``below``: ``interval`` keeps the CPU ratio below tau on every window. ``ratio``: the mean CPU ratio at
-    ``interval``; ``ratio_without``: without recall.
+    ``is_predicted``: the predicted query selects. ``kl``: of this layer alone. ``below``: ``interval`` keeps the CPU
+    ratio below tau on every window. ``ratio``: the mean CPU ratio at ``interval``.
     """
 
     layer: int
     cosine: float | None
     is_predicted: bool
     mass: float
-    mass_best: float
     kl: KL
-    why: tuple[str, ...]
+    is_exact: bool
     interval: int
     below: bool
     ratio: float
-    ratio_without: float
 
     @property
     def skips(self) -> bool:
         """Tell whether this sparse layer selects by its own query although a lookahead predicts queries."""
-        return not self.why and self.cosine is not None and not self.is_predicted
+        return not self.is_exact and self.cosine is not None and not self.is_predicted
 
 
-def summarise(
-    windows: Measures,
-    options: Options,
-    tau: float,
-    frames: int,
-    exact: KLSearch,
-    intervals: Mapping[int, int] | None = None,
-) -> list[LayerSummary]:
-    """Summarise the measurements of each layer with so many frames per request.
-
-    ``intervals``: recall intervals of the layers to summarise; None: all layers, by the rule of `longest_interval`.
-    """
+def summarise(windows: Measures, min_cosine: float, tau: float, exact: KLSearch) -> list[LayerSummary]:
+    """Summarise the measurements of each layer."""
     summaries = []
     for measures in zip(*windows, strict=True):
-        index, ratios = measures[0].layer, [m.ratios[frames] for m in measures]
-        if intervals is not None and index not in intervals:
-            continue
-        simulated = ratios[0].keys() - {NEVER} if intervals is None else {intervals[index]}
-        interval, below = longest_interval([{i: window[i] for i in simulated} for window in ratios], tau)
-        cosines = [m.cosine for m in measures if m.cosine is not None]
-        cosine, mass = fmean(cosines) if cosines else None, fmean(m.mass for m in measures)
+        index, ratios = measures[0].layer, [measure.ratios for measure in measures]
+        interval, below = longest_interval(ratios, tau)
+        cosines = [measure.cosine for measure in measures if measure.cosine is not None]
+        cosine = fmean(cosines) if cosines else None
         summaries.append(
             LayerSummary(
                 layer=index,
                 cosine=cosine,
-                is_predicted=cosine is not None and cosine >= options.min_cosine,
-                mass=mass,
-                mass_best=fmean(m.mass_best for m in measures),
+                is_predicted=cosine is not None and cosine >= min_cosine,
+                mass=fmean(measure.mass for measure in measures),
                 kl={kind: by_layer[index] for kind, by_layer in exact.alone.items()},
-                why=("KL",) * (index in exact.chosen) + ("mass",) * (mass < options.min_mass),
+                is_exact=index in exact.chosen,
                 interval=interval,
                 below=below,
                 ratio=fmean(window[interval] for window in ratios),
-                ratio_without=fmean(window[NEVER] for window in ratios),
             )
         )
     return summaries
-
-
-def fewest_frames(windows: Measures, options: Options, tau: float, exact: KLSearch) -> int | None:
-    """Return the fewest simulated frames with which every sparse layer has an interval below tau; None if none."""
-    simulated = set.intersection(*(set(layer.ratios) for window in windows for layer in window))
-    for frames in sorted(simulated):
-        if all(layer.below or layer.why for layer in summarise(windows, options, tau, frames, exact)):
-            return frames
-    return None
 
 
 def covered_mass(windows: Measures, sparse: Collection[int]) -> float:

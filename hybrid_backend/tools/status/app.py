@@ -14,16 +14,13 @@ from fastapi.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hybrid_backend.errors import EngineError
-from hybrid_backend.hardware import find_hardware
 from hybrid_backend.tools.status.model import Status
 from hybrid_backend.tools.status.sampler import INTERVAL, Sampler
 from hybrid_backend.tools.status.source import from_server, from_this_process, metrics_url
 
 PAGE = "/hybrid/status"
 _FILES = {"": "text/html", ".css": "text/css", ".js": "text/javascript"}
-# Relative targets, which hold behind a proxy that adds a prefix.
-_REDIRECTS = {"/hybrid": "hybrid/status", "/hybrid/": "status", f"{PAGE}/": "../status"}
-PATHS = frozenset({*_REDIRECTS, f"{PAGE}.json", *(PAGE + ending for ending in _FILES)})
+PATHS = frozenset({f"{PAGE}.json", *(PAGE + ending for ending in _FILES)})
 _METHODS = ["GET", "HEAD"]  # A route of FastAPI answers HEAD only if it is told to.
 # Nothing is loaded from elsewhere, no inline script runs, and no site frames the page.
 _HEADERS = {
@@ -60,14 +57,13 @@ def application(sampler: Sampler, watching: bool) -> FastAPI:
         response.headers.update(_HEADERS)
         return sampler.status(after)
 
-    def add(path: str, answer: Response) -> None:
-        app.add_api_route(path, lambda: answer, methods=_METHODS)
+    def add_file(ending: str, kind: str) -> None:
+        content = (files("hybrid_backend.tools.status") / "page" / f"status{ending or '.html'}").read_bytes()
+        answer = Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
+        app.add_api_route(PAGE + ending, lambda: answer, methods=_METHODS)
 
     for ending, kind in _FILES.items():
-        content = (files("hybrid_backend.tools.status") / "page" / f"status{ending or '.html'}").read_bytes()
-        add(PAGE + ending, Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS))
-    for path, target in _REDIRECTS.items():
-        add(path, RedirectResponse(target, status_code=307))
+        add_file(ending, kind)
     return app
 
 
@@ -98,7 +94,6 @@ def serve(
     host: str,
     port: int,
     interval: float = INTERVAL,
-    machine: str | None = None,
     tell: Callable[[str], None] = print,
 ) -> None:
     """Serve the page of a server until stopped.
@@ -108,21 +103,18 @@ def serve(
         host: address that the page listens on.
         port: port of the page; 0 takes a free one.
         interval: seconds between two readings.
-        machine: name or file of the server's hardware profile, which attention's speed is compared with.
         tell: gets the page's address.
 
     Raises:
         EngineError: an address cannot be used.
-        ConfigError: there is no such hardware profile.
     """
     import uvicorn
 
     url = metrics_url(server)
     if not 0.2 <= interval <= 3600:
         raise EngineError(f"--interval {interval} is not between 0.2 and 3600 seconds")
-    hardware = None if machine is None else find_hardware(machine)
     listener = _listen(host, port)
-    app = application(Sampler(from_server(url), url, interval, machine=hardware), watching=True)
+    app = application(Sampler(from_server(url), url, interval), watching=True)
     app.add_api_route("/", lambda: RedirectResponse(PAGE.lstrip("/"), status_code=307), methods=["GET"])
     shown = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     tell(f"status of {url} on http://{shown}:{listener.getsockname()[1]}{PAGE}")

@@ -17,7 +17,6 @@ class History:
 
     Attributes:
         columns: the latest intervals, the oldest first.
-        layers: figures of each layer over the last ``WINDOW`` seconds.
         recent: the readings of the last ``WINDOW`` seconds, the oldest first.
     """
 
@@ -26,7 +25,6 @@ class History:
         self._longest = longest
         self.recent: list[Reading] = []
         self.columns: deque[Column] = deque(maxlen=max_columns)
-        self.layers: tuple[Layer, ...] = ()
 
     @property
     def last(self) -> Reading | None:
@@ -38,6 +36,15 @@ class History:
         """The rates up to the last reading; None if no column ends there: after a start, a restart or a long gap."""
         return self.columns[-1].rates if len(self.recent) > 1 else None
 
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Figures of each layer over the same window as `rates`; empty if there is none."""
+        if len(self.recent) < 2:
+            return ()
+        first, last = self.recent[0], self.recent[-1]
+        window = zip(last.layers, _growth(first, last), strict=True)
+        return tuple(_layer(index, *counts, last.time - first.time) for index, counts in enumerate(window))
+
     def add(self, reading: Reading) -> None:
         """Add the column up to this reading.
 
@@ -45,9 +52,7 @@ class History:
         longest interval passed: an average over it would hide what happened.
         """
         last = self.last
-        is_restart = last is None or _has_restarted(last, reading)
-        if last is None or is_restart or not 0 < reading.time - last.time <= self._longest:
-            self.layers = () if is_restart else self.layers
+        if last is None or _has_restarted(last, reading) or not 0 < reading.time - last.time <= self._longest:
             self.recent = [reading]
             return
         self.recent = [r for r in self.recent if reading.time - r.time <= WINDOW or r is last] + [reading]
@@ -56,21 +61,13 @@ class History:
             Column(
                 time=reading.time,
                 seconds=reading.time - last.time,
-                running=reading.running,
-                waiting=reading.waiting,
-                pool_fill=reading.pool_fill,
-                frames_in_use=reading.gauge("frames_in_use"),
-                resident_requests=reading.gauge("resident_requests"),
+                **{name: reading.get(name) for name in ("running", "waiting", "pool_fill", "frames_in_use")},
                 rates=_rates(self.recent),
                 attended=tuple(layer.attended for layer in growth),
                 residency=tuple(layer.residency for layer in growth),
                 cpu_ratio=tuple(layer.cpu_ratio for layer in growth),
             )
         )
-        before = [*self.layers, *[None] * (len(growth) - len(self.layers))]
-        first = self.recent[0]
-        window = enumerate(zip(reading.layers, _growth(first, reading), before, strict=True))
-        self.layers = tuple(_layer(index, *layer, reading.time - first.time) for index, layer in window)
 
 
 def _growth(first: Reading, last: Reading) -> list[LayerCounts]:
@@ -82,9 +79,9 @@ def _growth(first: Reading, last: Reading) -> list[LayerCounts]:
 def _rates(readings: list[Reading]) -> Rates:
     """Compute the means from the first of the readings to the last one."""
     first, last = readings[0], readings[-1]
-    seconds, layers, token_bytes = last.time - first.time, _growth(first, last), last.token_bytes
-    running = [reading.running for reading in readings[1:] if reading.running is not None]
-    attention, tokens = (sum(getattr(c, name) for c in layers) for name in ("attention_seconds", "selected_tokens"))
+    seconds, layers = last.time - first.time, _growth(first, last)
+    running = [count for reading in readings[1:] if (count := reading.get("running")) is not None]
+    attention = sum(layer.attention_seconds for layer in layers)
 
     def growth(name: str) -> float | None:
         return last.growth(first, name)
@@ -106,30 +103,19 @@ def _rates(readings: list[Reading]) -> Rates:
         copied_bytes_per_second=quotient(growth("copied_bytes"), seconds),
         wait_share=sum(layer.wait_seconds for layer in layers) / seconds,
         attention_share=attention / seconds if any(layer.attention_seconds for layer in last.layers) else None,
-        attention_bytes_per_second=tokens * token_bytes / attention if token_bytes and tokens and attention else None,
     )
 
 
-def _layer(index: int, total: LayerCounts, counts: LayerCounts, before: Layer | None, seconds: float) -> Layer:
-    """Compute a layer's figures over a window.
-
-    Args:
-        index: number of the layer.
-        total: counts since the server's start.
-        counts: counts of the window.
-        before: the layer's figures over the window before, whose ratios an idle layer keeps.
-        seconds: length of the window.
-    """
-    ratios = before if before is not None and not counts.selected_tokens else counts
+def _layer(index: int, total: LayerCounts, counts: LayerCounts, seconds: float) -> Layer:
+    """Compute a layer's figures of its counts since the server's start, and of a window of so many seconds."""
     return Layer(
         layer=index,
-        attended=ratios.attended,
-        residency=ratios.residency,
-        cpu_ratio=ratios.cpu_ratio,
+        attended=counts.attended,
+        residency=counts.residency,
+        cpu_ratio=counts.cpu_ratio,
         attended_tokens_per_second=counts.selected_tokens / seconds,
         recalled_per_second=counts.recalled_pages / seconds,
         wait_share=counts.wait_seconds / seconds,
-        lead_share=counts.lead_seconds / seconds,
         attention_share=counts.attention_seconds / seconds if total.attention_seconds else None,
         query_cosine=total.query_cosine,
         mass_recall=total.mass_recall,

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -30,7 +29,6 @@ class Rates(_Model):
         token_seconds: time between two tokens of one request (TPOT).
         wait_share: the device tier waits for CPU partials.
         attention_share: attention of decode rows, where the CPU attends in place.
-        attention_bytes_per_second: bytes of K and V read per second of that attention.
     """
 
     seconds: Number
@@ -45,7 +43,6 @@ class Rates(_Model):
     copied_bytes_per_second: Number | None
     wait_share: Number
     attention_share: Number | None
-    attention_bytes_per_second: Number | None
 
     @property
     def request_speed(self) -> float | None:
@@ -70,7 +67,6 @@ class Column(_Model):
     waiting: Number | None
     pool_fill: Number | None
     frames_in_use: Number | None
-    resident_requests: Number | None
     rates: Rates
     attended: PerLayer
     residency: PerLayer
@@ -78,12 +74,7 @@ class Column(_Model):
 
 
 class Layer(_Model):
-    """A layer over the last 15 seconds. Ratios are of the last 15 seconds in which the layer attended anything.
-
-    Attributes:
-        lead_share: seconds per second by which CPU partials started before they were needed.
-        query_cosine: mean since the server's start, as is ``mass_recall``.
-    """
+    """A layer over the last 15 seconds; ``query_cosine`` and ``mass_recall`` are means since the server's start."""
 
     layer: int
     attended: Number | None
@@ -92,14 +83,12 @@ class Layer(_Model):
     attended_tokens_per_second: Number
     recalled_per_second: Number
     wait_share: Number
-    lead_share: Number
     attention_share: Number | None
     query_cosine: Number | None
     mass_recall: Number | None
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(_Model):
     """The server's state in one line. In the state ``silent`` all other figures are as old as the last reading."""
 
     state: State
@@ -108,56 +97,18 @@ class Headline:
     detail: str
 
 
-@dataclass(frozen=True)
-class Change:
-    """A recommended change: a key as ``--set`` takes it, or a flag, with its value, or the command that computes one.
+class Answer(_Model):
+    """The answer to a question about the server.
 
-    ``others`` are other ways out of the same problem.
+    The verdict has a few words, and ``text`` the numbers behind it. ``change`` names the keys or flags that would
+    help, empty if none is known.
     """
 
-    problem: str
-    change: str
-    others: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a question about the server, and the change that would help.
-
-    The verdict has a few words, and ``text`` the numbers behind it.
-    """
-
+    question: str
     verdict: str
     text: str
     level: Level
-    change: Change | None = None
-    question: str = ""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A number with its name and unit; ``share`` is for a number that is drawn as a bar, which ends at 1."""
-
-    name: str
-    value: str
-    unit: str
-    share: float | None = None
-
-
-@dataclass(frozen=True)
-class TileGroup:
-    """Tiles of one span of time, such as "mean of the last 15 s"."""
-
-    window: str
-    tiles: tuple[Tile, ...]
-
-
-@dataclass(frozen=True)
-class Table:
-    """The table of layers as the page shows it: the titles of the columns, and one row of texts per layer."""
-
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    change: str = ""
 
 
 class Status(_Model):
@@ -169,8 +120,8 @@ class Status(_Model):
         stale_seconds: age of the last reading if the server gives no newer one; None while readings are fresh.
         problem: reason for which there is no fresh reading, or what the reading lacks, in one line.
         in_place: True if the CPU attends all tokens in the host pool: no frames, no copies, no CPU workers.
+        figures: the last reading: the plugin's gauges without ``hybrid_``, and the engine's figures.
         glance: the three answers; empty before the first interval, and while the server is silent.
-        changes: recommended changes, the most pressing first.
         columns: the columns later than the ``after`` of the request, oldest first.
     """
 
@@ -185,17 +136,9 @@ class Status(_Model):
     problem: str | None
     engine: str | None
     model: str | None
-    preemptions: Number | None
     in_place: bool
-    host_pool_pages: Number | None
-    device_bytes: Number | None
-    digest_bytes: Number | None
-    frame_bytes: Number | None
-    context_cache_bytes: Number | None
+    figures: dict[str, Number]
     headline: Headline
     glance: tuple[Answer, ...]
-    changes: tuple[Change, ...]
-    tiles: tuple[TileGroup, ...]
     layers: tuple[Layer, ...]
-    table: Table
     columns: tuple[Column, ...]

@@ -24,7 +24,7 @@ _ENGINE_METRICS = {
     "token_gap_seconds": ("vllm:inter_token_latency_seconds_sum", "sglang:inter_token_latency_seconds_sum"),
     "token_gaps": ("vllm:inter_token_latency_seconds_count", "sglang:inter_token_latency_seconds_count"),
 }
-"""Names of vLLM's and SGLang's metrics by attribute of `Reading`."""
+"""Names of vLLM's and SGLang's metrics by the name of the figure."""
 _SGLANG_TOKENS = "sglang:realtime_tokens_total"
 """Tokens by ``mode``, counted at each step. SGLang's other token counters stand still until a request ends."""
 _QUEUES = {*_ENGINE_METRICS["running"], *_ENGINE_METRICS["waiting"]}
@@ -54,7 +54,6 @@ class LayerCounts:
     resident_hits: float = 0.0
     resident_lookups: float = 0.0
     wait_seconds: float = 0.0
-    lead_seconds: float = 0.0
     attention_seconds: float = 0.0
     query_cosine: float | None = None
     mass_recall: float | None = None
@@ -84,49 +83,32 @@ COUNTERS = [attribute.name for attribute in fields(LayerCounts) if attribute.def
 
 @dataclass(frozen=True)
 class Reading:
-    """The server's metrics at one time. Data-parallel replicas are summed; counters are totals since the start."""
+    """The server's metrics at one time. Data-parallel replicas are summed; counters are totals since the start.
+
+    ``figures`` has the engine's figures by the names of `_ENGINE_METRICS`, and the plugin's gauges without ``hybrid_``.
+    """
 
     time: float
     engine: str | None = None
     model: str | None = None
-    running: float | None = None
-    waiting: float | None = None
-    pool_fill: float | None = None
-    generated_tokens: float | None = None
-    prompt_tokens: float | None = None
-    prefix_hits: float | None = None
-    prefix_queries: float | None = None
-    preemptions: float | None = None
-    first_token_seconds: float | None = None
-    """Sum of the times from a request's arrival to its first token (TTFT), of ``first_tokens`` requests."""
-    first_tokens: float | None = None
-    token_gap_seconds: float | None = None
-    """Sum of the times between two tokens of one request (TPOT), of ``token_gaps`` pairs."""
-    token_gaps: float | None = None
-    layers: tuple[LayerCounts, ...] = ()
-    gauges: Mapping[str, float] = field(default_factory=dict)
     replicas: int = 1
+    figures: Mapping[str, float] = field(default_factory=dict)
+    layers: tuple[LayerCounts, ...] = ()
 
-    def gauge(self, name: str) -> float | None:
-        """Return the gauge ``hybrid_{name}``; None if the server does not publish it."""
-        return self.gauges.get(f"hybrid_{name}")
+    def get(self, name: str) -> float | None:
+        """Return a figure; None if the server does not publish it."""
+        return self.figures.get(name)
 
     def growth(self, earlier: Reading, name: str) -> float | None:
         """Return the growth of a counter since ``earlier``. A counter that was not published yet began at zero."""
-        before, after = (r.gauge(name) if name == "copied_bytes" else getattr(r, name) for r in (earlier, self))
-        return None if after is None else after - (before or 0.0)
+        after = self.get(name)
+        return None if after is None else after - (earlier.get(name) or 0.0)
 
     @property
     def is_in_place(self) -> bool:
         """True if the CPU attended all tokens in the host pool so far: no frames, no copies, no CPU workers."""
         moves = sum(layer.cpu_tokens + layer.wait_seconds + layer.recalled_pages for layer in self.layers)
-        return bool(self.layers) and self.gauge("frame_bytes") == 0 and not self.gauge("copied_bytes") and not moves
-
-    @property
-    def token_bytes(self) -> float | None:
-        """Bytes of K and V of one token in one layer, mean of the layers; None if the pool is not published."""
-        pool, pages, tokens = (self.gauge(name) for name in ("host_pool_bytes", "host_pool_pages", "page_tokens"))
-        return pool / (pages * tokens * len(self.layers)) if pool and pages and tokens and self.layers else None
+        return bool(self.layers) and self.get("frame_bytes") == 0 and not self.get("copied_bytes") and not moves
 
 
 def ratio(share: float, whole: float) -> float | None:
@@ -142,25 +124,26 @@ def read(text: str, time: float) -> Reading:
     """
     samples = _samples(text)
     engine_samples = [sample for name in samples if ":" in name for sample in samples[name]]
-    figures: dict[str, Any] = {}
+    figures: dict[str, float] = {
+        name.removeprefix("hybrid_"): _JOINS.get(name, max)(sample.value for sample in same_name)
+        for name, same_name in samples.items()
+        if name.startswith("hybrid_") and "layer" not in same_name[0].labels
+    }
+    replicas = 1
     for figure, names in _ENGINE_METRICS.items():
-        replicas = _by_replica(sample for name in names for sample in samples.get(name, ()))
-        join = max if figure == "pool_fill" else sum
-        figures[figure] = join(replicas.values()) if replicas else None
-        figures |= {"replicas": len(replicas)} if figure == "running" and replicas else {}
+        by_replica = _by_replica(sample for name in names for sample in samples.get(name, ()))
+        if by_replica:
+            figures[figure] = (max if figure == "pool_fill" else sum)(by_replica.values())
+            replicas = len(by_replica) if figure == "running" else replicas
     if _SGLANG_TOKENS in samples:
         figures |= _sglang_tokens(samples[_SGLANG_TOKENS])
     return Reading(
         time=time,
         engine=next((sample.name.partition(":")[0] for sample in engine_samples), None),
         model=next(filter(None, (sample.labels.get("model_name") for sample in engine_samples)), None),
+        replicas=replicas,
+        figures=figures,
         layers=_layers(samples),
-        gauges={
-            name: _JOINS.get(name, max)(sample.value for sample in same_name)
-            for name, same_name in samples.items()
-            if name.startswith("hybrid_") and "layer" not in same_name[0].labels
-        },
-        **figures,
     )
 
 
@@ -185,7 +168,7 @@ def _samples(text: str) -> dict[str, list[Any]]:
 
 
 def _sglang_tokens(samples: Iterable[Any]) -> dict[str, float]:
-    """Return the tokens that SGLang's schedulers counted, by attribute of `Reading`."""
+    """Return the figures of the tokens that SGLang's schedulers counted."""
     by_mode: dict[str, float] = defaultdict(float)
     for labels, value in _by_replica(samples).items():
         by_mode[dict(labels).get("mode", "")] += value

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
 from hybrid_backend import __version__
 from hybrid_backend.errors import EngineError
-from hybrid_backend.hardware import Hardware
-from hybrid_backend.tools.status.glance import judge, unjudged
 from hybrid_backend.tools.status.history import History
-from hybrid_backend.tools.status.model import Status
+from hybrid_backend.tools.status.judge import Load, judge, unjudged
+from hybrid_backend.tools.status.model import Answer, Status
 from hybrid_backend.tools.status.reading import Reading, read
 from hybrid_backend.tools.status.source import Source
-from hybrid_backend.tools.status.speed import Load
-from hybrid_backend.tools.status.tiles import table, tile_groups
 
 INTERVAL = 2.0  # seconds; the plugin publishes every half second
 MAX_COLUMNS = 300  # ten minutes
 _LONGEST_GAP = 10  # intervals that one column may cover
 _STALE = 5  # intervals without a reading after which the server counts as silent
 _PATIENCE = 1.0  # seconds that a viewer waits for a reading
-_SHOWN_GAUGES = ("host_pool_pages", "device_bytes", "digest_bytes", "frame_bytes", "context_cache_bytes")
 
 
 class Sampler:
@@ -34,7 +31,6 @@ class Sampler:
         interval: seconds between two readings, at least.
         max_columns: columns of the history, at most.
         clock: returns Unix seconds.
-        machine: a hardware profile of the server's machine.
     """
 
     def __init__(
@@ -44,10 +40,9 @@ class Sampler:
         interval: float = INTERVAL,
         max_columns: int = MAX_COLUMNS,
         clock: Callable[[], float] = time.time,
-        machine: Hardware | None = None,
     ) -> None:
         self.interval = interval
-        self._source, self._name, self._clock, self._machine = source, name, clock, machine
+        self._source, self._name, self._clock = source, name, clock
         self._history = History(max_columns, _LONGEST_GAP * interval)
         self._problem: str | None = None
         self._is_silent = False
@@ -74,10 +69,11 @@ class Sampler:
         shown = last or Reading(time=0.0)
         elapsed = max(current - (self._started if last is None else last.time), 0.0)
         stale = elapsed if self._is_silent or elapsed > _STALE * self.interval else None
+        answers: tuple[Answer, ...] = ()
         if last is None or rates is None or stale is not None:
-            glance = unjudged(last is not None, stale, self._problem)
+            headline = unjudged(last is not None, stale, self._problem)
         else:
-            glance = judge(Load(last, rates, layers, self._machine))
+            headline, answers = judge(Load(last, rates, layers))
         return Status(
             version=__version__,
             source=self._name,
@@ -90,15 +86,11 @@ class Sampler:
             problem=self._problem,
             engine=shown.engine,
             model=shown.model,
-            preemptions=shown.preemptions,
             in_place=shown.is_in_place,
-            **{name: shown.gauge(name) for name in _SHOWN_GAUGES},
-            headline=glance.headline,
-            glance=glance.answers,
-            changes=glance.changes,
-            tiles=() if last is None else tile_groups(last, rates, layers),
+            figures={name: value for name, value in shown.figures.items() if math.isfinite(value)},
+            headline=headline,
+            glance=answers,
             layers=layers,
-            table=table(layers, shown.is_in_place),
             columns=tuple(column for column in history.columns if column.time > after),
         )
 
@@ -117,7 +109,7 @@ def _missing(reading: Reading) -> str | None:
     """Return what the page needs and the metrics do not have, in one line."""
     if reading.engine is None and not reading.layers:
         return "the server's /metrics has nothing of vLLM, SGLang or this plugin; SGLang needs --enable-metrics"
-    if not reading.layers and reading.gauge("host_pool_pages") is None:
+    if not reading.layers and reading.get("host_pool_pages") is None:
         return (
             "the server publishes no hybrid_* metrics: it runs without this plugin, or its workers do not share their "
             "metrics (set PROMETHEUS_MULTIPROC_DIR, as `hybrid serve` does)"

@@ -16,8 +16,6 @@ Source = Callable[[], Coroutine[Any, Any, str]]
 """A function that returns a Prometheus text, or raises EngineError."""
 DEADLINE = 10.0
 """Seconds for a whole answer, from the name's look-up to the last byte. A busy server answers late."""
-LONGEST_TEXT = 16 * 2**20
-"""Bytes of an answer at most. A real /metrics has some hundred kilobytes."""
 
 
 def metrics_url(server: str) -> str:
@@ -45,37 +43,15 @@ def from_server(url: str, deadline: float = DEADLINE) -> Source:
     async def fetch() -> str:
         try:
             async with asyncio.timeout(deadline), httpx.AsyncClient(timeout=deadline, follow_redirects=True) as client:
-                return (await _body(client, url)).decode("utf-8", "replace")
+                return (await client.get(url, headers={"Accept": "text/plain"})).raise_for_status().text
         except TimeoutError as error:
             raise EngineError(f"{url} cannot be read: no whole answer within {deadline:g} seconds") from error
+        except httpx.HTTPStatusError as error:
+            raise EngineError(f"{url} cannot be read: HTTP {error.response.status_code}") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            raise EngineError(f"{url} cannot be read: {_reason(error)}") from error
+            raise EngineError(f"{url} cannot be read: {str(error) or type(error).__name__}") from error
 
     return fetch
-
-
-async def _body(client: httpx.AsyncClient, url: str) -> bytes:
-    text = bytearray()
-    async with client.stream("GET", url, headers={"Accept": "text/plain", "Accept-Encoding": "identity"}) as answer:
-        if answer.status_code != httpx.codes.OK:
-            raise EngineError(f"{url} cannot be read: HTTP {answer.status_code} {answer.reason_phrase}".rstrip())
-        async for piece in answer.aiter_raw():
-            text += piece
-            if len(text) > LONGEST_TEXT:
-                raise EngineError(f"{url} is longer than {LONGEST_TEXT >> 20} MiB: that is not a server's /metrics")
-    return bytes(text)
-
-
-def _reason(error: BaseException) -> str:
-    """Return the operating system's words for a refusal; httpx says "All connection attempts failed"."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ConnectionError) and cause.errno:
-            return os.strerror(cause.errno)
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return str(error) or type(error).__name__
 
 
 async def from_this_process() -> str:

@@ -124,7 +124,7 @@ def test_the_status_page_counts_tokens_of_requests_that_are_not_streamed_while_t
         answers = [pool.submit(server.complete, prompt, 80, extra_body={"ignore_eos": True}) for prompt in prompts]
         while not any(answer.done() for answer in answers):
             reading = read(httpx.get(f"{server.url}/metrics", timeout=60, verify=False).text, time.time())
-            counts.add(reading.generated_tokens)
+            counts.add(reading.get("generated_tokens"))
             finished.add(server.total("sglang:generation_tokens_total"))
             time.sleep(0.2)
     print(f"\ngenerated, as the page counts: {sorted(counts)}; as finished requests: {finished}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS
+from hybrid_backend.tools.bench.fidelity import FIDELITY_FLAGS
 from tests.engines.methods import Exact
 from tests.engines.server import Server, hybrid_server, stock_server
 from tests.engines.texts import english

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
+from hybrid_backend.tools.bench.fidelity import FIDELITY_FLAGS, compare
 from tests.engines import ends, promises
 from tests.engines.answers import StockAnswers
 from tests.engines.server import Server, hybrid_server

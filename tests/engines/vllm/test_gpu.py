@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_ENVIRONMENT, FIDELITY_FLAGS, compare
+from hybrid_backend.tools.bench.fidelity import FIDELITY_ENVIRONMENT, FIDELITY_FLAGS, compare
 from tests.engines.answers import Distributions
 from tests.engines.server import Server, hybrid_server, stock_server
 from tests.engines.storm import abort_storm

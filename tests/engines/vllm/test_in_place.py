@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hybrid_backend.tools.bench.accuracy.client import ask
-from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, Distribution, compare
+from hybrid_backend.tools.bench.fidelity import FIDELITY_FLAGS, Distribution, ask, compare
 from tests.engines import ends, promises
 from tests.engines.answers import StockAnswers
 from tests.engines.server import Server, hybrid_server

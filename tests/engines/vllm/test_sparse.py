@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from openai import BadRequestError
-from typer.testing import CliRunner
 
+from bench import agents
 from bench.fidelity import PAIR, answers_in_a_row, follow, lookups
-from hybrid_backend.cli import app
 from hybrid_backend.config import find_config, load_config
-from hybrid_backend.tools.bench.accuracy.fidelity import FIDELITY_FLAGS, compare
+from hybrid_backend.tools.bench.fidelity import FIDELITY_FLAGS, compare
 from tests.engines import ends
 from tests.engines.answers import Distributions, StockAnswers
 from tests.engines.server import MODEL, Server, hybrid_server
@@ -157,7 +156,7 @@ def test_the_cpu_starts_a_layer_ahead_where_the_query_is_predicted(decoded: Deco
 
 
 def test_sessions_of_agents_find_their_prefixes_and_leave_pages_out(sparse: Server, tmp_path: Path) -> None:
-    """`hybrid bench agents`: three sessions over one system prompt grow beyond their frames, turn by turn. Prompts come
+    """`bench.agents`: three sessions over one system prompt grow beyond their frames, turn by turn. Prompts come
     in chunks, beside what others decode."""
 
     def totals() -> tuple[float, ...]:
@@ -168,13 +167,11 @@ def test_sessions_of_agents_find_their_prefixes_and_leave_pages_out(sparse: Serv
     asked = ["--agents=3", "--turns=3", "--system=900", "--tool=250", "--answer=16", "--think=0.2"]
     asked += ["--calls", "--repeats=1"]
     written = tmp_path / "agents.json"
-    result = CliRunner().invoke(app, ["bench", "agents", f"sparse={sparse.url}", *asked, f"--out={written}"])
-    assert result.exit_code == 0, result.output
-    print(result.output)
+    agents.main([f"sparse={sparse.url}", *asked, f"--out={written}"])
     hits, by_cpu, requests = (after - first for after, first in zip(totals(), before, strict=True))
-    (row,) = json.loads(written.read_text())["endpoints"]
-    assert (row["turns"], row["failed"], requests) == (9, 0, 10)  # one to warm up
-    assert row["prompt_tokens_most"] > KEYS["budget_tokens"] + 300 and by_cpu > 0, "nothing was left out"
+    row = json.loads(written.read_text())["figures"]["sparse"]
+    assert (row["turns"], row["failed"], requests) == ([9], [0], 10)  # one to warm up
+    assert row["prompt_tokens_most"][0] > KEYS["budget_tokens"] + 300 and by_cpu > 0, "nothing was left out"
     answers = [a for run in json.loads(written.read_text())["runs"] for a in run["answers"]]
     prompts = [a["prompt_tokens"] for a in answers if a["turn"] < 2]
     assert hits >= 0.95 * sum(prompts), "what the turn before computed is not computed again"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -17,10 +16,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybrid_backend.errors import HybridError, ModelError
+from hybrid_backend.errors import ModelError
 from hybrid_backend.tools.hub import (
     CatalogEntry,
-    entries,
     fetch,
     find_entry,
     gguf_convert,
@@ -75,37 +73,8 @@ def test_the_directory_is_a_complete_model(demo_model: Path) -> None:
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    assert json.loads((demo_model / "config.json").read_text()) == {
-        "_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "max_position_embeddings": 8192,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": 9,
-        "num_hidden_layers": 30,
-        "num_key_value_heads": 3,
-        "pad_token_id": 2,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "rope_theta": 100000.0,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "vocab_size": 49152,
-    }
-
-
-def test_every_file_can_be_read_by_the_users_that_can_read_the_directory(demo_model: Path) -> None:
     modes = {path.stat().st_mode & 0o777 for path in demo_model.iterdir()}
-    assert len(modes) == 1
+    assert len(modes) == 1, "who can read the directory can read every file"
 
 
 def test_second_fetch_downloads_nothing_and_touches_nothing(demo_model: Path, quiet: Console) -> None:
@@ -278,13 +247,6 @@ def test_pip_fails_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 # -- names and places ---------------------------------------------------------------------------------------
-
-
-def test_unknown_names_list_the_catalog() -> None:
-    with pytest.raises(ModelError, match=f"'nope' is not in the catalog.*{DEMO}"):
-        find_entry("nope")
-    assert DEMO in [entry.name for entry in entries()]
-    assert issubclass(ModelError, HybridError)
 
 
 def test_models_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_small_pieces_are_slower_and_large_ones_reach_the_link() -> None:
     curve = copies(25e9, 2e-6, "test")
     assert [curve.at(2**n) for n in range(12, 27)] == sorted(curve.at(2**n) for n in range(12, 27))
     assert curve.at(50_000) == pytest.approx(50_000 / (2e-6 + 50_000 / 25e9), rel=0.05)
-    assert curve.best == pytest.approx(25e9, rel=0.01)
+    assert curve.at(1 << 30) == pytest.approx(25e9, rel=0.01)
 
 
 def test_threads_fill_the_memory_and_no_more() -> None:
@@ -173,3 +173,13 @@ def test_devices_share_cores_and_memory_of_their_host() -> None:
     assert eight.threads == one.cores // 8
     assert eight.cpu_attention_achieved * 8 <= one.cpu_attention_achieved * 1.0001
     assert eight.host_read_achieved * 8 == pytest.approx(one.host_read_achieved)
+
+
+def test_more_cores_continue_the_curves_and_a_flat_one_stays_flat() -> None:
+    a100 = find_hardware("a100")
+    assert a100.with_cores(128).host_read_achieved == a100.host_read_achieved
+    assert a100.with_cores(4).host_read_achieved == 4 * 12e9 and a100.with_cores(4).cores == 4
+    measured = Curve(points=((1, 20e9), (2, 40e9)), source="test")
+    two = a100.replace(cores=2, host_read_bytes_per_s=measured)
+    assert two.with_cores(4).host_read_achieved == 80e9
+    assert "continued to 4" in two.with_cores(4).host_read_bytes_per_s.source

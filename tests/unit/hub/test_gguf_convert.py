@@ -182,35 +182,13 @@ def test_the_tokenizer_keeps_special_and_added_tokens_whole(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.architecture": "gemma"}, "only 'llama'"),
-        ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling"),
-        ({"llama.rope.dimension_count": 4}, "only a part of each head"),
-        ({"llama.expert_count": 8}, "mixture of experts"),
-        ({"llama.block_count": None}, "has no 'llama.block_count'"),
-        ({"llama.block_count": 3}, "lacks 9 tensors"),
-        ({"llama.feed_forward_length": 47}, r"expected \(47, 32\)"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer is llama/smollm"),
-        ({"tokenizer.ggml.pre": "llama-bpe"}, "tokenizer is gpt2/llama-bpe"),
-        ({"tokenizer.ggml.add_bos_token": True}, "adds a BOS token"),
+        ({"general.architecture": "gemma"}, "architecture 'gemma', tokenizer 'smollm' cannot"),
+        ({"tokenizer.ggml.pre": "llama-bpe"}, "architecture 'llama', tokenizer 'llama-bpe' cannot"),
+        ({"llama.block_count": 3}, r"lacks 'model\.layers\.2\..*'; it cannot"),
     ],
 )
-def test_what_is_not_supported_is_refused(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+def test_what_the_catalog_does_not_have_is_refused(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
     source = write_gguf(tmp_path / "m.gguf", state_of(small_llama(tied=True)), metadata)
-    target = tmp_path / "model"
-    target.mkdir()
     with pytest.raises(ModelError, match=message) as error:
-        convert(source, target, name="org/small")
-    assert "\n" not in str(error.value)
-
-
-def test_an_unknown_tensor_is_refused(tmp_path: Path) -> None:
-    state = state_of(small_llama(tied=True)) | {"rope_freqs.weight": torch.ones(4)}
-    with pytest.raises(ModelError, match="1 tensor that the converter does not know"):
-        convert(write_gguf(tmp_path / "m.gguf", state), tmp_path, name="org/small")
-
-
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
-    source = tmp_path / "m.gguf"
-    source.write_bytes(b"not a GGUF file at all")
-    with pytest.raises(ModelError, match=r"m\.gguf: not valid GGUF"):
         convert(source, tmp_path, name="org/small")
+    assert "\n" not in str(error.value)

@@ -10,7 +10,7 @@ from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu import library
 from hybrid_backend.kernels.cpu.variants import Case, Choice, CpuModel, Reason
-from hybrid_backend.tools.doctor.kernel_choice import check_kernel_choice
+from hybrid_backend.tools.doctor.machine import check_kernel_choice
 
 EMERALD_RAPIDS = CpuModel("GenuineIntel", 6, 0xCF)
 
@@ -26,10 +26,9 @@ def test_the_kernel_of_each_operation_is_named_with_its_reason() -> None:
     chosen = [*choices("prompt", prompts, "known"), *choices("partial", partials, "measured")]
     told = {finding.check: finding.text for finding in check_kernel_choice(lambda: chosen, EMERALD_RAPIDS)}
     assert told == {
-        "prompt kernels": "bfloat16, float32: avx512; float16: avx2: known to be the fastest on Emerald Rapids",
+        "prompt kernels": "bfloat16, float32: avx512; float16: avx2 (known to be the fastest on Emerald Rapids)",
         "partial kernels": (
-            "bfloat16: avx512, avx2 for head_dim x group 64x1; float16, float32: avx512: "
-            "measured to be the fastest on this CPU"
+            "bfloat16: avx512, avx2; float16, float32: avx512 (measured to be the fastest on this CPU)"
         ),
     }
 

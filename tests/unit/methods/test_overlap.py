@@ -80,7 +80,7 @@ def test_both_sides_of_the_bound_by_hand(cpu: float, wanted: str) -> None:
     verdict = judge(times, device_rows=10, device_tokens=10**6, cpu_rows=5)
     assert verdict.bound == pytest.approx(6)
     assert verdict.ratio == pytest.approx(1e12 / cpu)
-    assert verdict.wanted == wanted
+    assert verdict.strategy == wanted
 
 
 def test_a_prompt_gives_the_cpu_time() -> None:
@@ -89,7 +89,7 @@ def test_a_prompt_gives_the_cpu_time() -> None:
     times = layer(machine(cpu=1.64e11))  # the ratio is 6.098
     alone, beside = judge(times, 10, 10**6, 5), judge(times, 10, 10**6, 5, 1000, 10**9)
     assert beside.bound == pytest.approx(6.22)
-    assert (alone.wanted, beside.wanted) == ("overlap", "pipeline")
+    assert (alone.strategy, beside.strategy) == ("overlap", "pipeline")
 
 
 @given(st.integers(1, 500), st.integers(1, 10**7), st.integers(1, 10**4), st.integers(0, 10**8))
@@ -99,14 +99,14 @@ def test_a_prompt_never_makes_the_bound_smaller(rows: int, tokens: int, prompt: 
 
 
 def test_without_cpu_requests_only_the_device_runs() -> None:
-    assert judge(layer(machine(cpu=1e12)), 10, 10**6, cpu_rows=0).wanted == "gpu"
-    assert judge(layer(machine(cpu=1e12)), 10, 10**6, 0, 1000, 10**6).wanted == "gpu"
+    assert judge(layer(machine(cpu=1e12)), 10, 10**6, cpu_rows=0).strategy == "gpu"
+    assert judge(layer(machine(cpu=1e12)), 10, 10**6, 0, 1000, 10**6).strategy == "gpu"
 
 
 def test_without_device_requests_there_is_nobody_to_slow_down() -> None:
     times = layer(machine(cpu=1e6))
-    wanted, ratio, limit = judge(times, 0, 0, 5)
-    assert (wanted, limit) == ("pipeline", math.inf)
+    strategy, ratio, limit = judge(times, 0, 0, 5)
+    assert (strategy, limit) == ("pipeline", math.inf)
     assert ratio == pytest.approx(1e6)
     assert cpu_hides(times, 0, 0, 10**9)
 
@@ -130,4 +130,4 @@ def test_the_papers_ratios_never_pipeline() -> None:
     below it."""
     assert [bound(a, 1.0) for a in (1 / 1.5, 2.0)] == pytest.approx([5.833, 7.5], abs=1e-3)
     times = layer(machine(cpu=1e11))
-    assert {judge(times, 10, tokens, 5).wanted for tokens in (500_000, 1_000_000, 1_500_000)} == {"overlap"}
+    assert {judge(times, 10, tokens, 5).strategy for tokens in (500_000, 1_000_000, 1_500_000)} == {"overlap"}

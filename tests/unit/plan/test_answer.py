@@ -151,9 +151,8 @@ def test_a_method_that_is_faster_is_named() -> None:
     "extra",
     [
         (),
-        ("--details",),
-        ("--ram", "100GiB", "--details"),
-        ("--machine", "l40s", "--what-if", "context=128k,pcie=5"),
+        ("--ram", "100GiB"),
+        ("--machine", "l40s", "--context", "128k", "--cores", "64", "--gpus", "2"),
         ("--context", "1M", "--batch", "1"),
     ],
 )

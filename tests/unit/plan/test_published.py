@@ -12,13 +12,13 @@ from hybrid_backend.cli import app
 from hybrid_backend.config.load import find_config, shipped_configs
 from hybrid_backend.tools.hub import entries
 from hybrid_backend.tools.plan.model import find_shape
-from hybrid_backend.tools.plan.published import PUBLISHED, published
+from hybrid_backend.tools.plan.published import PUBLISHED, published, relative
 from tests.support.model_cards import CARDS
 
 
 @pytest.mark.parametrize("name", CARDS)
 def test_published_models_are_planned_by_the_kv_of_their_full_layers(name: str, tmp_path: Path) -> None:
-    assert find_config(name).stem != "default"
+    assert published(name) is relative(name) is not None
     card, context = CARDS[name], 32768
     folder = tmp_path / name.partition("/")[2]
     folder.mkdir()
@@ -36,10 +36,10 @@ def test_published_models_are_planned_by_the_kv_of_their_full_layers(name: str, 
 
 
 def test_every_shipped_configuration_has_the_shape_of_a_model_that_it_is_found_for() -> None:
-    shipped = {file.stem for file in shipped_configs()} - {"default"}
-    assert set(PUBLISHED) == shipped
-    for stem, entry in PUBLISHED.items():
-        assert find_config(entry.hub_id).stem == stem
+    for stem in {file.stem for file in shipped_configs()} - {"default"}:
+        assert find_config(PUBLISHED[stem].hub_id).stem == stem
+    for name, entry in PUBLISHED.items():
+        assert relative(entry.hub_id) is published(name) is entry
         assert find_shape(entry.hub_id).full_layers == CARDS[entry.hub_id].full_layers
     for entry in entries():
         assert published(entry.name) is not None, "models of the catalog"
@@ -57,7 +57,7 @@ def test_every_shipped_configuration_has_the_shape_of_a_model_that_it_is_found_f
         ("unsloth/llama-3.2-3b-instruct", "meta-llama/Llama-3.2-3B-Instruct", "unsloth/llama-3.2-3b-instruct"),
     ],
 )
-def test_names_of_shipped_configurations_are_planned_without_a_network(
+def test_names_of_published_models_are_planned_without_a_network(
     model: str, planned: str, served: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HYBRID_CACHE", str(tmp_path))

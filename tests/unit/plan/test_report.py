@@ -25,8 +25,7 @@ from hybrid_backend.methods import method_names
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.command import memory, plan, tokens
 from hybrid_backend.tools.plan.local import LocalMachine
-from hybrid_backend.tools.plan.report import Plan, Request, Row, changed, make_plan, serve_flags
-from hybrid_backend.tools.plan.simulate import parse_what_if
+from hybrid_backend.tools.plan.report import Plan, Request, Row, make_plan, serve_flags
 from hybrid_backend.tools.plan.table import COLUMNS
 
 GIB = 2**30
@@ -145,26 +144,13 @@ def test_a_method_that_the_configuration_rules_out_is_refused_with_its_reason() 
 
 
 def test_eight_devices_share_the_host() -> None:
-    one, eight = make_plan(request()), make_plan(changed(request(), parse_what_if(["gpus=8", "batch=128"])))
+    one = make_plan(request())
+    eight = make_plan(request(hardware=find_hardware("a100-80").replace(gpus=8), batch=128))
     assert eight.devices == 8
     assert eight.host_limit == one.host_limit // 8
     assert eight.row("stock").max_batch == 8 * one.row("stock").max_batch
     assert eight.row("scout").device_bytes == one.row("scout").device_bytes  # 16 sequences on each
     assert eight.row("scout").max_batch < 8 * one.row("scout").max_batch
-
-
-def test_what_if_changes_what_it_names() -> None:
-    base = request(batch=32)
-    faster = make_plan(changed(base, parse_what_if(["pcie=5"]))).row("infinigen")
-    before = make_plan(base).row("infinigen")
-    assert faster.step_ms is not None
-    assert before.step_ms is not None
-    assert faster.step_ms < before.step_ms
-    assert faster.max_batch == before.max_batch
-    long = changed(base, parse_what_if(["context=1M", "batch=2"]))
-    assert (long.context, long.batch) == (2**20, 2)
-    with pytest.raises(ConfigError, match="give --machine NAME"):
-        changed(request(hardware=None, gpu_mem=GIB, ram=GIB), parse_what_if(["cores=4"]))
 
 
 @pytest.mark.parametrize(
@@ -199,42 +185,34 @@ def run(*arguments: str, model: str = "smollm2-135m-instruct", columns: int = 20
     return CliRunner().invoke(alone, [model, *arguments], env={"COLUMNS": str(columns)})
 
 
-def test_the_command_prints_tables(model_dir: Path) -> None:
-    asked = ("--batch", "4", "--machine", "a10", "--what-if", "pcie=3", "--set", "budget_tokens=512")
-    result = run(*asked, "--details")
+def test_the_command_prints_the_answer_a_table_and_the_serve_command(model_dir: Path) -> None:
+    result = run("--batch", "4", "--machine", "a10", "--cores", "8", "--set", "budget_tokens=512")
     assert result.exit_code == 0, result.output
-    for text in (
-        "scout",
-        "infinigen",
-        "was",
-        "host pool",
-        "~ 4 GiB",
-        "matrices",
-        "hybrid serve smollm2-135m-instruct --set=budget_tokens=512 --set=method=scout",
-    ):
+    served = "hybrid serve smollm2-135m-instruct --set=budget_tokens=512 --set=method=scout"
+    for text in ("scout", "infinigen", "on a10, 8 cores:", "scout, device memory: ", served):
         assert text in result.output
-    short = run(*asked).output
-    assert "was" in short and "host pool" not in short and "matrices" not in short
     assert "To see speeds" in run("--gpu-mem", "24GiB", "--ram", "64GiB").output
     assert "smollm2-135m-instruct was made for 8,192 tokens" in run("--machine", "t4", "--context", "16k").output
     assert "does not fit 64 times: device" in run("--gpu-mem", "2GiB", "--ram", "64GiB", "--batch", "64").output
 
 
+def test_cores_and_devices_are_those_of_a_machine(model_dir: Path) -> None:
+    asked = ("--machine", "h100", "--method", "hgca", "--batch", "32", "--json")
+    usual, few, eight = (json.loads(run(*asked, *more).output) for more in ((), ("--cores", "2"), ("--gpus", "8")))
+    assert few["rows"][1]["step_ms"] > usual["rows"][1]["step_ms"] and few["machine"] == "h100, 2 cores"
+    assert eight["devices"] == 8 and eight["rows"][1]["max_batch"] > usual["rows"][1]["max_batch"]
+    refused = CliRunner().invoke(app, ["plan", "smollm2-135m-instruct", "--gpu-mem=0", "--ram=9GiB", "--cores=4"])
+    assert refused.exit_code == 1 and refused.stderr.startswith("error: --cores, --gpus: of which machine? give --mach")
+
+
 def test_the_command_prints_json(model_dir: Path) -> None:
-    result = run(
-        "--machine", "t4", "--json", "--method", "scout", "--what-if", "context=16k", "--set", "budget_tokens=512"
-    )
+    result = run("--machine", "t4", "--json", "--method", "scout", "--context", "16k", "--set", "budget_tokens=512")
     told = json.loads(result.output)
     assert [row["name"] for row in told["rows"]] == ["stock", "scout"]
-    assert (told["context"], told["before"]["context"]) == (16384, 8192)
-    assert told["rows"][1]["pages"] == 1024 + 1
-    assert {item["name"] for item in told["rows"][1]["items"]} >= {
-        "weights",
-        "digests",
-        "frames",
-        "staging",
-        "host pool",
-    }
+    assert told["context"] == 16384 and told["rows"][1]["pages"] == 1024 + 1
+    items = {item["name"] for item in told["rows"][1]["items"]}
+    assert items >= {"weights", "digests", "frames", "staging", "host pool"}
+    assert sum(told["rows"][1]["parts_ms"].values()) == pytest.approx(told["rows"][1]["step_ms"])
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def prompts() -> list[Passkey]:
 
 @pytest.mark.parametrize(("kind", "head"), [("query_head", HEAD), ("kv_head", HEAD // 2)])
 def test_the_one_head_that_matters_is_found(kind: Kind, head: int) -> None:
-    gates = torch.tensor(train(one_head(), prompts(), kind, OPTIONS).gates)
+    *_, state = train(one_head(), prompts(), kind, OPTIONS)
+    gates = torch.tensor(state.gates)
     others = gates.flatten()[torch.arange(gates.numel()) != LAYER * gates.shape[1] + head]
     assert gates[LAYER, head] > 0.5
     assert others.max() < 0.05
@@ -50,23 +51,22 @@ def test_the_one_head_that_matters_is_found(kind: Kind, head: int) -> None:
 
 def test_without_regularisation_nothing_is_given_up() -> None:
     options = GateOptions(steps=5, context=160, sink=2, recent=8, weight=0.0, samples=2)
-    state = train(wrap(build("qwen3")), prompts(), "query_head", options)
+    *_, state = train(wrap(build("qwen3")), prompts(), "query_head", options)
     assert state.losses[0] == 0.0  # gates of 1 are full attention
     assert torch.tensor(state.gates).min() == 1.0
 
 
 def test_an_interrupted_training_ends_where_a_whole_one_does() -> None:
     network = wrap(build("llama"))
-    saved: list[GateState] = []
-    whole = train(network, prompts(), "kv_head", OPTIONS, save=saved.append)
-    assert [state.step for state in saved] == [*range(1, 41)]
-    middle = GateState.model_validate_json(saved[16].model_dump_json())
-    assert train(network, prompts(), "kv_head", OPTIONS, middle) == whole
+    whole = list(train(network, prompts(), "kv_head", OPTIONS))
+    assert [state.step for state in whole] == [*range(1, 41)]
+    middle = GateState.model_validate_json(whole[16].model_dump_json())
+    assert list(train(network, prompts(), "kv_head", OPTIONS, middle)) == whole[17:]
 
 
 def test_sliding_layers_keep_their_window_and_have_no_gate() -> None:
     network = wrap(build("gemma3"))
-    state = train(network, prompts(), "kv_head", GateOptions(steps=2, sink=2, recent=8, samples=2))
+    *_, state = train(network, prompts(), "kv_head", GateOptions(steps=2, sink=2, recent=8, samples=2))
     assert len(state.gates) == 2  # layers 2 and 5
     assert state.losses[0] == 0.0
     ids = torch.tensor([prompts()[0].ids])

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, read_heads
 from hybrid_backend.hardware import find_hardware
-from hybrid_backend.tools.profile.gates import head_scores
+from hybrid_backend.tools.profile.gates import head_scores, prefetch_bytes_of
 from hybrid_backend.tools.profile.measure import LayerMeasure, adjacent_cosine, measure_window
 from hybrid_backend.tools.profile.network import Network, Rope, wrap
-from hybrid_backend.tools.profile.tau import prefetch_bytes_of
 from hybrid_backend.tools.profile.texts import Window
 from tests.support.models import llama_8b
 from tests.unit.profile.models import build

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.kernels import oracle
-from hybrid_backend.step.method import frames_per_request
-from hybrid_backend.tools.profile.measure import NEVER, Decoded, cpu_ratios, measure_layer
+from hybrid_backend.tools.profile.measure import Decoded, cpu_ratios, measure_layer
 from hybrid_backend.tools.profile.network import Layer
 from tests.support.harness import PAGE, Engine, config, spec
 
@@ -27,11 +27,11 @@ class _Scaled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("granularity", ["layer", "kv_head"])
-@pytest.mark.parametrize("interval", [1, 4, NEVER])
+@pytest.mark.parametrize("interval", [1, 4])
 def test_the_simulation_counts_what_the_engine_counts(interval: int, granularity: str) -> None:
     """A sequence decoded by the real runtime; its queries and keys, measured afterwards."""
     keys: dict[str, Any] = {"selection": {"granularity": granularity}, "frames_per_request": 6}
-    keys["recall"] = {"enabled": interval != NEVER, "intervals": max(1, interval)}
+    keys["recall"] = {"intervals": interval}
     cfg = config(**keys, sparse="always", metrics={"sample_interval": 0})
     engine = Engine(cfg, spec(layers=2))
     sequence = engine.add("a", 15 * PAGE)
@@ -55,8 +55,8 @@ def test_the_simulation_counts_what_the_engine_counts(interval: int, granularity
         k, q = torch.stack(sequence.kv[index])[:, :, 0], torch.stack(queries[index])
         layer = Layer(index, _Scaled(engine.model.scale), None)
         prompt, decoded = q[-STEPS - 1 : -STEPS], q[-STEPS:]
-        measured = measure_layer(layer, cfg, prompt, decoded, None, k, [i for i in (interval,) if i])
-        assert measured.curves[frames_per_request(cfg)][interval] == pytest.approx(real, abs=1e-5)
+        measured = measure_layer(layer, cfg, prompt, decoded, None, k, [interval])
+        assert measured.ratios[interval] == pytest.approx(fmean(real), abs=1e-5)
         assert max(real) > 0
 
 
@@ -74,13 +74,12 @@ def _ratios(chosen: list[list[int]], pages: int, frames: int, intervals: list[in
 
 
 def test_with_frames_for_everything_the_cpu_has_nothing_to_do() -> None:
-    assert _ratios([[0, 1], [2, 3], [4, 5]], 6, 7, [1, 2, NEVER]).sum() == 0
+    assert _ratios([[0, 1], [2, 3], [4, 5]], 6, 7, [1, 2]).sum() == 0
 
 
 def test_a_recalled_page_counts_from_the_next_step_on() -> None:
     """Of two pages and a part of one, one page is missing until a recall brings it."""
-    every, late, never = _ratios([[0, 1], [2, 1], [2, 1], [2, 1], [2, 1]], 6, 3, [1, 3, NEVER], phase=1)
+    every, late = _ratios([[0, 1], [2, 1], [2, 1], [2, 1], [2, 1]], 6, 3, [1, 3], phase=1)
     missing = [PAGE / (2 * PAGE + 2 + step) for step in range(5)]
     assert every.tolist() == pytest.approx([0, missing[1], 0, 0, 0])
     assert late.tolist() == pytest.approx([0, missing[1], missing[2], 0, 0])  # due at step 2, there at step 3
-    assert never.tolist() == pytest.approx([0, *missing[1:]])

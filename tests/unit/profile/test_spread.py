@@ -130,7 +130,6 @@ OPTIONS = Options(
     min_cosine=0.5,
     max_kl=1e9,
     gates=None,
-    plots=False,
 )
 KEYS = {"page_size": 16, "budget_tokens": 128, "selection": {"aggregate": "max"}}
 CONFIG = config_from_mapping(KEYS, "test")
@@ -202,7 +201,7 @@ def test_where_they_cannot_be_measured_one_line_says_why(network: Network, out: 
     tiny, other = {**KEYS, "budget_tokens": 64}, {**KEYS, "method": "hgca"}
     for options, keys, why in [
         (replace(OPTIONS, lookups=0), KEYS, "they are found by lookups, too; write --lookups 1 or more"),
-        (replace(OPTIONS, min_mass=1.0), KEYS, "fewer than two layers are sparse"),
+        (replace(OPTIONS, max_kl=0.0, outliers=False), KEYS, "fewer than two layers are sparse"),
         (OPTIONS, tiny, "no room for less and for more than 64 tokens"),
         (OPTIONS, other, "method hgca has none"),
         (replace(OPTIONS, spread=False), KEYS, ""),

@@ -9,78 +9,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.tools.profile.measure import NEVER, LayerMeasure
-from hybrid_backend.tools.profile.options import Options
+from hybrid_backend.tools.profile.measure import LayerMeasure
 from hybrid_backend.tools.profile.summary import (
     INTERVALS,
     KLSearch,
     chosen_intervals,
     exact_count,
-    fewest_frames,
     longest_interval,
     own_count,
     summarise,
 )
 
-OPTIONS = Options(min_cosine=0.9, min_mass=0.8)
 FREE = KLSearch({}, ({},))
 
 
-def layer(
-    index: int, ratios: dict[int, dict[int, float]], cosine: float | None = 0.95, mass: float = 0.9
-) -> LayerMeasure:
-    return LayerMeasure(
-        layer=index,
-        cosine=cosine,
-        cosine_heads=(),
-        mass=mass,
-        mass_true=mass,
-        mass_best=mass,
-        ratios=ratios,
-        curves={},
-        tokens90=(0.1, 0.3),
-        tokens95=(0.2, 0.4),
-        similarity=(0.8,),
-    )
+def layer(index: int, ratios: dict[int, float], cosine: float | None = 0.95, mass: float = 0.9) -> LayerMeasure:
+    return LayerMeasure(layer=index, cosine=cosine, mass=mass, ratios=ratios, similarity=(0.8,))
 
 
 def shares(short: float, long: float) -> dict[int, float]:
-    return {NEVER: 0.5, 1: short, 8: long}
+    return {1: short, 8: long}
 
 
 def test_an_interval_must_hold_on_every_window_and_its_ratio_is_the_mean() -> None:
-    windows = [[layer(3, {10: shares(0.05, 0.10)})], [layer(3, {10: shares(0.07, 0.14)})]]
-    (found,) = summarise(windows, OPTIONS, tau=0.12, frames=10, exact=FREE)
+    windows = [[layer(3, shares(0.05, 0.10))], [layer(3, shares(0.07, 0.14))]]
+    (found,) = summarise(windows, 0.9, tau=0.12, exact=FREE)
     assert (found.interval, found.below) == (1, True)
     assert found.ratio == pytest.approx(0.06)
-    assert summarise(windows, OPTIONS, tau=0.15, frames=10, exact=FREE)[0].interval == 8
-
-
-def test_the_fewest_frames_are_those_with_which_every_sparse_layer_holds() -> None:
-    good, bad = shares(0.05, 0.10), shares(0.30, 0.40)
-    sparse = [layer(0, {10: good, 15: good, 20: good}), layer(1, {10: bad, 15: bad, 20: good})]
-    assert fewest_frames([sparse], OPTIONS, tau=0.12, exact=FREE) == 20
-    assert fewest_frames([sparse], OPTIONS, tau=0.01, exact=FREE) is None
-    exact = [sparse[0], layer(1, {10: bad, 15: bad, 20: bad}, mass=0.5)]
-    assert fewest_frames([exact], OPTIONS, tau=0.12, exact=FREE) == 10  # an exact layer never recalls
-
-
-def test_the_check_looks_up_what_was_chosen_in_other_windows() -> None:
-    exact = layer(1, {10: shares(0, 0)}, mass=0.2)
-    chosen = summarise([[layer(0, {10: shares(0.05, 0.10)}), exact]], OPTIONS, 0.12, 10, FREE)
-    unseen = [[layer(0, {10: shares(0.06, 0.13)}), exact]]
-    intervals = {x.layer: x.interval for x in chosen if not x.why}
-    (found,) = summarise(unseen, OPTIONS, 0.12, 10, FREE, intervals)
-    assert (found.layer, found.interval, found.ratio, found.below) == (0, 8, 0.13, False)
+    assert summarise(windows, 0.9, tau=0.15, exact=FREE)[0].interval == 8
 
 
 def test_a_layer_whose_sparsity_changes_answers_is_exact_whatever_mass_it_covers() -> None:
     alone = {"text": {0: 0.001, 1: 0.0001, 2: 0.04}, "lookups": {0: 0.0, 1: 0.3, 2: 0.01}}
     exact = KLSearch(alone, ({"text": 0.05, "lookups": 0.4}, {"text": 0.05, "lookups": 0.02}))
-    window = [layer(i, {10: shares(0, 0)}, mass=0.99 if i else 0.5) for i in range(3)]
-    found = summarise([window], OPTIONS, 0.12, 10, exact)
+    window = [layer(i, shares(0, 0), mass=0.99 if i else 0.5) for i in range(3)]
+    found = summarise([window], 0.9, 0.12, exact)
     assert (exact.ranking, exact.chosen) == ([1, 2, 0], [1])
-    assert [x.why for x in found] == [("mass",), ("KL",), ()]
+    assert [x.is_exact for x in found] == [False, True, False]
     assert found[1].kl == {"text": 0.0001, "lookups": 0.3}
 
 
@@ -132,13 +97,13 @@ def test_as_few_layers_as_bring_all_kinds_near_what_true_queries_cost_select_by_
 
 
 def test_a_layer_that_is_predicted_badly_is_sparse_by_its_own_query() -> None:
-    window = [layer(i, {10: shares(0, 0)}, cosine=cosine) for i, cosine in enumerate((None, 0.2, 0.95))]
-    found = summarise([window], OPTIONS, 0.12, 10, FREE)
-    assert [(x.is_predicted, x.why) for x in found] == [(False, ()), (False, ()), (True, ())]
+    window = [layer(i, shares(0, 0), cosine=cosine) for i, cosine in enumerate((None, 0.2, 0.95))]
+    found = summarise([window], 0.9, 0.12, FREE)
+    assert [(x.is_predicted, x.is_exact) for x in found] == [(False, False), (False, False), (True, False)]
 
 
 def test_layers_that_were_not_measured_keep_their_interval() -> None:
-    chosen = summarise([[layer(1, {10: shares(0.05, 0.10)})]], OPTIONS, 0.12, 10, FREE)
+    chosen = summarise([[layer(1, shares(0.05, 0.10))]], 0.9, 0.12, FREE)
     assert chosen_intervals(chosen, 3, HybridConfig()) == (8, 8, 8)
     given = HybridConfig.model_validate({"recall": {"intervals": [5, 6, 7]}})
     assert chosen_intervals(chosen, 3, given) == (5, 8, 7)

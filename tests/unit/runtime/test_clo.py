@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_backend.config import format_size
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.clo import Clo, persistent_heads, threshold
 from hybrid_backend.tiers.stream import head_pages
@@ -150,13 +149,10 @@ def test_pages_that_a_connector_wrote_reach_the_stores_of_persistent_heads() -> 
     assert torch.equal(stores[1][pages, 0], running.kv[1][pages, 0])
 
 
-def test_the_first_layer_is_persistent_and_a_size_bounds_what_else_is(tmp_path: Path) -> None:
+def test_the_first_layer_is_persistent_and_so_are_heads_that_are_hard_to_reuse(tmp_path: Path) -> None:
     assert method_of(engine())._persistent.heads == {0: (0, 1)}
     scores = heads_file(tmp_path, 1.0, 0.5)
     assert method_of(engine(clo={"heads": scores}))._persistent.heads == {0: (0, 1), 1: (0, 1), 2: (0, 1)}
-    a_head = 256 * PAGE * 2 * DIM * 4
-    some = method_of(engine(clo={"heads": scores, "persistent_size": format_size(3 * a_head)}))
-    assert some.tiers.persistent_heads == 3 and some._persistent.heads[0] == (0, 1)
     loaded_in_time = heads_file(tmp_path, 1.0, 0.5, prefetch_bytes=CACHED * PAGE * 2 * DIM * 4)
     assert method_of(engine(clo={"heads": loaded_in_time})).tiers.persistent_heads == 2 + 1 + 1
 
@@ -225,7 +221,6 @@ def test_what_cannot_be_served_is_refused_in_one_line(tmp_path: Path) -> None:
     for keys, words in (
         ({"clo": {"heads": without}}, "clo.persistent: auto needs the mean cosines"),
         ({"clo": {"persistent": ["3:0"]}}, "clo.persistent: 3:0 is no layer:head of the model"),
-        ({"clo": {"persistent": ["1:1"], "persistent_size": "1KiB"}}, "more than clo.persistent_size 1KiB"),
         ({"frames_per_request": 3}, "frames_per_request: 3 is less than the budget of 4 pages"),
         ({"clo": {"heads": str(tmp_path / "nothing.json")}}, "nothing.json"),
     ):

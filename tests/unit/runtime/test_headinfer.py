@@ -104,44 +104,6 @@ def test_resident_heads_never_cross_the_bus_and_count_as_device_memory() -> None
         assert torch.equal(store[page, 0], resident.kv[1][page, 1])
 
 
-@pytest.mark.parametrize(("sinks", "recent"), [(1, 1), (2, 2), (0, 3)])
-def test_streaming_heads_attend_sinks_and_recent_pages_only(sinks: int, recent: int) -> None:
-    """And are counted as such; each step of a request that begins a new page on the way, and of one that is short."""
-    budget = 8 * PAGE
-    keys = {"headinfer": {"streaming_heads": ["0:1"]}, "sinks": sinks, "recent": recent, "budget_tokens": budget}
-    running = engine(layers=1, **keys)
-    names = ("a", "b")
-    running.add("a", 6 * PAGE + 12)
-    running.add("b", PAGE - 2)
-    for name in names:
-        running.prefill(name)
-    method, seen = headinfer(running), []
-    before = running.runtime.tiers.copied_bytes
-    watch(method, "attend", after=lambda out, step, layer, q: seen.append((q.double(), out.double())))
-    tokens_attended = pages_attended = copied = 0
-    for step in range(8):
-        running.step(dict.fromkeys(names, 1), tolerance=None)
-        for r, name in enumerate(names):
-            q, out = (x[r] for x in seen[step])
-            kv = torch.stack(running.sequences[name].kv[0]).double()
-            count = -(-len(kv) // PAGE)
-            few = sorted({*range(min(sinks, count)), *range(max(0, count - recent), count)})
-            for head, pages in ((0, list(range(count))), (1, few)):
-                tokens = [t for page in pages for t in range(page * PAGE, min(len(kv), (page + 1) * PAGE))]
-                logits = q[2 * head : 2 * head + 2] @ kv[tokens, head, 0].T * running.model.scale
-                expected = logits.softmax(-1) @ kv[tokens, head, 1]
-                torch.testing.assert_close(out[2 * head : 2 * head + 2], expected, atol=1e-5, rtol=1e-5)
-                tokens_attended += len(tokens)
-                pages_attended += len(pages)
-                copied += len(pages) - 1
-    entry = running.runtime.stats.layers[0]
-    assert (entry.selected_tokens, entry.resident_lookups) == (tokens_attended / 2, pages_attended / 2)
-    assert entry.resident_hits == 0
-    page_of_a_head = running.model.page_bytes(PAGE) // 2
-    moved = running.runtime.gauges()["hybrid_copied_bytes"] - before
-    assert moved == copied * page_of_a_head
-
-
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=7), capacity=st.integers(1, 8), spare=st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
 def test_every_head_page_of_every_list_is_in_one_piece(counts: list[int], capacity: int, spare: int) -> None:
@@ -176,5 +138,3 @@ def test_a_step_that_died_half_way_leaves_nothing_in_the_buffers() -> None:
 def test_a_head_that_the_model_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"headinfer\.resident_heads: 1:2 is no layer:head"):
         engine(headinfer={"resident_heads": ["1:2"]})
-    with pytest.raises(ConfigError, match=r"0:1 is in headinfer\.streaming_heads too"):
-        engine(headinfer={"resident_heads": ["0:1"], "streaming_heads": ["0:1"]})

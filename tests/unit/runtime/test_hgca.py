@@ -14,7 +14,7 @@ WINDOW = RING * PAGE
 
 
 def engine(layers: int = 2, seed: int = 0, **keys: object) -> Engine:
-    hgca = {"window_tokens": WINDOW, "alpha": 0.25, "append_queries": 32, **keys.pop("hgca", {})}  # type: ignore[dict-item]
+    hgca = {"window_tokens": WINDOW, "alpha": 0.25, **keys.pop("hgca", {})}  # type: ignore[dict-item]
     return Engine(config(method="hgca", hgca=hgca, **keys), spec(layers=layers), seed=seed, is_witnessed=True)
 
 
@@ -182,7 +182,7 @@ def test_a_released_request_leaves_no_context_cache() -> None:
     assert 0 < cache.nbytes < held
     running.drop("b")
     assert cache.nbytes == 0 and not cache._kept
-    assert not hgca(running)._queries and not hgca(running)._held
+    assert not hgca(running)._queries and not hgca(running)._running
 
 
 def test_a_request_that_computes_prompt_tokens_again_is_judged_anew() -> None:
@@ -192,7 +192,7 @@ def test_a_request_that_computes_prompt_tokens_again_is_judged_anew() -> None:
     running.step({"a": 1}, tolerance=None)
     assert any(kept(running))
     running.step({"a": 20})  # the engine goes on with a prompt, as after a failed step
-    assert running.runtime.tiers.cache.nbytes == 0 and not hgca(running)._held
+    assert running.runtime.tiers.cache.nbytes == 0 and not hgca(running)._running
     assert len(hgca(running)._queries["a"][0][1]) == 20
     sequence = running.sequences["a"]
     sequence.tokens, sequence.prompt, sequence.kv = 0, 25, [[]]  # and begins again without saying so

@@ -49,7 +49,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "scout, bytes": FRAMES | BYTES,
     "infinigen, predicted": FRAMES | PREDICTED,
     "infinigen, none, codes": FRAMES | NONE | CODES,
-    "hgca": {"hgca": {"window_tokens": 4 * PAGE, "append_queries": 20}},
+    "hgca": {"hgca": {"window_tokens": 4 * PAGE}},
     "clo, predicted": FRAMES | PREDICTED | {"clo": {"eta": 0.3, "persistent": ["0:1"]}},
     "clo, none, codes": FRAMES | NONE | CODES | {"clo": {"eta": 0.3, "persistent": "none"}},
     "clo, all persistent": FRAMES | {"clo": {"persistent": [f"{i}:{head}" for i in range(4) for head in (0, 1)]}},
@@ -101,3 +101,16 @@ def test_a_method_that_leaves_tokens_out_attends_what_it_says(name: str, kernels
     ahead = played.cfg.lookahead
     is_guessing = played.cfg.method == "scout" and ahead.enabled and ahead.partial_query == "predicted"
     assert (witness.guessed_rows > 0) == is_guessing
+
+
+@pytest.mark.parametrize("name", ["quest", "scout"])
+def test_automatic_exact_layers_are_dense_where_the_first_layer_slides(name: str) -> None:
+    cfg = config(method=name, exact_layers="auto", sparse="always", **SPARSE.get(name, FRAMES))
+    played = Engine(cfg, spec(4, (24, None, None, None)), num_pages=128, max_requests=4, is_witnessed=True)
+    assert played.runtime.config.exact_layers == (1, 2)
+    play([played])
+    layers = played.runtime.stats.layers
+    attended = [layer.selected_tokens for layer in layers[1:]]
+    assert attended[0] == attended[1] > attended[2]
+    digests = played.runtime.tiers.digests
+    assert digests is not None and set(digests.layers) == {3}

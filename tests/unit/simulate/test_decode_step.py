@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.hardware import Hardware, find_hardware, machine_names
+from hybrid_backend.hardware import Curve, Hardware, find_hardware, machine_names
+from hybrid_backend.hardware.machines import PCIE_EFFICIENCY, PCIE_PEAK
+from hybrid_backend.hardware.spec import copies
 from hybrid_backend.model import ModelShape
-from hybrid_backend.tools.plan.simulate import PARTS, StepTime, WhatIf, decode_step, simulated_methods
+from hybrid_backend.tools.plan.simulate import PARTS, StepTime, decode_step, simulated_methods
 from hybrid_backend.tools.plan.simulate.costs import (
     CODE_RATE,
     DIGEST_RATE,
@@ -56,6 +58,15 @@ configs = st.builds(
 few = settings(max_examples=40)
 
 
+def linked(machine: Hardware, pcie: int) -> Hardware:
+    """The machine with a link of that generation."""
+    return machine.replace(host_device_bytes_per_s=copies(PCIE_EFFICIENCY * PCIE_PEAK[pcie], 1.5e-6, "test"))
+
+
+def twice(curve: Curve) -> Curve:
+    return Curve(points=tuple((x, 2 * rate) for x, rate in curve.points), source="test")
+
+
 def keys(**settings_: Any) -> HybridConfig:
     return HybridConfig.model_validate(settings_)
 
@@ -79,7 +90,7 @@ def test_more_cores_are_never_slower(
     machine: Hardware, method: str, config: HybridConfig, context: int, batch: int, share: float, a: int, b: int
 ) -> None:
     fewer, more = (
-        decode_step(WhatIf(cores=n).apply(machine), SHAPE, config, method, context, batch, cpu_share=share)
+        decode_step(machine.with_cores(n), SHAPE, config, method, context, batch, cpu_share=share)
         for n in sorted((a, b))
     )
     assert more.seconds <= fewer.seconds * (1 + 1e-9)
@@ -91,8 +102,8 @@ def test_a_faster_link_is_never_slower(
     machine: Hardware, method: str, config: HybridConfig, context: int, batch: int, share: float
 ) -> None:
     times = [
-        decode_step(WhatIf(pcie=n).apply(machine), SHAPE, config, method, context, batch, cpu_share=share).seconds
-        for n in (3, 4, 5, 6)
+        decode_step(linked(machine, pcie), SHAPE, config, method, context, batch, cpu_share=share).seconds
+        for pcie in (3, 4, 5, 6)
     ]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(times))
 
@@ -134,10 +145,10 @@ def test_the_lookahead_hides_the_cpu_behind_the_layer_before() -> None:
 
 @pytest.mark.parametrize("method", ["infinigen", "hgca"])
 def test_infinigen_waits_for_the_link_and_hgca_for_the_workers(method: str) -> None:
-    link = WhatIf(pcie=5).apply(A100)
+    link = linked(A100, 5)
     cpu = A100.replace(
-        cpu_attention_bytes_per_s=A100.cpu_attention_bytes_per_s.scaled(2, "twice"),
-        host_read_bytes_per_s=A100.host_read_bytes_per_s.scaled(2, "twice"),
+        cpu_attention_bytes_per_s=twice(A100.cpu_attention_bytes_per_s),
+        host_read_bytes_per_s=twice(A100.host_read_bytes_per_s),
     )
     usual, with_link, with_cpu = (
         decode_step(machine, SHAPE, CONFIG, method, 32768, 40).part_seconds["waits"] for machine in (A100, link, cpu)
@@ -272,7 +283,7 @@ def test_quest_attends_all_pages_up_to_its_budget() -> None:
 
 def test_replicas_share_the_batch_and_the_host() -> None:
     one = find_hardware("h100")
-    eight = WhatIf(gpus=8).apply(one)
+    eight = one.replace(gpus=8)
     alone = decode_step(one, SHAPE, CONFIG, "scout", 50_000, 8, cpu_share=0.3)
     shared = decode_step(eight, SHAPE, CONFIG, "scout", 50_000, 64, cpu_share=0.3)
     assert shared.seconds > alone.seconds

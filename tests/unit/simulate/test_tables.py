@@ -11,19 +11,11 @@ from bench.simulate_runs import QWEN3_RUNS, SMOLLM2_RUNS, gpu_table, own_runs, v
 
 DOCS = Path(__file__).parents[3] / "docs"
 CUDA = (DOCS / "cuda.md").read_text()
-MET = {("times stock", "a100-80"), ("times stock", "l40s"), ("idle, %", "a100-80"), ("idle, %", "l40s")}
-"""Targets that docs/cuda.md calls met."""
 
 
 @pytest.mark.parametrize("title", list(simulate_step.TABLES))
 def test_the_documentation_has_todays_tables(title: str) -> None:
     assert simulate_step.text(simulate_step.TABLES[title]()) in CUDA
-
-
-def test_targets_that_are_claimed_are_met_and_those_that_are_missed_are_told() -> None:
-    targets = {(target.what, target.machine): target.is_met for target in simulate_step.targets()}
-    assert all(targets[key] for key in MET)
-    assert [key for key, is_met in targets.items() if not is_met] == [("idle, %", "h200")]
 
 
 def test_a_48_gb_card_runs_what_the_code_at_start_chooses() -> None:

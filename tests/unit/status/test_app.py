@@ -15,9 +15,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
-from typer.testing import CliRunner
 
-from hybrid_backend import cli
 from hybrid_backend.errors import EngineError
 from hybrid_backend.tools.status import MIDDLEWARE
 from hybrid_backend.tools.status.app import PAGE, PATHS, StatusMiddleware, application
@@ -143,13 +141,13 @@ def test_a_fresh_reading_is_not_old_and_a_missing_one_tells_its_age() -> None:
     assert sampler.status().stale_seconds is None
     clock.now += 60
     status = sampler.status()
-    assert status.stale_seconds == 62 and status.headline.title == "No answer for 62 s" and status.changes == ()
+    assert status.stale_seconds == 62 and status.headline.title == "No answer for 62 s" and status.glance == ()
     asyncio.run(sampler.refresh())
     assert sampler.status().stale_seconds is None
 
 
-def test_a_tile_and_the_end_of_its_line_are_one_number() -> None:
-    """However unevenly tokens come: both are the mean of the seconds that the tile's group names."""
+def test_an_answer_and_the_end_of_its_line_are_one_number() -> None:
+    """However unevenly tokens come: both are the mean of the same seconds."""
     stand, clock = MetricsStand(), Clock()
     stand.running.set(3)
     sampler = Sampler(stand.source, "x", clock=clock)
@@ -157,16 +155,10 @@ def test_a_tile_and_the_end_of_its_line_are_one_number() -> None:
         stand.tokens.inc(400 if number % 7 == 3 else 3)
         clock.now += 2.0
         asyncio.run(sampler.refresh())
-    status = sampler.status()
-    group = next(group for group in status.tiles if group.window == "mean of the last 14 s")
-    shown = {tile.name: tile.value for tile in group.tiles}
-    rates = status.columns[-1].rates
+    rates = (status := sampler.status()).columns[-1].rates
     assert rates.seconds == 14 and rates.generated_per_second == pytest.approx(418 / 14, abs=0.01)
-    assert shown["Decode"] == f"{rates.generated_per_second:.1f}" and shown["Each request"] == "10.0"
-    assert (
-        f"{shown['Decode']} tokens/s" in status.glance[1].text
-        and f"{shown['Decode']} tokens/s" in status.headline.detail
-    )
+    shown = f"{rates.generated_per_second:.1f} tokens/s"
+    assert shown in status.glance[1].text and shown in status.headline.detail
 
 
 @pytest.mark.parametrize("bad", ["-1", "nan", "inf", "x"])
@@ -192,10 +184,7 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
             assert httpx.get(url + path, follow_redirects=True).status_code == 200, path
             head, get = httpx.head(url + path), httpx.get(url + path)
             assert (head.status_code, head.content) == (get.status_code, b""), path
-            assert (
-                head.headers["content-type" if get.is_success else "location"]
-                == get.headers["content-type" if get.is_success else "location"]
-            )
+            assert head.headers["content-type"] == get.headers["content-type"]
             assert httpx.post(url + path).status_code == 405
 
 
@@ -259,11 +248,6 @@ def test_the_command_asks_the_engines_own_address_if_none_is_given() -> None:
         _, told = process.communicate(timeout=20)
         assert line.startswith("status of http://localhost:8000/metrics on http://127.0.0.1:"), told
         assert process.returncode in ENDED
-
-
-def test_a_profile_that_is_missing_is_told_before_the_page_listens() -> None:
-    result = CliRunner().invoke(cli.app, ["top", "--machine", "/nowhere/hardware.json", "--port", "0"])
-    assert result.exit_code != 0 and "/nowhere/hardware.json" in result.output
 
 
 def test_a_taken_port_is_one_line() -> None:

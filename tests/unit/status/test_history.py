@@ -39,7 +39,7 @@ def after(reading: Reading, step: tuple[float, int, int, int, int, float]) -> Re
     return replace(reading, time=reading.time + seconds, layers=layers)
 
 
-START = Reading(time=100.0, running=1.0, generated_tokens=0.0, layers=(LayerCounts(), LayerCounts()))
+START = Reading(time=100.0, figures={"running": 1.0, "generated_tokens": 0.0}, layers=(LayerCounts(), LayerCounts()))
 
 
 def history_of(*readings: Reading, kept: int = 9, longest: float = 60) -> History:
@@ -98,18 +98,19 @@ def test_no_column_is_made_of_what_is_no_interval(later: Reading) -> None:
     assert not history.columns and history.last == later
 
 
-def test_ratios_of_an_idle_layer_stay_and_its_rates_fall_to_zero() -> None:
+def test_layers_are_measured_over_the_window_and_an_idle_one_has_no_ratios() -> None:
     busy = after(START, (2.0, 100, 25, 10, 5, 0.1))
+    layer = history_of(START, busy).layers[0]
+    assert (layer.cpu_ratio, layer.residency, layer.attended_tokens_per_second) == (0.25, 0.5, 50)
     history = history_of(START, busy, *(replace(busy, time=busy.time + 2 * step) for step in range(1, 9)))
     layer = history.layers[0]
-    assert layer.cpu_ratio == 0.25 and layer.residency == 0.5
-    assert layer.attended_tokens_per_second == 0 and layer.wait_share == 0
-    assert history.columns[-1].cpu_ratio == (None, None), "in the heat map nothing was decoded"
+    assert (layer.cpu_ratio, layer.residency, layer.attended_tokens_per_second) == (None, None, 0)
 
 
 def test_latencies_are_those_of_the_window_and_prefix_hits_too() -> None:
-    first = replace(START, first_token_seconds=50.0, first_tokens=5, prefix_hits=10, prefix_queries=100)
-    second = replace(first, time=102.0, first_token_seconds=54.0, first_tokens=7, prefix_hits=40, prefix_queries=160)
+    names = ("first_token_seconds", "first_tokens", "prefix_hits", "prefix_queries")
+    first = replace(START, figures=dict(zip(names, (50.0, 5, 10, 100), strict=True)))
+    second = replace(first, time=102.0, figures=dict(zip(names, (54.0, 7, 40, 160), strict=True)))
     history = history_of(first, second)
     rates = history.columns[-1].rates
     assert rates.first_token_seconds == 2.0 and rates.prefix_hit_ratio == 0.5 and rates.token_seconds is None
@@ -118,13 +119,11 @@ def test_latencies_are_those_of_the_window_and_prefix_hits_too() -> None:
     assert rates.first_token_seconds is None and rates.prefix_hit_ratio is None, "nothing began since"
 
 
-def test_bytes_of_attention_in_place_are_those_of_its_time() -> None:
-    gauges = {"hybrid_host_pool_bytes": 8e6, "hybrid_host_pool_pages": 100.0, "hybrid_page_tokens": 16.0}
-    first = replace(START, gauges=gauges)
+def test_attention_in_place_is_a_share_of_the_time_of_all_layers_together() -> None:
     layers = tuple(LayerCounts(selected_tokens=1000, attention_seconds=0.5) for _ in range(2))
-    rates = history_of(first, replace(first, time=102.0, layers=layers)).columns[-1].rates
-    assert first.token_bytes == 2500
-    assert rates.attention_bytes_per_second == 2 * 1000 * 2500 and rates.attention_share == 0.5
+    later = replace(START, time=102.0, figures={"frame_bytes": 0.0}, layers=layers)
+    assert history_of(START, later).columns[-1].rates.attention_share == 0.5
+    assert later.is_in_place and not START.is_in_place
 
 
 def test_rates_of_a_server_that_was_started_again_are_not_those_of_the_one_before() -> None:

@@ -22,9 +22,7 @@ COUNTERS = ("selected_tokens", "cpu_tokens", "recalled_pages", "resident_hits", 
 
 @st.composite
 def layer_stats(draw: st.DrawFn) -> LayerStats:
-    return LayerStats(
-        **{name: draw(COUNT) for name in COUNTERS}, wait_seconds=draw(SECONDS), lead_seconds=draw(SECONDS)
-    )
+    return LayerStats(**{name: draw(COUNT) for name in COUNTERS}, wait_seconds=draw(SECONDS))
 
 
 @given(st.lists(layer_stats(), min_size=1, max_size=12))
@@ -37,7 +35,7 @@ def test_every_number_that_the_plugin_publishes_is_read_back(layers: list[LayerS
         assert [getattr(found, name) for name in COUNTERS] == [getattr(wrote, name) for name in COUNTERS]
         assert math.isclose(found.wait_seconds, wrote.wait_seconds, abs_tol=1e-12)
         assert found.query_cosine is None, "nothing was sampled"
-    assert reading.gauges["hybrid_host_pool_pages"] == 1000
+    assert reading.figures["host_pool_pages"] == 1000
 
 
 def test_ranks_add_their_tokens_and_wait_at_the_same_time() -> None:
@@ -47,7 +45,7 @@ def test_ranks_add_their_tokens_and_wait_at_the_same_time() -> None:
     two = read(one + one.replace('rank="0"', 'rank="1"'), 0.0)
     assert two.layers[1].selected_tokens == 2000 and two.layers[1].cpu_tokens == 500
     assert two.layers[1].wait_seconds == read(one, 0.0).layers[1].wait_seconds
-    assert two.gauges["hybrid_host_pool_pages"] == 1000 and two.gauges["hybrid_frames_in_use"] == 480
+    assert two.figures["host_pool_pages"] == 1000 and two.figures["frames_in_use"] == 480
 
 
 def test_replicas_add_their_requests_and_parallel_ranks_do_not() -> None:
@@ -58,7 +56,7 @@ def test_replicas_add_their_requests_and_parallel_ranks_do_not() -> None:
     ]
     lines.append('sglang:num_running_reqs{dp_rank="0",tp_rank="0",model_name="m",priority="7"} 2')
     reading = read("\n".join(lines), 0.0)
-    assert reading.running == 7 and reading.engine == "sglang" and reading.model == "m" and reading.replicas == 2
+    assert reading.get("running") == 7 and reading.engine == "sglang" and reading.model == "m" and reading.replicas == 2
 
 
 SGLANG = """sglang:num_running_reqs{tp_rank="0"} 3
@@ -72,45 +70,45 @@ sglang:realtime_tokens_total{mode="prefill_cache",tp_rank="0"} 300
 def test_tokens_of_sglang_are_those_of_its_steps_not_of_its_finished_requests() -> None:
     """Its generation_tokens_total stands still while requests run that are not streamed."""
     decoding = read(SGLANG + 'sglang:realtime_tokens_total{mode="decode",tp_rank="0"} 512\n', 0.0)
-    assert decoding.generated_tokens == 512 and decoding.prompt_tokens == 900
-    assert decoding.prefix_hits == 300 and decoding.prefix_queries == 1200
-    assert read(SGLANG, 0.0).generated_tokens == 0, "so far only prompts were computed"
+    assert decoding.get("generated_tokens") == 512 and decoding.get("prompt_tokens") == 900
+    assert decoding.get("prefix_hits") == 300 and decoding.get("prefix_queries") == 1200
+    assert read(SGLANG, 0.0).get("generated_tokens") == 0, "so far only prompts were computed"
     replicas = SGLANG.replace("prefill_compute", "decode").replace('tp_rank="0"', 'dp_rank="1",tp_rank="0"')
-    assert read(SGLANG.replace("prefill_compute", "decode") + replicas, 0.0).generated_tokens == 1800
-    assert read("\n".join(SGLANG.splitlines()[:3]), 0.0).generated_tokens == 12, "a version without the counter"
+    assert read(SGLANG.replace("prefill_compute", "decode") + replicas, 0.0).get("generated_tokens") == 1800
+    assert read("\n".join(SGLANG.splitlines()[:3]), 0.0).get("generated_tokens") == 12, "a version without the counter"
 
 
 def test_latencies_and_prefix_hits_are_read_from_both_engines() -> None:
     text = (DATA / "vllm.txt").read_text()
     reading = read(text, 0.0)
-    assert reading.first_tokens == 5 and reading.first_token_seconds
-    assert reading.prefix_hits == 0 and reading.prefix_queries == 4396
+    assert reading.get("first_tokens") == 5 and reading.get("first_token_seconds")
+    assert reading.get("prefix_hits") == 0 and reading.get("prefix_queries") == 4396
     streamed = [
         f'sglang:{name}{{is_streaming="{kind}"}} {value}'
         for name, value in (("time_to_first_token_seconds_sum", 3), ("time_to_first_token_seconds_count", 2))
         for kind in ("true", "false")
     ]
     reading = read("\n".join(streamed), 0.0)
-    assert (reading.first_token_seconds, reading.first_tokens) == (6, 4)
+    assert (reading.get("first_token_seconds"), reading.get("first_tokens")) == (6, 4)
 
 
 def test_a_real_vllm_is_read() -> None:
     reading = read((DATA / "vllm.txt").read_text(), 0.0)
     assert reading.engine == "vllm" and reading.model == "smollm2-135m-instruct"
-    assert reading.running is not None and reading.running >= 1 and reading.waiting is not None
-    assert reading.pool_fill is not None and 0 < reading.pool_fill <= 1
-    assert len(reading.layers) == 30 and reading.generated_tokens
+    assert reading.get("running") is not None and reading.get("running") >= 1 and reading.get("waiting") is not None
+    assert reading.get("pool_fill") is not None and 0 < reading.get("pool_fill") <= 1
+    assert len(reading.layers) == 30 and reading.get("generated_tokens")
     assert all(layer.selected_tokens > 0 for layer in reading.layers)
     sparse = reading.layers[3:]
     assert all(0 < layer.cpu_tokens < layer.selected_tokens for layer in sparse)
     assert all(0 < layer.resident_hits < layer.resident_lookups for layer in sparse)
-    assert any(layer.recalled_pages for layer in sparse) and reading.gauges["hybrid_frames_in_use"] > 0
+    assert any(layer.recalled_pages for layer in sparse) and reading.figures["frames_in_use"] > 0
 
 
 def test_a_real_sglang_is_read() -> None:
     reading = read((DATA / "sglang.txt").read_text(), 0.0)
-    assert reading.engine == "sglang" and reading.running is not None and reading.waiting is not None
-    assert reading.pool_fill is not None and len(reading.layers) == 30 and reading.layers[5].selected_tokens > 0
+    assert reading.engine == "sglang" and reading.get("running") is not None and reading.get("waiting") is not None
+    assert reading.get("pool_fill") is not None and len(reading.layers) == 30 and reading.layers[5].selected_tokens > 0
 
 
 @given(st.text(max_size=400))
@@ -145,9 +143,9 @@ def test_a_layer_that_is_none_is_refused(layer: str) -> None:
 def test_the_rank_that_keeps_least_is_told(name: str, ranks: tuple[str, ...], told: float | None) -> None:
     """Everything is attended only where every rank attends everything."""
     text = "\n".join(f'hybrid_{name}{{rank="{rank}"}} {value}' for rank, value in enumerate(ranks))
-    assert read(text, 0.0).gauge(name) == told
+    assert read(text, 0.0).get(name) == told
 
 
 def test_what_is_not_a_number_is_left_out() -> None:
     reading = read('hybrid_predicted_query_cosine{layer="0"} NaN\nvllm:num_requests_running +Inf\n', 0.0)
-    assert reading.layers == () and reading.running is None
+    assert reading.layers == () and reading.get("running") is None

@@ -22,7 +22,7 @@ def test_an_address_where_nobody_listens_is_one_line() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}/metrics"
-        with pytest.raises(EngineError, match=r"cannot be read: .*refused"):
+        with pytest.raises(EngineError, match=r"cannot be read: All connection attempts failed"):
             asyncio.run(from_server(url)())
 
 
@@ -35,18 +35,8 @@ def test_an_answer_that_comes_in_drops_is_given_up_at_the_deadline(start: bytes)
     assert time.monotonic() - began < 3
 
 
-def test_an_endless_answer_is_cut_off() -> None:
-    def flood(connection: socket.socket) -> None:
-        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-        while True:
-            connection.sendall(b"x" * 2**20)
-
-    with raw_server(flood) as url, pytest.raises(EngineError, match="longer than 16 MiB: that is not a server's"):
-        asyncio.run(from_server(url)())
-
-
 def test_a_page_that_is_missing_is_one_line() -> None:
-    with serving(FastAPI()) as url, pytest.raises(EngineError, match=r"cannot be read: .*Not Found|404"):
+    with serving(FastAPI()) as url, pytest.raises(EngineError, match=r"cannot be read: HTTP 404"):
         asyncio.run(from_server(f"{url}/metrics")())
 
 

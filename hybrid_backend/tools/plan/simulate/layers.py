@@ -87,7 +87,7 @@ class _Layer:
 
     @property
     def is_exact(self) -> bool:
-        return self.number in self.step_costs.config.exact_layers
+        return self.step_costs.config.is_exact(self.number)
 
     @property
     def is_whole(self) -> bool:

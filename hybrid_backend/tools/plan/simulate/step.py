@@ -132,7 +132,7 @@ def decode_step(
         raise ConfigError(f"cpu_share: got {cpu_share}, expected a number from 0 to below 1")
     if cpu_rows > batch or (cpu_rows and shape.full_layers < shape.layers):
         raise ConfigError(f"cpu_rows: got {cpu_rows}, expected up to {batch}, or 0 if a layer does not attend in full")
-    config.validate_for(len(shape.attention_windows))
+    config = config.for_layers(shape.attention_windows)
     is_cpu = hardware.device == "cpu"
     cpu_rows = cpu_rows if METHODS[method].splits else 0
     step_costs = Costs(hardware, shape, config, context, -(-(batch - cpu_rows) // hardware.gpus))
@@ -194,7 +194,7 @@ def _apex(device_costs: Costs, cpu_rows: int) -> StepTime:
     if strategy == "auto":
         verdict = judge(device_costs.times, rows, tokens, cpu_rows)
         hides = cpu_hides(device_costs.times, rows, tokens, cpu_rows * device_costs.context)
-        strategy = "lockstep" if verdict.wanted == "pipeline" and hides else "overlap"
+        strategy = "lockstep" if verdict.strategy == "pipeline" and hides else "overlap"
     cpu_costs, all_costs = replace(device_costs, rows=cpu_rows), replace(device_costs, rows=rows + cpu_rows)
     attended = device_costs.attention(device_costs.kv(device_costs.context))
     cpu_kv = cpu_costs.kv(cpu_costs.context)

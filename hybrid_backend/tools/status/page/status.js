@@ -71,16 +71,13 @@ function glance(answers) {
       element("h3", {}, question), element("p", { class: "verdict" }, sign(), verdict), element("p", {}, ...withCode(text)))));
 }
 
-function change([first, ...later]) {
+function change(answers) {
+  const [first, ...later] = answers.filter((answer) => answer.change);
   if (!first) return element("section", { id: "change", hidden: "" });
-  const others = [
-    ...first.others.map((way) => element("li", {}, ...withCode(way))),
-    ...later.map((next) => element("li", {}, element("b", {}, `${next.problem}, after that: `), ...withCode(next.change))),
-  ];
+  const line = ({ verdict, change: text }) => [element("b", {}, `${verdict}: `), ...withCode(text)];
   return element("section", { id: "change", class: "wide" }, element("h2", {}, "Recommended change"),
-    element("p", { id: "change-text" }, element("b", {}, `${first.problem}: `), ...withCode(first.change)),
-    element("details", { hidden: others.length ? null : "" },
-      element("summary", {}, `Other ways (${others.length})`), element("ul", {}, ...others)));
+    element("p", { id: "change-text" }, ...line(first)),
+    ...later.map((next) => element("p", {}, "After that, ", ...line(next))));
 }
 
 // --- the numbers ---
@@ -92,20 +89,62 @@ function section(id, title, note, ...content) {
     element("h2", {}, `${title} `, element("span", { class: "age" }, mark)), element("p", { class: "what" }, note), ...content);
 }
 
-function tile({ name, value, unit, share }) {
-  const bar = element("span", { class: "bar", "aria-hidden": "true", hidden: known(share) ? null : "" },
-    element("i", { style: `width: ${100 * (share || 0)}%` }));
-  return element("div", { class: "tile" }, element("dt", {}, name), element("dd", {}, value, bar, element("small", {}, unit)));
+const number = (value, digits = 0) => (known(value) ? value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }) : "–");
+const rate = (value) => number(value, value && value < 100 ? 1 : 0);
+const fixed = (share) => (known(share) ? `${number(100 * share, 1)} %` : "–"); // in columns of numbers
+const millis = (share) => (known(share) ? number(1000 * share, share > 0 && share < 0.01 ? 2 : 0) : "–");
+const bytes = (value) => (known(value) ? `${short(value).replace(/(?=[kMG]$)|$/, "\u00a0")}B` : "–"); // "1.5 GB"
+const optional = (text, value) => (known(value) ? text(value) : "–");
+
+// Tiles are triples of a name, a value and a unit, and a share for a number that is drawn as a bar.
+function tiles() {
+  const { figures: now, layers, in_place: inPlace, read } = state.status;
+  const column = state.columns.at(-1);
+  const mean = (key) => {
+    const values = layers.map((layer) => layer[key]).filter(known);
+    return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+  };
+  const ratio = (name, share, unit) => [name, fixed(share), unit, share];
+  const groups = [["at the last reading", [
+    ["Running", number(now.running), known(now.max_requests) ? `of ${number(now.max_requests)} requests` : "requests"],
+    ["Waiting", number(now.waiting), "requests"],
+    ratio("Host pool", now.pool_fill, known(now.host_pool_pages) ? `of ${number(now.host_pool_pages)} pages` : ""),
+    ...(inPlace ? [["Digests", bytes(now.digest_bytes), "of host memory"]] : [
+      ["Frames in use", number(now.frames_in_use), known(now.resident_requests) ? `pages of ${number(now.resident_requests)} requests` : "pages"],
+      ["Device tier", bytes(now.device_bytes), known(now.digest_bytes) ? `${bytes(now.digest_bytes)} digests` : ""]])]]];
+  if (column && column.time === read) {
+    const rates = column.rates;
+    const perRequest = rates.generated_per_second && rates.running ? rates.generated_per_second / Math.max(rates.running, 1) : null;
+    groups.push([`mean of the last ${Math.round(rates.seconds)} s`, [
+      ["Decode", rate(rates.generated_per_second), "tokens/s"], ["Each request", rate(perRequest), "tokens/s"],
+      ["First token", optional(duration, rates.first_token_seconds), "TTFT"],
+      ["Between tokens", optional(duration, rates.token_seconds), "TPOT"], ["Prompts", rate(rates.prompt_per_second), "tokens/s"],
+      ratio("Prefix cache hits", rates.prefix_hit_ratio, "of prompt tokens"), ratio("Attended", mean("attended"), "of the contexts"),
+      ...(inPlace ? [ratio("Attention", rates.attention_share, "of the time")] : [
+        ratio("Resident", mean("residency"), "of selected pages"), ratio("On CPU", mean("cpu_ratio"), "of attended tokens"),
+        ratio("Waits", rates.wait_share, "of the time"), ["Recalls", rate(rates.recalled_per_second), "pages/s"]])]]);
+  }
+  groups.push(["since the server's start", [["Generated", number(now.generated_tokens), "tokens"], ["Preempted", number(now.preemptions), "requests"]]]);
+  return element("div", { id: "tiles" }, ...groups.map(([title, list]) => element("div", { class: "group" }, element("h3", {}, title),
+    element("dl", {}, ...list.map(([name, value, unit, share]) => element("div", { class: "tile" }, element("dt", {}, name), element("dd", {}, value,
+      element("span", { class: "bar", "aria-hidden": "true", hidden: known(share) ? null : "" }, element("i", { style: `width: ${100 * (share || 0)}%` })),
+      element("small", {}, unit))))))));
 }
 
-const tiles = (groups) => element("div", { id: "tiles" }, ...groups.map(({ window: title, tiles: list }) =>
-  element("div", { class: "group" }, element("h3", {}, title), element("dl", {}, ...list.map(tile)))));
+// The columns of the table of layers: a title, a key, a format, and whether servers in place (true) or others (false) have it alone.
+const LAYER_COLUMNS = [
+  ["Layer", "layer", String], ["Attended", "attended", fixed], ["Resident", "residency", fixed, false], ["On CPU", "cpu_ratio", fixed, false],
+  ["Attended tokens/s", "attended_tokens_per_second", number], ["Attention, ms per s", "attention_share", millis, true],
+  ["Recalled pages/s", "recalled_per_second", rate, false], ["Waits, ms per s", "wait_share", millis, false],
+  ["Query cosine", "query_cosine", (value) => number(value, 3), false], ["Mass recall", "mass_recall", (value) => number(value, 3)],
+];
 
-function table({ head, rows }) {
+function table({ layers, in_place: inPlace }) {
+  const columns = LAYER_COLUMNS.filter(([, , , place]) => place === undefined || place === inPlace);
+  const cell = (layer) => ([, key, text], index) => element(index ? "td" : "th", { scope: index ? null : "row" }, text(layer[key]));
   return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Layers" }, element("table", {},
-    element("thead", {}, element("tr", {}, ...head.map((title) => element("th", { scope: "col" }, title)))),
-    element("tbody", {}, ...rows.map(([layer, ...cells]) =>
-      element("tr", {}, element("th", { scope: "row" }, layer), ...cells.map((cell) => element("td", {}, cell)))))));
+    element("thead", {}, element("tr", {}, ...columns.map(([title]) => element("th", { scope: "col" }, title)))),
+    element("tbody", {}, ...layers.map((layer) => element("tr", {}, ...columns.map(cell(layer)))))));
 }
 
 // --- plots ---
@@ -226,15 +265,15 @@ function course(title, text, ...lines) {
 }
 
 function courses(isInPlace) {
-  const rate = (title, key, text = short) => course(title, text, ["", (column) => column.rates[key]]);
+  const of = (title, key, text = short) => course(title, text, ["", (column) => column.rates[key]]);
   return element("div", { id: "courses" },
     course("Requests", short, ["running ", (column) => column.running], ["waiting ", (column) => column.waiting]),
-    rate("Decoded tokens/s", "generated_per_second"), rate("Prompt tokens/s", "prompt_per_second"),
-    rate("First token (TTFT)", "first_token_seconds", duration), rate("Between tokens (TPOT)", "token_seconds", duration),
-    rate("Prefix cache hits", "prefix_hit_ratio", percent),
-    ...(isInPlace ? [rate("Attention, share of time", "attention_share", percent)] : [
-      rate("Waits, share of time", "wait_share", percent), rate("Recalled pages/s", "recalled_per_second"),
-      rate("Copied bytes/s", "copied_bytes_per_second"), course("Frames in use", short, ["", (column) => column.frames_in_use])]),
+    of("Decoded tokens/s", "generated_per_second"), of("Prompt tokens/s", "prompt_per_second"),
+    of("First token (TTFT)", "first_token_seconds", duration), of("Between tokens (TPOT)", "token_seconds", duration),
+    of("Prefix cache hits", "prefix_hit_ratio", percent),
+    ...(isInPlace ? [of("Attention, share of time", "attention_share", percent)] : [
+      of("Waits, share of time", "wait_share", percent), of("Recalled pages/s", "recalled_per_second"),
+      of("Copied bytes/s", "copied_bytes_per_second"), course("Frames in use", short, ["", (column) => column.frames_in_use])]),
     course("Host pool in use", percent, ["", (column) => column.pool_fill]));
 }
 
@@ -247,7 +286,7 @@ function view() {
   const problem = silence === null && status.headline.state !== "silent" ? status.problem : null;
   const ours = { level: "bad", title: `No answer for ${age(staleSeconds())}`,
     detail: `This page's own server does not answer (${silence}); everything below is as old as the last reading.` };
-  const shown = silence === null ? status : { headline: ours, glance: [], changes: [] };
+  const shown = silence === null ? status : { headline: ours, glance: [] };
   document.title = `${shown.headline.title} · hybrid status`;
   const seconds = columns.length ? Math.round(columns.at(-1).rates.seconds) : 15;
   const header = element("header", {}, element("h1", {}, "hybrid status"),
@@ -255,10 +294,10 @@ function view() {
     element("p", { id: "fresh" }, status.read === null ? "" : `Read ${clock(status.read)} from ${status.source}`));
   const maps = status.in_place ? ["attended"] : ["attended", "residency", "cpu_ratio"];
   return [header, element("p", { id: "problem", class: "problem", role: "alert", hidden: problem ? null : "" }, problem || ""), element("main", {},
-    headline(shown.headline), glance(shown.glance), change(shown.changes), section("numbers", "Numbers", "", tiles(status.tiles)),
+    headline(shown.headline), glance(shown.glance), change(shown.glance), section("numbers", "Numbers", "", tiles()),
     section("course", "Course", `Rates and durations are means of the ${seconds} s before each point; requests, host pool and frames are as read.`, courses(status.in_place)),
     ...maps.map(heat),
-    section("layers", "Layers", "The last 15 seconds; ratios are of the last 15 seconds in which the layer decoded; cosine and mass are means since start; – is not measured.", table(status.table)))];
+    section("layers", "Layers", "The last 15 seconds; cosine and mass are means since start; – is not measured.", table(status)))];
 }
 
 function draw() {
